@@ -1,0 +1,7 @@
+"""keepmtp: quantize large models for vLLM and keep their MTP block usable.
+
+The library follows one line: recipe -> family -> source -> plan -> write -> check. `keepmtp.quantize.run.quantize`
+is that line on one screen; the plan (`keepmtp.quantize.plan.make_plan`) is the value everything else reads.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,318 @@
+"""Round to nearest and pack: a float weight in, the tensors of one scheme out, byte for byte what its peer writes.
+
+In: the weights of one fused group, each [N, K] in BF16, F16 or F32 on any device. Out: per weight a dict whose keys,
+dtypes and shapes are `scheme.tensors(N, K)`, on the same device. No data is seen: scales come from the largest
+magnitude of each row, group or block. A chunk of rows that fits a CPU core's cache is taken at a time, so nothing of
+the weight's size is ever held in F32.
+
+Easy to get wrong: compressed-tensors computes in the weight's own dtype. A BF16 weight has BF16 scales, and its
+quotients are rounded to BF16 before they are rounded to the scheme (NVFP4 alone divides in F32, by scale / global
+scale). Better arithmetic would be easy and would write other bytes.
+
+Differences from llm-compressor's model_free_ptq on a CPU, all meant: FP8_BLOCK scales are stored as F32 (same values);
+the global scale spans the fused group we are given; F16 and F32 weights also get BF16 scales where the scheme says
+BF16, and F16 counts as the same values in F32 (NVFP4's global scale overflows F16 for any usual weight). Its CUDA path
+skips the rounding to BF16; this module writes the same bytes on every device.
+
+Source: compressed-tensors 0.19.0 quantization/utils/helpers.py (calculate_qparams, generate_gparam),
+quantization/utils/mxfp_utils.py, quantization/lifecycle/forward_helpers.py (_quantize on CPU) and compressors/*;
+llm-compressor 0.14.0.1 entrypoints/model_free and observers/min_max.py. tests/test_pack.py runs both side by side.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ..recipes.errors import CheckpointError, RecipeError, refuse
+from ..recipes.schemes import Scheme
+
+# Elements worked on at a time. On a CPU enough to hide 2 us of overhead a call, and still 1 MiB in F32, which stays in
+# the cache (measured: 128 to 512 Ki within 20 % of each other, 64 Ki at half the speed); a GPU wants long kernels.
+_CHUNK_CPU = 256 * 1024
+_CHUNK_GPU = 32 * 1024 * 1024
+
+_E2M1_MAX = 6.0
+_E4M3_MAX = 448.0
+# Scales that round to zero become this: 2**-3, an arbitrary but agreed value (_get_dtype_eps of compressed-tensors).
+_E4M3_EPS = 0.125
+
+_TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({
+    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32,
+})  # fmt: skip
+_BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+_MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
+
+# Fills a chunk's slices of the outputs: (scheme, values_NK, outputs by suffix, global scale or None).
+_Kernel = Callable[[Scheme, Tensor, Mapping[str, Tensor], Tensor | None], None]
+
+
+def pack(scheme: Scheme, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    """Quantize the members of one fused group without data and lay them out as they go to disk.
+
+    Args:
+        scheme: a data-free row of `recipes.schemes.SCHEMES`.
+        weights: modules that are fused into one at run time, each [N_i, K], BF16, F16 or F32. A module on its own is a
+            group of one. Only NVFP4 couples them: one global scale, from the largest magnitude of the group.
+
+    Returns: one dict per weight, suffix -> tensor, as `scheme.tensors(N_i, K)` lists them, on the weight's device.
+
+    Raises:
+        RecipeError: the scheme needs calibration, or K does not suit it.
+        CheckpointError: a weight is no float matrix, or holds NaN or Inf. The caller knows the name and adds it.
+    """
+    if scheme.needs_calibration:
+        rule = "static input scales come from data and cannot be packed without it"
+        raise RecipeError(refuse("pack", rule, scheme.name, f"Use {scheme.data_free}"))
+    for weight in weights:
+        _check(scheme, weight)
+    global_scale = _global_scale(weights) if scheme.shares_global_scale and weights else None
+    return [_pack_weight(scheme, weight, global_scale) for weight in weights]
+
+
+def _check(scheme: Scheme, weight: Tensor) -> None:
+    """Refuse what no kernel below is written for."""
+    if weight.ndim != 2 or not weight.numel() or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        rule = "only a BF16, F16 or F32 matrix that is not empty can be quantized"
+        raise CheckpointError(refuse("weight", rule, f"{weight.dtype} {tuple(weight.shape)}", "Keep this tensor"))
+    if weight.shape[1] % scheme.k_multiple():
+        rule = f"{scheme.name} needs K divisible by {scheme.k_multiple()}"
+        raise RecipeError(refuse("weight", rule, f"K={weight.shape[1]}", "Keep this tensor or choose another scheme"))
+
+
+def _pack_weight(scheme: Scheme, weight: Tensor, global_scale: Tensor | None) -> dict[str, Tensor]:
+    """Allocate the outputs of one weight and fill them chunk by chunk."""
+    num_rows, num_columns = weight.shape
+    outputs = {
+        spec.suffix: torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=weight.device)
+        for spec in scheme.tensors(num_rows, num_columns)
+    }
+    if "weight_shape" in outputs:
+        outputs["weight_shape"].copy_(torch.tensor(weight.shape))
+    if global_scale is not None:
+        outputs["weight_global_scale"].copy_(global_scale)
+    by_row = {suffix: tensor for suffix, tensor in outputs.items() if suffix in ("weight", "weight_packed")}
+    rows_per_scale = scheme.block[0] if scheme.block else 1
+    for first, last in _row_ranges(weight, rows_per_scale):
+        chunk = {suffix: tensor[first:last] for suffix, tensor in by_row.items()}
+        chunk["weight_scale"] = outputs["weight_scale"][first // rows_per_scale : -(-last // rows_per_scale)]
+        _KERNELS[scheme.format](scheme, _working(weight[first:last]), chunk, global_scale)
+    return outputs
+
+
+def _row_ranges(weight: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Row ranges of about one chunk, each starting at a multiple of `multiple`."""
+    num_rows, num_columns = weight.shape
+    elements = _CHUNK_GPU if weight.is_cuda else _CHUNK_CPU
+    step = max(1, elements // max(1, num_columns * multiple)) * multiple
+    for first in range(0, num_rows, step):
+        yield first, min(first + step, num_rows)
+
+
+def _working(values: Tensor) -> Tensor:
+    """A contiguous chunk in the dtype its scales are computed in: BF16 as it is, F16 widened to F32 (exact)."""
+    return (values.float() if values.dtype == torch.float16 else values).contiguous()
+
+
+# Largest magnitudes, taken on the integer view: the order of non-negative floats is the order of their bits, integer
+# maxima are several times faster than BF16 ones, and NaN and Inf come out on top instead of getting lost.
+
+
+def _magnitude_bits(values: Tensor) -> Tensor:
+    """|values| as the integers of its bit patterns, same shape: int16 for BF16, int32 for F32."""
+    bits = _BITS_DTYPE[values.dtype]
+    return values.view(bits) & torch.iinfo(bits).max
+
+
+def _finite(amax_bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Magnitudes back in `dtype`, unless one of them is Inf or NaN."""
+    infinity = 0xFF << _MANTISSA_BITS[dtype]
+    if int(amax_bits.max()) >= infinity:
+        raise CheckpointError(refuse("weight", "every value must be finite", "NaN or Inf", "Get an intact checkpoint"))
+    return amax_bits.view(dtype)
+
+
+def _group_amax(values_NK: Tensor, group_size: int) -> Tensor:
+    """Largest magnitude per group of input channels: [N, K // group_size], dtype of the values."""
+    bits = _magnitude_bits(values_NK).unflatten(1, (-1, group_size))
+    return _finite(bits.amax(-1), values_NK.dtype)
+
+
+def _quotient(amax: Tensor, divisor: float) -> Tensor:
+    """amax / divisor in the dtype of amax. A CUDA division by a Python number multiplies by its reciprocal instead."""
+    return amax / torch.full((), divisor, dtype=amax.dtype, device=amax.device)
+
+
+def _scale(amax: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
+    """Linear scales in `dtype`: amax / largest, and that dtype's eps where this rounds to zero."""
+    scale = _quotient(amax, largest).to(dtype)
+    return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
+
+
+# 4-bit floats
+
+
+def _e2m1_codes(scaled: Tensor) -> Tensor:
+    """Nearest E2M1 code of each value, ties to the even code; the sign sits in bit 3.
+
+    E2M1 steps by 2**(k-1) in the binade [2**k, 2**(k+1)), k = 0..2, and by the same 0.5 below 1 as above. Adding
+    2**(k+22), whose unit in the last place is that step, makes the adder round to it; the low mantissa bits are then
+    the count of steps, and 2 * k more is the code. No comparison is made: those are the slow part on a CPU. A negative
+    value that rounds to zero keeps its sign; -0.0 does not.
+
+    Args:
+        scaled: F32, any shape, contiguous, below 2**100 in magnitude; overwritten.
+
+    Returns: uint8, same shape, 0..15.
+
+    Source: compressed-tensors 0.19.0 quantization/utils/fp4_utils.py (cast_to_fp4) and compressors/nvfp4/helpers.py.
+    """
+    bits = scaled.add_(0.0).view(torch.int32)  # -0.0 + 0.0 is +0.0
+    sign = (bits >> 28).to(torch.uint8).bitwise_and_(8)
+    magnitude = bits.bitwise_and_(0x7FFFFFFF).view(torch.float32)
+    power = magnitude.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
+    steps = magnitude.add_((power + (22 << 23)).view(torch.float32)).view(torch.int32)
+    # power >> 22 is 2 * (k + 127); its low byte is 2 * k - 2.
+    codes = steps.add_(power.bitwise_right_shift_(22)).to(torch.uint8).add_(2).clamp_(max=7)
+    return codes.bitwise_or_(sign)
+
+
+def _store_nibbles(codes: Tensor, packed: Tensor) -> None:
+    """Two codes a byte, the even column in the low nibble: uint8 [N, K] of 0..15 into bytes [N, K // 2]."""
+    pairs = codes.view(torch.int16)
+    packed.view(torch.uint8).copy_(pairs.bitwise_or_(pairs >> 4))  # the cast keeps the low byte
+
+
+def _global_scale(weights: Sequence[Tensor]) -> Tensor:
+    """NVFP4's divisor 448 * 6 / amax over a fused group: [1], F32, and 1.0 where that is not finite.
+
+    Rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype.
+    """
+    dtype = torch.bfloat16 if all(weight.dtype == torch.bfloat16 for weight in weights) else torch.float32
+    largest = torch.stack([_weight_amax(weight).to(dtype) for weight in weights]).amax()
+    scale = largest.clamp(min=torch.finfo(dtype).tiny).reciprocal() * (_E4M3_MAX * _E2M1_MAX)
+    return scale.nan_to_num(nan=1.0, posinf=1.0).float().reshape(1)
+
+
+def _weight_amax(weight: Tensor) -> Tensor:
+    """Largest magnitude of a whole weight, 0-d."""
+    chunks = [_magnitude_bits(_working(weight[first:last])).amax() for first, last in _row_ranges(weight)]
+    return _finite(torch.stack(chunks).amax(), torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32)
+
+
+def _nvfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], global_scale: Tensor | None) -> None:
+    """E2M1 codes, one E4M3 scale per group, in units of 1 / global_scale."""
+    assert scheme.group_size and global_scale is not None
+    amax = _group_amax(values, scheme.group_size)
+    local = (global_scale * _quotient(amax, _E2M1_MAX)).clamp_(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
+    local = torch.where(local == 0, _E4M3_EPS, local)
+    outputs["weight_scale"].copy_(local)
+    # F32 by F32: the one place where compressed-tensors' quotient is wider than a BF16 weight.
+    scaled = values.float() if values.dtype != torch.float32 else values.clone()
+    scaled.unflatten(1, (-1, scheme.group_size)).div_((local / global_scale).unsqueeze(-1))
+    _store_nibbles(_e2m1_codes(scaled), outputs["weight_packed"])
+
+
+def _mxfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: Tensor | None) -> None:
+    """E2M1 codes, one power of two per group."""
+    assert scheme.group_size
+    exponent = _e8m0_exponents(_group_amax(values, scheme.group_size))
+    outputs["weight_scale"].copy_(exponent)
+    scaled = values.unflatten(1, (-1, scheme.group_size)) / _power_of_two(exponent, values.dtype).unsqueeze(-1)
+    _store_nibbles(_e2m1_codes(scaled.flatten(1).float()), outputs["weight_packed"])
+
+
+def _e8m0_exponents(amax: Tensor) -> Tensor:
+    """Biased exponent of each group's scale, int32, 0..253.
+
+    amax is rounded to a power of two on its bits: a quarter of the mantissa's range is added, which carries into the
+    exponent from 1.75 on, and the mantissa dropped. The scale is two binades below, so that amax lands in [3.5, 7).
+    From 1.75 * 2**127 on the peer's power of two is infinite and it writes 255, a NaN scale; this rule just goes on.
+
+    Source: compressed-tensors 0.19.0 quantization/utils/mxfp_utils.py (round_to_power_2, generate_mx_scales).
+    """
+    mantissa_bits = _MANTISSA_BITS[amax.dtype]
+    bits = amax.view(_BITS_DTYPE[amax.dtype]).to(torch.int32)
+    exponent = (bits + (1 << (mantissa_bits - 2))) >> mantissa_bits
+    return (exponent - 2).clamp_(min=0)
+
+
+def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """2**(exponent - 127) in `dtype`, from its bits; exponent 0 is the subnormal with the top mantissa bit set."""
+    mantissa_bits = _MANTISSA_BITS[dtype]
+    bits = (exponent << mantissa_bits).clamp_(min=1 << (mantissa_bits - 1))
+    return bits.to(_BITS_DTYPE[dtype]).view(dtype)
+
+
+# 8-bit floats and integers
+
+
+def _float8_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: Tensor | None) -> None:
+    """E4M3 values, one scale a row or a block."""
+    if scheme.block:
+        _float8_blocks(values, outputs["weight"], outputs["weight_scale"], scheme.block)
+        return
+    amax = _group_amax(values, values.shape[1])
+    scale = _scale(amax, _E4M3_MAX, outputs["weight_scale"].dtype)
+    outputs["weight_scale"].copy_(scale)
+    _store_float8(values, scale, outputs["weight"])
+
+
+def _float8_blocks(values: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> None:
+    """E4M3 values, one scale a block; blocks at the lower and the right edge may be smaller.
+
+    The scale is rounded to the weight's dtype and stored wider, so a BF16 weight has the scales of its peer.
+    """
+    rows, columns = block
+    for top in range(0, values.shape[0], rows):
+        amax = _magnitude_bits(values[top : top + rows]).amax(0)
+        amax = torch.nn.functional.pad(amax, (0, -len(amax) % columns)).unflatten(0, (-1, columns)).amax(-1)
+        row_scale = _scale(_finite(amax, values.dtype), _E4M3_MAX, values.dtype)
+        scale[top // rows].copy_(row_scale)
+        per_column = row_scale.repeat_interleave(columns)[: values.shape[1]]
+        _store_float8(values[top : top + rows], per_column, weight[top : top + rows])
+
+
+def _store_float8(values: Tensor, scale: Tensor, weight: Tensor) -> None:
+    """values / scale, rounded to the dtype of the values, saturated, rounded to E4M3."""
+    weight.copy_((values / scale).clamp_(-_E4M3_MAX, _E4M3_MAX))
+
+
+def _int_pack_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: Tensor | None) -> None:
+    """Unsigned codes (offset binary), 32 // bits a word, first column in the low bits; one scale per group."""
+    assert scheme.group_size
+    codes = _int_codes(values, scheme.group_size, scheme.bits, outputs["weight_scale"])
+    codes = codes.add_(1 << (scheme.bits - 1)).to(torch.uint8)
+    packed = outputs["weight_packed"].view(torch.uint8)
+    if scheme.bits == 4:
+        _store_nibbles(codes, packed)
+    else:
+        packed.copy_(codes)
+
+
+def _int_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: Tensor | None) -> None:
+    """Signed integers, one scale a row."""
+    outputs["weight"].copy_(_int_codes(values, values.shape[1], scheme.bits, outputs["weight_scale"]))
+
+
+def _int_codes(values: Tensor, group_size: int, bits: int, scale_out: Tensor) -> Tensor:
+    """Symmetric integer codes, int16 [N, K], ties to even; fills the scales [N, K // group_size].
+
+    The scale is amax over half the count of codes (7.5 for 4 bits), so the largest positive value is clipped.
+    """
+    scale = _scale(_group_amax(values, group_size), (2**bits - 1) / 2, scale_out.dtype)
+    scale_out.copy_(scale)
+    scaled = values.unflatten(1, (-1, group_size)) / scale.unsqueeze(-1)
+    # int16 holds every quotient there is: at most 191.25, where a subnormal scale was rounded down.
+    return scaled.round_().to(torch.int16).clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).flatten(1)
+
+
+_KERNELS: Mapping[str, _Kernel] = MappingProxyType({
+    "nvfp4-pack-quantized": _nvfp4_kernel,
+    "mxfp4-pack-quantized": _mxfp4_kernel,
+    "float-quantized": _float8_kernel,
+    "pack-quantized": _int_pack_kernel,
+    "int-quantized": _int_kernel,
+})

@@ -1,0 +1,497 @@
+"""The plan: one fate for every tensor of the source, decided from headers before any work.
+
+In: a recipe, and a source's config.json and headers. Out: a `Plan`. The writer, the ignore list, the size estimate,
+the static check's expectations and the model card all read this one value, so they cannot disagree.
+
+Easy to get wrong: a decision is per module at *run time*. Modules that vLLM fuses must agree, a module whose runtime
+class has no slot for scales must stay plain, and an MTP block promised by config.json must be there.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ..recipes.errors import CheckpointError, RecipeError, refuse
+from ..recipes.families import find_family
+from ..recipes.family import FamilyView, HFName, Part, Place, Role, VLLMName
+from ..recipes.schema import Recipe, data_free_alternative
+from ..recipes.schemes import SCHEMES, Scheme, num_bytes
+from .source import Entry, Source
+from .stored import Form, StoredWeight, stored_weights
+
+Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
+SHARD_BYTES = 5_000_000_000
+# Buffers that old checkpoints carry and every model class computes itself.
+_RECOMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One tensor to be written."""
+
+    name: HFName
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """What becomes of one weight, with its scales, or of one other tensor.
+
+    Attributes:
+        name: the weight's or tensor's name on disk, without a packed form's suffix (`....weight`).
+        inputs: every source tensor this consumes; across a plan each source tensor is consumed once.
+        fate: quantize to `scheme`; keep the bytes; dequantize to BF16; add a copy of `inputs`; drop.
+        scheme: the form at run time: a scheme's name, or "" for plain tensors.
+        reason: why, for people.
+        form: how the source stores it.
+        shape: logical shape.
+        unit: tensors with the same unit are computed together and land in one shard.
+        stacked: projections in a 3-D expert tensor that becomes one tensor an expert.
+    """
+
+    name: HFName
+    inputs: tuple[HFName, ...]
+    fate: Fate
+    scheme: str
+    reason: str
+    form: Form
+    shape: tuple[int, ...]
+    outputs: tuple[Output, ...]
+    unit: str
+    role: Role
+    part: Part
+    layer: int | None
+    module: HFName
+    runtime: VLLMName
+    stacked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One output file: the tensors it holds, in the order of their bytes."""
+
+    file: str
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that will happen, before it does."""
+
+    recipe: Recipe
+    source: Source
+    view: FamilyView
+    tensors: tuple[TensorPlan, ...]
+    shard_bytes: int = SHARD_BYTES
+
+    @cached_property
+    def num_bytes_before(self) -> int:
+        """Bytes of the source tensors that are consumed."""
+        entries = self.entries
+        return sum(entries[name].num_bytes for name in {n for t in self.tensors for n in t.inputs if t.fate != "add"})
+
+    @cached_property
+    def num_bytes_after(self) -> int:
+        """Bytes of the tensors to be written."""
+        return sum(output.num_bytes for tensor in self.tensors for output in tensor.outputs)
+
+    @cached_property
+    def entries(self) -> Mapping[HFName, Entry]:
+        """Every source tensor, also those of files that the index does not list."""
+        return {**self.source.unindexed, **self.source.entries}
+
+    @cached_property
+    def units(self) -> tuple[tuple[TensorPlan, ...], ...]:
+        """Tensors to be computed together, in the order they are written."""
+        by_unit: dict[str, list[TensorPlan]] = defaultdict(list)
+        for tensor in self.tensors:
+            if tensor.outputs:
+                by_unit[tensor.unit].append(tensor)
+        return tuple(tuple(members) for members in by_unit.values())
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """The output files, filled in order up to `shard_bytes`; a unit is never split."""
+        groups: list[list[Output]] = [[]]
+        filled = 0
+        for unit in self.units:
+            outputs = [output for tensor in unit for output in tensor.outputs]
+            size = sum(output.num_bytes for output in outputs)
+            if groups[-1] and filled + size > self.shard_bytes:
+                groups.append([])
+                filled = 0
+            groups[-1] += outputs
+            filled += size
+        total = len(groups)
+        return tuple(
+            Shard(file=f"model-{number:05d}-of-{total:05d}.safetensors", outputs=tuple(sorted(group, key=_disk_order)))
+            for number, group in enumerate(groups, start=1)
+        )
+
+    @property
+    def needs_calibration(self) -> list[str]:
+        """Schemes of this plan that cannot be had without batches."""
+        used = {tensor.scheme for tensor in self.tensors if tensor.fate == "quantize"}
+        return [name for name in self.recipe.calibrated_schemes() if name in used]
+
+
+def make_plan(recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES) -> Plan:
+    """Decide the fate of every tensor.
+
+    Args:
+        recipe: what to do with each module group.
+        source: the released checkpoint's headers.
+        shard_bytes: upper bound for an output file, unless one unit alone is larger.
+
+    Raises:
+        RecipeError: the recipe does not fit the model: a group without a decision or without modules, a width that a
+            scheme cannot take, fused modules that disagree, a pattern that matches nothing.
+        CheckpointError: a tensor outside the family table, or a promised MTP block that is absent.
+    """
+    family = find_family(source.config, source.where)
+    if recipe.family not in (family.model_type, *family.also):
+        raise RecipeError(
+            refuse(recipe.name, f"family must be that of {source.where}", f"{recipe.family!r} for a {family.model_type}",
+                   "Choose another MODEL, or copy this recipe and change its family")
+        )  # fmt: skip
+    view = family.view(source.config)
+    entries = _with_separate_mtp(source, view)
+    weights, others = stored_weights(entries.values())
+    _refuse_missing_mtp(view, source, entries)
+    matcher = _Patterns(recipe)
+    plans = [_plan_weight(weight, recipe, view, matcher, source) for weight in weights.values()]
+    plans += [_plan_other(entry, view, matcher, source) for entry in others]
+    plans += _plan_aliases(view, entries)
+    matcher.refuse_unmatched(recipe)
+    _refuse_unnamed_groups(recipe, plans)
+    _refuse_disagreeing_fusions(recipe, plans)
+    plans.sort(key=lambda plan: (plan.part == "mtp", plan.layer if plan.layer is not None else -1, _natural(plan.name)))
+    return Plan(recipe=recipe, source=source, view=view, tensors=tuple(plans), shard_bytes=shard_bytes)
+
+
+def refuse_calibration(plan: Plan) -> None:
+    """Stop a run that would need batches.
+
+    Raises:
+        RecipeError: names the scheme and the data-free recipe to use instead.
+    """
+    if plan.needs_calibration:
+        raise RecipeError(
+            refuse(plan.recipe.name, "this release quantizes without calibration data",
+                   f"{', '.join(plan.needs_calibration)}, which needs batches",
+                   f"Use {data_free_alternative(plan.recipe)}; `keepmtp plan` shows either")
+        )  # fmt: skip
+
+
+class _Patterns:
+    """A recipe's overrides and keeps, remembering which of them matched."""
+
+    def __init__(self, recipe: Recipe):
+        self._compiled = {
+            pattern: re.compile(pattern[3:] if pattern.startswith("re:") else re.escape(pattern))
+            for pattern in (*(override.modules for override in recipe.overrides), *recipe.keep)
+        }
+        self._overrides = tuple((override.modules, override.scheme) for override in recipe.overrides)
+        self._keep = recipe.keep
+        self._matched: set[str] = set()
+
+    def override(self, module: HFName) -> str | None:
+        for pattern, scheme in self._overrides:
+            if self._compiled[pattern].fullmatch(module):
+                self._matched.add(pattern)
+                return scheme
+        return None
+
+    def keeps(self, name: HFName) -> bool:
+        hits = [pattern for pattern in self._keep if self._compiled[pattern].fullmatch(name)]
+        self._matched.update(hits)
+        return bool(hits)
+
+    def refuse_unmatched(self, recipe: Recipe) -> None:
+        for pattern in self._compiled:
+            if pattern not in self._matched:
+                raise RecipeError(
+                    refuse(recipe.name, f"pattern {pattern!r} must match a module of the model", "no match",
+                           "Write the whole name as on disk, or `re:` and a regex of the whole name")
+                )  # fmt: skip
+
+
+def _with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
+    """The indexed tensors, and MTP tensors of files that the index forgot."""
+    separate = {name: entry for name, entry in source.unindexed.items() if view.is_mtp(name)}
+    return {**source.entries, **separate}
+
+
+def _refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFName, Entry]) -> None:
+    promised, found = view.num_mtp_layers, view.mtp_layers_of(entries)
+    where = f"{source.where}/config.json"
+    if missing := sorted(set(range(promised)) - found):
+        raise CheckpointError(
+            refuse(where, f"{view.mtp_count_key}={promised} promises MTP layers {view.mtp_stem(missing[0])}*",
+                   "no such tensor in any file", "Get the MTP block from the original release: most tools drop it")
+        )  # fmt: skip
+    if extra := sorted(found - set(range(promised))):
+        raise CheckpointError(
+            refuse(where, f"{view.mtp_count_key} must count the MTP layers on disk",
+                   f"{promised}, but {view.mtp_stem(extra[0])}* exists", "Correct config.json")
+        )  # fmt: skip
+    if not promised:
+        raise CheckpointError(
+            refuse(where, f"{view.mtp_count_key} must promise an MTP block", promised,
+                   "keepmtp is for checkpoints with MTP; this one has none")
+        )  # fmt: skip
+    present = {name.rpartition(".")[0] for name in entries} | set(entries)
+    for module in required_mtp_modules(view):
+        if module not in present:
+            raise CheckpointError(
+                refuse(source.where, f"the MTP block must have {module}", "no such tensor in any file",
+                       "Get the MTP block from the original release")
+            )  # fmt: skip
+
+
+def required_mtp_modules(view: FamilyView) -> list[HFName]:
+    """Names on disk of the modules without which no MTP layer works: the glue and the norms around the block."""
+    own = [row.path for row in view.family.mtp_block if row.role in ("glue", "norm")]
+    names = [view.mtp_stem(index) + path for index in range(view.num_mtp_layers) for path in own]
+    names += [row.path for row in view.layout.mtp_top if row.role in ("glue", "norm")]
+    return [HFName(name) for name in names]
+
+
+def _place(name: HFName, view: FamilyView, source: Source) -> Place:
+    place = view.place(name)
+    if place is None:
+        raise CheckpointError(
+            refuse(source.where, f"every tensor must be known to family {view.family.model_type}", name,
+                   f"Add it to recipes/families/{view.family.model_type}.py, or to `keep` of the recipe")
+        )  # fmt: skip
+    return place
+
+
+def _plan_weight(
+    weight: StoredWeight, recipe: Recipe, view: FamilyView, matcher: _Patterns, source: Source
+) -> TensorPlan:
+    name = HFName(f"{weight.module}.weight")
+    if matcher.keeps(name):
+        return _kept_unknown(name, weight.names(), [weight.parts[leaf] for leaf in weight.parts], weight.shape)
+    place = _place(name, view, source)
+    if place.leaf != "weight":  # a parameter whose own name ends in .weight
+        return _plan_other(weight.weight, view, matcher, source)
+    word, reason = _decide(place, weight, recipe, matcher)
+    where = f"{recipe.name}: {place.part} {place.role}"
+    if weight.form == "unknown":
+        leaves = ", ".join(f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items())
+        raise CheckpointError(
+            refuse(f"{source.where}: {name}", "must be plain, FP8, MXFP4, NVFP4 or packed integers", leaves,
+                   "Start from the original release")
+        )  # fmt: skip
+    if word in SCHEMES:
+        scheme = SCHEMES[word]
+        if _same_bytes(weight, scheme):
+            outputs = _packed_outputs(place.module, scheme, weight.shape, ())
+            return _tensor(weight, place, "keep", word, f"the source stores {word} already", outputs)
+        _refuse_width(where, name, weight, place, scheme, view)
+        outputs = _packed_outputs(place.module, scheme, weight.shape, place.row.stacked)
+        return _tensor(weight, place, "quantize", word, reason, outputs, stacked=place.row.stacked)
+    if weight.form == "plain":
+        return _tensor(weight, place, "keep", "", reason, (_same(weight.weight),))
+    if word == "source" and weight.scheme and place.row.loads_quantized:
+        outputs = _packed_outputs(place.module, SCHEMES[weight.scheme], weight.shape, ())
+        return _tensor(weight, place, "keep", weight.scheme, "as in the source, scales renamed", outputs)
+    if word == "source" and not place.row.why_kept:
+        raise RecipeError(
+            refuse(where, "`source` needs a form that compressed-tensors can say",
+                   f"{weight.form} in {name}", "Use bf16 or a scheme")
+        )  # fmt: skip
+    output = Output(name=name, dtype="BF16", shape=weight.shape)
+    return _tensor(weight, place, "dequantize", "", reason, (output,))
+
+
+def _decide(place: Place, weight: StoredWeight, recipe: Recipe, matcher: _Patterns) -> tuple[str, str]:
+    """The recipe's word for a module, and the reason to show."""
+    if place.row.why_kept:
+        passes = place.part == "mtp" and recipe.mtp == "source"
+        return ("source" if passes else "bf16"), place.row.why_kept
+    if (word := matcher.override(place.module)) is not None:
+        return word, "override of the recipe"
+    if place.part == "backbone":
+        word = recipe.backbone.get(place.role)
+    elif isinstance(recipe.mtp, str):
+        word = recipe.mtp
+    else:
+        word = recipe.mtp.get(place.role)
+    if word is None:
+        raise RecipeError(
+            refuse(recipe.name, f"{place.part} must say what happens to {place.role}",
+                   f"nothing, but the model has {place.module}", f"Add `{place.role}: source` or a scheme")
+        )  # fmt: skip
+    reason = f"recipe: {'mtp' if place.part == 'mtp' else 'backbone'} {place.role}"
+    return word, reason
+
+
+def _plan_other(entry: Entry, view: FamilyView, matcher: _Patterns, source: Source) -> TensorPlan:
+    """Biases, parameters without a module, and what is recomputed."""
+    if matcher.keeps(entry.name):
+        return _kept_unknown(entry.name, (entry.name,), [entry], entry.shape)
+    if _RECOMPUTED.search(entry.name):
+        return TensorPlan(
+            name=entry.name, inputs=(entry.name,), fate="drop", scheme="", reason="every model class computes it",
+            form="plain", shape=entry.shape, outputs=(), unit=entry.name, role="state", part="backbone", layer=None,
+            module=entry.name, runtime=VLLMName(entry.name),
+        )  # fmt: skip
+    place = _place(entry.name, view, source)
+    if not place.row.stacked and place.leaf in ("", "weight", "bias", "e_score_correction_bias", "tid2eid"):
+        return _tensor_of(entry, place, "keep", "", place.row.why_kept or f"{place.leaf} of a {place.role} module")
+    raise CheckpointError(
+        refuse(f"{source.where}: {entry.name}", f"{place.leaf!r} must belong to a weight of {place.module}",
+               "no such weight", "Check the download, or add the name to `keep` of the recipe")
+    )  # fmt: skip
+
+
+def _plan_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[TensorPlan]:
+    plans = []
+    for index in range(view.num_mtp_layers):
+        for alias in view.family.aliases:
+            name, origin = HFName(view.mtp_stem(index) + alias.path), HFName(alias.source)
+            if name in entries or origin not in entries:
+                continue
+            place = view.place(name)
+            assert place is not None, f"alias {name} has no row in family {view.family.model_type}"
+            output = Output(name=name, dtype=entries[origin].dtype, shape=entries[origin].shape)
+            plan = _tensor_of(entries[origin], place, "add", "", alias.reason, name=name, outputs=(output,))
+            plans.append(plan)
+    return plans
+
+
+def _tensor(
+    weight: StoredWeight, place: Place, fate: Fate, scheme: str, reason: str, outputs: tuple[Output, ...],
+    stacked: tuple[str, ...] = (),
+) -> TensorPlan:  # fmt: skip
+    name = HFName(f"{place.module}.weight")
+    shares = fate == "quantize" and SCHEMES[scheme].shares_global_scale and place.shares
+    return TensorPlan(
+        name=name, inputs=weight.names(), fate=fate, scheme=scheme, reason=reason, form=weight.form,
+        shape=weight.shape, outputs=outputs, unit=place.shares if shares else name, role=place.role, part=place.part,
+        layer=place.layer, module=place.module, runtime=place.runtime, stacked=stacked,
+    )  # fmt: skip
+
+
+def _tensor_of(
+    entry: Entry, place: Place, fate: Fate, scheme: str, reason: str, *, name: HFName | None = None,
+    outputs: tuple[Output, ...] = (),
+) -> TensorPlan:  # fmt: skip
+    return TensorPlan(
+        name=name or entry.name, inputs=(entry.name,), fate=fate, scheme=scheme, reason=reason, form="plain",
+        shape=entry.shape, outputs=outputs or (_same(entry),), unit=name or entry.name, role=place.role,
+        part=place.part, layer=place.layer, module=place.module, runtime=place.runtime,
+    )  # fmt: skip
+
+
+def _kept_unknown(
+    name: HFName, inputs: tuple[HFName, ...], entries: Iterable[Entry], shape: tuple[int, ...]
+) -> TensorPlan:
+    return TensorPlan(
+        name=name, inputs=inputs, fate="keep", scheme="", reason="recipe: keep", form="plain", shape=shape,
+        outputs=tuple(_same(entry) for entry in entries), unit=name, role="state", part="backbone", layer=None,
+        module=HFName(name.rpartition(".")[0] or name), runtime=VLLMName(name.rpartition(".")[0] or name),
+    )  # fmt: skip
+
+
+def _same(entry: Entry) -> Output:
+    return Output(name=entry.name, dtype=entry.dtype, shape=entry.shape)
+
+
+def _packed_outputs(
+    module: HFName, scheme: Scheme, shape: tuple[int, ...], stacked: tuple[str, ...]
+) -> tuple[Output, ...]:
+    if not stacked:
+        return tuple(
+            Output(name=HFName(f"{module}.{spec.suffix}"), dtype=spec.dtype, shape=spec.shape)
+            for spec in scheme.tensors(*shape)
+        )
+    num_experts, rows, columns = shape
+    parent = module.rpartition(".")[0]
+    return tuple(
+        Output(name=HFName(f"{parent}.{expert}.{projection}.{spec.suffix}"), dtype=spec.dtype, shape=spec.shape)
+        for expert in range(num_experts)
+        for projection in stacked
+        for spec in scheme.tensors(rows // len(stacked), columns)
+    )
+
+
+def _same_bytes(weight: StoredWeight, scheme: Scheme) -> bool:
+    """Whether the source's bytes are already what `scheme` would put on disk, scales' names and dtypes aside."""
+    if not weight.scheme:
+        return False
+    stored = SCHEMES[weight.scheme]
+    suffixes = {spec.suffix for spec in scheme.tensors(128, 128)}
+    return stored.weights == scheme.weights and suffixes <= {spec.suffix for spec in stored.tensors(128, 128)}
+
+
+def _refuse_width(
+    where: str, name: HFName, weight: StoredWeight, place: Place, scheme: Scheme, view: FamilyView
+) -> None:
+    if len(weight.shape) != (3 if place.row.stacked else 2):
+        raise RecipeError(
+            refuse(where, f"{scheme.name} needs a matrix", f"shape {list(weight.shape)} in {name}",
+                   f"Set {place.role}: source")
+        )  # fmt: skip
+    rows, columns = weight.shape[-2] // max(1, len(place.row.stacked)), weight.shape[-1]
+    if columns % scheme.k_multiple():
+        raise RecipeError(
+            refuse(where, f"{scheme.name} needs K divisible by {scheme.k_multiple()}", f"K={columns} in {name}",
+                   f"Set {place.role}: bf16, or override this module")
+        )  # fmt: skip
+    # vLLM 0.32.0 (fp8_utils.validate_fp8_block_shape) lets only the last shard of a fused module end in a part block.
+    may_be_ragged = place.row.path in view.last_shards and place.role != "experts"
+    if scheme.block and rows % scheme.block[0] and not may_be_ragged:
+        raise RecipeError(
+            refuse(where, f"{scheme.name} needs N divisible by {scheme.block[0]} where modules are fused",
+                   f"N={rows} in {name}", f"Set {place.role}: FP8_DYNAMIC or bf16")
+        )  # fmt: skip
+
+
+def _refuse_unnamed_groups(recipe: Recipe, plans: Iterable[TensorPlan]) -> None:
+    have: dict[Part, set[Role]] = {"backbone": set(), "mtp": set()}
+    for plan in plans:
+        have[plan.part].add(plan.role)
+    named: dict[Part, Iterable[str]] = {"backbone": recipe.backbone}
+    if isinstance(recipe.mtp, dict):
+        named["mtp"] = recipe.mtp
+    for part, groups in named.items():
+        for group in groups:
+            if group not in have[part]:
+                raise RecipeError(
+                    refuse(recipe.name, f"{part} group {group} must match a module of the model", "no match",
+                           f"Remove {group} from {part}")
+                )  # fmt: skip
+
+
+def _refuse_disagreeing_fusions(recipe: Recipe, plans: Iterable[TensorPlan]) -> None:
+    first: dict[VLLMName, TensorPlan] = {}
+    for plan in plans:
+        if len(plan.shape) < 2 or plan.fate == "drop":
+            continue
+        other = first.setdefault(plan.runtime, plan)
+        if other.scheme != plan.scheme:
+            raise RecipeError(
+                refuse(recipe.name, f"vLLM fuses {other.module} and {plan.module} into {plan.runtime}, so they need "
+                       "one scheme", f"{other.scheme or 'plain'} and {plan.scheme or 'plain'}",
+                       "Give both the same scheme, or `bf16`")
+            )  # fmt: skip
+
+
+def _disk_order(output: Output) -> tuple[int, str]:
+    """Widest dtypes first, as safetensors writes them: every tensor then starts aligned."""
+    return (-num_bytes(output.dtype, (8,)), output.name)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

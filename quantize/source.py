@@ -1,0 +1,326 @@
+"""A released checkpoint seen through its headers: a local folder or a Hub repository, no weight read.
+
+In: a folder or a Hub id. Out: a `Source`: config.json, and for every tensor its file, dtype, shape and byte range.
+`read` then streams one tensor's bytes at a time.
+
+Easy to get wrong: an MTP block may sit in a file that the index does not list (`mtp.safetensors`), and a file may be
+shorter than its header says. Both are found here, before anything is planned.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    NotASafetensorsRepoError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+)
+
+from ..recipes.errors import CheckpointError, refuse
+from ..recipes.family import HFName
+from ..recipes.schemes import DTYPE_BITS, num_bytes
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# What belongs to a checkpoint besides weights: tokenizer, generation settings, model code, licence. Not the card.
+COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py", "LICENSE*", "encoding/*")
+NOT_CARRIED = ("config.json", INDEX, "hf_quant_config.json", "quantize_config.json", "recipe.yaml", "keepmtp.json")
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor in a safetensors file; `start` is counted from the file's first byte."""
+
+    name: HFName
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint's config and headers.
+
+    Attributes:
+        where: what the user named: a path or a Hub id.
+        revision: the Hub commit, or "local".
+        folder: where the files lie; None for a Hub repository that has not been downloaded.
+        config: config.json as it is.
+        entries: the tensors that a loader following the index would see.
+        unindexed: tensors of safetensors files that the index does not list.
+        companions: tokenizer and other files to carry over, relative paths.
+    """
+
+    where: str
+    revision: str
+    folder: Path | None
+    config: Mapping[str, Any]
+    entries: Mapping[HFName, Entry]
+    unindexed: Mapping[HFName, Entry]
+    companions: tuple[str, ...]
+
+
+def open_source(where: str | Path, *, revision: str = "main") -> Source:
+    """Read the headers of a local folder or, by range requests, of a Hub repository.
+
+    Raises:
+        CheckpointError: nothing there, no config.json, an index naming a missing file, a truncated or corrupt shard.
+    """
+    folder = Path(where)
+    if folder.is_dir():
+        return _open_folder(folder, str(where))
+    if folder.is_file() or folder.is_absolute() or str(where).count("/") != 1:
+        raise CheckpointError(
+            refuse(where, "a source is a folder with config.json or a Hub id ORG/NAME", "neither", "Check SOURCE")
+        )
+    return _open_hub(str(where), revision)
+
+
+def download(source: Source, *, to: Path | None = None) -> Source:
+    """The same source with its files on this machine (the Hub's cache, or `to`), with the Hub's progress bars."""
+    if source.folder is not None:
+        return source
+    with _hub_errors(source.where, source.revision):
+        folder = snapshot_download(
+            source.where, revision=source.revision, local_dir=to, allow_patterns=["*.safetensors", *COMPANIONS]
+        )
+    local = _open_folder(Path(folder), source.where)
+    return Source(
+        where=local.where, revision=source.revision, folder=local.folder, config=local.config, entries=local.entries,
+        unindexed=local.unindexed, companions=local.companions,
+    )  # fmt: skip
+
+
+def read(source: Source, entry: Entry, *, offset: int = 0, length: int | None = None) -> bytearray:
+    """Bytes `offset` to `offset + length` of one tensor, in a buffer of the caller's own.
+
+    A plain read, not a map: mapped pages of a 5 GB shard would count as this process's memory until it is closed.
+    """
+    assert source.folder is not None, "download() first"
+    buffer = bytearray(entry.num_bytes - offset if length is None else length)
+    view, position = memoryview(buffer), entry.start + offset
+    with open(source.folder / entry.file, "rb", buffering=0) as file:
+        file.seek(position)
+        while view:
+            count = file.readinto(view)
+            if not count:
+                raise CheckpointError(
+                    refuse(f"{source.where}/{entry.file}", f"{entry.name} must be whole", "end of file",
+                           "Download the shard again")
+                )  # fmt: skip
+            view = view[count:]
+    return buffer
+
+
+def read_header(path: Path, where: str) -> dict[HFName, Entry]:
+    """The tensors of one safetensors file, checked against its size.
+
+    Args:
+        path: the file.
+        where: how messages name it.
+    """
+    size = path.stat().st_size
+    cure = "Download the shard again"
+    with open(path, "rb") as file:
+        first = file.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
+            raise CheckpointError(refuse(where, "must start with a safetensors header", f"{size} bytes", cure))
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+        entries = _entries_of(header, path.name, 8 + length)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(refuse(where, "must have a valid safetensors header", repr(error), cure)) from error
+    end = 8 + length
+    for entry in sorted(entries.values(), key=lambda entry: entry.start):
+        if entry.dtype not in DTYPE_BITS:
+            raise CheckpointError(
+                refuse(where, f"{entry.name} must have a known dtype", entry.dtype, "Convert it with safetensors first")
+            )
+        if entry.num_bytes != num_bytes(entry.dtype, entry.shape) or entry.start != end:
+            raise CheckpointError(
+                refuse(where, f"{entry.name} must fill {entry.dtype}{list(entry.shape)} without gaps",
+                       f"{entry.num_bytes} bytes at {entry.start}", cure)
+            )  # fmt: skip
+        end = entry.start + entry.num_bytes
+    if end != size:
+        last = max(entries.values(), key=lambda entry: entry.start, default=None)
+        raise CheckpointError(
+            refuse(where, f"must be {end} bytes long to hold {last.name if last else 'its header'}",
+                   f"{size} bytes", cure)
+        )  # fmt: skip
+    return entries
+
+
+def _entries_of(header: Mapping[str, Any], file: str, data_start: int) -> dict[HFName, Entry]:
+    entries = {}
+    for name, info in header.items():
+        if name != "__metadata__":
+            start, end = info["data_offsets"]
+            entries[HFName(name)] = Entry(
+                name=HFName(name), file=file, dtype=info["dtype"], shape=tuple(info["shape"]),
+                start=data_start + start, num_bytes=end - start,
+            )  # fmt: skip
+    return entries
+
+
+def _open_folder(folder: Path, where: str) -> Source:
+    config = _parse_config(folder / "config.json", where)
+    present = sorted(path.name for path in folder.glob("*.safetensors"))
+    index_path = folder / INDEX
+    weight_map = _parse_index(index_path.read_bytes(), f"{where}/{INDEX}") if index_path.is_file() else None
+    indexed = _indexed_files(weight_map, present, where)
+    headers = {file: read_header(folder / file, f"{where}/{file}") for file in {*indexed, *present}}
+    companions = sorted(
+        {str(path.relative_to(folder)) for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
+        - set(NOT_CARRIED)
+    )
+    return _assemble(where, "local", folder, config, weight_map, indexed, headers, tuple(companions))
+
+
+def _open_hub(repo: str, revision: str) -> Source:
+    api = HfApi()
+    with _hub_errors(repo, revision):
+        info = api.model_info(repo, revision=revision)
+        files = sorted(sibling.rfilename for sibling in info.siblings or ())
+        commit = info.sha or revision
+        config_path = api.hf_hub_download(repo, "config.json", revision=commit)
+        config = _parse_config(Path(config_path), repo)
+        weight_map = None
+        if INDEX in files:
+            index_path = Path(api.hf_hub_download(repo, INDEX, revision=commit))
+            weight_map = _parse_index(index_path.read_bytes(), f"{repo}/{INDEX}")
+        present = [file for file in files if file.endswith(".safetensors") and "/" not in file]
+        indexed = _indexed_files(weight_map, present, repo)
+
+        def header(file: str) -> dict[HFName, Entry]:
+            parsed = api.parse_safetensors_file_metadata(repo, file, revision=commit)
+            # The parser leaves out where the data starts: only sizes and shapes matter until the file is downloaded.
+            return {
+                HFName(name): Entry(
+                    name=HFName(name), file=file, dtype=tensor.dtype, shape=tuple(tensor.shape),
+                    start=tensor.data_offsets[0], num_bytes=tensor.data_offsets[1] - tensor.data_offsets[0],
+                )
+                for name, tensor in parsed.tensors.items()
+            }  # fmt: skip
+
+        with ThreadPoolExecutor(max_workers=16) as pool:
+            headers = dict(zip(present, pool.map(header, present), strict=True))
+    return _assemble(repo, commit, None, config, weight_map, indexed, headers, ())
+
+
+def _assemble(
+    where: str, revision: str, folder: Path | None, config: Mapping[str, Any], weight_map: Mapping[str, str] | None,
+    indexed: tuple[str, ...], headers: Mapping[str, Mapping[HFName, Entry]], companions: tuple[str, ...],
+) -> Source:  # fmt: skip
+    entries: dict[HFName, Entry] = {}
+    unindexed: dict[HFName, Entry] = {}
+    for file in sorted(headers):
+        for name, entry in headers[file].items():
+            # vLLM and transformers read whole files named by the index, so the file decides, not the index's line.
+            target = entries if file in indexed else unindexed
+            if name in entries and target is entries:
+                raise CheckpointError(
+                    refuse(f"{where}/{file}", f"{name} must be in one file only", f"also in {entries[name].file}",
+                           "Remove one of the two")
+                )  # fmt: skip
+            target[name] = entry
+    for name, file in (weight_map or {}).items():
+        if HFName(name) not in headers[file]:
+            raise CheckpointError(
+                refuse(f"{where}/{file}", f"must hold {name}, which the index lists there", "no such tensor",
+                       "Download the shard again")
+            )  # fmt: skip
+    return Source(
+        where=where, revision=revision, folder=folder, config=config, entries=entries,
+        unindexed={name: entry for name, entry in unindexed.items() if name not in entries}, companions=companions,
+    )  # fmt: skip
+
+
+def _indexed_files(weight_map: Mapping[str, str] | None, present: list[str], where: str) -> tuple[str, ...]:
+    if weight_map is not None:
+        files = sorted(set(weight_map.values()))
+        for file in files:
+            if file not in present:
+                raise CheckpointError(
+                    refuse(f"{where}/{INDEX}", "every file of the index must exist", f"{file} is missing",
+                           "Download it, or mend the index")
+                )  # fmt: skip
+        return tuple(files)
+    if SINGLE in present:
+        return (SINGLE,)
+    if len(present) == 1:
+        return (present[0],)
+    raise CheckpointError(
+        refuse(where, f"must have {SINGLE} or {INDEX}", f"{len(present)} safetensors files", "Check the download")
+    )
+
+
+def _parse_config(path: Path, where: str) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(refuse(where, "a checkpoint has a config.json", "none", "Check SOURCE"))
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(refuse(path, "must be JSON", str(error), "Download it again")) from error
+    if not isinstance(config, dict):
+        raise CheckpointError(refuse(path, "must be a JSON object", type(config).__name__, "Download it again"))
+    return config
+
+
+def _parse_index(raw: bytes, where: str) -> Mapping[str, str]:
+    try:
+        return dict(json.loads(raw)["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(refuse(where, "must have a weight_map", repr(error), "Download it again")) from error
+
+
+class _hub_errors:  # noqa: N801 - reads as a statement
+    """Turns the Hub's exceptions into one sentence."""
+
+    def __init__(self, repo: str, revision: str):
+        self.repo, self.revision = repo, revision
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        cures: tuple[tuple[type[BaseException], str, str], ...] = (
+            (GatedRepoError, "the Hub repository is gated", "Ask for access on its page and run `hf auth login`"),
+            (RepositoryNotFoundError, "must be a folder or a public Hub repository",
+             "Check the name, or run `hf auth login` if it is private"),
+            (RevisionNotFoundError, "the revision must exist", f"Check revision {self.revision}"),
+            (EntryNotFoundError, "a checkpoint has a config.json", "Check the repository"),
+            ((NotASafetensorsRepoError, SafetensorsParsingError), "files must be safetensors",  # type: ignore[arg-type]
+             "Convert them first"),
+            (OfflineModeIsEnabled, "the Hub must be reachable", "Unset HF_HUB_OFFLINE or give a folder"),
+            ((HfHubHTTPError, OSError), "the Hub must be reachable",  # type: ignore[arg-type]
+             "Check the network, or give a folder as SOURCE"),
+        )  # fmt: skip
+        for known, rule, cure in cures:
+            if isinstance(error, known) and not isinstance(error, CheckpointError):
+                first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise CheckpointError(refuse(self.repo, rule, first_line, cure)) from error
+
+
+def file_sizes(source: Source) -> dict[str, int]:
+    """Size of every safetensors file, part of what a resumed run compares."""
+    assert source.folder is not None
+    names = sorted({entry.file for entry in (*source.entries.values(), *source.unindexed.values())})
+    return {name: os.stat(source.folder / name).st_size for name in names}

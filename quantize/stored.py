@@ -1,0 +1,144 @@
+"""How a checkpoint stores each module's weight: plain, or packed with scales, told from headers alone.
+
+In: the entries of a checkpoint. Out: one `StoredWeight` per module that has a weight, and the tensors that are none.
+Used on the way in (what must be dequantized) and by the static check (what is on disk against what the config says).
+
+Easy to get wrong: three conventions share suffixes. `weight_scale` is per block, row or tensor by its shape only, and
+NVFP4's second scale is a divisor (`weight_global_scale`) or a multiplier (`weight_scale_2`).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..recipes.family import HFName
+from .source import Entry
+
+Form = Literal[
+    "plain", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "nvfp4_modelopt", "int_packed", "int8",
+    "mxfp8", "unknown",
+]  # fmt: skip
+
+WEIGHT_LEAVES = ("weight", "weight_packed")
+SCALE_LEAVES = (
+    "weight_scale", "weight_scale_inv", "scale", "weight_scale_2", "weight_global_scale", "input_global_scale",
+    "input_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
+)  # fmt: skip
+# Scales of the KV cache: they belong to an attention module, not to a weight.
+KV_SCALE_LEAVES = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
+FLOATS = ("BF16", "F16", "F32")
+FP8 = ("F8_E4M3", "F8_E5M2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight:
+    """One module's weight as it lies on disk.
+
+    Attributes:
+        module: the module's name on disk.
+        form: see `Form`; "unknown" where the tensors fit no form (`parts` tells which there are).
+        parts: leaf -> entry, the weight and its scales.
+        shape: logical shape, [N, K] for linear weights.
+        scheme: the compressed-tensors scheme with the same bytes; "" if none.
+        block: rows and columns per scale, for block forms.
+    """
+
+    module: HFName
+    form: Form
+    parts: Mapping[str, Entry]
+    shape: tuple[int, ...]
+    scheme: str = ""
+    block: tuple[int, int] | None = None
+
+    @property
+    def weight(self) -> Entry:
+        return self.parts["weight_packed"] if "weight_packed" in self.parts else self.parts["weight"]
+
+    def names(self) -> tuple[HFName, ...]:
+        """Every tensor on disk that this weight consists of."""
+        return tuple(entry.name for entry in self.parts.values())
+
+
+def stored_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
+    """Group a checkpoint's tensors by module.
+
+    Returns:
+        The weights by module, and every other tensor (biases, parameters without a module, scales without a weight).
+    """
+    modules: dict[str, dict[str, Entry]] = {}
+    rest: list[Entry] = []
+    for entry in entries:
+        module, _, leaf = entry.name.rpartition(".")
+        if module and (leaf in WEIGHT_LEAVES or leaf in SCALE_LEAVES):
+            modules.setdefault(module, {})[leaf] = entry
+        else:
+            rest.append(entry)
+    weights: dict[HFName, StoredWeight] = {}
+    for module, parts in modules.items():
+        if any(leaf in parts for leaf in WEIGHT_LEAVES):
+            weights[HFName(module)] = _classify(HFName(module), parts)
+        else:
+            rest.extend(parts.values())
+    return weights, rest
+
+
+def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
+    weight = parts.get("weight_packed") or parts["weight"]
+    leaves = frozenset(parts) - {"input_scale", "input_global_scale", "weight_g_idx"}
+    shape = weight.shape
+
+    def stored(form: Form, logical: tuple[int, ...], scheme: str = "", block: tuple[int, int] | None = None):
+        return StoredWeight(module=module, form=form, parts=parts, shape=logical, scheme=scheme, block=block)
+
+    if leaves == {"weight"} and weight.dtype in FLOATS:
+        return stored("plain", shape)
+    scale = parts.get("weight_scale_inv") or parts.get("weight_scale") or parts.get("scale")
+    if scale is None or len(shape) != 2 or ("weight" in parts and "weight_packed" in parts):
+        return stored("unknown", shape)
+    n, k = shape
+    if leaves == {"weight_packed", "weight_scale", "weight_global_scale"} and weight.dtype == "U8":
+        return stored("nvfp4", (n, 2 * k), "NVFP4" if "input_global_scale" in parts else "NVFP4A16")
+    if leaves == {"weight", "weight_scale", "weight_scale_2"} and weight.dtype == "U8":
+        return stored("nvfp4_modelopt", (n, 2 * k))
+    if weight.dtype in ("U8", "I8") and scale.dtype in ("U8", "F8_E8M0") and scale.shape == (n, 2 * k // 32):
+        return stored("mxfp4", (n, 2 * k), "MXFP4A16")
+    if weight.dtype in FP8 and len(leaves) == 2:
+        return _fp8(stored, (n, k), scale, "input_scale" in parts)
+    if weight.dtype == "I8" and scale.dtype in FLOATS and scale.shape in ((n, 1), (n,)):
+        return stored("int8", shape, "W8A8")
+    if weight.dtype == "I32" and {"weight_packed", "weight_scale", "weight_shape"} <= leaves:
+        return _int_packed(stored, (n, k), scale, "weight_zero_point" in parts or "weight_g_idx" in parts)
+    return stored("unknown", shape)
+
+
+def _fp8(stored, shape: tuple[int, int], scale: Entry, has_input_scale: bool) -> StoredWeight:  # noqa: ANN001
+    n, k = shape
+    if scale.shape in ((), (1,), (1, 1)) and shape != (1, 1):
+        return stored("fp8_tensor", shape, "FP8" if has_input_scale else "")
+    if scale.dtype == "U8" and scale.shape == (n, k // 32):
+        return stored("mxfp8", shape)
+    if scale.shape in ((n, 1), (n,)):
+        return stored("fp8_channel", shape, "FP8_DYNAMIC")
+    if len(scale.shape) == 2:
+        rows, columns = (_block_side(size, count) for size, count in zip(shape, scale.shape, strict=True))
+        if rows and columns:
+            return stored("fp8_block", shape, "FP8_BLOCK" if (rows, columns) == (128, 128) else "", (rows, columns))
+    return stored("unknown", shape)
+
+
+def _block_side(size: int, count: int) -> int:
+    """The block's side that cuts `size` into `count` blocks: 128 wherever it fits, else a power of two; 0 if none."""
+    for side in (128, 32, 64, 256, 512, 16):
+        if -(-size // side) == count:
+            return side
+    return 0
+
+
+def _int_packed(stored, shape: tuple[int, int], scale: Entry, is_asymmetric: bool) -> StoredWeight:  # noqa: ANN001
+    n, words = shape
+    groups = scale.shape[1] if len(scale.shape) == 2 else 1
+    for bits, scheme in ((4, "W4A16"), (8, "W8A16")):
+        k = words * 32 // bits
+        if groups * 128 == k:
+            return stored("int_packed", (n, k), "" if is_asymmetric else scheme)
+    return stored("int_packed", (n, words * 8))

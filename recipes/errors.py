@@ -1,0 +1,26 @@
+"""The three ways keepmtp says no, all of them before a byte is written.
+
+Every message is one sentence and its cure: `<where>: <rule>; got <value>. <what to do>.`
+"""
+
+
+class KeepMTPError(ValueError):
+    """What the command line prints as one line, without a traceback."""
+
+
+class RecipeError(KeepMTPError):
+    """The recipe, the family table or a command-line choice asks for something that cannot be done."""
+
+
+class CheckpointError(KeepMTPError):
+    """A file of the source checkpoint is missing, broken or not what its config.json promises."""
+
+
+class GateError(KeepMTPError):
+    """A result did not pass its gate."""
+
+
+def refuse(where: object, rule: str, got: object, cure: str) -> str:
+    """The house form of a refusal: `<where>: <rule>; got <got>. <cure>.`"""
+    stop = "" if cure.endswith(("?", ".")) else "."
+    return f"{where}: {rule}; got {got}. {cure}{stop}"

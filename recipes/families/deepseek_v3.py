@@ -1,0 +1,19 @@
+"""DeepSeek-V3, V3.1 and R1 (and Kimi-K2 configs of the same model_type): latent attention, one inlined MTP layer.
+
+vLLM 0.32.0: model_executor/models/deepseek_v2.py, deepseek_mtp.py. The draft's head is constructed as
+`model.layers.{N}.head`; an entry `...shared_head.head` does not reach it. Released weights are FP8 in 128x128 blocks
+(`weight_scale_inv`), MTP block included.
+"""
+
+from ..family import Family, Layout, Stem
+from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, MLA, NORMS, TOP
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    layouts={
+        "*": Layout(layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP),
+    },
+    block=(*MLA, *DEEPSEEK_MLP, *NORMS),
+    mtp_block=DEEPSEEK_MTP,
+    notes="MTP is model.layers.{num_hidden_layers}; FP8 source, so nothing is ever written out as BF16",
+)

@@ -1,0 +1,18 @@
+"""DeepSeek-V3.2: DeepSeek-V3 with a sparse-attention indexer, in the MTP layer too.
+
+vLLM 0.32.0: models/deepseek_v32/{nvidia,amd}/mtp.py. `indexer.wk` and `weights_proj` are fused into wk_weights_proj,
+which is built without a quantization config (an FP8 block `wk` is dequantized on load, a packed one is a KeyError).
+"""
+
+from ..family import Family, Layout, Stem
+from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, INDEXER, MLA, NORMS, TOP
+
+FAMILY = Family(
+    model_type="deepseek_v32",
+    layouts={
+        "*": Layout(layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP),
+    },
+    block=(*MLA, *INDEXER, *DEEPSEEK_MLP, *NORMS),
+    mtp_block=DEEPSEEK_MTP,
+    notes="MTP is model.layers.{num_hidden_layers}; the indexer stays BF16",
+)

@@ -1,0 +1,18 @@
+"""GLM-4.5, 4.6, 4.7 and their Air versions: grouped-query attention, routed experts, one inlined MTP layer.
+
+vLLM 0.32.0: model_executor/models/glm4_moe.py, glm4_moe_mtp.py. Its loader drops an unknown `.weight_scale` without a
+word (glm4_moe_mtp.py), so a quantized eh_proj is loaded as raw bytes: the row below forbids it.
+"""
+
+from ..family import Family, Layout, Stem
+from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, GQA, NORMS, TOP
+
+FAMILY = Family(
+    model_type="glm4_moe",
+    layouts={
+        "*": Layout(layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP),
+    },
+    block=(*GQA, *DEEPSEEK_MLP, *NORMS),
+    mtp_block=DEEPSEEK_MTP,
+    notes="MTP is model.layers.{num_hidden_layers}; a missing block loads in silence when quantized",
+)

@@ -1,0 +1,18 @@
+"""GLM-4.7-Flash: latent attention, routed experts, one inlined MTP layer.
+
+vLLM 0.32.0: model_executor/models/glm4_moe_lite.py, glm4_moe_lite_mtp.py. No completeness check: a missing MTP block
+is served with uninitialised weights.
+"""
+
+from ..family import Family, Layout, Stem
+from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, MLA, NORMS, TOP
+
+FAMILY = Family(
+    model_type="glm4_moe_lite",
+    layouts={
+        "*": Layout(layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP),
+    },
+    block=(*MLA, *DEEPSEEK_MLP, *NORMS),
+    mtp_block=DEEPSEEK_MTP,
+    notes="MTP is model.layers.{num_hidden_layers}; vLLM does not notice a missing block",
+)

@@ -1,0 +1,26 @@
+"""MiMo-7B: dense, Qwen2-like, MTP layers under `model.mtp_layers.{i}`.
+
+vLLM 0.32.0: model_executor/models/mimo_mtp.py. The name trap of this family: the draft constructs its block as
+`model.layers.{num_hidden_layers + i}`, so an ignore list in the names on disk matches nothing, W4A16 fails to load and
+FP8 serves at 0 % acceptance without a word.
+"""
+
+from ..family import Family, Layout, Stem
+from ._blocks import EH_PROJ_IS_NN_LINEAR, GQA, NORM, NORMS, TOP, gated_mlp, kept
+
+FAMILY = Family(
+    model_type="mimo",
+    layouts={
+        "*": Layout(
+            layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."),
+            mtp=Stem(disk="model.mtp_layers.{i}.", runtime="model.layers.{n}."),
+            top=TOP,
+        ),
+    },
+    block=(*GQA, *gated_mlp("mlp", "dense_mlp"), *NORMS),
+    mtp_block=(
+        *kept("glue", EH_PROJ_IS_NN_LINEAR.replace("eh_proj", "input_proj"), "input_proj"),
+        *kept("norm", NORM, "token_layernorm", "hidden_layernorm", "final_layernorm"),
+    ),
+    notes="on disk model.mtp_layers.{i}, in vLLM model.layers.{num_hidden_layers + i}",
+)

@@ -1,0 +1,21 @@
+"""Qwen3.5 with routed experts (35B-A3B ... 397B-A17B), mostly inside a vision-language model.
+
+vLLM 0.32.0: model_executor/models/qwen3_5.py, qwen3_5_mtp.py. The backbone's experts come stacked in 3-D tensors
+(`mlp.experts.gate_up_proj` [E, 2I, K]) or one by one; quantized ones are always written one by one, which is what
+compressed-tensors' loaders expect.
+"""
+
+from ..family import Family
+from ._blocks import GQA, NORMS
+from .qwen3_5 import LINEAR_ATTENTION, TEXT, VISION_LANGUAGE
+from .qwen3_next import QWEN_MOE
+
+FAMILY = Family(
+    model_type="qwen3_5_moe",
+    also=("qwen3_5_moe_text",),
+    layouts={"Qwen3_5MoeForConditionalGeneration": VISION_LANGUAGE, "*": TEXT},
+    block=(*GQA, *LINEAR_ATTENTION, *QWEN_MOE, *NORMS),
+    mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+    mtp_count_default=1,
+    notes="MTP is mtp.*; BF16 experts of the draft must be in the ignore list one by one or by regex",
+)

@@ -1,0 +1,208 @@
+"""What each quantization scheme puts on disk: tensors, dtypes, shapes, and the widths it needs.
+
+In: a weight's logical shape [N, K] (N output channels, K input channels). Out: the tensors that replace `weight`, and
+the two argument blocks of compressed-tensors' `config_groups`. Nothing here computes: numbers are `quantize/pack.py`.
+
+Easy to get wrong: global scales of NVFP4 are divisors (448 * 6 / amax) in compressed-tensors and multipliers in
+modelopt, and modules that vLLM fuses must share one, because vLLM keeps a single value for the fused module.
+
+Source: compressed-tensors 0.19.0 quantization/quant_scheme.py (presets) and compressors/*; shapes checked by
+tests/test_schemes.py against compressed-tensors' own compressors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+Rounding = Literal["data-free", "calibrated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor of a packed module: `suffix` replaces `weight` in the name; dtype is safetensors' spelling."""
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """One row of the table below.
+
+    Attributes:
+        format: compressed-tensors' compression format.
+        weights: `config_groups[*].weights`, without fields at their defaults.
+        inputs: `config_groups[*].input_activations`, or None for weight-only schemes.
+        group_size: input channels per scale; K must be a multiple. None where one scale spans K.
+        block: rows and columns per scale for block schemes.
+        shares_global_scale: modules fused at run time need one common global scale.
+        needs_calibration: input scales are static, so batches have to be seen.
+        data_free: the scheme to use instead where nothing may be calibrated.
+    """
+
+    name: str
+    format: str
+    bits: int
+    summary: str
+    weights: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None = None
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    shares_global_scale: bool = False
+    needs_calibration: bool = False
+    data_free: str = ""
+    hardware: str = ""
+    extra: tuple[TensorSpec, ...] = field(default=())
+
+    def tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
+        """The tensors on disk for a weight [num_rows, num_columns], in the order they are written."""
+        n, k = num_rows, num_columns
+        scale_columns = k // self.group_size if self.group_size else 1
+        match self.format:
+            case "nvfp4-pack-quantized":
+                main = (
+                    TensorSpec(suffix="weight_packed", dtype="U8", shape=(n, k // 2)),
+                    TensorSpec(suffix="weight_scale", dtype="F8_E4M3", shape=(n, scale_columns)),
+                    TensorSpec(suffix="weight_global_scale", dtype="F32", shape=(1,)),
+                )
+            case "mxfp4-pack-quantized":
+                main = (
+                    TensorSpec(suffix="weight_packed", dtype="U8", shape=(n, k // 2)),
+                    TensorSpec(suffix="weight_scale", dtype="U8", shape=(n, scale_columns)),
+                )
+            case "pack-quantized":
+                per_word = 32 // self.bits
+                main = (
+                    TensorSpec(suffix="weight_packed", dtype="I32", shape=(n, k // per_word)),
+                    TensorSpec(suffix="weight_scale", dtype="BF16", shape=(n, scale_columns)),
+                    TensorSpec(suffix="weight_shape", dtype="I64", shape=(2,)),
+                )
+            case "int-quantized":
+                main = (
+                    TensorSpec(suffix="weight", dtype="I8", shape=(n, k)),
+                    TensorSpec(suffix="weight_scale", dtype="BF16", shape=(n, 1)),
+                )
+            case "float-quantized" if self.block:
+                rows, columns = self.block
+                # DeepGEMM asserts float32 block scales; BF16 ones fail at the first forward on Hopper and Blackwell.
+                main = (
+                    TensorSpec(suffix="weight", dtype="F8_E4M3", shape=(n, k)),
+                    TensorSpec(suffix="weight_scale", dtype="F32", shape=(-(-n // rows), -(-k // columns))),
+                )
+            case "float-quantized":
+                scale_shape = (1,) if self.weights["strategy"] == "tensor" else (n, 1)
+                main = (
+                    TensorSpec(suffix="weight", dtype="F8_E4M3", shape=(n, k)),
+                    TensorSpec(suffix="weight_scale", dtype="BF16", shape=scale_shape),
+                )
+            case other:
+                raise AssertionError(f"scheme {self.name} has no layout for format {other}")
+        return main + self.extra
+
+    def k_multiple(self) -> int:
+        """K must be a multiple of this; 1 where any width will do."""
+        per_word = 32 // self.bits if self.format == "pack-quantized" else 1
+        return max(self.group_size or 1, per_word)
+
+    def config_group(self) -> dict[str, Any]:
+        """`config_groups[*]` of compressed-tensors without its targets."""
+        return {
+            "format": self.format,
+            "weights": dict(self.weights),
+            "input_activations": dict(self.inputs) if self.inputs else None,
+            "output_activations": None,
+        }
+
+
+def _args(**given: Any) -> Mapping[str, Any]:
+    """compressed-tensors' QuantizationArgs, spelled out: readers in other tools do not share its defaults."""
+    base = {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False,
+        "group_size": None, "block_structure": None, "actorder": None,
+    }  # fmt: skip
+    return MappingProxyType(base | given)
+
+
+_FP4_WEIGHT = _args(num_bits=4, strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
+_MXFP4_WEIGHT = _args(num_bits=4, strategy="group", group_size=32, scale_dtype="torch.uint8")
+_INPUT_GLOBAL_SCALE = (TensorSpec(suffix="input_global_scale", dtype="F32", shape=(1,)),)
+_INPUT_SCALE = (TensorSpec(suffix="input_scale", dtype="BF16", shape=(1,)),)
+
+SCHEMES: Mapping[str, Scheme] = MappingProxyType({
+    scheme.name: scheme
+    for scheme in (
+        Scheme(
+            name="NVFP4", format="nvfp4-pack-quantized", bits=4, group_size=16, shares_global_scale=True,
+            summary="4-bit floats, FP8 scale per 16, activations 4-bit with a calibrated global scale",
+            weights=_FP4_WEIGHT,
+            inputs=_args(num_bits=4, strategy="tensor_group", group_size=16, dynamic="local",
+                         observer="static_minmax", scale_dtype="torch.float8_e4m3fn"),
+            needs_calibration=True, data_free="NVFP4A16", extra=_INPUT_GLOBAL_SCALE, hardware="sm100, sm120",
+        ),
+        Scheme(
+            name="NVFP4A16", format="nvfp4-pack-quantized", bits=4, group_size=16, shares_global_scale=True,
+            summary="4-bit floats, FP8 scale per 16, activations 16-bit", weights=_FP4_WEIGHT,
+            hardware="sm80 and newer (Marlin)",
+        ),
+        Scheme(
+            name="MXFP4", format="mxfp4-pack-quantized", bits=4, group_size=32,
+            summary="4-bit floats, power-of-two scale per 32, activations 4-bit on the fly", weights=_MXFP4_WEIGHT,
+            inputs=_args(num_bits=4, strategy="group", group_size=32, dynamic=True, scale_dtype="torch.uint8"),
+            hardware="sm100, sm120",
+        ),
+        Scheme(
+            name="MXFP4A16", format="mxfp4-pack-quantized", bits=4, group_size=32,
+            summary="4-bit floats, power-of-two scale per 32, activations 16-bit", weights=_MXFP4_WEIGHT,
+            hardware="sm80 and newer (Marlin)",
+        ),
+        Scheme(
+            name="FP8", format="float-quantized", bits=8,
+            summary="8-bit floats, one scale a tensor, activations with a calibrated scale",
+            weights=_args(strategy="tensor"), inputs=_args(strategy="tensor", observer="static_minmax"),
+            needs_calibration=True, data_free="FP8_DYNAMIC", extra=_INPUT_SCALE, hardware="sm89 and newer",
+        ),
+        Scheme(
+            name="FP8_DYNAMIC", format="float-quantized", bits=8,
+            summary="8-bit floats, scale a row, activations per token on the fly", weights=_args(),
+            inputs=_args(strategy="token", dynamic=True), hardware="sm89 and newer; CPU",
+        ),
+        Scheme(
+            name="FP8_BLOCK", format="float-quantized", bits=8, block=(128, 128),
+            summary="8-bit floats, scale per 128x128 block, activations per token and 128 channels on the fly",
+            weights=_args(strategy="block", block_structure=[128, 128]),
+            inputs=_args(strategy="group", group_size=128, dynamic=True), hardware="sm89 and newer",
+        ),
+        Scheme(
+            name="W4A16", format="pack-quantized", bits=4, group_size=128,
+            summary="4-bit integers, scale per 128, activations 16-bit",
+            weights=_args(num_bits=4, type="int", strategy="group", group_size=128),
+            hardware="sm75 and newer; CPU",
+        ),
+        Scheme(
+            name="W8A16", format="pack-quantized", bits=8, group_size=128,
+            summary="8-bit integers, scale per 128, activations 16-bit",
+            weights=_args(num_bits=8, type="int", strategy="group", group_size=128), hardware="sm75 and newer",
+        ),
+        Scheme(
+            name="W8A8", format="int-quantized", bits=8,
+            summary="8-bit integers, scale a row, activations per token on the fly", weights=_args(type="int"),
+            inputs=_args(type="int", strategy="token", dynamic=True), hardware="sm75 to sm90; CPU",
+        ),
+    )
+})  # fmt: skip
+
+# How many bits one element of a safetensors dtype takes.
+DTYPE_BITS: Mapping[str, int] = MappingProxyType({
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,
+})  # fmt: skip
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor on disk."""
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements * DTYPE_BITS[dtype] // 8

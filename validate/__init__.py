@@ -1,0 +1,1 @@
+"""DOES IT HOLD: what a checkpoint must satisfy before anyone serves it. Needs a checkpoint, no quantizer."""
