@@ -1,2 +1,178 @@
-"""placeholder"""
-def main(): ...
+"""The `keepmtp` command: one call a verb, tables for people, `--json` for machines.
+
+Exit status: 0 good; 1 the checkpoint has findings or a gate is red; 2 bad input or environment.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from . import __version__, tables
+from .quantize.plan import Plan, refuse_calibration
+from .quantize.quant_config import quantization_config
+from .recipes.errors import GateError, KeepMTPError, RecipeError, refuse
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
+    help="Quantize large models for vLLM and keep their multi-token-prediction (MTP) block usable.",
+)  # fmt: skip
+out = Console()
+err = Console(stderr=True)
+
+Model = Annotated[str, typer.Argument(help="A model's name, a recipe's full name, or a recipe file. See `keepmtp ls`.")]
+SourceOption = Annotated[
+    str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; default: the recipe's.")
+]
+SchemeOption = Annotated[
+    str | None, typer.Option("--scheme", help="Another variant of the model, or a scheme for every quantized group.")
+]
+MtpOption = Annotated[
+    str | None, typer.Option("--mtp", help="MTP block: `source`, `bf16` or a scheme; default: the recipe's.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
+
+
+@app.command()
+def ls(
+    what: Annotated[str, typer.Argument(help="models, schemes or families; all three if left out.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """List the models with recipes, the schemes, and the families keepmtp knows."""
+    listings = tables.listings()
+    if what and what not in listings:
+        raise RecipeError(refuse("ls", f"must be one of {', '.join(listings)}", repr(what), "Leave it out for all"))
+    chosen = {name: rows for name, rows in listings.items() if what in ("", name)}
+    if as_json:
+        print_json(chosen)
+        return
+    for name, rows in chosen.items():
+        out.print(tables.listing(name, rows))
+
+
+@app.command()
+def plan(
+    model: Model, source: SourceOption = None, scheme: SchemeOption = None, mtp: MtpOption = None,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Show what would become of every tensor, from headers alone: no weight is read, nothing is written.
+
+    Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors.
+    """
+    from .quantize.run import plan_for
+
+    made, _ = plan_for(model, source=source, scheme=scheme, mtp=mtp)
+    show_plan(made, as_json=as_json)
+
+
+@app.command()
+def quantize(
+    model: Model, source: SourceOption = None, scheme: SchemeOption = None, mtp: MtpOption = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/<recipe>.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Weights packed side by side; default one a core.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Quantize a checkpoint and keep its MTP block, as the model's recipe says.
+
+    The output appears under its name only when it is whole and has passed the static check. A killed run is resumed by
+    running the same command again; the result is the same byte for byte.
+    """
+    from .quantize import run
+
+    made, text = run.plan_for(model, source=source, scheme=scheme, mtp=mtp)
+    if dry_run:
+        show_plan(made, as_json=as_json)
+        return
+    if not as_json:
+        out.print(tables.plan_summary(made))
+    result = run.quantize(
+        made, text, out=folder or run.default_out(made.recipe), threads=threads, watch=_bar if not as_json else None
+    )
+    if as_json:
+        print_json({"out": str(result.out), "plan": tables.plan_json(result.plan), "check": result.report.to_json()})
+        return
+    out.print(tables.report(result.report))
+    out.print(tables.next_steps(result.plan, result.out))
+
+
+@app.command()
+def check(
+    paths: Annotated[list[str], typer.Argument(help="Checkpoints: folders or Hub ids, ours or anyone's.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?
+
+    Reads compressed-tensors, modelopt and native FP8 dialects. Each finding says what will happen at serve time and
+    what to do about it. Exit status 1 if any checkpoint has an error.
+    """
+    from .validate.static import check as judge
+
+    reports = [judge(path) for path in paths]
+    for report in reports:
+        if as_json:
+            print_json(report.to_json(), indent=None)
+        else:
+            out.print(tables.report(report))
+    if not all(report.ok for report in reports):
+        raise typer.Exit(1)
+
+
+def show_plan(made: Plan, *, as_json: bool) -> None:
+    """Print a plan, and on a terminal also what would stop it from running."""
+    if as_json:
+        print_json(tables.plan_json(made))
+        return
+    out.print(tables.plan_summary(made))
+    out.print(tables.config_listing(quantization_config(made)))
+    if made.needs_calibration:
+        try:
+            refuse_calibration(made)
+        except RecipeError as refusal:
+            out.print(f"[yellow]Would be refused:[/] {refusal}", highlight=False)
+
+
+def print_json(value: object, indent: int | None = 2) -> None:
+    """One JSON value on standard output, nothing else."""
+    sys.stdout.write(json.dumps(value, indent=indent) + "\n")
+
+
+@contextmanager
+def _bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar over source bytes, with rate and time left; on standard error, so that output can be piped."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=err) as progress:
+        task = progress.add_task("packing", total=total_bytes)
+        yield lambda done: progress.advance(task, done)
+
+
+def _version(value: bool) -> None:
+    if value:
+        out.print(f"keepmtp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+
+
+def main() -> None:
+    """Entry point: a refusal is one sentence on standard error, never a traceback."""
+    try:
+        app()
+    except KeepMTPError as error:
+        err.print(f"[red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        sys.exit(1 if isinstance(error, GateError) else 2)

@@ -95,15 +95,15 @@ def _pack_weight(scheme: Scheme, weight: Tensor, global_scale: Tensor | None) ->
         outputs["weight_global_scale"].copy_(global_scale)
     by_row = {suffix: tensor for suffix, tensor in outputs.items() if suffix in ("weight", "weight_packed")}
     rows_per_scale = scheme.block[0] if scheme.block else 1
-    for first, last in _row_ranges(weight, rows_per_scale):
+    for first, last in row_ranges(weight, rows_per_scale):
         chunk = {suffix: tensor[first:last] for suffix, tensor in by_row.items()}
         chunk["weight_scale"] = outputs["weight_scale"][first // rows_per_scale : -(-last // rows_per_scale)]
         _KERNELS[scheme.format](scheme, _working(weight[first:last]), chunk, global_scale)
     return outputs
 
 
-def _row_ranges(weight: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Row ranges of about one chunk, each starting at a multiple of `multiple`."""
+def row_ranges(weight: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Row ranges of a matrix [N, K] that make up about one chunk each, starting at multiples of `multiple`."""
     num_rows, num_columns = weight.shape
     elements = _CHUNK_GPU if weight.is_cuda else _CHUNK_CPU
     step = max(1, elements // max(1, num_columns * multiple)) * multiple
@@ -198,7 +198,7 @@ def _global_scale(weights: Sequence[Tensor]) -> Tensor:
 
 def _weight_amax(weight: Tensor) -> Tensor:
     """Largest magnitude of a whole weight, 0-d."""
-    chunks = [_magnitude_bits(_working(weight[first:last])).amax() for first, last in _row_ranges(weight)]
+    chunks = [_magnitude_bits(_working(weight[first:last])).amax() for first, last in row_ranges(weight)]
     return _finite(torch.stack(chunks).amax(), torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32)
 
 
@@ -315,4 +315,4 @@ _KERNELS: Mapping[str, _Kernel] = MappingProxyType({
     "float-quantized": _float8_kernel,
     "pack-quantized": _int_pack_kernel,
     "int-quantized": _int_kernel,
-})
+})  # fmt: skip

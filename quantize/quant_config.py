@@ -1,0 +1,192 @@
+"""Plan -> the `quantization_config` of config.json, in compressed-tensors' dialect and vLLM's runtime names.
+
+In: a plan. Out: `config_groups` whose targets cover exactly the quantized modules, and an `ignore` list that covers
+exactly the others. Every entry is a regex anchored at both ends, because vLLM matches `re:` from the start only, and
+lists every spelling under which a module may be asked for: the fused runtime name, its shards, the routed experts'
+projections (w1 or gate_proj, by vLLM's version), and the name on disk for tools that read those.
+
+Easy to get wrong: in vLLM 0.32 a module that no target matches is silently unquantized, and one that an ignore entry
+covers by accident (`model.layers.1` hits layers 10 to 19) is too. Layer numbers are therefore written as exact ranges.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..recipes.family import FamilyView, Part, Place, VLLMName
+from ..recipes.schemes import SCHEMES
+from .plan import Plan, TensorPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeModule:
+    """One module whose quantization vLLM decides by name.
+
+    Attributes:
+        name: the prefix vLLM constructs it with.
+        scheme: what the plan writes for it, "" for plain.
+        asked: the names under which some version of vLLM, or a reader of names on disk, looks it up.
+    """
+
+    name: VLLMName
+    scheme: str
+    asked: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Spelled:
+    """A module's spellings, split into where its block is and what follows: the unit the regexes are built from."""
+
+    stems: tuple[str, ...]
+    layer: int | None
+    paths: tuple[str, ...]
+
+
+def quantization_config(plan: Plan) -> dict:
+    """The value of config.json's `quantization_config`.
+
+    Source of the keys: compressed-tensors 0.19.0 quantization/quant_config.py; of the matching rules: vLLM 0.32.0
+    quantization/compressed_tensors/{utils,compressed_tensors}.py, quantization/utils/config_utils.py.
+    """
+    by_scheme: dict[str, set[_Spelled]] = defaultdict(set)
+    for tensor in _matrices(plan):
+        by_scheme[tensor.scheme].add(_spell(plan.view, tensor))
+    ignored = by_scheme.pop("", set())
+    groups = {
+        f"group_{number}": {"targets": _regexes(by_scheme[scheme]), **SCHEMES[scheme].config_group()}
+        for number, scheme in enumerate(sorted(by_scheme))
+    }
+    formats = sorted({group["format"] for group in groups.values()})
+    opaque = [f"re:^(?:{re.escape(runtime)}|{re.escape(disk)})" for disk, runtime, _ in plan.view.layout.opaque]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats[0] if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": _regexes(ignored) + opaque,
+        "kv_cache_scheme": None,
+        **plan.view.family.config_extras,
+    }
+
+
+def runtime_modules(plan: Plan) -> list[RuntimeModule]:
+    """Every module of the plan that vLLM may ask its quantization config about, by its fused runtime name."""
+    modules: dict[VLLMName, RuntimeModule] = {}
+    for tensor in _matrices(plan):
+        spelled = _spell(plan.view, tensor)
+        names = tuple(_concrete(spelled))
+        earlier = modules.get(tensor.runtime)
+        asked = (*earlier.asked, *names) if earlier else names
+        modules[tensor.runtime] = RuntimeModule(
+            name=tensor.runtime, scheme=tensor.scheme, asked=tuple(dict.fromkeys(asked))
+        )
+    return list(modules.values())
+
+
+def _matrices(plan: Plan) -> Iterator[TensorPlan]:
+    """Weights of two and more dimensions: what a Linear, an expert stack, an embedding or a head holds."""
+    opaque = tuple(disk for disk, _, _ in plan.view.layout.opaque)
+    for tensor in plan.tensors:
+        is_parameter = tensor.module == tensor.name and not tensor.stacked
+        if len(tensor.shape) >= 2 and tensor.fate != "drop" and not is_parameter and not tensor.name.startswith(opaque):
+            yield tensor
+
+
+def _spell(view: FamilyView, tensor: TensorPlan) -> _Spelled:
+    place = view.place(tensor.name)
+    if place is None:  # carried over by the recipe's `keep`
+        return _Spelled(stems=("",), layer=None, paths=(re.escape(tensor.module),))
+    if place.layer is None:
+        paths = (place.runtime, place.module, *place.row.aliases)
+        return _Spelled(stems=("",), layer=None, paths=tuple(dict.fromkeys(map(re.escape, paths))))
+    stems = (view.runtime_stem(place.part, place.layer), view.disk_stem(place.part, place.layer))
+    if _runtime_number(view, place.part, place.layer) != place.layer:
+        return _Spelled(stems=tuple(map(re.escape, stems)), layer=None, paths=_paths(place))
+    # Stems of one kind differ by the layer's number alone: cut it out here, put it back as a range for all layers.
+    digits = str(place.layer)
+    cut = (re.escape("{}".join(stem.rsplit(digits, 1))).replace(r"\{\}", "{}") for stem in stems)
+    return _Spelled(stems=tuple(dict.fromkeys(cut)), layer=place.layer, paths=_paths(place))
+
+
+def _runtime_number(view: FamilyView, part: Part, layer: int) -> int:
+    stem = view.layout.mtp if part == "mtp" and view.layout.mtp else view.layout.layers
+    return view.num_layers + layer if "{n}" in stem.runtime else layer
+
+
+def _paths(place: Place) -> tuple[str, ...]:
+    """Regexes of a module's spellings below its block's stem: shard, fused, projections of routed experts."""
+    row = place.row
+    parent = row.path.rpartition(".")[0]
+    if row.stacked:
+        paths = [f"{parent}.{{e}}.{name}" for name in row.stacked]
+    elif "{e}" in row.path:
+        paths = [row.path, *row.aliases]
+    else:
+        paths = [row.path, *([row.runtime] if row.runtime else []), *row.aliases]
+    return tuple(dict.fromkeys(re.escape(path).replace(r"\{e\}", r"\d+") for path in paths))
+
+
+def _concrete(spelled: _Spelled) -> Iterator[str]:
+    """The names that a set of spellings stands for; expert 0 is the one vLLM asks about."""
+    for stem in spelled.stems:
+        for path in spelled.paths:
+            pattern = stem.replace("{}", str(spelled.layer)) + path
+            yield re.sub(r"\\(.)", r"\1", pattern.replace(r"\d+", "0"))
+
+
+def _regexes(modules: Iterable[_Spelled]) -> list[str]:
+    """Anchored regexes that cover exactly `modules`: one for each parent module and set of layers."""
+    layers: dict[tuple[tuple[str, ...], tuple[str, ...]], set[int]] = defaultdict(set)
+    for module in modules:
+        layers[module.stems, module.paths] |= set() if module.layer is None else {module.layer}
+    leaves: dict[tuple[tuple[str, ...], tuple[int, ...], str], set[str]] = defaultdict(set)
+    for (stems, paths), numbers in layers.items():
+        for path in paths:
+            parent, dot, leaf = path.rpartition(r"\.")
+            leaves[stems, tuple(sorted(numbers)), parent + dot].add(leaf)
+    return [
+        f"re:^{_stem_regex(stems, numbers)}{parent}{_any_of(sorted(names))}$"
+        for (stems, numbers, parent), names in sorted(leaves.items())
+    ]
+
+
+def _stem_regex(stems: tuple[str, ...], numbers: tuple[int, ...]) -> str:
+    if not numbers:
+        return _any_of(list(stems))
+    heads, tails = zip(*(stem.split("{}") for stem in stems), strict=True)
+    assert len(set(tails)) == 1, f"stems {stems} differ behind the layer's number"
+    return _any_of(list(heads)) + number_regex(numbers) + tails[0]
+
+
+def _any_of(choices: list[str]) -> str:
+    return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
+
+
+def number_regex(numbers: Iterable[int]) -> str:
+    """A regex for exactly these numbers in decimal, e.g. 3..61 -> `(?:[3-9]|[1-5]\\d|6[0-1])`."""
+    by_head: dict[str, set[int]] = defaultdict(set)
+    for number in set(numbers):
+        text = str(number)
+        by_head[text[:-1]].add(int(text[-1]))
+    by_digits: dict[str, list[str]] = defaultdict(list)
+    for head, digits in by_head.items():
+        by_digits[_digit_class(digits)].append(head)
+    parts = []
+    for digits, heads in by_digits.items():
+        if "" in heads:
+            parts.append(digits)
+        if longer := [int(head) for head in heads if head]:
+            parts.append(number_regex(longer) + digits)
+    return _any_of(sorted(parts, key=lambda part: (len(part), part)))
+
+
+def _digit_class(digits: set[int]) -> str:
+    if len(digits) == 10:
+        return r"\d"
+    ordered = sorted(digits)
+    if len(ordered) == 1:
+        return str(ordered[0])
+    if ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"[{ordered[0]}-{ordered[-1]}]"
+    return f"[{''.join(map(str, ordered))}]"

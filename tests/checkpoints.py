@@ -1,0 +1,619 @@
+"""Checkpoints as their makers publish them: true names, dtypes and shapes, at full size or tiny.
+
+In: a model's name (the recipes' `model`). Out: its config.json and {tensor name: (dtype, shape)}, and on request the
+files: holes instead of weights at full size, small finite numbers at tiny size.
+
+The names come from published indexes and from transformers' save_pretrained, never from keepmtp's own tables: this
+file is what those tables are tested against. A new family is a config in MODELS, its tiny sizes in TINY, and a function
+in FAMILIES that turns a config into tensors.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+Config = dict[str, Any]
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+
+SHARD_BYTES = 5_000_000_000
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "I64": 8}
+
+# --- What is published: config.json, without what only generation reads -----------------------------------------------
+
+FP8_128 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+DEEPSEEK_V3: Config = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256, "num_experts_per_tok": 8,
+    "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "moe_layer_freq": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "attention_bias": False,
+    "hidden_act": "silu", "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "quantization_config": FP8_128,
+}  # fmt: skip
+DEEPSEEK_V32 = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_head_dim": 128,
+    "index_n_heads": 64, "index_topk": 2048,
+}  # fmt: skip
+DSV4_FLASH: Config = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "vocab_size": 129280, "hidden_size": 4096,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 43, "num_attention_heads": 64, "num_key_value_heads": 1,
+    "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024,
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 6, "num_hash_layers": 3, "scoring_func": "sqrtsoftplus", "topk_method": "noaux_tc",
+    "norm_topk_prob": True, "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "sliding_window": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "compress_rope_theta": 160000, "hc_mult": 4,
+    "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 1048576,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000,
+    "rope_scaling": {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1,
+                     "original_max_position_embeddings": 65536},
+    "num_nextn_predict_layers": 1, "expert_dtype": "fp4", "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "quantization_config": FP8_128 | {"scale_fmt": "ue8m0"},
+}  # fmt: skip
+GLM_45_AIR: Config = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "use_qk_norm": False, "n_routed_experts": 128,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5, "hidden_act": "silu",
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GLM_47_FLASH: Config = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "vocab_size": 154880,
+    "hidden_size": 2048, "intermediate_size": 10240, "moe_intermediate_size": 1536, "num_hidden_layers": 47,
+    "num_attention_heads": 20, "num_key_value_heads": 20, "n_shared_experts": 1, "n_routed_experts": 64,
+    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8, "topk_method": "noaux_tc", "q_lora_rank": 768, "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256, "attention_bias": False, "hidden_act": "silu",
+    "max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GLM_5 = GLM_47_FLASH | {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 6144,
+    "intermediate_size": 12288, "moe_intermediate_size": 2048, "num_hidden_layers": 78, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "moe_layer_freq": 1, "q_lora_rank": 2048,
+    "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048,
+}  # fmt: skip
+QWEN3_NEXT: Config = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "head_dim": 256, "attention_bias": False, "full_attention_interval": 4, "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "hidden_act": "silu", "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 10000000,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN35_TEXT: Config = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 5120,
+    "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24, "num_key_value_heads": 4,
+    "head_dim": 256, "attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False,
+    "hidden_act": "silu", "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+QWEN35_VISION: Config = {
+    "model_type": "qwen3_5", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+    "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+    "num_position_embeddings": 2304, "out_hidden_size": 5120, "hidden_act": "gelu_pytorch_tanh",
+    "deepstack_visual_indexes": [],
+}  # fmt: skip
+MROPE = QWEN35_TEXT["rope_parameters"] | {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+QWEN35_27B: Config = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "image_token_id": 248056,
+    "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "text_config": {k: v for k, v in QWEN35_TEXT.items() if k != "architectures"} | {"rope_parameters": MROPE},
+    "vision_config": QWEN35_VISION,
+}  # fmt: skip
+QWEN35_397B = QWEN35_27B | {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+    "text_config": {k: v for k, v in QWEN35_27B["text_config"].items() if k != "intermediate_size"} | {
+        "model_type": "qwen3_5_moe_text", "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32,
+        "num_key_value_heads": 2, "linear_num_value_heads": 64, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024,
+    },
+    "vision_config": QWEN35_VISION | {"model_type": "qwen3_5_moe", "out_hidden_size": 4096},
+}  # fmt: skip
+MIMO_7B: Config = {
+    "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "vocab_size": 151680, "hidden_size": 4096,
+    "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "attention_bias": True, "use_sliding_window": False, "hidden_act": "silu",
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 640000, "num_nextn_predict_layers": 1,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+MODELS: dict[str, Config] = {
+    "dsv4-flash": DSV4_FLASH,
+    "dsv4-pro": DSV4_FLASH | {
+        "hidden_size": 7168, "moe_intermediate_size": 3072, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "q_lora_rank": 1536, "o_groups": 16, "index_topk": 1024, "n_routed_experts": 384,
+        "routed_scaling_factor": 2.5, "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
+    },
+    "deepseek-r1": DEEPSEEK_V3,
+    "deepseek-v3.1": DEEPSEEK_V3 | {"quantization_config": FP8_128 | {"scale_fmt": "ue8m0"}},
+    "deepseek-v3.2": DEEPSEEK_V32 | {"quantization_config": FP8_128 | {"scale_fmt": "ue8m0"}},
+    "glm-4.5-air": GLM_45_AIR,
+    "glm-4.7": GLM_45_AIR | {
+        "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92,
+        "use_qk_norm": True, "n_routed_experts": 160, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 202752,
+    },
+    "glm-4.7-flash": GLM_47_FLASH,
+    "glm-5": GLM_5,
+    "qwen3-next-80b": QWEN3_NEXT,
+    "qwen3.5-27b": QWEN35_27B,
+    "qwen3.5-text": QWEN35_TEXT,
+    "qwen3.5-397b": QWEN35_397B,
+    "mimo-7b": MIMO_7B,
+}  # fmt: skip
+
+# --- Tiny: the same layouts, narrow and shallow -----------------------------------------------------------------------
+
+# Every linear's sides are multiples of 128 (except one row a head, and 576 of kv_a_proj_with_mqa), so each group size
+# and block fits; head sizes stay those that CUDA attention kernels are built for.
+_NARROW = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 4096}
+_MOE = {"moe_intermediate_size": 128, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1}  # fmt: skip
+_MLA = {"num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": 256, "num_hidden_layers": 3}
+_GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 3}
+_GDN = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 4}
+_QWEN_MOE = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_experts": 4,
+             "num_experts_per_tok": 2}  # fmt: skip
+_VISION = {"depth": 1, "hidden_size": 128, "num_heads": 2, "intermediate_size": 256, "num_position_embeddings": 16,
+           "out_hidden_size": 256}  # fmt: skip
+_DENSE_QWEN35 = _NARROW | _GQA | _GDN
+_MOE_QWEN35 = {k: v for k, v in _DENSE_QWEN35.items() if k != "intermediate_size"} | _QWEN_MOE
+TINY: dict[str, Config] = {
+    "deepseek_v4": {
+        "vocab_size": 512, "hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 3, "q_lora_rank": 128,
+        "num_attention_heads": 64, "o_groups": 8, "o_lora_rank": 128, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "num_hash_layers": 1, "compress_ratios": [0, 4, 128, 0], "max_position_embeddings": 4096,
+    },
+    "deepseek_v3": _NARROW | _MOE | _MLA,
+    "deepseek_v32": _NARROW | _MOE | _MLA,
+    "glm_moe_dsa": _NARROW | _MOE | _MLA,
+    "glm4_moe_lite": _NARROW | _MOE | _MLA,
+    "glm4_moe": _NARROW | _MOE | _GQA,
+    "qwen3_next": _NARROW | _GQA | _GDN | _QWEN_MOE,
+    "qwen3_5_text": _DENSE_QWEN35,
+    "qwen3_5": {"text_config": _DENSE_QWEN35, "vision_config": _VISION},
+    "qwen3_5_moe": {"text_config": _MOE_QWEN35, "vision_config": _VISION},
+    "mimo": _NARROW | _GQA,
+}  # fmt: skip
+
+
+def source_layout(
+    model: str, *, size: Literal["tiny", "full"], changes: Mapping[str, Any] | None = None
+) -> tuple[Config, Tensors]:
+    """config.json and tensors of a released checkpoint.
+
+    Args:
+        model: a key of MODELS, which is the `model` of a recipe.
+        size: "full" as published, "tiny" the same layout narrow and shallow.
+        changes: config keys to set on top, at their own level (`{"num_hidden_layers": 21}`).
+    """
+    config = json.loads(json.dumps(MODELS[model]))
+    if size == "tiny":
+        _update(config, TINY[config["model_type"]])
+    _update(config, changes or {})
+    return config, FAMILIES[config["model_type"]](config)
+
+
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]], *,
+    num_shards: int | None = 2, data: Literal["sparse", "random"] = "sparse", seed: int = 0,
+) -> Path:  # fmt: skip
+    """Write config.json, the shards and their index.
+
+    Args:
+        folder: created if absent.
+        config: config.json.
+        tensors: as `source_layout` gives them, written in this order.
+        num_shards: files to cut into; 1 writes model.safetensors without an index, None cuts every 5 GB.
+        data: "sparse" leaves holes that take no disk, "random" fills in small finite numbers.
+        seed: of those numbers.
+    Returns: `folder`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    total = sum(num_bytes(*spec) for spec in tensors.values())
+    shards = _cut(tensors, SHARD_BYTES if num_shards is None else math.ceil(total / num_shards))
+    rng = np.random.default_rng(seed)
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors" if num_shards == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        weight_map |= dict.fromkeys(names, file)
+        _write_shard(folder / file, {name: tensors[name] for name in names}, rng if data == "random" else None)
+    if num_shards != 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    return folder
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of one tensor on disk."""
+    return ITEM_BYTES[dtype] * math.prod(shape)
+
+
+# --- Pieces of a layout -----------------------------------------------------------------------------------------------
+
+Form = Literal["bf16", "fp8_scale_inv", "fp8_scale", "mxfp4"]
+
+
+def linear(name: str, n: int, k: int, form: Form = "bf16", *, bias: bool = False) -> Tensors:
+    """One nn.Linear [n, k] in the form its release stores: plain, DeepSeek-V3's FP8, DeepSeek-V4's FP8 or MXFP4."""
+    blocks = (math.ceil(n / 128), math.ceil(k / 128))
+    stored: Tensors = {
+        "bf16": {"weight": ("BF16", (n, k))},
+        "fp8_scale_inv": {"weight": ("F8_E4M3", (n, k)), "weight_scale_inv": ("F32", blocks)},
+        "fp8_scale": {"weight": ("F8_E4M3", (n, k)), "scale": ("F8_E8M0", blocks)},
+        "mxfp4": {"weight": ("I8", (n, k // 2)), "scale": ("F8_E8M0", (n, k // 32))},
+    }[form]
+    return under(f"{name}.", stored | ({"bias": ("BF16", (n,))} if bias else {}))
+
+
+def vectors(names: Iterable[str], size: int, dtype: str = "BF16") -> Tensors:
+    """Norm weights and other 1-D tensors of one length; `names` are whole, with their `.weight`."""
+    return dict.fromkeys(names, (dtype, (size,)))
+
+
+def norms(names: str, size: int) -> Tensors:
+    """`<name>.weight` [size] for every name in a space-separated list."""
+    return vectors((f"{name}.weight" for name in names.split()), size)
+
+
+def under(prefix: str, tensors: Tensors) -> Tensors:
+    """The same tensors with `prefix` before their names."""
+    return {prefix + name: spec for name, spec in tensors.items()}
+
+
+def gated_mlp(
+    name: str, hidden: int, inner: int, form: Form = "bf16", names: str = "gate_proj up_proj down_proj"
+) -> Tensors:
+    """The three linears of a gated MLP; `names` in the order gate, up, down."""
+    gate, up, down = (f"{name}.{each}" for each in names.split())
+    return linear(gate, inner, hidden, form) | linear(up, inner, hidden, form) | linear(down, hidden, inner, form)
+
+
+def experts(name: str, count: int, hidden: int, inner: int, form: Form = "bf16", **more: str) -> Tensors:
+    """`count` gated MLPs as `<name>.<e>.*`."""
+    return {k: v for e in range(count) for k, v in gated_mlp(f"{name}.{e}", hidden, inner, form, **more).items()}
+
+
+def embeddings(
+    config: Config, embed: str = "model.embed_tokens", head: str = "lm_head", norm: str = "model.norm"
+) -> Tensors:
+    """What stands outside the layers of nearly every model."""
+    vocab, hidden = config["vocab_size"], config["hidden_size"]
+    return linear(embed, vocab, hidden) | linear(head, vocab, hidden) | norms(norm, hidden)
+
+
+def gqa(config: Config, *, bias: bool = False, qk_norm: bool = False, gated: bool = False) -> Tensors:
+    """Grouped-query attention; `gated` doubles q_proj for the output gate (Qwen3-Next and later)."""
+    hidden, head = config["hidden_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    return under("self_attn.", (
+        linear("q_proj", q * (2 if gated else 1), hidden, bias=bias) | linear("k_proj", kv, hidden, bias=bias)
+        | linear("v_proj", kv, hidden, bias=bias) | linear("o_proj", hidden, q)
+        | (norms("q_norm k_norm", head) if qk_norm else {})
+    ))  # fmt: skip
+
+
+def mla(config: Config, form: Form) -> Tensors:
+    """Multi-head latent attention, with the sparse-attention indexer where the config has one."""
+    hidden, heads, rope = config["hidden_size"], config["num_attention_heads"], config["qk_rope_head_dim"]
+    nope, value, q_rank, kv_rank = (
+        config[key] for key in ("qk_nope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")
+    )
+    attention = (
+        linear("q_a_proj", q_rank, hidden, form) | norms("q_a_layernorm", q_rank)
+        | linear("q_b_proj", heads * (nope + rope), q_rank, form)
+        | linear("kv_a_proj_with_mqa", kv_rank + rope, hidden, form) | norms("kv_a_layernorm", kv_rank)
+        | linear("kv_b_proj", heads * (nope + value), kv_rank, form) | linear("o_proj", hidden, heads * value, form)
+    )  # fmt: skip
+    if "index_n_heads" in config:
+        index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
+        attention |= under("indexer.", (
+            linear("wq_b", index_heads * index_dim, q_rank, form) | linear("wk", index_dim, hidden, form)
+            | linear("weights_proj", index_heads, hidden) | vectors(["k_norm.weight", "k_norm.bias"], index_dim)
+        ))  # fmt: skip
+    return under("self_attn.", attention)
+
+
+# --- Families ---------------------------------------------------------------------------------------------------------
+
+
+def deepseek_line(config: Config) -> Tensors:
+    """DeepSeek-V3, -V3.2, GLM-4.5 to 4.7, GLM-4.7-Flash and GLM-5: the MTP layer continues the decoder layers."""
+    hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
+    form: Form = "fp8_scale_inv" if "quantization_config" in config else "bf16"
+    is_gqa = config["model_type"] == "glm4_moe"
+    attention = (
+        gqa(config, bias=config["attention_bias"], qk_norm=config["use_qk_norm"]) if is_gqa else mla(config, form)
+    )
+    inner = config["moe_intermediate_size"]
+    routed = (
+        linear("gate", config["n_routed_experts"], hidden)
+        | vectors(["gate.e_score_correction_bias"], config["n_routed_experts"], "F32")
+        | experts("experts", config["n_routed_experts"], hidden, inner, form)
+        | gated_mlp("shared_experts", hidden, inner * config["n_shared_experts"], form)
+    )
+    block = attention | norms("input_layernorm post_attention_layernorm", hidden)
+    sparse = block | under("mlp.", routed)
+    dense = block | gated_mlp("mlp", hidden, config["intermediate_size"], form)
+    tensors = embeddings(config)
+    for layer in range(num_layers):
+        tensors |= under(f"model.layers.{layer}.", dense if layer < config["first_k_dense_replace"] else sparse)
+    mtp = sparse | linear("eh_proj", hidden, 2 * hidden) | norms("enorm hnorm shared_head.norm", hidden)
+    # GLM-5 (zai-org/GLM-5: 791 tensors in layer 78) is the one that publishes no copies.
+    if config["model_type"] != "glm_moe_dsa":
+        mtp |= linear("embed_tokens", config["vocab_size"], hidden)
+        mtp |= linear("shared_head.head", config["vocab_size"], hidden)
+    for index in range(config["num_nextn_predict_layers"]):
+        tensors |= under(f"model.layers.{num_layers + index}.", mtp)
+    return tensors
+
+
+def deepseek_v4(config: Config) -> Tensors:
+    """DeepSeek-V4: FP8 with ue8m0 scales, MXFP4 experts, compressors on most layers, MTP as `mtp.0` without copies."""
+    hidden, hc, hash_layers = config["hidden_size"], config["hc_mult"], config["num_hash_layers"]
+    head_state = _hyper_connections("head", hc, hc, hidden, scales=1)
+    tensors = embeddings(config, "embed", "head", "norm") | head_state
+    for layer in range(config["num_hidden_layers"]):
+        ratio = config["compress_ratios"][layer]
+        tensors |= under(f"layers.{layer}.", _v4_block(config, ratio, is_hashed=layer < hash_layers))
+    mtp = _v4_block(config, 0, is_hashed=False) | norms("enorm hnorm norm", hidden) | head_state
+    mtp |= linear("e_proj", hidden, hidden, "fp8_scale") | linear("h_proj", hidden, hidden, "fp8_scale")
+    for index in range(config["num_nextn_predict_layers"]):
+        tensors |= under(f"mtp.{index}.", mtp)
+    return tensors
+
+
+def _v4_block(config: Config, ratio: int, *, is_hashed: bool) -> Tensors:
+    hidden, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    q_rank, groups, o_rank = config["q_lora_rank"], config["o_groups"], config["o_lora_rank"]
+    num_experts, inner, hc = config["n_routed_experts"], config["moe_intermediate_size"], config["hc_mult"]
+    attention = (
+        vectors(["attn_sink"], heads, "F32") | norms("q_norm", q_rank) | norms("kv_norm", head)
+        | linear("wq_a", q_rank, hidden, "fp8_scale") | linear("wq_b", heads * head, q_rank, "fp8_scale")
+        | linear("wkv", head, hidden, "fp8_scale")
+        | linear("wo_a", groups * o_rank, heads * head // groups, "fp8_scale")
+        | linear("wo_b", hidden, groups * o_rank, "fp8_scale")
+    )  # fmt: skip
+    if ratio:
+        attention |= under("compressor.", _compressor(ratio, head, hidden))
+    if ratio == 4:
+        index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
+        attention |= under("indexer.", (
+            linear("wq_b", index_heads * index_dim, q_rank, "fp8_scale") | linear("weights_proj", index_heads, hidden)
+            | under("compressor.", _compressor(ratio, index_dim, hidden))
+        ))  # fmt: skip
+    ffn = linear("gate", num_experts, hidden)
+    if is_hashed:
+        ffn["gate.tid2eid"] = ("I64", (config["vocab_size"], config["num_experts_per_tok"]))
+    else:
+        ffn |= vectors(["gate.bias"], num_experts, "F32")
+    ffn |= experts("experts", num_experts, hidden, inner, "mxfp4", names="w1 w3 w2")
+    ffn |= gated_mlp("shared_experts", hidden, inner, "fp8_scale", names="w1 w3 w2")
+    state = _hyper_connections("attn", hc, (2 + hc) * hc, hidden) | _hyper_connections("ffn", hc, (2 + hc) * hc, hidden)
+    return under("attn.", attention) | norms("attn_norm ffn_norm", hidden) | under("ffn.", ffn) | state
+
+
+def _compressor(ratio: int, head: int, hidden: int) -> Tensors:
+    width = (2 if ratio == 4 else 1) * head  # windows overlap at ratio 4
+    return (
+        {"ape": ("F32", (ratio, width))} | norms("norm", head)
+        | linear("wkv", width, hidden) | linear("wgate", width, hidden)
+    )  # fmt: skip
+
+
+def _hyper_connections(part: str, streams: int, rows: int, hidden: int, *, scales: int = 3) -> Tensors:
+    return {
+        f"hc_{part}_fn": ("F32", (rows, streams * hidden)),
+        f"hc_{part}_base": ("F32", (rows,)),
+        f"hc_{part}_scale": ("F32", (scales,)),
+    }
+
+
+def qwen3_next(config: Config) -> Tensors:
+    """Qwen3-Next: fused delta-net projections, one tensor an expert, MTP as `mtp.*`."""
+    return (
+        embeddings(config)
+        | _qwen_layers(config, "model.layers.", _delta_net(config, is_split=False), _qwen_mlp(config))
+        | _qwen_mtp(config, _qwen_mlp(config))
+    )
+
+
+def qwen3_5(config: Config) -> Tensors:
+    """Qwen3.5: split delta-net projections; vision-language releases nest the text model and stack its experts."""
+    text = config.get("text_config", config)
+    stem = "model.language_model." if "text_config" in config else "model."
+    mlp = _qwen_mlp(text)
+    stacked = mlp
+    if "num_experts" in text:
+        count, hidden, inner = text["num_experts"], text["hidden_size"], text["moe_intermediate_size"]
+        stacked = {name: spec for name, spec in mlp.items() if ".experts." not in name} | {
+            "mlp.experts.gate_up_proj": ("BF16", (count, 2 * inner, hidden)),
+            "mlp.experts.down_proj": ("BF16", (count, hidden, inner)),
+        }
+    return (
+        embeddings(text, f"{stem}embed_tokens", "lm_head", f"{stem}norm")
+        | _qwen_layers(text, f"{stem}layers.", _delta_net(text, is_split=True), stacked)
+        | (_vision_tower(config["vision_config"]) if "vision_config" in config else {})
+        | _qwen_mtp(text, mlp)
+    )
+
+
+def _qwen_layers(config: Config, stem: str, delta_net: Tensors, mlp: Tensors) -> Tensors:
+    tensors: Tensors = {}
+    layer_norms = norms("input_layernorm post_attention_layernorm", config["hidden_size"])
+    for layer in range(config["num_hidden_layers"]):
+        is_full = (layer + 1) % config["full_attention_interval"] == 0
+        mixer = gqa(config, qk_norm=True, gated=True) if is_full else delta_net
+        tensors |= under(f"{stem}{layer}.", mixer | mlp | layer_norms)
+    return tensors
+
+
+def _qwen_mtp(config: Config, mlp: Tensors) -> Tensors:
+    hidden = config["hidden_size"]
+    block = gqa(config, qk_norm=True, gated=True) | mlp | norms("input_layernorm post_attention_layernorm", hidden)
+    tensors = linear("fc", hidden, 2 * hidden) | norms("norm pre_fc_norm_embedding pre_fc_norm_hidden", hidden)
+    for index in range(config.get("mtp_num_hidden_layers", 1)):
+        tensors |= under(f"layers.{index}.", block)
+    return under("mtp.", tensors)
+
+
+def _qwen_mlp(config: Config) -> Tensors:
+    hidden = config["hidden_size"]
+    if "num_experts" not in config:
+        return gated_mlp("mlp", hidden, config["intermediate_size"])
+    return under("mlp.", (
+        linear("gate", config["num_experts"], hidden)
+        | experts("experts", config["num_experts"], hidden, config["moe_intermediate_size"])
+        | gated_mlp("shared_expert", hidden, config["shared_expert_intermediate_size"])
+        | linear("shared_expert_gate", 1, hidden)
+    ))  # fmt: skip
+
+
+def _delta_net(config: Config, *, is_split: bool) -> Tensors:
+    hidden, num_value_heads = config["hidden_size"], config["linear_num_value_heads"]
+    key = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    value = num_value_heads * config["linear_value_head_dim"]
+    state_dtype = "F32" if is_split else "BF16"  # Qwen3.5 publishes the decay and the gated norm in float32
+    projections = (
+        linear("in_proj_qkv", 2 * key + value, hidden) | linear("in_proj_z", value, hidden)
+        | linear("in_proj_b", num_value_heads, hidden) | linear("in_proj_a", num_value_heads, hidden)
+        if is_split else
+        linear("in_proj_qkvz", 2 * key + 2 * value, hidden) | linear("in_proj_ba", 2 * num_value_heads, hidden)
+    )  # fmt: skip
+    return under("linear_attn.", (
+        projections | {"conv1d.weight": ("BF16", (2 * key + value, 1, config["linear_conv_kernel_dim"]))}
+        | vectors(["dt_bias"], num_value_heads) | vectors(["A_log"], num_value_heads, state_dtype)
+        | vectors(["norm.weight"], config["linear_value_head_dim"], state_dtype) | linear("out_proj", hidden, value)
+    ))  # fmt: skip
+
+
+def _vision_tower(vision: Config) -> Tensors:
+    hidden, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    merged = hidden * vision["spatial_merge_size"] ** 2
+    patches = (hidden, vision["in_channels"], vision["temporal_patch_size"], patch, patch)
+    tensors = (
+        {"patch_embed.proj.weight": ("BF16", patches)} | vectors(["patch_embed.proj.bias"], hidden)
+        | linear("pos_embed", vision["num_position_embeddings"], hidden)
+        | linear("merger.linear_fc1", merged, merged, bias=True)
+        | linear("merger.linear_fc2", vision["out_hidden_size"], merged, bias=True)
+        | vectors(["merger.norm.weight", "merger.norm.bias"], hidden)
+    )  # fmt: skip
+    block = (
+        linear("attn.qkv", 3 * hidden, hidden, bias=True) | linear("attn.proj", hidden, hidden, bias=True)
+        | linear("mlp.linear_fc1", inner, hidden, bias=True) | linear("mlp.linear_fc2", hidden, inner, bias=True)
+        | vectors((f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")), hidden)
+    )  # fmt: skip
+    for layer in range(vision["depth"]):
+        tensors |= under(f"blocks.{layer}.", block)
+    return under("model.visual.", tensors)
+
+
+def mimo(config: Config) -> Tensors:
+    """MiMo-7B: dense, MTP as `model.mtp_layers.0`, without copies of embedding and head."""
+    hidden = config["hidden_size"]
+    block = (
+        gqa(config, bias=True) | gated_mlp("mlp", hidden, config["intermediate_size"])
+        | norms("input_layernorm post_attention_layernorm", hidden)
+    )  # fmt: skip
+    mtp = block | linear("input_proj", hidden, 2 * hidden)
+    mtp |= norms("token_layernorm hidden_layernorm final_layernorm", hidden)
+    tensors = embeddings(config)
+    for layer in range(config["num_hidden_layers"]):
+        tensors |= under(f"model.layers.{layer}.", block)
+    for index in range(config["num_nextn_predict_layers"]):
+        tensors |= under(f"model.mtp_layers.{index}.", mtp)
+    return tensors
+
+
+FAMILIES: dict[str, Callable[[Config], Tensors]] = {
+    "deepseek_v3": deepseek_line,
+    "deepseek_v32": deepseek_line,
+    "deepseek_v4": deepseek_v4,
+    "glm4_moe": deepseek_line,
+    "glm4_moe_lite": deepseek_line,
+    "glm_moe_dsa": deepseek_line,
+    "mimo": mimo,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_next": qwen3_next,
+}
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def _update(config: Config, changes: Mapping[str, Any]) -> None:
+    """Set keys in place, one level into `text_config` and `vision_config`."""
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(config.get(key), dict):
+            config[key].update(value)
+        else:
+            config[key] = value
+
+
+def _cut(tensors: Mapping[str, tuple[str, tuple[int, ...]]], shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, spec in tensors.items():
+        size = num_bytes(*spec)
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _write_shard(path: Path, tensors: Tensors, rng: np.random.Generator | None) -> None:
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + num_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        if rng is None:
+            file.truncate(8 + len(raw) + end)
+        else:
+            for name, (dtype, shape) in tensors.items():
+                file.write(_values(name, dtype, shape, rng).tobytes())
+
+
+def _values(name: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Numbers a trained model could have: weights near 0, norms near 1, scales positive and small."""
+    count = math.prod(shape)
+    match dtype:
+        case "I64":
+            return rng.integers(0, 2, count)  # the hash table of DeepSeek-V4: expert indices
+        case "I8":
+            return rng.integers(0, 256, count, dtype=np.uint8)  # two e2m1 numbers, all patterns finite
+        case "F8_E8M0":
+            return rng.integers(118, 123, count, dtype=np.uint8)  # 2^-9 to 2^-5
+        case "F8_E4M3":
+            magnitude = rng.integers(0, 0x78, count, dtype=np.uint8)  # up to 240; 0x7f is NaN
+            return magnitude | rng.integers(0, 2, count, dtype=np.uint8) << 7
+    values = rng.standard_normal(count, dtype=np.float32) * np.float32(0.02)
+    if name.endswith("weight_scale_inv"):
+        values = np.abs(values) / 100 + np.float32(1e-4)
+    elif name.endswith(".weight") and "norm" in name.split(".")[-2]:
+        values += 1
+    # BF16 is the upper half of a float32.
+    return values if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16)

@@ -1,0 +1,189 @@
+"""quantize/dequantize.py against compressed-tensors' readers and against plain float64 arithmetic."""
+
+import pytest
+import torch
+from keepmtp.quantize import dequantize
+from keepmtp.quantize import pack as pack_module
+from keepmtp.quantize.pack import pack
+from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.schemes import SCHEMES
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Chunks of a few rows, so that small weights have many."""
+    monkeypatch.setattr(pack_module, "_CHUNK_CPU", 1024)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def all_fp8(shape: tuple[int, int], dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    """Every finite FP8 byte, over and over."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[codes.view(dtype).float().isfinite()]
+    count = shape[0] * shape[1]
+    return codes.repeat(-(-count // len(codes)))[:count].reshape(shape).view(dtype)
+
+
+def codes_of(packed: torch.Tensor) -> torch.Tensor:
+    """Two 4-bit codes a byte, low nibble first: [N, B] -> int64 [N, 2 * B]."""
+    byte = packed.view(torch.uint8).long()
+    return torch.stack((byte & 15, byte >> 4), dim=-1).flatten(1)
+
+
+def spread(scale: torch.Tensor, rows: int, columns: int, shape: tuple[int, int]) -> torch.Tensor:
+    return scale.double().repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: shape[0], : shape[1]]
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (1, 1), (130, 200), (127, 257)])
+@pytest.mark.parametrize("block", [(128, 128), (1, 32), (64, 16)])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
+def test_fp8_block(shape, block, scale_dtype):
+    weight = all_fp8(shape)
+    scale_shape = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    exponents = torch.randint(100, 140, scale_shape, generator=seeded(0)).to(torch.uint8)
+    powers = exponents.double().sub(127).exp2()
+    if scale_dtype in (torch.uint8, torch.float8_e8m0fnu):
+        scale, values = exponents.view(scale_dtype), powers
+    else:
+        scale = (powers * (1 + torch.rand(scale_shape, generator=seeded(1)))).to(scale_dtype)
+        values = scale.double()
+    found = dequantize.fp8_block(weight, scale, block)
+    # 4-bit by 24-bit significands: the F32 product is rounded, so a second rounding to BF16 may miss by a tie.
+    product = weight.double() * spread(values, *block, shape)
+    assert torch.equal(found, product.float().bfloat16())
+
+
+def test_fp8_block_against_compressed_tensors():
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+
+    weight, scale = all_fp8((300, 200)), torch.rand(3, 2, generator=seeded(2)) * 1e-3
+    reader = FP8BlockDequantizer(targets=["Linear"], weight_block_size=(128, 128), dtype=torch.bfloat16)
+    expected = reader._create_dequantized_weight(weight, scale)
+    assert torch.equal(dequantize.fp8_block(weight, scale, (128, 128)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_nan_codes_stay_nan(dtype):
+    weight = torch.arange(256, dtype=torch.uint8).view(dtype).reshape(2, 128)
+    found = dequantize.fp8_channel(weight, torch.tensor(1.0))
+    assert torch.equal(found.isnan(), weight.float().isnan()) and found.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+@pytest.mark.parametrize("scale_shape", [(70, 1), (70,), (1,), (), (1, 1)])
+def test_fp8_channel(dtype, scale_shape):
+    if dtype == torch.int8:
+        weight = torch.randint(-128, 128, (70, 96), generator=seeded(3)).to(torch.int8)
+    else:
+        weight = all_fp8((70, 96), dtype)
+    scale = torch.rand(scale_shape, generator=seeded(4)).mul(1e-2).bfloat16()
+    # At most 8-bit by 8-bit significands: the product is exact in F32 and rounded once.
+    expected = (weight.double() * scale.double().reshape(-1, 1)).float().bfloat16()
+    assert torch.equal(dequantize.fp8_channel(weight, scale), expected)
+
+
+@pytest.mark.parametrize("packed_dtype", [torch.uint8, torch.int8])
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.uint8])
+def test_mxfp4(packed_dtype, scale_dtype):
+    packed = torch.arange(256).to(torch.uint8).repeat(33).reshape(33, 256)
+    exponents = torch.randint(10, 250, (33, 16), generator=seeded(5)).to(torch.uint8)
+    found = dequantize.mxfp4(packed.view(packed_dtype), exponents.view(scale_dtype))
+    expected = E2M1[codes_of(packed)] * spread(exponents.double().sub(127).exp2(), 1, 32, (33, 512))
+    assert torch.equal(found.double(), expected)  # exact: a power of two changes no mantissa
+
+
+def test_mxfp4_at_the_ends_of_e8m0():
+    packed = torch.full((1, 48), 0x72, dtype=torch.uint8)  # 1.0 in even columns, 6.0 in odd ones
+    found = dequantize.mxfp4(packed, torch.tensor([[0, 254, 255]], dtype=torch.uint8)).double()
+    assert found[0, 0] == 2.0**-127 and found[0, 1] == 6 * 2.0**-127
+    assert found[0, 32] == 2.0**127 and found[0, 33].isinf()
+    assert found[0, 64:].isnan().all()
+
+
+@pytest.mark.parametrize("divisor", [True, False])
+def test_nvfp4(divisor):
+    packed = torch.arange(256).to(torch.uint8).repeat(20).reshape(20, 256)
+    scale = torch.rand(20, 32, generator=seeded(6)).mul(448).to(torch.float8_e4m3fn)
+    common = torch.tensor([27776.0 if divisor else 1 / 27776.0])
+    found = dequantize.nvfp4(packed, scale, common, divisor=divisor)
+    factor = scale.double() / common.double() if divisor else scale.double() * common.double()
+    expected = E2M1[codes_of(packed)] * spread(factor, 1, 16, (20, 512))
+    # Two roundings in F32 before the one to BF16: half a unit of BF16, 2**-8, and a little.
+    assert ((found.double() - expected).abs() <= expected.abs() * 2.0**-8 * (1 + 2.0**-13)).all()
+    assert (found == 0).any() and torch.equal(found.signbit(), (codes_of(packed) & 8).bool())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("num_columns", [128, 256, 100])
+def test_int_packed(bits, num_columns):
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    half = 1 << (bits - 1)
+    codes = torch.randint(-half, half, (40, num_columns), generator=seeded(7)).to(torch.int8)
+    packed = pack_to_int32(codes, bits)
+    for num_groups in (1, num_columns // 4):
+        scale = torch.rand(40, num_groups, generator=seeded(8)).bfloat16()
+        found = dequantize.int_packed(packed, scale, bits, (40, num_columns))
+        expected = codes.double() * spread(scale, 1, num_columns // num_groups, (40, num_columns))
+        assert torch.equal(found, expected.float().bfloat16())
+
+
+@pytest.mark.parametrize("name", ["NVFP4A16", "MXFP4", "FP8_DYNAMIC", "W4A16", "W8A16", "W8A8"])
+def test_same_values_as_compressed_tensors_reads(name):
+    """A packed weight, read here and by the compressor that owns the format."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    scheme = SCHEMES[name]
+    weight = torch.randn(72, 384, generator=seeded(9)).mul(0.02).bfloat16()
+    (packed,) = pack(scheme, [weight])
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    expected = compressor.decompress(dict(packed), preset_name_to_scheme(name, ["Linear"]))["weight"]
+    match scheme.format:
+        case "nvfp4-pack-quantized":
+            common = packed["weight_global_scale"]
+            found = dequantize.nvfp4(packed["weight_packed"], packed["weight_scale"], common, divisor=True)
+        case "mxfp4-pack-quantized":
+            found = dequantize.mxfp4(packed["weight_packed"], packed["weight_scale"])
+        case "pack-quantized":
+            shape = (int(packed["weight_shape"][0]), int(packed["weight_shape"][1]))
+            found = dequantize.int_packed(packed["weight_packed"], packed["weight_scale"], scheme.bits, shape)
+        case _:
+            found = dequantize.fp8_channel(packed["weight"], packed["weight_scale"])
+    assert torch.equal(found, expected)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    fp8, byte = all_fp8((256, 256)), torch.zeros(4, 64, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=r"shape \[2, 2\]; got \[2, 1\]"):
+        dequantize.fp8_block(fp8, torch.ones(2, 1), (128, 128))
+    with pytest.raises(CheckpointError, match="row scale"):
+        dequantize.fp8_channel(fp8, torch.ones(255, 1))
+    with pytest.raises(CheckpointError, match="only FP8 or INT8"):
+        dequantize.fp8_channel(fp8.bfloat16(), torch.ones(1))
+    with pytest.raises(CheckpointError, match=r"\[4, 4\]"):
+        dequantize.mxfp4(byte, torch.zeros(4, 8, dtype=torch.uint8))
+    with pytest.raises(CheckpointError, match="global scale"):
+        dequantize.nvfp4(byte, torch.ones(4, 8).to(torch.float8_e4m3fn), torch.ones(2), divisor=True)
+    with pytest.raises(CheckpointError, match="4 or 8 bits"):
+        dequantize.int_packed(byte.view(torch.int32), torch.ones(4, 1), 3, (4, 128))
+    with pytest.raises(CheckpointError, match="weight_packed"):
+        dequantize.int_packed(byte.view(torch.int32), torch.ones(4, 1), 4, (4, 256))
+    with pytest.raises(CheckpointError, match="weight_scale"):
+        dequantize.int_packed(byte.view(torch.int32), torch.ones(4, 3), 4, (4, 128))

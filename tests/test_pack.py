@@ -1,0 +1,293 @@
+"""quantize/pack.py against the programs whose bytes it promises: compressed-tensors and llm-compressor."""
+
+import json
+
+import pytest
+import torch
+from keepmtp.quantize import pack as pack_module
+from keepmtp.quantize.pack import pack
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.recipes.schemes import SCHEMES
+from safetensors.torch import load_file, save_file
+
+DATA_FREE = tuple(name for name, scheme in SCHEMES.items() if not scheme.needs_calibration)
+# Their tensors hold no BF16 scale, so an F32 weight, too, has exactly the bytes of the peer.
+SAME_FOR_F32 = ("NVFP4A16", "MXFP4", "MXFP4A16", "FP8_BLOCK")
+SHAPES = ((1, 128), (5, 256), (130, 384), (64, 1024))
+RAGGED_SHAPES = ((127, 200), (129, 130), (1, 1), (257, 64))
+E8M0_OVERFLOW = 1.75 * 2.0**127
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads cost more than they bring at these sizes: minutes, on a machine that is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of a few rows, so that small weights have many."""
+    monkeypatch.setattr(pack_module, "_CHUNK_CPU", 1024)
+
+
+def adversarial_weights(shape: tuple[int, int], seed: int = 0) -> dict[str, torch.Tensor]:
+    """BF16 weights [N, K] by the kind of trouble they make."""
+    rng = torch.Generator().manual_seed(seed)
+    n, k = shape
+    groups = -(-k // 16)
+    normal = torch.randn(shape, generator=rng)
+    patterns = torch.randint(-32768, 32768, shape, generator=rng).to(torch.int16).view(torch.bfloat16)
+    row_powers = torch.randint(-140, 120, (n, 1), generator=rng).float().exp2()
+    group_powers = torch.randint(-20, 20, (n, groups), generator=rng).float().exp2().repeat_interleave(16, 1)[:, :k]
+    # Quarters of a power-of-two scale: every tie of E2M1, with group maxima that make the scale exact.
+    fp4_ties = torch.randint(-24, 25, shape, generator=rng).float() / 4
+    fp4_ties[:, ::16] = 6.0
+    int4_ties = torch.randint(-15, 16, shape, generator=rng).float() / 2
+    int4_ties[:, ::128] = 7.5
+    int8_ties = torch.randint(-255, 256, shape, generator=rng).float() / 2
+    int8_ties[:, ::128] = 127.5
+    sparse = (normal * 0.02).where(torch.rand(shape, generator=rng) < 0.03, -0.0)
+    subnormal = torch.randint(0, 128, shape, generator=rng).to(torch.int16).view(torch.bfloat16).float()
+    huge = (torch.rand(shape, generator=rng) * 2 - 1) * 2.9e38
+    weights = {
+        "normal": normal * 0.02, "row powers": normal * row_powers, "group powers": normal * group_powers,
+        "fp4 ties": fp4_ties * 2.0**-7, "int4 ties": int4_ties, "int8 ties": int8_ties, "zeros": torch.zeros(shape),
+        "negative zeros": -torch.zeros(shape), "sparse": sparse, "subnormal": subnormal * normal.sign(), "huge": huge,
+        "patterns": patterns.float().where(patterns.isfinite() & (patterns.abs() < E8M0_OVERFLOW), 0.0),
+    }  # fmt: skip
+    return {kind: weight.bfloat16() for kind, weight in weights.items()}
+
+
+def peer_pack(name: str, weights: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """What llm-compressor's model-free path makes of one fused group, step by step as its converter takes them."""
+    pytest.importorskip("llmcompressor")
+    from compressed_tensors.compressors import compress_module
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from llmcompressor.entrypoints.model_free.lifecycle import initialize_quantized_linear
+    from llmcompressor.modifiers.quantization import calibration
+    from llmcompressor.observers import FusionHandler
+
+    modules = [initialize_quantized_linear(w, preset_name_to_scheme(name, ["Linear"]), w.device) for w in weights]
+    for module in modules:
+        calibration.initialize_observer(module, "weight")
+        calibration.apply_calibration_status(module)
+    if len(modules) > 1:
+        FusionHandler.fuse([(module.weight_observer, module) for module in modules])
+    calibration.observe(modules, base_name="weight")
+    calibration.update_qparams(modules, base_name="weight")
+    for module in modules:
+        calibration.freeze_module_quantization(module)
+        compress_module(module)
+    return [dict(module.state_dict()) for module in modules]
+
+
+def assert_same_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], where: object = "") -> None:
+    """Equal keys, dtypes, shapes and bytes, but for FP8_BLOCK's scales: same values, stored as F32."""
+    assert set(ours) == set(theirs), where
+    for suffix, tensor in ours.items():
+        expected = theirs[suffix]
+        if suffix == "weight_scale" and tensor.dtype == torch.float32:
+            expected = expected.float()
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (where, suffix)
+        different = tensor.reshape(-1).view(torch.uint8) != expected.reshape(-1).view(torch.uint8)
+        assert not different.any(), (where, suffix, int(different.sum()))
+
+
+@pytest.mark.parametrize("name", DATA_FREE)
+def test_same_bytes_as_model_free_ptq(name, tmp_path):
+    """The real entry point, on a checkpoint on disk, with the fused groups that it knows itself."""
+    llmcompressor = pytest.importorskip("llmcompressor")
+    groups = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"),
+              ("mlp.down_proj",))  # fmt: skip
+    rng = torch.Generator().manual_seed(1)
+    # K stays a multiple of 128: with another one FP8_BLOCK ends in "non contiguous tensor" when the peer saves.
+    weights = {
+        module: torch.randn(96 + 40 * i, 256, generator=rng).mul(0.01 * (i + 1)).bfloat16()
+        for i, module in enumerate(module for group in groups for module in group)
+    }
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tensors = {f"model.layers.0.{module}.weight": weight for module, weight in weights.items()}
+    save_file(tensors, tmp_path / "source" / "model.safetensors")
+    llmcompressor.model_free_ptq(tmp_path / "source", tmp_path / "out", scheme=name, device="cpu")
+    theirs = load_file(tmp_path / "out" / "model.safetensors")
+    for group in groups:
+        for module, ours in zip(group, pack(SCHEMES[name], [weights[module] for module in group]), strict=True):
+            prefix = f"model.layers.0.{module}."
+            expected = {key.removeprefix(prefix): value for key, value in theirs.items() if key.startswith(prefix)}
+            assert_same_bytes(ours, expected, module)
+
+
+@pytest.mark.parametrize("name", DATA_FREE)
+def test_same_bytes_on_adversarial_values(name, small_chunks):
+    """Ties, zeros of both signs, subnormals, huge values and random bit patterns, in many shapes and many chunks."""
+    shapes = SHAPES + (RAGGED_SHAPES if SCHEMES[name].k_multiple() == 1 else ())
+    dtypes = (torch.bfloat16, torch.float32) if name in SAME_FOR_F32 else (torch.bfloat16,)
+    for seed, shape in enumerate(shapes):
+        for kind, weight in adversarial_weights(shape, seed).items():
+            for dtype in dtypes:
+                given = weight.to(dtype)
+                (ours,), (theirs,) = pack(SCHEMES[name], [given]), peer_pack(name, [given])
+                assert_same_bytes(ours, theirs, (shape, kind, dtype))
+
+
+@pytest.mark.parametrize("name", SAME_FOR_F32)
+def test_same_bytes_for_f32_weights(name):
+    rng = torch.Generator().manual_seed(2)
+    weight = torch.randn(200, 512, generator=rng) * torch.randn(200, 1, generator=rng).exp() * 0.02
+    assert_same_bytes(pack(SCHEMES[name], [weight])[0], peer_pack(name, [weight])[0])
+
+
+@pytest.mark.parametrize("name", [name for name in DATA_FREE if name not in SAME_FOR_F32])
+def test_f32_weights_divide_by_the_bf16_scale_that_is_stored(name):
+    """The peer stores F32 scales here; ours are those in BF16, and the codes belong to them."""
+    rng = torch.Generator().manual_seed(3)
+    weight = torch.randn(48, 256, generator=rng) * 0.02
+    (ours,), (theirs,) = pack(SCHEMES[name], [weight]), peer_pack(name, [weight])
+    assert theirs["weight_scale"].dtype == torch.float32
+    assert torch.equal(ours["weight_scale"], theirs["weight_scale"].bfloat16())
+    scale = ours["weight_scale"].double().repeat_interleave(256 // ours["weight_scale"].shape[1], 1)
+    step = (weight.double() / scale).abs() * 2.0**-4 if name == "FP8_DYNAMIC" else torch.tensor(0.5)
+    # Half a step, at least that of FP8's subnormals; the scale may be 2**-8 too small, and the result is BF16 again.
+    bound = scale * step.clamp(min=2.0**-10) + 2 * 2.0**-8 * weight.double().abs()
+    assert ((_decompressed(name, ours).double() - weight.double()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", DATA_FREE)
+def test_f16_weights_count_as_the_same_values_in_f32(name):
+    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(4)).mul(0.02).half()
+    assert_same_bytes(pack(SCHEMES[name], [weight])[0], pack(SCHEMES[name], [weight.float()])[0])
+
+
+@pytest.mark.parametrize("name", DATA_FREE)
+def test_outputs_are_what_the_scheme_announces(name):
+    names = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.bfloat16: "BF16",
+             torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}  # fmt: skip
+    scheme = SCHEMES[name]
+    for shape in SHAPES:
+        (ours,) = pack(scheme, [torch.ones(shape).bfloat16()])
+        found = [(suffix, names[tensor.dtype], tuple(tensor.shape)) for suffix, tensor in ours.items()]
+        assert found == [(spec.suffix, spec.dtype, spec.shape) for spec in scheme.tensors(*shape)]
+
+
+def test_fused_group_shares_the_largest_global_scale():
+    rng = torch.Generator().manual_seed(5)
+    for kind, weight in adversarial_weights((33, 128), 5).items():
+        group = [torch.randn(n, 128, generator=rng).mul(s).bfloat16() for n, s in ((64, 0.1), (16, 0.003), (7, 2.0))]
+        group.append(weight)
+        ours, theirs = pack(SCHEMES["NVFP4A16"], group), peer_pack("NVFP4A16", group)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same_bytes(one, other, kind)
+        assert len({one["weight_global_scale"].item() for one in ours}) == 1
+    alone = [pack(SCHEMES["NVFP4A16"], [weight])[0]["weight_global_scale"].item() for weight in group[:3]]
+    assert len(set(alone)) == 3
+
+
+def test_other_schemes_ignore_the_group():
+    group = [torch.randn(8, 128, generator=torch.Generator().manual_seed(i)).bfloat16() * 4**i for i in range(2)]
+    for name in (name for name in DATA_FREE if name != "NVFP4A16"):
+        for together, weight in zip(pack(SCHEMES[name], group), group, strict=True):
+            assert_same_bytes(together, pack(SCHEMES[name], [weight])[0], name)
+
+
+def test_e2m1_codes_of_every_bf16_value_and_around_every_tie():
+    """The rounding alone, against compressed-tensors' cast and pack."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+    from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
+
+    patterns = torch.arange(-32768, 32768).to(torch.int16).view(torch.bfloat16).float()
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 1.0, 2.0, 4.0, 6.0])
+    near = [torch.nextafter(ties, torch.tensor(direction)) for direction in (0.0, 9.0)]
+    values = torch.cat((patterns[patterns.abs() <= 64], ties, -ties, *near, *(-n for n in near)))
+    values = torch.cat((values, values.new_zeros(len(values) % 2)))
+    expected = pack_fp4_to_uint8(cast_to_fp4(values.clamp(-6, 6)).bfloat16().reshape(1, -1))
+    packed = torch.empty_like(expected)
+    pack_module._store_nibbles(pack_module._e2m1_codes(values.reshape(1, -1).clone()), packed)
+    assert torch.equal(packed, expected)
+
+
+def test_e8m0_exponent_of_every_bf16_magnitude():
+    """All 32,640 finite magnitudes; where the peer's power of two overflows to NaN, ours stays finite."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    amax = torch.arange(0x7F80).to(torch.int16).view(torch.bfloat16)
+    scale, _ = calculate_qparams(-amax, amax, preset_name_to_scheme("MXFP4", ["Linear"]).weights)
+    expected = 127 + scale.float().log2().floor()
+    found = pack_module._e8m0_exponents(amax)
+    in_range = amax < E8M0_OVERFLOW
+    assert torch.equal(found[in_range], expected[in_range].int())
+    assert torch.equal(pack_module._power_of_two(found, torch.bfloat16)[in_range], scale[in_range])
+    assert expected[~in_range].isinf().all() and (found[~in_range] == 253).all()
+
+
+@pytest.mark.parametrize("name", DATA_FREE)
+def test_decompression_is_within_half_a_step(name):
+    """compressed-tensors reads the result back; the bound is the scheme's own rounding."""
+    weight = torch.randn(130, 256, generator=torch.Generator().manual_seed(6)).mul(0.02).bfloat16()
+    (ours,) = pack(SCHEMES[name], [weight])
+    error = (_decompressed(name, ours).double() - weight.double()).abs()
+    group = SCHEMES[name].group_size or 256
+    amax = weight.double().abs().unflatten(1, (-1, group)).amax(-1).repeat_interleave(group, 1)
+    match SCHEMES[name].format:
+        case "nvfp4-pack-quantized":  # steps of 2 at the top of E2M1 (4, 6); an E4M3 scale is off by 1/16 at most
+            bound = amax / 6 * (1 + 1 / 16)
+        case "mxfp4-pack-quantized":  # amax lies in [3.5, 7) scales; half the largest step, or 7 - 6
+            bound = amax / 3.5
+        case "float-quantized":  # 3 mantissa bits; quotients and scales in BF16; subnormals step by 2**-9 scales
+            bound = (weight.double().abs() * 2.0**-4).maximum(weight.double().abs().max() / 448 * 2.0**-10)
+        case _:  # half a step, and clipping at half a step below the top
+            bound = amax / (2 ** SCHEMES[name].bits - 1)
+    # BF16 rounds scale (which clips), quotient (which may cross a tie) and result, each by up to 2**-8 of the value.
+    assert (error <= bound * (1 + 2.0**-8) + 3 * 2.0**-8 * weight.double().abs()).all()
+
+
+def _decompressed(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    compressor = BaseCompressor.get_value_from_registry(SCHEMES[name].format)
+    given = dict(tensors)
+    n, k = given["weight"].shape if "weight" in given else (None, None)
+    if SCHEMES[name].block:
+        # Its reader wants whole blocks, as vLLM's loader does not.
+        given["weight"] = torch.nn.functional.pad(given["weight"].view(torch.uint8), (0, -k % 128, 0, -n % 128)).view(
+            torch.float8_e4m3fn
+        )
+    return compressor.decompress(given, preset_name_to_scheme(name, ["Linear"]))["weight"][:n, :k]
+
+
+@pytest.mark.parametrize("name", DATA_FREE)
+def test_a_weight_that_is_not_contiguous_gives_the_same(name, small_chunks):
+    stored = torch.randn(256, 96, generator=torch.Generator().manual_seed(7)).bfloat16()
+    assert_same_bytes(pack(SCHEMES[name], [stored.t()])[0], pack(SCHEMES[name], [stored.t().contiguous()])[0])
+
+
+@pytest.mark.parametrize("name", DATA_FREE)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_nan_and_inf_are_refused(name, value, small_chunks):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        weight = torch.ones(64, 128, dtype=dtype)
+        weight[63, 77] = value
+        with pytest.raises(CheckpointError, match="finite"):
+            pack(SCHEMES[name], [torch.ones(4, 128).to(dtype), weight])
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in DATA_FREE])
+def test_calibrated_schemes_are_refused(name):
+    with pytest.raises(RecipeError, match=f"Use {SCHEMES[name].data_free}"):
+        pack(SCHEMES[name], [torch.ones(16, 128).bfloat16()])
+
+
+def test_other_tensors_are_refused():
+    for weight in (torch.ones(128), torch.ones(2, 16, 128), torch.ones(0, 128), torch.ones(16, 128, dtype=torch.int8)):
+        with pytest.raises(CheckpointError, match="matrix"):
+            pack(SCHEMES["FP8_DYNAMIC"], [weight])
+    with pytest.raises(RecipeError, match="K divisible by 128; got K=200"):
+        pack(SCHEMES["W4A16"], [torch.ones(16, 200).bfloat16()])

@@ -1,0 +1,236 @@
+"""Headers of local and Hub checkpoints, and each way they can be broken."""
+
+import json
+import shutil
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from checkpoints import source_layout, write_checkpoint
+from keepmtp.quantize.source import INDEX, download, open_source, read
+from keepmtp.recipes.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    return write_checkpoint(tmp_path / "source", config, tensors, data="random")
+
+
+def test_entries_are_what_safetensors_reads(folder):
+    """Names, dtypes, shapes and bytes agree with the safetensors library, for every tensor."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    source = open_source(folder)
+    loaded = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        loaded |= safetensors.load_file(file)
+    assert set(source.entries) == set(loaded)
+    import torch
+
+    for name, entry in source.entries.items():
+        assert entry.shape == tuple(loaded[name].shape)
+        assert bytes(read(source, entry)) == loaded[name].reshape(-1).view(torch.uint8).numpy().tobytes(), name
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        open_source(folder)
+    message = str(caught.value)
+    assert "; got " in message and message.endswith("."), "the house form of an error"
+    assert "\n" not in message
+    return message
+
+
+def first_shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def test_no_config(folder):
+    (folder / "config.json").unlink()
+    assert "config.json" in refusal(folder)
+
+
+def test_config_that_is_no_json(folder):
+    (folder / "config.json").write_text("{")
+    assert "must be JSON" in refusal(folder)
+
+
+def test_nothing_there(tmp_path):
+    assert "Check SOURCE" in refusal(tmp_path / "absent")
+
+
+def test_index_naming_a_missing_file(folder):
+    shard = first_shard(folder)
+    shard.unlink()
+    assert f"{shard.name} is missing" in refusal(folder)
+
+
+def test_index_listing_an_absent_tensor(folder):
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["model.layers.0.ghost.weight"] = first_shard(folder).name
+    (folder / INDEX).write_text(json.dumps(index))
+    assert "model.layers.0.ghost.weight" in refusal(folder)
+
+
+def test_truncated_shard_names_the_last_tensor(folder):
+    shard = first_shard(folder)
+    last = max(open_source(folder).entries.values(), key=lambda e: (e.file == shard.name, e.start)).name
+    with open(shard, "r+b") as file:
+        file.truncate(shard.stat().st_size - 10)
+    message = refusal(folder)
+    assert last in message and shard.name in message
+
+
+def test_truncated_inside_the_header(folder):
+    with open(first_shard(folder), "r+b") as file:
+        file.truncate(100)
+    assert "must start with a safetensors header" in refusal(folder)
+
+
+def test_corrupt_header(folder):
+    with open(first_shard(folder), "r+b") as file:
+        file.seek(9)
+        file.write(b"\xff\xff\xff")
+    assert "must have a valid safetensors header" in refusal(folder)
+
+
+def test_shape_that_does_not_fit_its_bytes(folder):
+    shard = first_shard(folder)
+    raw = shard.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    name = next(name for name in header if name != "__metadata__" and len(header[name]["shape"]) == 2)
+    header[name]["shape"][0] += 1
+    new = json.dumps(header).encode()
+    shard.write_bytes(len(new).to_bytes(8, "little") + new + raw[8 + length :])
+    assert name in refusal(folder)
+
+
+def test_a_tensor_in_two_indexed_files(folder):
+    files = sorted(folder.glob("*.safetensors"))
+    shutil.copy(files[0], folder / "model-00003-of-00003.safetensors")
+    index = json.loads((folder / INDEX).read_text())
+    name = next(n for n, f in index["weight_map"].items() if f == files[0].name)
+    index["weight_map"][name] = "model-00003-of-00003.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    assert "must be in one file only" in refusal(folder)
+
+
+def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
+    """`mtp.safetensors` beside an index that does not list it: seen, and kept apart."""
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    layers = config["num_hidden_layers"]
+    mtp = {name: spec for name, spec in tensors.items() if name.startswith(f"model.layers.{layers}.")}
+    rest = {name: spec for name, spec in tensors.items() if name not in mtp}
+    folder = write_checkpoint(tmp_path / "source", config, rest)
+    write_checkpoint(tmp_path / "mtp", config, mtp, num_shards=1)
+    shutil.copy(tmp_path / "mtp/model.safetensors", folder / "mtp.safetensors")
+    source = open_source(folder)
+    assert set(source.unindexed) == set(mtp) and set(source.entries) == set(rest)
+
+
+# --- The Hub, spoken on loopback --------------------------------------------------------------------------------------
+
+
+class Hub(SimpleHTTPRequestHandler):
+    """The few routes of the Hub's API that reading a repository needs, with range requests."""
+
+    requests: list[str] = []
+
+    def __init__(self, *args, root: Path, **kwargs):
+        self.root = root
+        super().__init__(*args, **kwargs)
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        if path.startswith("/api/models/org/model"):
+            files = [{"rfilename": str(p.relative_to(self.root))} for p in self.root.rglob("*") if p.is_file()]
+            if "/tree/" in path:
+                files = [{"type": "file", "path": f["rfilename"], "oid": "0" * 40,
+                          "size": (self.root / f["rfilename"]).stat().st_size} for f in files]  # fmt: skip
+                return self.reply(json.dumps(files).encode(), "application/json")
+            body = {"id": "org/model", "sha": "c" * 40, "siblings": files, "private": False, "tags": [],
+                    "downloads": 0, "likes": 0}  # fmt: skip
+            return self.reply(json.dumps(body).encode(), "application/json")
+        if path.startswith("/org/model/resolve/"):
+            file = self.root / path.split("/", 5)[5]
+            if file.is_file():
+                return self.reply(file.read_bytes(), "application/octet-stream", etag=f'"{file.name}"')
+        self.send_response(404)
+        self.send_header("X-Error-Code", "EntryNotFound" if path.startswith("/org/model") else "RepoNotFound")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def reply(self, body: bytes, kind: str, etag: str = ""):
+        wanted = self.headers.get("Range")
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            end = min(int(last or len(body) - 1), len(body) - 1)
+            self.send_header("Content-Range", f"bytes {first}-{end}/{len(body)}")
+            body = body[int(first) : end + 1]
+        Hub.requests.append(f"{self.command} {self.path} {wanted or ''}")
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if etag:
+            self.send_header("ETag", etag)
+            self.send_header("X-Repo-Commit", "c" * 40)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(folder, monkeypatch, tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, root=folder))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Hub.requests.clear()
+    from huggingface_hub import constants, hf_api
+
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    for holder in (constants, hf_api):
+        monkeypatch.setattr(holder, "ENDPOINT", endpoint, raising=False)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    yield endpoint
+    server.shutdown()
+
+
+def test_hub_headers_come_by_range_requests(hub, folder):
+    """A repository's tensors without its weights; then the same source, downloaded, equals the folder."""
+    remote, local = open_source("org/model"), open_source(folder)
+    assert remote.revision == "c" * 40 and remote.folder is None
+    assert {n: (e.dtype, e.shape, e.num_bytes) for n, e in remote.entries.items()} == {
+        n: (e.dtype, e.shape, e.num_bytes) for n, e in local.entries.items()
+    }
+    assert all("bytes=" in line for line in Hub.requests if ".safetensors " in line)
+    fetched = download(remote)
+    assert fetched.folder is not None and fetched.revision == "c" * 40 and fetched.entries == local.entries
+
+
+def test_hub_repository_that_does_not_exist(hub):
+    with pytest.raises(CheckpointError, match="org/other: must be a folder or a public Hub repository"):
+        open_source("org/other")
+
+
+def test_hub_out_of_reach(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
+    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.model_info", _refused)
+    with pytest.raises(CheckpointError, match="the Hub must be reachable"):
+        open_source("org/model")
+
+
+def _refused(*_, **__):
+    raise OSError("connection refused")

@@ -1,0 +1,192 @@
+"""The writer against independent readers: what is kept, dequantized and packed, and what a kill leaves behind."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import source_layout, write_checkpoint
+from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.source import open_source
+from keepmtp.quantize.writer import output_config, partial_folder, publish, refuse_output, write
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.recipes.schema import find_recipe
+from safetensors.torch import load_file
+
+SHARD = 2_000_000  # many shards, so that there is something between them
+
+
+def run(model: str, variant: str, folder: Path, *, mtp: str | None = None, threads: int = 2, name: str = "out"):
+    """Plan and write one tiny checkpoint; the source is made once per folder."""
+    recipe, text = find_recipe(model, scheme=variant, mtp=mtp)
+    if not (folder / "source").is_dir():
+        config, tensors = source_layout(model, size="tiny")
+        write_checkpoint(folder / "source", config, tensors, data="random")
+    plan = make_plan(recipe, open_source(folder / "source"), shard_bytes=SHARD)
+    out = folder / name
+    refuse_output(plan, out)
+    publish(write(plan, out, recipe_text=text, threads=threads), out)
+    return plan, out
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*")) if path.is_file()
+    }  # fmt: skip
+
+
+def bits(value: torch.Tensor) -> bytes:
+    return value.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("model", "variant", "mtp"),
+    [("dsv4-flash", "w4a16-fp8", None), ("dsv4-flash", "w4a16-fp8", "source"), ("deepseek-v3.1", "W4A16", "source"),
+     ("glm-4.7", "NVFP4A16", "FP8_DYNAMIC"), ("qwen3.5-397b", "W4A16", "bf16"), ("mimo-7b", "W8A16", "bf16")],
+)  # fmt: skip
+def test_every_output_is_what_the_plan_says(model, variant, mtp, tmp_path):
+    """Names, dtypes and shapes for all; bytes for what is kept; numbers for what was packed in the source."""
+    plan, out = run(model, variant, tmp_path, mtp=mtp)
+    written, source = tensors_of(out), tensors_of(tmp_path / "source")
+    planned = {output.name: output for tensor in plan.tensors for output in tensor.outputs}
+    assert set(written) == set(planned)
+    assert json.loads((out / "model.safetensors.index.json").read_text())["weight_map"].keys() == set(planned)
+    assert all(tuple(written[name].shape) == output.shape for name, output in planned.items())
+    for tensor in plan.tensors:
+        if tensor.fate in ("keep", "add") and not tensor.scheme:
+            for origin, output in zip(tensor.inputs, tensor.outputs, strict=True):
+                assert bits(written[output.name]) == bits(source[origin]), tensor.name
+        elif tensor.fate == "keep":
+            weight = next(name for name in tensor.inputs if name.endswith(("weight", "weight_packed")))
+            assert bits(written[tensor.outputs[0].name]) == bits(source[weight]), tensor.name
+        elif tensor.fate == "dequantize" and tensor.form == "fp8_block":
+            scale = next(source[name] for name in tensor.inputs if "scale" in name).float()
+            n, k = tensor.shape
+            wide = scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+            expected = (source[tensor.name].float() * wide).to(torch.bfloat16)
+            assert torch.equal(written[tensor.name], expected), tensor.name
+
+
+def test_config_is_the_sources_own(tmp_path):
+    """Every key of the source's config.json survives as it was, and only quantization_config is new."""
+    _, out = run("dsv4-flash", "w4a16-fp8", tmp_path)
+    before = json.loads((tmp_path / "source/config.json").read_text())
+    after = json.loads((out / "config.json").read_text())
+    assert before.pop("quantization_config")["quant_method"] == "fp8"
+    assert after.pop("quantization_config")["quant_method"] == "compressed-tensors"
+    assert list(after.items()) == list(before.items())
+    assert (out / "recipe.yaml").read_text() == find_recipe("dsv4-flash", scheme="w4a16-fp8")[1]
+    assert str(tmp_path) not in (out / "keepmtp.json").read_text(), "no path of the machine that made it"
+
+
+def test_threads_do_not_change_a_byte(tmp_path):
+    _, one = run("glm-4.7", "NVFP4A16", tmp_path, threads=1, name="one")
+    _, three = run("glm-4.7", "NVFP4A16", tmp_path, threads=3, name="three")
+    assert digests(one) == digests(three)
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.source import open_source
+from keepmtp.quantize.writer import write, publish, refuse_output
+from keepmtp.recipes.schema import find_recipe
+source, out, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
+recipe, text = find_recipe("dsv4-flash", scheme="w4a16-fp8")
+plan = make_plan(recipe, open_source(source), shard_bytes=%d)
+refuse_output(plan, out)
+import time
+publish(write(plan, out, recipe_text=text, threads=2, progress=lambda _: time.sleep(pause)), out)
+""" % SHARD  # noqa: UP031
+
+
+@pytest.mark.parametrize("done_before_kill", [0, 1, 3])
+def test_kill_and_resume_gives_the_same_bytes(done_before_kill, tmp_path):
+    """kill -9 with that many shards whole; the next run keeps them and ends byte-identical to an unbroken one."""
+    _, unbroken = run("dsv4-flash", "w4a16-fp8", tmp_path, name="unbroken")
+    out = tmp_path / "out"
+    partial = partial_folder(out)
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0.02"])
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        whole = list(partial.glob("*.safetensors"))
+        if len(whole) >= done_before_kill and list(partial.glob("*.writing")):
+            break
+        assert child.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.002)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    kept = {path.name: path.stat().st_mtime_ns for path in partial.glob("*.safetensors")}
+    assert not out.exists() and len(kept) >= done_before_kill
+    subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0"], check=True)
+    assert digests(out) == digests(unbroken)
+    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept, "whole shards are not written again"
+    assert not partial.exists()
+
+
+def test_resume_with_a_changed_source_is_refused(tmp_path):
+    recipe, text = find_recipe("dsv4-flash", scheme="w4a16-fp8")
+    run("dsv4-flash", "w4a16-fp8", tmp_path, name="first")
+    plan = make_plan(recipe, open_source(tmp_path / "source"), shard_bytes=SHARD)
+    out = tmp_path / "out"
+    write(plan, out, recipe_text=text, threads=1)
+    other, _ = find_recipe("dsv4-flash", scheme="w4a16-fp8", mtp="source")
+    changed = make_plan(other, open_source(tmp_path / "source"), shard_bytes=SHARD)
+    with pytest.raises(RecipeError, match=r"out\.partial: an unfinished output can only be resumed"):
+        refuse_output(changed, out)
+    os.utime(next((tmp_path / "source").glob("*.safetensors")))
+    with pytest.raises(RecipeError, match=r"out\.partial: an unfinished output can only be resumed"):
+        refuse_output(plan, out)
+
+
+def test_output_is_never_overwritten_nor_inside_the_source(tmp_path):
+    plan, out = run("mimo-7b", "W8A16", tmp_path)
+    with pytest.raises(RecipeError, match="an existing output is never overwritten"):
+        refuse_output(plan, out)
+    with pytest.raises(RecipeError, match="must lie outside the source"):
+        refuse_output(plan, tmp_path / "source" / "out")
+
+
+def test_no_room_is_refused(tmp_path):
+    """A 1.5 TB result on a smaller disk, from headers over holes."""
+    config, tensors = source_layout("dsv4-pro", size="full")
+    folder = write_checkpoint(tmp_path / "source", config, tensors, num_shards=None)
+    recipe, _ = find_recipe("dsv4-pro", scheme="FP8_DYNAMIC", mtp="bf16")
+    plan = make_plan(recipe, open_source(folder))
+    with pytest.raises(RecipeError, match="GiB must be free on its disk"):
+        refuse_output(plan, tmp_path / "out")
+
+
+def test_nan_in_a_weight_names_it(tmp_path):
+    config, tensors = source_layout("mimo-7b", size="tiny")
+    folder = write_checkpoint(tmp_path / "source", config, tensors, data="random")
+    source = open_source(folder)
+    entry = source.entries["model.layers.0.mlp.down_proj.weight"]  # type: ignore[index]
+    with open(folder / entry.file, "r+b") as file:
+        file.seek(entry.start + 40)
+        file.write(b"\xc0\x7f")  # a BF16 NaN
+    recipe, text = find_recipe("mimo-7b", scheme="W8A16")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.down_proj\.weight.*finite"):
+        write(make_plan(recipe, source), tmp_path / "out", recipe_text=text, threads=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_config_loses_its_own_quantization_config(tmp_path):
+    """A nested quantization_config would win over ours in some loaders."""
+    config, tensors = source_layout("qwen3.5-397b", size="tiny")
+    config["text_config"]["quantization_config"] = {"quant_method": "fp8"}
+    recipe, _ = find_recipe("qwen3.5-397b", scheme="W4A16", mtp="bf16")
+    plan = make_plan(recipe, open_source(write_checkpoint(tmp_path, config, tensors)))
+    assert "quantization_config" not in output_config(plan)["text_config"]

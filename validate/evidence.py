@@ -1,0 +1,227 @@
+"""A checkpoint laid out the way vLLM will see it: which runtime module each tensor lands in, and how it will be built.
+
+In: a `Source`. Out: an `Evidence`, computed once and read by every rule. Each runtime module is resolved once; what is
+done per tensor is a dictionary look-up.
+
+Easy to get wrong: routed experts are one runtime module whose fate vLLM asks about expert 0, a draft's head is asked
+about under a name of its own, and expert tensors may be stacked in three dimensions without a `.weight` in their name.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
+
+from ..quantize.source import INDEX, Entry, Source
+from ..quantize.stored import StoredWeight, stored_weights
+from ..recipes.family import FamilyView, HFName, Part, Place, Role, Row, VLLMName
+from .dialects import PLAIN, Dialect, Kind, ModelOpt, Resolution, read_dialect
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A weight on disk and its place in the family."""
+
+    place: Place
+    weight: StoredWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """One module at run time, with the weights on disk that make it up.
+
+    Attributes:
+        name: the prefix vLLM constructs it with.
+        shards: the names of its parts that vLLM also looks for in the quantization config.
+        loads_quantized: False where vLLM gives it no quantization config, whatever that says.
+    """
+
+    name: VLLMName
+    kind: Kind
+    part: Part
+    role: Role
+    layer: int | None
+    shards: tuple[VLLMName, ...]
+    members: tuple[Member, ...]
+    loads_quantized: bool
+    resolution: Resolution
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A checkpoint, its family's names, and its quantization config."""
+
+    source: Source
+    view: FamilyView
+
+    @cached_property
+    def weights(self) -> Mapping[HFName, StoredWeight]:
+        """Every weight that a loader following the index would see, by module on disk."""
+        return self._grouped[0]
+
+    @cached_property
+    def others(self) -> tuple[Entry, ...]:
+        """Every tensor that is no weight and no scale of one."""
+        return tuple(self._grouped[1])
+
+    @cached_property
+    def hf_quant_config(self) -> Mapping[str, Any] | None:
+        """hf_quant_config.json, if there is one."""
+        return _read_json(self.source, HF_QUANT_CONFIG)
+
+    @cached_property
+    def index(self) -> Mapping[str, Any] | None:
+        """model.safetensors.index.json, if there is one."""
+        return _read_json(self.source, INDEX)
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        """The quantization config as vLLM reads it."""
+        return read_dialect(self.source.config, self.hf_quant_config)
+
+    @cached_property
+    def placed(self) -> Mapping[HFName, Place]:
+        """Place of every weight (by module) and other tensor (by name) that the family knows."""
+        names = [HFName(f"{module}.weight") for module in self.weights]
+        places = {module: self.view.place(name) for module, name in zip(self.weights, names, strict=True)}
+        places |= {entry.name: self.view.place(entry.name) for entry in self.others}
+        return {name: place for name, place in places.items() if place is not None}
+
+    @cached_property
+    def modules(self) -> tuple[Module, ...]:
+        """Every runtime module with weights on disk, vision and other opaque parts left out."""
+        members: dict[tuple[VLLMName, Part], list[Member]] = defaultdict(list)
+        for name, weight in self.weights.items():
+            place = self.placed.get(name)
+            if place is not None and place.role != "vision":
+                members[self.runtime_of(place), place.part].append(Member(place=place, weight=weight))
+        for entry in self.others:
+            place = self.placed.get(entry.name)
+            if place is not None and place.row.stacked:
+                # A stacked expert tensor has no leaf: it is read as one plain weight.
+                weight = StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
+                members[self.runtime_of(place), place.part].append(Member(place=place, weight=weight))
+        return tuple(self._module(name, part, tuple(group)) for (name, part), group in members.items())
+
+    def resolve(self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind) -> Resolution:
+        """What vLLM builds for a module that asks the quantization config."""
+        if module == "mtp.fc" and isinstance(self.dialect, ModelOpt) and "NVFP4" in self.dialect.algorithm:
+            return Resolution(built=PLAIN, entry="vLLM builds mtp.fc without quantization under modelopt NVFP4")
+        return self.dialect.resolve(module, shards=shards, kind=kind)
+
+    def runtime_of(self, place: Place) -> VLLMName:
+        """vLLM's module for a place; without q_lora_rank the latent attention's first projection is not fused."""
+        if self.view.text_config.get("q_lora_rank", 0) is None:
+            return VLLMName(place.runtime.replace("fused_qkv_a_proj", "kv_a_proj_with_mqa"))
+        return place.runtime
+
+    def is_mtp_name(self, name: str) -> bool:
+        """Whether a name, known to the family or not, lies under an MTP layer or beside one."""
+        stems = tuple(self.view.mtp_stem(index) for index in range(max(1, self.promised)))
+        place = self.view.place(HFName(name))
+        return name.startswith((*stems, "mtp.")) or (place is not None and place.part == "mtp")
+
+    @cached_property
+    def promised(self) -> int:
+        """MTP layers that config.json promises."""
+        return self.view.num_mtp_layers
+
+    @cached_property
+    def found(self) -> frozenset[int]:
+        """MTP layers with at least one tensor in an indexed file."""
+        return frozenset(_mtp_layers(self.view, self.placed.values()))
+
+    @cached_property
+    def known_names(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Names that vLLM may ask about, and names of modules on disk; expert 0 stands for all."""
+        runtime: set[str] = set()
+        disk: set[str] = set()
+        for module in self.modules:
+            runtime |= {module.name, *module.shards}
+            for member in module.members:
+                if member.place.expert in (None, 0):
+                    disk.add(member.weight.module)
+                runtime.update(self._aliases(member.place, member.place.row.aliases))
+        for row in (*self.view.layout.top, *self.view.layout.mtp_top):
+            runtime |= {row.runtime or row.path, *row.aliases}
+            disk.add(row.path)
+        for index in range(self.promised):
+            disk_index = index + (self.view.num_layers if self.view.layout.mtp is None else 0)
+            for row in self.view.family.mtp_block:
+                runtime.add(self.view.runtime_stem("mtp", disk_index) + (row.runtime or row.path))
+                disk.add(self.view.mtp_stem(index) + row.path)
+        for name, place in self.placed.items():
+            if place.role == "vision":
+                runtime.add(place.runtime)
+                disk.add(name)
+        return frozenset(runtime), frozenset(disk)
+
+    @cached_property
+    def _grouped(self) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
+        return stored_weights(self.source.entries.values())
+
+    def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
+        place = members[0].place
+        kind: Kind = "experts" if place.role == "experts" else "head" if place.role == "head" else "linear"
+        if kind == "experts":
+            shards = tuple(VLLMName(f"{name}.0.{last}") for last in self._projections)
+        else:
+            last = name.rpartition(".")[2]
+            shards = tuple(VLLMName(name.replace(last, shard)) for shard in self._fused.get(last, ()))
+        asks = place.row.loads_quantized
+        return Module(
+            name=name, kind=kind, part=part, role=place.role, layer=place.layer, shards=shards, members=members,
+            loads_quantized=asks, resolution=self.resolve(name, shards, kind) if asks else Resolution(built=PLAIN),
+        )  # fmt: skip
+
+    def _aliases(self, place: Place, aliases: tuple[str, ...]) -> Iterator[str]:
+        stem = "" if place.layer is None else self.view.runtime_stem(place.part, place.layer)
+        for alias in aliases:
+            yield stem + alias.replace("{e}", "0")
+
+    @cached_property
+    def _projections(self) -> tuple[str, ...]:
+        """Last components of one routed expert's projections, in the order vLLM asks about them."""
+        rows = [row for row in self.view.family.block if row.role == "experts" and "{e}" in row.path]
+        return tuple(row.path.rpartition(".")[2] for row in rows)
+
+    @cached_property
+    def _fused(self) -> Mapping[str, tuple[str, ...]]:
+        """Last component of a fused module -> those of its parts: vLLM's packed_modules_mapping."""
+        parts: dict[str, list[Row]] = defaultdict(list)
+        for row in (*self.view.family.block, *self.view.family.mtp_block):
+            if row.runtime and row.role not in ("experts", "head", "embedding"):
+                parts[row.runtime].append(row)
+        return {
+            runtime.rpartition(".")[2]: tuple(row.path.rpartition(".")[2] for row in rows)
+            for runtime, rows in parts.items()
+            if len(rows) > 1
+        }
+
+
+def _mtp_layers(view: FamilyView, places: Iterable[Place]) -> set[int]:
+    first = view.num_layers if view.layout.mtp is None else 0
+    return {place.layer - first for place in places if place.part == "mtp" and place.layer is not None}
+
+
+def _read_json(source: Source, file: str) -> Mapping[str, Any] | None:
+    if source.folder is not None:
+        path = source.folder / file
+    else:
+        try:
+            path = hf_hub_download(source.where, file, revision=source.revision)
+        except EntryNotFoundError:
+            return None
+    try:
+        with open(path, "rb") as handle:
+            parsed = json.load(handle)
+    except (FileNotFoundError, ValueError):
+        return None
+    return parsed if isinstance(parsed, dict) else None

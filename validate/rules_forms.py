@@ -1,0 +1,376 @@
+"""Rules on how weights are stored: does what vLLM builds fit what lies on disk, in both directions.
+
+In: an `Evidence`. Out: findings. Each rule names its source: lines of the field study as F<n> (failures.md), R<n> (its
+rules) and their own letters (canada.md), measurements as M<n> (vllm_measured.md), issues by repository and number.
+
+Easy to get wrong: whether vLLM raises. A packed weight has a parameter name of its own, so a plain one in its place
+raises; an FP8 weight is called `weight` like a plain one, so a plain one is cast in silence and its scale is never
+written.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ..quantize.stored import FLOATS, FP8, StoredWeight
+from ..recipes.family import FamilyView, HFName, VLLMName
+from .dialects import Built, CompressedTensors, Fp8, ModelOpt
+from .evidence import Evidence, Member, Module
+from .findings import Finding
+
+_SCALAR = ((), (1,), (1, 1))
+_PACKED = ("nvfp4", "mxfp4", "int_packed")
+# Draft classes that use vLLM's AutoWeightsLoader; the others index a dictionary of parameters.
+_AUTO_LOADED = ("mimo", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+
+
+def fused_modules_are_uniform(evidence: Evidence) -> Iterator[Finding]:
+    """Weights that vLLM fuses must be stored alike, scales included: R3; F8, F20, F28; M1, M15."""
+    for module in evidence.modules:
+        if not _is_mixed(module):
+            continue
+        usual = Counter(_manner(member.weight) for member in module.members).most_common(1)[0][0]
+        for member in module.members:
+            if (manner := _manner(member.weight)) != usual:
+                yield Finding(
+                    rule="fused-uniform", severity="error", where=member.weight.weight.name,
+                    says=f"stored as {manner}, but vLLM holds it in {module.name} together with weights stored as "
+                         f"{usual}: it raises, or leaves this part of the parameter unwritten in silence",
+                    cure="Store all parts of a fused module, and all experts of a layer, in one form with all scales",
+                    cause=f"{module.part} {member.place.row.path} {manner} {usual}",
+                )  # fmt: skip
+
+
+def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
+    """Inside one form: all weights of one projection have one shape, and FP8 blocks end where shards do: R15; M2."""
+    for module in evidence.modules:
+        if len(module.members) < 2:
+            continue
+        shapes: dict[str, tuple[int, ...]] = {}
+        for member in module.members:
+            expected = shapes.setdefault(member.place.row.path, member.weight.weight.shape)
+            if member.weight.weight.shape != expected:
+                yield Finding(
+                    rule="shapes", severity="error", where=member.weight.weight.name,
+                    says=f"has shape {list(member.weight.weight.shape)} where the others of its projection have "
+                         f"{list(expected)}: a narrower expert loads in silence, the rest raises",
+                    cure="Quantize this weight again",
+                    cause=f"{module.part} {member.place.row.path}",
+                )  # fmt: skip
+        built = module.resolution.built
+        if built.form != "fp8_block" or not built.block:
+            continue
+        for member in module.members:
+            is_last = member.place.row.path in evidence.view.last_shards and module.kind != "experts"
+            rows = member.weight.weight.shape[0]
+            if rows % built.block[0] and not is_last and member.weight.form == "fp8_block":
+                yield Finding(
+                    rule="shapes", severity="error", where=member.weight.weight.name,
+                    says=f"has {rows} rows, no multiple of the block of {built.block[0]}, and is fused with others: "
+                         "vLLM raises ValueError (validate_fp8_block_shape)",
+                    cure="Use FP8_DYNAMIC or BF16 for this module",
+                    cause=f"block {module.part} {member.place.row.path}",
+                )  # fmt: skip
+
+
+def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Finding]:
+    """Each weight agrees with what the config resolves for its runtime name: R2, R7; F11-F29, F34, F35; F5, G1-G6, H1.
+
+    Both ways: plain on disk but built packed, packed on disk but built plain; and packed on both sides but with other
+    tensors. An exception that vLLM raises while it resolves (shards that disagree, FP8 blocks with
+    `input_activations: null`, M10) is reported for the module it concerns.
+    """
+    for module in evidence.modules:
+        if not module.loads_quantized:
+            continue
+        resolution = module.resolution
+        if resolution.error:
+            yield Finding(
+                rule="config-group", severity="error", where=resolution.entry or module.name,
+                says=f"vLLM fails as it builds {module.name} ({module.members[0].weight.weight.name}): "
+                     f"{resolution.error}",
+                cure=_resolution_cure(resolution.error),
+                cause=f"{module.part} {resolution.entry} {resolution.error.partition(' of ')[0]}",
+            )  # fmt: skip
+        elif resolution.built.form != "unknown" and not _is_mixed(module):
+            for member in module.members:
+                yield from _compare(evidence, module, member)
+
+
+def glue_is_plain(evidence: Evidence) -> Iterator[Finding]:
+    """Modules that vLLM builds without a quantization config must be plain: R4; F13, F38, F42; F9, G5, H7; M5."""
+    for module in evidence.modules:
+        if module.loads_quantized:
+            continue
+        for member in module.members:
+            weight = member.weight
+            if weight.form == "plain" or _is_dequantized_on_load(evidence.view, member):
+                continue
+            yield Finding(
+                rule="glue", severity="error", where=weight.weight.name,
+                says=f"stored as {_manner(weight)}, but vLLM builds it plain whatever the config says "
+                     f"({member.place.row.why_kept}): {_packed_in_plain(evidence.view, module, member)}",
+                cure="Store it in BF16: copy it from the original release, or dequantize it",
+                cause=f"{module.part} {member.place.row.path} {weight.form}",
+            )  # fmt: skip
+
+
+def draft_head_is_excluded(evidence: Evidence) -> Iterator[Finding]:
+    """A dialect that quantizes heads must exclude the draft's placeholder head: R10; F36, F38 (vllm #57532)."""
+    if not isinstance(evidence.dialect, ModelOpt):
+        return
+    for name, disk in _draft_heads(evidence):
+        weight = evidence.weights.get(disk)
+        resolution = evidence.resolve(name, (), "head")
+        if resolution.built.form != "nvfp4_modelopt" or (weight is not None and weight.form != "plain"):
+            continue
+        yield Finding(
+            rule="draft-head", severity="error", where=name,
+            says="vLLM builds the draft's head as NVFP4, for which the checkpoint has no scales: RuntimeError 'NVFP4 "
+                 "weight_scale for layer ... was never loaded (still NaN)', or a shape mismatch",
+            cure=f"Exclude {name}; an entry for {disk} does not reach it",
+            cause="draft head",
+        )  # fmt: skip
+
+
+RULES = (
+    fused_modules_are_uniform,
+    stored_form_is_what_is_built,
+    fused_shards_are_complete,
+    glue_is_plain,
+    draft_head_is_excluded,
+)
+
+
+def _compare(evidence: Evidence, module: Module, member: Member) -> Iterator[Finding]:
+    built, weight = module.resolution.built, member.weight
+    if built.form == "plain" and weight.form == "plain":
+        return
+    leaves = {built.renames.get(leaf, leaf) for leaf in weight.parts}
+    decided = _decided(evidence, module)
+    if built.form == "plain":
+        says = (f"stored as {_manner(weight)}, but vLLM builds {module.name} plain ({decided}): "
+                f"{_packed_in_plain(evidence.view, module, member)}")  # fmt: skip
+        cure = _cover_cure(evidence, module)
+        cause = f"built plain {module.part} {weight.form} {module.resolution.entry}"
+        where = weight.weight.name
+    elif weight.form == "plain":
+        says = (f"stored as {_manner(weight)}, but vLLM builds {module.name} as {built.form} ({decided}): "
+                f"{_plain_in_packed(evidence.view, module, built)}")  # fmt: skip
+        cure = _ignore_cure(evidence, module)
+        cause = f"built packed {module.part} {built.form} {module.resolution.entry}"
+        where = weight.weight.name
+    elif problem := _leaves_problem(evidence.view, module, built, leaves) or _layout_problem(built, weight):
+        leaf, said, cure = problem
+        disk_leaf = next((name for name in weight.parts if built.renames.get(name, name) == leaf), "")
+        where = weight.parts[disk_leaf].name if disk_leaf else HFName(f"{weight.module}.{leaf}")
+        says = f"vLLM builds {module.name} as {built.form} ({decided}); {said}"
+        cause = f"{module.part} {built.form} {leaf} {said}"
+    else:
+        yield from _scale_dtype(evidence, module, weight)
+        return
+    yield Finding(rule="form", severity="error", where=where, says=says, cure=cure, cause=cause)
+
+
+def _leaves_problem(
+    view: FamilyView, module: Module, built: Built, leaves: set[str]
+) -> tuple[str, str, str] | None:  # fmt: skip
+    """A tensor too few or too many: (leaf, what happens, cure)."""
+    optional = set(built.optional)
+    if module.kind == "experts" and built.form == "nvfp4":
+        optional.add("input_global_scale")  # experts of NVFP4A16 have a slot for it too (M13)
+    if extra := sorted(leaves - built.leaves - optional):
+        wanted = ", ".join(sorted(built.leaves))
+        return (
+            extra[0],
+            f"its parameters are {wanted}, so {extra[0]} has no place: {_unknown_name(view, module, extra[0])}",
+            f"Rename or convert the tensors to {wanted}, or change the quantization config to the stored form",
+        )
+    if missing := sorted(built.leaves - leaves):
+        raises = built.form == "nvfp4_modelopt" and missing[0] == "weight_scale" and module.kind == "linear"
+        effect = "vLLM raises 'never loaded (still NaN)'" if raises else (
+            "vLLM's completeness check is off for quantized models, so the parameter stays uninitialised in silence")  # fmt: skip
+        return missing[0], f"{missing[0]} is not in the checkpoint: {effect}", "Write the missing tensor; quantize again"
+    return None
+
+
+def _layout_problem(built: Built, weight: StoredWeight) -> tuple[str, str, str] | None:  # noqa: C901
+    """A dtype or shape that vLLM's parameter does not have: (leaf, what happens, cure)."""
+    parts = {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
+    main_leaf = "weight_packed" if "weight_packed" in built.leaves else "weight"
+    scale_leaf = "weight_scale_inv" if "weight_scale_inv" in built.leaves else "weight_scale"
+    main, scale = parts[main_leaf], parts[scale_leaf]
+    again = "Quantize this weight again"
+    if len(main.shape) != 2:
+        return main_leaf, f"{main_leaf} has shape {list(main.shape)}, no matrix: vLLM raises", again
+    dtypes, per_element, scale_dtypes = _DTYPES[built.form]
+    if main.dtype not in dtypes:
+        return (main_leaf, f"{main_leaf} is {main.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, "
+                "in silence", f"Store it as {dtypes[0]} (a view of the same bytes)")  # fmt: skip
+    n, k = main.shape[0], main.shape[1] * (32 // built.bits if built.form == "int_packed" else per_element)
+    if scale.dtype not in scale_dtypes:
+        return (scale_leaf, f"{scale_leaf} is {scale.dtype}, not {scale_dtypes[0]}: vLLM's copy_ converts the bytes as "
+                "numbers, in silence", f"Store it as {scale_dtypes[0]}")  # fmt: skip
+    if built.group_size and k % built.group_size:
+        return (scale_leaf, f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM raises, or "
+                "its kernel reads past the scales", "Leave this module in BF16")  # fmt: skip
+    wanted = _scale_shapes(built, n, k)
+    if scale.shape not in wanted:
+        return (scale_leaf, f"{scale_leaf} has shape {list(scale.shape)} where {list(wanted[0])} is built: a linear "
+                "module raises, routed experts load in silence", again)  # fmt: skip
+    for leaf in ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale"):
+        entry = parts.get(leaf)
+        if entry is not None and entry.shape not in _SCALAR:
+            return leaf, f"{leaf} has shape {list(entry.shape)} where one number is built: vLLM raises", again
+        if entry is not None and entry.dtype not in FLOATS:
+            return leaf, f"{leaf} is {entry.dtype}, not F32: vLLM's copy_ converts the bytes as numbers", again
+    return None
+
+
+_DTYPES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
+    # form: dtypes of the weight, elements in one of them, dtypes of the scale (the usual one first)
+    "nvfp4": (("U8",), 2, ("F8_E4M3",)),
+    "nvfp4_modelopt": (("U8",), 2, ("F8_E4M3",)),
+    "mxfp4": (("U8", "I8"), 2, ("U8", "F8_E8M0")),
+    "mxfp8": (("F8_E4M3",), 1, ("U8", "F8_E8M0")),
+    "fp8_block": (("F8_E4M3",), 1, ("F32", "BF16", "F16", "F8_E8M0")),
+    "fp8_channel": (("F8_E4M3",), 1, ("F32", "BF16", "F16")),
+    "fp8_tensor": (("F8_E4M3",), 1, ("F32", "BF16", "F16")),
+    "int_packed": (("I32",), 1, ("BF16", "F16", "F32")),
+    "int8": (("I8",), 1, ("BF16", "F16", "F32")),
+}
+
+
+def _scale_shapes(built: Built, n: int, k: int) -> tuple[tuple[int, ...], ...]:
+    if built.block:
+        rows, columns = -(-n // built.block[0]), -(-k // built.block[1])
+        return ((rows, columns), (rows, 1, columns, 1))
+    if built.group_size:
+        return ((n, k // built.group_size),)
+    if built.form == "fp8_tensor":
+        return _SCALAR
+    return ((n, 1), (n,))
+
+
+def _scale_dtype(evidence: Evidence, module: Module, weight: StoredWeight) -> Iterator[Finding]:
+    """FP8 block scales in BF16 (canada.md F2) or, outside DeepSeek-V4's own format, in E8M0."""
+    if module.resolution.built.form != "fp8_block" or not isinstance(evidence.dialect, CompressedTensors):
+        return
+    scale = weight.parts.get("weight_scale")
+    if scale is not None and scale.dtype != "F32":
+        yield Finding(
+            rule="scale-dtype", severity="warning", where=scale.name,
+            says=f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first forward on Hopper and "
+                 "Blackwell; other kernels take them",
+            cure="Store the scales as F32",
+            cause=f"{module.part} {scale.dtype}",
+        )  # fmt: skip
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+def _decided(evidence: Evidence, module: Module) -> str:
+    entry = module.resolution.entry
+    if entry:
+        return f"by the entry {entry!r}"
+    if module.resolution.built.form != "plain":
+        return f"by {evidence.dialect.name}, which quantizes what is not excluded"
+    return "no target matches it" if evidence.dialect.name != "none" else "config.json has no quantization_config"
+
+
+def _plain_in_packed(view: FamilyView, module: Module, built: Built) -> str:
+    if "weight_packed" in built.leaves:
+        return _unknown_name(view, module, "weight")
+    if built.form in ("nvfp4_modelopt", "mxfp4"):
+        return "vLLM raises on the shape (AssertionError, or 'size of tensor a must match')"
+    return "it loads in silence, cast to 8 bits with scales that nothing writes" + _garbage(module)
+
+
+def _packed_in_plain(view: FamilyView, module: Module, member: Member) -> str:
+    weight = member.weight
+    scales = [leaf for leaf in weight.parts if leaf != "weight"]
+    if not scales:
+        return "its bytes are converted as numbers, in silence" + _garbage(module)
+    leaf = "weight_packed" if "weight_packed" in scales else scales[0]
+    if leaf == "weight_scale" and weight.form in ("fp8_tensor", "fp8_channel", "fp8_block"):
+        return _unknown_name(view, module, leaf)
+    return _unknown_name(view, module, leaf)
+
+
+def _unknown_name(view: FamilyView, module: Module, leaf: str) -> str:
+    family = view.family.model_type
+    if family in _AUTO_LOADED:
+        return f"vLLM raises ValueError 'There is no module or parameter named ...{leaf}'"
+    if family == "glm4_moe" and module.part == "mtp" and leaf == "weight_scale" and module.kind != "experts":
+        return f"this draft's loader drops {leaf} without a word and takes the raw 8-bit values" + _garbage(module)
+    return f"vLLM raises KeyError '...{leaf}'"
+
+
+def _garbage(module: Module) -> str:
+    return ": the draft guesses, acceptance is near 0 %" if module.part == "mtp" else ": the model's output is garbage"
+
+
+def _resolution_cure(error: str) -> str:
+    if "input_activations" in error:
+        return ('Set the group\'s input_activations to {"num_bits": 8, "type": "float", "strategy": "group", "group_size"'
+                ': 128, "dynamic": true, "symmetric": true}')  # fmt: skip
+    return "Name all parts of a fused module, or the fused module itself, in the same list"
+
+
+def _ignore_cure(evidence: Evidence, module: Module) -> str:
+    stem = _stem(evidence.view, module)
+    if isinstance(evidence.dialect, ModelOpt):
+        return f"Exclude it under vLLM's name: {stem + '*' if module.part == 'mtp' and stem else module.name}"
+    if isinstance(evidence.dialect, Fp8):
+        return f"Add {module.name} to ignored_layers: whole names only, no patterns"
+    pattern = stem if module.part == "mtp" and stem else module.name
+    return f"Add 're:^{pattern.replace('.', chr(92) + '.')}' to ignore: vLLM's name, not the one on disk"
+
+
+def _cover_cure(evidence: Evidence, module: Module) -> str:
+    if evidence.dialect.name == "none":
+        return "Write quantization_config into config.json, or ship the weights in BF16"
+    entry = module.resolution.entry
+    narrow = f"Narrow the entry {entry!r} so that it leaves {module.name} alone" if entry else (
+        f"Let a target match {' and '.join(module.shards) if module.kind == 'experts' else module.name}")  # fmt: skip
+    return f"{narrow}, or store the weight in BF16"
+
+
+def _stem(view: FamilyView, module: Module) -> str:
+    """The runtime prefix of the module's layer, "" outside layers."""
+    return "" if module.layer is None else view.runtime_stem(module.part, module.layer)
+
+
+def _is_mixed(module: Module) -> bool:
+    first = module.members[0].weight
+    return any(
+        member.weight.form != first.form or member.weight.parts.keys() != first.parts.keys()
+        for member in module.members
+    )
+
+
+def _manner(weight: StoredWeight) -> str:
+    if weight.form == "plain":
+        return f"plain {weight.weight.dtype}"
+    if weight.form == "unknown":
+        return ", ".join(f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items())
+    return f"{weight.form} ({', '.join(weight.parts)})"
+
+
+def _is_dequantized_on_load(view: FamilyView, member: Member) -> bool:
+    """vLLM turns the FP8 indexer.wk of DeepSeek-V3.2 and GLM-5 into BF16 as it loads it."""
+    is_block = member.weight.weight.dtype in FP8 and "weight_scale_inv" in member.weight.parts
+    return is_block and member.place.row.path.endswith("indexer.wk")
+
+
+def _draft_heads(evidence: Evidence) -> Iterator[tuple[VLLMName, HFName]]:
+    """Heads that the draft builds with a quantization config: their runtime names, and where they would be on disk."""
+    view = evidence.view
+    head = next((row for row in view.family.mtp_block if row.role == "head"), None)
+    if head is not None:
+        for index in range(evidence.promised):
+            disk_index = index + (view.num_layers if view.layout.mtp is None else 0)
+            name = view.runtime_stem("mtp", disk_index) + (head.runtime or head.path)
+            yield VLLMName(name), HFName(view.mtp_stem(index) + head.path)
+    elif view.family.model_type.startswith("qwen3_5"):
+        yield VLLMName("lm_head"), HFName(view.layout.head.removesuffix(".weight"))
