@@ -42,6 +42,7 @@ test: $(VENV)/.test $(VENV_VLLM)/.vllm
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check
+	@rm -rf build/types && $(PIP) install -q --no-deps --target build/types .
 	$(VENV)/bin/pyright
 
 benchmark: $(VENV)/.test

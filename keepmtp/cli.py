@@ -91,13 +91,13 @@ def quantize(
     if dry_run:
         show_plan(made, as_json=as_json)
         return
+    target = folder or run.default_out(made.recipe)
+    run.refuse(made, target)
     if not as_json:
         out.print(tables.plan_summary(made))
-    result = run.quantize(
-        made, text, out=folder or run.default_out(made.recipe), threads=threads, watch=_bar if not as_json else None
-    )
+    result = run.quantize(made, text, out=target, threads=threads, watch=None if as_json else _bar)
     if as_json:
-        print_json({"out": str(result.out), "plan": tables.plan_json(result.plan), "check": result.report.to_json()})
+        print_json({"out": str(result.out), "plan": tables.plan_json(result.plan), "check": result.report.as_dict()})
         return
     out.print(tables.report(result.report))
     out.print(tables.next_steps(result.plan, result.out))
@@ -118,7 +118,7 @@ def check(
     reports = [judge(path) for path in paths]
     for report in reports:
         if as_json:
-            print_json(report.to_json(), indent=None)
+            print_json(report.as_dict(), indent=None)
         else:
             out.print(tables.report(report))
     if not all(report.ok for report in reports):

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -30,21 +31,21 @@ def listings() -> dict[str, list[dict[str, str]]]:
     return {
         "models": [
             {
-                "model": recipe.model, "variant": recipe.variant + (" *" if recipe.default else ""),
-                "calibration": "needed" if recipe.calibrated_schemes() else "-", "summary": recipe.summary,
+                "recipe": f"{recipe.name}{' *' if recipe.default else ''}",
+                "batches": "needed" if recipe.calibrated_schemes() else "-", "what": recipe.summary,
             }
-            for recipe in recipes
+            for recipe in sorted(recipes, key=lambda recipe: (recipe.model, not recipe.default))
         ],
         "schemes": [
             {
-                "scheme": scheme.name, "bits": f"{bits_per_weight(scheme.name):.2f}", "format": scheme.format,
-                "calibration": "needed" if scheme.needs_calibration else "-", "hardware": scheme.hardware,
-                "summary": scheme.summary,
+                "scheme": scheme.name, "bits": f"{bits_per_weight(scheme.name):.2f}",
+                "batches": "needed" if scheme.needs_calibration else "-",
+                "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
             }
             for scheme in SCHEMES.values()
         ],
         "families": [
-            {"family": family.model_type, "also": ", ".join(family.also), "notes": family.notes}
+            {"family": ", ".join((family.model_type, *family.also)), "what": family.notes}
             for _, family in sorted(unique.items())
         ],
     }  # fmt: skip
@@ -58,44 +59,72 @@ def bits_per_weight(scheme: str) -> float:
 
 def listing(name: str, rows: list[dict[str, str]]) -> Table:
     """One of `listings` as a table."""
-    table = Table(title=f"{name}{' (* default variant)' if name == 'models' else ''}", title_justify="left")
-    for number, column in enumerate(rows[0]):
-        table.add_column(column, no_wrap=number < 2, overflow="fold")
+    titles = {"models": "models (* what the bare model name means)", "schemes": "schemes (bits: per weight, on disk)"}
+    table = _table(titles.get(name, name))
+    for column in rows[0]:
+        table.add_column(column, no_wrap=column in ("recipe", "scheme", "bits"))
     for row in rows:
         table.add_row(*map(escape, row.values()))
     return table
 
 
 def plan_summary(plan: Plan) -> RenderableType:
-    """Fate by module group, and sizes before and after."""
-    table = Table(title=f"{plan.recipe.name}: {plan.recipe.summary}", title_justify="left")
-    for column, justify in (
-        ("part", "left"), ("modules", "left"), ("fate", "left"), ("stored as", "left"), ("tensors", "right"),
-        ("GiB before", "right"), ("GiB after", "right"), ("why", "left"),
-    ):  # fmt: skip
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    last_part = ""
-    for row in _rows(plan):
-        if row["part"] != last_part:
+    """Fate by module group with sizes before and after, the reasons, and the totals."""
+    table = _table(f"{plan.recipe.name}: {plan.recipe.summary}")
+    for column in ("part", "modules", "fate"):
+        table.add_column(column)
+    for column in ("tensors", "before", "after"):
+        table.add_column(column, justify="right", no_wrap=True)
+    groups: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
+    reasons: dict[str, list[str]] = {}
+    for row in plan_rows(plan):
+        totals = groups[row["part"], row["modules"], _fate(row)]
+        for place, key in enumerate(("tensors", "bytes_before", "bytes_after")):
+            totals[place] += row[key]
+        if not row["reason"].startswith("recipe:"):
+            modules = reasons.setdefault(row["reason"], [])
+            if row["modules"] not in modules:
+                modules.append(row["modules"])
+    previous = ""
+    for (part, modules, fate), (count, before, after) in groups.items():
+        if previous not in ("", part):
             table.add_section()
-            last_part = row["part"]
-        table.add_row(
-            row["part"], row["role"], row["fate"], row["stored as"], f"{row['tensors']:,}", _gib(row["bytes_before"]),
-            _gib(row["bytes_after"]), escape(row["reason"]),
-        )  # fmt: skip
-    before, after = plan.num_bytes_before, plan.num_bytes_after
-    source = f"{plan.source.where} ({plan.source.revision})"
+        table.add_row(part if part != previous else "", modules, fate, f"{count:,}", _size(before), _size(after))
+        previous = part
+    why = _table("why, where it is not the recipe's choice", show_header=False)
+    for reason, modules in reasons.items():
+        why.add_row(", ".join(modules), escape(reason))
     total = (
-        f"{source}: {len(plan.entries):,} tensors in, {sum(len(t.outputs) for t in plan.tensors):,} out, "
-        f"{_gib(before)} -> {_gib(after)} GiB, {len(plan.shards)} shard{'s' * (len(plan.shards) != 1)}; "
-        f"MTP layers: {plan.view.num_mtp_layers}"
+        f"{plan.source.where} ({plan.source.revision}): {len(plan.entries):,} tensors in, "
+        f"{sum(len(tensor.outputs) for tensor in plan.tensors):,} out; {_size(plan.num_bytes_before)} -> "
+        f"{_size(plan.num_bytes_after)} in {len(plan.shards)} shard{'s' * (len(plan.shards) != 1)}; "
+        f"{plan.view.num_mtp_layers} MTP layer{'s' * (plan.view.num_mtp_layers != 1)}\n"
     )
-    return Group(table, Text(total))
+    return Group(table, why, Text(total))
+
+
+def _table(title: str, *, show_header: bool = True) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=show_header)
+
+
+def _fate(row: Mapping[str, Any]) -> str:
+    stored, forms = row["stored_as"], row["stored_before"]
+    match row["fate"]:
+        case "quantize":
+            return f"quantize to {stored}"
+        case "dequantize":
+            return f"{stored} from {forms}"
+        case "add":
+            return "add a copy"
+        case "drop":
+            return "drop"
+        case _:
+            return f"keep {stored}"
 
 
 def config_listing(config: Mapping[str, Any]) -> RenderableType:
     """Targets and ignore list, as they will stand in config.json."""
-    table = Table(title="quantization_config (vLLM's runtime names)", title_justify="left")
+    table = _table("quantization_config, in vLLM's runtime names")
     table.add_column("entry", no_wrap=True)
     table.add_column("pattern", overflow="fold")
     for group in config["config_groups"].values():
@@ -117,7 +146,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "shards": len(plan.shards),
         "mtp_layers": plan.view.num_mtp_layers,
         "needs_calibration": plan.needs_calibration,
-        "groups": _rows(plan),
+        "groups": plan_rows(plan),
         "quantization_config": quantization_config(plan),
     }
 
@@ -126,22 +155,27 @@ def report(found: Report) -> RenderableType:
     """A check's findings, or that there are none."""
     if not found.findings:
         return Text.from_markup(f"[green]check passed[/] {escape(str(found.path))}: no findings")
-    table = Table(title=f"check {found.path}", title_justify="left")
+    table = _table(f"check {found.path}")
     for column in ("severity", "where", "what will happen", "cure"):
         table.add_column(column, overflow="fold")
     for finding in found.findings:
         colour = "red" if finding.severity == "error" else "yellow"
         table.add_row(
-            f"[{colour}]{finding.severity}[/]", escape(finding.where), escape(finding.says), escape(finding.cure)
-        )
+            f"[{colour}]{finding.severity}[/]", escape(finding.where) + _more(finding.count), escape(finding.says),
+            escape(finding.cure),
+        )  # fmt: skip
     return table
+
+
+def _more(count: int) -> str:
+    return f" and {count - 1:,} more" if count > 1 else ""
 
 
 def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and how it is served."""
     speculative = f'{{"method":"mtp","num_speculative_tokens":{max(1, plan.view.num_mtp_layers)}}}'
     return Text(
-        f"{folder}: {plan.num_bytes_after / GIB:.3f} GiB, MTP block {_mtp_word(plan)}.\n"
+        f"{folder}: {_size(plan.num_bytes_after)}, MTP block {_mtp_word(plan)}.\n"
         f"Serve it:  vllm serve {folder} --speculative-config '{speculative}'"
     )
 
@@ -151,21 +185,25 @@ def _mtp_word(plan: Plan) -> str:
     return "kept in BF16" if schemes == ["plain"] else f"stored as {', '.join(schemes)}"
 
 
-def _rows(plan: Plan) -> list[dict[str, Any]]:
+def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+    """The plan by part, module group, fate and reason, with counts and bytes."""
     groups: dict[tuple[str, ...], list[TensorPlan]] = defaultdict(list)
     for tensor in plan.tensors:
         stored = tensor.scheme or "/".join(sorted({output.dtype for output in tensor.outputs})) or "-"
-        groups[tensor.part, tensor.role, tensor.fate, stored, tensor.reason].append(tensor)
+        groups[tensor.part, tensor.role, tensor.fate, stored, tensor.form, tensor.reason].append(tensor)
     entries = plan.entries
     return [
         {
-            "part": part, "role": role, "fate": fate, "stored as": stored, "tensors": len(tensors),
+            "part": part, "modules": role, "fate": fate, "stored_before": form, "stored_as": stored, "reason": reason,
+            "tensors": len(tensors),
             "bytes_before": sum(entries[name].num_bytes for t in tensors for name in t.inputs if fate != "add"),
-            "bytes_after": sum(output.num_bytes for t in tensors for output in t.outputs), "reason": reason,
+            "bytes_after": sum(output.num_bytes for t in tensors for output in t.outputs),
         }
-        for (part, role, fate, stored, reason), tensors in sorted(groups.items())
+        for (part, role, fate, stored, form, reason), tensors in sorted(groups.items())
     ]  # fmt: skip
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.3f}" if size < 10 * GIB else f"{size / GIB:,.1f}"
+def _size(size: int) -> str:
+    """Bytes for people: GiB, or MiB and KiB for small ones."""
+    unit, divisor = next(((u, d) for u, d in (("GiB", GIB), ("MiB", 2**20)) if size >= d // 10), ("KiB", 1024))
+    return f"{size / divisor:,.1f} {unit}" if size else "-"

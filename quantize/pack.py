@@ -20,6 +20,7 @@ llm-compressor 0.14.0.1 entrypoints/model_free and observers/min_max.py. tests/t
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
@@ -28,9 +29,9 @@ from torch import Tensor
 from ..recipes.errors import CheckpointError, RecipeError, refuse
 from ..recipes.schemes import Scheme
 
-# Elements worked on at a time. On a CPU enough to hide 2 us of overhead a call, and still 1 MiB in F32, which stays in
-# the cache (measured: 128 to 512 Ki within 20 % of each other, 64 Ki at half the speed); a GPU wants long kernels.
-_CHUNK_CPU = 256 * 1024
+# Elements worked on at a time. On a CPU enough to hide 2 us of overhead a call and little enough to stay in the cache:
+# 128 Ki to 1 Mi are within 30 % of each other, 64 Ki takes twice as long. A GPU wants long kernels.
+_CHUNK_CPU = 512 * 1024
 _CHUNK_GPU = 32 * 1024 * 1024
 
 _E2M1_MAX = 6.0
@@ -45,8 +46,22 @@ _TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({
 _BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
 
-# Fills a chunk's slices of the outputs: (scheme, values_NK, outputs by suffix, global scale or None).
-_Kernel = Callable[[Scheme, Tensor, Mapping[str, Tensor], Tensor | None], None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Workspace:
+    """Buffers for the F32 stage of a chunk, used again for the next one.
+
+    Fresh ones of this size go back to the system when they are freed, and the page faults of getting them again took
+    as long as the arithmetic.
+    """
+
+    scaled: Tensor  # F32 [elements]
+    spare: Tensor  # I32 [elements]
+    codes: Tensor  # U8 [2, elements]
+
+
+# Fills a chunk's slices of the outputs: (scheme, values_NK, outputs by suffix, workspace).
+_Kernel = Callable[[Scheme, Tensor, Mapping[str, Tensor], _Workspace], None]
 
 
 def pack(scheme: Scheme, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
@@ -93,13 +108,25 @@ def _pack_weight(scheme: Scheme, weight: Tensor, global_scale: Tensor | None) ->
         outputs["weight_shape"].copy_(torch.tensor(weight.shape))
     if global_scale is not None:
         outputs["weight_global_scale"].copy_(global_scale)
-    by_row = {suffix: tensor for suffix, tensor in outputs.items() if suffix in ("weight", "weight_packed")}
+    main = "weight_packed" if "weight_packed" in outputs else "weight"
     rows_per_scale = scheme.block[0] if scheme.block else 1
+    work = _workspace(scheme, weight)
     for first, last in row_ranges(weight, rows_per_scale):
-        chunk = {suffix: tensor[first:last] for suffix, tensor in by_row.items()}
-        chunk["weight_scale"] = outputs["weight_scale"][first // rows_per_scale : -(-last // rows_per_scale)]
-        _KERNELS[scheme.format](scheme, _working(weight[first:last]), chunk, global_scale)
+        scale = outputs["weight_scale"][first // rows_per_scale : -(-last // rows_per_scale)]
+        chunk = outputs | {main: outputs[main][first:last], "weight_scale": scale}
+        _KERNELS[scheme.format](scheme, _working(weight[first:last]), chunk, work)
     return outputs
+
+
+def _workspace(scheme: Scheme, weight: Tensor) -> _Workspace:
+    """Buffers for the largest chunk of a weight; empty for the schemes that have no F32 stage."""
+    has_stage = scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+    elements = next(last - first for first, last in row_ranges(weight)) * weight.shape[1] * has_stage
+    return _Workspace(
+        scaled=torch.empty(elements, dtype=torch.float32, device=weight.device),
+        spare=torch.empty(elements, dtype=torch.int32, device=weight.device),
+        codes=torch.empty(2, elements, dtype=torch.uint8, device=weight.device),
+    )
 
 
 def row_ranges(weight: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
@@ -154,7 +181,7 @@ def _scale(amax: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
 # 4-bit floats
 
 
-def _e2m1_codes(scaled: Tensor) -> Tensor:
+def _e2m1_codes(scaled: Tensor, work: _Workspace) -> Tensor:
     """Nearest E2M1 code of each value, ties to the even code; the sign sits in bit 3.
 
     E2M1 steps by 2**(k-1) in the binade [2**k, 2**(k+1)), k = 0..2, and by the same 0.5 below 1 as above. Adding
@@ -163,26 +190,31 @@ def _e2m1_codes(scaled: Tensor) -> Tensor:
     value that rounds to zero keeps its sign; -0.0 does not.
 
     Args:
-        scaled: F32, any shape, contiguous, below 2**100 in magnitude; overwritten.
+        scaled: F32 [elements], contiguous, below 2**100 in magnitude; overwritten.
+        work: `spare` and `codes` are overwritten.
 
-    Returns: uint8, same shape, 0..15.
+    Returns: codes, U8 [elements], 0..15, a view of `work.codes`.
 
     Source: compressed-tensors 0.19.0 quantization/utils/fp4_utils.py (cast_to_fp4) and compressors/nvfp4/helpers.py.
     """
+    power = work.spare[: len(scaled)]
+    codes, sign = work.codes[:, : len(scaled)]
     bits = scaled.add_(0.0).view(torch.int32)  # -0.0 + 0.0 is +0.0
-    sign = (bits >> 28).to(torch.uint8).bitwise_and_(8)
+    sign.copy_(torch.bitwise_right_shift(bits, 28, out=power)).bitwise_and_(8)
     magnitude = bits.bitwise_and_(0x7FFFFFFF).view(torch.float32)
-    power = magnitude.clamp(min=1.0).view(torch.int32).bitwise_and_(0x7F800000)
-    steps = magnitude.add_((power + (22 << 23)).view(torch.float32)).view(torch.int32)
+    torch.clamp(magnitude, min=1.0, out=power.view(torch.float32))
+    power.bitwise_and_(0x7F800000)  # 2**k
+    steps = magnitude.add_(power.view(torch.float32), alpha=2**22).view(torch.int32)
     # power >> 22 is 2 * (k + 127); its low byte is 2 * k - 2.
-    codes = steps.add_(power.bitwise_right_shift_(22)).to(torch.uint8).add_(2).clamp_(max=7)
-    return codes.bitwise_or_(sign)
+    codes.copy_(steps.add_(power.bitwise_right_shift_(22)))
+    return codes.add_(2).clamp_(max=7).bitwise_or_(sign)
 
 
 def _store_nibbles(codes: Tensor, packed: Tensor) -> None:
-    """Two codes a byte, the even column in the low nibble: uint8 [N, K] of 0..15 into bytes [N, K // 2]."""
+    """Two codes a byte, the even column in the low nibble: U8 [2 * B] of 0..15, overwritten, into B bytes."""
     pairs = codes.view(torch.int16)
-    packed.view(torch.uint8).copy_(pairs.bitwise_or_(pairs >> 4))  # the cast keeps the low byte
+    # The low byte of a little-endian pair is the even column; the cast keeps this byte.
+    packed.view(torch.uint8).view(-1).copy_(pairs.bitwise_or_(pairs >> 4))
 
 
 def _global_scale(weights: Sequence[Tensor]) -> Tensor:
@@ -202,26 +234,28 @@ def _weight_amax(weight: Tensor) -> Tensor:
     return _finite(torch.stack(chunks).amax(), torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32)
 
 
-def _nvfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], global_scale: Tensor | None) -> None:
+def _nvfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace) -> None:
     """E2M1 codes, one E4M3 scale per group, in units of 1 / global_scale."""
-    assert scheme.group_size and global_scale is not None
+    assert scheme.group_size
+    global_scale = outputs["weight_global_scale"]
     amax = _group_amax(values, scheme.group_size)
     local = (global_scale * _quotient(amax, _E2M1_MAX)).clamp_(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
     local = torch.where(local == 0, _E4M3_EPS, local)
     outputs["weight_scale"].copy_(local)
     # F32 by F32: the one place where compressed-tensors' quotient is wider than a BF16 weight.
-    scaled = values.float() if values.dtype != torch.float32 else values.clone()
-    scaled.unflatten(1, (-1, scheme.group_size)).div_((local / global_scale).unsqueeze(-1))
-    _store_nibbles(_e2m1_codes(scaled), outputs["weight_packed"])
+    scaled = work.scaled[: values.numel()].copy_(values.view(-1))
+    scaled.view(*amax.shape, -1).div_((local / global_scale).unsqueeze(-1))
+    _store_nibbles(_e2m1_codes(scaled, work), outputs["weight_packed"])
 
 
-def _mxfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: Tensor | None) -> None:
+def _mxfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace) -> None:
     """E2M1 codes, one power of two per group."""
     assert scheme.group_size
     exponent = _e8m0_exponents(_group_amax(values, scheme.group_size))
     outputs["weight_scale"].copy_(exponent)
-    scaled = values.unflatten(1, (-1, scheme.group_size)) / _power_of_two(exponent, values.dtype).unsqueeze(-1)
-    _store_nibbles(_e2m1_codes(scaled.flatten(1).float()), outputs["weight_packed"])
+    quotient = values.unflatten(1, (-1, scheme.group_size)) / _power_of_two(exponent, values.dtype).unsqueeze(-1)
+    scaled = work.scaled[: values.numel()].copy_(quotient.view(-1))
+    _store_nibbles(_e2m1_codes(scaled, work), outputs["weight_packed"])
 
 
 def _e8m0_exponents(amax: Tensor) -> Tensor:
@@ -249,7 +283,7 @@ def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
 # 8-bit floats and integers
 
 
-def _float8_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: Tensor | None) -> None:
+def _float8_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: _Workspace) -> None:
     """E4M3 values, one scale a row or a block."""
     if scheme.block:
         _float8_blocks(values, outputs["weight"], outputs["weight_scale"], scheme.block)
@@ -280,19 +314,18 @@ def _store_float8(values: Tensor, scale: Tensor, weight: Tensor) -> None:
     weight.copy_((values / scale).clamp_(-_E4M3_MAX, _E4M3_MAX))
 
 
-def _int_pack_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: Tensor | None) -> None:
+def _int_pack_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: _Workspace) -> None:
     """Unsigned codes (offset binary), 32 // bits a word, first column in the low bits; one scale per group."""
     assert scheme.group_size
     codes = _int_codes(values, scheme.group_size, scheme.bits, outputs["weight_scale"])
     codes = codes.add_(1 << (scheme.bits - 1)).to(torch.uint8)
-    packed = outputs["weight_packed"].view(torch.uint8)
     if scheme.bits == 4:
-        _store_nibbles(codes, packed)
+        _store_nibbles(codes.view(-1), outputs["weight_packed"])
     else:
-        packed.copy_(codes)
+        outputs["weight_packed"].view(torch.uint8).copy_(codes)
 
 
-def _int_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: Tensor | None) -> None:
+def _int_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: _Workspace) -> None:
     """Signed integers, one scale a row."""
     outputs["weight"].copy_(_int_codes(values, values.shape[1], scheme.bits, outputs["weight_scale"]))
 

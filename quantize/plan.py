@@ -161,7 +161,8 @@ def make_plan(recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES)
     family = find_family(source.config, source.where)
     if recipe.family not in (family.model_type, *family.also):
         raise RecipeError(
-            refuse(recipe.name, f"family must be that of {source.where}", f"{recipe.family!r} for a {family.model_type}",
+            refuse(recipe.name, f"family must be that of {source.where}",
+                   f"{recipe.family!r} for a {family.model_type}",
                    "Choose another MODEL, or copy this recipe and change its family")
         )  # fmt: skip
     view = family.view(source.config)
@@ -186,10 +187,11 @@ def refuse_calibration(plan: Plan) -> None:
         RecipeError: names the scheme and the data-free recipe to use instead.
     """
     if plan.needs_calibration:
+        other = data_free_alternative(plan.recipe)
         raise RecipeError(
             refuse(plan.recipe.name, "this release quantizes without calibration data",
                    f"{', '.join(plan.needs_calibration)}, which needs batches",
-                   f"Use {data_free_alternative(plan.recipe)}; `keepmtp plan` shows either")
+                   f"Use {plan.recipe.model} with --scheme {other} (make: SCHEME={other}), which needs none")
         )  # fmt: skip
 
 
@@ -338,9 +340,7 @@ def _decide(place: Place, weight: StoredWeight, recipe: Recipe, matcher: _Patter
     return word, reason
 
 
-def _plan_other(
-    entry: Entry, recipe: Recipe, view: FamilyView, matcher: _Patterns, source: Source
-) -> TensorPlan:
+def _plan_other(entry: Entry, recipe: Recipe, view: FamilyView, matcher: _Patterns, source: Source) -> TensorPlan:
     """Biases, parameters without a module, and what is recomputed."""
     if matcher.keeps(entry.name):
         return _kept_unknown(entry.name, (entry.name,), [entry], entry.shape)
@@ -355,7 +355,7 @@ def _plan_other(
         weight = StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
         return _plan_weight(weight, recipe, view, matcher, source)
     if not place.row.stacked and place.leaf in ("", "weight", "bias", "e_score_correction_bias", "tid2eid"):
-        return _tensor_of(entry, place, "keep", "", place.row.why_kept or f"{place.leaf} of a {place.role} module")
+        return _tensor_of(entry, place, "keep", "", place.row.why_kept or "a bias, not a matrix")
     raise CheckpointError(
         refuse(f"{source.where}: {entry.name}", f"{place.leaf!r} must belong to a weight of {place.module}",
                "no such weight", "Check the download, or add the name to `keep` of the recipe")

@@ -53,9 +53,12 @@ def quantization_config(plan: Plan) -> dict:
     for tensor in _matrices(plan):
         by_scheme[tensor.scheme].add(_spell(plan.view, tensor))
     ignored = by_scheme.pop("", set())
+    # transformers 5.17 (integrations/compressed_tensors.get_experts_scheme) takes the first group whose targets mention
+    # "experts" for the routed ones; a group with shared experts alone must not come before it.
+    routed = {tensor.scheme for tensor in plan.tensors if tensor.role == "experts"}
     groups = {
         f"group_{number}": {"targets": _regexes(by_scheme[scheme]), **SCHEMES[scheme].config_group()}
-        for number, scheme in enumerate(sorted(by_scheme))
+        for number, scheme in enumerate(sorted(by_scheme, key=lambda scheme: (scheme not in routed, scheme)))
     }
     formats = sorted({group["format"] for group in groups.values()})
     opaque = [f"re:^(?:{re.escape(runtime)}|{re.escape(disk)})" for disk, runtime, _ in plan.view.layout.opaque]

@@ -6,12 +6,13 @@ In: what a command line says. Out: a checkpoint under its final name, or a refus
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..recipes.errors import GateError
 from ..recipes.schema import Recipe, find_recipe
 from ..validate.static import Report, check
+from .output import publish, refuse_output
 from .plan import Plan, make_plan, refuse_calibration
 from .source import download, open_source
 
@@ -55,14 +56,13 @@ def quantize(
         RecipeError, CheckpointError: before a byte is written.
         GateError: the written checkpoint does not pass its own static check; it stays under its partial name.
     """
-    from .writer import publish, refuse_output, write  # torch is imported here, when there is work for it
+    from .writer import write  # torch is imported here, when there is work for it
 
-    refuse_calibration(plan)
-    refuse_output(plan, out)
+    refuse(plan, out)
     local = download(plan.source)
     if local is not plan.source:
         plan = make_plan(plan.recipe, local, shard_bytes=plan.shard_bytes)
-        refuse_output(plan, out)
+        refuse(plan, out)
     total = sum(plan.entries[name].num_bytes for tensor in plan.tensors if tensor.outputs for name in tensor.inputs)
     with watch(total) if watch else nullcontext() as progress:
         partial = write(
@@ -72,10 +72,20 @@ def quantize(
     if not report.ok:
         first = report.findings[0]
         raise GateError(
-            f"{partial}: the written checkpoint must pass its own check; got {first.where}: {first.says} {first.cure}"
+            f"{partial}: the written checkpoint must pass its own check; got {first.where} {first.says}. {first.cure}."
         )
     publish(partial, out)
-    return Result(plan=plan, out=out, report=report)
+    return Result(plan=plan, out=out, report=replace(report, path=str(out)))
+
+
+def refuse(plan: Plan, out: Path) -> None:
+    """Everything that would make a run pointless, before a byte is written or downloaded.
+
+    Raises:
+        RecipeError: the plan needs batches, or the output folder cannot be used.
+    """
+    refuse_calibration(plan)
+    refuse_output(plan, out)
 
 
 def default_out(recipe: Recipe) -> Path:

@@ -10,8 +10,9 @@ shorter than its header says. Both are found here, before anything is planned.
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -291,32 +292,34 @@ def _parse_index(raw: bytes, where: str) -> Mapping[str, str]:
         raise CheckpointError(refuse(where, "must have a weight_map", repr(error), "Download it again")) from error
 
 
-class _hub_errors:  # noqa: N801 - reads as a statement
+@contextmanager
+def _hub_errors(repo: str, revision: str) -> Iterator[None]:
     """Turns the Hub's exceptions into one sentence."""
 
-    def __init__(self, repo: str, revision: str):
-        self.repo, self.revision = repo, revision
+    def refusal(error: Exception, rule: str, cure: str) -> CheckpointError:
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return CheckpointError(refuse(repo, rule, first_line, cure))
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        cures: tuple[tuple[type[BaseException], str, str], ...] = (
-            (GatedRepoError, "the Hub repository is gated", "Ask for access on its page and run `hf auth login`"),
-            (RepositoryNotFoundError, "must be a folder or a public Hub repository",
-             "Check the name, or run `hf auth login` if it is private"),
-            (RevisionNotFoundError, "the revision must exist", f"Check revision {self.revision}"),
-            (EntryNotFoundError, "a checkpoint has a config.json", "Check the repository"),
-            ((NotASafetensorsRepoError, SafetensorsParsingError), "files must be safetensors",  # type: ignore[arg-type]
-             "Convert them first"),
-            (OfflineModeIsEnabled, "the Hub must be reachable", "Unset HF_HUB_OFFLINE or give a folder"),
-            ((HfHubHTTPError, OSError), "the Hub must be reachable",  # type: ignore[arg-type]
-             "Check the network, or give a folder as SOURCE"),
-        )  # fmt: skip
-        for known, rule, cure in cures:
-            if isinstance(error, known) and not isinstance(error, CheckpointError):
-                first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                raise CheckpointError(refuse(self.repo, rule, first_line, cure)) from error
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except GatedRepoError as error:
+        cure = "Ask for access on its page and run `hf auth login`"
+        raise refusal(error, "the Hub repository must not be gated for you", cure) from error
+    except RepositoryNotFoundError as error:
+        cure = "Check the name, or run `hf auth login` if it is private"
+        raise refusal(error, "must be a folder or a public Hub repository", cure) from error
+    except RevisionNotFoundError as error:
+        raise refusal(error, "the revision must exist", f"Check revision {revision}") from error
+    except EntryNotFoundError as error:
+        raise refusal(error, "a checkpoint has a config.json", "Check the repository") from error
+    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
+        raise refusal(error, "files must be safetensors", "Convert them first") from error
+    except OfflineModeIsEnabled as error:
+        raise refusal(error, "the Hub must be reachable", "Unset HF_HUB_OFFLINE or give a folder") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise refusal(error, "the Hub must be reachable", "Check the network, or give a folder as SOURCE") from error
 
 
 def file_sizes(source: Source) -> dict[str, int]:

@@ -111,7 +111,7 @@ def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
     return stored("unknown", shape)
 
 
-def _fp8(stored, shape: tuple[int, int], scale: Entry, has_input_scale: bool) -> StoredWeight:  # noqa: ANN001
+def _fp8(stored, shape: tuple[int, int], scale: Entry, has_input_scale: bool) -> StoredWeight:
     n, k = shape
     if scale.shape in ((), (1,), (1, 1)) and shape != (1, 1):
         return stored("fp8_tensor", shape, "FP8" if has_input_scale else "")
@@ -134,7 +134,7 @@ def _block_side(size: int, count: int) -> int:
     return 0
 
 
-def _int_packed(stored, shape: tuple[int, int], scale: Entry, is_asymmetric: bool) -> StoredWeight:  # noqa: ANN001
+def _int_packed(stored, shape: tuple[int, int], scale: Entry, is_asymmetric: bool) -> StoredWeight:
     n, words = shape
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
     for bits, scheme in ((4, "W4A16"), (8, "W8A16")):

@@ -1,7 +1,7 @@
 """Streams a source through its plan into output shards.
 
-In: a plan over a local source. Out: a folder with shards, index, config.json, tokenizer files, the recipe and a
-provenance file, which appears under its final name only when it is whole.
+In: a plan over a local source. Out: the shards, and by `output.py` everything beside them, in a folder that gets its
+final name only when it is whole.
 
 The plan fixes every output's name, dtype and shape, so a shard's header is written first and each tensor straight to
 its place: memory is the tensors in flight, whatever the size of shards. A shard is renamed when complete; a killed
@@ -10,34 +10,29 @@ run keeps the complete ones and starts the others again, with the same bytes.
 Easy to get wrong: safetensors lets tensors lie at any offset, but readers map them, so wider dtypes come first.
 """
 
-import hashlib
 import json
 import os
-import platform
-import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .. import __version__
-from ..recipes.errors import CheckpointError, RecipeError, refuse
+from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
-from ..recipes.schemes import SCHEMES
+from ..recipes.schemes import SCHEMES, Scheme
 from . import dequantize
+from .output import begin, finish, sync_folder
 from .pack import pack
 from .plan import Output, Plan, Shard, TensorPlan
-from .quant_config import quantization_config
-from .source import INDEX, Entry, file_sizes, read
+from .reencode import mxfp4_as_nvfp4
+from .source import Entry, read
 
-_STAMP = "plan.sha256"
 _COPY_BYTES = 32 * 2**20
 _TORCH = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -49,129 +44,26 @@ Progress = Callable[[int], None]
 """Called with the number of source bytes done since the last call; from several threads."""
 
 
-def partial_folder(out: Path) -> Path:
-    """Where an unfinished output lies."""
-    return out.with_name(f"{out.name}.partial")
-
-
-def refuse_output(plan: Plan, out: Path) -> None:
-    """Everything about the output folder that would make a run pointless, before a byte is written.
-
-    Raises:
-        RecipeError: it exists, lies inside the source, its disk is too small, or its unfinished part is another run's.
-    """
-    if out.exists():
-        raise RecipeError(refuse(out, "an existing output is never overwritten", "a finished folder",
-                                 "Choose another OUT, or remove it"))  # fmt: skip
-    folder = plan.source.folder
-    if folder is not None and out.resolve().is_relative_to(folder.resolve()):
-        raise RecipeError(refuse(out, "the output must lie outside the source", f"a folder in {folder}",
-                                 "Choose another OUT"))  # fmt: skip
-    partial = partial_folder(out)
-    done = sum((partial / s.file).stat().st_size for s in plan.shards if (partial / s.file).is_file())
-    missing = plan.num_bytes_after - done
-    parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(parent).free
-    if missing > free:
-        raise RecipeError(refuse(out, f"{missing / 2**30:.1f} GiB must be free on its disk", f"{free / 2**30:.1f} GiB",
-                                 "Choose another OUT, or make room"))  # fmt: skip
-    stamp = partial / _STAMP
-    if folder is not None and stamp.is_file() and stamp.read_text() != fingerprint(plan):
-        raise RecipeError(refuse(partial, "an unfinished output can only be resumed with the same recipe, source and "
-                                 "keepmtp version", "another plan", "Remove it, or choose another OUT"))  # fmt: skip
-
-
 def write(plan: Plan, out: Path, *, recipe_text: str, threads: int, progress: Progress | None = None) -> Path:
     """Write everything the plan says, resuming what an earlier run left.
 
     Args:
-        plan: a plan over a local source.
+        plan: a plan over a local source, which `output.refuse_output` let pass.
         out: the final folder; nothing appears there yet.
         recipe_text: the recipe file, carried over verbatim.
         threads: workers; one unit of the plan each.
         progress: told about source bytes done.
 
     Returns:
-        The folder with the whole checkpoint, still under its partial name: `publish` gives it the final one.
+        The folder with the whole checkpoint, still under its partial name: `output.publish` gives it the final one.
 
     Raises:
         CheckpointError: a source weight holds NaN or infinity, or a file ends early.
     """
-    partial = partial_folder(out)
-    partial.mkdir(parents=True, exist_ok=True)
-    _write_text(partial / _STAMP, fingerprint(plan))
+    partial = begin(plan, out)
     _write_shards(plan, partial, threads=threads, progress=progress or (lambda _: None))
-    _write_text(partial / "config.json", json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n")
-    _write_text(partial / INDEX, json.dumps(_index(plan), indent=2) + "\n")
-    assert plan.source.folder is not None
-    for name in plan.source.companions:
-        (partial / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(plan.source.folder / name, partial / name)
-    _write_text(partial / "recipe.yaml", recipe_text)
-    _write_text(partial / "keepmtp.json", json.dumps(provenance(plan), indent=2) + "\n")
+    finish(plan, partial, recipe_text=recipe_text)
     return partial
-
-
-def publish(partial: Path, out: Path) -> None:
-    """Give a whole checkpoint its final name."""
-    (partial / _STAMP).unlink()
-    os.rename(partial, out)
-    _sync_folder(out.parent)
-
-
-def output_config(plan: Plan) -> dict[str, Any]:
-    """The source's config.json with the new quantization_config in place of whatever it had."""
-    config = {key: value for key, value in plan.source.config.items() if key != "compression_config"}
-    if "quantization_config" in (config.get("text_config") or {}):
-        config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
-    return {**config, "quantization_config": quantization_config(plan)}
-
-
-def fingerprint(plan: Plan) -> str:
-    """SHA-256 over everything the output's bytes depend on: recipe, decisions, source files, keepmtp's version."""
-    assert plan.source.folder is not None
-    files = {name: [size, (plan.source.folder / name).stat().st_mtime_ns] for name, size in file_sizes(plan.source).items()}
-    digest = hashlib.sha256()
-    for part in (__version__, plan.recipe.model_dump_json(), json.dumps(output_config(plan)), json.dumps(files)):
-        digest.update(part.encode() + b"\0")
-    for tensor in plan.tensors:
-        digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {tensor.outputs}\n".encode())
-    return digest.hexdigest()
-
-
-def provenance(plan: Plan) -> dict[str, Any]:
-    """What made this checkpoint, without dates: the same input gives the same file."""
-    source = plan.source
-    counts: dict[str, int] = {}
-    for tensor in plan.tensors:
-        counts[tensor.fate] = counts.get(tensor.fate, 0) + 1
-    return {
-        "keepmtp": __version__,
-        "recipe": plan.recipe.model_dump(mode="json"),
-        "source": {
-            "name": source.where if source.revision != "local" else Path(source.where).name,
-            "revision": source.revision,
-            "files": file_sizes(source),
-        },
-        "tensors": counts,
-        "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
-        "versions": {"python": platform.python_version(), **_versions("torch", "numpy", "compressed-tensors")},
-    }
-
-
-def _versions(*packages: str) -> dict[str, str]:
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def _index(plan: Plan) -> dict[str, Any]:
-    weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
-    return {"metadata": {"total_size": plan.num_bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
 
 
 # --- shards ---------------------------------------------------------------------------------------------------------
@@ -201,7 +93,7 @@ class _OpenShard:
         os.fsync(self.descriptor)
         os.close(self.descriptor)
         os.rename(self.path, self.path.with_suffix(""))
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
 
 
 def _write_shards(plan: Plan, folder: Path, *, threads: int, progress: Progress) -> None:
@@ -283,8 +175,10 @@ class _Job:
 
     def _quantize(self, progress: Progress) -> None:
         scheme = SCHEMES[self.unit[0].scheme]
-        weights = [self._load(tensor).to(self.device) for tensor in self.unit]
-        for tensor, packed in zip(self.unit, self._pack(scheme, weights), strict=True):
+        results = self._reencode(scheme)
+        if results is None:
+            results = self._pack(scheme, [self._load(tensor).to(self.device) for tensor in self.unit])
+        for tensor, packed in zip(self.unit, results, strict=True):
             self._put(tensor.outputs, packed)
         progress(_source_bytes(self.plan, self.unit))
 
@@ -303,7 +197,14 @@ class _Job:
                     self._put(tensor.outputs[first : first + num_specs], packed)
                 progress(slice_bytes)
 
-    def _pack(self, scheme: Any, weights: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    def _reencode(self, scheme: Scheme) -> list[dict[str, torch.Tensor]] | None:
+        """The unit packed without rounding, where source and scheme have the same codes and the scales allow it."""
+        if scheme.format != "nvfp4-pack-quantized" or any(tensor.form != "mxfp4" for tensor in self.unit):
+            return None
+        stored = [self._stored(tensor) for tensor in self.unit]
+        return mxfp4_as_nvfp4([(_weight_of(parts), _scale_of(parts)) for parts in stored])
+
+    def _pack(self, scheme: Scheme, weights: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         try:
             return pack(scheme, weights)
         except CheckpointError as error:
@@ -332,10 +233,9 @@ class _Job:
         for output in tensor.outputs:
             suffix = output.name.rpartition(".")[2]
             if suffix in ("weight", "weight_packed"):
-                entry = parts.get("weight_packed") or parts["weight"]
-                self._copy(entry, output)
+                self._copy(_weight_of(parts), output)
                 continue
-            entry = parts.get(suffix) or parts.get(f"{suffix}_inv") or parts["scale"]
+            entry = parts[suffix] if suffix in parts else _scale_of(parts)
             value = _tensor(read(self.plan.source, entry), entry.dtype, entry.shape)
             if output.dtype == "U8":
                 value = value.view(torch.uint8)
@@ -343,16 +243,11 @@ class _Job:
 
     def _load(self, tensor: TensorPlan) -> torch.Tensor:
         """A weight in floating point, dequantized if the source stores it packed."""
-        parts = {
-            leaf: _tensor(read(self.plan.source, entry), entry.dtype, entry.shape)
-            for leaf, entry in self._parts(tensor).items()
-        }
-        weight = parts.get("weight_packed", parts.get("weight"))
-        scale = parts.get("weight_scale_inv", parts.get("weight_scale", parts.get("scale")))
-        assert weight is not None
+        parts = self._stored(tensor)
+        weight = _weight_of(parts)
         if tensor.form == "plain":
             return weight
-        assert scale is not None
+        scale = _scale_of(parts)
         match tensor.form:
             case "fp8_block":
                 assert tensor.block is not None
@@ -367,9 +262,15 @@ class _Job:
                 return dequantize.nvfp4(weight, scale, parts["weight_scale_2"], divisor=False)
             case "int_packed":
                 bits = 32 * weight.shape[1] // tensor.shape[1]
-                return dequantize.int_packed(weight, scale, bits, tensor.shape)
+                return dequantize.int_packed(weight, scale, bits, (tensor.shape[0], tensor.shape[1]))
             case form:
                 raise AssertionError(f"{tensor.name}: the plan let form {form} through")
+
+    def _stored(self, tensor: TensorPlan) -> dict[str, torch.Tensor]:
+        return {
+            leaf: _tensor(read(self.plan.source, entry), entry.dtype, entry.shape)
+            for leaf, entry in self._parts(tensor).items()
+        }
 
     def _parts(self, tensor: TensorPlan) -> dict[str, Entry]:
         return {name.rpartition(".")[2]: self.plan.entries[name] for name in tensor.inputs}
@@ -379,8 +280,15 @@ class _Job:
             value = tensors[output.name.rpartition(".")[2]].cpu().contiguous()
             got = (tuple(value.shape), value.dtype)
             assert got == (output.shape, _TORCH[output.dtype]), f"{output.name}: planned {output}, computed {got}"
-            data = value.reshape(-1).view(torch.uint8).numpy()
-            self.shard.put(output.name, memoryview(data))
+            self.shard.put(output.name, value.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _weight_of(parts: Mapping[str, Any]) -> Any:
+    return parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
+
+
+def _scale_of(parts: Mapping[str, Any]) -> Any:
+    return next(parts[leaf] for leaf in ("weight_scale_inv", "weight_scale", "scale") if leaf in parts)
 
 
 def _tensor(raw: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -403,21 +311,3 @@ def _one_torch_thread_each(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _write_text(path: Path, text: str) -> None:
-    """All or nothing: a killed run never leaves half a file under its own name."""
-    temporary = path.with_name(f"{path.name}.writing")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -252,8 +252,8 @@ class FamilyView:
 
     @cached_property
     def _top(self) -> dict[str, tuple[Row, Part]]:
-        rows: dict[str, tuple[Row, Part]] = {row.path: (row, "backbone") for row in self.layout.top}
-        return rows | {row.path: (row, "mtp") for row in self.layout.mtp_top}
+        parts: tuple[tuple[Part, tuple[Row, ...]], ...] = (("backbone", self.layout.top), ("mtp", self.layout.mtp_top))
+        return {row.path: (row, part) for part, rows in parts for row in rows}
 
     @cached_property
     def _stems(self) -> tuple[tuple[Part, re.Pattern[str], Stem], ...]:

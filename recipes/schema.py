@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from .errors import RecipeError, refuse
 from .family import QUANTIZABLE_ROLES
@@ -25,18 +25,26 @@ KEEP_WORDS = ("source", "bf16")
 def _known_decision(word: str) -> str:
     if word in KEEP_WORDS or word in SCHEMES:
         return word
-    nearest = difflib.get_close_matches(word, (*KEEP_WORDS, *SCHEMES), n=1, cutoff=0.0)[0]
-    raise ValueError(f"must be one of {', '.join((*KEEP_WORDS, *SCHEMES))}; got {word!r}. Did you mean {nearest}?")
+    known = {each.lower(): each for each in (*KEEP_WORDS, *SCHEMES)}
+    nearest = known[difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.0)[0]]
+    raise ValueError(f"must be one of {', '.join(known.values())}; got {word!r}. Did you mean {nearest}?")
 
 
 def _known_role(word: str) -> str:
     if word in QUANTIZABLE_ROLES:
         return word
-    raise ValueError(f"must be one of the module groups {', '.join(QUANTIZABLE_ROLES)}; got {word!r}")
+    nearest = difflib.get_close_matches(word, QUANTIZABLE_ROLES, n=1, cutoff=0.0)[0]
+    groups = ", ".join(QUANTIZABLE_ROLES)
+    raise ValueError(f"must be one of the module groups {groups}; got {word!r}. Did you mean {nearest}?")
 
 
 Decision = Annotated[str, AfterValidator(_known_decision)]
 Group = Annotated[str, AfterValidator(_known_role)]
+# The tags pick one branch by the value's type, so that an error is about what was written, not about the other branch.
+MtpPolicy = Annotated[
+    Annotated[Decision, Tag("word")] | Annotated[dict[Group, Decision], Tag("groups")],
+    Discriminator(lambda value: "groups" if isinstance(value, dict) else "word"),
+]
 
 
 class _Frozen(BaseModel):
@@ -88,7 +96,7 @@ class Recipe(_Frozen):
     source: str
     revision: str
     backbone: dict[Group, Decision]
-    mtp: Decision | dict[Group, Decision]
+    mtp: MtpPolicy
     calibration: Calibration | None
     overrides: tuple[Override, ...] = ()
     keep: tuple[str, ...] = ()
@@ -153,7 +161,8 @@ def read_recipe(path: Path) -> Recipe:
     try:
         raw = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise RecipeError(refuse(path, "a recipe is a YAML mapping", " ".join(str(error).split()), "Mend it")) from error
+        got = " ".join(str(error).split())
+        raise RecipeError(refuse(path, "a recipe is a YAML mapping", got, "Mend it")) from error
     if not isinstance(raw, dict):
         raise RecipeError(refuse(path, "a recipe is a YAML mapping", type(raw).__name__, "See recipes/models/"))
     return _validated(raw, path)
@@ -187,13 +196,14 @@ def find_recipe(model: str, *, scheme: str | None = None, mtp: str | None = None
 
 
 def data_free_alternative(recipe: Recipe) -> str:
-    """How to ask for the nearest recipe of the same model that needs no batches, as command-line words."""
-    for path in _variants(recipe.model):
-        other = read_recipe(path)
-        if not other.calibrated_schemes():
-            return f"MODEL={other.model} SCHEME={other.variant}"
-    scheme = next((SCHEMES[name].data_free for name in recipe.calibrated_schemes() if SCHEMES[name].data_free), "W4A16")
-    return f"MODEL={recipe.model} SCHEME={scheme}"
+    """What to give as `--scheme` for the nearest recipe of the same model that needs no batches."""
+    wanted = {
+        group: SCHEMES[word].data_free or word if word in SCHEMES else word for group, word in recipe.backbone.items()
+    }
+    others = [other for path in _variants(recipe.model) if not (other := read_recipe(path)).calibrated_schemes()]
+    if others:
+        return max(others, key=lambda other: len(other.backbone.items() & wanted.items())).variant
+    return next((SCHEMES[name].data_free for name in recipe.calibrated_schemes() if SCHEMES[name].data_free), "W4A16")
 
 
 def _variants(model: str) -> list[Path]:
@@ -202,9 +212,12 @@ def _variants(model: str) -> list[Path]:
 
 def _shipped(model: str, scheme: str | None) -> Path:
     recipes = {path: read_recipe(path) for path in recipe_files()}
-    for path, recipe in recipes.items():
-        if model == recipe.name or (model == recipe.model and scheme == recipe.variant):
-            return path
+    named = {recipe.name: path for path, recipe in recipes.items()}
+    model_of = {name: recipes[path].model for name, path in named.items()}
+    if (other := f"{model_of.get(model, model)}.{scheme}") in named:
+        return named[other]
+    if model in named:
+        return named[model]
     for path, recipe in recipes.items():
         if model == recipe.model and recipe.default:
             return path
@@ -219,16 +232,20 @@ def _validated(raw: dict[str, Any], where: object) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "recipe"
+        # A misspelled key shows up as unknown and as missing; the first says more.
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+        key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "[key]")) or "recipe"
         if first["type"] == "extra_forbidden":
-            known = [*Recipe.model_fields]
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+            *parents, last = (str(part) for part in first["loc"])
+            parts = {"calibration": Calibration, "overrides": Override}
+            known = (parts[parents[0]] if parents else Recipe).model_fields
+            nearest = difflib.get_close_matches(last, known, n=1, cutoff=0.0)[0]
             message = refuse(where, f"{key} is not a key of a recipe", repr(first["input"]), f"Did you mean {nearest}?")
         elif first["type"] == "missing":
             message = refuse(where, f"{key} must be given", "nothing", "Nothing that changes numbers has a default")
         elif first["type"] == "value_error":
-            message = f"{where}: {key}: {str(first['ctx']['error']).rstrip('.')}."
+            said = first["msg"].removeprefix("Value error, ")
+            message = f"{where}: {key}: {said}" + ("" if said.endswith(("?", ".")) else ".")
         else:
             message = refuse(where, f"{key}: {first['msg']}", repr(first["input"]), "Correct it")
         raise RecipeError(message) from error

@@ -210,6 +210,15 @@ def source_layout(
     return config, FAMILIES[config["model_type"]](config)
 
 
+def thin_layout(model: str) -> tuple[Config, Tensors]:
+    """A release at its true widths with few layers and experts: all that decides which schemes it can take."""
+    depth = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "num_hash_layers": 1, "depth": 1}
+    experts = {"n_routed_experts": 2, "num_experts": 2, "num_experts_per_tok": 2}
+    config = MODELS[model]
+    changes = {key: _known(value, depth | experts) for key, value in config.items() if isinstance(value, dict)}
+    return source_layout(model, size="full", changes=changes | _known(config, depth | experts))
+
+
 def write_checkpoint(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]], *,
     num_shards: int | None = 2, data: Literal["sparse", "random"] = "sparse", seed: int = 0,
@@ -566,6 +575,10 @@ def _update(config: Config, changes: Mapping[str, Any]) -> None:
             config[key].update(value)
         else:
             config[key] = value
+
+
+def _known(config: Config, changes: Config) -> Config:
+    return {key: value for key, value in changes.items() if key in config}
 
 
 def _cut(tensors: Mapping[str, tuple[str, tuple[int, ...]]], shard_bytes: int) -> list[list[str]]:

@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from checkpoints import source_layout, write_checkpoint
@@ -44,7 +45,7 @@ def refusal(folder: Path) -> str:
 
 
 def first_shard(folder: Path) -> Path:
-    return sorted(folder.glob("*.safetensors"))[0]
+    return min(folder.glob("*.safetensors"))
 
 
 def test_no_config(folder):
@@ -137,7 +138,7 @@ def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
 class Hub(SimpleHTTPRequestHandler):
     """The few routes of the Hub's API that reading a repository needs, with range requests."""
 
-    requests: list[str] = []
+    requests: ClassVar[list[str]] = []
 
     def __init__(self, *args, root: Path, **kwargs):
         self.root = root

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import source_layout, write_checkpoint
+from keepmtp.quantize.output import output_config, partial_folder, publish, refuse_output
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.source import open_source
-from keepmtp.quantize.writer import output_config, partial_folder, publish, refuse_output, write
+from keepmtp.quantize.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import find_recipe
 from safetensors.torch import load_file
@@ -101,7 +102,8 @@ import sys
 from pathlib import Path
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.source import open_source
-from keepmtp.quantize.writer import write, publish, refuse_output
+from keepmtp.quantize.output import publish, refuse_output
+from keepmtp.quantize.writer import write
 from keepmtp.recipes.schema import find_recipe
 source, out, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 recipe, text = find_recipe("dsv4-flash", scheme="w4a16-fp8")

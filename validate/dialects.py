@@ -67,11 +67,15 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One name or pattern of a quantization config, as written and as vLLM reads it after renaming."""
+    """One name or pattern of a quantization config, as written and as vLLM reads it after renaming.
+
+    `by_disk`: it is matched against names on disk, which only DeepSeek-V4's list of MXFP4 experts is.
+    """
 
     where: str
     written: str
     read: tuple[str, ...]
+    by_disk: bool = False
 
 
 class Dialect(Protocol):
@@ -307,7 +311,7 @@ class Fp8:
 
     def covers(self, entry: Entry, module: VLLMName) -> bool:
         """Whole name; for experts any entry that contains it."""
-        if entry.where == "ignore":
+        if entry.by_disk:
             return any(fnmatchcase(module, pattern) for pattern in entry.read)
         return bool(_is_layer_skipped(module, (), entry.read)[0])
 
@@ -380,7 +384,7 @@ def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, 
     if is_float and bits == 4 and strategy == "tensor_group" and size == 16:
         if inputs is not None and (inputs["num_bits"], inputs["strategy"]) != (4, "tensor_group"):
             return "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None for NVFP4A16"
-        leaves = {"weight_packed", "weight_scale", "weight_global_scale"} | ({"input_global_scale"} if inputs else set())
+        leaves = ("weight_packed", "weight_scale", "weight_global_scale", *(("input_global_scale",) if inputs else ()))
         return Built(form="nvfp4", leaves=frozenset(leaves), group_size=16)
     if is_float and strategy == "group" and size == 32 and bits == 4:
         return Built(form="mxfp4", leaves=frozenset({"weight_packed", "weight_scale"}), group_size=32)
@@ -570,7 +574,7 @@ def _read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: "_Renam
         if str(raw.get("moe_quant_algo") or "").upper() == "NVFP4":
             experts = _modelopt_built("NVFP4", 16, 128)
             keeps = tuple(entry for entry in raw.get("ignore") or () if isinstance(entry, str))
-            entries += [Entry(where="ignore", written=entry, read=(entry,)) for entry in keeps]
+            entries += [Entry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps]
     return Fp8(
         ignored=ignored, linear=linear, experts=experts, entries=tuple(entries), keeps_mxfp4=keeps,
         num_layers=int(config.get("num_hidden_layers", 0)), name="deepseek_v4_fp8",

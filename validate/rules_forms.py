@@ -186,14 +186,15 @@ def _leaves_problem(
             f"Rename or convert the tensors to {wanted}, or change the quantization config to the stored form",
         )
     if missing := sorted(built.leaves - leaves):
-        raises = built.form == "nvfp4_modelopt" and missing[0] == "weight_scale" and module.kind == "linear"
-        effect = "vLLM raises 'never loaded (still NaN)'" if raises else (
-            "vLLM's completeness check is off for quantized models, so the parameter stays uninitialised in silence")  # fmt: skip
-        return missing[0], f"{missing[0]} is not in the checkpoint: {effect}", "Write the missing tensor; quantize again"
+        has_sentinel = built.form == "nvfp4_modelopt" and missing[0] == "weight_scale" and module.kind == "linear"
+        effect = "stays uninitialised in silence: vLLM's completeness check is off for quantized models"
+        if has_sentinel:
+            effect = "makes vLLM raise 'never loaded (still NaN)'"
+        return missing[0], f"{missing[0]} is not in the checkpoint and {effect}", "Quantize this weight again"
     return None
 
 
-def _layout_problem(built: Built, weight: StoredWeight) -> tuple[str, str, str] | None:  # noqa: C901
+def _layout_problem(built: Built, weight: StoredWeight) -> tuple[str, str, str] | None:
     """A dtype or shape that vLLM's parameter does not have: (leaf, what happens, cure)."""
     parts = {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
     main_leaf = "weight_packed" if "weight_packed" in built.leaves else "weight"
@@ -211,8 +212,8 @@ def _layout_problem(built: Built, weight: StoredWeight) -> tuple[str, str, str] 
         return (scale_leaf, f"{scale_leaf} is {scale.dtype}, not {scale_dtypes[0]}: vLLM's copy_ converts the bytes as "
                 "numbers, in silence", f"Store it as {scale_dtypes[0]}")  # fmt: skip
     if built.group_size and k % built.group_size:
-        return (scale_leaf, f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM raises, or "
-                "its kernel reads past the scales", "Leave this module in BF16")  # fmt: skip
+        return (scale_leaf, f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
+                "raises, or its kernel reads past the scales", "Leave this module in BF16")  # fmt: skip
     wanted = _scale_shapes(built, n, k)
     if scale.shape not in wanted:
         return (scale_leaf, f"{scale_leaf} has shape {list(scale.shape)} where {list(wanted[0])} is built: a linear "
@@ -291,10 +292,7 @@ def _packed_in_plain(view: FamilyView, module: Module, member: Member) -> str:
     scales = [leaf for leaf in weight.parts if leaf != "weight"]
     if not scales:
         return "its bytes are converted as numbers, in silence" + _garbage(module)
-    leaf = "weight_packed" if "weight_packed" in scales else scales[0]
-    if leaf == "weight_scale" and weight.form in ("fp8_tensor", "fp8_channel", "fp8_block"):
-        return _unknown_name(view, module, leaf)
-    return _unknown_name(view, module, leaf)
+    return _unknown_name(view, module, "weight_packed" if "weight_packed" in scales else scales[0])
 
 
 def _unknown_name(view: FamilyView, module: Module, leaf: str) -> str:
@@ -312,8 +310,10 @@ def _garbage(module: Module) -> str:
 
 def _resolution_cure(error: str) -> str:
     if "input_activations" in error:
-        return ('Set the group\'s input_activations to {"num_bits": 8, "type": "float", "strategy": "group", "group_size"'
-                ': 128, "dynamic": true, "symmetric": true}')  # fmt: skip
+        return (
+            'Set the group\'s input_activations to {"num_bits": 8, "type": "float", "strategy": "group", '
+            '"group_size": 128, "dynamic": true, "symmetric": true}'
+        )
     return "Name all parts of a fused module, or the fused module itself, in the same list"
 
 
@@ -344,9 +344,14 @@ def _stem(view: FamilyView, module: Module) -> str:
 def _is_mixed(module: Module) -> bool:
     first = module.members[0].weight
     return any(
-        member.weight.form != first.form or member.weight.parts.keys() != first.parts.keys()
+        _coarse(member.weight) != _coarse(first) or member.weight.parts.keys() != first.parts.keys()
         for member in module.members
     )
+
+
+def _coarse(weight: StoredWeight) -> str:
+    """The form, without what only the shape of a small weight's scale tells."""
+    return "fp8" if weight.form.startswith("fp8") else weight.form
 
 
 def _manner(weight: StoredWeight) -> str:

@@ -15,5 +15,5 @@ FAMILY = Family(
     },
     block=(*MLA, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
-    notes="MTP is model.layers.{num_hidden_layers}; FP8 source, so nothing is ever written out as BF16",
+    notes="MTP is model.layers.{num_hidden_layers}; released in FP8, dequantized tensor by tensor",
 )

@@ -1,0 +1,160 @@
+"""The output folder around the shards: what would make it pointless, config.json, index, provenance, final name.
+
+In: a plan. Out: small files, written whole or not at all. No weight is touched and torch is not needed, so a refusal
+costs nothing.
+
+Easy to get wrong: a killed run's shards may only be taken over by the very same plan. A fingerprint beside the partial
+folder says which plan that was; it is removed last.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..recipes.errors import RecipeError, refuse
+from .plan import Plan
+from .quant_config import quantization_config
+from .source import INDEX, file_sizes
+
+
+def partial_folder(out: Path) -> Path:
+    """Where an unfinished output lies."""
+    return out.with_name(f"{out.name}.partial")
+
+
+def _stamp(out: Path) -> Path:
+    return out.with_name(f"{out.name}.partial.sha256")
+
+
+def refuse_output(plan: Plan, out: Path) -> None:
+    """Everything about the output folder that would make a run pointless, before a byte is written.
+
+    Raises:
+        RecipeError: it exists, lies inside the source, its disk is too small, or its unfinished part is another run's.
+    """
+    if out.exists():
+        raise RecipeError(refuse(out, "an existing output is never overwritten", "a finished folder",
+                                 "Choose another OUT, or remove it"))  # fmt: skip
+    folder = plan.source.folder
+    if folder is not None and out.resolve().is_relative_to(folder.resolve()):
+        raise RecipeError(refuse(out, "the output must lie outside the source", f"a folder in {folder}",
+                                 "Choose another OUT"))  # fmt: skip
+    partial = partial_folder(out)
+    done = sum((partial / s.file).stat().st_size for s in plan.shards if (partial / s.file).is_file())
+    missing = plan.num_bytes_after - done
+    parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(parent).free
+    if missing > free:
+        raise RecipeError(refuse(out, f"{missing / 2**30:.1f} GiB must be free on its disk", f"{free / 2**30:.1f} GiB",
+                                 "Choose another OUT, or make room"))  # fmt: skip
+    stamp = _stamp(out)
+    if folder is not None and partial.is_dir() and (not stamp.is_file() or stamp.read_text() != fingerprint(plan)):
+        raise RecipeError(refuse(partial, "an unfinished output can only be resumed with the same recipe, source and "
+                                 "keepmtp version", "another plan", "Remove it, or choose another OUT"))  # fmt: skip
+
+
+def begin(plan: Plan, out: Path) -> Path:
+    """Make the partial folder, marked as this plan's, or take over what an earlier run of it left."""
+    partial = partial_folder(out)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    write_text(_stamp(out), fingerprint(plan))
+    partial.mkdir(exist_ok=True)
+    return partial
+
+
+def finish(plan: Plan, partial: Path, *, recipe_text: str) -> None:
+    """Everything beside the shards: config.json, index, tokenizer and other files, recipe, provenance."""
+    write_text(partial / "config.json", json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n")
+    weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
+    index = {"metadata": {"total_size": plan.num_bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
+    write_text(partial / INDEX, json.dumps(index, indent=2) + "\n")
+    assert plan.source.folder is not None
+    for name in plan.source.companions:
+        (partial / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(plan.source.folder / name, partial / name)
+    write_text(partial / "recipe.yaml", recipe_text)
+    write_text(partial / "keepmtp.json", json.dumps(provenance(plan), indent=2) + "\n")
+
+
+def publish(partial: Path, out: Path) -> None:
+    """Give a whole checkpoint its final name."""
+    sync_folder(partial)
+    os.rename(partial, out)
+    sync_folder(out.absolute().parent)
+    _stamp(out).unlink()
+
+
+def output_config(plan: Plan) -> dict[str, Any]:
+    """The source's config.json with the new quantization_config in place of whatever it had."""
+    config = {key: value for key, value in plan.source.config.items() if key != "compression_config"}
+    if "quantization_config" in (config.get("text_config") or {}):
+        config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
+    return {**config, "quantization_config": quantization_config(plan)}
+
+
+def fingerprint(plan: Plan) -> str:
+    """SHA-256 over everything the output's bytes depend on: recipe, decisions, source files, versions."""
+    assert plan.source.folder is not None
+    folder = plan.source.folder
+    files = {name: [size, (folder / name).stat().st_mtime_ns] for name, size in file_sizes(plan.source).items()}
+    digest = hashlib.sha256()
+    for part in (plan.recipe.model_dump(mode="json"), output_config(plan), files, [__version__, _versions("torch")]):
+        digest.update(json.dumps(part).encode() + b"\0")
+    for tensor in plan.tensors:
+        digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {tensor.outputs}\n".encode())
+    return digest.hexdigest()
+
+
+def provenance(plan: Plan) -> dict[str, Any]:
+    """What made this checkpoint, without dates: the same input gives the same file."""
+    source = plan.source
+    counts: dict[str, int] = {}
+    for tensor in plan.tensors:
+        counts[tensor.fate] = counts.get(tensor.fate, 0) + 1
+    return {
+        "keepmtp": __version__,
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "source": {
+            "name": source.where if source.revision != "local" else Path(source.where).name,
+            "revision": source.revision,
+            "files": file_sizes(source),
+        },
+        "tensors": counts,
+        "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
+        "versions": {"python": platform.python_version(), **_versions("torch", "numpy", "compressed-tensors")},
+    }
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def write_text(path: Path, text: str) -> None:
+    """All or nothing: a killed run never leaves half a file under its own name."""
+    temporary = path.with_name(f"{path.name}.writing")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,305 @@
+"""Family tables against what makers publish (tests/checkpoints.py) and against the names vLLM 0.32.0 asks for.
+
+The prefixes below were recorded by constructing vLLM's draft classes with a quantization config that writes down every
+question, or read in their source where they do not build on a CPU. They are spelled out here on purpose.
+"""
+
+import re
+from collections import Counter
+from functools import cache
+
+import checkpoints
+import pytest
+from keepmtp.quantize.stored import SCALE_LEAVES
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.families import families, find_family
+from keepmtp.recipes.family import FamilyView, HFName
+
+MODELS = tuple(checkpoints.MODELS)
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@cache
+def view_of(model: str, size: str = "tiny") -> tuple[FamilyView, checkpoints.Tensors]:
+    config, tensors = checkpoints.source_layout(model, size=size)
+    return find_family(config, model).view(config), tensors
+
+
+def without_most_experts(tensors: checkpoints.Tensors) -> list[HFName]:
+    """Experts differ by number alone: the first, a two-digit one and the last stand for all."""
+    experts = {int(match[1]) for name in tensors if (match := EXPERT.search(name))}
+    chosen = {0, 10, max(experts, default=0)}
+    return [HFName(name) for name in tensors if not (m := EXPERT.search(name)) or int(m[1]) in chosen]
+
+
+def is_weight(name: str) -> bool:
+    return name.rpartition(".")[2] not in SCALE_LEAVES
+
+
+@pytest.mark.parametrize("size", ["tiny", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_tensor_has_a_place(model, size):
+    view, tensors = view_of(model, size)
+    assert [name for name in without_most_experts(tensors) if view.place(name) is None] == []
+
+
+def test_every_family_has_a_fixture():
+    """A new family comes with a layout in tests/checkpoints.py: no table goes untested."""
+    covered = {find_family(config, model).model_type for model, config in checkpoints.MODELS.items()}
+    assert covered == {family.model_type for family in families().values()}
+
+
+# Weights in the MTP block as published: GLM-5 (zai-org/GLM-5) lists 791, DeepSeek-V4-Flash 797, dense Qwen3.5 15.
+MTP_WEIGHTS = {
+    "dsv4-flash": 797, "dsv4-pro": 1181, "deepseek-r1": 788, "deepseek-v3.1": 788, "deepseek-v3.2": 793,
+    "glm-4.5-air": 404, "glm-4.7": 502, "glm-4.7-flash": 212, "glm-5": 791, "qwen3-next-80b": 1553,
+    "qwen3.5-27b": 15, "qwen3.5-text": 15, "qwen3.5-397b": 1553, "mimo-7b": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_mtp_block_is_all_of_what_is_published(model):
+    # Four layers deep: the MTP block is the same, the backbone is not what this counts.
+    depth = {"num_hidden_layers": 4}
+    changes = {"text_config": depth} if "text_config" in checkpoints.MODELS[model] else depth
+    config, tensors = checkpoints.source_layout(model, size="full", changes=changes)
+    view = find_family(config, model).view(config)
+    found = [name for name in map(HFName, tensors) if view.is_mtp(name)]
+    assert view.num_mtp_layers == 1
+    assert view.mtp_layers_of(found) == {0}
+    assert sum(map(is_weight, found)) == MTP_WEIGHTS[model]
+
+
+# Billions of parameters, MTP block included, as the model cards and the Hub's counters have them.
+PUBLISHED_BILLIONS = {
+    "dsv4-flash": 290, "dsv4-pro": 1600, "deepseek-r1": 685, "deepseek-v3.1": 685, "deepseek-v3.2": 685,
+    "glm-4.5-air": 110, "glm-4.7": 358, "glm-4.7-flash": 31, "glm-5": 754, "qwen3-next-80b": 81, "qwen3.5-27b": 28,
+    "qwen3.5-text": 27, "qwen3.5-397b": 403, "mimo-7b": 7.8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_fixtures_have_the_published_size(model):
+    _, tensors = view_of(model, "full")
+    parameters = 0
+    for name, (dtype, shape) in tensors.items():
+        if is_weight(name):
+            size = checkpoints.num_bytes(dtype, shape) // checkpoints.ITEM_BYTES[dtype]
+            parameters += 2 * size if dtype == "I8" else size
+    assert parameters / 1e9 == pytest.approx(PUBLISHED_BILLIONS[model], rel=0.02)
+
+
+GATED = "gate_up_proj down_proj"
+GQA = "self_attn.qkv_proj self_attn.o_proj"
+MLA = "self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj"
+DEEPSEEK_MOE = "mlp.experts mlp.shared_experts.gate_up_proj mlp.shared_experts.down_proj"
+QWEN_MOE = "mlp.experts mlp.shared_expert.gate_up_proj mlp.shared_expert.down_proj"
+DENSE = "mlp.gate_up_proj mlp.down_proj"
+V4 = (
+    "e_proj h_proj attn.fused_wqa_wkv attn.wq_b attn.wo_a attn.wo_b ffn.experts ffn.shared_experts.gate_up_proj "
+    "ffn.shared_experts.down_proj"
+)
+
+# model: (prefix of the draft's block, what it asks the quantization config about, matrices it builds without one).
+# Tiny models have 3 decoder layers, the Qwens 4. The drafts' heads are in no list of a maker who publishes no copy.
+DRAFTS = {
+    "dsv4-flash": ("model.layers.3.", V4, "ffn.gate"),
+    "dsv4-pro": ("model.layers.3.", V4, "ffn.gate"),
+    "deepseek-r1": ("model.layers.3.", f"head {MLA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
+    "deepseek-v3.1": ("model.layers.3.", f"head {MLA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
+    "deepseek-v3.2": (
+        "model.layers.3.", f"head {MLA} self_attn.indexer.wq_b {DEEPSEEK_MOE}",
+        "eh_proj mlp.gate embed_tokens self_attn.indexer.wk self_attn.indexer.weights_proj",
+    ),
+    "glm-4.5-air": ("model.layers.3.", f"head {GQA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
+    "glm-4.7": ("model.layers.3.", f"head {GQA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
+    "glm-4.7-flash": ("model.layers.3.", f"head {MLA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
+    "glm-5": (
+        "model.layers.3.", f"{MLA} self_attn.indexer.wq_b {DEEPSEEK_MOE}",
+        "eh_proj mlp.gate self_attn.indexer.wk self_attn.indexer.weights_proj",
+    ),
+    "qwen3-next-80b": ("mtp.layers.0.", f"mtp.fc {GQA} {QWEN_MOE}", "mlp.gate mlp.shared_expert_gate"),
+    "qwen3.5-27b": ("mtp.layers.0.", f"mtp.fc {GQA} {DENSE}", ""),
+    "qwen3.5-text": ("mtp.layers.0.", f"mtp.fc {GQA} {DENSE}", ""),
+    "qwen3.5-397b": ("mtp.layers.0.", f"mtp.fc {GQA} {QWEN_MOE}", "mlp.gate mlp.shared_expert_gate"),
+    "mimo-7b": ("model.layers.3.", f"{GQA} {DENSE}", "input_proj"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
+    view, tensors = view_of(model)
+    stem, asked, unasked = DRAFTS[model]
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, (_, shape) in tensors.items():
+        place = view.place(HFName(name))
+        if place.part == "mtp" and place.leaf == "weight" and len(shape) == 2:
+            found[place.row.loads_quantized].add(place.runtime)
+
+    def full(paths: str) -> set[str]:
+        return {path if path.startswith("mtp.") else stem + path for path in paths.split()}
+
+    assert found[True] == full(asked)
+    assert found[False] == full(unasked)
+
+
+def test_every_fixture_has_its_draft_written_down():
+    assert set(DRAFTS) == set(MTP_WEIGHTS) == set(PUBLISHED_BILLIONS) == set(MODELS)
+
+
+ROLES = {  # matrices by role in the tiny MTP block, which has 4 experts
+    "dsv4-flash": {"attention": 5, "experts": 12, "shared_experts": 3, "router": 1, "glue": 2},
+    "deepseek-r1": {"attention": 5, "experts": 12, "shared_experts": 3, "router": 1, "glue": 1, "embedding": 1,
+                    "head": 1},
+    "glm-5": {"attention": 5, "experts": 12, "shared_experts": 3, "router": 1, "glue": 1, "indexer": 3},
+    "glm-4.7": {"attention": 4, "experts": 12, "shared_experts": 3, "router": 1, "glue": 1, "embedding": 1, "head": 1},
+    "qwen3.5-397b": {"attention": 4, "experts": 12, "shared_experts": 3, "router": 2, "glue": 1},
+    "qwen3.5-27b": {"attention": 4, "dense_mlp": 3, "glue": 1},
+    "mimo-7b": {"attention": 4, "dense_mlp": 3, "glue": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ROLES)
+def test_roles_of_the_mtp_block(model):
+    view, tensors = view_of(model)
+    places = [view.place(HFName(name)) for name, (_, shape) in tensors.items() if len(shape) == 2]
+    assert Counter(p.role for p in places if p.part == "mtp" and p.leaf == "weight") == ROLES[model]
+
+
+def place(model: str, name: str):
+    view, _ = view_of(model, "full")
+    found = view.place(HFName(name))
+    assert found is not None, name
+    return found
+
+
+def test_mimo_is_renumbered_by_vllm():
+    """An ignore list in the names on disk never matches: FP8 then serves at 0 % acceptance without a word."""
+    assert (
+        place("mimo-7b", "model.mtp_layers.0.self_attn.q_proj.weight").runtime == "model.layers.36.self_attn.qkv_proj"
+    )
+
+
+def test_deepseek_v4_is_renumbered_by_vllm():
+    found = place("dsv4-flash", "mtp.0.ffn.experts.7.w1.weight")
+    assert (found.part, found.expert, found.runtime) == ("mtp", 7, "model.layers.43.ffn.experts")
+    assert place("dsv4-pro", "mtp.0.attn.wkv.scale").runtime == "model.layers.61.attn.fused_wqa_wkv"
+    assert place("dsv4-flash", "layers.42.attn.wkv.scale").part == "backbone"
+
+
+def test_deepseek_heads_are_not_called_shared_head():
+    found = place("deepseek-v3.1", "model.layers.61.shared_head.head.weight")
+    assert (found.part, found.runtime) == ("mtp", "model.layers.61.head")
+
+
+def test_vision_language_nests_the_backbone_and_not_the_draft():
+    backbone = "model.language_model.layers.3.self_attn.k_proj.weight"
+    assert place("qwen3.5-27b", backbone).runtime == "language_model.model.layers.3.self_attn.qkv_proj"
+    assert place("qwen3.5-27b", "mtp.layers.0.self_attn.k_proj.weight").runtime == "mtp.layers.0.self_attn.qkv_proj"
+    assert place("qwen3.5-27b", "lm_head.weight").runtime == "language_model.lm_head"
+    assert place("qwen3.5-27b", "model.visual.blocks.0.attn.qkv.weight").runtime == "visual.blocks.0.attn.qkv"
+    assert (
+        place("qwen3.5-text", "model.layers.3.self_attn.k_proj.weight").runtime == "model.layers.3.self_attn.qkv_proj"
+    )
+
+
+def test_delta_net_shards_are_asked_for_as_one_module():
+    """Qwen3-Next publishes in_proj_qkvz fused, Qwen3.5 in two parts; vLLM asks for the fused name in both (#40252)."""
+    stem = "language_model.model.layers.0.linear_attn."
+    parts = [
+        place("qwen3.5-27b", f"model.language_model.layers.0.linear_attn.in_proj_{n}.weight") for n in ("qkv", "z")
+    ]
+    assert {part.runtime for part in parts} == {f"{stem}in_proj_qkvz"}
+    assert len({part.shares for part in parts}) == 1
+    fused = place("qwen3-next-80b", "model.layers.0.linear_attn.in_proj_qkvz.weight")
+    assert (fused.runtime, fused.shares) == ("model.layers.0.linear_attn.in_proj_qkvz", "")
+
+
+def test_layer_one_is_not_layer_ten():
+    view, _ = view_of("glm-4.5-air", "full")
+    layers = {index: view.place(HFName(f"model.layers.{index}.self_attn.o_proj.weight")) for index in (1, 10, 14, 46)}
+    assert {found.layer for found in layers.values()} == set(layers)
+    assert [found.part for found in layers.values()] == ["backbone"] * 3 + ["mtp"]
+    assert not view.is_mtp(HFName("model.layers.4.eh_proj.weight")), "only the MTP layer has an eh_proj"
+
+
+def test_stacked_and_single_experts_are_one_runtime_module():
+    stacked = place("qwen3.5-397b", "model.language_model.layers.5.mlp.experts.gate_up_proj")
+    single = place("qwen3.5-397b", "mtp.layers.0.mlp.experts.17.gate_proj.weight")
+    assert (stacked.runtime, stacked.row.stacked) == (
+        "language_model.model.layers.5.mlp.experts",
+        ("gate_proj", "up_proj"),
+    )
+    assert (single.runtime, single.expert) == ("mtp.layers.0.mlp.experts", 17)
+    twin = place("qwen3.5-397b", "mtp.layers.0.mlp.experts.17.up_proj.weight")
+    assert single.shares == twin.shares != ""
+    assert place("qwen3.5-397b", "mtp.layers.0.mlp.experts.17.down_proj.weight").shares == ""
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "glm4", "qwen3_5_vl_moe", ""])
+def test_an_unknown_architecture_is_told_what_to_do(model_type):
+    config = {"model_type": model_type, "architectures": ["NeverSeenForCausalLM"]}
+    with pytest.raises(RecipeError) as caught:
+        find_family(config, "somewhere")
+    message = str(caught.value)
+    assert message.startswith("somewhere/config.json: ")
+    assert f"{model_type!r} (architectures ['NeverSeenForCausalLM'])" in message
+    assert "CONTRIBUTING.md" in message
+    nearest = re.search(r"The nearest family is (\w+): copy recipes/families/(\w+)\.py", message)
+    assert nearest and nearest[1] in families() and nearest[2] == families()[nearest[1]].model_type
+
+
+def test_the_nearest_family_is_near():
+    with pytest.raises(RecipeError, match="The nearest family is deepseek_v3"):
+        find_family({"model_type": "deepseek_v3_1"}, "x")
+    with pytest.raises(RecipeError, match="The nearest family is glm4_moe"):
+        find_family({"model_type": "glm4v_moe"}, "x")
+
+
+# MiMo has no class in transformers; DeepSeek-V4's restores the published names only for weights that it has loaded.
+SAVED = [model for model in MODELS if not model.startswith(("mimo", "dsv4"))]
+
+
+@pytest.mark.parametrize("model", SAVED)
+def test_backbone_names_are_those_transformers_saves(model, tmp_path):
+    """The fixtures are true: what transformers writes for the same config has the same names and shapes."""
+    safetensors = pytest.importorskip("safetensors")
+    view, tensors = view_of(model)
+    built_by_transformers(model).save_pretrained(tmp_path)
+    saved = {}
+    for path in tmp_path.glob("*.safetensors"):
+        with safetensors.safe_open(path, "pt") as file:
+            saved |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    ours = {name: shape for name, (_, shape) in tensors.items() if is_weight(name) and not view.is_mtp(HFName(name))}
+    if model == "qwen3.5-397b":  # published stacked; transformers 5 writes one tensor an expert
+        saved = {name: shape for name, shape in saved.items() if ".experts." not in name}
+        ours = {name: shape for name, shape in ours.items() if ".experts." not in name}
+    assert ours == saved
+
+
+def test_deepseek_v4_layers_have_the_shapes_transformers_builds():
+    _, tensors = view_of("dsv4-flash")
+    state = {name: tuple(tensor.shape) for name, tensor in built_by_transformers("dsv4-flash").state_dict().items()}
+    for layer in range(3):  # one without compressor, one of each kind of compressor; the first routes by hash
+        theirs: Counter[tuple[int, ...]] = Counter()
+        for name, shape in state.items():
+            if name.startswith(f"model.layers.{layer}.mlp.experts.gate_up_proj"):
+                theirs[(shape[1] // 2, shape[2])] += 2 * shape[0]
+            elif name.startswith(f"model.layers.{layer}.mlp.experts."):
+                theirs[shape[1:]] += shape[0]
+            elif name.startswith(f"model.layers.{layer}."):
+                theirs[shape] += 1
+        ours = Counter(
+            (shape[0], 2 * shape[1]) if dtype == "I8" else shape
+            for name, (dtype, shape) in tensors.items()
+            if name.startswith(f"layers.{layer}.") and is_weight(name)
+        )
+        assert ours == theirs
+
+
+def built_by_transformers(model: str):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config = {k: v for k, v in view_of(model)[0].config.items() if k != "quantization_config"}
+    model_class = getattr(transformers, config["architectures"][0])
+    return model_class(model_class.config_class.from_dict(config)).to(torch.bfloat16)

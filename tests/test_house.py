@@ -1,0 +1,68 @@
+"""What the house promises about itself: one package in the wheel, light imports, clean sources."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [path for folder in ("keepmtp", "recipes", "quantize", "validate") for path in (ROOT / folder).rglob("*.py")]
+
+
+def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+
+
+def test_the_wheel_holds_one_package(tmp_path):
+    """Built from a copy of what git tracks, with its recipes and nothing beside keepmtp."""
+    tracked = run("git", "ls-files", "-co", "--exclude-standard").stdout.splitlines()
+    for name in tracked:
+        if name.startswith(("keepmtp/", "recipes/", "quantize/", "validate/")) or "/" not in name:
+            (tmp_path / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "src" / name).write_bytes((ROOT / name).read_bytes())
+    built = run(sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), cwd=tmp_path / "src")
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"keepmtp", f"{wheel.name.split('-py3')[0]}.dist-info"}
+    for wanted in ("keepmtp/cli.py", "keepmtp/quantize/plan.py", "keepmtp/validate/static.py",
+                   "keepmtp/recipes/families/glm4_moe.py", "keepmtp/recipes/models/dsv4-flash.nvfp4-fp8.yaml"):  # fmt: skip
+        assert wanted in names
+
+
+def test_planning_and_checking_import_no_torch():
+    """The base install has no model stack: ls, plan and check must run without one."""
+    code = (
+        "import sys; import keepmtp.cli, keepmtp.quantize.run, keepmtp.validate.static;"
+        "heavy = {'torch', 'transformers', 'llmcompressor', 'vllm', 'safetensors'} & set(sys.modules); print(heavy);"
+        "sys.exit(bool(heavy))"
+    )
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_ruff_is_clean():
+    done = run(sys.executable, "-m", "ruff", "check", ".")
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_sources_keep_to_the_rules(path):
+    """Relative imports inside, no vLLM in this process, no broad except, a docstring that teaches."""
+    text = path.read_text()
+    assert not re.search(r"^\s*(from|import) (recipes|quantize|validate)\b", text, re.M), "import relatively"
+    assert not re.search(r"^\s*(from|import) vllm\b", text, re.M), "vLLM is reached as a subprocess"
+    assert not re.search(r"except( \(?(Base)?Exception\)?)?:", text.replace("except BaseException:", "")), "broad except"
+    assert "TODO" not in text and "FIXME" not in text
+    if text.strip():
+        assert text.startswith('"""'), "a module says what comes in, what goes out, and what is easy to get wrong"
+    if path.is_relative_to(ROOT / "recipes"):
+        assert not re.search(r"^\s*(from|import) (torch|transformers)\b", text, re.M), "recipes are pure Python"
+
+
+def test_no_path_of_a_machine_in_the_tree():
+    found = run("git", "grep", "-nIE", r"(/home/[a-z]|/root/|/work/|/scratch)", "--", ".", ":!tests/test_house.py")
+    assert not found.stdout, found.stdout

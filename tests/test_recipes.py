@@ -1,0 +1,331 @@
+"""Recipes: what is refused and how, what a command line can ask for, and that every shipped one fits its model."""
+
+from pathlib import Path
+
+import checkpoints
+import pytest
+import yaml
+from keepmtp.quantize.plan import Plan, make_plan, refuse_calibration
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.schema import (
+    Recipe,
+    data_free_alternative,
+    find_recipe,
+    read_recipe,
+    recipe_files,
+)
+from keepmtp.recipes.schemes import SCHEMES
+
+CALIBRATED = read_recipe(next(path for path in recipe_files() if path.stem == "glm-4.7.nvfp4-fp8"))
+SHIPPED = [path.stem for path in recipe_files()]
+
+
+def refusal(tmp_path: Path, *, drop: str = "", **changes) -> str:
+    """What reading a good recipe with these changes says; without the file's path, which is checked to lead."""
+    raw = CALIBRATED.model_dump(mode="json") | changes
+    raw.pop(drop, None)
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(path)
+    return message_of(caught, f"{path}: ")
+
+
+def message_of(caught: pytest.ExceptionInfo, start: str = "") -> str:
+    message = str(caught.value)
+    assert message.startswith(start)
+    assert "; got " in message and message[-1] in ".?" and "\n" not in message, "the house form of a refusal"
+    assert "function-" not in message, "no name of pydantic's"
+    return message.removeprefix(start)
+
+
+def test_unknown_key(tmp_path):
+    assert (
+        refusal(tmp_path, calibraton=None) == "calibraton is not a key of a recipe; got None. Did you mean calibration?"
+    )
+
+
+def test_unknown_key_of_a_part(tmp_path):
+    calibration = CALIBRATED.calibration.model_dump() | {"sample": 3}
+    message = refusal(tmp_path, calibration=calibration)
+    assert message == "calibration.sample is not a key of a recipe; got 3. Did you mean samples?"
+    assert "Did you mean scheme?" in refusal(tmp_path, overrides=[{"modules": "x", "scheme": "bf16", "shceme": "bf16"}])
+
+
+@pytest.mark.parametrize("key", [key for key, field in Recipe.model_fields.items() if field.is_required()])
+def test_missing_key(tmp_path, key):
+    assert refusal(tmp_path, drop=key).startswith(f"{key} must be given; got nothing.")
+
+
+def test_only_what_changes_no_number_has_a_default():
+    assert {key for key, field in Recipe.model_fields.items() if not field.is_required()} == {"overrides", "keep"}
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"), [("FP8_BLOK", "FP8_BLOCK"), ("nvfp4", "NVFP4"), ("BF16", "bf16"), ("W4A15", "W4A16")]
+)
+def test_unknown_scheme(tmp_path, written, meant):
+    backbone = CALIBRATED.backbone | {"attention": written}
+    for where, message in (
+        ("backbone.attention", refusal(tmp_path, backbone=backbone)),
+        ("mtp", refusal(tmp_path, mtp=written)),
+        ("mtp.attention", refusal(tmp_path, mtp={"attention": written})),
+        ("overrides.0.scheme", refusal(tmp_path, overrides=[{"modules": "x", "scheme": written}])),
+    ):
+        assert message.startswith(f"{where}: must be one of source, bf16, NVFP4, ")
+        assert message.endswith(f"got {written!r}. Did you mean {meant}?")
+
+
+def test_unknown_group(tmp_path):
+    message = refusal(tmp_path, backbone=CALIBRATED.backbone | {"expert": "bf16"})
+    assert message.startswith(
+        "backbone.expert: must be one of the module groups attention, linear_attention, dense_mlp"
+    )
+    assert message.endswith("got 'expert'. Did you mean experts?")
+    assert refusal(tmp_path, mtp={"atention": "bf16"}).endswith("got 'atention'. Did you mean attention?")
+
+
+def test_calibration_that_is_needed(tmp_path):
+    message = refusal(tmp_path, calibration=None)
+    assert "calibration must be given for NVFP4; got null." in message
+    assert "NVFP4A16" in message
+
+
+def test_calibration_that_is_not_needed(tmp_path):
+    message = refusal(tmp_path, backbone=CALIBRATED.backbone | {"experts": "NVFP4A16"})
+    assert "calibration must be null where no scheme needs it; got a dataset" in message
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "", "summary: one: two"])
+def test_a_file_that_is_no_mapping(tmp_path, text):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(path)
+    assert "a recipe is a YAML mapping; got " in message_of(caught, f"{path}: ")
+
+
+def test_a_model_name_means_its_default_recipe():
+    recipe, text = find_recipe("dsv4-flash")
+    assert (recipe.name, recipe.default) == ("dsv4-flash.nvfp4-fp8", True)
+    assert yaml.safe_load(text)["variant"] == "nvfp4-fp8"
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme"),
+    [("glm-4.7", "w4a16-fp8"), ("glm-4.7.w4a16-fp8", None), ("glm-4.7.nvfp4-fp8", "w4a16-fp8")],
+)
+def test_ways_to_ask_for_a_variant(model, scheme):
+    assert find_recipe(model, scheme=scheme)[0].name == "glm-4.7.w4a16-fp8"
+
+
+def test_a_recipe_file_of_ones_own(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(CALIBRATED.model_dump(mode="json") | {"model": "mine", "variant": "new"}))
+    recipe, text = find_recipe(str(path))
+    assert (recipe.name, text) == ("mine.new", path.read_text())
+    with pytest.raises(RecipeError, match=r"a recipe file must exist; got nowhere\.yaml"):
+        find_recipe("nowhere.yaml")
+
+
+def test_scheme_on_the_command_line_replaces_every_quantized_group_and_no_other():
+    kept, changed = find_recipe("qwen3.5-397b")[0], find_recipe("qwen3.5-397b", scheme="W8A16")[0]
+    assert kept.backbone["linear_attention"] == changed.backbone["linear_attention"] == "bf16"
+    assert {word for group, word in changed.backbone.items() if group != "linear_attention"} == {"W8A16"}
+    assert (changed.mtp, changed.name) == (kept.mtp, "qwen3.5-397b.w8a16")
+
+
+def test_data_free_scheme_on_the_command_line_drops_calibration():
+    assert find_recipe("glm-4.7.nvfp4-fp8", scheme="W4A16")[0].calibration is None
+    assert find_recipe("glm-4.7.nvfp4-fp8", scheme="NVFP4")[0].calibration == CALIBRATED.calibration
+
+
+def test_mtp_on_the_command_line():
+    recipe, _ = find_recipe("glm-4.7", mtp="FP8_DYNAMIC")
+    assert (recipe.mtp, recipe.name) == ("FP8_DYNAMIC", "glm-4.7.nvfp4a16-fp8-mtp-fp8-dynamic")
+    with pytest.raises(RecipeError) as caught:
+        find_recipe("glm-4.7", mtp="fp8_dynamic")
+    assert message_of(caught).endswith("Did you mean FP8_DYNAMIC?")
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme", "says"),
+    [
+        ("dsv4-flsh", None, "Did you mean dsv4-flash?"),
+        ("glm-4.7", "nvfp5", "a variant of glm-4.7 (fp8-dynamic, nvfp4-fp8, nvfp4a16-fp8, w4a16-fp8) or a scheme"),
+        ("mimo-7b", "NVFP4", "calibration must be given for NVFP4"),
+    ],
+)  # fmt: skip
+def test_command_lines_that_are_refused(model, scheme, says):
+    with pytest.raises(RecipeError) as caught:
+        find_recipe(model, scheme=scheme)
+    assert says in message_of(caught)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipe_is_named_like_its_file(name):
+    recipe, _ = find_recipe(name)
+    assert recipe.name == name
+    assert len(recipe.summary) <= 110 and not recipe.summary.endswith(".")
+    assert ("no calibration" in recipe.summary) <= (recipe.calibration is None)
+
+
+def test_every_model_has_one_default_and_one_data_free_recipe():
+    recipes = [read_recipe(path) for path in recipe_files()]
+    for model in {recipe.model for recipe in recipes}:
+        variants = [recipe for recipe in recipes if recipe.model == model]
+        assert [recipe.default for recipe in variants].count(True) == 1, model
+        assert any(not recipe.calibrated_schemes() for recipe in variants), model
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "nvfp4-" in name])
+def test_the_data_free_alternative_exists_and_is_the_nearest(name):
+    recipe, _ = find_recipe(name)
+    other, _ = find_recipe(recipe.model, scheme=data_free_alternative(recipe))
+    assert not other.calibrated_schemes()
+    assert other.backbone == {
+        group: SCHEMES[w].data_free or w if w in SCHEMES else w for group, w in recipe.backbone.items()
+    }
+    assert other.mtp == recipe.mtp
+
+
+def test_the_data_free_alternative_where_no_recipe_is_one():
+    recipe = CALIBRATED.model_copy(update={"model": "of-my-own"})
+    assert data_free_alternative(recipe) == "NVFP4A16"
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if not name.startswith("tiny-")])
+def test_shipped_recipe_fits_its_model(name, tmp_path):
+    """At the model's true widths: every group is decided, every scheme fits, every fused module agrees."""
+    recipe, _ = find_recipe(name)
+    plan = make_plan(
+        recipe, open_source(checkpoints.write_checkpoint(tmp_path, *checkpoints.thin_layout(recipe.model)))
+    )
+    assert_takes_effect(plan)
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("tiny-")])
+def test_shipped_recipe_fits_the_model_beside_it(name):
+    recipe, _ = find_recipe(name)
+    folder = Path(__file__).parent.parent / recipe.source
+    if not (folder / "config.json").is_file():
+        pytest.skip(f"{recipe.source} is not in this checkout")
+    assert_takes_effect(make_plan(recipe, open_source(folder)))
+
+
+def assert_takes_effect(plan: Plan) -> None:
+    schemes = {tensor.scheme for tensor in plan.tensors} - {""}
+    assert schemes >= plan.recipe.decisions() & SCHEMES.keys(), "a scheme of the recipe is used nowhere"
+    if plan.recipe.calibrated_schemes():
+        with pytest.raises(
+            RecipeError, match=f"got {', '.join(plan.recipe.calibrated_schemes())}, which needs batches"
+        ):
+            refuse_calibration(plan)
+    else:
+        refuse_calibration(plan)
+    matrices = [tensor for tensor in plan.tensors if tensor.part == "mtp" and len(tensor.shape) == 2]
+    forms = {tensor.scheme for tensor in matrices}
+    if plan.recipe.mtp == "bf16":
+        assert forms == {""}
+    assert {"glue", "attention"} <= {tensor.role for tensor in matrices}
+
+
+# --- Recipes that do not fit the model they are for -------------------------------------------------------------------
+
+
+def planned(tmp_path: Path, **changes) -> Plan:
+    raw = find_recipe("glm-4.7")[0].model_dump() | changes
+    source = tmp_path / "source"
+    if not source.exists():
+        checkpoints.write_checkpoint(source, *checkpoints.source_layout("glm-4.7", size="tiny"))
+    return make_plan(Recipe.model_validate(raw), open_source(source))
+
+
+def refused_plan(tmp_path: Path, **changes) -> str:
+    with pytest.raises(RecipeError) as caught:
+        planned(tmp_path, **changes)
+    return message_of(caught, "glm-4.7.nvfp4a16-fp8")
+
+
+BACKBONE = {"attention": "bf16", "dense_mlp": "bf16", "shared_experts": "bf16", "experts": "W4A16"}
+
+
+def test_group_without_a_decision(tmp_path):
+    without = {group: word for group, word in BACKBONE.items() if group != "shared_experts"}
+    assert "backbone must say what happens to shared_experts; got nothing" in refused_plan(tmp_path, backbone=without)
+    assert "mtp must say what happens to attention; got nothing" in refused_plan(tmp_path, mtp={"experts": "bf16"})
+
+
+def test_group_without_a_module(tmp_path):
+    backbone = BACKBONE | {"linear_attention": "bf16"}
+    message = refused_plan(tmp_path, backbone=backbone)
+    assert "backbone group linear_attention must match a module of the model; got no match" in message
+    mtp = BACKBONE | {"experts": "bf16"}
+    assert "mtp group dense_mlp must match a module" in refused_plan(tmp_path, mtp=mtp)
+
+
+@pytest.mark.parametrize("key", ["overrides", "keep"])
+def test_pattern_that_matches_nothing(tmp_path, key):
+    pattern = r"re:model\.layers\.77\..*"
+    value = ({"modules": pattern, "scheme": "bf16"},) if key == "overrides" else (pattern,)
+    assert f"pattern {pattern!r} must match a module of the model; got no match" in refused_plan(
+        tmp_path, **{key: value}
+    )
+
+
+def test_pattern_matches_whole_names_only(tmp_path):
+    """`model.layers.1` as a prefix is how other tools hit layers 10 to 19."""
+    overrides = ({"modules": "model.layers.1.self_attn", "scheme": "bf16"},)
+    assert "got no match" in refused_plan(tmp_path, overrides=overrides)
+
+
+def test_override_takes_effect_on_what_it_names(tmp_path):
+    overrides = ({"modules": r"re:model\.layers\.1\.mlp\.experts\..*", "scheme": "W8A16"},)
+    plan = planned(tmp_path, overrides=overrides)
+    by_layer = {tensor.layer: tensor.scheme for tensor in plan.tensors if tensor.role == "experts"}
+    assert by_layer == {1: "W8A16", 2: "NVFP4A16", 3: ""}
+
+
+def test_fused_modules_must_agree(tmp_path):
+    overrides = ({"modules": "model.layers.1.self_attn.q_proj", "scheme": "bf16"},)
+    message = refused_plan(tmp_path, overrides=overrides)
+    assert "model.layers.1.self_attn.qkv_proj, so they need one scheme; got " in message
+
+
+def test_family_of_another_model(tmp_path):
+    assert "family must be that of" in refused_plan(tmp_path, family="deepseek_v3")
+
+
+def test_mtp_by_groups(tmp_path):
+    plan = planned(tmp_path, mtp={"attention": "FP8_DYNAMIC", "shared_experts": "bf16", "experts": "NVFP4A16"})
+    schemes = {t.role: t.scheme for t in plan.tensors if t.part == "mtp" and len(t.shape) == 2}
+    assert schemes == {
+        "attention": "FP8_DYNAMIC", "shared_experts": "", "experts": "NVFP4A16", "router": "", "glue": "",
+        "embedding": "", "head": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "backbone", "says"),
+    [
+        ("glm-4.5-air", {"dense_mlp": "W4A16"}, "W4A16 needs K divisible by 128; got K=10944 in model.layers.0"),
+        ("glm-4.5-air", {"dense_mlp": "FP8_BLOCK"}, "needs N divisible by 128 where modules are fused; got N=10944"),
+    ],
+)  # fmt: skip
+def test_widths_a_scheme_cannot_take(model, backbone, says, tmp_path):
+    """GLM-4.5-Air's dense layer is 10944 wide: 85.5 blocks of 128."""
+    recipe = find_recipe(model)[0]
+    recipe = recipe.model_copy(update={"backbone": recipe.backbone | backbone})
+    source = open_source(checkpoints.write_checkpoint(tmp_path, *checkpoints.thin_layout(model)))
+    with pytest.raises(RecipeError) as caught:
+        make_plan(recipe, source)
+    assert says in message_of(caught)
+
+
+def test_the_narrow_last_shard_may_end_in_a_part_block(tmp_path):
+    """kv_a_proj_with_mqa is 576 wide and the last of its fused module, which vLLM's block check allows."""
+    recipe = find_recipe("glm-5", scheme="fp8-block")[0]
+    plan = make_plan(recipe, open_source(checkpoints.write_checkpoint(tmp_path, *checkpoints.thin_layout("glm-5"))))
+    shapes = {t.name: t.outputs[1].shape for t in plan.tensors if "kv_a_proj_with_mqa" in t.name and t.scheme}
+    assert set(shapes.values()) == {(5, 48)}

@@ -1,0 +1,68 @@
+"""MXFP4 re-encoded as NVFP4 keeps every value, by compressed-tensors' own reading; rounding it again would not."""
+
+import pytest
+import torch
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from keepmtp.quantize import dequantize
+from keepmtp.quantize.pack import pack
+from keepmtp.quantize.reencode import mxfp4_as_nvfp4
+from keepmtp.recipes.schemes import SCHEMES
+
+
+def member(seed: int, low: int, high: int, rows: int = 32, columns: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, generator=generator)
+    exponents = torch.randint(low, high + 1, (rows, columns // 32), generator=generator)
+    return packed, (exponents + 127).to(torch.uint8)
+
+
+def value_of(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """MXFP4's value in float64, from compressed-tensors' code table."""
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    codes = unpack_fp4_from_uint8(packed, rows, columns, torch.float64)
+    return codes * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-9, -5), (-17, 0), (-120, -110), (3, 20), (100, 117)])
+def test_values_are_kept_exactly(low, high):
+    members = [member(0, low, high), member(1, low, high, rows=16)]
+    packed = mxfp4_as_nvfp4(members)
+    assert packed is not None
+    assert torch.equal(packed[0]["weight_global_scale"], packed[1]["weight_global_scale"])
+    for (codes, scale), tensors in zip(members, packed, strict=True):
+        for spec in SCHEMES["NVFP4A16"].tensors(codes.shape[0], codes.shape[1] * 2):
+            assert tuple(tensors[spec.suffix].shape) == spec.shape
+        again = unpack_fp4_from_uint8(tensors["weight_packed"], codes.shape[0], codes.shape[1] * 2, torch.float64)
+        local = tensors["weight_scale"].double().repeat_interleave(16, 1)
+        assert torch.equal(again * local / tensors["weight_global_scale"].double(), value_of(codes, scale))
+
+
+def test_rounding_again_would_lose_values():
+    """What this module is for: packing the dequantized weight changes a good part of the values."""
+    codes, scale = member(2, -9, -5)
+    weight = dequantize.mxfp4(codes, scale)
+    (tensors,) = pack(SCHEMES["NVFP4A16"], [weight])
+    rounded = dequantize.nvfp4(tensors["weight_packed"], tensors["weight_scale"], tensors["weight_global_scale"],
+                               divisor=True)  # fmt: skip
+    assert (rounded != weight).float().mean() > 0.05
+
+
+def test_zero_blocks_do_not_widen_the_range():
+    codes, scale = member(3, -9, -5)
+    codes[:, :16] = 0x80  # 32 zeros, some of them negative
+    scale[:, 0] = 0
+    (tensors,) = mxfp4_as_nvfp4([(codes, scale)]) or [{}]
+    local = tensors["weight_scale"].float()
+    assert torch.isfinite(local).all() and (local > 0).all()
+
+
+def test_too_wide_a_range_is_left_to_rounding():
+    codes, scale = member(4, -9, -5)
+    codes[0, 0], scale[0, 0] = 0x77, 127 - 40
+    assert mxfp4_as_nvfp4([(codes, scale)]) is None
+
+
+def test_all_zero_weight():
+    codes, scale = torch.zeros(4, 32, dtype=torch.uint8), torch.full((4, 2), 127, dtype=torch.uint8)
+    (tensors,) = mxfp4_as_nvfp4([(codes, scale)]) or [{}]
+    assert torch.isfinite(tensors["weight_scale"].float()).all() and not tensors["weight_packed"].any()

@@ -1,0 +1,135 @@
+"""The static check: silent on good checkpoints, and each broken one caught by its rule, with the culprit's name."""
+
+import json
+import time
+
+import checkpoints
+import pytest
+from broken import BROKEN, GOOD, Case, as_source, modelopt, ours, planned, released, write
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.validate.static import RULES, check, check_source
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_checkpoints_pass_without_a_word(name, tmp_path):
+    report = check(write(tmp_path / "checkpoint", GOOD[name]()))
+    assert report.findings == ()
+    assert report.ok
+
+
+@pytest.mark.parametrize("mtp", ["bf16", "source", "as backbone"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("model", checkpoints.MODELS)
+def test_whatever_keepmtp_writes_passes_without_a_word(model, scheme, mtp, tmp_path):
+    policy = scheme if mtp == "as backbone" else mtp
+    checkpoint = ours(model, scheme, policy)
+    report = check_source(as_source(checkpoint, tmp_path), source=as_source(released(model), tmp_path))
+    assert report.findings == ()
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.name)
+def test_broken_checkpoints_are_caught(case: Case, tmp_path):
+    checkpoint = GOOD[case.base]()
+    case.breaks(checkpoint)
+    report = check(write(tmp_path / "checkpoint", checkpoint))
+    hits = [
+        finding for finding in report.findings
+        if (finding.rule, finding.severity) == (case.rule, case.severity) and case.where in finding.where
+    ]  # fmt: skip
+    assert hits, report.findings
+    assert any(case.says in finding.says for finding in hits), hits
+    assert case.severity == "warning" or not report.ok
+    assert all(finding.says and finding.cure and finding.where for finding in report.findings)
+
+
+def test_every_rule_has_a_broken_checkpoint():
+    names = {case.rule for case in BROKEN}
+    assert names >= {
+        "alias", "config", "config-group", "dialect", "draft-head", "entry-unmatched", "experts", "extras", "family",
+        "files", "form", "fused-uniform", "glue", "index-size", "kv-scales", "layer-incomplete", "layer-missing",
+        "mtp-incomplete", "mtp-missing", "mtp-not-promised", "mtp-prefix", "scale-dtype", "shapes", "two-configs",
+        "unindexed", "unknown-tensor",
+    }  # fmt: skip
+    assert all(rule.__doc__ for rule in RULES)
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "says"),
+    [
+        (lambda c: c.retype(r"mtp\.0\.hc_attn_fn", "BF16"), "mtp.0.hc_attn_fn", "in the source F32"),
+        (lambda c: c.retype(r"mtp\.0\.attn_norm\.weight", shape=lambda n: (n + 1,)), "mtp.0.attn_norm.weight", "512"),
+        (lambda c: c.take(r"mtp\.0\.ffn\.gate\.bias"), "mtp.0.ffn.gate.bias", "source's MTP block"),
+        (lambda c: c.take(r"mtp\.0\.attn\.wq_b\.weight"), "mtp.0.attn.wq_b.weight", "source's MTP block"),
+    ],
+    ids=["E4 float32 lost", "E8 another shape", "C3 parameter lost", "C3 weight lost"],
+)
+def test_the_mtp_block_is_compared_with_the_source(change, where, says, tmp_path):
+    checkpoint = ours("dsv4-flash", "W4A16")
+    change(checkpoint)
+    source = as_source(released("dsv4-flash"), tmp_path)
+    report = check(write(tmp_path / "checkpoint", checkpoint), source=source)
+    assert [f for f in report.findings if f.rule == "source" and where in f.where and says in f.says], report.findings
+
+
+def test_one_cause_is_one_finding(tmp_path):
+    checkpoint = GOOD["next nvfp4"]()
+    checkpoint.quantization["ignore"] = [e for e in checkpoint.quantization["ignore"] if ".experts." not in e]
+    report = check(write(tmp_path / "checkpoint", checkpoint))
+    assert [(f.rule, f.where, f.count) for f in report.findings] == [
+        ("form", "mtp.layers.0.mlp.experts.0.gate_proj.weight", 12)
+    ]
+    assert "re:^mtp\\.layers\\.0\\." in report.findings[0].cure
+
+
+def test_report_as_json(tmp_path):
+    checkpoint = GOOD["glm fp8"]()
+    checkpoint.take(r"model\.layers\.3\.hnorm\.weight")
+    report = json.loads(json.dumps(check(write(tmp_path / "checkpoint", checkpoint)).as_dict()))
+    assert (report["ok"], report["path"]) == (False, str(tmp_path / "checkpoint"))
+    assert {"severity", "where", "says", "cure", "rule"} <= report["findings"][0].keys()
+    assert report["facts"]["num_mtp_layers"] == 1
+    assert report["facts"]["dialect"] == "compressed-tensors"
+
+
+def test_nothing_there_is_a_finding(tmp_path):
+    report = check(tmp_path)
+    assert [f.rule for f in report.findings] == ["files"]
+    assert "config.json" in report.findings[0].says
+
+
+def test_hf_quant_config_counts_where_config_json_has_none(tmp_path):
+    checkpoint = modelopt("glm-4.7")
+    said = checkpoint.config.pop("quantization_config")
+    checkpoint.json_files["hf_quant_config.json"] = {
+        "producer": said["producer"],
+        "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": said["ignore"],
+                         "kv_cache_quant_algo": None},
+    }  # fmt: skip
+    report = check(write(tmp_path / "checkpoint", checkpoint))
+    assert (report.findings, report.facts.dialect) == ((), "modelopt")
+
+
+@pytest.mark.parametrize("changes", [{"q_lora_rank": None}], ids=["no q_lora_rank"])
+def test_layouts_that_depend_on_the_config(changes, tmp_path):
+    checkpoint = released("deepseek-r1")
+    checkpoint.config.update(changes)
+    for layer in range(4):
+        stem = f"model.layers.{layer}.self_attn"
+        checkpoint.take(rf"{stem}\.(q_a_proj|q_a_layernorm)\..*")
+        checkpoint.rename(rf"({stem}\.)q_b_proj(\..*)", r"\1q_proj\2")
+    assert check(write(tmp_path / "checkpoint", checkpoint)).findings == ()
+
+
+def test_full_size_is_checked_in_seconds(tmp_path):
+    try:
+        checkpoint = ours("dsv4-flash", "NVFP4", size="full")
+    except RecipeError as error:
+        pytest.skip(str(error))
+    source = as_source(checkpoint, tmp_path)
+    assert len(source.entries) > 130_000
+    start = time.monotonic()
+    assert check_source(source).findings == ()
+    # 5 s on one shared core of 2024; the bound leaves room for a busy machine.
+    assert time.monotonic() - start < 30
+    planned.cache_clear()

@@ -1,0 +1,192 @@
+"""Rules on the JSON files around the weights: config.json, its quantization config, the index.
+
+In: an `Evidence`. Out: findings. Sources as in rules_forms.py.
+
+Easy to get wrong: an entry that matches nothing is not an error to vLLM. It only shows by what is built in its place,
+which rules_forms.py judges; the findings here say which entry to look at.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ..recipes.family import HFName, VLLMName
+from .dialects import Entry, Fp8, ModelOpt, Unknown, quantization_of, read_dialect
+from .evidence import HF_QUANT_CONFIG, Evidence
+from .findings import Finding
+
+# Keys that vLLM's classes subscript without a default.
+_NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"deepseek_v4": ("compress_ratios", "num_hash_layers")})
+_SIZE_TOLERANCE = 0.01
+
+
+def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
+    """Targets and ignore entries reach a runtime module: R2; F11, F17, F27, F34; G6, H1.
+
+    Entries in names on disk are the usual mistake. One is reported if the modules it means to leave alone are built
+    quantized for all that; a second, right entry beside it silences this.
+    """
+    if isinstance(evidence.dialect, Unknown):
+        return
+    runtime, disk = evidence.known_names
+    quantized = {module.name for module in evidence.modules if module.resolution.built.form != "plain"}
+    for entry in evidence.dialect.entries:
+        if _reaches(evidence, entry, disk if entry.by_disk else runtime):
+            continue
+        meant = _meant(evidence, entry, disk)
+        missed = next((module for module in meant if evidence.runtime_of(evidence.placed[module]) in quantized), None)
+        if entry.where in ("targets", "quantized_layers"):
+            if not _is_class_name(entry):
+                yield Finding(
+                    rule="entry-unmatched", severity="warning", where=entry.written,
+                    says=f"({entry.where}) matches no module of vLLM's" + (
+                        f": {meant[0]} is {evidence.runtime_of(evidence.placed[meant[0]])} there" if meant else ""),
+                    cure="Write vLLM's name, or remove the entry", cause=f"target {bool(meant)}",
+                )  # fmt: skip
+        elif missed is not None:
+            yield Finding(
+                rule="entry-unmatched", severity="warning", where=entry.written,
+                says=f"({entry.where}) is a name on disk: vLLM calls {missed} "
+                     f"{evidence.runtime_of(evidence.placed[missed])} and builds it quantized all the same",
+                cure="Write vLLM's name", cause="ignore by name on disk",
+            )  # fmt: skip
+        elif not meant and _speaks_of_mtp(evidence, entry):
+            yield Finding(
+                rule="entry-unmatched", severity="warning", where=entry.written,
+                says=f"({entry.where}) speaks of the MTP block but matches nothing, neither in vLLM nor on disk",
+                cure="Write vLLM's name, or remove the entry", cause="ignore nothing",
+            )  # fmt: skip
+
+
+def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
+    """config.json and hf_quant_config.json say the same: R5; M11."""
+    given, other = quantization_of(evidence.source.config), evidence.hf_quant_config
+    if given is None or other is None:
+        return
+    where = f"{HF_QUANT_CONFIG}: quantization"
+    second = read_dialect(_without_quantization(evidence.source.config), other)
+    first = evidence.dialect
+    if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
+        if first.name != second.name:
+            yield Finding(
+                rule="two-configs", severity="warning", where=where,
+                says=f"is {second.name}, config.json's quantization_config is {first.name}: vLLM reads config.json, "
+                     "other engines may read this one",
+                cure=f"Remove {HF_QUANT_CONFIG}",
+            )  # fmt: skip
+        return
+    if first.algorithm != second.algorithm:
+        yield Finding(
+            rule="two-configs", severity="error", where=f"{where}.quant_algo",
+            says=f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads config.json, other engines read "
+                 "this one",
+            cure="Make both say what is on disk",
+        )  # fmt: skip
+    for entry in sorted(set(first.exclude) ^ set(second.exclude)):
+        yield Finding(
+            rule="two-configs", severity="warning", where=entry,
+            says="is excluded in only one of config.json and hf_quant_config.json: vLLM reads config.json, other "
+                 "engines read the other",
+            cure="Make both lists equal",
+        )  # fmt: skip
+
+
+def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
+    """Keys that a class of vLLM needs, in the length it needs: E5, E6."""
+    view = evidence.view
+    for key in _NEEDED.get(view.family.model_type, ()):
+        if view.text_config.get(key) is None:
+            yield Finding(
+                rule="config", severity="error", where=f"config.json: {key}",
+                says=f"is missing: vLLM raises AttributeError: object has no attribute '{key}'",
+                cure="Start from the original release's config.json and only add quantization_config",
+            )  # fmt: skip
+    layer_types = view.text_config.get("layer_types")
+    if isinstance(layer_types, list) and len(layer_types) != view.num_layers:
+        yield Finding(
+            rule="config", severity="error", where="config.json: layer_types",
+            says=f"has {len(layer_types)} entries for num_hidden_layers={view.num_layers}: loading the config fails",
+            cure="Cut it to the decoder layers; MTP layers are not counted",
+        )  # fmt: skip
+    ratios = view.text_config.get("compress_ratios")
+    if isinstance(ratios, list) and len(ratios) < view.num_layers:
+        yield Finding(
+            rule="config", severity="error", where="config.json: compress_ratios",
+            says=f"has {len(ratios)} entries for num_hidden_layers={view.num_layers}: vLLM raises IndexError",
+            cure="Take compress_ratios from the original release's config.json",
+        )  # fmt: skip
+
+
+def extras_are_present(evidence: Evidence) -> Iterator[Finding]:
+    """Keys that a family's runtime wants inside quantization_config, DeepSeek-V4's scale_fmt: F4 (#43288); M12."""
+    quantization = quantization_of(evidence.source.config)
+    for key, value in evidence.view.family.config_extras.items():
+        if quantization is not None and key not in quantization:
+            yield Finding(
+                rule="extras", severity="warning", where=f"config.json: quantization_config.{key}",
+                says="is missing: older vLLM raises KeyError, 0.32 picks another scale format for its FP8 kernels",
+                cure=f"Set it to {value!r}",
+            )  # fmt: skip
+
+
+def index_size_is_sane(evidence: Evidence) -> Iterator[Finding]:
+    """The index' total_size is that of the tensors: R6; an index merged by hand tells by it."""
+    metadata = (evidence.index or {}).get("metadata") or {}
+    total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    if not isinstance(total, int | float) or not total:
+        return
+    have = sum(entry.num_bytes for entry in evidence.source.entries.values())
+    if abs(total - have) > _SIZE_TOLERANCE * have:
+        yield Finding(
+            rule="index-size", severity="warning", where="model.safetensors.index.json: metadata.total_size",
+            says=f"is {int(total)}, the tensors have {have} bytes: loaders that plan memory by it go wrong, and a file "
+                 "may have been replaced after the index was written",
+            cure="Write the index again from the files",
+        )  # fmt: skip
+
+
+RULES = (
+    entries_match_a_module,
+    quantization_configs_agree,
+    config_has_what_vllm_reads,
+    extras_are_present,
+    index_size_is_sane,
+)
+
+
+def _reaches(evidence: Evidence, entry: Entry, names: frozenset[str]) -> bool:
+    if any(word in names for word in entry.read):
+        return True
+    return _is_pattern(evidence, entry) and any(evidence.dialect.covers(entry, VLLMName(name)) for name in names)
+
+
+def _meant(evidence: Evidence, entry: Entry, disk: frozenset[str]) -> list[HFName]:
+    """Modules on disk that the entry as written names."""
+    as_written = Entry(where=entry.where, written=entry.written, read=(entry.written,))
+    if not _is_pattern(evidence, entry):
+        names = [entry.written] if HFName(entry.written) in evidence.placed else []
+    else:
+        names = [name for name in disk if evidence.dialect.covers(as_written, VLLMName(name))]
+    return sorted(HFName(name) for name in names if HFName(name) in evidence.placed)
+
+
+def _is_pattern(evidence: Evidence, entry: Entry) -> bool:
+    """Whether matching takes more than comparing whole names."""
+    return entry.written.startswith("re:") or isinstance(evidence.dialect, ModelOpt | Fp8)
+
+
+def _is_class_name(entry: Entry) -> bool:
+    return re.fullmatch(r"\w+", entry.written) is not None
+
+
+def _speaks_of_mtp(evidence: Evidence, entry: Entry) -> bool:
+    words = entry.written.replace("\\", "")
+    return "mtp" in words or "nextn" in words or evidence.view.mtp_stem(0).rstrip(".") in words
+
+
+def _without_quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text_config = {key: value for key, value in (config.get("text_config") or {}).items()
+                   if key != "quantization_config"}  # fmt: skip
+    kept = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    return kept | ({"text_config": text_config} if text_config else {})

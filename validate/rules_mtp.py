@@ -1,0 +1,306 @@
+"""Rules on the MTP block: is it promised, is it there, is it whole, and will the draft's loader find it.
+
+In: an `Evidence`. Out: findings. Sources as in rules_forms.py.
+
+Easy to get wrong: what a block needs. No list of modules per family is kept here: an MTP layer is compared with the
+decoder layers of the same checkpoint, mixer and feed-forward part apart, and must have all that some decoder layer has.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from ..quantize.stored import KV_SCALE_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
+from ..recipes.family import HFName, Part, Place
+from .dialects import Fp8, Unknown
+from .evidence import Evidence
+from .findings import Finding
+
+# Draft classes of vLLM 0.32 that refuse a checkpoint without the MTP layer's weights; the others load nothing.
+_REFUSES_MISSING = ("deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa")
+# Draft classes that know the KV cache's scales (maybe_remap_kv_scale_name).
+_TAKES_KV_SCALES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
+_NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+_NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
+_RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
+_OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
+_GET_IT = "Copy the MTP block from the original release (`keepmtp graft`), or quantize again with keepmtp"
+_FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
+
+
+def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
+    """config.json's count of MTP layers and the tensors agree: R1; F1-F6, F8-F10; C1; M4, M7, M9."""
+    view, promised, found = evidence.view, evidence.promised, evidence.found
+    where = f"config.json: {view.mtp_count_key}"
+    elsewhere = _unindexed_layers(evidence) | ({0} if _nested(evidence) else set())
+    for index in range(promised):
+        if index not in found and index not in elsewhere:
+            refuses = view.family.model_type in _REFUSES_MISSING
+            yield Finding(
+                rule="mtp-missing", severity="error", where=f"{view.mtp_stem(index)}*",
+                says=f"{view.mtp_count_key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
+                     + ("vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'" if refuses
+                        else "quantized, vLLM loads this without a word and drafts from uninitialised memory"),
+                cure=_GET_IT,
+            )  # fmt: skip
+    extra = sorted(index for index in found if index >= promised)
+    if extra and promised == 0:
+        missing_key = all(key not in holder for holder in (view.text_config, view.config)
+                          for key in view.family.mtp_count_keys)  # fmt: skip
+        says = "AttributeError" if missing_key and view.family.model_type == "deepseek_v4" else "ZeroDivisionError"
+        yield Finding(
+            rule="mtp-not-promised", severity="error", where=where,
+            says=f"is {'missing' if missing_key else 0}, but {view.mtp_stem(extra[0])}* exists: with method=mtp vLLM "
+                 f"raises {says}",
+            cure=f"Set {view.mtp_count_key} to {len(extra)}",
+        )  # fmt: skip
+    elif extra:
+        inline = view.layout.mtp is None
+        yield Finding(
+            rule="mtp-not-promised", severity="error", where=f"{view.mtp_stem(extra[0])}*",
+            says=f"exists beyond {view.mtp_count_key}={promised}" + (
+                f" and num_hidden_layers={view.num_layers}: the target model itself fails to load it" if inline
+                else ": the draft's loader meets a name it does not know and raises"),
+            cure=f"Correct {view.mtp_count_key}, or num_hidden_layers, to what the files hold",
+        )  # fmt: skip
+    if promised == 0 and not extra:
+        yield Finding(
+            rule="mtp-missing", severity="error", where=where,
+            says="no MTP block is promised and none is there: method=mtp has nothing to draft with", cure=_GET_IT,
+        )  # fmt: skip
+
+
+def mtp_file_is_indexed(evidence: Evidence) -> Iterator[Finding]:
+    """Files that the index does not list are not read: R6; F4, F9."""
+    for entry in evidence.source.unindexed.values():
+        is_mtp = evidence.is_mtp_name(entry.name)
+        yield Finding(
+            rule="unindexed", severity="error" if is_mtp else "warning", where=entry.name,
+            says=f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM does not read it"
+                 + (", so the draft is missing" if is_mtp else ""),
+            cure=f"Add the tensors of {entry.file} to the index" + ("" if is_mtp else ", or remove the file"),
+            cause=f"{is_mtp} {entry.file}",
+        )  # fmt: skip
+
+
+def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Finding]:
+    """Each MTP layer has the modules that join embedding and hidden state, and their norms: R1; F2; M1."""
+    view = evidence.view
+    layers = [index for index in range(evidence.promised) if index in evidence.found]
+    own = [row.path for row in view.family.mtp_block if row.role in ("glue", "norm", "state")]
+    names = [view.mtp_stem(index) + path for index in layers for path in own]
+    names += [row.path for row in view.layout.mtp_top if row.role in ("glue", "norm")] if layers else []
+    present = evidence.placed
+    for name in names:
+        if HFName(name) not in present:
+            yield Finding(
+                rule="mtp-incomplete", severity="error", where=name,
+                says="the MTP block cannot work without it, and it is in no indexed file: vLLM leaves it uninitialised "
+                     "in silence, the draft guesses",
+                cure=_GET_IT, cause=name,
+            )  # fmt: skip
+
+
+def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
+    """Every layer has what its like have: projections, biases, norms, router: R1; E2, E7, E8; M1, M2, M8."""
+    parts = _layer_parts(evidence)
+    view = evidence.view
+    for index in range(view.num_layers):
+        if ("backbone", index) not in parts:
+            yield Finding(
+                rule="layer-missing", severity="error", where=f"{view.disk_stem('backbone', index)}*",
+                says=f"num_hidden_layers={view.num_layers} promises this layer, but no file has a tensor of it",
+                cure="Download or quantize the checkpoint again",
+            )  # fmt: skip
+    for half in ("mixer", "ffn"):
+        models = {halves[half] for (part, _), halves in parts.items() if part == "backbone" and halves[half]}
+        for (part, index), halves in parts.items():
+            gap = _gap(halves[half], models, is_backbone=part == "backbone")
+            for path in sorted(gap):
+                leaf = "" if path.endswith((".bias", "e_score_correction_bias", "tid2eid")) else ".weight*"
+                yield Finding(
+                    rule="mtp-incomplete" if part == "mtp" else "layer-incomplete", severity="error",
+                    where=view.disk_stem(part, index) + path.replace("{e}", "0") + leaf,
+                    says="is missing, though the decoder layers of this checkpoint have it: quantized, vLLM leaves the "
+                         "parameter uninitialised in silence",
+                    cure=_GET_IT if part == "mtp" else "Quantize the checkpoint again",
+                    cause=f"{part} {index} {half}",
+                )  # fmt: skip
+
+
+def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
+    """Routed experts 0 to n-1 have all projections, in the backbone and in the MTP layer: E2; M1."""
+    config = evidence.view.text_config
+    expected = next((config[key] for key in _NUM_EXPERTS_KEYS if isinstance(config.get(key), int)), None)
+    if not expected:
+        return
+    for module in evidence.modules:
+        if module.kind != "experts":
+            continue
+        have: dict[str, set[int]] = defaultdict(set)
+        for member in module.members:
+            row = member.place.row
+            if row.stacked:
+                have[row.path] |= set(range(member.weight.shape[0]))
+            elif member.place.expert is not None:
+                have[row.path].add(member.place.expert)
+        for path, experts in have.items():
+            stem = evidence.view.disk_stem(module.part, module.layer or 0)
+            for expert in sorted(set(range(expected)) ^ experts):
+                too_many = expert >= expected
+                yield Finding(
+                    rule="experts", severity="error", where=f"{stem}{path.replace('{e}', str(expert))}",
+                    says=f"exists, but config.json counts {expected} experts: vLLM raises" if too_many else
+                         f"is missing from {expected} experts: vLLM leaves it uninitialised in silence",
+                    cure="Quantize the checkpoint again: shards of some experts were lost",
+                    cause=f"{module.part} {module.layer} {too_many}",
+                )  # fmt: skip
+
+
+def names_are_known(evidence: Evidence) -> Iterator[Finding]:
+    """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
+    family = evidence.view.family.model_type
+    for entry in evidence.others:
+        place = evidence.placed.get(entry.name)
+        leaf = entry.name.rpartition(".")[2] if place is None else place.leaf
+        if _NESTED_MTP.match(entry.name):
+            yield _nested_finding(evidence, entry.name)
+        elif leaf in KV_SCALE_LEAVES or entry.name.endswith("kv_scale"):
+            if evidence.is_mtp_name(entry.name) and family not in _TAKES_KV_SCALES:
+                yield Finding(
+                    rule="kv-scales", severity="error", where=entry.name,
+                    says="is a scale of the KV cache inside the MTP layer, which this draft's loader does not know: "
+                         "vLLM raises KeyError or ValueError",
+                    cure="Remove the KV-cache scales of the MTP layer", cause="kv",
+                )  # fmt: skip
+        elif leaf in SCALE_LEAVES:
+            yield Finding(
+                rule="unknown-tensor", severity="error", where=entry.name,
+                says="is a scale without a weight beside it: vLLM raises, or drops it and leaves the weight "
+                     "uninitialised",
+                cure="Quantize the checkpoint again", cause=f"orphan {leaf}",
+            )  # fmt: skip
+        elif not _RECOMPUTED.search(entry.name) and (place is None or leaf not in _OTHER_LEAVES):
+            yield _unknown(evidence, entry.name)
+    for module, weight in evidence.weights.items():
+        if _NESTED_MTP.match(module):
+            yield _nested_finding(evidence, weight.weight.name)
+        elif module not in evidence.placed or evidence.placed[module].leaf != "weight":
+            yield _unknown(evidence, weight.weight.name)
+
+
+def aliases_are_present(evidence: Evidence) -> Iterator[Finding]:
+    """Copies that older vLLM reads the draft's embedding and head from: R10; E10 (vllm #43456, #43459); M14.
+
+    The original releases lack them too and are served by the classes made for them: no finding there.
+    """
+    if isinstance(evidence.dialect, Fp8) or evidence.dialect.name == "none":
+        return
+    for index in sorted(evidence.found):
+        for alias in evidence.view.family.aliases:
+            name = HFName(evidence.view.mtp_stem(index) + alias.path)
+            if name not in evidence.source.entries:
+                yield Finding(
+                    rule="alias", severity="warning", where=name,
+                    says=f"is missing: {alias.reason}; vLLM 0.32 takes the target's instead",
+                    cure=f"Add a copy of {alias.source}, or require vLLM 0.32", cause=f"alias {index}",
+                )  # fmt: skip
+
+
+def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Finding]:
+    """GPTQ, AWQ, Quark, AutoRound: a plain MTP block must be on the list of what is left alone: R8; F15, F16, F20."""
+    if not isinstance(evidence.dialect, Unknown):
+        return
+    dialect = evidence.dialect
+    yield Finding(
+        rule="dialect", severity="warning", where="config.json: quantization_config",
+        says=f"is {dialect.name}, whose matching keepmtp does not reproduce: stored forms are not judged against it",
+        cure="Use `keepmtp check` without --static-only: the dry load asks vLLM itself",
+    )  # fmt: skip
+    plain = [m for m in evidence.modules if m.part == "mtp" and m.role != "norm" and m.members[0].weight.form == "plain"
+             and m.loads_quantized and m.kind != "head"]  # fmt: skip
+    if plain and not any(dialect.covers(entry, module.name) for module in plain for entry in dialect.entries):
+        yield Finding(
+            rule="dialect", severity="error", where=plain[0].members[0].weight.weight.name,
+            says=f"is plain, and no list of {dialect.name} (modules_to_not_convert, exclude, dynamic) names "
+                 f"{plain[0].name}: vLLM builds the draft quantized, and raises KeyError or a shape mismatch",
+            cure=f"Add {plain[0].name} and its like to that list",
+        )  # fmt: skip
+
+
+RULES = (
+    promised_layers_exist,
+    mtp_file_is_indexed,
+    mtp_glue_is_complete,
+    layers_are_complete,
+    experts_are_complete,
+    names_are_known,
+    aliases_are_present,
+    other_dialects_exclude_mtp,
+)
+
+
+def _unindexed_layers(evidence: Evidence) -> set[int]:
+    return evidence.view.mtp_layers_of(evidence.source.unindexed)
+
+
+def _nested(evidence: Evidence) -> bool:
+    return any(_NESTED_MTP.match(module) for module in evidence.weights)
+
+
+def _nested_finding(evidence: Evidence, name: HFName) -> Finding:
+    return Finding(
+        rule="mtp-prefix", severity="error", where=name,
+        says="carries the vision-language model's prefix, which the draft's loader does not strip: vLLM raises "
+             "'There is no module or parameter named language_model', or skips the block",
+        cure=f"Rename it to start with {evidence.view.mtp_stem(0).partition('layers.')[0] or 'mtp.'}",
+        cause="nested",
+    )  # fmt: skip
+
+
+def _unknown(evidence: Evidence, name: HFName) -> Finding:
+    is_mtp = evidence.is_mtp_name(name)
+    return Finding(
+        rule="unknown-tensor", severity="error" if is_mtp else "warning", where=name,
+        says="has no place in this family: " + (
+            "the draft's loader raises KeyError or ValueError on names it does not know" if is_mtp
+            else "vLLM raises on it unless the model's loader skips unknown names"),
+        cure="Rename it to the original release's name, or remove it",
+        cause=f"{is_mtp} {re.sub(r'[0-9]+', '*', name)}",
+    )  # fmt: skip
+
+
+def _layer_parts(evidence: Evidence) -> Mapping[tuple[Part, int], Mapping[str, frozenset[str]]]:
+    """For each layer what it has, mixer and feed-forward part apart, whatever form it is stored in."""
+    sets: dict[tuple[Part, int], dict[str, set[str]]] = defaultdict(lambda: {"mixer": set(), "ffn": set()})
+    only_mtp = {row.path for row in evidence.view.family.mtp_block}
+    for place in evidence.placed.values():
+        path = place.row.path
+        # Compressors and indexers come and go by layer within one family.
+        if place.layer is None or ".compressor." in path or ".indexer." in path:
+            continue
+        if place.part == "backbone" or path not in only_mtp:
+            half = "ffn" if place.role in _FFN_ROLES else "mixer"
+            sets[place.part, place.layer][half].update(_elements(place))
+    return {key: {half: frozenset(paths) for half, paths in halves.items()} for key, halves in sets.items()}
+
+
+def _elements(place: Place) -> Iterator[str]:
+    if place.row.stacked:
+        parent = place.row.path.rpartition(".")[0]
+        yield from (f"{parent}.{{e}}.{name}" for name in place.row.stacked)
+    elif place.leaf in ("", *WEIGHT_LEAVES):
+        yield place.row.path
+    elif place.leaf in _OTHER_LEAVES:
+        yield f"{place.row.path}.{place.leaf}"
+
+
+def _gap(paths: frozenset[str], models: set[frozenset[str]], *, is_backbone: bool) -> frozenset[str]:
+    """What a layer lacks against the decoder layer most like it; nothing if some decoder layer has no more.
+
+    A decoder layer is its own model: it lacks something only if it has less than another one that has all of it.
+    """
+    if is_backbone:
+        larger = [model for model in models if paths < model]
+        return min(larger, key=len) - paths if larger else frozenset()
+    return min((model - paths for model in models), key=len, default=frozenset())

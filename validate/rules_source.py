@@ -1,0 +1,70 @@
+"""Rules that need the original release beside the checkpoint: what was kept must still be what it was.
+
+In: the evidence of both. Out: findings. Headers only: that kept bytes are equal bytes is the writer's own test.
+
+Easy to get wrong: a kept tensor may change its form honestly (FP8 dequantized to BF16, a scale renamed), but never its
+logical shape, and a float32 tensor never its dtype.
+"""
+
+from collections.abc import Iterator
+
+from ..quantize.stored import FLOATS
+from ..recipes.family import HFName
+from .evidence import Evidence
+from .findings import Finding
+
+
+def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[Finding]:
+    """MTP tensors against the source's: none lost, same shapes, dtypes kept: R13; F24, C3; E4, E8."""
+    for module, theirs in source.weights.items():
+        place = source.placed.get(module)
+        if place is None or place.part != "mtp":
+            continue
+        ours = evidence.weights.get(module)
+        if ours is None:
+            yield Finding(
+                rule="source", severity="error", where=theirs.weight.name,
+                says="is in the source's MTP block and not here: the draft runs without it",
+                cure="Quantize again, or graft the source's MTP block", cause="lost",
+            )  # fmt: skip
+        elif "unknown" not in (ours.form, theirs.form) and ours.shape != theirs.shape:
+            yield Finding(
+                rule="source", severity="error", where=ours.weight.name,
+                says=f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}",
+                cure="Quantize again", cause="shape",
+            )  # fmt: skip
+        elif ours.form == theirs.form == "plain":
+            yield from _dtype(ours.weight.name, ours.weight.dtype, theirs.weight.dtype)
+    for entry in source.others:
+        place = source.placed.get(entry.name)
+        if place is None or place.part != "mtp" or place.row.stacked:
+            continue
+        ours = evidence.source.entries.get(HFName(entry.name))
+        if ours is None:
+            yield Finding(
+                rule="source", severity="error", where=entry.name,
+                says="is in the source's MTP block and not here: the draft runs without it",
+                cure="Quantize again, or graft the source's MTP block", cause="lost",
+            )  # fmt: skip
+        elif ours.shape != entry.shape:
+            yield Finding(
+                rule="source", severity="error", where=ours.name,
+                says=f"has shape {list(ours.shape)}, in the source {list(entry.shape)}", cure="Quantize again",
+                cause="shape",
+            )  # fmt: skip
+        else:
+            yield from _dtype(ours.name, ours.dtype, entry.dtype)
+
+
+RULES = (mtp_is_that_of_the_source,)
+
+
+def _dtype(name: HFName, ours: str, theirs: str) -> Iterator[Finding]:
+    if ours != theirs:
+        narrower = FLOATS.index(ours) <= FLOATS.index(theirs) if {ours, theirs} <= set(FLOATS) else True
+        yield Finding(
+            rule="source", severity="warning", where=name,
+            says=f"is {ours}, in the source {theirs}" + (": digits are lost that the draft was trained with" if narrower
+                                                          else ": twice the size for the same numbers"),
+            cure="Keep the source's dtype", cause=f"{ours} {theirs}",
+        )  # fmt: skip
