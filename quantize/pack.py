@@ -12,7 +12,7 @@ scale). Better arithmetic would be easy and would write other bytes.
 Differences from llm-compressor's model_free_ptq on a CPU, all meant: FP8_BLOCK scales are stored as F32 (same values);
 the global scale spans the fused group we are given; F16 and F32 weights also get BF16 scales where the scheme says
 BF16, and F16 counts as the same values in F32 (NVFP4's global scale overflows F16 for any usual weight). Its CUDA path
-skips the rounding to BF16; this module writes the same bytes on every device.
+(a Triton kernel, read but not run) skips the rounding to BF16; the operations below follow its CPU path on any device.
 
 Source: compressed-tensors 0.19.0 quantization/utils/helpers.py (calculate_qparams, generate_gparam),
 quantization/utils/mxfp_utils.py, quantization/lifecycle/forward_helpers.py (_quantize on CPU) and compressors/*;
@@ -218,14 +218,14 @@ def _store_nibbles(codes: Tensor, packed: Tensor) -> None:
 
 
 def _global_scale(weights: Sequence[Tensor]) -> Tensor:
-    """NVFP4's divisor 448 * 6 / amax over a fused group: [1], F32, and 1.0 where that is not finite.
+    """NVFP4's divisor 448 * 6 / amax over a fused group: [1], F32, and 1.0 where that is not finite (amax near 0).
 
-    Rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype.
+    Rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype, F32 if they differ.
     """
     dtype = torch.bfloat16 if all(weight.dtype == torch.bfloat16 for weight in weights) else torch.float32
     largest = torch.stack([_weight_amax(weight).to(dtype) for weight in weights]).amax()
-    scale = largest.clamp(min=torch.finfo(dtype).tiny).reciprocal() * (_E4M3_MAX * _E2M1_MAX)
-    return scale.nan_to_num(nan=1.0, posinf=1.0).float().reshape(1)
+    scale = largest.reciprocal() * (_E4M3_MAX * _E2M1_MAX)
+    return scale.nan_to_num(posinf=1.0).float().reshape(1)
 
 
 def _weight_amax(weight: Tensor) -> Tensor:
