@@ -76,7 +76,7 @@ $(VENV)/.quantize: $(VENV)/.base
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.quantize
-	$(PIP) install -q -c constraints.txt -e ".[quantize,llmcompressor,test]"
+	$(PIP) install -q -c constraints.txt -e ".[quantize,test]"
 	@touch $@
 
 # vLLM pins other versions than llm-compressor, so it lives apart and is only ever reached as a subprocess. The CPU

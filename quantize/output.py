@@ -127,7 +127,7 @@ def provenance(plan: Plan) -> dict[str, Any]:
         },
         "tensors": counts,
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
-        "versions": {"python": platform.python_version(), **_versions("torch", "numpy", "compressed-tensors")},
+        "versions": {"python": platform.python_version(), **_versions("torch", "numpy")},
     }
 
 

@@ -4,9 +4,13 @@ The prefixes below were recorded by constructing vLLM's draft classes with a qua
 question, or read in their source where they do not build on a CPU. They are spelled out here on purpose.
 """
 
+import json
+import os
 import re
+import subprocess
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import checkpoints
 import pytest
@@ -72,24 +76,34 @@ def test_the_mtp_block_is_all_of_what_is_published(model):
 
 # Billions of parameters, MTP block included, as the model cards and the Hub's counters have them.
 PUBLISHED_BILLIONS = {
-    "dsv4-flash": 290, "dsv4-pro": 1600, "deepseek-r1": 685, "deepseek-v3.1": 685, "deepseek-v3.2": 685,
+    "dsv4-flash": 291, "dsv4-pro": 1600, "deepseek-r1": 685, "deepseek-v3.1": 685, "deepseek-v3.2": 685,
     "glm-4.5-air": 110, "glm-4.7": 358, "glm-4.7-flash": 31, "glm-5": 754, "qwen3-next-80b": 81, "qwen3.5-27b": 28,
     "qwen3.5-text": 27, "qwen3.5-397b": 403, "mimo-7b": 7.8,
 }  # fmt: skip
 
 
+def test_deepseek_v4_flash_is_what_others_count():
+    """1,199 backbone tensors beside the routed experts (anemll/DeepSeek-V4-Flash-FP4-FP8-SSD), 284 B (its card)."""
+    view, tensors = view_of("dsv4-flash", "full")
+    backbone = [name for name in tensors if not name.startswith("mtp.") and is_weight(name)]
+    assert len([name for name in backbone if ".experts." not in name]) == 1199
+    assert view.num_layers == 43
+    assert sum(parameters(tensors[name]) for name in backbone) / 1e9 == pytest.approx(284, rel=0.002)
+
+
+def parameters(spec: tuple[str, tuple[int, ...]]) -> int:
+    """Numbers in a weight; MXFP4 packs two to a byte."""
+    count = checkpoints.num_bytes(*spec) // checkpoints.ITEM_BYTES[spec[0]]
+    return 2 * count if spec[0] == "I8" else count
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_fixtures_have_the_published_size(model):
     _, tensors = view_of(model, "full")
-    parameters = 0
-    for name, (dtype, shape) in tensors.items():
-        if is_weight(name):
-            size = checkpoints.num_bytes(dtype, shape) // checkpoints.ITEM_BYTES[dtype]
-            parameters += 2 * size if dtype == "I8" else size
-    assert parameters / 1e9 == pytest.approx(PUBLISHED_BILLIONS[model], rel=0.02)
+    total = sum(parameters(spec) for name, spec in tensors.items() if is_weight(name))
+    assert total / 1e9 == pytest.approx(PUBLISHED_BILLIONS[model], rel=0.02)
 
 
-GATED = "gate_up_proj down_proj"
 GQA = "self_attn.qkv_proj self_attn.o_proj"
 MLA = "self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj"
 DEEPSEEK_MOE = "mlp.experts mlp.shared_experts.gate_up_proj mlp.shared_experts.down_proj"
@@ -303,3 +317,52 @@ def built_by_transformers(model: str):
     config = {k: v for k, v in view_of(model)[0].config.items() if k != "quantization_config"}
     model_class = getattr(transformers, config["architectures"][0])
     return model_class(model_class.config_class.from_dict(config)).to(torch.bfloat16)
+
+
+# --- The same, asked of vLLM itself -----------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+VLLM_PYTHON = os.environ.get("VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
+# What vLLM's CPU build constructs. Qwen3.5's classes import torchvision, which has no place in a CPU environment.
+CONSTRUCTIBLE = ("glm-4.7", "qwen3-next-80b", "deepseek-r1", "glm-4.7-flash", "mimo-7b")
+MIMO_CONFIG = """from transformers import PretrainedConfig
+
+
+class MiMoConfig(PretrainedConfig):
+    model_type = "mimo"
+"""
+
+
+@pytest.fixture(scope="module")
+def asked_by_vllm(tmp_path_factory) -> dict[str, dict[str, list[tuple[str, str]]]]:
+    """model -> target or draft -> (prefix, layer class) of every question to the quantization config."""
+    if not Path(VLLM_PYTHON).is_file():
+        pytest.skip("no vLLM: `make test` builds .venv-vllm, or set VLLM_PYTHON")
+    folder = tmp_path_factory.mktemp("configs")
+    for model in CONSTRUCTIBLE:
+        config = {k: v for k, v in view_of(model)[0].config.items() if k != "quantization_config"}
+        if model == "mimo-7b":
+            config["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+        (folder / model).mkdir()
+        (folder / model / "config.json").write_text(json.dumps(config))
+        (folder / model / "configuration_mimo.py").write_text(MIMO_CONFIG)
+    done = subprocess.run(
+        [VLLM_PYTHON, str(Path(__file__).with_name("vllm_asks.py")), *CONSTRUCTIBLE], cwd=folder, text=True,
+        capture_output=True, env=os.environ | {"HF_MODULES_CACHE": str(folder), "VLLM_CACHE_ROOT": str(folder)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {answer["path"]: answer for answer in answers}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("part", ["backbone", "mtp"])
+@pytest.mark.parametrize("model", CONSTRUCTIBLE)
+def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, asked_by_vllm):
+    view, tensors = view_of(model)
+    places = [view.place(HFName(name)) for name, (_, shape) in tensors.items() if len(shape) == 2]
+    ours = {p.runtime for p in places if p.part == part and p.leaf == "weight" and p.row.loads_quantized}
+    # Attention is asked about its cache, embeddings for whole-number formats only.
+    questions = asked_by_vllm[model]["draft" if part == "mtp" else "target"]
+    theirs = {prefix for prefix, kind in questions if not kind.endswith(("Attention", "VocabParallelEmbedding"))}
+    assert ours == theirs

@@ -5,7 +5,6 @@ a table, a scheme or a recipe shows which tensors it moves.
 """
 
 import json
-import resource
 import subprocess
 import sys
 from collections import Counter
@@ -17,18 +16,17 @@ from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.quantize.source import open_source
 from keepmtp.recipes.schema import find_recipe
 
-# recipe: (tensors in, tensors out, bytes out, what a published sibling takes in GB and where that figure is from)
+# recipe: (tensors in, GB in, tensors out, bytes out)
 FULL_SIZE = {
-    # canada-quant/DeepSeek-V4-Flash-NVFP4-FP8-MTP: the same 134,309 names, 181 GB.
-    "dsv4-flash.nvfp4-fp8": (69187, 134309, 181_225_446_056, 181),
-    # Weight-only 4-bit DeepSeek-V3 repositories: 340 to 380 GB; here attention and the MTP block are FP8 as released.
-    "deepseek-v3.1.w4a16-fp8": (91991, 136535, 0, 372),
-    # NVFP4 repositories of GLM-4.5 to 4.7: 200 to 220 GB.
-    "glm-4.7.nvfp4a16-fp8": (44691, 130775, 0, 218),
-    # nvidia/Qwen3.5-397B-A17B-NVFP4: 230 to 250 GB.
-    "qwen3.5-397b.nvfp4a16-fp8": (2924, 279524, 0, 249),
+    # 134,309 names that the loaders of vLLM 0.32.0 accept, each tensor read and each parameter filled.
+    "dsv4-flash.nvfp4-fp8": (69187, 160, 134309, 181_271_988_296),
+    # The release's files are 688,586,727,753 bytes long: what goes in here, and 129 bytes of header a tensor.
+    "deepseek-v3.1.w4a16-fp8": (91991, 689, 136535, 371_678_845_504),
+    # NVFP4 of GLM-4.6, which has the same sizes, but for BF16 attention: "~220GB" (AH22-neb/GLM-4.6-NVFP4).
+    "glm-4.7.nvfp4a16-fp8": (44691, 717, 130775, 218_526_133_888),
+    # Experts alone in NVFP4: "~233 GB on disk" (lukealonso/Qwen3.5-397B-A17B-NVFP4, in GiB); here attention is FP8.
+    "qwen3.5-397b.nvfp4a16-fp8": (2924, 807, 279524, 248_808_393_568),
 }
-SOURCE_GB = {"dsv4-flash": 160, "deepseek-v3.1": 689, "glm-4.7": 717, "qwen3.5-397b": 807}
 
 
 @pytest.fixture(scope="module", params=FULL_SIZE)
@@ -42,17 +40,15 @@ def plan(request, tmp_path_factory) -> Plan:
 
 def test_fixture_is_as_large_as_the_release_and_takes_no_disk(plan):
     files = [path.stat() for path in plan.source.folder.iterdir()]
-    assert sum(file.st_size for file in files) / 1e9 == pytest.approx(SOURCE_GB[plan.recipe.model], rel=0.01)
+    assert sum(file.st_size for file in files) / 1e9 == pytest.approx(FULL_SIZE[plan.recipe.name][1], rel=0.005)
     assert sum(file.st_blocks * 512 for file in files) < 60e6
-    assert all(entry.num_bytes < 5e9 for entry in plan.entries.values() if not entry.name.endswith("_proj"))
 
 
 def test_counts_and_bytes(plan):
-    tensors_in, tensors_out, bytes_out, published_gb = FULL_SIZE[plan.recipe.name]
-    assert len(plan.entries) == tensors_in
-    assert sum(len(tensor.outputs) for tensor in plan.tensors) == tensors_out
+    num_in, _, num_out, bytes_out = FULL_SIZE[plan.recipe.name]
+    assert len(plan.entries) == num_in
+    assert sum(len(tensor.outputs) for tensor in plan.tensors) == num_out
     assert plan.num_bytes_after == bytes_out
-    assert bytes_out / 1e9 == pytest.approx(published_gb, rel=0.01)
 
 
 def test_every_source_tensor_is_consumed_once(plan):
@@ -94,19 +90,21 @@ def test_what_deepseek_v4_lacks_is_added(plan):
 
 
 MEASURED = """
-import json, resource, sys, time
+import json, re, sys, time
+from pathlib import Path
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.source import open_source
 from keepmtp.recipes.schema import find_recipe
 start = time.process_time()
 plan = make_plan(find_recipe(sys.argv[1])[0], open_source(sys.argv[2]))
 seconds = time.process_time() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss counts the parent's
 heavy = sorted({"torch", "transformers", "numpy"} & set(sys.modules))
 print(json.dumps({"seconds": seconds, "peak_kib": peak, "tensors": len(plan.tensors), "heavy": heavy}))
 """
 
 
+@pytest.mark.parametrize("plan", ["dsv4-flash.nvfp4-fp8"], indirect=True)
 def test_planning_takes_seconds_and_little_memory(plan):
     """In a process of its own, as `keepmtp plan` runs: from files to plan, without torch."""
     done = subprocess.run(
@@ -116,6 +114,5 @@ def test_planning_takes_seconds_and_little_memory(plan):
     measured = json.loads(done.stdout)
     assert measured["tensors"] == len(plan.tensors)
     assert measured["heavy"] == []
-    assert measured["seconds"] < 30, "processor time; 3 to 5 s on an idle core"
-    assert measured["peak_kib"] < 600 * 1024
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
+    assert measured["seconds"] < 30, "processor time; 4 s on an idle core"
+    assert measured["peak_kib"] < 300 * 1024

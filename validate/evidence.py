@@ -15,12 +15,15 @@ from functools import cached_property
 from typing import Any
 
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
 from ..quantize.source import INDEX, Entry, Source
 from ..quantize.stored import StoredWeight, stored_weights
+from ..recipes.errors import CheckpointError, refuse
 from ..recipes.family import FamilyView, HFName, Part, Place, Role, Row, VLLMName
-from .dialects import PLAIN, Dialect, Kind, ModelOpt, Resolution, read_dialect
+from .built import PLAIN, Dialect, Kind, Resolution
+from .dialects import read_dialect
+from .modelopt import ModelOpt
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 
@@ -219,6 +222,11 @@ def _read_json(source: Source, file: str) -> Mapping[str, Any] | None:
             path = hf_hub_download(source.where, file, revision=source.revision)
         except EntryNotFoundError:
             return None
+        except (HfHubHTTPError, OSError) as error:
+            raise CheckpointError(
+                refuse(f"{source.where}/{file}", "the Hub must be reachable", str(error).partition("\n")[0],
+                       "Check the network")
+            ) from error  # fmt: skip
     try:
         with open(path, "rb") as handle:
             parsed = json.load(handle)

@@ -12,9 +12,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ..recipes.family import HFName, VLLMName
-from .dialects import Entry, Fp8, ModelOpt, Unknown, quantization_of, read_dialect
+from .built import Entry, Unknown
+from .dialects import quantization_of, read_dialect
 from .evidence import HF_QUANT_CONFIG, Evidence
 from .findings import Finding
+from .fp8 import Fp8
+from .modelopt import ModelOpt
 
 # Keys that vLLM's classes subscript without a default.
 _NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"deepseek_v4": ("compress_ratios", "num_hash_layers")})
@@ -25,12 +28,17 @@ def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
     """Targets and ignore entries reach a runtime module: R2; F11, F17, F27, F34; G6, H1.
 
     Entries in names on disk are the usual mistake. One is reported if the modules it means to leave alone are built
-    quantized for all that; a second, right entry beside it silences this.
+    quantized for all that; a second, right entry beside it silences this. So does a draft that is built as stored:
+    tools write `mtp.*` for every family.
     """
     if isinstance(evidence.dialect, Unknown):
         return
     runtime, disk = evidence.known_names
     quantized = {module.name for module in evidence.modules if module.resolution.built.form != "plain"}
+    is_draft_wrong = any(
+        module.name in quantized and module.part == "mtp" and module.members[0].weight.form == "plain"
+        for module in evidence.modules
+    )
     for entry in evidence.dialect.entries:
         if _reaches(evidence, entry, disk if entry.by_disk else runtime):
             continue
@@ -51,7 +59,7 @@ def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
                      f"{evidence.runtime_of(evidence.placed[missed])} and builds it quantized all the same",
                 cure="Write vLLM's name", cause="ignore by name on disk",
             )  # fmt: skip
-        elif not meant and _speaks_of_mtp(evidence, entry):
+        elif not meant and is_draft_wrong and _speaks_of_mtp(evidence, entry):
             yield Finding(
                 rule="entry-unmatched", severity="warning", where=entry.written,
                 says=f"({entry.where}) speaks of the MTP block but matches nothing, neither in vLLM nor on disk",

@@ -11,14 +11,16 @@ written.
 from collections import Counter
 from collections.abc import Iterator
 
-from ..quantize.stored import FLOATS, FP8, StoredWeight
+from ..quantize.stored import FP8, StoredWeight
 from ..recipes.family import FamilyView, HFName, VLLMName
-from .dialects import Built, CompressedTensors, Fp8, ModelOpt
+from .built import Built
+from .compressed_tensors import CompressedTensors
 from .evidence import Evidence, Member, Module
 from .findings import Finding
+from .fp8 import Fp8
+from .layouts import layout_problem
+from .modelopt import ModelOpt
 
-_SCALAR = ((), (1,), (1, 1))
-_PACKED = ("nvfp4", "mxfp4", "int_packed")
 # Draft classes that use vLLM's AutoWeightsLoader; the others index a dictionary of parameters.
 _AUTO_LOADED = ("mimo", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 
@@ -159,7 +161,7 @@ def _compare(evidence: Evidence, module: Module, member: Member) -> Iterator[Fin
         cure = _ignore_cure(evidence, module)
         cause = f"built packed {module.part} {built.form} {module.resolution.entry}"
         where = weight.weight.name
-    elif problem := _leaves_problem(evidence.view, module, built, leaves) or _layout_problem(built, weight):
+    elif problem := _leaves_problem(evidence.view, module, built, leaves) or layout_problem(built, weight):
         leaf, said, cure = problem
         disk_leaf = next((name for name in weight.parts if built.renames.get(name, name) == leaf), "")
         where = weight.parts[disk_leaf].name if disk_leaf else HFName(f"{weight.module}.{leaf}")
@@ -192,64 +194,6 @@ def _leaves_problem(
             effect = "makes vLLM raise 'never loaded (still NaN)'"
         return missing[0], f"{missing[0]} is not in the checkpoint and {effect}", "Quantize this weight again"
     return None
-
-
-def _layout_problem(built: Built, weight: StoredWeight) -> tuple[str, str, str] | None:
-    """A dtype or shape that vLLM's parameter does not have: (leaf, what happens, cure)."""
-    parts = {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
-    main_leaf = "weight_packed" if "weight_packed" in built.leaves else "weight"
-    scale_leaf = "weight_scale_inv" if "weight_scale_inv" in built.leaves else "weight_scale"
-    main, scale = parts[main_leaf], parts[scale_leaf]
-    again = "Quantize this weight again"
-    if len(main.shape) != 2:
-        return main_leaf, f"{main_leaf} has shape {list(main.shape)}, no matrix: vLLM raises", again
-    dtypes, per_element, scale_dtypes = _DTYPES[built.form]
-    if main.dtype not in dtypes:
-        return (main_leaf, f"{main_leaf} is {main.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, "
-                "in silence", f"Store it as {dtypes[0]} (a view of the same bytes)")  # fmt: skip
-    n, k = main.shape[0], main.shape[1] * (32 // built.bits if built.form == "int_packed" else per_element)
-    if scale.dtype not in scale_dtypes:
-        return (scale_leaf, f"{scale_leaf} is {scale.dtype}, not {scale_dtypes[0]}: vLLM's copy_ converts the bytes as "
-                "numbers, in silence", f"Store it as {scale_dtypes[0]}")  # fmt: skip
-    if built.group_size and k % built.group_size:
-        return (scale_leaf, f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
-                "raises, or its kernel reads past the scales", "Leave this module in BF16")  # fmt: skip
-    wanted = _scale_shapes(built, n, k)
-    if scale.shape not in wanted:
-        return (scale_leaf, f"{scale_leaf} has shape {list(scale.shape)} where {list(wanted[0])} is built: a linear "
-                "module raises, routed experts load in silence", again)  # fmt: skip
-    for leaf in ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale"):
-        entry = parts.get(leaf)
-        if entry is not None and entry.shape not in _SCALAR:
-            return leaf, f"{leaf} has shape {list(entry.shape)} where one number is built: vLLM raises", again
-        if entry is not None and entry.dtype not in FLOATS:
-            return leaf, f"{leaf} is {entry.dtype}, not F32: vLLM's copy_ converts the bytes as numbers", again
-    return None
-
-
-_DTYPES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
-    # form: dtypes of the weight, elements in one of them, dtypes of the scale (the usual one first)
-    "nvfp4": (("U8",), 2, ("F8_E4M3",)),
-    "nvfp4_modelopt": (("U8",), 2, ("F8_E4M3",)),
-    "mxfp4": (("U8", "I8"), 2, ("U8", "F8_E8M0")),
-    "mxfp8": (("F8_E4M3",), 1, ("U8", "F8_E8M0")),
-    "fp8_block": (("F8_E4M3",), 1, ("F32", "BF16", "F16", "F8_E8M0")),
-    "fp8_channel": (("F8_E4M3",), 1, ("F32", "BF16", "F16")),
-    "fp8_tensor": (("F8_E4M3",), 1, ("F32", "BF16", "F16")),
-    "int_packed": (("I32",), 1, ("BF16", "F16", "F32")),
-    "int8": (("I8",), 1, ("BF16", "F16", "F32")),
-}
-
-
-def _scale_shapes(built: Built, n: int, k: int) -> tuple[tuple[int, ...], ...]:
-    if built.block:
-        rows, columns = -(-n // built.block[0]), -(-k // built.block[1])
-        return ((rows, columns), (rows, 1, columns, 1))
-    if built.group_size:
-        return ((n, k // built.group_size),)
-    if built.form == "fp8_tensor":
-        return _SCALAR
-    return ((n, 1), (n,))
 
 
 def _scale_dtype(evidence: Evidence, module: Module, weight: StoredWeight) -> Iterator[Finding]:
@@ -291,7 +235,8 @@ def _packed_in_plain(view: FamilyView, module: Module, member: Member) -> str:
     weight = member.weight
     scales = [leaf for leaf in weight.parts if leaf != "weight"]
     if not scales:
-        return "its bytes are converted as numbers, in silence" + _garbage(module)
+        how = "cast without a scale" if weight.weight.dtype in FP8 else "converted from bytes as if they were numbers"
+        return f"its values are {how}, in silence" + _garbage(module)
     return _unknown_name(view, module, "weight_packed" if "weight_packed" in scales else scales[0])
 
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 
 from ..quantize.stored import KV_SCALE_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ..recipes.family import HFName, Part, Place
-from .dialects import Fp8, Unknown
+from .built import Unknown
 from .evidence import Evidence
 from .findings import Finding
+from .fp8 import Fp8
 
 # Draft classes of vLLM 0.32 that refuse a checkpoint without the MTP layer's weights; the others load nothing.
 _REFUSES_MISSING = ("deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa")
@@ -24,6 +25,8 @@ _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
 _OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
+# GPTQ's and AWQ's: known as names, their form is not judged.
+_FOREIGN_LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 _GET_IT = "Copy the MTP block from the original release (`keepmtp graft`), or quantize again with keepmtp"
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 
@@ -160,6 +163,7 @@ def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
 def names_are_known(evidence: Evidence) -> Iterator[Finding]:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
     family = evidence.view.family.model_type
+    foreign = _FOREIGN_LEAVES if isinstance(evidence.dialect, Unknown) else ()
     for entry in evidence.others:
         place = evidence.placed.get(entry.name)
         leaf = entry.name.rpartition(".")[2] if place is None else place.leaf
@@ -180,7 +184,7 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
                      "uninitialised",
                 cure="Quantize the checkpoint again", cause=f"orphan {leaf}",
             )  # fmt: skip
-        elif not _RECOMPUTED.search(entry.name) and (place is None or leaf not in _OTHER_LEAVES):
+        elif not _RECOMPUTED.search(entry.name) and (place is None or leaf not in (*_OTHER_LEAVES, *foreign)):
             yield _unknown(evidence, entry.name)
     for module, weight in evidence.weights.items():
         if _NESTED_MTP.match(module):
@@ -289,7 +293,7 @@ def _elements(place: Place) -> Iterator[str]:
     if place.row.stacked:
         parent = place.row.path.rpartition(".")[0]
         yield from (f"{parent}.{{e}}.{name}" for name in place.row.stacked)
-    elif place.leaf in ("", *WEIGHT_LEAVES):
+    elif place.leaf in ("", "qweight", *WEIGHT_LEAVES):
         yield place.row.path
     elif place.leaf in _OTHER_LEAVES:
         yield f"{place.row.path}.{place.leaf}"

@@ -8,7 +8,7 @@ logical shape, and a float32 tensor never its dtype.
 
 from collections.abc import Iterator
 
-from ..quantize.stored import FLOATS
+from ..quantize.stored import FLOATS, StoredWeight
 from ..recipes.family import HFName
 from .evidence import Evidence
 from .findings import Finding
@@ -27,7 +27,7 @@ def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[
                 says="is in the source's MTP block and not here: the draft runs without it",
                 cure="Quantize again, or graft the source's MTP block", cause="lost",
             )  # fmt: skip
-        elif "unknown" not in (ours.form, theirs.form) and ours.shape != theirs.shape:
+        elif _is_known(ours) and _is_known(theirs) and ours.shape != theirs.shape:
             yield Finding(
                 rule="source", severity="error", where=ours.weight.name,
                 says=f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}",
@@ -57,6 +57,11 @@ def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[
 
 
 RULES = (mtp_is_that_of_the_source,)
+
+
+def _is_known(weight: StoredWeight) -> bool:
+    """Whether the logical shape is: that of packed integers takes bits and group from the config."""
+    return weight.form != "unknown" and (weight.form != "int_packed" or bool(weight.scheme))
 
 
 def _dtype(name: HFName, ours: str, theirs: str) -> Iterator[Finding]:

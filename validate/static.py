@@ -33,10 +33,9 @@ def check(where: str | Path, *, source: Source | None = None) -> Report:
     Returns: the report; a checkpoint that cannot be opened at all is one finding.
     """
     try:
-        opened = open_source(where)
+        return check_source(open_source(where), source=source)
     except CheckpointError as error:
         return _refused(str(where), "files", str(error))
-    return check_source(opened, source=source)
 
 
 def check_source(opened: Source, *, source: Source | None = None) -> Report:

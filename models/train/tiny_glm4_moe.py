@@ -31,7 +31,10 @@ _EXPERT_KEY = re.compile(r"(?P<prefix>.*mlp\.experts\.)(?P<expert>\d+)\.(?P<proj
 
 
 def build_config() -> Glm4MoeConfig:
-    """Sizes: every linear is a multiple of 128 wide both ways, so each quantization group size and block fits."""
+    """Sizes: every linear is a multiple of 128 wide both ways, so each quantization group size and block fits.
+
+    The router is the exception by nature: one row an expert.
+    """
     return Glm4MoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,

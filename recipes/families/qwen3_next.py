@@ -6,7 +6,7 @@ carries the whole hidden state, so the table keeps it.
 """
 
 from ..family import Family, Layout, Row, Stem
-from ._blocks import GQA, NORM, NORMS, ROUTER, TOP, gated_mlp, kept, plain, routed_experts
+from ._blocks import EMBEDDING, GQA, NORM, NORMS, ROUTER, gated_mlp, kept, plain, routed_experts
 
 FC = "joins embedding and hidden state for the whole draft: small, and everything passes through it"
 GATES = "too narrow to gain from quantization; decides the delta net's decay"
@@ -32,7 +32,11 @@ FAMILY = Family(
         "*": Layout(
             layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."),
             mtp=Stem(disk="mtp.layers.{i}.", runtime="mtp.layers.{i}."),
-            top=TOP,
+            top=(
+                *kept("embedding", EMBEDDING, "model.embed_tokens"),
+                *kept("head", "vLLM builds it without a quantization config", "lm_head"),
+                *kept("norm", NORM, "model.norm"),
+            ),
             mtp_top=QWEN_MTP_TOP,
         ),
     },

@@ -1,0 +1,200 @@
+"""keepmtp's matching of module names against vLLM's own functions, on names of all families and random entries.
+
+The peer runs in vLLM's environment (`.venv-vllm`, or VLLM_PYTHON) as one subprocess for all questions.
+"""
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import checkpoints
+import pytest
+from broken import as_source, released
+from keepmtp.recipes.families import find_family
+from keepmtp.validate.built import Dialect
+from keepmtp.validate.dialects import read_dialect
+from keepmtp.validate.evidence import Evidence, Module
+from keepmtp.validate.modelopt import ModelOpt
+
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parent.parent / ".venv-vllm/bin/python"))
+PEER = r"""
+import json, sys
+from functools import cache
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from unittest.mock import MagicMock
+import torch
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import find_matched_target, should_ignore_layer
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.modelopt import ModelOptMixedPrecisionConfig, ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+MODELS = "vllm.model_executor.models."
+FILES = {"MiMo": MODELS + "mimo", "Qwen3_5": MODELS + "qwen3_5", "Qwen3Next": MODELS + "qwen3_next",
+         "DeepseekV4": "vllm.models.deepseek_v4.nvidia.model"}
+# Image processors that are never called want a torchvision that vLLM's CPU build does without.
+for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+    sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
+
+@cache
+def mapper(architecture):
+    file = next((file for start, file in FILES.items() if architecture.startswith(start)), None)
+    if file is None:
+        return None
+    try:
+        cls = getattr(import_module(file), architecture)
+    except ImportError as error:
+        print(architecture, error, file=sys.stderr)
+        return "none here"
+    return cls.hf_to_vllm_mapper.get_rename_mapper()
+
+def configure(raw, architecture, packed):
+    cls = {"compressed-tensors": CompressedTensorsConfig, "fp8": Fp8Config}.get(raw["quant_method"])
+    cls = cls or (ModelOptMixedPrecisionConfig if raw["quant_algo"] == "MIXED_PRECISION" else ModelOptNvFp4Config)
+    config = cls.from_config(raw)
+    names = mapper(architecture)
+    if names == "none here":
+        return None
+    if names is not None:
+        config.apply_vllm_mapper(names)
+    config.packed_modules_mapping = packed
+    return config
+
+def layer(name):
+    return type(name, (torch.nn.Module,), {})()
+
+def ask(config, module):
+    name, packed = module["name"], config.packed_modules_mapping
+    try:
+        if isinstance(config, CompressedTensorsConfig):
+            if module["kind"] != "experts":
+                if should_ignore_layer(name, ignore=config.ignore, fused_mapping=packed):
+                    return ["plain", ""]
+                kind = layer(module["class"])
+                hit = find_matched_target(name, kind, config.target_scheme_map.keys(), packed)
+                return ["quantized" if hit else "plain", hit or ""]
+            config._add_fused_moe_to_target_scheme_map()
+            answers = [config.get_scheme_dict(layer("RoutedExperts"), shard) for shard in module["shards"]]
+            last = answers.pop()
+            if not all(answer == last for answer in answers):
+                return ["error", ""]
+            return ["quantized" if last else "plain", ""]
+        if isinstance(config, Fp8Config):
+            if module["kind"] == "head":
+                return ["plain", ""]
+            skipped = is_layer_skipped(name, config.ignored_layers, packed)
+            return ["plain" if skipped else "quantized", ""]
+        if config.is_layer_excluded(name):
+            return ["plain", ""]
+        if isinstance(config, ModelOptMixedPrecisionConfig):
+            return ["quantized" if config._resolve_quant_algo(name) else "plain", ""]
+        return ["quantized", ""]
+    except ValueError:
+        return ["error", ""]
+
+answers = []
+for question in json.load(sys.stdin):
+    config = configure(question["config"], question["architecture"], question["packed"])
+    answers.append(None if config is None else [ask(config, module) for module in question["modules"]])
+print("ANSWERS" + json.dumps(answers))
+"""
+
+
+def modules_of(model: str) -> list[Module]:
+    checkpoint = released(model)
+    view = find_family(checkpoint.config, model).view(checkpoint.config)
+    evidence = Evidence(source=as_source(checkpoint, Path("/nonexistent")), view=view)
+    return [module for module in evidence.modules if module.loads_quantized]
+
+
+def some_entries(modules: list[Module], rng: random.Random, *, kind: str) -> list[str]:
+    """Names as people write them: fused, by shard, on disk, as patterns, and half of a fused group."""
+    entries: list[str] = []
+    for module in rng.sample(modules, min(6, len(modules))):
+        disk = [str(member.weight.module) for member in module.members]
+        names = [module.name, *module.shards, *disk[:3]]
+        name = rng.choice(names)
+        parent, _, last = name.rpartition(".")
+        words = [[name], list(module.shards) or [name], [name.upper()], [f"{parent}."], [last], disk]
+        if kind == "modelopt":
+            words += [[f"{name}*"], [f"{parent}.*"], [f"*{last}"], [name[:-1]], [parent]]
+        if kind == "compressed-tensors":
+            escaped = name.replace(".", "\\.")
+            words += [[f"re:^{escaped}$"], [f"re:.*{last}"], [f"re:{last}"], [f"re:^{parent}"], [f"re:{escaped}x"]]
+        entries += rng.choice(words)
+    return entries
+
+
+def some_configs(modules: list[Module], rng: random.Random):
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    group = {"weights": weights, "input_activations": {**weights, "strategy": "token", "dynamic": True}}
+    for targets in (["Linear"], ["linear"], ["RoutedExperts", "QKVParallelLinear"], [], []):
+        targets = targets or some_entries(modules, rng, kind="compressed-tensors")
+        yield {
+            "quant_method": "compressed-tensors", "format": "float-quantized",
+            "ignore": some_entries(modules, rng, kind="compressed-tensors"),
+            "config_groups": {"group_0": {**group, "targets": targets}},
+        }  # fmt: skip
+    for _ in range(4):
+        ignore = some_entries(modules, rng, kind="modelopt")
+        yield {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignore}
+        layers = {name: {"quant_algo": "FP8"} for name in some_entries(modules, rng, kind="fp8")}
+        yield {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ignore[:1],
+               "quantized_layers": layers}  # fmt: skip
+        yield {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+               "ignored_layers": some_entries(modules, rng, kind="fp8")}  # fmt: skip
+
+
+def ours(dialect: Dialect, module: Module) -> list[str]:
+    answer = dialect.resolve(module.name, shards=module.shards, kind=module.kind)
+    if answer.error:
+        return ["error", ""]
+    return ["plain" if answer.built.form == "plain" else "quantized", answer.entry]
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment: make .venv-vllm, or set VLLM_PYTHON")
+def test_names_match_as_in_vllm():
+    rng = random.Random(0)
+    asked, questions = [], []
+    for model in checkpoints.MODELS:
+        config, modules = released(model).config, modules_of(model)
+        packed = {module.name.rpartition(".")[2]: [shard.rpartition(".")[2] for shard in module.shards]
+                  for module in modules if module.shards and module.kind == "linear"}  # fmt: skip
+        for raw in some_configs(modules, rng):
+            asked.append((model, read_dialect(config | {"quantization_config": raw}, None), modules, raw))
+            questions.append({
+                "config": raw, "architecture": config["architectures"][0], "packed": packed,
+                "modules": [
+                    {"name": m.name, "kind": m.kind, "shards": m.shards,
+                     "class": "ParallelLMHead" if m.kind == "head" else "QKVParallelLinear"
+                     if m.name.endswith("qkv_proj") else "MergedColumnParallelLinear" if m.shards
+                     else "RowParallelLinear"}
+                    for m in modules
+                ],
+            })  # fmt: skip
+    done = subprocess.run(
+        [VLLM_PYTHON, "-c", PEER], input=json.dumps(questions), capture_output=True, text=True,
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
+    )  # fmt: skip
+    assert "ANSWERS" in done.stdout, done.stderr[-3000:]
+    answers = json.loads(done.stdout.rpartition("ANSWERS")[2])
+    compared, kinds, not_here = 0, set(), set()
+    for (model, dialect, modules, raw), theirs in zip(asked, answers, strict=True):
+        if theirs is None:  # this vLLM cannot import the model class, see its stderr
+            not_here.add(model)
+            continue
+        for module, answer in zip(modules, theirs, strict=True):
+            mine = ours(dialect, module)
+            assert mine[0] == answer[0], (model, module.name, module.shards, raw, mine, answer)
+            if answer[1]:
+                assert mine[1] == answer[1], (model, module.name, raw)
+            compared += 1
+            kinds.add((type(dialect), answer[0]))
+    assert compared > 2000
+    assert not_here <= {"dsv4-flash", "dsv4-pro"}, done.stderr[-2000:]
+    assert len(kinds) >= 8, kinds
+    assert any(isinstance(dialect, ModelOpt) and dialect.algorithm == "MIXED_PRECISION" for _, dialect, _, _ in asked)

@@ -1,0 +1,170 @@
+"""`quant_method: compressed-tensors`: what vLLM builds for a module.
+
+In: quantization_config. Out: a `CompressedTensors`.
+
+Easy to get wrong: the fused name is tried before its shards, and shards must all agree; routed experts are asked about
+by the three projections of expert 0; what no target matches is unquantized without a word; a target `Linear` reaches
+experts too, but no head.
+
+Source: vLLM 0.32.0 quantization/compressed_tensors/{compressed_tensors,utils}.py,
+compressed_tensors_moe/compressed_tensors_moe.py; compared with the real functions by tests/test_dialects.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..quantize.stored import Form
+from ..recipes.family import VLLMName
+from .built import PLAIN, UNKNOWN, Built, Entry, Kind, Resolution
+from .matching import Renamer, equal_or_regex, first_match
+
+_SHARD_ERROR = "ValueError: Found different quantization schemes for the shards of {}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedTensors:
+    """`quant_method: compressed-tensors`.
+
+    Attributes:
+        ignore: entries after renaming.
+        targets: target after renaming -> what it builds for linear modules, or the exception it raises.
+        expert_targets: the same for routed experts.
+    """
+
+    ignore: tuple[str, ...]
+    targets: Mapping[str, Built | str]
+    expert_targets: Mapping[str, Built | str]
+    entries: tuple[Entry, ...]
+    name: str = "compressed-tensors"
+
+    def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
+        """`get_scheme_dict` for linear modules and heads, `get_moe_method` for experts."""
+        if kind != "experts":
+            class_name = "ParallelLMHead" if kind == "head" else _linear_class(module, shards)
+            return self._scheme(module, shards, class_name, self.targets)
+        targets = dict(self.expert_targets)
+        inherits = "Linear" in targets and "RoutedExperts" not in targets
+        if inherits:
+            targets["RoutedExperts"] = targets["Linear"]
+        answers = [self._scheme(name, (), "RoutedExperts", targets) for name in shards]
+        if inherits:
+            answers = [replace(a, entry="Linear") if a.entry == "RoutedExperts" else a for a in answers]
+        for answer in answers:
+            if answer.error:
+                return answer
+        if any(answer.built != answers[-1].built for answer in answers):
+            return Resolution(
+                built=UNKNOWN, entry=next(answer.entry for answer in answers if answer.built != answers[-1].built),
+                error="ValueError: All MoE projections need to have same quantization scheme but found multiple",
+            )  # fmt: skip
+        return answers[-1]
+
+    def covers(self, entry: Entry, module: VLLMName) -> bool:
+        """Whole name, or `re:` from the start."""
+        return any(equal_or_regex(module, pattern) for pattern in entry.read)
+
+    def _scheme(
+        self, name: str, shards: Sequence[str], class_name: str, targets: Mapping[str, Built | str]
+    ) -> Resolution:
+        if hit := first_match(name, self.ignore):
+            return Resolution(built=PLAIN, entry=hit)
+        ignored = [first_match(shard, self.ignore) for shard in shards]
+        if any(ignored):
+            entry = next(hit for hit in ignored if hit)
+            error = "" if all(ignored) else _SHARD_ERROR.format(name)
+            return Resolution(built=PLAIN, entry=entry, error=error)
+        matched = first_match(name, targets)
+        if matched is None and shards:
+            each = [first_match(shard, targets) for shard in shards]
+            matched = each[0] if all(each) else None
+        matched = matched or first_match(class_name, targets, contains=True)
+        if matched is None:
+            return Resolution(built=PLAIN)
+        built = targets[matched]
+        if isinstance(built, str):
+            return Resolution(built=UNKNOWN, entry=matched, error=built)
+        return Resolution(built=built, entry=matched)
+
+
+def read_compressed_tensors(raw: Mapping[str, Any], rename: Renamer) -> CompressedTensors:
+    """The config as vLLM reads it, entries renamed."""
+    targets: dict[str, Built | str] = {}
+    expert_targets: dict[str, Built | str] = {}
+    entries: list[Entry] = []
+    for group in (raw.get("config_groups") or {}).values():
+        names = list(group.get("targets") or ())
+        if len(names) == 1 and names[0].endswith("Attention"):
+            continue  # KV-cache quantization; vLLM skips it
+        for target in names:
+            read = rename.path(target)
+            targets[read] = _compressed_tensors_built(group, raw.get("format"), is_experts=False)
+            expert_targets[read] = _compressed_tensors_built(group, raw.get("format"), is_experts=True)
+            entries.append(Entry(where="targets", written=target, read=(read,)))
+    ignore = tuple(rename.path(entry) for entry in raw.get("ignore") or ())
+    entries += [
+        Entry(where="ignore", written=written, read=(read,))
+        for written, read in zip(raw.get("ignore") or (), ignore, strict=True)
+    ]
+    return CompressedTensors(ignore=ignore, targets=targets, expert_targets=expert_targets, entries=tuple(entries))
+
+
+def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, is_experts: bool) -> Built | str:
+    """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception it raises."""
+    weights, inputs = _arguments(group.get("weights")), _arguments(group.get("input_activations"))
+    format_ = group.get("format") or format_
+    if weights is None:
+        return PLAIN
+    bits, strategy, is_float = weights["num_bits"], weights["strategy"], weights["type"] == "float"
+    size = weights["group_size"]
+    static = inputs is not None and inputs["dynamic"] is False
+    if is_float and bits == 4 and strategy == "tensor_group" and size == 16:
+        if inputs is not None and (inputs["num_bits"], inputs["strategy"]) != (4, "tensor_group"):
+            return "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None for NVFP4A16"
+        leaves = ("weight_packed", "weight_scale", "weight_global_scale", *(("input_global_scale",) if inputs else ()))
+        return Built(form="nvfp4", leaves=frozenset(leaves), group_size=16)
+    if is_float and strategy == "group" and size == 32 and bits == 4:
+        return Built(form="mxfp4", leaves=frozenset({"weight_packed", "weight_scale"}), group_size=32)
+    if is_float and strategy == "group" and size == 32 and bits == 8:
+        return Built(form="mxfp8", leaves=frozenset({"weight", "weight_scale"}), group_size=32)
+    if is_float and bits == 8 and strategy in ("tensor", "channel", "block"):
+        if format_ not in ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized"):
+            return f"NotImplementedError: No compressed-tensors compatible scheme was found (format {format_!r})"
+        if inputs is None and is_experts:
+            return "RuntimeError: Unsupported FusedMoe scheme (FP8 weights, input_activations: null)"
+        if inputs is None and strategy == "block":
+            return "AssertionError: assert self.is_static_input_scheme is False (input_activations: null)"
+        leaves = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
+        form: Form = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}[strategy]  # type: ignore[assignment]
+        block = tuple(weights["block_structure"] or (128, 128)) if strategy == "block" else None
+        return Built(form=form, leaves=frozenset(leaves), block=block)  # type: ignore[arg-type]
+    if not is_float and inputs is None and format_ == "pack-quantized" and strategy in ("group", "channel"):
+        leaves = {"weight_packed", "weight_scale", "weight_shape"}
+        leaves |= set() if weights["symmetric"] else {"weight_zero_point"}
+        group_size = size if strategy == "group" and size and size > 0 else None
+        return Built(form="int_packed", leaves=frozenset(leaves), optional=frozenset({"weight_g_idx"}),
+                     group_size=group_size, bits=bits)  # fmt: skip
+    if not is_float and bits == 8 and inputs and inputs["num_bits"] == 8 and strategy in ("channel", "tensor"):
+        return Built(form="int8", leaves=frozenset({"weight", "weight_scale"} | ({"input_scale"} if static else set())))
+    return UNKNOWN
+
+
+def _arguments(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """compressed-tensors' QuantizationArgs with its defaults filled in."""
+    if not given:
+        return None
+    filled = {
+        "num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "group_size": None, "block_structure": None,
+    } | {key: value for key, value in given.items() if value is not None}  # fmt: skip
+    if not filled.get("strategy"):
+        size = filled["group_size"]
+        grouped = None if size is None else ("group" if size > 0 else "channel")
+        filled["strategy"] = grouped or ("block" if filled["block_structure"] else None)
+        filled["strategy"] = filled["strategy"] or ("token" if filled["dynamic"] else "tensor")
+    return filled
+
+
+def _linear_class(module: str, shards: Sequence[str]) -> str:
+    if module.endswith("qkv_proj"):
+        return "QKVParallelLinear"
+    return "MergedColumnParallelLinear" if shards else "RowParallelLinear"

@@ -1,0 +1,104 @@
+"""`quant_method: fp8`, the native form of DeepSeek, Qwen and others: what vLLM builds for a module.
+
+In: quantization_config and config.json. Out: an `Fp8`.
+
+Easy to get wrong: exceptions are whole names, without any pattern. DeepSeek-V4 has a class of its own: its experts are
+MXFP4 whatever the config says of blocks, or NVFP4 with `moe_quant_algo`, and its scales are called `.scale` on disk.
+
+Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4 as well),
+models/deepseek_v4/nvidia/{model,mtp}.py for the names; compared with the real functions by tests/test_dialects.py.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any
+
+from ..recipes.family import VLLMName
+from .built import PLAIN, Built, Entry, Kind, Resolution
+from .matching import Renamer, is_layer_skipped
+from .modelopt import modelopt_built
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8:
+    """`quant_method: fp8`, and DeepSeek-V4's class of it, which holds routed experts in a form of their own.
+
+    Attributes:
+        ignored: ignored_layers or modules_to_not_convert, after renaming.
+        linear: what a linear module becomes.
+        experts: what routed experts become.
+        keeps_mxfp4: DeepSeek-V4 with NVFP4 experts: entries, by name on disk, whose experts stay MXFP4.
+        num_layers: num_hidden_layers, to tell MTP layers there.
+    """
+
+    ignored: tuple[str, ...]
+    linear: Built
+    experts: Built
+    entries: tuple[Entry, ...]
+    keeps_mxfp4: tuple[str, ...] = ()
+    num_layers: int = 0
+    name: str = "fp8"
+
+    def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
+        """`is_layer_skipped` by whole names; heads are never quantized."""
+        if kind == "head":
+            return Resolution(built=PLAIN)
+        skipped, error = is_layer_skipped(module, () if kind == "experts" else shards, self.ignored)
+        if skipped or error:
+            return Resolution(built=PLAIN, entry=skipped, error=error)
+        if kind == "linear":
+            return Resolution(built=self.linear)
+        if self.keeps_mxfp4 and (match := re.search(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$", module)):
+            index = int(match[1])
+            on_disk = f"layers.{index}" if index < self.num_layers else f"mtp.{index - self.num_layers}"
+            for pattern in self.keeps_mxfp4:
+                if fnmatchcase(f"{on_disk}.ffn.experts", pattern):
+                    return Resolution(built=_DSV4_MXFP4, entry=pattern)
+        return Resolution(built=self.experts)
+
+    def covers(self, entry: Entry, module: VLLMName) -> bool:
+        """Whole name; for experts any entry that contains it."""
+        if entry.by_disk:
+            return any(fnmatchcase(module, pattern) for pattern in entry.read)
+        return bool(is_layer_skipped(module, (), entry.read)[0])
+
+
+_SCALE_IS_INVERSE = MappingProxyType({"scale": "weight_scale_inv"})
+_SCALE_IS_SCALE = MappingProxyType({"scale": "weight_scale"})
+_DSV4_MXFP4 = Built(form="mxfp4", leaves=frozenset({"weight", "weight_scale"}), group_size=32, renames=_SCALE_IS_SCALE)
+
+
+def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer) -> Fp8:
+    """The config as vLLM reads it; DeepSeek-V4 by its own class."""
+    listed = raw.get("ignored_layers") or raw.get("modules_to_not_convert") or ()
+    ignored = tuple(rename.name(entry) for entry in listed)
+    entries = [
+        Entry(where="ignored_layers", written=written, read=(read,))
+        for written, read in zip(listed, ignored, strict=True)
+    ]
+    size = raw.get("weight_block_size")
+    block = (int(size[0]), int(size[1])) if size else None
+    if block:
+        linear = Built(form="fp8_block", leaves=frozenset({"weight", "weight_scale_inv"}), block=block)
+    else:
+        static = raw.get("activation_scheme") == "static"
+        leaves = frozenset({"weight", "weight_scale", *(("input_scale",) if static else ())})
+        linear = Built(form="fp8_tensor", leaves=leaves)
+    if config.get("model_type") != "deepseek_v4":
+        return Fp8(ignored=ignored, linear=linear, experts=linear, entries=tuple(entries))
+    # DeepSeek-V4's loaders turn `.scale` into `.weight_scale_inv`, that of FP4 experts into `.weight_scale`.
+    linear = Built(form=linear.form, leaves=linear.leaves, block=block, renames=_SCALE_IS_INVERSE)
+    experts, keeps = linear, ()
+    if config.get("expert_dtype", "fp4") == "fp4":
+        experts = _DSV4_MXFP4
+        if str(raw.get("moe_quant_algo") or "").upper() == "NVFP4":
+            experts = modelopt_built("NVFP4", 16, 128)
+            keeps = tuple(entry for entry in raw.get("ignore") or () if isinstance(entry, str))
+            entries += [Entry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps]
+    return Fp8(
+        ignored=ignored, linear=linear, experts=experts, entries=tuple(entries), keeps_mxfp4=keeps,
+        num_layers=int(config.get("num_hidden_layers", 0)), name="deepseek_v4_fp8",
+    )  # fmt: skip

@@ -1,0 +1,162 @@
+"""`quant_method: modelopt` and hf_quant_config.json: what vLLM builds for a module.
+
+In: the quantization config. Out: a `ModelOpt`, or an `Unknown` for algorithms that vLLM 0.32 does not load.
+
+Easy to get wrong: an entry excludes by whole name, then by substring, then as a glob, so `model.layers.1` also takes
+layers 10 to 19. Heads are quantized unless excluded, the draft's too.
+
+Source: vLLM 0.32.0 quantization/modelopt.py; compared with the real functions by tests/test_dialects.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from types import MappingProxyType
+from typing import Any
+
+from ..recipes.family import VLLMName
+from .built import PLAIN, UNKNOWN, Built, Entry, Kind, Resolution, Unknown
+from .matching import Renamer, is_layer_skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOpt:
+    """`quant_method: modelopt`, or hf_quant_config.json.
+
+    Attributes:
+        algorithm: quant_algo, upper case.
+        exclude: entries after renaming.
+        quantized_layers: module -> quant_algo, for MIXED_PRECISION.
+        group_size: of NVFP4.
+    """
+
+    algorithm: str
+    exclude: tuple[str, ...]
+    quantized_layers: Mapping[str, str]
+    group_size: int
+    entries: tuple[Entry, ...]
+    block: int = 128
+    name: str = "modelopt"
+
+    def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
+        """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` where it is mixed."""
+        parts = () if kind == "experts" else shards
+        skipped, error = is_layer_skipped(module, parts, self.exclude)
+        if error:
+            return Resolution(built=UNKNOWN, entry=skipped, error=error)
+        if skipped:
+            return Resolution(built=PLAIN, entry=skipped)
+        if (pattern := _modelopt_pattern(module, self.exclude)) is not None:
+            return Resolution(built=PLAIN, entry=pattern)
+        if self.algorithm != "MIXED_PRECISION":
+            return Resolution(built=modelopt_built(self.algorithm, self.group_size, self.block))
+        entry, algorithm, error = self._mixed(module, parts)
+        if error:
+            return Resolution(built=UNKNOWN, entry=entry, error=error)
+        if algorithm is None:
+            return Resolution(built=PLAIN)
+        return Resolution(built=modelopt_built(algorithm, self.group_size, self.block), entry=entry)
+
+    def covers(self, entry: Entry, module: VLLMName) -> bool:
+        """As `resolve` does, with this entry only."""
+        if entry.where == "quantized_layers":
+            return any(word in (module, *_prefix_candidates(module)) or word.startswith(f"{module}.")
+                       for word in entry.read)  # fmt: skip
+        return bool(is_layer_skipped(module, (), entry.read)[0]) or _modelopt_pattern(module, entry.read) is not None
+
+    def _mixed(self, module: str, shards: Sequence[str]) -> tuple[str, str | None, str]:
+        layers = self.quantized_layers
+        for candidate in _prefix_candidates(module):
+            if candidate in layers:
+                return candidate, layers[candidate], ""
+        found = [(name, layers[name]) for shard in shards for name in _prefix_candidates(shard) if name in layers]
+        if len({algorithm for _, algorithm in found}) > 1:
+            return found[0][0], None, f"ValueError: Mixed quant_algo within fused layer {module}"
+        if found:
+            return *found[0], ""
+        for candidate in _prefix_candidates(module):
+            for name, algorithm in layers.items():
+                if name.startswith(f"{candidate}."):
+                    return name, algorithm, ""
+        if module.endswith(".experts"):
+            parent = module.removesuffix("experts")
+            for name, algorithm in layers.items():
+                if name.startswith(parent):
+                    return name, algorithm, ""
+        return "", None, ""
+
+
+def read_modelopt(
+    raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer
+) -> ModelOpt | Unknown:
+    """The config as vLLM reads it: config.json's form, or that of hf_quant_config.json under `quantization`."""
+    inner = raw["quantization"] if isinstance(raw.get("quantization"), Mapping) else None
+    holder = inner if inner is not None else raw
+    listed = holder.get("exclude_modules" if inner is not None else "ignore") or holder.get("ignored_layers") or ()
+    default = "MXFP8" if str(raw.get("quant_method")) == "mxfp8" else ""
+    algorithm = str(holder.get("quant_algo") or default).upper()
+    layers = holder.get("quantized_layers") or (hf_quant_config.get("quantization") or {}).get("quantized_layers") or {}
+    groups = raw.get("config_groups")
+    if algorithm == "NVFP4" and isinstance(groups, Mapping) and groups and all(
+        isinstance(group, Mapping) and group.get("input_activations") is None for group in groups.values()
+    ):  # fmt: skip
+        algorithm = "W4A16_NVFP4"
+    if algorithm not in (*_MODELOPT_ALGORITHMS, "MIXED_PRECISION"):
+        return Unknown(name=f"modelopt {algorithm or 'without quant_algo'}")
+    exclude = [rename.modelopt(entry) for entry in listed]
+    entries = [Entry(where="exclude", written=entry, read=read) for entry, read in zip(listed, exclude, strict=True)]
+    read_layers = {rename.name(name): str(row.get("quant_algo", "")).upper() for name, row in layers.items()}
+    entries += [Entry(where="quantized_layers", written=name, read=(rename.name(name),)) for name in layers]
+    blocks = {int(row.get("group_size", 128)) for row in layers.values()
+              if str(row.get("quant_algo", "")).upper() in ("FP8_PB_WO", "FP8_BLOCK_SCALES")}  # fmt: skip
+    return ModelOpt(
+        algorithm=algorithm, exclude=tuple(word for read in exclude for word in read), quantized_layers=read_layers,
+        group_size=int(holder.get("group_size") or 16), entries=tuple(entries), block=min(blocks, default=128),
+    )  # fmt: skip
+
+
+_MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8")
+
+
+def modelopt_built(algorithm: str, group_size: int, block: int) -> Built:
+    """What a quant_algo builds."""
+    weight_and_scale = frozenset({"weight", "weight_scale"})
+    match algorithm:
+        case "NVFP4":
+            return Built(form="nvfp4_modelopt", leaves=weight_and_scale | {"weight_scale_2", "input_scale"},
+                         group_size=group_size)  # fmt: skip
+        case "W4A16_NVFP4":
+            return Built(form="nvfp4_modelopt", leaves=weight_and_scale | {"weight_scale_2"},
+                         optional=frozenset({"input_scale"}), group_size=group_size)  # fmt: skip
+        case "FP8":
+            return Built(form="fp8_tensor", leaves=weight_and_scale | {"input_scale"})
+        case "FP8_PER_CHANNEL_PER_TOKEN":
+            return Built(form="fp8_channel", leaves=weight_and_scale)
+        case "FP8_PB_WO" | "FP8_BLOCK_SCALES":
+            renames = MappingProxyType({"weight_scale_inv": "weight_scale"})
+            return Built(form="fp8_block", leaves=weight_and_scale, block=(block, block), renames=renames)
+        case "MXFP8":
+            return Built(form="mxfp8", leaves=weight_and_scale, group_size=32)
+        case _:
+            return UNKNOWN
+
+
+def _modelopt_pattern(module: str, patterns: Sequence[str]) -> str | None:
+    """The first entry that excludes a module by substring or glob; an empty entry excludes everything."""
+    stripped = module.removeprefix("language_model.")
+    for pattern in patterns:
+        if pattern != module and (pattern in module or pattern in stripped):
+            return pattern
+    return next((pattern for pattern in patterns if fnmatch(module, pattern)), None)
+
+
+def _prefix_candidates(name: str) -> tuple[str, ...]:
+    candidates = [name]
+    if name.endswith(".lm_head"):
+        candidates.append("lm_head")
+    for here, there in (("language_model.model.", "model.language_model."), ("model.language_model.",
+                                                                             "language_model.model.")):  # fmt: skip
+        if name.startswith(here):
+            candidates.append(there + name.removeprefix(here))
+            break
+    return tuple(candidates)
