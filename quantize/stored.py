@@ -101,7 +101,9 @@ def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
     if leaves == {"weight", "weight_scale", "weight_scale_2"} and weight.dtype == "U8":
         return stored("nvfp4_modelopt", (n, 2 * k))
     if weight.dtype in ("U8", "I8") and scale.dtype in ("U8", "F8_E8M0") and scale.shape == (n, 2 * k // 32):
-        return stored("mxfp4", (n, 2 * k), "MXFP4A16")
+        # With FP8 activations vLLM runs it by its native MXFP4 method; without, as if it were W4A4 (0.32.0,
+        # compressed_tensors_moe.py).
+        return stored("mxfp4", (n, 2 * k), "MXFP4A8")
     if weight.dtype in FP8 and len(leaves) == 2:
         return _fp8(stored, (n, k), scale, "input_scale" in parts)
     if weight.dtype == "I8" and scale.dtype in FLOATS and scale.shape in ((n, 1), (n,)):

@@ -67,6 +67,38 @@ class Stem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Renames:
+    """`hf_to_vllm_mapper.get_rename_mapper()` of the target's class: what vLLM makes of names in a quantization config.
+
+    Substrings are replaced first, then prefixes; regexes are never renamed.
+    """
+
+    substrings: tuple[tuple[str, str], ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """How vLLM's draft class takes a checkpoint that does not fit it.
+
+    Attributes:
+        unknown_name: the exception for a tensor without a parameter.
+        drops_scales: a `.weight_scale` without a parameter is skipped in silence instead, outside experts.
+        refuses_missing_mtp: an absent MTP layer raises; the other classes load nothing and draft from noise.
+        takes_kv_scales: the KV cache's scales inside the MTP layer are known.
+        needs: keys of config.json that the classes read without a default.
+        missing_count: the exception when config.json does not count MTP layers.
+    """
+
+    unknown_name: Literal["KeyError", "ValueError"] = "KeyError"
+    drops_scales: bool = False
+    refuses_missing_mtp: bool = False
+    takes_kv_scales: bool = False
+    needs: tuple[str, ...] = ()
+    missing_count: Literal["ZeroDivisionError", "AttributeError"] = "ZeroDivisionError"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Alias:
     """A tensor some runtime wants under the MTP block although it equals one of the backbone."""
 
@@ -77,7 +109,18 @@ class Alias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Names of one architecture. `mtp` is None where MTP layers continue the decoder layers (`model.layers.{N}`)."""
+    """Names of one architecture.
+
+    Attributes:
+        layers: the decoder layers.
+        mtp: the MTP layers; None where they continue the decoder layers (`model.layers.{N}`).
+        top: modules outside layers.
+        mtp_top: modules of the MTP block outside its layers.
+        opaque: (prefix on disk, prefix at run time, role) of parts that are carried over whole.
+        embedding, head: the target's tensors on disk.
+        draft_head: a head that the draft constructs with the quantization config although it shares the target's.
+        renames: the target class's mapper; None where it has none.
+    """
 
     layers: Stem
     mtp: Stem | None
@@ -86,6 +129,8 @@ class Layout:
     opaque: tuple[tuple[str, str, Role], ...] = ()
     embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
+    draft_head: str = ""
+    renames: Renames | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +147,7 @@ class Family:
             text_config.
         mtp_count_default: how many layers vLLM assumes when no key is there.
         aliases: copies to add to an MTP layer when the source has none.
+        loader: how vLLM's draft class takes faults.
         config_extras: keys this family's runtime wants inside quantization_config.
         min_vllm: oldest vLLM whose draft loads a quantized checkpoint of this family.
         notes: one line a person should know, shown by `keepmtp ls families`.
@@ -115,6 +161,7 @@ class Family:
     mtp_count_keys: tuple[str, ...] = ("num_nextn_predict_layers",)
     mtp_count_default: int = 0
     aliases: tuple[Alias, ...] = ()
+    loader: Loader = Loader()
     config_extras: Mapping[str, Any] = field(default_factory=dict)
     min_vllm: str = "0.32.0"
     notes: str = ""

@@ -153,9 +153,15 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType({
             hardware="sm100, sm120",
         ),
         Scheme(
+            name="MXFP4A8", format="mxfp4-pack-quantized", bits=4, group_size=32,
+            summary="4-bit floats, power-of-two scale per 32, activations FP8 on the fly or 16-bit",
+            weights=_MXFP4_WEIGHT, inputs=_args(strategy="group", group_size=128, dynamic=True),
+            hardware="sm80 and newer; DeepSeek-V4's own form",
+        ),
+        Scheme(
             name="MXFP4A16", format="mxfp4-pack-quantized", bits=4, group_size=32,
-            summary="4-bit floats, power-of-two scale per 32, activations 16-bit", weights=_MXFP4_WEIGHT,
-            hardware="sm80 and newer (Marlin)",
+            summary="4-bit floats, power-of-two scale per 32, activations 16-bit (vLLM 0.32: 4-bit where it can)",
+            weights=_MXFP4_WEIGHT, hardware="sm80 and newer",
         ),
         Scheme(
             name="FP8", format="float-quantized", bits=8,
@@ -178,7 +184,7 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType({
             name="W4A16", format="pack-quantized", bits=4, group_size=128,
             summary="4-bit integers, scale per 128, activations 16-bit",
             weights=_args(num_bits=4, type="int", strategy="group", group_size=128),
-            hardware="sm75 and newer; CPU",
+            hardware="sm75 and newer; CPUs with AVX-512",
         ),
         Scheme(
             name="W8A16", format="pack-quantized", bits=8, group_size=128,

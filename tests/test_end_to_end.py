@@ -21,14 +21,14 @@ PROMPTS = (
     "Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have now?\nAnswer:",
     "Question: Ann has 14 books. Ann gives away 6 books. How many books are left?\nAnswer:",
 )
-# Largest |w - q(w)| as a part of the weight's amax, rounding to nearest. Integers: half a step, plus a BF16 quotient's own
-# rounding of up to 2**-8 of 8 (or 128) steps, plus the result's in BF16. FP8: half of E4M3's 2**-3 relative step. 4-bit
-# floats: half of the gap from 4 to 6 in sixths, or all of the gap to amax where a power-of-two scale saturates (MXFP4),
-# plus the rounding of an E4M3 scale.
+# Largest |w - q(w)| as a part of the weight's amax, rounding to nearest. Integers: half a step, plus a BF16 quotient's
+# own rounding of up to 2**-8 of 8 (or 128) steps, plus the result's in BF16. FP8: half of E4M3's 2**-3 relative step.
+# 4-bit floats: half of the gap from 4 to 6 in sixths, or all of the gap to amax where a power-of-two scale saturates
+# (MXFP4), plus the rounding of an E4M3 scale.
 ERROR = {
     "W4A16": (0.5 + 8 * 2**-8) / 7.5 + 2**-8, "W8A16": (0.5 + 128 * 2**-8) / 127.5 + 2**-8,
     "W8A8": (0.5 + 128 * 2**-8) / 127.5 + 2**-8, "FP8_BLOCK": 2**-4, "FP8_DYNAMIC": 2**-4,
-    "NVFP4A16": 1 / 6 + 2**-4, "MXFP4": 0.25, "MXFP4A16": 0.25,
+    "NVFP4A16": 1 / 6 + 2**-4, "MXFP4": 0.25, "MXFP4A8": 0.25, "MXFP4A16": 0.25,
 }  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_every_scheme_and_policy_passes_its_check(scheme, mtp, tmp_path_factory)
 
 def test_gate_and_up_share_their_global_scale(tmp_path_factory):
     """q/k/v, gate/up, and gate/up of each expert: vLLM keeps one value for the fused module."""
-    plan, out = make("tiny-glm4-moe", tmp_path_factory, scheme="NVFP4A16", mtp="NVFP4A16")
+    _, out = make("tiny-glm4-moe", tmp_path_factory, scheme="NVFP4A16", mtp="NVFP4A16")
     written = tensors_of(out)
     pairs = [(name, name.replace(".gate_proj.", ".up_proj.")) for name in written if ".gate_proj.weight_global" in name]
     pairs += [(name, name.replace(".q_proj.", ".v_proj.")) for name in written if ".q_proj.weight_global" in name]

@@ -26,11 +26,12 @@ def test_the_wheel_holds_one_package(tmp_path):
     built = run(sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), cwd=tmp_path / "src")
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
+    names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names} == {"keepmtp", f"{wheel.name.split('-py3')[0]}.dist-info"}
-    for wanted in ("keepmtp/cli.py", "keepmtp/quantize/plan.py", "keepmtp/validate/static.py",
-                   "keepmtp/recipes/families/glm4_moe.py", "keepmtp/recipes/models/dsv4-flash.nvfp4-fp8.yaml"):  # fmt: skip
-        assert wanted in names
+    assert names >= {
+        "keepmtp/cli.py", "keepmtp/quantize/plan.py", "keepmtp/validate/static.py",
+        "keepmtp/recipes/families/glm4_moe.py", "keepmtp/recipes/models/dsv4-flash.nvfp4-fp8.yaml",
+    }  # fmt: skip
 
 
 def test_planning_and_checking_import_no_torch():
@@ -53,14 +54,14 @@ def test_ruff_is_clean():
 def test_sources_keep_to_the_rules(path):
     """Relative imports inside, no vLLM in this process, no broad except, a docstring that teaches."""
     text = path.read_text()
-    assert not re.search(r"^\s*(from|import) (recipes|quantize|validate)\b", text, re.M), "import relatively"
-    assert not re.search(r"^\s*(from|import) vllm\b", text, re.M), "vLLM is reached as a subprocess"
-    assert not re.search(r"except( \(?(Base)?Exception\)?)?:", text.replace("except BaseException:", "")), "broad except"
+    assert not re.search(r"^\s*(from|import) (recipes|quantize|validate)\b", text, re.MULTILINE), "import relatively"
+    assert not re.search(r"^\s*(from|import) vllm\b", text, re.MULTILINE), "vLLM is reached as a subprocess"
+    assert not re.search(r"except( \(?Exception\)?)?:", text), "broad except"
     assert "TODO" not in text and "FIXME" not in text
     if text.strip():
         assert text.startswith('"""'), "a module says what comes in, what goes out, and what is easy to get wrong"
     if path.is_relative_to(ROOT / "recipes"):
-        assert not re.search(r"^\s*(from|import) (torch|transformers)\b", text, re.M), "recipes are pure Python"
+        assert not re.search(r"^\s*(from|import) (torch|transformers)\b", text, re.MULTILINE), "recipes are pure Python"
 
 
 def test_no_path_of_a_machine_in_the_tree():

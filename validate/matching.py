@@ -1,6 +1,7 @@
 """How vLLM compares names with the entries of a quantization config, and how it rewrites those entries before.
 
-In: names and entries. Out: which entry matched. `Renamer` is the mapper of the target's model class, by architecture.
+In: names and entries. Out: which entry matched. `Renamer` applies the mapper of the target's model class, which the
+family's table holds.
 
 Easy to get wrong: a regex is matched from the start but not to the end, and is never renamed; a name is compared
 whole. The mapper also drops what it would not load, but not here: vLLM keeps such entries since 0.32.
@@ -14,8 +15,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import Any
+
+from ..recipes.families import families
+from ..recipes.family import Renames
 
 _MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are quantized"
 
@@ -56,19 +59,18 @@ def is_layer_skipped(module: str, shards: Sequence[str], entries: Sequence[str])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renamer:
-    """`hf_to_vllm_mapper.get_rename_mapper()` of the target's class, as far as module names go."""
+    """The target class's mapper as it is applied to entries; `renames` is None where the class has none."""
 
-    is_applied: bool = False
-    substrings: tuple[tuple[str, str], ...] = ()
-    prefixes: tuple[tuple[str, str], ...] = ()
+    renames: Renames | None = None
 
     def name(self, entry: str) -> str:
         """One name, in the mapper's order: substrings, then prefixes."""
-        for old, new in self.substrings:
-            entry = entry.replace(old, new, 1)
-        for old, new in self.prefixes:
-            if entry.startswith(old):
+        if self.renames is not None:
+            for old, new in self.renames.substrings:
                 entry = entry.replace(old, new, 1)
+            for old, new in self.renames.prefixes:
+                if entry.startswith(old):
+                    entry = entry.replace(old, new, 1)
         return entry
 
     def path(self, entry: str) -> str:
@@ -77,32 +79,12 @@ class Renamer:
 
     def modelopt(self, entry: str) -> tuple[str, ...]:
         """modelopt splits `x*` into `x` and `x.*` first, but only where a mapper is applied at all."""
-        if self.is_applied and len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
+        if self.renames is not None and len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
             return self.name(entry[:-1]), self.name(entry[:-1] + ".*")
         return (self.name(entry),)
 
 
-_DEEPSEEK_V4 = Renamer(
-    is_applied=True,
-    substrings=((".shared_experts.w2", ".shared_experts.down_proj"),),
-    prefixes=(("layers.", "model.layers."), ("embed.", "model.embed."), ("norm.", "model.norm."),
-              ("hc_head", "model.hc_head"), ("mtp.", "model.mtp.")),
-)  # fmt: skip
-_QWEN_VISION = Renamer(
-    is_applied=True,
-    prefixes=(("model.visual.", "visual."), ("lm_head.", "language_model.lm_head."),
-              ("model.language_model.", "language_model.model.")),
-)  # fmt: skip
-_QWEN_TEXT = Renamer(is_applied=True, prefixes=(("model.language_model.", "model."),))
-_RENAMERS: Mapping[str, Renamer] = MappingProxyType({
-    "deepseek_v4": _DEEPSEEK_V4, "mimo": Renamer(is_applied=True), "qwen3_next": Renamer(is_applied=True),
-    "qwen3_5": _QWEN_TEXT, "qwen3_5_text": _QWEN_TEXT, "qwen3_5_moe": _QWEN_TEXT, "qwen3_5_moe_text": _QWEN_TEXT,
-})  # fmt: skip
-
-
 def renamer(config: Mapping[str, Any]) -> Renamer:
-    """The mapper of the class that vLLM serves this architecture with."""
-    architecture = str(next(iter(config.get("architectures") or ()), ""))
-    if architecture.startswith("Qwen3_5") and architecture.endswith("ForConditionalGeneration"):
-        return _QWEN_VISION
-    return _RENAMERS.get(str(config.get("model_type", "")), Renamer())
+    """The mapper of the class that vLLM serves this config.json with, from its family's table."""
+    family = families().get(str(config.get("model_type", "")))
+    return Renamer(renames=family.view(config).layout.renames) if family else Renamer()

@@ -8,7 +8,6 @@ which rules_forms.py judges; the findings here say which entry to look at.
 
 import re
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from ..recipes.family import HFName, VLLMName
@@ -20,7 +19,6 @@ from .fp8 import Fp8
 from .modelopt import ModelOpt
 
 # Keys that vLLM's classes subscript without a default.
-_NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"deepseek_v4": ("compress_ratios", "num_hash_layers")})
 _SIZE_TOLERANCE = 0.01
 
 
@@ -103,7 +101,7 @@ def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
 def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
     """Keys that a class of vLLM needs, in the length it needs: E5, E6."""
     view = evidence.view
-    for key in _NEEDED.get(view.family.model_type, ()):
+    for key in view.family.loader.needs:
         if view.text_config.get(key) is None:
             yield Finding(
                 rule="config", severity="error", where=f"config.json: {key}",

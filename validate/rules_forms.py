@@ -21,9 +21,6 @@ from .fp8 import Fp8
 from .layouts import layout_problem
 from .modelopt import ModelOpt
 
-# Draft classes that use vLLM's AutoWeightsLoader; the others index a dictionary of parameters.
-_AUTO_LOADED = ("mimo", "qwen3_next", "qwen3_5", "qwen3_5_moe")
-
 
 def fused_modules_are_uniform(evidence: Evidence) -> Iterator[Finding]:
     """Weights that vLLM fuses must be stored alike, scales included: R3; F8, F20, F28; M1, M15."""
@@ -241,10 +238,10 @@ def _packed_in_plain(view: FamilyView, module: Module, member: Member) -> str:
 
 
 def _unknown_name(view: FamilyView, module: Module, leaf: str) -> str:
-    family = view.family.model_type
-    if family in _AUTO_LOADED:
+    loader = view.family.loader
+    if loader.unknown_name == "ValueError":
         return f"vLLM raises ValueError 'There is no module or parameter named ...{leaf}'"
-    if family == "glm4_moe" and module.part == "mtp" and leaf == "weight_scale" and module.kind != "experts":
+    if loader.drops_scales and module.part == "mtp" and leaf == "weight_scale" and module.kind != "experts":
         return f"this draft's loader drops {leaf} without a word and takes the raw 8-bit values" + _garbage(module)
     return f"vLLM raises KeyError '...{leaf}'"
 
@@ -322,5 +319,5 @@ def _draft_heads(evidence: Evidence) -> Iterator[tuple[VLLMName, HFName]]:
             disk_index = index + (view.num_layers if view.layout.mtp is None else 0)
             name = view.runtime_stem("mtp", disk_index) + (head.runtime or head.path)
             yield VLLMName(name), HFName(view.mtp_stem(index) + head.path)
-    elif view.family.model_type.startswith("qwen3_5"):
-        yield VLLMName("lm_head"), HFName(view.layout.head.removesuffix(".weight"))
+    elif view.layout.draft_head:
+        yield VLLMName(view.layout.draft_head), HFName(view.layout.head.removesuffix(".weight"))

@@ -17,17 +17,13 @@ from .evidence import Evidence
 from .findings import Finding
 from .fp8 import Fp8
 
-# Draft classes of vLLM 0.32 that refuse a checkpoint without the MTP layer's weights; the others load nothing.
-_REFUSES_MISSING = ("deepseek_v3", "deepseek_v32", "deepseek_v4", "glm_moe_dsa")
-# Draft classes that know the KV cache's scales (maybe_remap_kv_scale_name).
-_TAKES_KV_SCALES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite")
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
 _OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
 # GPTQ's and AWQ's: known as names, their form is not judged.
 _FOREIGN_LEAVES = ("qweight", "qzeros", "scales", "g_idx")
-_GET_IT = "Copy the MTP block from the original release (`keepmtp graft`), or quantize again with keepmtp"
+_GET_IT = "Copy the MTP block from the original release, or quantize that release with keepmtp"
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 
 
@@ -38,7 +34,7 @@ def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
     elsewhere = _unindexed_layers(evidence) | ({0} if _nested(evidence) else set())
     for index in range(promised):
         if index not in found and index not in elsewhere:
-            refuses = view.family.model_type in _REFUSES_MISSING
+            refuses = view.family.loader.refuses_missing_mtp
             yield Finding(
                 rule="mtp-missing", severity="error", where=f"{view.mtp_stem(index)}*",
                 says=f"{view.mtp_count_key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
@@ -50,7 +46,7 @@ def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
     if extra and promised == 0:
         missing_key = all(key not in holder for holder in (view.text_config, view.config)
                           for key in view.family.mtp_count_keys)  # fmt: skip
-        says = "AttributeError" if missing_key and view.family.model_type == "deepseek_v4" else "ZeroDivisionError"
+        says = view.family.loader.missing_count if missing_key else "ZeroDivisionError"
         yield Finding(
             rule="mtp-not-promised", severity="error", where=where,
             says=f"is {'missing' if missing_key else 0}, but {view.mtp_stem(extra[0])}* exists: with method=mtp vLLM "
@@ -162,7 +158,7 @@ def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
 
 def names_are_known(evidence: Evidence) -> Iterator[Finding]:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
-    family = evidence.view.family.model_type
+    loader = evidence.view.family.loader
     foreign = _FOREIGN_LEAVES if isinstance(evidence.dialect, Unknown) else ()
     for entry in evidence.others:
         place = evidence.placed.get(entry.name)
@@ -170,7 +166,7 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
         if _NESTED_MTP.match(entry.name):
             yield _nested_finding(evidence, entry.name)
         elif leaf in KV_SCALE_LEAVES or entry.name.endswith("kv_scale"):
-            if evidence.is_mtp_name(entry.name) and family not in _TAKES_KV_SCALES:
+            if evidence.is_mtp_name(entry.name) and not loader.takes_kv_scales:
                 yield Finding(
                     rule="kv-scales", severity="error", where=entry.name,
                     says="is a scale of the KV cache inside the MTP layer, which this draft's loader does not know: "

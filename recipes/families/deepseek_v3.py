@@ -5,7 +5,7 @@ vLLM 0.32.0: model_executor/models/deepseek_v2.py, deepseek_mtp.py. The draft's 
 (`weight_scale_inv`), MTP block included.
 """
 
-from ..family import Family, Layout, Stem
+from ..family import Family, Layout, Loader, Stem
 from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, MLA, NORMS, TOP
 
 FAMILY = Family(
@@ -15,5 +15,6 @@ FAMILY = Family(
     },
     block=(*MLA, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
+    loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True),
     notes="MTP is model.layers.{num_hidden_layers}; released in FP8, dequantized tensor by tensor",
 )

@@ -4,7 +4,7 @@ vLLM 0.32.0: models/deepseek_v32/{nvidia,amd}/mtp.py. `indexer.wk` and `weights_
 which is built without a quantization config (an FP8 block `wk` is dequantized on load, a packed one is a KeyError).
 """
 
-from ..family import Family, Layout, Stem
+from ..family import Family, Layout, Loader, Stem
 from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, INDEXER, MLA, NORMS, TOP
 
 FAMILY = Family(
@@ -14,5 +14,6 @@ FAMILY = Family(
     },
     block=(*MLA, *INDEXER, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
+    loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True),
     notes="MTP is model.layers.{num_hidden_layers}; the indexer stays BF16",
 )

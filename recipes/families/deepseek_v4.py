@@ -6,7 +6,7 @@ disk (`mtp.0.*`) never match. Compressors and the indexer's projections are buil
 vLLM before 0.32 asked for experts as gate_proj/up_proj/down_proj, 0.32 asks for w1/w3/w2.
 """
 
-from ..family import Alias, Family, Layout, Row, Stem
+from ..family import Alias, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import EMBEDDING, HEAD, NORM, ROUTER, fused, kept, plain, routed_experts
 
 COMPRESSOR = "vLLM builds fused_wkv_wgate without a quantization config"
@@ -27,6 +27,11 @@ FAMILY = Family(
             ),
             embedding="embed.weight",
             head="head.weight",
+            renames=Renames(
+                substrings=((".shared_experts.w2", ".shared_experts.down_proj"),),
+                prefixes=(("layers.", "model.layers."), ("embed.", "model.embed."), ("norm.", "model.norm."),
+                          ("hc_head", "model.hc_head"), ("mtp.", "model.mtp.")),
+            ),
         ),
     },
     block=(
@@ -64,6 +69,9 @@ FAMILY = Family(
               reason="vLLM before 0.32 reads the draft's embedding only here; without it acceptance is 0 % in silence"),
         Alias(path="head.weight", source="head.weight",
               reason="vLLM before 0.32 reads the draft's head only here; without it acceptance is 0 % in silence"),
+    ),
+    loader=Loader(
+        refuses_missing_mtp=True, needs=("compress_ratios", "num_hash_layers"), missing_count="AttributeError"
     ),
     config_extras={"scale_fmt": "ue8m0"},
     notes="on disk mtp.{i}, in vLLM model.layers.{num_hidden_layers + i}; embedding and head copies are added",

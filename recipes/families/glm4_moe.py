@@ -4,7 +4,7 @@ vLLM 0.32.0: model_executor/models/glm4_moe.py, glm4_moe_mtp.py. Its loader drop
 word (glm4_moe_mtp.py), so a quantized eh_proj is loaded as raw bytes: the row below forbids it.
 """
 
-from ..family import Family, Layout, Stem
+from ..family import Family, Layout, Loader, Stem
 from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, GQA, NORMS, TOP
 
 FAMILY = Family(
@@ -14,5 +14,6 @@ FAMILY = Family(
     },
     block=(*GQA, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
+    loader=Loader(drops_scales=True),
     notes="MTP is model.layers.{num_hidden_layers}; a missing block loads in silence when quantized",
 )

@@ -4,7 +4,7 @@ vLLM 0.32.0: model_executor/models/glm4_moe_lite.py, glm4_moe_lite_mtp.py. No co
 is served with uninitialised weights.
 """
 
-from ..family import Family, Layout, Stem
+from ..family import Family, Layout, Loader, Stem
 from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, MLA, NORMS, TOP
 
 FAMILY = Family(
@@ -14,5 +14,6 @@ FAMILY = Family(
     },
     block=(*MLA, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
+    loader=Loader(takes_kv_scales=True),
     notes="MTP is model.layers.{num_hidden_layers}; vLLM does not notice a missing block",
 )

@@ -5,7 +5,7 @@ vLLM 0.32.0: model_executor/models/mimo_mtp.py. The name trap of this family: th
 FP8 serves at 0 % acceptance without a word.
 """
 
-from ..family import Family, Layout, Stem
+from ..family import Family, Layout, Loader, Renames, Stem
 from ._blocks import EH_PROJ_IS_NN_LINEAR, GQA, NORM, NORMS, TOP, gated_mlp, kept
 
 FAMILY = Family(
@@ -15,6 +15,7 @@ FAMILY = Family(
             layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."),
             mtp=Stem(disk="model.mtp_layers.{i}.", runtime="model.layers.{n}."),
             top=TOP,
+            renames=Renames(),
         ),
     },
     block=(*GQA, *gated_mlp("mlp", "dense_mlp"), *NORMS),
@@ -22,5 +23,6 @@ FAMILY = Family(
         *kept("glue", EH_PROJ_IS_NN_LINEAR.replace("eh_proj", "input_proj"), "input_proj"),
         *kept("norm", NORM, "token_layernorm", "hidden_layernorm", "final_layernorm"),
     ),
+    loader=Loader(unknown_name="ValueError"),
     notes="on disk model.mtp_layers.{i}, in vLLM model.layers.{num_hidden_layers + i}",
 )

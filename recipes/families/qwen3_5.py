@@ -6,26 +6,38 @@ is `mtp.*` in both. Splitting `in_proj_qkv`/`in_proj_z` in the ignore list while
 garbage in silence (vllm #40252).
 """
 
-from ..family import Family, Layout, Row, Stem
+from ..family import Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import EMBEDDING, GQA, HEAD, NORM, NORMS, TOP, fused, gated_mlp, kept, plain
 from .qwen3_next import GATES, GDN_STATE, QWEN_MTP_TOP
 
 MTP = Stem(disk="mtp.layers.{i}.", runtime="mtp.layers.{i}.")
+LOADER = Loader(unknown_name="ValueError")
 TEXT = Layout(
-    layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=MTP, top=TOP, mtp_top=QWEN_MTP_TOP
+    layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."),
+    mtp=MTP,
+    top=TOP,
+    mtp_top=QWEN_MTP_TOP,
+    draft_head="lm_head",
+    renames=Renames(prefixes=(("model.language_model.", "model."),)),
 )
 VISION_LANGUAGE = Layout(
     layers=Stem(disk="model.language_model.layers.{i}.", runtime="language_model.model.layers.{i}."),
     mtp=MTP,
     top=(
-        *kept("embedding", EMBEDDING, "model.language_model.embed_tokens"),
+        Row(path="model.language_model.embed_tokens", role="embedding", runtime="language_model.model.embed_tokens",
+            why_kept=EMBEDDING, loads_quantized=False),
         Row(path="lm_head", role="head", runtime="language_model.lm_head", why_kept=HEAD, aliases=("lm_head",)),
         *kept("norm", NORM, "model.language_model.norm"),
     ),
     mtp_top=QWEN_MTP_TOP,
     opaque=(("model.visual.", "visual.", "vision"),),
     embedding="model.language_model.embed_tokens.weight",
-)
+    draft_head="lm_head",
+    renames=Renames(prefixes=(
+        ("model.visual.", "visual."), ("lm_head.", "language_model.lm_head."),
+        ("model.language_model.", "language_model.model."),
+    )),
+)  # fmt: skip
 LINEAR_ATTENTION = (
     *fused("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv", "linear_attn.in_proj_z", role="linear_attention"),
     *plain("linear_attention", "linear_attn.out_proj"),
@@ -43,5 +55,6 @@ FAMILY = Family(
     block=(*GQA, *LINEAR_ATTENTION, *gated_mlp("mlp", "dense_mlp"), *NORMS),
     mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     mtp_count_default=1,
+    loader=LOADER,
     notes="MTP is mtp.*, beside the language model also in vision-language checkpoints",
 )

@@ -7,7 +7,7 @@ compressed-tensors' loaders expect.
 
 from ..family import Family
 from ._blocks import GQA, NORMS
-from .qwen3_5 import LINEAR_ATTENTION, TEXT, VISION_LANGUAGE
+from .qwen3_5 import LINEAR_ATTENTION, LOADER, TEXT, VISION_LANGUAGE
 from .qwen3_next import QWEN_MOE
 
 FAMILY = Family(
@@ -17,5 +17,6 @@ FAMILY = Family(
     block=(*GQA, *LINEAR_ATTENTION, *QWEN_MOE, *NORMS),
     mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     mtp_count_default=1,
+    loader=LOADER,
     notes="MTP is mtp.*; BF16 experts of the draft must be in the ignore list one by one or by regex",
 )

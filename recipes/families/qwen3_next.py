@@ -5,7 +5,7 @@ and its BF16 form must be in the ignore list (`mtp.layers.0*` does not cover it)
 carries the whole hidden state, so the table keeps it.
 """
 
-from ..family import Family, Layout, Row, Stem
+from ..family import Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import EMBEDDING, GQA, NORM, NORMS, ROUTER, gated_mlp, kept, plain, routed_experts
 
 FC = "joins embedding and hidden state for the whole draft: small, and everything passes through it"
@@ -38,6 +38,7 @@ FAMILY = Family(
                 *kept("norm", NORM, "model.norm"),
             ),
             mtp_top=QWEN_MTP_TOP,
+            renames=Renames(),
         ),
     },
     block=(
@@ -51,5 +52,6 @@ FAMILY = Family(
     ),
     mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     mtp_count_default=1,
+    loader=Loader(unknown_name="ValueError"),
     notes="MTP is mtp.*; vLLM assumes one MTP layer when config.json names none",
 )

@@ -1,0 +1,5 @@
+"""Names that transformers imports."""
+
+from . import functional
+
+__all__ = ["functional"]

@@ -1,0 +1,101 @@
+"""The shipped checkpoints and what keepmtp makes of them, in a real vLLM with method=mtp on the CPU.
+
+Acceptance decides: greedy texts stay right however broken a draft is. One process serves all checkpoints in turn.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from keepmtp.quantize.run import plan_for, quantize
+from keepmtp.validate.static import check
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+ASKED = (("Tom", "apples", 5, 7), ("Ann", "books", 12, 3), ("Leo", "pens", 8, 9), ("Mia", "eggs", 4, 6))
+PROMPTS = [
+    f"Question: {name} has {a} {thing}. {name} buys {b} more {thing}. How many {thing} does {name} have now?\nAnswer:"
+    for name, thing, a, b in ASKED
+]
+ANSWERS = [str(a + b) for _, _, a, b in ASKED]
+SOURCES = ("tiny-glm4-moe", "tiny-qwen3_5")
+# Every scheme that vLLM's CPU build has a kernel for: all linears of Qwen3.5, all but the routed experts of GLM.
+MADE: dict[str, tuple[str, dict[str, str]]] = {
+    "qwen-default": ("tiny-qwen3_5", {}),
+    "qwen-w8a8-mtp-fp8": ("tiny-qwen3_5", {"scheme": "W8A8", "mtp": "FP8_DYNAMIC"}),
+}
+if Path("/proc/cpuinfo").is_file() and "avx512f" in Path("/proc/cpuinfo").read_text():  # its W4A16 kernel needs it
+    MADE["qwen-fp8-mtp-w4a16"] = ("tiny-qwen3_5", {"scheme": "FP8_DYNAMIC", "mtp": "W4A16"})
+    MADE["glm-w4a16"] = ("tiny-glm4-moe", {"scheme": "w4a16"})
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> dict[str, dict]:
+    """Results by checkpoint: the sources, the quantized ones, and one broken on purpose."""
+    made = tmp_path_factory.mktemp("made")
+    folders = {name: ROOT / "models" / name for name in SOURCES}
+    for name, (model, choices) in MADE.items():
+        plan, text = plan_for(model, source=str(ROOT / "models" / model), **choices)
+        folders[name] = quantize(plan, text, out=made / name).out
+    folders["broken"] = broken(folders["qwen-default"], made / "broken")
+    jobs = [json.dumps({"folder": str(f), "prompts": PROMPTS, "num_drafts": 1}) for f in folders.values()]
+    words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
+    stubs = str(Path(__file__).with_name("stubs"))
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
+    lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == len(folders), done.stdout[-3000:] + done.stderr[-6000:]
+    return dict(zip(folders, lines, strict=True)) | {"folders": folders}
+
+
+def broken(good: Path, folder: Path) -> Path:
+    """The same bytes, but the BF16 MTP layer is claimed by the FP8 group: what an ignore list in wrong names does."""
+    folder.mkdir()
+    for path in good.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config["quantization_config"]
+    quantization["ignore"] = [entry for entry in quantization["ignore"] if "mtp" not in entry]
+    for group in quantization["config_groups"].values():
+        if group["weights"]["num_bits"] == 8:
+            group["targets"].append(r"re:^mtp\.layers\.0\.")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def acceptance(result: dict) -> float:
+    assert result["draft_tokens"] > 20
+    return result["accepted_tokens"] / result["draft_tokens"]
+
+
+def answers(result: dict) -> list[str]:
+    return [text.rpartition("####")[2].strip() for text in result["texts"]]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_the_shipped_models_draft(served, name):
+    assert acceptance(served[name]) > 0.85
+    assert answers(served[name]) == ANSWERS
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_quantized_models_keep_their_draft(served, name):
+    """At least 97 % of the source's acceptance, and the same answers."""
+    source = served[MADE[name][0]]
+    assert acceptance(served[name]) >= 0.97 * acceptance(source)
+    assert answers(served[name]) == ANSWERS
+
+
+def test_a_broken_ignore_list_is_silent_in_vllm_and_caught_by_the_check(served):
+    """The twin: vLLM loads it without a word and answers right, the draft is dead, and the check names the tensors."""
+    assert answers(served["broken"]) == ANSWERS
+    assert acceptance(served["broken"]) < 0.3
+    report = check(served["folders"]["broken"])
+    assert not report.ok
+    assert any(finding.where.startswith("mtp.layers.0.") for finding in report.findings)
