@@ -78,9 +78,10 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One output file: the tensors it holds, in the order of their bytes."""
+    """One output file: the units that make it up, and its tensors in the order of their bytes."""
 
     file: str
+    units: tuple[tuple[TensorPlan, ...], ...]
     outputs: tuple[Output, ...]
 
 
@@ -122,21 +123,22 @@ class Plan:
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
         """The output files, filled in order up to `shard_bytes`; a unit is never split."""
-        groups: list[list[Output]] = [[]]
+        groups: list[list[tuple[TensorPlan, ...]]] = [[]]
         filled = 0
         for unit in self.units:
-            outputs = [output for tensor in unit for output in tensor.outputs]
-            size = sum(output.num_bytes for output in outputs)
+            size = sum(output.num_bytes for tensor in unit for output in tensor.outputs)
             if groups[-1] and filled + size > self.shard_bytes:
                 groups.append([])
                 filled = 0
-            groups[-1] += outputs
+            groups[-1].append(unit)
             filled += size
-        total = len(groups)
         return tuple(
-            Shard(file=f"model-{number:05d}-of-{total:05d}.safetensors", outputs=tuple(sorted(group, key=_disk_order)))
-            for number, group in enumerate(groups, start=1)
-        )
+            Shard(
+                file=f"model-{number:05d}-of-{len(groups):05d}.safetensors", units=tuple(units),
+                outputs=tuple(sorted((o for unit in units for t in unit for o in t.outputs), key=_disk_order)),
+            )
+            for number, units in enumerate(groups, start=1)
+        )  # fmt: skip
 
     @property
     def needs_calibration(self) -> list[str]:

@@ -66,7 +66,7 @@ def quantize(
     total = sum(plan.entries[name].num_bytes for tensor in plan.tensors if tensor.outputs for name in tensor.inputs)
     with watch(total) if watch else nullcontext() as progress:
         partial = write(
-            plan, out, recipe_text=recipe_text, threads=threads or os.cpu_count() or 1, progress=progress
+            plan, out, recipe_text=recipe_text, threads=threads or _num_cores(), progress=progress
         )
     report = check(partial, source=local)
     if not report.ok:
@@ -86,6 +86,11 @@ def refuse(plan: Plan, out: Path) -> None:
     """
     refuse_calibration(plan)
     refuse_output(plan, out)
+
+
+def _num_cores() -> int:
+    """Cores this process may use, which a container or a batch system may have cut down."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_out(recipe: Recipe) -> Path:

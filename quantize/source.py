@@ -107,16 +107,15 @@ def download(source: Source, *, to: Path | None = None) -> Source:
     )  # fmt: skip
 
 
-def read(source: Source, entry: Entry, *, offset: int = 0, length: int | None = None) -> bytearray:
-    """Bytes `offset` to `offset + length` of one tensor, in a buffer of the caller's own.
+def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> None:
+    """Fill `into` with one tensor's bytes from `offset` on.
 
     A plain read, not a map: mapped pages of a 5 GB shard would count as this process's memory until it is closed.
     """
     assert source.folder is not None, "download() first"
-    buffer = bytearray(entry.num_bytes - offset if length is None else length)
-    view, position = memoryview(buffer), entry.start + offset
+    view = into
     with open(source.folder / entry.file, "rb", buffering=0) as file:
-        file.seek(position)
+        file.seek(entry.start + offset)
         while view:
             count = file.readinto(view)
             if not count:
@@ -125,7 +124,6 @@ def read(source: Source, entry: Entry, *, offset: int = 0, length: int | None = 
                            "Download the shard again")
                 )  # fmt: skip
             view = view[count:]
-    return buffer
 
 
 def read_header(path: Path, where: str) -> dict[HFName, Entry]:

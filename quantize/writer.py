@@ -15,9 +15,10 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def write(plan: Plan, out: Path, *, recipe_text: str, threads: int, progress: Pr
         plan: a plan over a local source, which `output.refuse_output` let pass.
         out: the final folder; nothing appears there yet.
         recipe_text: the recipe file, carried over verbatim.
-        threads: workers; one unit of the plan each.
+        threads: shards written side by side, each by one thread on one device.
         progress: told about source bytes done.
 
     Returns:
@@ -60,91 +61,63 @@ def write(plan: Plan, out: Path, *, recipe_text: str, threads: int, progress: Pr
     Raises:
         CheckpointError: a source weight holds NaN or infinity, or a file ends early.
     """
-    partial = begin(plan, out)
-    _write_shards(plan, partial, threads=threads, progress=progress or (lambda _: None))
+    partial, devices, stop = begin(plan, out), _devices(), threading.Event()
+    with _one_torch_thread_each(), ThreadPoolExecutor(threads) as pool:
+        jobs = [
+            pool.submit(_write_shard, plan, shard, partial, devices[number % len(devices)], progress or _ignore, stop)
+            for number, shard in enumerate(plan.shards)
+        ]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+        finally:  # a refusal in one shard, or Ctrl-C, ends the others at their next tensor
+            stop.set()
+            pool.shutdown(cancel_futures=True)
     finish(plan, partial, recipe_text=recipe_text)
     return partial
 
 
-# --- shards ---------------------------------------------------------------------------------------------------------
+def _ignore(_: int) -> None:
+    """For callers that do not watch."""
 
 
-@dataclass(slots=True)
-class _OpenShard:
-    """A shard being written: where each tensor goes, and how many units are still to come."""
+# --- one shard ------------------------------------------------------------------------------------------------------
 
-    path: Path
-    descriptor: int
-    offsets: Mapping[HFName, int]
-    missing: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def put(self, name: HFName, data: memoryview | bytearray, *, at: int = 0) -> None:
-        position, view = self.offsets[name] + at, memoryview(data)
-        while view:
-            count = os.pwrite(self.descriptor, view, position)
-            view, position = view[count:], position + count
-
-    def unit_done(self) -> None:
-        with self.lock:
-            self.missing -= 1
-            if self.missing:
+def _write_shard(
+    plan: Plan, shard: Shard, folder: Path, device: torch.device, progress: Progress, stop: threading.Event
+) -> None:
+    """Write one shard under a temporary name, unit by unit, and rename it when it is whole."""
+    final = folder / shard.file
+    if final.is_file():
+        progress(sum(_source_bytes(plan, unit) for unit in shard.units))
+        return
+    temporary = final.with_name(f"{final.name}.writing")
+    header, offsets, size = _header(shard)
+    with open(temporary, "wb", buffering=0) as file:
+        file.write(header)
+        file.truncate(size)
+        for unit in shard.units:
+            if stop.is_set():
                 return
-        os.fsync(self.descriptor)
-        os.close(self.descriptor)
-        os.rename(self.path, self.path.with_suffix(""))
-        sync_folder(self.path.parent)
+            _Job(plan=plan, unit=unit, file=file, offsets=offsets, device=device).run(progress)
+        os.fsync(file.fileno())
+    os.rename(temporary, final)
+    sync_folder(folder)
 
 
-def _write_shards(plan: Plan, folder: Path, *, threads: int, progress: Progress) -> None:
-    shard_of = {output.name: shard for shard in plan.shards for output in shard.outputs}
-    num_units: dict[str, int] = {}
-    for unit in plan.units:
-        file = shard_of[unit[0].outputs[0].name].file
-        num_units[file] = num_units.get(file, 0) + 1
-    open_shards: dict[str, _OpenShard] = {}
-    running: set[Future[None]] = set()
-    devices = _devices()
-    with _one_torch_thread_each(threads), ThreadPoolExecutor(threads) as pool:
-        try:
-            for number, unit in enumerate(plan.units):
-                shard = shard_of[unit[0].outputs[0].name]
-                if (folder / shard.file).is_file():
-                    progress(_source_bytes(plan, unit))
-                    continue
-                if shard.file not in open_shards:
-                    open_shards[shard.file] = _open_shard(folder, shard, num_units[shard.file])
-                job = _Job(plan=plan, unit=unit, shard=open_shards[shard.file], device=devices[number % len(devices)])
-                running.add(pool.submit(job.run, progress))
-                if len(running) >= 2 * threads:
-                    done, running = wait(running, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-            for future in running:
-                future.result()
-        except BaseException:
-            for future in running:
-                future.cancel()
-            raise
-
-
-def _open_shard(folder: Path, shard: Shard, num_units: int) -> _OpenShard:
+def _header(shard: Shard) -> tuple[bytes, Mapping[HFName, int], int]:
+    """A safetensors header, where in the file each tensor starts, and the file's size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+    end = 0
     for output in shard.outputs:
-        header[output.name] = {
-            "dtype": output.dtype, "shape": list(output.shape), "data_offsets": [offset, offset + output.num_bytes],
-        }  # fmt: skip
-        offset += output.num_bytes
+        start, end = end, end + output.num_bytes
+        header[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    start = 8 + len(raw)
-    path = folder / f"{shard.file}.writing"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.pwrite(descriptor, struct.pack("<Q", len(raw)) + raw, 0)
-    os.truncate(descriptor, start + offset)
-    offsets = {output.name: start + header[output.name]["data_offsets"][0] for output in shard.outputs}
-    return _OpenShard(path=path, descriptor=descriptor, offsets=offsets, missing=num_units)
+    first = 8 + len(raw)
+    offsets = {output.name: first + header[output.name]["data_offsets"][0] for output in shard.outputs}
+    return struct.pack("<Q", len(raw)) + raw, offsets, first + end
 
 
 def _source_bytes(plan: Plan, unit: tuple[TensorPlan, ...]) -> int:
@@ -160,7 +133,8 @@ class _Job:
 
     plan: Plan
     unit: tuple[TensorPlan, ...]
-    shard: _OpenShard
+    file: FileIO
+    offsets: Mapping[HFName, int]
     device: torch.device
 
     def run(self, progress: Progress) -> None:
@@ -171,7 +145,6 @@ class _Job:
         else:
             for tensor in self.unit:
                 self._carry(tensor, progress)
-        self.shard.unit_done()
 
     def _quantize(self, progress: Progress) -> None:
         scheme = SCHEMES[self.unit[0].scheme]
@@ -190,8 +163,8 @@ class _Job:
             slice_bytes = entry.num_bytes // num_experts
             num_specs = len(tensor.outputs) // num_experts // len(tensor.stacked)
             for expert in range(num_experts):
-                raw = read(self.plan.source, entry, offset=expert * slice_bytes, length=slice_bytes)
-                stack_NK = _tensor(raw, entry.dtype, tensor.shape[1:]).to(self.device)
+                raw = self._read(entry, offset=expert * slice_bytes, length=slice_bytes)
+                stack_NK = _typed(raw, entry.dtype, tensor.shape[1:]).to(self.device)
                 for number, packed in enumerate(self._pack(scheme, list(stack_NK.chunk(len(tensor.stacked))))):
                     first = (expert * len(tensor.stacked) + number) * num_specs
                     self._put(tensor.outputs[first : first + num_specs], packed)
@@ -225,7 +198,7 @@ class _Job:
     def _copy(self, entry: Entry, output: Output) -> None:
         for offset in range(0, entry.num_bytes, _COPY_BYTES):
             length = min(_COPY_BYTES, entry.num_bytes - offset)
-            self.shard.put(output.name, read(self.plan.source, entry, offset=offset, length=length), at=offset)
+            self._write(output.name, self._read(entry, offset=offset, length=length), at=offset)
 
     def _put_renamed(self, tensor: TensorPlan) -> None:
         """Packed weights keep their bytes; scales get compressed-tensors' names and, exactly, its dtypes."""
@@ -236,7 +209,7 @@ class _Job:
                 self._copy(_weight_of(parts), output)
                 continue
             entry = parts[suffix] if suffix in parts else _scale_of(parts)
-            value = _tensor(read(self.plan.source, entry), entry.dtype, entry.shape)
+            value = _typed(self._read(entry), entry.dtype, entry.shape)
             if output.dtype == "U8":
                 value = value.view(torch.uint8)
             self._put((output,), {suffix: value.to(_TORCH[output.dtype]).reshape(output.shape)})
@@ -268,7 +241,7 @@ class _Job:
 
     def _stored(self, tensor: TensorPlan) -> dict[str, torch.Tensor]:
         return {
-            leaf: _tensor(read(self.plan.source, entry), entry.dtype, entry.shape)
+            leaf: _typed(self._read(entry), entry.dtype, entry.shape)
             for leaf, entry in self._parts(tensor).items()
         }
 
@@ -280,7 +253,19 @@ class _Job:
             value = tensors[output.name.rpartition(".")[2]].cpu().contiguous()
             got = (tuple(value.shape), value.dtype)
             assert got == (output.shape, _TORCH[output.dtype]), f"{output.name}: planned {output}, computed {got}"
-            self.shard.put(output.name, value.reshape(-1).view(torch.uint8).numpy().data)
+            self._write(output.name, value.reshape(-1).view(torch.uint8))
+
+    def _read(self, entry: Entry, *, offset: int = 0, length: int | None = None) -> torch.Tensor:
+        """Bytes of a source tensor; not zeroed first, which would cost as much as reading them."""
+        raw = torch.empty(entry.num_bytes - offset if length is None else length, dtype=torch.uint8)
+        read(self.plan.source, entry, raw.numpy().data, offset=offset)
+        return raw
+
+    def _write(self, name: HFName, raw: torch.Tensor, *, at: int = 0) -> None:
+        position, view = self.offsets[name] + at, raw.numpy().data
+        while view:
+            count = os.pwrite(self.file.fileno(), view, position)
+            view, position = view[count:], position + count
 
 
 def _weight_of(parts: Mapping[str, Any]) -> Any:
@@ -291,8 +276,8 @@ def _scale_of(parts: Mapping[str, Any]) -> Any:
     return next(parts[leaf] for leaf in ("weight_scale_inv", "weight_scale", "scale") if leaf in parts)
 
 
-def _tensor(raw: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.frombuffer(raw, dtype=_TORCH[dtype]).reshape(shape)
+def _typed(raw: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return raw.view(_TORCH[dtype]).reshape(shape)
 
 
 def _devices() -> list[torch.device]:
@@ -303,10 +288,10 @@ def _devices() -> list[torch.device]:
 
 
 @contextmanager
-def _one_torch_thread_each(threads: int) -> Iterator[None]:
-    """Whole units side by side use the cores better than threads inside one operator."""
+def _one_torch_thread_each() -> Iterator[None]:
+    """Whole shards side by side use the cores better than threads inside one operator."""
     before = torch.get_num_threads()
-    torch.set_num_threads(max(1, before // threads))
+    torch.set_num_threads(1)
     try:
         yield
     finally:
