@@ -10,7 +10,7 @@ class has no slot for scales must stay plain, and an MTP block promised by confi
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -290,18 +290,18 @@ def _plan_weight(
     place = _place(name, view, source)
     if place.leaf != "weight":  # a parameter whose own name ends in .weight
         return _plan_other(weight.weight, recipe, view, matcher, source)
-    word, reason = _decide(place, weight, recipe, matcher)
+    word, reason = _decide(place, recipe, matcher)
     where = f"{recipe.name}: {place.part} {place.role}"
-    if weight.form == "unknown":
+    if weight.form in ("unknown", "mxfp8") or (weight.form == "int_packed" and not weight.scheme):
         leaves = ", ".join(f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items())
         raise CheckpointError(
-            refuse(f"{source.where}: {name}", "must be plain, FP8, MXFP4, NVFP4 or packed integers", leaves,
-                   "Start from the original release")
+            refuse(f"{source.where}: {name}", "must be plain, FP8, MXFP4, NVFP4 or symmetric integers in groups of 128",
+                   leaves, "Start from the original release")
         )  # fmt: skip
     if word in SCHEMES:
         scheme = SCHEMES[word]
         if _same_bytes(weight, scheme):
-            outputs = _packed_outputs(place.module, scheme, weight.shape, ())
+            outputs = _renamed_outputs(weight, scheme)
             return _tensor(weight, place, "keep", word, f"the source stores {word} already", outputs)
         _refuse_width(where, name, weight, place, scheme, view)
         outputs = _packed_outputs(place.module, scheme, weight.shape, place.row.stacked)
@@ -309,7 +309,7 @@ def _plan_weight(
     if weight.form == "plain":
         return _tensor(weight, place, "keep", "", reason, (_same(weight.weight),))
     if word == "source" and weight.scheme and place.row.loads_quantized:
-        outputs = _packed_outputs(place.module, SCHEMES[weight.scheme], weight.shape, ())
+        outputs = _renamed_outputs(weight, SCHEMES[weight.scheme])
         return _tensor(weight, place, "keep", weight.scheme, "as in the source, scales renamed", outputs)
     if word == "source" and not place.row.why_kept:
         raise RecipeError(
@@ -320,13 +320,19 @@ def _plan_weight(
     return _tensor(weight, place, "dequantize", "", reason, (output,))
 
 
-def _decide(place: Place, weight: StoredWeight, recipe: Recipe, matcher: _Patterns) -> tuple[str, str]:
+def _decide(place: Place, recipe: Recipe, matcher: _Patterns) -> tuple[str, str]:
     """The recipe's word for a module, and the reason to show."""
+    override = matcher.override(place.module)
     if place.row.why_kept:
+        if override in SCHEMES:
+            raise RecipeError(
+                refuse(recipe.name, f"{place.module} is never quantized ({place.row.why_kept})", override,
+                       "Remove the override")
+            )  # fmt: skip
         passes = place.part == "mtp" and recipe.mtp == "source"
         return ("source" if passes else "bf16"), place.row.why_kept
-    if (word := matcher.override(place.module)) is not None:
-        return word, "override of the recipe"
+    if override is not None:
+        return override, "override of the recipe"
     if place.part == "backbone":
         word = recipe.backbone.get(place.role)
     elif isinstance(recipe.mtp, str):
@@ -433,6 +439,16 @@ def _packed_outputs(
         for expert in range(num_experts)
         for projection in stacked
         for spec in scheme.tensors(rows // len(stacked), columns)
+    )
+
+
+def _renamed_outputs(weight: StoredWeight, scheme: Scheme) -> tuple[Output, ...]:
+    """The scheme's tensors for a weight that keeps its bytes; float scales keep their precision too."""
+    scale = weight.parts.get("weight_scale")
+    wide = scale.dtype if scale is not None and scale.dtype in ("F32", "F16") else "BF16"
+    return tuple(
+        replace(output, dtype=wide) if output.dtype == "BF16" else output
+        for output in _packed_outputs(weight.module, scheme, weight.shape, ())
     )
 
 

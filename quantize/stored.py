@@ -8,7 +8,7 @@ NVFP4's second scale is a divisor (`weight_global_scale`) or a multiplier (`weig
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..recipes.family import HFName
@@ -105,7 +105,8 @@ def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
         # compressed_tensors_moe.py).
         return stored("mxfp4", (n, 2 * k), "MXFP4A8")
     if weight.dtype in FP8 and len(leaves) == 2:
-        return _fp8(stored, (n, k), scale, "input_scale" in parts)
+        found = _fp8(stored, (n, k), scale, "input_scale" in parts)
+        return found if weight.dtype == "F8_E4M3" else replace(found, scheme="")
     if weight.dtype == "I8" and scale.dtype in FLOATS and scale.shape in ((n, 1), (n,)):
         return stored("int8", shape, "W8A8")
     if weight.dtype == "I32" and {"weight_packed", "weight_scale", "weight_shape"} <= leaves:

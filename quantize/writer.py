@@ -212,6 +212,8 @@ class _Job:
             value = _typed(self._read(entry), entry.dtype, entry.shape)
             if output.dtype == "U8":
                 value = value.view(torch.uint8)
+            elif output.dtype == "F32" and value.dtype == torch.uint8:  # E8M0 without its name
+                value = value.view(torch.float8_e8m0fnu)
             self._put((output,), {suffix: value.to(_TORCH[output.dtype]).reshape(output.shape)})
 
     def _load(self, tensor: TensorPlan) -> torch.Tensor:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+from keepmtp.quantize.output import output_config
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.quantize.source import open_source
 from keepmtp.recipes.schema import find_recipe
+from keepmtp.validate.static import check
 
 # recipe: (tensors in, GB in, tensors out, bytes out)
 FULL_SIZE = {
@@ -81,6 +83,16 @@ def test_only_the_mtp_block_and_what_is_kept_stay_plain(plan):
     assert ("backbone", plan.recipe.backbone["experts"]) in experts and len(experts) == 2
 
 
+def test_release_and_result_check_green(plan, tmp_path):
+    """The static check on the release as it is, and on what the plan will write, headers over holes."""
+    tensors = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
+    out = checkpoints.write_checkpoint(tmp_path / "out", output_config(plan), tensors, num_shards=None)
+    for report in (check(plan.source.folder), check(out, source=plan.source)):
+        assert not report.findings, report.findings[:3]
+        assert report.facts.num_mtp_layers == 1
+    assert report.facts.num_tensors == FULL_SIZE[plan.recipe.name][2]
+
+
 def test_what_deepseek_v4_lacks_is_added(plan):
     added = {tensor.name: tensor.inputs for tensor in plan.tensors if tensor.fate == "add"}
     if plan.recipe.family == "deepseek_v4":
@@ -90,23 +102,21 @@ def test_what_deepseek_v4_lacks_is_added(plan):
 
 
 MEASURED = """
-import json, re, sys, time
+import json, re, sys
 from pathlib import Path
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.source import open_source
 from keepmtp.recipes.schema import find_recipe
-start = time.process_time()
 plan = make_plan(find_recipe(sys.argv[1])[0], open_source(sys.argv[2]))
-seconds = time.process_time() - start
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss counts the parent's
 heavy = sorted({"torch", "transformers", "numpy"} & set(sys.modules))
-print(json.dumps({"seconds": seconds, "peak_kib": peak, "tensors": len(plan.tensors), "heavy": heavy}))
+print(json.dumps({"peak_kib": peak, "tensors": len(plan.tensors), "heavy": heavy}))
 """
 
 
 @pytest.mark.parametrize("plan", ["dsv4-flash.nvfp4-fp8"], indirect=True)
-def test_planning_takes_seconds_and_little_memory(plan):
-    """In a process of its own, as `keepmtp plan` runs: from files to plan, without torch."""
+def test_planning_takes_little_memory(plan):
+    """In a process of its own, as `keepmtp plan` runs: from files to plan, without torch. Seconds: benchmarks/."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, plan.recipe.name, str(plan.source.folder)],
         capture_output=True, text=True, check=True, cwd=Path(__file__).parent,
@@ -114,5 +124,4 @@ def test_planning_takes_seconds_and_little_memory(plan):
     measured = json.loads(done.stdout)
     assert measured["tensors"] == len(plan.tensors)
     assert measured["heavy"] == []
-    assert measured["seconds"] < 30, "processor time; 4 s on an idle core"
     assert measured["peak_kib"] < 300 * 1024

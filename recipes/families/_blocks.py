@@ -4,7 +4,7 @@ A leading underscore keeps this file out of the family registry. Runtime names a
 (`packed_modules_mapping` of the model classes, model_executor/models/*).
 """
 
-from ..family import Role, Row
+from ..family import Layout, Role, Row, Stem
 
 EH_PROJ_IS_NN_LINEAR = "vLLM builds eh_proj as a plain nn.Linear, which has no slot for scales"
 ROUTER = "routing decides which experts run; vLLM builds the gate without a quantization config"
@@ -97,3 +97,6 @@ TOP = (
     *kept("head", HEAD, "lm_head", loads_quantized=True),
     *kept("norm", NORM, "model.norm"),
 )
+
+# The usual layout: MTP layers continue the decoder layers.
+INLINED = {"*": Layout(layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP)}

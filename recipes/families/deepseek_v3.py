@@ -5,14 +5,12 @@ vLLM 0.32.0: model_executor/models/deepseek_v2.py, deepseek_mtp.py. The draft's 
 (`weight_scale_inv`), MTP block included.
 """
 
-from ..family import Family, Layout, Loader, Stem
-from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, MLA, NORMS, TOP
+from ..family import Family, Loader
+from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, INLINED, MLA, NORMS
 
 FAMILY = Family(
     model_type="deepseek_v3",
-    layouts={
-        "*": Layout(layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP),
-    },
+    layouts=INLINED,
     block=(*MLA, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True),

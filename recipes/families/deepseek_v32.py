@@ -4,14 +4,12 @@ vLLM 0.32.0: models/deepseek_v32/{nvidia,amd}/mtp.py. `indexer.wk` and `weights_
 which is built without a quantization config (an FP8 block `wk` is dequantized on load, a packed one is a KeyError).
 """
 
-from ..family import Family, Layout, Loader, Stem
-from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, INDEXER, MLA, NORMS, TOP
+from ..family import Family, Loader
+from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, INDEXER, INLINED, MLA, NORMS
 
 FAMILY = Family(
     model_type="deepseek_v32",
-    layouts={
-        "*": Layout(layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP),
-    },
+    layouts=INLINED,
     block=(*MLA, *INDEXER, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True),

@@ -4,14 +4,12 @@ vLLM 0.32.0: model_executor/models/glm4_moe.py, glm4_moe_mtp.py. Its loader drop
 word (glm4_moe_mtp.py), so a quantized eh_proj is loaded as raw bytes: the row below forbids it.
 """
 
-from ..family import Family, Layout, Loader, Stem
-from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, GQA, NORMS, TOP
+from ..family import Family, Loader
+from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, GQA, INLINED, NORMS
 
 FAMILY = Family(
     model_type="glm4_moe",
-    layouts={
-        "*": Layout(layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP),
-    },
+    layouts=INLINED,
     block=(*GQA, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(drops_scales=True),

@@ -4,14 +4,12 @@ vLLM 0.32.0: model_executor/models/glm4_moe_lite.py, glm4_moe_lite_mtp.py. No co
 is served with uninitialised weights.
 """
 
-from ..family import Family, Layout, Loader, Stem
-from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, MLA, NORMS, TOP
+from ..family import Family, Loader
+from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, INLINED, MLA, NORMS
 
 FAMILY = Family(
     model_type="glm4_moe_lite",
-    layouts={
-        "*": Layout(layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."), mtp=None, top=TOP),
-    },
+    layouts=INLINED,
     block=(*MLA, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(takes_kv_scales=True),

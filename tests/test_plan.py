@@ -1,0 +1,160 @@
+"""The plan's refusals, each before a byte is written, and what it takes over from where."""
+
+import re
+import shutil
+from collections import Counter
+
+import pytest
+from checkpoints import source_layout, write_checkpoint
+from keepmtp.quantize.plan import make_plan, refuse_calibration
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.recipes.schema import Recipe, find_recipe
+
+
+def recipe_for(model: str, **changes: object) -> Recipe:
+    recipe, _ = find_recipe(model)
+    return Recipe.model_validate(recipe.model_dump() | changes)
+
+
+def plan_of(folder, model="glm-4.7", *, tensors=None, config=None, **changes):
+    usual_config, usual = source_layout(model, size="tiny")
+    write_checkpoint(folder, usual_config | (config or {}), usual if tensors is None else tensors)
+    return make_plan(recipe_for(model, **changes), open_source(folder))
+
+
+def without(model: str, pattern: str) -> dict:
+    return {name: spec for name, spec in source_layout(model, size="tiny")[1].items() if not re.match(pattern, name)}
+
+
+def test_every_tensor_has_one_fate(tmp_path):
+    plan = plan_of(tmp_path)
+    consumed = Counter(name for tensor in plan.tensors for name in tensor.inputs)
+    assert set(consumed) == set(plan.source.entries) and set(consumed.values()) == {1}
+    assert all(tensor.reason for tensor in plan.tensors)
+
+
+@pytest.mark.parametrize(
+    ("model", "pattern", "named"),
+    [
+        ("glm-4.7", r"model\.layers\.3\.", "model.layers.3."), ("dsv4-flash", r"mtp\.", "mtp.0."),
+        ("mimo-7b", r"model\.mtp_layers\.", "model.mtp_layers.0."), ("qwen3.5-27b", r"mtp\.layers", "mtp.layers.0."),
+        ("glm-4.7", r".*eh_proj", "eh_proj"), ("qwen3.5-27b", r"mtp\.fc", "mtp.fc"),
+        ("dsv4-flash", r".*e_proj", "e_proj"),
+    ],
+)  # fmt: skip
+def test_a_promised_mtp_block_that_is_absent(model, pattern, named, tmp_path):
+    with pytest.raises(CheckpointError, match=re.escape(named)):
+        plan_of(tmp_path, model, tensors=without(model, pattern))
+
+
+def test_an_mtp_block_that_config_does_not_promise(tmp_path):
+    with pytest.raises(CheckpointError, match=r"num_nextn_predict_layers must count.*got 0, but model\.layers\.3\."):
+        plan_of(tmp_path, config={"num_nextn_predict_layers": 0})
+
+
+def test_a_model_without_mtp(tmp_path):
+    config = {"num_nextn_predict_layers": 0}
+    with pytest.raises(CheckpointError, match="must promise an MTP block; got 0"):
+        plan_of(tmp_path, config=config, tensors=without("glm-4.7", r"model\.layers\.3\."))
+
+
+def test_a_tensor_outside_the_table_is_refused_or_kept_by_the_recipe(tmp_path):
+    _, tensors = source_layout("glm-4.7", size="tiny")
+    strange = tensors | {"model.layers.0.self_attn.gizmo.weight": ("BF16", (8, 8))}
+    with pytest.raises(CheckpointError, match=r"got model\.layers\.0\.self_attn\.gizmo\.weight"):
+        plan_of(tmp_path / "refused", tensors=strange)
+    plan = plan_of(tmp_path / "kept", tensors=strange, keep=[r"re:.*\.gizmo\.weight"])
+    (kept,) = (tensor for tensor in plan.tensors if "gizmo" in tensor.name)
+    assert kept.fate == "keep" and kept.outputs[0].dtype == "BF16"
+
+
+def test_fused_modules_must_agree(tmp_path):
+    overrides = [{"modules": "model.layers.1.self_attn.k_proj", "scheme": "bf16"}]
+    with pytest.raises(RecipeError, match=r"fuses model\.layers\.1\.self_attn\.\w_proj and .*qkv_proj.*one scheme"):
+        plan_of(tmp_path, overrides=overrides)
+
+
+def test_an_override_of_a_whole_fused_module(tmp_path):
+    overrides = [{"modules": r"re:model\.layers\.1\.self_attn\.[qkv]_proj", "scheme": "bf16"}]
+    plan = plan_of(tmp_path, overrides=overrides)
+    schemes = {t.name: t.scheme for t in plan.tensors if t.name.endswith("q_proj.weight")}
+    assert schemes["model.layers.1.self_attn.q_proj.weight"] == ""
+    assert schemes["model.layers.0.self_attn.q_proj.weight"] != ""
+
+
+def test_a_width_that_a_scheme_cannot_take(tmp_path):
+    config, tensors = source_layout("glm-4.7", size="tiny", changes={"moe_intermediate_size": 96})
+    with pytest.raises(RecipeError, match=r"W4A16 needs K divisible by 128; got K=96 in .*\.down_proj\.weight"):
+        plan_of(tmp_path, tensors=tensors, config=config, backbone={
+            "attention": "bf16", "dense_mlp": "bf16", "shared_experts": "bf16", "experts": "W4A16"})  # fmt: skip
+
+
+def test_calibrated_schemes_are_planned_but_not_run(tmp_path):
+    config, tensors = source_layout("dsv4-flash", size="tiny")
+    plan = make_plan(recipe_for("dsv4-flash.nvfp4-fp8"), open_source(write_checkpoint(tmp_path, config, tensors)))
+    assert any(output.name.endswith("input_global_scale") for t in plan.tensors for output in t.outputs)
+    with pytest.raises(RecipeError, match=r"got NVFP4, which needs batches\. Use .* --scheme nvfp4a16-fp8"):
+        refuse_calibration(plan)
+
+
+def test_mtp_from_a_file_that_the_index_forgot(tmp_path):
+    """A separate mtp.safetensors is taken in, and the output's index lists what it held."""
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    rest = without("glm-4.7", r"model\.layers\.3\.")
+    folder = write_checkpoint(tmp_path / "source", config, rest)
+    mtp = {name: spec for name, spec in tensors.items() if name not in rest}
+    write_checkpoint(tmp_path / "mtp", config, mtp, num_shards=1)
+    shutil.copy(tmp_path / "mtp/model.safetensors", folder / "mtp.safetensors")
+    plan = make_plan(recipe_for("glm-4.7"), open_source(folder))
+    assert {name for tensor in plan.tensors if tensor.part == "mtp" for name in tensor.inputs} == set(mtp)
+
+
+def test_source_policy_keeps_native_bytes(tmp_path):
+    """DeepSeek-V4's MTP block as released: FP8 blocks and MXFP4 experts under compressed-tensors' names."""
+    plan = plan_of(tmp_path, "dsv4-flash", mtp="source")
+    forms = {(t.role, t.form, t.fate, t.scheme) for t in plan.tensors if t.part == "mtp" and t.form != "plain"}
+    assert forms == {
+        ("attention", "fp8_block", "keep", "FP8_BLOCK"), ("shared_experts", "fp8_block", "keep", "FP8_BLOCK"),
+        ("glue", "fp8_block", "keep", "FP8_BLOCK"), ("experts", "mxfp4", "keep", "MXFP4A8"),
+    }  # fmt: skip
+
+
+def test_modules_that_cannot_load_packed_weights_are_plain(tmp_path):
+    """Whatever the policy, eh_proj, routers, norms, embeddings and heads have no scales."""
+    for mtp in ("source", "bf16", "NVFP4A16"):
+        plan = plan_of(tmp_path / mtp, "deepseek-v3.1", mtp=mtp)
+        for tensor in plan.tensors:
+            place = plan.view.place(tensor.name)
+            if place is not None and not place.row.loads_quantized:
+                assert not tensor.scheme, tensor.name
+
+
+def test_float_scales_keep_their_precision(tmp_path):
+    """FP8 with float32 scales a row stays FP8 with float32 scales a row: rounding them to BF16 would change values."""
+    _, tensors = source_layout("glm-4.7", size="tiny")
+    name = "model.layers.3.self_attn.o_proj.weight"
+    (rows, columns) = tensors[name][1]
+    stored = {name: ("F8_E4M3", (rows, columns)), f"{name}_scale": ("F32", (rows, 1))}
+    plan = plan_of(tmp_path, tensors=tensors | stored, mtp="source")
+    outputs = next(tensor for tensor in plan.tensors if tensor.name == name).outputs
+    assert {o.name: o.dtype for o in outputs} == {name: "F8_E4M3", f"{name}_scale": "F32"}
+
+
+def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
+    """Integers with zero points would be read wrongly, not loudly, if they were taken for symmetric ones."""
+    _, tensors = source_layout("glm-4.7", size="tiny")
+    module = "model.layers.0.self_attn.o_proj"
+    rows, columns = tensors.pop(f"{module}.weight")[1]
+    tensors |= {
+        f"{module}.weight_packed": ("I32", (rows, columns // 8)), f"{module}.weight_shape": ("I64", (2,)),
+        f"{module}.weight_scale": ("BF16", (rows, columns // 128)),
+        f"{module}.weight_zero_point": ("I32", (rows // 8, columns // 128)),
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight: must be plain.*weight_zero_point"):
+        plan_of(tmp_path, tensors=tensors)
+
+
+def test_an_override_of_what_is_never_quantized(tmp_path):
+    with pytest.raises(RecipeError, match=r"model\.layers\.3\.eh_proj is never quantized .*nn\.Linear.*got W4A16"):
+        plan_of(tmp_path, overrides=[{"modules": r"re:.*\.eh_proj", "scheme": "W4A16"}])
