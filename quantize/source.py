@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from httpx import HTTPError
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -105,6 +106,18 @@ def download(source: Source, *, to: Path | None = None) -> Source:
         where=local.where, revision=source.revision, folder=local.folder, config=local.config, entries=local.entries,
         unindexed=local.unindexed, companions=local.companions,
     )  # fmt: skip
+
+
+def small_file(source: Source, name: str) -> Path | None:
+    """A file beside the weights, fetched if the source is a repository; None if there is no such file."""
+    if source.folder is not None:
+        path = source.folder / name
+        return path if path.is_file() else None
+    with _hub_errors(source.where, source.revision):
+        try:
+            return Path(HfApi().hf_hub_download(source.where, name, revision=source.revision))
+        except EntryNotFoundError:
+            return None
 
 
 def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> None:
@@ -316,7 +329,7 @@ def _hub_errors(repo: str, revision: str) -> Iterator[None]:
         raise refusal(error, "files must be safetensors", "Convert them first") from error
     except OfflineModeIsEnabled as error:
         raise refusal(error, "the Hub must be reachable", "Unset HF_HUB_OFFLINE or give a folder") from error
-    except (HfHubHTTPError, OSError) as error:
+    except (HfHubHTTPError, HTTPError, OSError) as error:
         raise refusal(error, "the Hub must be reachable", "Check the network, or give a folder as SOURCE") from error
 
 

@@ -12,6 +12,7 @@ import pytest
 from checkpoints import source_layout, write_checkpoint
 from keepmtp.quantize.source import INDEX, download, open_source, read
 from keepmtp.recipes.errors import CheckpointError
+from keepmtp.validate.static import check
 
 
 @pytest.fixture
@@ -192,20 +193,28 @@ class Hub(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(folder, monkeypatch, tmp_path):
+def hub_at(monkeypatch, tmp_path):
+    """Points huggingface_hub at an endpoint; its constants were read from the environment when it was imported."""
+    from huggingface_hub import constants, hf_api
+
+    def point(endpoint: str) -> None:
+        for holder in (constants, hf_api):
+            monkeypatch.setattr(holder, "ENDPOINT", endpoint, raising=False)
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+
+    return point
+
+
+@pytest.fixture
+def hub(folder, hub_at):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, root=folder))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     Hub.requests.clear()
-    from huggingface_hub import constants, hf_api
-
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    for holder in (constants, hf_api):
-        monkeypatch.setattr(holder, "ENDPOINT", endpoint, raising=False)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_ENDPOINT", endpoint)
-    yield endpoint
+    hub_at(f"http://127.0.0.1:{server.server_port}")
+    yield
     server.shutdown()
 
 
@@ -226,14 +235,14 @@ def test_hub_repository_that_does_not_exist(hub):
         open_source("org/other")
 
 
-def test_hub_out_of_reach(monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{revision}/{filename}")
-    monkeypatch.setattr("huggingface_hub.hf_api.HfApi.model_info", _refused)
-    with pytest.raises(CheckpointError, match="the Hub must be reachable"):
+def test_hub_out_of_reach(hub_at):
+    hub_at("http://127.0.0.1:9")  # nothing listens there
+    with pytest.raises(CheckpointError, match=r"org/model: the Hub must be reachable; got .*give a folder as SOURCE\."):
         open_source("org/model")
 
 
-def _refused(*_, **__):
-    raise OSError("connection refused")
+def test_check_judges_a_repository_from_its_headers(hub, folder):
+    """`keepmtp check ORG/NAME`: the verdict of the folder, by range requests."""
+    assert check("org/model").as_dict() | {"path": ""} == check(folder).as_dict() | {"path": ""}
+    weights = [line for line in Hub.requests if ".safetensors " in line]
+    assert weights and all("bytes=0-" in line for line in weights), weights

@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-
-from ..quantize.source import INDEX, Entry, Source
+from ..quantize.source import INDEX, Entry, Source, small_file
 from ..quantize.stored import StoredWeight, stored_weights
-from ..recipes.errors import CheckpointError, refuse
 from ..recipes.family import FamilyView, HFName, Part, Place, Role, Row, VLLMName
 from .built import PLAIN, Dialect, Kind, Resolution
 from .dialects import read_dialect
@@ -215,21 +211,12 @@ def _mtp_layers(view: FamilyView, places: Iterable[Place]) -> set[int]:
 
 
 def _read_json(source: Source, file: str) -> Mapping[str, Any] | None:
-    if source.folder is not None:
-        path = source.folder / file
-    else:
-        try:
-            path = hf_hub_download(source.where, file, revision=source.revision)
-        except EntryNotFoundError:
-            return None
-        except (HfHubHTTPError, OSError) as error:
-            raise CheckpointError(
-                refuse(f"{source.where}/{file}", "the Hub must be reachable", str(error).partition("\n")[0],
-                       "Check the network")
-            ) from error  # fmt: skip
+    path = small_file(source, file)
+    if path is None:
+        return None
     try:
-        with open(path, "rb") as handle:
-            parsed = json.load(handle)
-    except (FileNotFoundError, ValueError):
+        parsed = json.loads(path.read_bytes())
+    except ValueError:
         return None
     return parsed if isinstance(parsed, dict) else None
+
