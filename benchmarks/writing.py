@@ -30,9 +30,9 @@ import json, os, re, sys, time
 from pathlib import Path
 source, out, model, scheme, threads, num_cores = sys.argv[1:]
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(num_cores)])
+from keepmtp.quantize.output import claim
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.source import open_source
-from keepmtp.quantize.writer import write
 from keepmtp.recipes.schema import find_recipe
 def peak():
     # Not ru_maxrss: a child starts with its parent's. VmHWM begins anew with exec.
@@ -43,11 +43,12 @@ plan = make_plan(recipe, open_source(source), shard_bytes=64_000_000)
 planned = time.perf_counter() - started
 seconds = 0.0
 if int(threads):
-    import keepmtp.quantize.writer
+    from keepmtp.quantize.writer import write
 before = peak()
 if int(threads):
     started = time.perf_counter()
-    write(plan, Path(out), recipe_text=text, threads=int(threads))
+    with claim(plan, Path(out)) as partial:
+        write(plan, partial, recipe_text=text, threads=int(threads))
     seconds = time.perf_counter() - started
 largest = max((sum(plan.entries[n].num_bytes for t in unit for n in t.inputs) for unit in plan.units), default=0)
 print(json.dumps({

@@ -7,11 +7,14 @@ Easy to get wrong: a killed run's shards may only be taken over by the very same
 folder says which plan that was; it is removed last.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -59,13 +62,29 @@ def refuse_output(plan: Plan, out: Path) -> None:
                                  "keepmtp version", "another plan", "Remove it, or choose another OUT"))  # fmt: skip
 
 
-def begin(plan: Plan, out: Path) -> Path:
-    """Make the partial folder, marked as this plan's, or take over what an earlier run of it left."""
+@contextmanager
+def claim(plan: Plan, out: Path) -> Iterator[Path]:
+    """The partial folder, marked as this plan's and held against other runs for as long as the context lasts.
+
+    The lock dies with the process, so a killed run leaves none behind.
+
+    Raises:
+        RecipeError: another run holds it.
+    """
     partial = partial_folder(out)
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     write_text(_stamp(out), fingerprint(plan))
     partial.mkdir(exist_ok=True)
-    return partial
+    descriptor = os.open(partial, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RecipeError(refuse(partial, "only one run may write an output", "another run at work",
+                                     "Wait for it, or choose another OUT")) from error  # fmt: skip
+        yield partial
+    finally:
+        os.close(descriptor)
 
 
 def finish(plan: Plan, partial: Path, *, recipe_text: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..recipes.errors import GateError
 from ..recipes.schema import Recipe, find_recipe
 from ..validate.static import Report, check
-from .output import publish, refuse_output
+from .output import claim, publish, refuse_output
 from .plan import Plan, make_plan, refuse_calibration
 from .source import download, open_source
 
@@ -64,17 +64,17 @@ def quantize(
         plan = make_plan(plan.recipe, local, shard_bytes=plan.shard_bytes)
         refuse(plan, out)
     total = sum(plan.entries[name].num_bytes for tensor in plan.tensors if tensor.outputs for name in tensor.inputs)
-    with watch(total) if watch else nullcontext() as progress:
-        partial = write(
-            plan, out, recipe_text=recipe_text, threads=threads or _num_cores(), progress=progress
-        )
-    report = check(partial, source=local)
-    if not report.ok:
-        first = report.findings[0]
-        raise GateError(
-            f"{partial}: the written checkpoint must pass its own check; got {first.where} {first.says}. {first.cure}."
-        )
-    publish(partial, out)
+    with claim(plan, out) as partial:
+        with watch(total) if watch else nullcontext() as progress:
+            write(plan, partial, recipe_text=recipe_text, threads=threads or _num_cores(), progress=progress)
+        report = check(partial, source=local)
+        if not report.ok:
+            first = report.findings[0]
+            raise GateError(
+                f"{partial}: the written checkpoint must pass its own check; got {first.where} {first.says}. "
+                f"{first.cure}."
+            )
+        publish(partial, out)
     return Result(plan=plan, out=out, report=replace(report, path=str(out)))
 
 

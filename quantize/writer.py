@@ -28,7 +28,7 @@ from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.schemes import SCHEMES, Scheme
 from . import dequantize
-from .output import begin, finish, sync_folder
+from .output import finish, sync_folder
 from .pack import pack
 from .plan import Output, Plan, Shard, TensorPlan
 from .reencode import mxfp4_as_nvfp4
@@ -45,23 +45,20 @@ Progress = Callable[[int], None]
 """Called with the number of source bytes done since the last call; from several threads."""
 
 
-def write(plan: Plan, out: Path, *, recipe_text: str, threads: int, progress: Progress | None = None) -> Path:
+def write(plan: Plan, partial: Path, *, recipe_text: str, threads: int, progress: Progress | None = None) -> None:
     """Write everything the plan says, resuming what an earlier run left.
 
     Args:
         plan: a plan over a local source, which `output.refuse_output` let pass.
-        out: the final folder; nothing appears there yet.
+        partial: the folder, from `output.claim`; `output.publish` gives it its final name.
         recipe_text: the recipe file, carried over verbatim.
         threads: shards written side by side, each by one thread on one device.
         progress: told about source bytes done.
 
-    Returns:
-        The folder with the whole checkpoint, still under its partial name: `output.publish` gives it the final one.
-
     Raises:
         CheckpointError: a source weight holds NaN or infinity, or a file ends early.
     """
-    partial, devices, stop = begin(plan, out), _devices(), threading.Event()
+    devices, stop = _devices(), threading.Event()
     with _one_torch_thread_each(), ThreadPoolExecutor(threads) as pool:
         jobs = [
             pool.submit(_write_shard, plan, shard, partial, devices[number % len(devices)], progress or _ignore, stop)
@@ -74,7 +71,6 @@ def write(plan: Plan, out: Path, *, recipe_text: str, threads: int, progress: Pr
             stop.set()
             pool.shutdown(cancel_futures=True)
     finish(plan, partial, recipe_text=recipe_text)
-    return partial
 
 
 def _ignore(_: int) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import source_layout, write_checkpoint
-from keepmtp.quantize.output import output_config, partial_folder, publish, refuse_output
+from keepmtp.quantize.output import claim, output_config, partial_folder, publish, refuse_output
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.source import open_source
 from keepmtp.quantize.writer import write
@@ -32,7 +32,9 @@ def run(model: str, variant: str, folder: Path, *, mtp: str | None = None, threa
     plan = make_plan(recipe, open_source(folder / "source"), shard_bytes=SHARD)
     out = folder / name
     refuse_output(plan, out)
-    publish(write(plan, out, recipe_text=text, threads=threads), out)
+    with claim(plan, out) as partial:
+        write(plan, partial, recipe_text=text, threads=threads)
+        publish(partial, out)
     return plan, out
 
 
@@ -102,7 +104,7 @@ import sys
 from pathlib import Path
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.source import open_source
-from keepmtp.quantize.output import publish, refuse_output
+from keepmtp.quantize.output import claim, publish, refuse_output
 from keepmtp.quantize.writer import write
 from keepmtp.recipes.schema import find_recipe
 source, out, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
@@ -110,7 +112,9 @@ recipe, text = find_recipe("dsv4-flash", scheme="w4a16-fp8")
 plan = make_plan(recipe, open_source(source), shard_bytes=%d)
 refuse_output(plan, out)
 import time
-publish(write(plan, out, recipe_text=text, threads=2, progress=lambda _: time.sleep(pause)), out)
+with claim(plan, out) as partial:
+    write(plan, partial, recipe_text=text, threads=2, progress=lambda _: time.sleep(pause))
+    publish(partial, out)
 """ % SHARD  # noqa: UP031
 
 
@@ -143,7 +147,8 @@ def test_resume_with_a_changed_source_is_refused(tmp_path):
     run("dsv4-flash", "w4a16-fp8", tmp_path, name="first")
     plan = make_plan(recipe, open_source(tmp_path / "source"), shard_bytes=SHARD)
     out = tmp_path / "out"
-    write(plan, out, recipe_text=text, threads=1)
+    with claim(plan, out) as partial:
+        write(plan, partial, recipe_text=text, threads=1)
     other, _ = find_recipe("dsv4-flash", scheme="w4a16-fp8", mtp="source")
     changed = make_plan(other, open_source(tmp_path / "source"), shard_bytes=SHARD)
     with pytest.raises(RecipeError, match=r"out\.partial: an unfinished output can only be resumed"):
@@ -151,6 +156,23 @@ def test_resume_with_a_changed_source_is_refused(tmp_path):
     os.utime(next((tmp_path / "source").glob("*.safetensors")))
     with pytest.raises(RecipeError, match=r"out\.partial: an unfinished output can only be resumed"):
         refuse_output(plan, out)
+
+
+def test_two_runs_do_not_write_one_output(tmp_path):
+    """A second run is refused while the first is at work, and not after it was killed."""
+    run("dsv4-flash", "w4a16-fp8", tmp_path, name="first")
+    recipe, _ = find_recipe("dsv4-flash", scheme="w4a16-fp8")
+    plan, out = make_plan(recipe, open_source(tmp_path / "source"), shard_bytes=SHARD), tmp_path / "out"
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0.05"])
+    while not list(partial_folder(out).glob("*.writing")):
+        assert child.poll() is None
+        time.sleep(0.01)
+    with pytest.raises(RecipeError, match="only one run may write an output"), claim(plan, out):
+        pass
+    child.kill()
+    child.wait()
+    with claim(plan, out) as partial:
+        assert partial == partial_folder(out)
 
 
 def test_output_is_never_overwritten_nor_inside_the_source(tmp_path):
@@ -181,7 +203,7 @@ def test_nan_in_a_weight_names_it(tmp_path):
         file.write(b"\xc0\x7f")  # a BF16 NaN
     recipe, text = find_recipe("mimo-7b", scheme="W8A16")
     with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.down_proj\.weight.*finite"):
-        write(make_plan(recipe, source), tmp_path / "out", recipe_text=text, threads=2)
+        write(make_plan(recipe, source), tmp_path, recipe_text=text, threads=2)
     assert not (tmp_path / "out").exists()
 
 
