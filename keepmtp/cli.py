@@ -65,6 +65,8 @@ def plan(
     """Show what would become of every tensor, from headers alone: no weight is read, nothing is written.
 
     Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors.
+
+    Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
     """
     from .quantize.run import plan_for
 
@@ -75,8 +77,8 @@ def plan(
 @app.command()
 def quantize(
     model: Model, source: SourceOption = None, scheme: SchemeOption = None, mtp: MtpOption = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/<recipe>.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Weights packed side by side; default one a core.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Shards written side by side; default one a core.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -84,6 +86,8 @@ def quantize(
 
     The output appears under its name only when it is whole and has passed the static check. A killed run is resumed by
     running the same command again; the result is the same byte for byte.
+
+    Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out /data/GLM-4.7-NVFP4A16`
     """
     from .quantize import run
 
@@ -112,6 +116,8 @@ def check(
 
     Reads compressed-tensors, modelopt and native FP8 dialects. Each finding says what will happen at serve time and
     what to do about it. Exit status 1 if any checkpoint has an error.
+
+    Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4`
     """
     from .validate.static import check as judge
 

@@ -1,8 +1,7 @@
 """Good checkpoints, and the same ones broken on purpose: each by one change that somebody made in the field.
 
-In: nothing. Out: GOOD, name -> `Checkpoint`, and BROKEN, a table of `Case`. A case's name starts with where the change
-was met: F<n> in the field study of issue threads, another letter in that of the DeepSeek-V4 repositories (E saving, Fp
-post-processing, G loading, H drafting), M<n> measured in vLLM 0.32, R<n> one of the rules drawn from them.
+In: nothing. Out: GOOD, name -> `Checkpoint`, and BROKEN, a table of `Case`. A case's name starts with the
+number in docs/failures.md of what was met.
 
 Everything is headers: files are written with holes where the weights would be.
 """
@@ -210,8 +209,8 @@ def mixed() -> Checkpoint:
     return checkpoint
 
 
-def canada() -> Checkpoint:
-    """DeepSeek-V4-Flash as published with NVFP4 experts and FP8 attention, its regexes verbatim (canada.md 4.2)."""
+def published_flash() -> Checkpoint:
+    """DeepSeek-V4-Flash as published with NVFP4 experts and FP8 attention, its regexes verbatim."""
     checkpoint = ours("dsv4-flash", "NVFP4")
     plan = ours("dsv4-flash", "FP8_BLOCK")
     for name in [*checkpoint.tensors]:
@@ -249,7 +248,7 @@ def canada() -> Checkpoint:
 
 
 def nvfp4_experts() -> Checkpoint:
-    """DeepSeek-V4-Pro as published: native FP8 config, NVFP4 experts, MTP passed through as MXFP4 (canada.md 2.4)."""
+    """DeepSeek-V4-Pro as published: native FP8 config, NVFP4 experts, MTP passed through as MXFP4."""
     checkpoint = released("dsv4-pro")
     for name in [*checkpoint.tensors]:
         if re.match(r"layers\.\d+\.ffn\.experts\.", name):
@@ -325,7 +324,7 @@ GOOD: dict[str, Callable[[], Checkpoint]] = {
     **{f"released {model}": (lambda model=model: released(model)) for model in checkpoints.MODELS},
     "dsv4 bf16": lambda: ours("dsv4-flash", "NVFP4"),
     "dsv4 block": lambda: ours("dsv4-flash", "FP8_BLOCK", "source"),
-    "dsv4 canada": canada,
+    "dsv4 published": published_flash,
     "dsv4 nvfp4 experts": nvfp4_experts,
     "v3 native bf16 mtp": native_bf16_mtp,
     "v3 nvfp4": lambda: ours("deepseek-r1", "NVFP4"),
@@ -490,13 +489,13 @@ BROKEN: tuple[Case, ...] = (
          ignoring("mtp.layers.0.mlp.experts", without=r"mtp\..*\.experts"), "form", "mtp.layers.0.mlp.experts.0."),
     Case("F17 names of another space", "lite fp8", ignoring(r"re:.*mtp_block.*", without=r"^model\.layers\.3\."),
          "form", "model.layers.3.", says="in silence"),
-    Case("F18 V4 draft inherits the main scheme", "dsv4 canada",
+    Case("F18 V4 draft inherits the main scheme", "dsv4 published",
          both(ignoring(without=r"layers\\\.3"), groups(lambda g: g.update(targets=["Linear"]))),
          "form", "mtp.0."),
-    Case("H1 ignore by name on disk", "dsv4 canada", ignoring(without=r"layers\\\.3"),
+    Case("H1 ignore by name on disk", "dsv4 published", ignoring(without=r"layers\\\.3"),
          "entry-unmatched", "re:.*mtp\\..*",
          severity="warning"),
-    Case("H1 ignore by name on disk, seen by its effect", "dsv4 canada", ignoring(without=r"layers\\\.3"), "form",
+    Case("H1 ignore by name on disk, seen by its effect", "dsv4 published", ignoring(without=r"layers\\\.3"), "form",
          "mtp.0."),
     Case("G6 mimo by name on disk", "mimo fp8", ignoring(r"re:^model\.mtp_layers\.", without=r"layers"), "form",
          "model.mtp_layers.0.", says="in silence"),
@@ -533,14 +532,14 @@ BROKEN: tuple[Case, ...] = (
          "config-group", "mtp.layers.0.self_attn.q_proj", says="different quantization schemes"),
     Case("F27 the same under modelopt", "glm modelopt", ignoring("model.layers.2.self_attn.q_proj"), "config-group",
          "model.layers.2.self_attn.q_proj", says="some but not all shards"),
-    Case("G1 targets in other names of the experts", "dsv4 canada",
+    Case("G1 targets in other names of the experts", "dsv4 published",
          lambda c: c.quantization["config_groups"]["group_1"].update(
              targets=[r"re:.*\.experts\.\d+\.(gate|up|down)_proj$"]),
          "form", "layers.0.ffn.experts.0.w1.weight_packed", says="no target matches"),
-    Case("G1 the target that matches nothing", "dsv4 canada",
+    Case("G1 the target that matches nothing", "dsv4 published",
          lambda c: c.quantization["config_groups"]["group_1"].update(targets=[r"re:.*\.experts\.\d+\.gate$"]),
          "entry-unmatched", r"re:.*\.experts\.\d+\.gate$", severity="warning"),
-    Case("G2 target without the fused name", "dsv4 canada",
+    Case("G2 target without the fused name", "dsv4 published",
          lambda c: c.quantization["config_groups"]["group_0"].update(targets=[r"re:.*\.attn\.(wq_a|wq_b|wo_a|wo_b)$"]),
          "form", "layers.0.attn.wkv.weight"),
     Case("R2 modelopt substring takes layers 10 and 11", "glm modelopt", ignoring("model.layers.1"), "form",
@@ -570,7 +569,7 @@ BROKEN: tuple[Case, ...] = (
          "model.layers.3.eh_proj.weight_packed", says="KeyError"),
     Case("H7 input_proj of MiMo packed", "mimo w4a16", pack(r"model\.mtp_layers\.0\.input_proj", "W4A16"), "glue",
          "model.mtp_layers.0.input_proj.weight_packed", says="no module or parameter named"),
-    Case("G5 compressor quantized", "dsv4 canada", pack(r"layers\.1\.attn\.compressor\.wkv", "FP8_BLOCK"), "glue",
+    Case("G5 compressor quantized", "dsv4 published", pack(r"layers\.1\.attn\.compressor\.wkv", "FP8_BLOCK"), "glue",
          "layers.1.attn.compressor.wkv.weight"),
     Case("R4 router quantized", "glm fp8", pack(r"model\.layers\.1\.mlp\.gate", "FP8_DYNAMIC"), "glue",
          "model.layers.1.mlp.gate.weight"),

@@ -1,6 +1,6 @@
 """Rules on the JSON files around the weights: config.json, its quantization config, the index.
 
-In: an `Evidence`. Out: findings. Sources as in rules_forms.py.
+In: an `Evidence`. Out: findings. Sources by their numbers in docs/failures.md.
 
 Easy to get wrong: an entry that matches nothing is not an error to vLLM. It only shows by what is built in its place,
 which rules_forms.py judges; the findings here say which entry to look at.
@@ -18,7 +18,6 @@ from .findings import Finding
 from .fp8 import Fp8
 from .modelopt import ModelOpt
 
-# Keys that vLLM's classes subscript without a default.
 _SIZE_TOLERANCE = 0.01
 
 
@@ -125,7 +124,7 @@ def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
 
 
 def extras_are_present(evidence: Evidence) -> Iterator[Finding]:
-    """Keys that a family's runtime wants inside quantization_config, DeepSeek-V4's scale_fmt: F4 (#43288); M12."""
+    """Keys that a family's runtime wants inside quantization_config: Fp4 (vllm #43288); M12."""
     quantization = quantization_of(evidence.source.config)
     for key, value in evidence.view.family.config_extras.items():
         if quantization is not None and key not in quantization:

@@ -1,7 +1,6 @@
 """Rules on how weights are stored: does what vLLM builds fit what lies on disk, in both directions.
 
-In: an `Evidence`. Out: findings. Each rule names its source: lines of the field study as F<n> (failures.md), R<n> (its
-rules) and their own letters (canada.md), measurements as M<n> (vllm_measured.md), issues by repository and number.
+In: an `Evidence`. Out: findings. Each rule names its sources by their numbers in docs/failures.md.
 
 Easy to get wrong: whether vLLM raises. A packed weight has a parameter name of its own, so a plain one in its place
 raises; an FP8 weight is called `weight` like a plain one, so a plain one is cast in silence and its scale is never
@@ -72,7 +71,7 @@ def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
 
 
 def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Finding]:
-    """Each weight agrees with what the config resolves for its runtime name: R2, R7; F11-F29, F34, F35; F5, G1-G6, H1.
+    """Each weight agrees with what the config resolves for its runtime name: R2, R7; F11-F29, F34, F35; Fp5, G1-G6, H1.
 
     Both ways: plain on disk but built packed, packed on disk but built plain; and packed on both sides but with other
     tensors. An exception that vLLM raises while it resolves (shards that disagree, FP8 blocks with
@@ -96,7 +95,7 @@ def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Finding]:
 
 
 def glue_is_plain(evidence: Evidence) -> Iterator[Finding]:
-    """Modules that vLLM builds without a quantization config must be plain: R4; F13, F38, F42; F9, G5, H7; M5."""
+    """Modules that vLLM builds without a quantization config must be plain: R4; F13, F38, F42; Fp9, G5, H7; M5."""
     for module in evidence.modules:
         if module.loads_quantized:
             continue
@@ -194,7 +193,7 @@ def _leaves_problem(
 
 
 def _scale_dtype(evidence: Evidence, module: Module, weight: StoredWeight) -> Iterator[Finding]:
-    """FP8 block scales in BF16 (canada.md F2) or, outside DeepSeek-V4's own format, in E8M0."""
+    """FP8 block scales in BF16 (Fp2) or, outside DeepSeek-V4's own format, in E8M0."""
     if module.resolution.built.form != "fp8_block" or not isinstance(evidence.dialect, CompressedTensors):
         return
     scale = weight.parts.get("weight_scale")
