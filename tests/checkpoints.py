@@ -21,7 +21,7 @@ Config = dict[str, Any]
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 SHARD_BYTES = 5_000_000_000
-ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "I32": 4, "I64": 8}
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1, "I8": 1, "I32": 4, "I64": 8}
 
 # --- What is published: config.json, without what only generation reads -----------------------------------------------
 

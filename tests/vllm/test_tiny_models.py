@@ -25,6 +25,7 @@ SOURCES = ("tiny-glm4-moe", "tiny-qwen3_5")
 MADE: dict[str, tuple[str, dict[str, str]]] = {
     "qwen-default": ("tiny-qwen3_5", {}),
     "qwen-w8a8-mtp-fp8": ("tiny-qwen3_5", {"scheme": "W8A8", "mtp": "FP8_DYNAMIC"}),
+    "glm-fp8": ("tiny-glm4-moe", {"scheme": "fp8-dynamic"}),
 }
 if Path("/proc/cpuinfo").is_file() and "avx512f" in Path("/proc/cpuinfo").read_text():  # its W4A16 kernel needs it
     MADE["qwen-fp8-mtp-w4a16"] = ("tiny-qwen3_5", {"scheme": "FP8_DYNAMIC", "mtp": "W4A16"})
