@@ -39,7 +39,7 @@ def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 recipe, text = find_recipe(model, scheme=scheme)
 started = time.perf_counter()
-plan = make_plan(recipe, open_source(source), shard_bytes=64_000_000)
+plan = make_plan(recipe, open_source(source), shard_bytes=8_000_000)
 planned = time.perf_counter() - started
 seconds = 0.0
 if int(threads):
@@ -81,7 +81,7 @@ def main() -> None:
 def cores(folder: Path) -> list[dict]:
     """Wall time on one core over wall time on all, a thread a core; the best of interleaved repeats."""
     num_cores = len(os.sched_getaffinity(0))
-    source = synthetic(folder / "cores", num_layers=3)
+    source = synthetic(folder / "cores", num_layers=5)
     rows = []
     for scheme in SCHEMES:
         best = {1: float("inf"), num_cores: float("inf")}
