@@ -35,7 +35,9 @@ def plan_for(
         RecipeError, CheckpointError: see `find_recipe`, `open_source` and `make_plan`.
     """
     recipe, text = find_recipe(model, scheme=scheme, mtp=mtp)
-    opened = open_source(source or recipe.source, revision=recipe.revision)
+    where = source or recipe.source
+    # A recipe's revision is one of its own source; somebody's copy has a history of its own.
+    opened = open_source(where, revision=recipe.revision if where == recipe.source else "main")
     return make_plan(recipe, opened), text
 
 

@@ -80,13 +80,17 @@ class Source:
 def open_source(where: str | Path, *, revision: str = "main") -> Source:
     """Read the headers of a local folder or, by range requests, of a Hub repository.
 
+    Args:
+        where: a folder or a Hub id.
+        revision: of a Hub repository; "local" where only a folder will do.
+
     Raises:
         CheckpointError: nothing there, no config.json, an index naming a missing file, a truncated or corrupt shard.
     """
     folder = Path(where)
     if folder.is_dir():
         return _open_folder(folder, str(where))
-    if folder.is_file() or folder.is_absolute() or str(where).count("/") != 1:
+    if revision == "local" or folder.is_file() or folder.is_absolute() or str(where).count("/") != 1:
         raise CheckpointError(
             refuse(where, "a source is a folder with config.json or a Hub id ORG/NAME", "neither", "Check SOURCE")
         )

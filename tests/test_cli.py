@@ -84,6 +84,10 @@ def test_bad_input_is_one_sentence(words, says, source, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is written before a refusal"
 
 
+def test_a_shipped_model_outside_a_checkout_is_no_hub_id(tmp_path):
+    refused("plan", "tiny-glm4-moe", says="models/tiny-glm4-moe: a source is a folder", cwd=tmp_path)
+
+
 def test_a_broken_recipe_file(source, tmp_path):
     shipped = Path(__file__).parent.parent / "recipes/models/glm-4.7.w4a16-fp8.yaml"
     recipe = tmp_path / "mine.yaml"
