@@ -20,7 +20,7 @@ from ..recipes.family import FamilyView, HFName, Part, Place, Role, VLLMName
 from ..recipes.schema import Recipe, data_free_alternative
 from ..recipes.schemes import SCHEMES, Scheme, num_bytes
 from .source import Entry, Source
-from .stored import Form, StoredWeight, stored_weights
+from .stored import OTHER_LEAVES, Form, StoredWeight, stored_weights
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
 SHARD_BYTES = 5_000_000_000
@@ -255,20 +255,12 @@ def _refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFNam
                    "keepmtp is for checkpoints with MTP; this one has none")
         )  # fmt: skip
     present = {name.rpartition(".")[0] for name in entries} | set(entries)
-    for module in required_mtp_modules(view):
+    for module in view.required_mtp_modules(range(promised)):
         if module not in present:
             raise CheckpointError(
                 refuse(source.where, f"the MTP block must have {module}", "no such tensor in any file",
                        "Get the MTP block from the original release")
             )  # fmt: skip
-
-
-def required_mtp_modules(view: FamilyView) -> list[HFName]:
-    """Names on disk of the modules without which no MTP layer works: the glue and the norms around the block."""
-    own = [row.path for row in view.family.mtp_block if row.role in ("glue", "norm")]
-    names = [view.mtp_stem(index) + path for index in range(view.num_mtp_layers) for path in own]
-    names += [row.path for row in view.layout.mtp_top if row.role in ("glue", "norm")]
-    return [HFName(name) for name in names]
 
 
 def _place(name: HFName, view: FamilyView, source: Source) -> Place:
@@ -362,7 +354,7 @@ def _plan_other(entry: Entry, recipe: Recipe, view: FamilyView, matcher: _Patter
     if place.row.stacked and place.leaf == "":  # a 3-D expert parameter is a weight whose name has no `.weight`
         weight = StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
         return _plan_weight(weight, recipe, view, matcher, source)
-    if not place.row.stacked and place.leaf in ("", "weight", "bias", "e_score_correction_bias", "tid2eid"):
+    if not place.row.stacked and place.leaf in ("weight", *OTHER_LEAVES):
         return _tensor_of(entry, place, "keep", "", place.row.why_kept or "a bias, not a matrix")
     raise CheckpointError(
         refuse(f"{source.where}: {entry.name}", f"{place.leaf!r} must belong to a weight of {place.module}",

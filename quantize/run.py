@@ -51,7 +51,7 @@ def quantize(
         plan: from `plan_for`; over a Hub repository it is made again once the files are here.
         recipe_text: written beside the weights.
         out: the output folder; `<out>.partial` until it is whole and has passed the static check.
-        threads: weights packed side by side; default one a core.
+        threads: shards written side by side; default one a core.
         watch: given the number of source bytes, a context whose value is told about bytes done.
 
     Raises:

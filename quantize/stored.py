@@ -24,6 +24,8 @@ SCALE_LEAVES = (
     "weight_scale", "weight_scale_inv", "scale", "weight_scale_2", "weight_global_scale", "input_global_scale",
     "input_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
 )  # fmt: skip
+# What stands beside a weight in its module, or alone as a parameter ("").
+OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
 # Scales of the KV cache: they belong to an attention module, not to a weight.
 KV_SCALE_LEAVES = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
 FLOATS = ("BF16", "F16", "F32")

@@ -10,7 +10,7 @@ of parameter names.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NewType
@@ -117,7 +117,7 @@ class Layout:
         top: modules outside layers.
         mtp_top: modules of the MTP block outside its layers.
         opaque: (prefix on disk, prefix at run time, role) of parts that are carried over whole.
-        embedding, head: the target's tensors on disk.
+        head: the target's head on disk.
         draft_head: a head that the draft constructs with the quantization config although it shares the target's.
         renames: the target class's mapper; None where it has none.
     """
@@ -127,7 +127,6 @@ class Layout:
     top: tuple[Row, ...]
     mtp_top: tuple[Row, ...] = ()
     opaque: tuple[tuple[str, str, Role], ...] = ()
-    embedding: str = "model.embed_tokens.weight"
     head: str = "lm_head.weight"
     draft_head: str = ""
     renames: Renames | None = None
@@ -149,7 +148,6 @@ class Family:
         aliases: copies to add to an MTP layer when the source has none.
         loader: how vLLM's draft class takes faults.
         config_extras: keys this family's runtime wants inside quantization_config.
-        min_vllm: oldest vLLM whose draft loads a quantized checkpoint of this family.
         notes: one line a person should know, shown by `keepmtp ls families`.
     """
 
@@ -163,7 +161,6 @@ class Family:
     aliases: tuple[Alias, ...] = ()
     loader: Loader = Loader()
     config_extras: Mapping[str, Any] = field(default_factory=dict)
-    min_vllm: str = "0.32.0"
     notes: str = ""
 
     def view(self, config: Mapping[str, Any]) -> "FamilyView":
@@ -272,6 +269,14 @@ class FamilyView:
         if self.layout.mtp is None:
             return self.layout.layers.disk.replace("{i}", str(self.num_layers + index))
         return self.layout.mtp.disk.replace("{i}", str(index))
+
+    def required_mtp_modules(self, layers: Iterable[int]) -> list[HFName]:
+        """Names on disk of the glue, norms and state without which MTP layers (counted from 0) cannot work."""
+        layers = list(layers)
+        own = [row.path for row in self.family.mtp_block if row.role in ("glue", "norm", "state")]
+        names = [self.mtp_stem(index) + path for index in layers for path in own]
+        names += [row.path for row in self.layout.mtp_top if row.role in ("glue", "norm")] if layers else []
+        return [HFName(name) for name in names]
 
     def mtp_layers_of(self, names: Iterator[HFName] | Mapping[HFName, Any]) -> set[int]:
         """MTP layers (counted from 0) that own at least one of `names`."""

@@ -13,9 +13,7 @@ tests/test_schemes.py against compressed-tensors' own compressors.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
-
-Rounding = Literal["data-free", "calibrated"]
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,5 +65,6 @@ def test_sources_keep_to_the_rules(path):
 
 
 def test_no_path_of_a_machine_in_the_tree():
-    found = run("git", "grep", "-nIE", r"(/home/[a-z]|/root/|/work/|/scratch)", "--", ".", ":!tests/test_house.py")
+    paths = r"(/home/[a-z]|/roo[t]/|/wor[k]/|/scratc[h])"
+    found = run("git", "grep", "-nIE", paths, "--", ".", ":!tests/test_house.py")
     assert not found.stdout, found.stdout

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from ..quantize.stored import KV_SCALE_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
+from ..quantize.stored import KV_SCALE_LEAVES, OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ..recipes.family import HFName, Part, Place
 from .built import Unknown
 from .evidence import Evidence
@@ -20,7 +20,6 @@ from .fp8 import Fp8
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
-_OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
 # GPTQ's and AWQ's: known as names, their form is not judged.
 _FOREIGN_LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 _GET_IT = "Copy the MTP block from the original release, or quantize that release with keepmtp"
@@ -86,12 +85,8 @@ def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Finding]:
     """Each MTP layer has the modules that join embedding and hidden state, and their norms: R1; F2; M1."""
     view = evidence.view
     layers = [index for index in range(evidence.promised) if index in evidence.found]
-    own = [row.path for row in view.family.mtp_block if row.role in ("glue", "norm", "state")]
-    names = [view.mtp_stem(index) + path for index in layers for path in own]
-    names += [row.path for row in view.layout.mtp_top if row.role in ("glue", "norm")] if layers else []
-    present = evidence.placed
-    for name in names:
-        if HFName(name) not in present:
+    for name in view.required_mtp_modules(layers):
+        if name not in evidence.placed:
             yield Finding(
                 rule="mtp-incomplete", severity="error", where=name,
                 says="the MTP block cannot work without it, and it is in no indexed file: vLLM leaves it uninitialised "
@@ -180,7 +175,7 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
                      "uninitialised",
                 cure="Quantize the checkpoint again", cause=f"orphan {leaf}",
             )  # fmt: skip
-        elif not _RECOMPUTED.search(entry.name) and (place is None or leaf not in (*_OTHER_LEAVES, *foreign)):
+        elif not _RECOMPUTED.search(entry.name) and (place is None or leaf not in (*OTHER_LEAVES, *foreign)):
             yield _unknown(evidence, entry.name)
     for module, weight in evidence.weights.items():
         if _NESTED_MTP.match(module):
@@ -291,7 +286,7 @@ def _elements(place: Place) -> Iterator[str]:
         yield from (f"{parent}.{{e}}.{name}" for name in place.row.stacked)
     elif place.leaf in ("", "qweight", *WEIGHT_LEAVES):
         yield place.row.path
-    elif place.leaf in _OTHER_LEAVES:
+    elif place.leaf in OTHER_LEAVES:
         yield f"{place.row.path}.{place.leaf}"
 
 

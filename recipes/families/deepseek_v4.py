@@ -25,7 +25,6 @@ FAMILY = Family(
                 *kept("norm", NORM, "norm"),
                 *kept("state", HYPER_CONNECTION, "hc_head_fn", "hc_head_base", "hc_head_scale"),
             ),
-            embedding="embed.weight",
             head="head.weight",
             renames=Renames(
                 substrings=((".shared_experts.w2", ".shared_experts.down_proj"),),

@@ -31,7 +31,6 @@ VISION_LANGUAGE = Layout(
     ),
     mtp_top=QWEN_MTP_TOP,
     opaque=(("model.visual.", "visual.", "vision"),),
-    embedding="model.language_model.embed_tokens.weight",
     draft_head="lm_head",
     renames=Renames(prefixes=(
         ("model.visual.", "visual."), ("lm_head.", "language_model.lm_head."),
