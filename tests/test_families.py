@@ -13,23 +13,25 @@ from functools import cache
 from pathlib import Path
 
 import checkpoints
+import layouts
 import pytest
 from keepmtp.quantize.stored import SCALE_LEAVES
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import families, find_family
 from keepmtp.recipes.family import FamilyView, HFName
+from tensors import ITEM_BYTES, Tensors, num_bytes
 
 MODELS = tuple(checkpoints.MODELS)
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @cache
-def view_of(model: str, size: str = "tiny") -> tuple[FamilyView, checkpoints.Tensors]:
+def view_of(model: str, size: str = "tiny") -> tuple[FamilyView, Tensors]:
     config, tensors = checkpoints.source_layout(model, size=size)
     return find_family(config, model).view(config), tensors
 
 
-def without_most_experts(tensors: checkpoints.Tensors) -> list[HFName]:
+def without_most_experts(tensors: Tensors) -> list[HFName]:
     """Experts differ by number alone: the first, a two-digit one and the last stand for all."""
     experts = {int(match[1]) for name in tensors if (match := EXPERT.search(name))}
     chosen = {0, 10, max(experts, default=0)}
@@ -48,7 +50,7 @@ def test_every_tensor_has_a_place(model, size):
 
 
 def test_every_family_has_a_fixture():
-    """A new family comes with a layout in tests/checkpoints.py: no table goes untested."""
+    """A new family comes with a layout in tests/layouts/: no table goes untested."""
     covered = {find_family(config, model).model_type for model, config in checkpoints.MODELS.items()}
     assert covered == {family.model_type for family in families().values()}
 
@@ -58,6 +60,7 @@ MTP_WEIGHTS = {
     "dsv4-flash": 797, "dsv4-pro": 1181, "deepseek-r1": 788, "deepseek-v3.1": 788, "deepseek-v3.2": 793,
     "glm-4.5-air": 404, "glm-4.7": 502, "glm-4.7-flash": 212, "glm-5": 791, "qwen3-next-80b": 1553,
     "qwen3.5-27b": 15, "qwen3.5-text": 15, "qwen3.5-397b": 1553, "mimo-7b": 16,
+    **{model: published.num_mtp_weights for model, published in layouts.PUBLISHED.items()},
 }  # fmt: skip
 
 
@@ -71,7 +74,8 @@ def test_the_mtp_block_is_all_of_what_is_published(model):
     found = [name for name in map(HFName, tensors) if view.is_mtp(name)]
     assert view.num_mtp_layers == 1
     assert view.mtp_layers_of(found) == {0}
-    assert sum(map(is_weight, found)) == MTP_WEIGHTS[model]
+    if MTP_WEIGHTS[model] is not None:
+        assert sum(map(is_weight, found)) == MTP_WEIGHTS[model]
 
 
 # Billions of parameters, MTP block included, as the model cards and the Hub's counters have them.
@@ -79,6 +83,7 @@ PUBLISHED_BILLIONS = {
     "dsv4-flash": 291, "dsv4-pro": 1600, "deepseek-r1": 685, "deepseek-v3.1": 685, "deepseek-v3.2": 685,
     "glm-4.5-air": 110, "glm-4.7": 358, "glm-4.7-flash": 31, "glm-5": 754, "qwen3-next-80b": 81, "qwen3.5-27b": 28,
     "qwen3.5-text": 27, "qwen3.5-397b": 403, "mimo-7b": 7.8,
+    **{model: published.billions for model, published in layouts.PUBLISHED.items() if published.billions},
 }  # fmt: skip
 
 
@@ -93,11 +98,11 @@ def test_deepseek_v4_flash_is_what_others_count():
 
 def parameters(spec: tuple[str, tuple[int, ...]]) -> int:
     """Numbers in a weight; MXFP4 packs two to a byte."""
-    count = checkpoints.num_bytes(*spec) // checkpoints.ITEM_BYTES[spec[0]]
+    count = num_bytes(*spec) // ITEM_BYTES[spec[0]]
     return 2 * count if spec[0] == "I8" else count
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", PUBLISHED_BILLIONS)
 def test_fixtures_have_the_published_size(model):
     _, tensors = view_of(model, "full")
     total = sum(parameters(spec) for name, spec in tensors.items() if is_weight(name))
@@ -137,6 +142,7 @@ DRAFTS = {
     "qwen3.5-text": ("mtp.layers.0.", f"mtp.fc {GQA} {DENSE}", ""),
     "qwen3.5-397b": ("mtp.layers.0.", f"mtp.fc {GQA} {QWEN_MOE}", "mlp.gate mlp.shared_expert_gate"),
     "mimo-7b": ("model.layers.3.", f"{GQA} {DENSE}", "input_proj"),
+    **{model: (known.draft_stem, known.asks, known.unasked) for model, known in layouts.PUBLISHED.items()},
 }  # fmt: skip
 
 
@@ -150,15 +156,17 @@ def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
         if place.part == "mtp" and place.leaf == "weight" and len(shape) == 2:
             found[place.row.loads_quantized].add(place.runtime)
 
+    whole = layouts.PUBLISHED[model].whole if model in layouts.PUBLISHED else ("mtp.",)
+
     def full(paths: str) -> set[str]:
-        return {path if path.startswith("mtp.") else stem + path for path in paths.split()}
+        return {path if path.startswith(whole) else stem + path for path in paths.split()}
 
     assert found[True] == full(asked)
     assert found[False] == full(unasked)
 
 
 def test_every_fixture_has_its_draft_written_down():
-    assert set(DRAFTS) == set(MTP_WEIGHTS) == set(PUBLISHED_BILLIONS) == set(MODELS)
+    assert set(DRAFTS) == set(MTP_WEIGHTS) == set(MODELS)
 
 
 ROLES = {  # matrices by role in the tiny MTP block, which has 4 experts
