@@ -13,12 +13,22 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from . import __version__, tables
 from .quantize.plan import Plan, refuse_calibration
 from .quantize.quant_config import quantization_config
 from .recipes.errors import GateError, KeepMTPError, RecipeError, refuse
+from .validate.findings import Report
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -110,25 +120,60 @@ def quantize(
 @app.command()
 def check(
     paths: Annotated[list[str], typer.Argument(help="Checkpoints: folders or Hub ids, ours or anyone's.")],
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", help="Also let vLLM load it, on a pretended sm90, sm100 or sm120; may be repeated."),
+    ] = None,
+    tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel size; may be repeated.")] = None,
+    num_drafts: Annotated[int, typer.Option("-k", min=1, help="num_speculative_tokens.")] = 1,
+    draft: Annotated[str, typer.Option("--draft", help="The draft's own checkpoint, where it has one.")] = "",
+    static_only: Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?
 
-    Reads compressed-tensors, modelopt and native FP8 dialects. Each finding says what will happen at serve time and
-    what to do about it. Exit status 1 if any checkpoint has an error.
+    Reads compressed-tensors, modelopt and native FP8 dialects; a Hub id is judged by range requests, not downloaded.
+    Each finding says what will happen at serve time and what to do about it. With --gpu, vLLM's own target and draft
+    classes and loaders judge too, on meta tensors for a GPU that need not be there: every parameter must be written,
+    every tensor used, and each layer must get a kernel. Exit status 1 if any checkpoint has an error.
 
-    Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4`
+    Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
     """
-    from .validate.static import check as judge
-
-    reports = [judge(path) for path in paths]
-    for report in reports:
+    is_dry = bool(gpus) and not static_only
+    if not is_dry and (tps or num_drafts != 1 or draft) and not static_only:
+        raise RecipeError(refuse("check", "--tp, -k and --draft need a GPU to pretend", "no --gpu", "Add --gpu sm100"))
+    is_good = True
+    for report in _loaded(paths, gpus or [], tps or [1], num_drafts, draft) if is_dry else _checked(paths):
+        is_good &= report.ok
         if as_json:
             print_json(report.as_dict(), indent=None)
         else:
             out.print(tables.report(report))
-    if not all(report.ok for report in reports):
+    if not is_good:
         raise typer.Exit(1)
+
+
+def _checked(paths: list[str]) -> Iterator[Report]:
+    from .validate.static import check as judge
+
+    return (judge(path) for path in paths)
+
+
+def _loaded(paths: list[str], gpus: list[str], tps: list[int], num_drafts: int, draft: str) -> Iterator[Report]:
+    from .validate.dry import GPUS
+    from .validate.load import check_on
+    from .validate.vllm_env import find_vllm
+
+    if wrong := [gpu for gpu in gpus if gpu not in GPUS]:
+        raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", wrong[0], "Take the nearest"))
+    chosen = [gpu for gpu in GPUS if gpu in gpus]
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err,
+                  transient=True) as progress:  # fmt: skip
+        task = progress.add_task("starting vLLM", total=None)
+        yield from check_on(
+            paths, vllm=find_vllm(), gpus=chosen, tps=tps, num_drafts=num_drafts, draft=draft,
+            watch=lambda doing: progress.update(task, description=doing),
+        )  # fmt: skip
 
 
 def show_plan(made: Plan, *, as_json: bool) -> None:

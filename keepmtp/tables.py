@@ -4,7 +4,7 @@ In: values of the other stations. Out: renderables and plain dictionaries. Nothi
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from .quantize.quant_config import quantization_config
 from .recipes.families import families
 from .recipes.schema import read_recipe, recipe_files
 from .recipes.schemes import SCHEMES, num_bytes
-from .validate.static import Report
+from .validate.dry import Side, Verdict
+from .validate.findings import Report
 
 GIB = 2**30
 
@@ -153,7 +154,14 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
 
 def report(found: Report) -> RenderableType:
-    """A check's findings, or that there are none."""
+    """A check's findings, or that there are none, and what vLLM did with it on every pretended GPU."""
+    parts: list[RenderableType] = [_findings(found)]
+    if found.dry:
+        parts.append(_dry_loads(found.dry))
+    return Group(*parts)
+
+
+def _findings(found: Report) -> RenderableType:
     if not found.findings:
         return Text.from_markup(f"[green]check passed[/] {escape(str(found.path))}: no findings")
     table = _table(f"check {found.path}")
@@ -166,6 +174,34 @@ def report(found: Report) -> RenderableType:
             escape(finding.cure),
         )  # fmt: skip
     return table
+
+
+def _dry_loads(verdicts: Sequence[Verdict]) -> RenderableType:
+    table = _table("dry load: vLLM's own classes and loaders on meta tensors")
+    for column in ("GPU", "TP", "", "class", "filled", "shared with the target", "kernels"):
+        table.add_column(column, overflow="fold")
+    for verdict in verdicts:
+        failure = verdict.failure
+        for role, side in (("target", verdict.target), ("draft", verdict.draft)):
+            is_stopped = failure is not None and (not side.cls or failure.role == role)
+            filled = f"{side.num_written:,} of {side.num_params:,}"
+            table.add_row(
+                verdict.gpu if role == "target" else "", str(verdict.tp) if role == "target" else "", role,
+                side.cls or "-", "[red]stopped[/]" if is_stopped else filled,
+                escape(", ".join(side.shared)), escape(_kernels(side)),
+            )  # fmt: skip
+        table.add_section()
+    return table
+
+
+def _kernels(side: Side) -> str:
+    """Kernels by name with their number of layers; one whose preparation needs values is marked."""
+    counts: dict[str, int] = defaultdict(int)
+    for kernel in side.kernels:
+        if kernel.kernel:
+            mark = {"ok": "", "not": "?", "refused": " refused"}[kernel.outcome.partition(" ")[0].rstrip(":")]
+            counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def _more(count: int) -> str:

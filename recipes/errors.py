@@ -1,4 +1,4 @@
-"""The three ways keepmtp says no, all of them before a byte is written.
+"""The ways keepmtp says no, all of them before a byte is written.
 
 Every message is one sentence and its cure: `<where>: <rule>; got <value>. <what to do>.`
 """
@@ -14,6 +14,10 @@ class RecipeError(KeepMTPError):
 
 class CheckpointError(KeepMTPError):
     """A file of the source checkpoint is missing, broken or not what its config.json promises."""
+
+
+class VLLMError(KeepMTPError):
+    """There is no vLLM to ask, or not one that keepmtp knows, or a server cannot be started beside what runs here."""
 
 
 class GateError(KeepMTPError):

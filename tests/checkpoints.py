@@ -183,7 +183,7 @@ _QWEN_MOE = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 12
              "num_experts_per_tok": 2}  # fmt: skip
 _VISION = {"depth": 1, "hidden_size": 128, "num_heads": 2, "intermediate_size": 256, "num_position_embeddings": 16,
            "out_hidden_size": 256}  # fmt: skip
-_DENSE_QWEN35 = _NARROW | _GQA | _GDN
+_DENSE_QWEN35 = _NARROW | _GQA | _GDN | {"head_dim": 256}  # mrope_section is for heads of 256
 _MOE_QWEN35 = {k: v for k, v in _DENSE_QWEN35.items() if k != "intermediate_size"} | _QWEN_MOE
 TINY: dict[str, Config] = layouts.TINY | {
     "deepseek_v4": {
@@ -200,7 +200,7 @@ TINY: dict[str, Config] = layouts.TINY | {
     "qwen3_5_text": _DENSE_QWEN35,
     "qwen3_5": {"text_config": _DENSE_QWEN35, "vision_config": _VISION},
     "qwen3_5_moe": {"text_config": _MOE_QWEN35, "vision_config": _VISION},
-    "mimo": _NARROW | _GQA,
+    "mimo": _NARROW | _GQA | {"hidden_size": 512},  # a Qwen2: heads are as wide as hidden_size / num_attention_heads
 }  # fmt: skip
 
 
@@ -219,6 +219,15 @@ def source_layout(
         _update(config, TINY[config["model_type"]])
     _update(config, changes or {})
     return config, FAMILIES[config["model_type"]](config)
+
+
+def split_layout(model: str) -> tuple[Config, Tensors]:
+    """The tiny release, wide enough that each of four tensor-parallel ranks has whole blocks of 128."""
+    wide = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8, "num_heads": 4}  # fmt: skip
+    config, _ = source_layout(model, size="tiny")
+    changes = {key: _known(value, wide) for key, value in config.items() if isinstance(value, dict)}
+    return source_layout(model, size="tiny", changes=changes | _known(config, wide))
 
 
 def thin_layout(model: str) -> tuple[Config, Tensors]:

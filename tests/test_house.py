@@ -37,7 +37,7 @@ def test_the_wheel_holds_one_package(tmp_path):
 def test_planning_and_checking_import_no_torch():
     """The base install has no model stack: ls, plan and check must run without one."""
     code = (
-        "import sys; import keepmtp.cli, keepmtp.quantize.run, keepmtp.validate.static;"
+        "import sys; import keepmtp.cli, keepmtp.quantize.run, keepmtp.validate.load;"
         "heavy = {'torch', 'transformers', 'llmcompressor', 'vllm', 'safetensors'} & set(sys.modules); print(heavy);"
         "sys.exit(bool(heavy))"
     )
@@ -55,7 +55,10 @@ def test_sources_keep_to_the_rules(path):
     """Relative imports inside, no vLLM in this process, no broad except, a docstring that teaches."""
     text = path.read_text()
     assert not re.search(r"^\s*(from|import) (recipes|quantize|validate)\b", text, re.MULTILINE), "import relatively"
-    assert not re.search(r"^\s*(from|import) vllm\b", text, re.MULTILINE), "vLLM is reached as a subprocess"
+    if path.is_relative_to(ROOT / "validate" / "dryload"):  # runs in vLLM's environment, where keepmtp is not
+        assert not re.search(r"^\s*(from \.\.|(from|import) keepmtp\b)", text, re.MULTILINE), "keepmtp is not there"
+    else:
+        assert not re.search(r"^\s*(from|import) vllm\b", text, re.MULTILINE), "vLLM is reached as a subprocess"
     assert not re.search(r"except( \(?Exception\)?)?:", text), "broad except"
     assert "TODO" not in text and "FIXME" not in text
     if text.strip():

@@ -109,6 +109,11 @@ class Evidence:
                 members[self.runtime_of(place), place.part].append(Member(place=place, weight=weight))
         return tuple(self._module(name, part, tuple(group)) for (name, part), group in members.items())
 
+    @cached_property
+    def module_by_name(self) -> Mapping[str, Module]:
+        """The same by vLLM's name; a name that target and draft both use means the draft's."""
+        return {module.name: module for module in sorted(self.modules, key=lambda module: module.part == "mtp")}
+
     def resolve(self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind) -> Resolution:
         """What vLLM builds for a module that asks the quantization config."""
         if module == "mtp.fc" and isinstance(self.dialect, ModelOpt) and "NVFP4" in self.dialect.algorithm:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+from .dry import Side, Verdict
 
 Severity = Literal["error", "warning"]
 
@@ -45,11 +47,12 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The verdict on one checkpoint: findings with errors first."""
+    """The verdict on one checkpoint: findings with errors first, and the dry loads that were made."""
 
     path: str
     findings: tuple[Finding, ...]
     facts: Facts
+    dry: tuple[Verdict, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -62,7 +65,25 @@ class Report:
             {"severity": f.severity, "where": f.where, "says": f.says, "cure": f.cure, "rule": f.rule, "count": f.count}
             for f in self.findings
         ]
-        return {"path": self.path, "ok": self.ok, "findings": findings, "facts": asdict(self.facts)}
+        told: dict[str, object] = {"path": self.path, "ok": self.ok, "findings": findings, "facts": asdict(self.facts)}
+        return told | ({"dry": [_dry_load(verdict) for verdict in self.dry]} if self.dry else {})
+
+
+def _dry_load(verdict: Verdict) -> dict[str, Any]:
+    failure = verdict.failure
+    return {
+        "gpu": verdict.gpu, "tp": verdict.tp, "num_drafts": verdict.num_drafts, "loads": failure is None,
+        "failure": asdict(failure) if failure else None, "runner": verdict.runner,
+        "quant_config": verdict.quant_config, "target": _side(verdict.target), "draft": _side(verdict.draft),
+        "seconds": round(sum(verdict.seconds.values()), 2), "peak_mib": verdict.peak_mib,
+    }  # fmt: skip
+
+
+def _side(side: Side) -> dict[str, Any]:
+    return {
+        "class": side.cls, "parameters": side.num_params, "written": side.num_written, "shared": list(side.shared),
+        "padded": [fault.param for fault in side.padded], "kernels": [asdict(kernel) for kernel in side.kernels],
+    }  # fmt: skip
 
 
 def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:

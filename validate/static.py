@@ -32,32 +32,41 @@ def check(where: str | Path, *, source: Source | None = None) -> Report:
 
     Returns: the report; a checkpoint that cannot be opened at all is one finding.
     """
+    return examine(where, source=source)[0]
+
+
+def examine(where: str | Path, *, source: Source | None = None) -> tuple[Report, Source | None, Evidence | None]:
+    """`check`, with the headers (None where they cannot be read) and the evidence (None for an unknown family)."""
     try:
-        return check_source(open_source(where), source=source)
+        opened = open_source(where)
     except CheckpointError as error:
-        return _refused(str(where), "files", str(error))
+        return _refused(str(where), "files", str(error)), None, None
+    report, evidence = _judge(opened, source)
+    return report, opened, evidence
 
 
 def check_source(opened: Source, *, source: Source | None = None) -> Report:
     """`check` for a checkpoint whose headers are already read."""
+    return _judge(opened, source)[0]
+
+
+def _judge(opened: Source, source: Source | None) -> tuple[Report, Evidence | None]:
     try:
         view = find_family(opened.config, opened.where).view(opened.config)
         for number in (view.num_layers, view.num_mtp_layers):
             if number < 0:
                 raise ValueError(number)
     except RecipeError as error:
-        return _refused(opened.where, "family", str(error))
+        return _refused(opened.where, "family", str(error)), None
     except (KeyError, TypeError, ValueError) as error:
-        return _refused(
-            opened.where, "config",
-            f"{opened.where}/config.json: must count its layers; got {error!r}. Take the original's config.json.",
-        )  # fmt: skip
+        message = f"{opened.where}/config.json: must count its layers; got {error!r}. Take the original's config.json."
+        return _refused(opened.where, "config", message), None
     evidence = Evidence(source=opened, view=view)
     findings = [finding for rule in RULES for finding in rule(evidence)]
     if source is not None:
         original = Evidence(source=source, view=find_family(source.config, source.where).view(source.config))
         findings += [finding for rule in SOURCE_RULES for finding in rule(evidence, original)]
-    return Report(path=opened.where, findings=grouped(findings), facts=_facts(evidence))
+    return Report(path=opened.where, findings=grouped(findings), facts=_facts(evidence)), evidence
 
 
 def _refused(path: str, rule: str, message: str) -> Report:

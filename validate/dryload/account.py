@@ -1,0 +1,365 @@
+"""An account of a weight load, independent of what the loader reports: what was written, where, and from what.
+
+In: a model on the meta device, the checkpoint's tensors, vLLM's own load_weights. Out: for every parameter how many of
+its elements were written and from which tensors; for every tensor how much of it was used.
+
+The account sees aten operators. Tensors are told apart by storage, so views need no bookkeeping, and a computed tensor
+(dequantized, concatenated, cast) inherits the sources of what it was computed from.
+
+Easy to get wrong: a parameter that nobody wrote may hold a value on purpose. FP8 scales are born filled with the
+smallest number, so a value from construction is as wrong there as uninitialised memory; a sink that vLLM pads is not.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+_WIDE = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
+_WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
+# Operators that keep the storage.
+_VIEWS = {
+    aten.slice.Tensor, aten.select.int, aten.view.default, aten.t.default, aten.transpose.int, aten.detach.default,
+    aten.alias.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.permute.default,
+    aten.expand.default, aten.as_strided.default, aten._unsafe_view.default, aten.split.Tensor, aten.view.dtype,
+}  # fmt: skip
+# Operators that leave no value worth keeping: allocation, views, the random start of nn.Linear.
+_NO_VALUE = ("empty", "detach", "view", "alias", "uniform", "normal", "random", "set_")
+# What a value read from the meta device is taken for. No: a check of values must not refuse what nobody can see.
+_ONE = {torch.bool: False, torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 1.0}
+
+Region = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Storage offset, shape and strides, in elements."""
+
+
+class Construction(TorchDispatchMode):
+    """Held while a model is built: which storages were given a value. The rest is uninitialised memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filled: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.__name__.startswith(_NO_VALUE):
+            storage = out.untyped_storage()
+            self.filled[storage._cdata] = storage
+        return out
+
+
+@dataclass(slots=True)
+class Written:
+    """What happened to one parameter.
+
+    Attributes:
+        num_expected: elements that a checkpoint must fill; vLLM allocates more where it pads.
+        has_value: construction left a value in it.
+        may_pad: construction's value may remain in a part of it.
+        is_optional: a checkpoint need not have it.
+        regions: what was written, with its number of elements.
+        sources: the checkpoint's tensors it was written from.
+    """
+
+    name: str
+    num_expected: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    has_value: bool
+    may_pad: bool
+    is_optional: bool
+    regions: dict[Region, int] = field(default_factory=dict)
+    sources: set[str] = field(default_factory=set)
+
+    @property
+    def num_written(self) -> int:
+        """Distinct elements written."""
+        return min(self.num_expected, _covered(self.regions))
+
+    @property
+    def status(self) -> str:
+        """full, padded, partial, unwritten (uninitialised memory), default (construction's value), optional."""
+        if self.num_written >= self.num_expected:
+            return "full"
+        if self.num_written:
+            return "padded" if self.has_value and self.may_pad else "partial"
+        if self.is_optional:
+            return "optional"
+        return "default" if self.has_value else "unwritten"
+
+
+@dataclass(slots=True)
+class Read:
+    """What was used of one tensor of the checkpoint: `num_read` is None once something was computed from it."""
+
+    num_elements: int
+    regions: dict[Region, int] = field(default_factory=dict)
+    is_computed: bool = False
+
+    @property
+    def is_used(self) -> bool:
+        return self.is_computed or bool(self.regions)
+
+    @property
+    def num_read(self) -> int:
+        return self.num_elements if self.is_computed else min(self.num_elements, _covered(self.regions))
+
+
+class Account(TorchDispatchMode):
+    """Held while load_weights runs.
+
+    Attributes:
+        tensors: the checkpoint's tensors that the loader was handed.
+        current: the one it was handed last, for the message when it raises.
+        casts: (parameter, sources, dtype on disk, dtype of the parameter) where packed and wide numbers were mixed.
+        broadcasts: (parameter, sources, shape on disk, shape written) where one value filled many.
+    """
+
+    def __init__(self, model: torch.nn.Module, construction: Construction):
+        super().__init__()
+        self.tensors: dict[str, Read] = {}
+        self.current = ""
+        self.casts: dict[tuple[str, str, str, str], None] = {}
+        self.broadcasts: dict[tuple[str, str, str, str], None] = {}
+        self._params: dict[str, Written] = {}
+        self._param_at: dict[int, Written] = {}
+        self._sources: dict[int, tuple[str, ...]] = {}
+        self._is_checkpoint: set[int] = set()
+        self._keep: list[torch.UntypedStorage] = []  # an address is unique only while its storage lives
+        optional, padded, unpadded = _optional(model), _may_pad(model), _unpadded(model)
+        learned = {name for name, _ in model.named_parameters()}
+        for name, param in [*model.named_parameters(), *model.named_buffers()]:
+            storage = param.untyped_storage()
+            written = Written(
+                name=name, num_expected=unpadded.get(name, getattr(param, "weight_loader_numel", param.numel())),
+                shape=tuple(param.shape), dtype=param.dtype, has_value=storage._cdata in construction.filled,
+                may_pad=name in padded, is_optional=name in optional,
+            )  # fmt: skip
+            self._keep.append(storage)
+            self._param_at.setdefault(storage._cdata, written)
+            if param.numel() and name in learned:
+                self._params[name] = written
+
+    @property
+    def params(self) -> Iterable[Written]:
+        """The parameters; buffers are followed but not demanded."""
+        return self._params.values()
+
+    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass (name, tensor) pairs through to the loader."""
+        for name, tensor in weights:
+            storage = tensor.untyped_storage()
+            address = storage._cdata
+            self._keep.append(storage)
+            self._sources[address] = (name,)
+            self._is_checkpoint.add(address)
+            self.tensors[name] = Read(tensor.numel())
+            self.current = name
+            yield name, tensor
+        self.current = ""
+
+    def settle(self, model: torch.nn.Module) -> None:
+        """After the load: parameters whose storage was replaced by one computed from the checkpoint."""
+        for name, param in [*model.named_parameters(), *model.named_buffers()]:
+            address = param.untyped_storage()._cdata
+            names = self._sources.get(address, ())
+            written = self._params.get(name)
+            if names and written is not None and address not in self._param_at:
+                written.regions[(0, tuple(param.shape), param.stride())] = written.num_expected
+                written.sources.update(names)
+                self._use(names)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.copy_.default:
+            return self._copy(args[0], args[1])
+        kwargs = kwargs or {}
+        if func in _VIEWS:
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            return _ONE.get(args[0].dtype, 1)
+        if func is aten.equal.default and (args[0].is_meta or args[1].is_meta):
+            return False
+        device = kwargs.get("device")
+        if device is not None and device.type == "cuda":
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        out = func(*args, **kwargs)
+        self._follow(func, args, out)
+        return out
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the wrapper that this leaves out costs as much as the operator
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        if target.shape != source.shape:
+            _refuse_shape(target, source)
+        elif not target.is_meta and not source.is_meta:
+            aten.copy_.default(target, source)
+        address = target.untyped_storage()._cdata
+        source_address = source.untyped_storage()._cdata
+        names = self._sources.get(source_address, ())
+        written = self._param_at.get(address)
+        if written is None:
+            if names:
+                self._inherit(target, names)
+            return target
+        written.regions[(target.storage_offset(), tuple(target.shape), target.stride())] = target.numel()
+        written.sources.update(names)
+        if source_address in self._is_checkpoint:
+            read = self.tensors[names[0]]
+            read.regions[(source.storage_offset(), tuple(source.shape), source.stride())] = source.numel()
+        else:
+            self._use(names)
+        if target.dtype != source.dtype and not _keeps_value(source.dtype, target.dtype):
+            self._note(self.casts, written, names, source.dtype, target.dtype)
+        if target.numel() != source.numel():
+            self._note(self.broadcasts, written, names, tuple(source.shape), tuple(target.shape))
+        return target
+
+    def _follow(self, func: Any, args: Any, out: Any) -> None:
+        names: tuple[str, ...] = ()
+        for value in _tensors(args):
+            names = _merge(names, self._sources.get(value.untyped_storage()._cdata, ()))
+        if func._schema.is_mutable and args and isinstance(args[0], torch.Tensor):
+            target = args[0]
+            written = self._param_at.get(target.untyped_storage()._cdata)
+            if written is not None:
+                written.regions[(target.storage_offset(), tuple(target.shape), target.stride())] = target.numel()
+                written.sources.update(names)
+                self._use(names)
+        if names:
+            for value in _tensors((out,)):
+                if value.untyped_storage()._cdata not in self._param_at:
+                    self._inherit(value, names)
+
+    def _inherit(self, value: torch.Tensor, names: tuple[str, ...]) -> None:
+        storage = value.untyped_storage()
+        known = self._sources.get(storage._cdata, ())
+        if known != names:
+            self._keep.append(storage)
+            self._sources[storage._cdata] = _merge(known, names)
+
+    def _use(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.tensors[name].is_computed = True
+
+    def _note(self, notes: dict, written: Written, names: tuple[str, ...], given: object, wanted: object) -> None:
+        notes[written.name, ", ".join(names), str(given).removeprefix("torch."), str(wanted).removeprefix("torch.")] = (
+            None
+        )
+
+
+def _keeps_value(given: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a cast leaves the numbers what they are, or rounds them as any model's weights are rounded.
+
+    Whole numbers may change their sign's bit (packed FP4 as int8 on disk, uint8 in vLLM); e8m0 is a power of two; int64
+    holds shapes and tables, never packed weights.
+    """
+    if given in _WIDE or given == torch.float8_e8m0fnu:
+        return wanted in _WIDE
+    return given == torch.int64 or (given in _WHOLE and wanted in _WHOLE)
+
+
+def _refuse_shape(target: torch.Tensor, source: torch.Tensor) -> None:
+    """copy_'s own refusal, which the meta device would not make."""
+    pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)
+    if source.dim() > target.dim() or any(size not in (1, wanted) for size, wanted in pairs):
+        raise RuntimeError(
+            f"output with shape {list(target.shape)} doesn't match the broadcast shape of {list(source.shape)}"
+        )
+
+
+def _optional(model: torch.nn.Module) -> set[str]:
+    """Parameters that a checkpoint need not have, by what vLLM 0.32.0's own code does with them.
+
+    Scales of a KV cache have defaults (quantization/kv_cache.py); `input_scale_ub` is set from the config alone; scales
+    of inputs are registered for weight-only schemes too, and dropped where there is no activation key
+    (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names under W4A4 are demanded.
+    """
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    names = set()
+    for prefix, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        spec = getattr(method, "spec", None)
+        is_weight_only = getattr(method, "use_a16", False) or (spec is not None and spec.activation is None)
+        for name, _ in module.named_parameters(recurse=False):
+            is_input = is_weight_only and name.endswith(("input_scale", "input_global_scale"))
+            if isinstance(method, BaseKVCacheMethod) or is_input or name == "input_scale_ub":
+                names.add(f"{prefix}.{name}")
+    return names
+
+
+def _may_pad(model: torch.nn.Module) -> set[str]:
+    """Parameters that a module owns by itself, no quantization method: a sink a head, padded to what a kernel takes."""
+    return {
+        f"{prefix}.{name}" for prefix, module in model.named_modules() if getattr(module, "quant_method", None) is None
+        for name, _ in module.named_parameters(recurse=False)
+    }  # fmt: skip
+
+
+def _unpadded(model: torch.nn.Module) -> dict[str, int]:
+    """Elements that a checkpoint fills of experts' parameters which vLLM rounded up to what its kernel takes.
+
+    w13 is [E, 2 * inner, hidden], w2 [E, hidden, inner], biases without the last; packed or in groups along the last.
+    """
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    counts = {}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, RoutedExperts):
+            continue
+        moe = module.moe_config
+        inner = moe.intermediate_size_per_partition_unpadded / moe.intermediate_size_per_partition
+        hidden = moe.hidden_dim_unpadded / moe.hidden_dim
+        if inner == hidden == 1:
+            continue
+        for name, param in module.named_parameters():
+            if param.dim() == 3 or name.endswith("_bias"):
+                rows, columns = (inner, hidden) if name.startswith("w13") else (hidden, inner)
+                columns = 1 if param.dim() < 3 or param.shape[2] == 1 else columns
+                counts[f"{prefix}.{name}"] = round(param.numel() * rows * columns)
+    return counts
+
+
+def _covered(regions: dict[Region, int]) -> int:
+    """Distinct elements of all regions; exact where they are contiguous, else as if strided ones were disjoint."""
+    total = sum(regions.values())
+    if len(regions) == 1 or total == 0:
+        return total
+    spans, strided = [], 0
+    for (offset, shape, stride), count in regions.items():
+        if _is_contiguous(shape, stride):
+            spans.append((offset, offset + count))
+        else:
+            strided += count
+    covered, end = 0, 0
+    for start, stop in sorted(spans):
+        covered += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return covered + strided
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    step = 1
+    for size, jump in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and jump != step:
+            return False
+        step *= size
+    return True
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _merge(left: tuple[str, ...], right: tuple[str, ...]) -> tuple[str, ...]:
+    if not left or left == right:
+        return right or left
+    return left if not right else tuple(dict.fromkeys(left + right))

@@ -1,0 +1,46 @@
+"""vLLM's search for an expert's parameter, without the entries that cannot match.
+
+vLLM's loaders compare the name of every tensor with three entries an expert, 768 in DeepSeek-V4: most of a dry load's
+time. The entries name their expert (`experts.17.w1.`), so for a tensor of expert 17 all others may be left out: what
+the loop then does is the same. A name without an expert's number sees the whole list.
+
+Easy to get wrong: the name is that of the tensor the loader was handed last. vLLM 0.32.0's loaders work on one tensor
+at a time; one that collects them first is handed none at that point and sees the whole list too.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_EXPERT = re.compile(r"\bexperts\.(\d+)\.")
+
+
+class Mapping(list):
+    """(parameter, name on disk, expert, shard) entries; iterated, those that the current tensor may match."""
+
+    def __init__(self, entries: list[tuple[str, str, int, str]], current: Callable[[], str]):
+        super().__init__(entries)
+        self._current = current
+        self._by_expert: dict[str, list[tuple[str, str, int, str]]] = {}
+        self._others: list[tuple[str, str, int, str]] = []
+        for entry in entries:
+            match = _EXPERT.search(entry[1])
+            self._by_expert.setdefault(match[1], []).append(entry) if match else self._others.append(entry)
+
+    def __iter__(self) -> Iterator[Any]:
+        match = _EXPERT.search(self._current())
+        if match is None or self._others:
+            return super().__iter__()
+        return iter(self._by_expert.get(match[1], ()))
+
+
+def install(current: Callable[[], str]) -> None:
+    """Let vLLM's mappings ask `current` for the name on disk of the tensor in hand."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    build = RoutedExperts.build_expert_params_mapping
+
+    def build_mapping(*args: Any, **kwargs: Any) -> Mapping:
+        return Mapping(build(*args, **kwargs), current)
+
+    RoutedExperts.build_expert_params_mapping = staticmethod(build_mapping)  # type: ignore[method-assign]

@@ -1,0 +1,302 @@
+"""One checkpoint on one pretended GPU: construct, load, share, process, and say what happened.
+
+In: a `Job`, in a process that `gpu.install` has prepared. Out: a JSON-able dictionary (`Judge.answer`):
+
+    id, seconds {stage: s}, peak_mib, runner, quant_config
+    failure: null or {stage, role, type, words, at, tensor}   vLLM's exception, and the tensor it was handed last
+    target, draft: {cls, num_params (that a checkpoint must fill), num_written, asked [[prefix, layer, method, scheme]],
+                    unwritten, default, partial, padded, casts, broadcasts, shared, kernels, consumed (draft only)}
+    unconsumed: tensors that neither of the two used;  truncated: tensors used in part, at TP 1
+
+Easy to get wrong: vLLM's exception is the verdict, so everything it may raise is caught here, at this one boundary, and
+nowhere else. Only vLLM's own code runs inside it.
+"""
+
+import contextlib
+import json
+import resource
+import time
+import traceback
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import cuda, experts, kernels, world
+from .account import Account, Construction, Written
+from .headers import meta_tensors
+
+ROLES = ("target", "draft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What to judge.
+
+    Attributes:
+        path: folder with config.json, the index and safetensors files; behind their headers there may be holes.
+        tp: tensor-parallel size; rank 0 of it is built.
+        num_drafts: num_speculative_tokens.
+        draft: folder of a separate draft model, "" if the draft is in the checkpoint.
+    """
+
+    id: int
+    path: str
+    tp: int = 1
+    num_drafts: int = 1
+    draft: str = ""
+
+
+@dataclass(slots=True)
+class Part:
+    """What became of the target or the draft."""
+
+    cls: str = ""
+    num_params: int = 0
+    asked: list[tuple[str, str, str, str]] = field(default_factory=list)
+    shared: list[str] = field(default_factory=list)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Refused(Exception):
+    """vLLM raised; `failure` says what."""
+
+    def __init__(self, failure: dict[str, Any]):
+        super().__init__(failure["words"])
+        self.failure = failure
+
+
+class Judge:
+    """The judgement of one job."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._seconds: dict[str, float] = {}
+        self._parts = {role: Part() for role in ROLES}
+        self._accounts: dict[str, Account] = {}
+        self._models: dict[str, Any] = {}
+        self._failure: dict[str, Any] | None = None
+        self._asking = self._parts["target"].asked
+        self._runner = self._quant_config = ""
+
+    def answer(self) -> dict[str, Any]:
+        """Run all stages; the first that vLLM refuses ends it."""
+        try:
+            self._run()
+        except Refused as refused:
+            self._failure = refused.failure
+        peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {
+            "id": self._job.id, "seconds": self._seconds, "peak_mib": peak_kib >> 10, "runner": self._runner,
+            "quant_config": self._quant_config, "failure": self._failure,
+            **{role: self._describe(role) for role in ROLES}, **self._tensors(),
+        }  # fmt: skip
+
+    def _run(self) -> None:
+        with self._stage("config", ""):
+            self._config = config = _engine_config(self._job)
+        self._quant_config = type(config.quant_config).__name__ if config.quant_config else ""
+        self._runner = "v2" if config.use_v2_model_runner else "v1"
+        record_questions(lambda question: self._asking.append(question))
+        experts.install(lambda: self._current)
+        with self._stage("world", ""):
+            world.init(config, tp=self._job.tp)
+        model_configs = (config.model_config, config.speculative_config.draft_model_config)
+        for role, model_config in zip(ROLES, model_configs, strict=True):
+            with self._stage("construct", role):
+                self._construct(role, model_config)
+            with self._stage("load", role):
+                self._load(role, model_config)
+        with self._stage("share", "draft"):
+            self._share()
+        for role in ROLES:
+            with self._stage("process", role):
+                self._parts[role].kernels = kernels.process(self._models[role], self._config)
+
+    @property
+    def _current(self) -> str:
+        return self._account.current if self._accounts else ""
+
+    @contextlib.contextmanager
+    def _stage(self, stage: str, role: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:  # whatever vLLM raises is its verdict
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise Refused({
+                "stage": stage, "role": role, "type": type(error).__name__, "words": str(error)[:2000],
+                "at": f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}",
+                "tensor": self._current if stage == "load" else "",
+            }) from error  # fmt: skip
+        finally:
+            self._seconds[f"{role} {stage}".strip()] = round(time.perf_counter() - start, 3)
+
+    def _construct(self, role: str, model_config: Any) -> None:
+        from vllm.model_executor.model_loader.utils import initialize_model
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        self._asking = self._parts[role].asked
+        self._construction = Construction()
+        with set_default_torch_dtype(model_config.dtype), torch.device("meta"), self._construction:
+            model = initialize_model(self._config, model_config=model_config)
+        self._models[role] = model
+        self._parts[role].cls = type(model).__name__
+        self._parts[role].num_params = sum(1 for _ in model.parameters())
+
+    def _load(self, role: str, model_config: Any) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.config.load import LoadConfig
+        from vllm.model_executor.model_loader import default_loader
+
+        model = self._models[role]
+        account = self._account = self._accounts[role] = Account(model, self._construction)
+        # The reader is vLLM's (which files, what of the index); only the bytes are replaced.
+        default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: account.watch(meta_tensors(files))
+        loader = default_loader.DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
+        loader.counter_before_loading_weights = time.perf_counter()
+        try:
+            with set_current_vllm_config(self._config), cuda.weights_only(), account:
+                loader.load_weights(model, model_config)
+        finally:
+            account.settle(model)
+
+    def _share(self) -> None:
+        """vLLM's own code replaces the draft's embedding and head, as it does after loading."""
+        from vllm.config import set_current_vllm_config
+
+        draft = self._models["draft"]
+        before = dict(draft.named_parameters(remove_duplicate=False))
+        cpu, equal = torch.Tensor.cpu, torch.equal
+        torch.Tensor.cpu = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
+        torch.equal = lambda left, right: False  # values are unknown here; a copy that differs stays the draft's own
+        try:
+            with set_current_vllm_config(self._config):
+                share = _share_v2 if self._runner == "v2" else _share_v1
+                share(self._models["target"], draft, self._config)
+        finally:
+            torch.Tensor.cpu, torch.equal = cpu, equal  # type: ignore[method-assign]
+        after = dict(draft.named_parameters(remove_duplicate=False))
+        self._parts["draft"].shared = sorted(name for name in before if after.get(name) is not before[name])
+
+    def _describe(self, role: str) -> dict[str, Any]:
+        part = self._parts[role]
+        known = {"cls": part.cls, "num_params": part.num_params, "asked": part.asked, "shared": part.shared,
+                 "kernels": part.kernels}  # fmt: skip
+        account = self._accounts.get(role)
+        if account is None:
+            return known
+        shared = set(part.shared)
+        own = [param for param in account.params if param.name not in shared and param.status != "optional"]
+        names = {param.name for param in own}
+        described = {
+            status: [_describe_param(param) for param in own if param.status == status]
+            for status in ("unwritten", "default", "partial", "padded")
+        }
+        read = [name for name, tensor in account.tensors.items() if tensor.is_used]
+        return known | described | {
+            "num_params": len(own),
+            "num_written": sum(1 for param in own if param.status in ("full", "padded")),
+            "casts": [note for note in account.casts if note[0] in names],
+            "broadcasts": [note for note in account.broadcasts if note[0] in names],
+            "consumed": read if role == "draft" else [],
+        }  # fmt: skip
+
+    def _tensors(self) -> dict[str, Any]:
+        seen = {name for account in self._accounts.values() for name in account.tensors}
+        used: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        for account in self._accounts.values():
+            for name, tensor in account.tensors.items():
+                if tensor.is_used:
+                    used[name] = max(used.get(name, 0), tensor.num_read)
+                    sizes[name] = tensor.num_elements
+        truncated = [[name, used[name], sizes[name]] for name in used if used[name] < sizes[name]]
+        return {"unconsumed": sorted(seen - used.keys()), "truncated": truncated if self._job.tp == 1 else []}
+
+
+def _describe_param(param: Written) -> list[Any]:
+    """[name, written, expected, dtype, first of the tensors it was written from]"""
+    dtype = str(param.dtype).removeprefix("torch.")
+    return [param.name, param.num_written, param.num_expected, dtype, min(param.sources, default="")]
+
+
+def _engine_config(job: Job) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": job.num_drafts}
+    if job.draft:
+        speculative["model"] = job.draft
+    with open(f"{job.path}/config.json") as file:
+        declared = json.load(file)
+    _know_config(declared)
+    longest = declared.get("text_config", declared).get("max_position_embeddings", 256)
+    return EngineArgs(
+        model=job.path, speculative_config=speculative, enforce_eager=True, max_model_len=min(256, longest),
+        skip_tokenizer_init=True, tensor_parallel_size=job.tp,
+        distributed_executor_backend="mp" if job.tp > 1 else None,
+    ).create_engine_config()  # fmt: skip
+
+
+def _know_config(declared: dict[str, Any]) -> None:
+    """Config classes that come with a checkpoint (auto_map) become config.json's keys: none of its code is run."""
+    from transformers import AutoConfig, PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    model_type = declared.get("model_type", "")
+    if "auto_map" in declared and model_type not in CONFIG_MAPPING and model_type not in _CONFIG_REGISTRY:
+        AutoConfig.register(model_type, type("ConfigKeys", (PretrainedConfig,), {"model_type": model_type}))
+
+
+def _share_v2(target: Any, draft: Any, config: Any) -> None:
+    from vllm.v1.worker.gpu.spec_decode.eagle import utils
+
+    utils.get_model = lambda **kwargs: draft
+    utils.load_eagle_model(target, config)
+
+
+def _share_v1(target: Any, draft: Any, config: Any) -> None:
+    from vllm.model_executor.models import supports_multimodal
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer as Proposer
+
+    language_model = target.get_language_model() if supports_multimodal(target) else target
+    proposer: Any = types.SimpleNamespace(
+        model=draft, vllm_config=config, use_local_argmax_reduction=False, speculative_config=config.speculative_config
+    )
+    Proposer._maybe_share_embeddings(proposer, language_model)
+    Proposer._maybe_share_lm_head(proposer, language_model)
+
+
+def record_questions(note: Any) -> None:
+    """Write down what every quantization config of this process is asked: (prefix, layer, method, scheme).
+
+    A config may ask another one; only the outermost question counts.
+    """
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    depth = [0]
+
+    def recorded(method: Any) -> Any:
+        def get_quant_method(config: Any, layer: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+            depth[0] += 1
+            try:
+                answer = method(config, layer, prefix, *args, **kwargs)
+            finally:
+                depth[0] -= 1
+            if depth[0] == 0:
+                scheme = getattr(layer, "scheme", None)
+                note((prefix, type(layer).__name__, type(answer).__name__ if answer else "",
+                      type(scheme).__name__ if scheme is not None else ""))  # fmt: skip
+            return answer
+
+        return get_quant_method
+
+    pending = list(QuantizationConfig.__subclasses__())
+    while pending:
+        cls = pending.pop()
+        pending += cls.__subclasses__()
+        if "get_quant_method" in cls.__dict__:
+            cls.get_quant_method = recorded(cls.__dict__["get_quant_method"])

@@ -1,0 +1,115 @@
+"""What vLLM would run: post-load processing on meta tensors, and the kernel that each layer got.
+
+In: a loaded model. Out: an entry for each kind of layer: {layer, method, kernel, count, where (its first prefix),
+outcome}. The outcome is "ok", "refused: <vLLM's words>" where vLLM says that no kernel fits, or "not judged: <why>"
+where a value or a compiled operator would decide: the kernel is known even then.
+
+Easy to get wrong: layers of one kind and shape share their fate, and a model has thousands: one of each is processed.
+"""
+
+import re
+import traceback
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .stubs import NotOnMeta
+
+aten = torch.ops.aten
+# What vLLM 0.32.0 says when a GPU lacks a kernel (kernels/linear, fused_moe/oracle, quantization/*).
+_NO_KERNEL = re.compile(r"[Ff]ailed to find a kernel|No .* backend supports|Unsupported .* backend|is not supported")
+
+
+def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
+    """Run process_weights_after_loading of every kind of layer."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    kinds: dict[tuple[Any, ...], dict[str, Any]] = {}
+    with set_current_vllm_config(config):
+        for prefix, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            if not isinstance(method, QuantizeMethodBase):
+                continue
+            shapes = tuple((name, tuple(param.shape), param.dtype) for name, param in module.named_parameters())
+            key = (type(module), type(method), type(getattr(module, "scheme", None)), shapes)
+            if key in kinds:
+                kinds[key]["count"] += 1
+                continue
+            outcome = _process(module, method)
+            kinds[key] = {
+                "layer": type(module).__name__, "method": _method(module, method), "kernel": _kernel(module, method),
+                "count": 1, "where": getattr(module, "prefix", "") or getattr(module, "layer_name", "") or prefix,
+                "outcome": outcome,
+            }  # fmt: skip
+    return _merged(kinds.values())
+
+
+class _MetaValues(TorchDispatchMode):
+    """Code that looks at a value goes on: every number is one, every comparison true."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if first is not None and first.is_meta:
+            if func in (aten._local_scalar_dense.default, aten.item.default):
+                return first.dtype == torch.bool or (1.0 if first.dtype.is_floating_point else 1)
+            if func is aten.is_nonzero.default:
+                return True
+            if func is aten.nonzero.default:
+                return torch.empty(0, first.ndim, dtype=torch.int64, device="meta")
+            if func is aten.equal.default:
+                return True
+            if func is aten._unique2.default:
+                one = first.flatten()[:1]
+                return one, one.to(torch.int64), one.to(torch.int64)
+            if func is aten._to_copy.default:
+                kwargs = {**kwargs, "device": torch.device("meta")}
+        return func(*args, **kwargs)
+
+
+def _process(module: torch.nn.Module, method: Any) -> str:
+    try:
+        with torch.device("meta"), _MetaValues():
+            method.process_weights_after_loading(module)
+    except NotOnMeta as error:
+        return f"not judged: {error}"
+    except Exception as error:  # noqa: BLE001  vLLM's code on values that are not there: most it raises says nothing
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/vllm/" in frame.filename]
+        words = str(error).strip().split("\n")[0][:200]
+        if isinstance(error, ValueError | NotImplementedError | RuntimeError) and _NO_KERNEL.search(words):
+            return f"refused: {words}"
+        at = f"{frames[-1].filename.rpartition('site-packages/')[2]}:{frames[-1].lineno}"
+        return f"not judged: depends on values ({at})"
+    return "ok"
+
+
+def _method(module: torch.nn.Module, method: Any) -> str:
+    scheme = getattr(module, "scheme", None)
+    return type(scheme if scheme is not None else method).__name__
+
+
+def _kernel(module: torch.nn.Module, method: Any) -> str:
+    """The kernel's class or the backend's name, from the attributes where vLLM 0.32.0's methods keep them."""
+    found: list[str] = []
+    for owner in (method, getattr(module, "scheme", None)):
+        for name, value in sorted(vars(owner).items()) if owner is not None else ():
+            is_kernel = "kernel" in name or "experts_cls" in name or name in ("linear", "fp8_linear")
+            if is_kernel and value is not None and not isinstance(value, str | bool | int | float | dict | torch.dtype):
+                found.append(value.__name__ if isinstance(value, type) else type(value).__name__)
+            elif "backend" in name and value is not None:
+                found.append(str(getattr(value, "name", value)))
+    return " ".join(dict.fromkeys(found))
+
+
+def _merged(kinds: Any) -> list[dict[str, Any]]:
+    """Kinds that differ in shape alone are one."""
+    merged: dict[tuple[str, ...], dict[str, Any]] = {}
+    for kind in kinds:
+        key = tuple(kind[name] for name in ("layer", "method", "kernel", "outcome"))
+        if key in merged:
+            merged[key]["count"] += kind["count"]
+        else:
+            merged[key] = kind
+    return list(merged.values())

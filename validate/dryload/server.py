@@ -1,0 +1,141 @@
+"""The process that judges: vLLM is imported once for a GPU, then a child is forked for every checkpoint.
+
+In: the GPU's name as argument, jobs as JSON lines on standard input. Out: JSON lines on standard output: first
+{"ready": {...}}, then an answer for each job, in the order in which they end; {"id", "died"} for a child that was
+killed or took too long. vLLM's own output goes to standard error.
+
+Easy to get wrong: the parent must stay single-threaded to fork, and must never touch what a child changes (the process
+group, vLLM's globals).
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+
+def main() -> None:
+    """Serve jobs until standard input ends."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("gpu")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit-seconds", type=float, default=1800)
+    parser.add_argument("--cache", required=True, help="folder for what vLLM and transformers want to write")
+    options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints must not end up among the answers
+    _prepare(options.gpu, options.cache)
+    _say(answers, {"ready": {"gpu": options.gpu}})
+    _serve(answers, options.workers, options.limit_seconds)
+
+
+def _prepare(gpu_name: str, cache: str) -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": cache, "HF_MODULES_CACHE": cache, "OMP_NUM_THREADS": "1",
+                   "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+    from . import cuda, gpu
+
+    gpu.install(cuda.DEVICES[gpu_name])
+    # What every child would import.
+    import vllm.engine.arg_utils
+    import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
+    import vllm.model_executor.layers.quantization.fp8
+    import vllm.model_executor.layers.quantization.modelopt
+    import vllm.model_executor.model_loader.default_loader
+    import vllm.v1.spec_decode.llm_base_proposer
+    import vllm.v1.worker.gpu.spec_decode.eagle.utils  # noqa: F401
+
+    from . import judge  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Child:
+    pid: int
+    job: dict[str, Any]
+    started: float
+    received: bytearray
+
+
+def _serve(answers: Any, num_workers: int, limit_seconds: float) -> None:
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ, None)
+    waiting: list[dict[str, Any]] = []
+    children: dict[int, _Child] = {}
+    pending, is_open = b"", True
+    while is_open or waiting or children:
+        while waiting and len(children) < num_workers:
+            fd, child = _fork(waiting.pop(0), answers)
+            children[fd] = child
+            selector.register(fd, selectors.EVENT_READ, child)
+        for key, _ in selector.select(timeout=1.0):
+            chunk = os.read(key.fd, 1 << 20)
+            if key.data is None:
+                *lines, pending = (pending + chunk).split(b"\n")
+                waiting += [json.loads(line) for line in lines if line.strip()]
+                if not chunk:
+                    is_open = False
+                    selector.unregister(key.fd)
+            elif chunk:
+                key.data.received += chunk
+            else:
+                selector.unregister(key.fd)
+                _finish(children.pop(key.fd), key.fd, answers)
+        for child in children.values():
+            if time.monotonic() - child.started > limit_seconds:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child.pid, signal.SIGKILL)
+
+
+def _fork(job: dict[str, Any], answers: Any) -> tuple[int, _Child]:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        answers.close()
+        os.close(reader)
+        _child(job, writer)
+    os.close(writer)
+    return reader, _Child(pid=pid, job=job, started=time.monotonic(), received=bytearray())
+
+
+def _child(job: dict[str, Any], writer: int) -> None:
+    """Judge, answer, and leave without running the parent's exit handlers."""
+    status = 1
+    try:
+        from .judge import Job, Judge
+
+        gc.disable()  # a load makes millions of objects and almost no cycles
+        answer = json.dumps(Judge(Job(**job)).answer(), default=str).encode()
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(answer)
+        status = 0
+    except BaseException:  # noqa: BLE001  a fault of the dry load itself, for the log before the child is gone
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _finish(child: _Child, fd: int, answers: Any) -> None:
+    os.close(fd)
+    _, status = os.waitpid(child.pid, 0)
+    if child.received:
+        answers.write(child.received.decode() + "\n")
+    else:
+        code = os.waitstatus_to_exitcode(status)
+        died = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        _say(answers, {"id": child.job["id"], "died": died})
+
+
+def _say(answers: Any, value: dict[str, Any]) -> None:
+    answers.write(json.dumps(value) + "\n")

@@ -1,0 +1,186 @@
+"""Stand-ins for what vLLM's CUDA wheel has and a machine without a GPU lacks: Python packages and compiled operators.
+
+In: nothing, or a compute capability. Out: importable packages that answer to anything, and operators that answer the
+questions vLLM asks while it builds and loads a model, and refuse to compute.
+
+Easy to get wrong: a package that looks installed changes which kernel vLLM chooses. PACKAGES is what the CUDA wheel of
+vLLM 0.32.0 depends on, no more: `humming` would become the first choice on sm90 if it were here. transformers also asks
+importlib.metadata, where a stub counts as absent. Operators may appear only after `vllm._custom_ops` is imported, since
+vLLM registers fake implementations for each one that it finds.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+PACKAGES = (
+    "flashinfer", "cutlass", "cuda", "quack", "deep_gemm", "tilelang", "tokenspeed_mla", "flash_attn_interface",
+    "torchvision", "fmha_sm100", "triton_kernels", "vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch",
+    "vllm._qutlass_C", "vllm._flashmla_C", "vllm._flashmla_extension_C", "vllm._flashkda_C", "vllm.cumem_allocator",
+    "vllm.vllm_flash_attn._vllm_fa2_C", "vllm.vllm_flash_attn._vllm_fa3_C", "vllm.vllm_flash_attn._vllm_fa4_C",
+    "vllm.vllm_flash_attn.cute", "vllm.vllm_flash_attn.layers", "vllm.vllm_flash_attn.ops",
+    "vllm.third_party.deep_gemm", "vllm.third_party.triton_kernels", "vllm.third_party.fmha_sm100",
+    "vllm.third_party.flashmla.flash_mla_interface", "vllm.third_party.quack",
+)  # fmt: skip
+OP_NAMESPACES = frozenset({
+    "_C", "_moe_C", "_C_cache_ops", "_C_custom_ar", "_vllm_fa2_C", "_vllm_fa3_C", "_C_stable_libtorch",
+    "_moe_C_stable_libtorch", "_qutlass_C", "_flashmla_C", "_flashmla_extension_C", "_flashkda_C",
+})  # fmt: skip
+# A missing attribute of this kind makes Python itself misread a stub (iteration, copying, annotations).
+_DUNDER = "__"
+
+
+def install_packages() -> None:
+    """Let every submodule of PACKAGES import; an installed package wins."""
+    sys.meta_path.append(_Finder())
+
+
+def install_operators(capability: int) -> Callable[[], None]:
+    """Let unknown `*_support*` operators answer for `capability` (major * 10 + minor), and return what lets all appear.
+
+    Call the result once `vllm._custom_ops` is imported.
+    """
+    original = torch._ops._OpNamespace.__getattr__
+    allowed = {"all": False}
+
+    def get(self: Any, name: str) -> Any:
+        try:
+            return original(self, name)
+        except AttributeError:
+            known = self.name in OP_NAMESPACES and not name.startswith(_DUNDER)
+            if known and (allowed["all"] or "support" in name):
+                return _Operator(f"{self.name}.{name}", capability)
+            raise
+
+    torch._ops._OpNamespace.__getattr__ = get  # type: ignore[method-assign]
+    return lambda: allowed.update(all=True)
+
+
+class NotOnMeta(RuntimeError):
+    """A compiled operator was called whose result nobody can know without a GPU."""
+
+
+class _Operator:
+    """One operator of the CUDA build."""
+
+    def __init__(self, name: str, capability: int):
+        self.__name__ = self.name = name
+        self._capability = capability
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if "support" in self.name:
+            return _supports(self.name, self._capability)
+        if "get_cuda_view_from_cpu_tensor" in self.name:
+            return args[0]
+        if "get_workspace_size" in self.name:
+            return 1
+        if self.name.endswith(("gptq_marlin_repack", "awq_marlin_repack")):
+            size_k, size_n, bits = [a for a in args if isinstance(a, int) and not isinstance(a, bool)][:3]
+            return torch.empty(size_k // 16, size_n * 16 * bits // 32, dtype=torch.int32, device="meta")
+        raise NotOnMeta(f"CUDA operator {self.name} called")
+
+    def __getattr__(self, name: str) -> "_Operator":
+        if name.startswith(_DUNDER):
+            raise AttributeError(name)
+        return _Operator(f"{self.name}.{name}", self._capability)
+
+
+def _supports(name: str, capability: int) -> bool:
+    """What vLLM's compiled support queries answer on a GPU of this capability, by csrc of vLLM 0.32.0 (CUDA 13)."""
+    if "supports_fp4" in name:
+        return 100 <= capability < 130
+    if "group_gemm_supported" in name:
+        return 90 <= capability < 110
+    if "sparse_scaled_mm_supported" in name:
+        return 90 <= capability < 100
+    return capability >= (90 if "supports_block_fp8" in name else 89)
+
+
+class _StubMeta(type):
+    """A class that answers to anything: attribute, call, index, union in an annotation."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith(_DUNDER):
+            raise AttributeError(name)
+        return _stub(f"{cls.__qualname__}.{name}")
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+    __ror__ = __or__
+
+    def __getitem__(cls, item: Any) -> Any:
+        return cls
+
+    def __iter__(cls) -> Any:
+        return iter(())
+
+
+class _Stub(metaclass=_StubMeta):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Used as a decorator, a stub gives the function back; any other call makes an instance.
+        if len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType | type):
+            return args[0]
+        return super().__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __init_subclass__(cls, **kwargs: Any):
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(_DUNDER):
+            raise AttributeError(name)
+        return _stub(f"{type(self).__qualname__}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) else self
+
+    def __getitem__(self, item: Any) -> Any:
+        return self
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *exc: object) -> bool:
+        return False
+
+
+def _stub(name: str) -> Any:
+    return _StubMeta(name.rpartition(".")[2], (_Stub,), {"__qualname__": name, "__module__": "stub"})
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name == "__version__":
+            return "99.0.0"
+        if name.startswith(_DUNDER):
+            raise AttributeError(name)
+        full = f"{self.__name__}.{name}"
+        value = sys.modules.get(full) or _stub(full)
+        setattr(self, name, value)
+        return value
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds any submodule of PACKAGES; appended to sys.meta_path, so that it is asked last."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if any(fullname == package or fullname.startswith(f"{package}.") for package in PACKAGES):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__path__ = []
