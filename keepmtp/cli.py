@@ -25,9 +25,12 @@ from rich.progress import (
 )
 
 from . import __version__, tables
+from .doctor import doctor
 from .quantize.plan import Plan, refuse_calibration
 from .quantize.quant_config import quantization_config
 from .recipes.errors import GateError, KeepMTPError, RecipeError, refuse
+from .report import page
+from .serve_check import serve_check
 from .validate.findings import Report
 
 app = typer.Typer(
@@ -167,11 +170,12 @@ def _loaded(paths: list[str], gpus: list[str], tps: list[int], num_drafts: int, 
     if wrong := [gpu for gpu in gpus if gpu not in GPUS]:
         raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", wrong[0], "Take the nearest"))
     chosen = [gpu for gpu in GPUS if gpu in gpus]
+    vllm = find_vllm()
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err,
                   transient=True) as progress:  # fmt: skip
         task = progress.add_task("starting vLLM", total=None)
         yield from check_on(
-            paths, vllm=find_vllm(), gpus=chosen, tps=tps, num_drafts=num_drafts, draft=draft,
+            paths, vllm=vllm, gpus=chosen, tps=tps, num_drafts=num_drafts, draft=draft,
             watch=lambda doing: progress.update(task, description=doing),
         )  # fmt: skip
 
@@ -218,6 +222,11 @@ def _common(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+
+
+app.command()(doctor)
+app.command("serve-check", context_settings={"allow_extra_args": True})(serve_check)
+app.command("report")(page)
 
 
 def main() -> None:

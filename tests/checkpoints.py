@@ -137,6 +137,8 @@ QWEN35_397B = QWEN35_27B | {
     "vision_config": QWEN35_VISION | {"model_type": "qwen3_5_moe", "out_hidden_size": 4096},
 }  # fmt: skip
 MIMO_7B: Config = {
+    "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig", "AutoModel": "modeling_mimo.MiMoModel",
+                 "AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"},
     "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "vocab_size": 151680, "hidden_size": 4096,
     "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 128, "attention_bias": True, "use_sliding_window": False, "hidden_act": "silu",
@@ -204,35 +206,35 @@ TINY: dict[str, Config] = layouts.TINY | {
 }  # fmt: skip
 
 
+SPLIT: Config = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4,
+                 "linear_num_value_heads": 8, "num_heads": 4}  # fmt: skip
+
+
 def source_layout(
-    model: str, *, size: Literal["tiny", "full"], changes: Mapping[str, Any] | None = None
+    model: str, *, size: Literal["tiny", "split", "full"], changes: Mapping[str, Any] | None = None
 ) -> tuple[Config, Tensors]:
     """config.json and tensors of a released checkpoint.
 
     Args:
         model: a key of MODELS, which is the `model` of a recipe.
-        size: "full" as published, "tiny" the same layout narrow and shallow.
+        size: "full" as published, "tiny" the same layout narrow and shallow, "split" a tiny one that is wide enough
+            to give each of four tensor-parallel ranks whole blocks of 128.
         changes: config keys to set on top, at their own level (`{"num_hidden_layers": 21}`).
     """
     config = json.loads(json.dumps(MODELS[model]))
-    if size == "tiny":
+    if size != "full":
         _update(config, TINY[config["model_type"]])
+    if size == "split":
+        nested = {key: _known(value, SPLIT) for key, value in config.items() if isinstance(value, dict)}
+        _update(config, nested | _known(config, SPLIT))
     _update(config, changes or {})
     return config, FAMILIES[config["model_type"]](config)
-
-
-def split_layout(model: str) -> tuple[Config, Tensors]:
-    """The tiny release, wide enough that each of four tensor-parallel ranks has whole blocks of 128."""
-    wide = {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8, "num_heads": 4}  # fmt: skip
-    config, _ = source_layout(model, size="tiny")
-    changes = {key: _known(value, wide) for key, value in config.items() if isinstance(value, dict)}
-    return source_layout(model, size="tiny", changes=changes | _known(config, wide))
 
 
 def thin_layout(model: str) -> tuple[Config, Tensors]:
     """A release at its true widths with few layers and experts: all that decides which schemes it can take."""
     depth = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "num_hash_layers": 1, "depth": 1}
+    depth["layer_group_size"] = 2
     experts = {"n_routed_experts": 2, "num_experts": 2, "num_experts_per_tok": 2}
     config = MODELS[model]
     changes = {key: _known(value, depth | experts) for key, value in config.items() if isinstance(value, dict)}

@@ -2,11 +2,7 @@
 
 import json
 import shutil
-import threading
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from checkpoints import source_layout, write_checkpoint
@@ -138,84 +134,10 @@ def test_mtp_in_a_file_that_the_index_forgot(tmp_path):
 # --- The Hub, spoken on loopback --------------------------------------------------------------------------------------
 
 
-class Hub(SimpleHTTPRequestHandler):
-    """The few routes of the Hub's API that reading a repository needs, with range requests."""
-
-    requests: ClassVar[list[str]] = []
-
-    def __init__(self, *args, root: Path, **kwargs):
-        self.root = root
-        super().__init__(*args, **kwargs)
-
-    def log_message(self, *_):
-        pass
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = self.path.split("?")[0]
-        if path.startswith("/api/models/org/model"):
-            files = [{"rfilename": str(p.relative_to(self.root))} for p in self.root.rglob("*") if p.is_file()]
-            if "/tree/" in path:
-                files = [{"type": "file", "path": f["rfilename"], "oid": "0" * 40,
-                          "size": (self.root / f["rfilename"]).stat().st_size} for f in files]  # fmt: skip
-                return self.reply(json.dumps(files).encode(), "application/json")
-            body = {"id": "org/model", "sha": "c" * 40, "siblings": files, "private": False, "tags": [],
-                    "downloads": 0, "likes": 0}  # fmt: skip
-            return self.reply(json.dumps(body).encode(), "application/json")
-        if path.startswith("/org/model/resolve/"):
-            file = self.root / path.split("/", 5)[5]
-            if file.is_file():
-                return self.reply(file.read_bytes(), "application/octet-stream", etag=f'"{file.name}"')
-        self.send_response(404)
-        self.send_header("X-Error-Code", "EntryNotFound" if path.startswith("/org/model") else "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def reply(self, body: bytes, kind: str, etag: str = ""):
-        wanted = self.headers.get("Range")
-        self.send_response(206 if wanted else 200)
-        if wanted:
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
-            end = min(int(last or len(body) - 1), len(body) - 1)
-            self.send_header("Content-Range", f"bytes {first}-{end}/{len(body)}")
-            body = body[int(first) : end + 1]
-        Hub.requests.append(f"{self.command} {self.path} {wanted or ''}")
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        if etag:
-            self.send_header("ETag", etag)
-            self.send_header("X-Repo-Commit", "c" * 40)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-
 @pytest.fixture
-def hub_at(monkeypatch, tmp_path):
-    """Points huggingface_hub at an endpoint; its constants were read from the environment when it was imported."""
-    from huggingface_hub import constants, hf_api
-
-    def point(endpoint: str) -> None:
-        for holder in (constants, hf_api):
-            monkeypatch.setattr(holder, "ENDPOINT", endpoint, raising=False)
-        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-
-    return point
-
-
-@pytest.fixture
-def hub(folder, hub_at):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, root=folder))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    Hub.requests.clear()
-    hub_at(f"http://127.0.0.1:{server.server_port}")
-    yield
-    server.shutdown()
+def hub(folder, serve_hub) -> list[str]:
+    """The folder as org/model; the requests that were made."""
+    return serve_hub(folder)
 
 
 def test_hub_headers_come_by_range_requests(hub, folder):
@@ -225,7 +147,7 @@ def test_hub_headers_come_by_range_requests(hub, folder):
     assert {n: (e.dtype, e.shape, e.num_bytes) for n, e in remote.entries.items()} == {
         n: (e.dtype, e.shape, e.num_bytes) for n, e in local.entries.items()
     }
-    assert all("bytes=" in line for line in Hub.requests if ".safetensors " in line)
+    assert all("bytes=" in line for line in hub if ".safetensors " in line)
     fetched = download(remote)
     assert fetched.folder is not None and fetched.revision == "c" * 40 and fetched.entries == local.entries
 
@@ -244,5 +166,5 @@ def test_hub_out_of_reach(hub_at):
 def test_check_judges_a_repository_from_its_headers(hub, folder):
     """`keepmtp check ORG/NAME`: the verdict of the folder, by range requests."""
     assert check("org/model").as_dict() | {"path": ""} == check(folder).as_dict() | {"path": ""}
-    weights = [line for line in Hub.requests if ".safetensors " in line]
+    weights = [line for line in hub if ".safetensors " in line]
     assert weights and all("bytes=0-" in line for line in weights), weights

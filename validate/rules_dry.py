@@ -9,9 +9,9 @@ family's table places in its module; where that fails, the parameter's own name 
 import re
 from collections.abc import Iterable, Iterator
 
-from ..recipes.family import HFName
+from ..recipes.family import HFName, Place
 from .defects import known_defect
-from .dry import Fault, Misfit, Side, Verdict
+from .dry import Failure, Fault, Misfit, Side, Verdict
 from .evidence import Evidence, Module
 from .findings import Finding
 
@@ -21,6 +21,7 @@ _INSERTED = re.compile(r"\.(mtp_block|routed_experts|transformer_layer)(?=\.)")
 # Buffers that vLLM computes anew, so that its loaders pass over them.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _SCALE = re.compile(r"scale(_inv|_2)?$|zero_point$|_shape$")
+_LONGEST = 400
 _SILENCE = {"target": "answers are garbage", "draft": "the draft guesses, acceptance is near 0 %"}
 
 # What vLLM 0.32.0 says -> what to do; the first that matches "<exception>: <message>".
@@ -71,7 +72,7 @@ def _failure(verdict: Verdict, evidence: Evidence | None, version: str, static: 
     act = {"config": "reading the config", "construct": f"building {part}", "load": f"loading {part}",
            "share": "giving the draft the target's embedding and head", "process": f"preparing the weights of {part}",
            "world": "starting", "crash": "judging"}[failure.stage]  # fmt: skip
-    words = f"{failure.type}: {failure.words}" if failure.words else failure.type
+    words = _said(failure)
     where = failure.tensor or _named_in(failure.words, evidence) or f"{verdict.path}/config.json"
     family = evidence.view.family.model_type if evidence else ""
     if defect := known_defect(failure, family=family, version=version):
@@ -83,6 +84,14 @@ def _failure(verdict: Verdict, evidence: Evidence | None, version: str, static: 
         rule=RULE, severity="error", where=where, says=_on(verdict, says),
         cure=cure or "Read vLLM's message; `keepmtp check` without --gpu may say more",
     )  # fmt: skip
+
+
+def _said(failure: Failure) -> str:
+    """vLLM's message on one line; pydantic's frame around it says nothing about the checkpoint."""
+    words = " ".join(failure.words.split())
+    words = re.sub(r"^\d+ validation errors? for \w+ (Value error|Assertion failed), ", "", words)
+    words = words.partition(" [type=")[0]
+    return f"{failure.type}: {words[:_LONGEST]}" if words else failure.type
 
 
 def _named_in(words: str, evidence: Evidence | None) -> str:
@@ -146,8 +155,7 @@ def _unused(verdict: Verdict, evidence: Evidence | None) -> Iterator[Finding]:
     for name in verdict.unconsumed:
         place = evidence.view.place(HFName(name)) if evidence else None
         is_mtp = place is not None and place.part == "mtp"
-        is_shared_copy = is_mtp and place is not None and place.role in ("embedding", "head") and verdict.draft.shared
-        if is_shared_copy or _RECOMPUTED.search(name):
+        if _RECOMPUTED.search(name) or (evidence and place and is_mtp and _is_left_alone(verdict, evidence, place)):
             continue
         role = "draft" if is_mtp else "target"
         yield Finding(
@@ -162,6 +170,14 @@ def _unused(verdict: Verdict, evidence: Evidence | None) -> Iterator[Finding]:
             says=_on(verdict, f"only {used:,} of its {size:,} elements are read, in silence"),
             cure="Compare its shape with the release's and with config.json",
         )  # fmt: skip
+
+
+def _is_left_alone(verdict: Verdict, evidence: Evidence, place: Place) -> bool:
+    """A copy of what the draft takes from the target, or an MTP layer beyond those that vLLM reads at all."""
+    num_used = evidence.view.family.loader.num_layers_used
+    first = 0 if evidence.view.layout.mtp else evidence.view.num_layers
+    is_beyond = bool(num_used) and place.layer is not None and place.layer - first >= num_used
+    return is_beyond or (place.role in ("embedding", "head") and bool(verdict.draft.shared))
 
 
 def _on(verdict: Verdict, says: str) -> str:

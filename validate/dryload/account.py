@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .demands import Demands
+
 aten = torch.ops.aten
 _WIDE = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
@@ -117,7 +119,7 @@ class Account(TorchDispatchMode):
         broadcasts: (parameter, sources, shape on disk, shape written) where one value filled many.
     """
 
-    def __init__(self, model: torch.nn.Module, construction: Construction):
+    def __init__(self, model: torch.nn.Module, construction: Construction, demands: Demands):
         super().__init__()
         self.tensors: dict[str, Read] = {}
         self.current = ""
@@ -128,14 +130,13 @@ class Account(TorchDispatchMode):
         self._sources: dict[int, tuple[str, ...]] = {}
         self._is_checkpoint: set[int] = set()
         self._keep: list[torch.UntypedStorage] = []  # an address is unique only while its storage lives
-        optional, padded, unpadded = _optional(model), _may_pad(model), _unpadded(model)
         learned = {name for name, _ in model.named_parameters()}
         for name, param in [*model.named_parameters(), *model.named_buffers()]:
             storage = param.untyped_storage()
             written = Written(
-                name=name, num_expected=unpadded.get(name, getattr(param, "weight_loader_numel", param.numel())),
-                shape=tuple(param.shape), dtype=param.dtype, has_value=storage._cdata in construction.filled,
-                may_pad=name in padded, is_optional=name in optional,
+                name=name, num_expected=demands.counts.get(name, param.numel()), shape=tuple(param.shape),
+                dtype=param.dtype, has_value=storage._cdata in construction.filled, may_pad=name in demands.may_pad,
+                is_optional=name in demands.optional,
             )  # fmt: skip
             self._keep.append(storage)
             self._param_at.setdefault(storage._cdata, written)
@@ -269,59 +270,6 @@ def _refuse_shape(target: torch.Tensor, source: torch.Tensor) -> None:
         raise RuntimeError(
             f"output with shape {list(target.shape)} doesn't match the broadcast shape of {list(source.shape)}"
         )
-
-
-def _optional(model: torch.nn.Module) -> set[str]:
-    """Parameters that a checkpoint need not have, by what vLLM 0.32.0's own code does with them.
-
-    Scales of a KV cache have defaults (quantization/kv_cache.py); `input_scale_ub` is set from the config alone; scales
-    of inputs are registered for weight-only schemes too, and dropped where there is no activation key
-    (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names under W4A4 are demanded.
-    """
-    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-
-    names = set()
-    for prefix, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        spec = getattr(method, "spec", None)
-        is_weight_only = getattr(method, "use_a16", False) or (spec is not None and spec.activation is None)
-        for name, _ in module.named_parameters(recurse=False):
-            is_input = is_weight_only and name.endswith(("input_scale", "input_global_scale"))
-            if isinstance(method, BaseKVCacheMethod) or is_input or name == "input_scale_ub":
-                names.add(f"{prefix}.{name}")
-    return names
-
-
-def _may_pad(model: torch.nn.Module) -> set[str]:
-    """Parameters that a module owns by itself, no quantization method: a sink a head, padded to what a kernel takes."""
-    return {
-        f"{prefix}.{name}" for prefix, module in model.named_modules() if getattr(module, "quant_method", None) is None
-        for name, _ in module.named_parameters(recurse=False)
-    }  # fmt: skip
-
-
-def _unpadded(model: torch.nn.Module) -> dict[str, int]:
-    """Elements that a checkpoint fills of experts' parameters which vLLM rounded up to what its kernel takes.
-
-    w13 is [E, 2 * inner, hidden], w2 [E, hidden, inner], biases without the last; packed or in groups along the last.
-    """
-    from vllm.model_executor.layers.fused_moe import RoutedExperts
-
-    counts = {}
-    for prefix, module in model.named_modules():
-        if not isinstance(module, RoutedExperts):
-            continue
-        moe = module.moe_config
-        inner = moe.intermediate_size_per_partition_unpadded / moe.intermediate_size_per_partition
-        hidden = moe.hidden_dim_unpadded / moe.hidden_dim
-        if inner == hidden == 1:
-            continue
-        for name, param in module.named_parameters():
-            if param.dim() == 3 or name.endswith("_bias"):
-                rows, columns = (inner, hidden) if name.startswith("w13") else (hidden, inner)
-                columns = 1 if param.dim() < 3 or param.shape[2] == 1 else columns
-                counts[f"{prefix}.{name}"] = round(param.numel() * rows * columns)
-    return counts
 
 
 def _covered(regions: dict[Region, int]) -> int:

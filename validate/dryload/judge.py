@@ -26,6 +26,7 @@ import torch
 
 from . import cuda, experts, kernels, world
 from .account import Account, Construction, Written
+from .demands import demands_of
 from .headers import meta_tensors
 
 ROLES = ("target", "draft")
@@ -152,7 +153,7 @@ class Judge:
         from vllm.model_executor.model_loader import default_loader
 
         model = self._models[role]
-        account = self._account = self._accounts[role] = Account(model, self._construction)
+        account = self._account = self._accounts[role] = Account(model, self._construction, demands_of(model))
         # The reader is vLLM's (which files, what of the index); only the bytes are replaced.
         default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: account.watch(meta_tensors(files))
         loader = default_loader.DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))

@@ -1,0 +1,109 @@
+"""The dry load against its limits: a full-size checkpoint in seconds and under 1 GB, growth linear, tiny ones at once.
+
+In: nothing; sparse checkpoints in a temporary folder (headers alone). Out: a table, or JSON with --json; exit status 1
+if a target is missed. What is timed is the command as people type it, process start and static check included.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import checkpoints
+from keepmtp.quantize.output import output_config
+from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.schema import find_recipe
+
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+FULL = "dsv4-flash.nvfp4-fp8"
+LAYERS = (11, 22, 43)  # a quarter, half and all of DeepSeek-V4-Flash
+TINY = ("glm-4.7", "deepseek-r1", "qwen3-next-80b", "dsv4-flash", "glm-4.7-flash", "qwen3.5-397b")
+LIMIT_SECONDS, LIMIT_MIB = 35, 1000 * 1000 / 1024
+LIMIT_FIRST, LIMIT_FURTHER = 20, 2
+LIMIT_BEND = 1.25
+
+
+def full_size(folder: Path, num_layers: int) -> Path:
+    """What keepmtp writes for DeepSeek-V4-Flash with that many decoder layers, headers over holes."""
+    recipe, _ = find_recipe(FULL)
+    ratios = checkpoints.MODELS[recipe.model]["compress_ratios"]
+    changes = {"num_hidden_layers": num_layers, "compress_ratios": [*ratios[:num_layers], 0]}
+    config, tensors = checkpoints.source_layout(recipe.model, size="full", changes=changes)
+    source = checkpoints.write_checkpoint(folder / f"source-{num_layers}", config, tensors, num_shards=None)
+    plan = make_plan(recipe, open_source(source))
+    outputs = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
+    return checkpoints.write_checkpoint(folder / f"{num_layers}", output_config(plan), outputs, num_shards=None)
+
+
+def check(*folders: Path) -> tuple[float, float, list[dict]]:
+    """`keepmtp check --gpu sm100`: seconds, seconds of processor time (of both processes), and its reports."""
+    started, worked = time.perf_counter(), processor_seconds()
+    words = [KEEPMTP, "check", *map(str, folders), "--gpu", "sm100", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    seconds = time.perf_counter() - started
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == len(folders) and all(report["ok"] for report in reports), done.stdout + done.stderr
+    return seconds, processor_seconds() - worked, reports
+
+
+def processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as scratch:
+        sized = [full_size(Path(scratch), layers) for layers in LAYERS]
+        runs = [check(folder) for folder in sized]
+        tensors = [reports[0]["facts"]["num_tensors"] for *_, reports in runs]
+        for count, (took, worked, (report,)) in zip(tensors, runs, strict=True):
+            peak = report["dry"][0]["peak_mib"]
+            is_full = count == max(tensors)
+            rows.append((
+                f"DeepSeek-V4-Flash, {count:,} tensors", f"{took:.1f} s, {worked:.1f} s of work, {peak} MiB",
+                f"{LIMIT_SECONDS} s, {LIMIT_MIB:.0f} MiB" if is_full else "",
+                not is_full or (took <= LIMIT_SECONDS and peak <= LIMIT_MIB),
+            ))  # fmt: skip
+        # Growth is told in work: what else the machine does must not bend the line.
+        quarter, half, full = (worked for _, worked, _ in runs)
+        bend = ((full - half) / (tensors[2] - tensors[1])) / ((half - quarter) / (tensors[1] - tensors[0]))
+        rows.append(("work a tensor, half to full over quarter to half", f"{bend:.2f}x", f"{LIMIT_BEND}x",
+                     bend <= LIMIT_BEND))  # fmt: skip
+        layouts = {model: checkpoints.source_layout(model, size="tiny") for model in TINY}
+        tiny = [checkpoints.write_checkpoint(Path(scratch) / model, *layout) for model, layout in layouts.items()]
+        first, *_ = check(tiny[0])
+        together, *_ = check(*tiny)
+        further = (together - first) / (len(tiny) - 1)
+        rows.append(("one tiny checkpoint", f"{first:.1f} s", f"{LIMIT_FIRST} s", first <= LIMIT_FIRST))
+        rows.append(("each further one", f"{further:.2f} s", f"{LIMIT_FURTHER} s", further <= LIMIT_FURTHER))
+    show(rows, as_json=options.json)
+    return 0 if all(is_met for *_, is_met in rows) else 1
+
+
+def show(rows: list[tuple[str, str, str, bool]], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([dict(zip(("what", "measured", "limit", "is_met"), row, strict=True)) for row in rows]))
+        return
+    table = Table(title="dry load")
+    for column in ("what", "measured", "limit", ""):
+        table.add_column(column)
+    for what, measured, limit, is_met in rows:
+        table.add_row(what, measured, limit, "" if is_met else "[red]missed[/]")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What a checkpoint must fill of a model's parameters, by what vLLM's own code does with them.
+
+In: a model as vLLM built it. Out: `Demands`. The account holds the load against them.
+
+Easy to get wrong: an excuse by name alone also excuses faults. Scales of inputs are superfluous only where nothing
+quantizes inputs, and padding is padding only where vLLM says that it rounded a size up. Source: vLLM 0.32.0.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demands:
+    """What is asked of a checkpoint.
+
+    Attributes:
+        optional: parameters that it need not have.
+        may_pad: parameters in a part of which construction's value may remain.
+        counts: elements to fill, where vLLM allocated more.
+    """
+
+    optional: frozenset[str] = frozenset()
+    may_pad: frozenset[str] = frozenset()
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def demands_of(model: torch.nn.Module) -> Demands:
+    """Read a model that vLLM built."""
+    return Demands(optional=frozenset(_optional(model)), may_pad=frozenset(_may_pad(model)), counts=_unpadded(model))
+
+
+def _optional(model: torch.nn.Module) -> set[str]:
+    """Parameters that a checkpoint need not have.
+
+    Scales of a KV cache have defaults (quantization/kv_cache.py); `input_scale_ub` is set from the config alone; scales
+    of inputs are registered for weight-only schemes too, and dropped where there is no activation key
+    (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names under W4A4 are demanded.
+    """
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    names = set()
+    for prefix, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        spec = getattr(method, "spec", None)
+        is_weight_only = getattr(method, "use_a16", False) or (spec is not None and spec.activation is None)
+        for name, _ in module.named_parameters(recurse=False):
+            is_input = is_weight_only and name.endswith(("input_scale", "input_global_scale"))
+            if isinstance(method, BaseKVCacheMethod) or is_input or name == "input_scale_ub":
+                names.add(f"{prefix}.{name}")
+    return names
+
+
+def _may_pad(model: torch.nn.Module) -> set[str]:
+    """Parameters that a module owns by itself, no quantization method: a sink a head, padded to what a kernel takes."""
+    return {
+        f"{prefix}.{name}" for prefix, module in model.named_modules() if getattr(module, "quant_method", None) is None
+        for name, _ in module.named_parameters(recurse=False)
+    }  # fmt: skip
+
+
+def _unpadded(model: torch.nn.Module) -> dict[str, int]:
+    """Elements to fill of parameters that vLLM rounded up to what its kernel takes; it says so for experts.
+
+    w13 is [E, 2 * inner, hidden], w2 [E, hidden, inner], biases without the last; packed or in groups along the last.
+    """
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    counts = {
+        name: param.weight_loader_numel for name, param in model.named_parameters()
+        if hasattr(param, "weight_loader_numel")
+    }  # fmt: skip
+    for prefix, module in model.named_modules():
+        if not isinstance(module, RoutedExperts):
+            continue
+        moe = module.moe_config
+        inner = moe.intermediate_size_per_partition_unpadded / moe.intermediate_size_per_partition
+        hidden = moe.hidden_dim_unpadded / moe.hidden_dim
+        if inner == hidden == 1:
+            continue
+        for name, param in module.named_parameters():
+            if param.dim() == 3 or name.endswith("_bias"):
+                rows, columns = (inner, hidden) if name.startswith("w13") else (hidden, inner)
+                columns = 1 if param.dim() < 3 or param.shape[2] == 1 else columns
+                counts[f"{prefix}.{name}"] = round(param.numel() * rows * columns)
+    return counts
