@@ -296,11 +296,11 @@ def _plan_weight(
             outputs = _renamed_outputs(weight, scheme)
             return _tensor(weight, place, "keep", word, f"the source stores {word} already", outputs)
         _refuse_width(where, name, weight, place, scheme, view)
-        outputs = _packed_outputs(place.module, scheme, weight.shape, place.row.stacked)
+        outputs = _unstacked_outputs(place, scheme, weight.shape) or _packed_outputs(place.module, scheme, weight.shape)
         return _tensor(weight, place, "quantize", word, reason, outputs, stacked=place.row.stacked)
     if weight.form == "plain":
         return _tensor(weight, place, "keep", "", reason, (_same(weight.weight),))
-    if word == "source" and weight.scheme and place.row.loads_quantized:
+    if word == "source" and weight.scheme and place.row.loads_quantized and _is_taken(weight, place, view):
         outputs = _renamed_outputs(weight, SCHEMES[weight.scheme])
         return _tensor(weight, place, "keep", weight.scheme, "as in the source, scales renamed", outputs)
     if word == "source" and not place.row.why_kept:
@@ -354,7 +354,7 @@ def _plan_other(entry: Entry, recipe: Recipe, view: FamilyView, matcher: _Patter
     if place.row.stacked and place.leaf == "":  # a 3-D expert parameter is a weight whose name has no `.weight`
         weight = StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
         return _plan_weight(weight, recipe, view, matcher, source)
-    if not place.row.stacked and place.leaf in ("weight", *OTHER_LEAVES):
+    if not place.row.stacked and (place.leaf in ("weight", *OTHER_LEAVES) or place.role == "vision"):
         return _tensor_of(entry, place, "keep", "", place.row.why_kept or "a bias, not a matrix")
     raise CheckpointError(
         refuse(f"{source.where}: {entry.name}", f"{place.leaf!r} must belong to a weight of {place.module}",
@@ -416,21 +416,26 @@ def _same(entry: Entry) -> Output:
     return Output(name=entry.name, dtype=entry.dtype, shape=entry.shape)
 
 
-def _packed_outputs(
-    module: HFName, scheme: Scheme, shape: tuple[int, ...], stacked: tuple[str, ...]
-) -> tuple[Output, ...]:
-    if not stacked:
-        return tuple(
-            Output(name=HFName(f"{module}.{spec.suffix}"), dtype=spec.dtype, shape=spec.shape)
-            for spec in scheme.tensors(*shape)
-        )
-    num_experts, rows, columns = shape
-    parent = module.rpartition(".")[0]
+def _packed_outputs(module: HFName, scheme: Scheme, shape: tuple[int, ...]) -> tuple[Output, ...]:
     return tuple(
-        Output(name=HFName(f"{parent}.{expert}.{projection}.{spec.suffix}"), dtype=spec.dtype, shape=spec.shape)
+        Output(name=HFName(f"{module}.{spec.suffix}"), dtype=spec.dtype, shape=spec.shape)
+        for spec in scheme.tensors(*shape)
+    )
+
+
+def _unstacked_outputs(place: Place, scheme: Scheme, shape: tuple[int, ...]) -> tuple[Output, ...]:
+    """The tensors that a stacked expert parameter becomes, expert by expert; none for other modules."""
+    if not place.row.stacked:
+        return ()
+    num_experts, rows, columns = shape
+    stem = place.module.removesuffix(place.row.path)
+    return tuple(
+        output
         for expert in range(num_experts)
-        for projection in stacked
-        for spec in scheme.tensors(rows // len(stacked), columns)
+        for path in place.row.unstacked
+        for output in _packed_outputs(
+            HFName(stem + path.replace("{e}", str(expert))), scheme, (rows // len(place.row.stacked), columns)
+        )
     )
 
 
@@ -440,8 +445,15 @@ def _renamed_outputs(weight: StoredWeight, scheme: Scheme) -> tuple[Output, ...]
     wide = scale.dtype if scale is not None and scale.dtype in ("F32", "F16") else "BF16"
     return tuple(
         replace(output, dtype=wide) if output.dtype == "BF16" else output
-        for output in _packed_outputs(weight.module, scheme, weight.shape, ())
+        for output in _packed_outputs(weight.module, scheme, weight.shape)
     )
+
+
+def _is_taken(weight: StoredWeight, place: Place, view: FamilyView) -> bool:
+    """Whether the draft's loader knows the scheme's names; true of the backbone's."""
+    known = view.family.loader.mtp_leaves
+    outputs = _renamed_outputs(weight, SCHEMES[weight.scheme])
+    return place.part == "backbone" or not known or all(o.name.rpartition(".")[2] in known for o in outputs)
 
 
 def _same_bytes(weight: StoredWeight, scheme: Scheme) -> bool:

@@ -61,10 +61,11 @@ def quantization_config(plan: Plan) -> dict:
         for number, scheme in enumerate(sorted(by_scheme, key=lambda scheme: (scheme not in routed, scheme)))
     }
     formats = sorted({group["format"] for group in groups.values()})
+    is_single = len(formats) == 1 and formats[0] != plan.view.family.rerouted_format
     opaque = [f"re:^(?:{re.escape(runtime)}|{re.escape(disk)})" for disk, runtime, _ in plan.view.layout.opaque]
     return {
         "quant_method": "compressed-tensors",
-        "format": formats[0] if len(formats) == 1 else "mixed-precision",
+        "format": formats[0] if is_single else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": _regexes(ignored) + opaque,
@@ -105,28 +106,28 @@ def _spell(view: FamilyView, tensor: TensorPlan) -> _Spelled:
         return _Spelled(stems=("",), layer=None, paths=tuple(dict.fromkeys(map(re.escape, paths))))
     stems = (view.runtime_stem(place.part, place.layer), view.disk_stem(place.part, place.layer))
     if _runtime_number(view, place.part, place.layer) != place.layer:
-        return _Spelled(stems=tuple(map(re.escape, stems)), layer=None, paths=_paths(place))
+        return _Spelled(stems=tuple(map(re.escape, stems)), layer=None, paths=_paths(view, place))
     # Stems of one kind differ by the layer's number alone: cut it out here, put it back as a range for all layers.
     digits = str(place.layer)
     cut = (re.escape("{}".join(stem.rsplit(digits, 1))).replace(r"\{\}", "{}") for stem in stems)
-    return _Spelled(stems=tuple(dict.fromkeys(cut)), layer=place.layer, paths=_paths(place))
+    return _Spelled(stems=tuple(dict.fromkeys(cut)), layer=place.layer, paths=_paths(view, place))
 
 
 def _runtime_number(view: FamilyView, part: Part, layer: int) -> int:
     stem = view.layout.mtp if part == "mtp" and view.layout.mtp else view.layout.layers
-    return view.num_layers + layer if "{n}" in stem.runtime else layer
+    return view.runtime_number(layer) if "{n}" in stem.runtime else layer
 
 
-def _paths(place: Place) -> tuple[str, ...]:
+def _paths(view: FamilyView, place: Place) -> tuple[str, ...]:
     """Regexes of a module's spellings below its block's stem: shard, fused, projections of routed experts."""
     row = place.row
-    parent = row.path.rpartition(".")[0]
     if row.stacked:
-        paths = [f"{parent}.{{e}}.{name}" for name in row.stacked]
+        paths = [*row.unstacked]
     elif "{e}" in row.path:
         paths = [row.path, *row.aliases]
     else:
-        paths = [row.path, *([row.runtime] if row.runtime else []), *row.aliases]
+        runtime = place.runtime.removeprefix(view.runtime_stem(place.part, place.layer or 0))
+        paths = [row.path, *([runtime] if row.runtime else []), *row.aliases]
     return tuple(dict.fromkeys(re.escape(path).replace(r"\{e\}", r"\d+") for path in paths))
 
 

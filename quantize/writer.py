@@ -152,19 +152,24 @@ class _Job:
         progress(_source_bytes(self.plan, self.unit))
 
     def _quantize_stacked(self, progress: Progress) -> None:
-        """Experts in one 3-D tensor, an expert at a time: such a tensor alone may be several GiB."""
-        for tensor in self.unit:
-            entry = self.plan.entries[tensor.inputs[0]]
-            num_experts, scheme = tensor.shape[0], SCHEMES[tensor.scheme]
-            slice_bytes = entry.num_bytes // num_experts
-            num_specs = len(tensor.outputs) // num_experts // len(tensor.stacked)
-            for expert in range(num_experts):
+        """Experts in 3-D tensors, an expert at a time: such a tensor alone may be several GiB."""
+        scheme = SCHEMES[self.unit[0].scheme]
+        for expert in range(self.unit[0].shape[0]):
+            matrices: list[torch.Tensor] = []
+            outputs: list[Output] = []
+            num_bytes = 0
+            for tensor in self.unit:
+                entry, num_experts = self.plan.entries[tensor.inputs[0]], tensor.shape[0]
+                slice_bytes, num_outputs = entry.num_bytes // num_experts, len(tensor.outputs) // num_experts
                 raw = self._read(entry, offset=expert * slice_bytes, length=slice_bytes)
                 stack_NK = _typed(raw, entry.dtype, tensor.shape[1:]).to(self.device)
-                for number, packed in enumerate(self._pack(scheme, list(stack_NK.chunk(len(tensor.stacked))))):
-                    first = (expert * len(tensor.stacked) + number) * num_specs
-                    self._put(tensor.outputs[first : first + num_specs], packed)
-                progress(slice_bytes)
+                matrices += stack_NK.chunk(len(tensor.stacked))
+                outputs += tensor.outputs[expert * num_outputs : (expert + 1) * num_outputs]
+                num_bytes += slice_bytes
+            num_specs = len(outputs) // len(matrices)
+            for number, packed in enumerate(self._pack(scheme, matrices)):
+                self._put(tuple(outputs[number * num_specs : (number + 1) * num_specs]), packed)
+            progress(num_bytes)
 
     def _reencode(self, scheme: Scheme) -> list[dict[str, torch.Tensor]] | None:
         """The unit packed without rounding, where source and scheme have the same codes and the scales allow it."""

@@ -5,7 +5,7 @@ with a config.json, into a `FamilyView`, the only place where names on disk (HFN
 meet. Nothing here reads a checkpoint or knows a scheme.
 
 Easy to get wrong: vLLM matches `ignore` and `targets` against the prefix a module was *constructed* with. That prefix
-is fused (qkv_proj), sometimes renumbered (MTP block 0 is layer `num_hidden_layers`) and never contains the `.mtp_block`
+is fused (qkv_proj), sometimes renumbered (MTP block 0 is layer `num_hidden_layers`) and mostly lacks the `.mtp_block`
 of parameter names.
 """
 
@@ -27,7 +27,7 @@ Role = Literal[
 QUANTIZABLE_ROLES: tuple[Role, ...] = ("attention", "linear_attention", "dense_mlp", "shared_experts", "experts")
 Part = Literal["backbone", "mtp"]
 
-_EXPERT = re.compile(r"(?<=\.)(\d+)(?=\.)")
+_EXPERT = re.compile(r"(?<=experts\.)(\d+)(?=\.)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,9 @@ class Row:
         why_kept: not empty: never quantized by a recipe, for this reason. A form it has in the source may stay.
         loads_quantized: whether vLLM's module has slots for packed weights and scales at all.
         aliases: further runtime spellings that some vLLM versions ask for.
-        stacked: for a 3-D expert parameter [E, n * I, K], the projections stacked along I.
+        stacked: for a 3-D expert parameter [E, n * I, K], the projections stacked along I; quantized, it becomes one
+            tensor an expert and projection, under `runtime`.
+        in_every_layer: False where only layers of one kind have it: the others are not said to lack it.
     """
 
     path: str
@@ -53,11 +55,17 @@ class Row:
     loads_quantized: bool = True
     aliases: tuple[str, ...] = ()
     stacked: tuple[str, ...] = ()
+    in_every_layer: bool = True
+
+    @property
+    def unstacked(self) -> tuple[str, ...]:
+        """Paths of the single experts' projections that a stacked parameter is written as."""
+        return tuple(f"{self.runtime}.{{e}}.{name}" for name in self.stacked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stem:
-    """Where repeated blocks live: `{i}` is the index on disk, `{n}` is `num_hidden_layers + i`."""
+    """Where repeated blocks live: `{i}` is the index on disk, `{n}` goes on behind the decoder layers."""
 
     disk: str
     runtime: str
@@ -82,20 +90,24 @@ class Loader:
     """How vLLM's draft class takes a checkpoint that does not fit it.
 
     Attributes:
-        unknown_name: the exception for a tensor without a parameter.
+        unknown_name: the exception for a tensor without a parameter; "" where it is skipped in silence.
         drops_scales: a `.weight_scale` without a parameter is skipped in silence instead, outside experts.
         refuses_missing_mtp: an absent MTP layer raises; the other classes load nothing and draft from noise.
         takes_kv_scales: the KV cache's scales inside the MTP layer are known.
+        mtp_leaves: all that may follow a module's name in the MTP block; () where anything may.
         needs: keys of config.json that the classes read without a default.
         missing_count: the exception when config.json does not count MTP layers.
+        num_layers_used: MTP layers that vLLM reads, where it leaves the others alone; 0 for all.
     """
 
-    unknown_name: Literal["KeyError", "ValueError"] = "KeyError"
+    unknown_name: Literal["KeyError", "ValueError", ""] = "KeyError"
     drops_scales: bool = False
     refuses_missing_mtp: bool = False
     takes_kv_scales: bool = False
+    mtp_leaves: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    missing_count: Literal["ZeroDivisionError", "AttributeError"] = "ZeroDivisionError"
+    missing_count: Literal["ZeroDivisionError", "AttributeError", "NotImplementedError"] = "ZeroDivisionError"
+    num_layers_used: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,22 +126,28 @@ class Layout:
     Attributes:
         layers: the decoder layers.
         mtp: the MTP layers; None where they continue the decoder layers (`model.layers.{N}`).
+        mtp_runtime: their prefix at run time where they continue the decoder layers on disk, but not in vLLM.
         top: modules outside layers.
         mtp_top: modules of the MTP block outside its layers.
         opaque: (prefix on disk, prefix at run time, role) of parts that are carried over whole.
         head: the target's head on disk.
         draft_head: a head that the draft constructs with the quantization config although it shares the target's.
         renames: the target class's mapper; None where it has none.
+        draft_reads_afresh: the draft reads the quantization config from config.json again, unmapped by the target.
+        draft_renames: the draft class's mapper in that case; None where it has none.
     """
 
     layers: Stem
     mtp: Stem | None
+    mtp_runtime: str = ""
     top: tuple[Row, ...]
     mtp_top: tuple[Row, ...] = ()
     opaque: tuple[tuple[str, str, Role], ...] = ()
     head: str = "lm_head.weight"
     draft_head: str = ""
     renames: Renames | None = None
+    draft_reads_afresh: bool = False
+    draft_renames: Renames | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,28 +157,46 @@ class Family:
     Attributes:
         model_type: `config.json: model_type`, also the file's name.
         also: further model_types with the same tables (text-only twins, ...).
+        architectures: releases that carry the model_type of another family are known by these.
         layouts: by `architectures[0]`; "*" is the fallback.
         block: modules of a decoder layer; an MTP layer may have them too.
-        mtp_block: what only an MTP layer has.
+        linear_block: what only a linear-attention layer has, or what differs there.
+        mtp_block: what only an MTP layer has, or what differs there.
+        mtp_lacks: paths of `block` that an MTP layer does not have.
+        num_layers_key: the config key that counts the decoder layers; "" where the checkpoint is a draft and no more.
+        layers_at_runtime: decoder layers that vLLM counts for one on disk, when it numbers an MTP layer behind them.
         mtp_count_keys: config keys that promise MTP layers, first found wins; looked up at top level and in
-            text_config.
-        mtp_count_default: how many layers vLLM assumes when no key is there.
+            text_config, a dot going one level down.
+        mtp_count_default: how many layers there are when no key says so: what vLLM assumes, or the releases have.
+        one_mixer: a layer has attention or experts, never both.
+        layer_types_count_mtp: `layer_types` in config.json goes on behind the decoder layers.
         aliases: copies to add to an MTP layer when the source has none.
         loader: how vLLM's draft class takes faults.
         config_extras: keys this family's runtime wants inside quantization_config.
+        rerouted_format: a `format` by which vLLM reads experts alone and leaves linears plain; ours says
+            mixed-precision instead.
         notes: one line a person should know, shown by `keepmtp ls families`.
     """
 
     model_type: str
     also: tuple[str, ...] = ()
+    architectures: tuple[str, ...] = ()
     layouts: Mapping[str, Layout]
     block: tuple[Row, ...]
+    linear_block: tuple[Row, ...] = ()
     mtp_block: tuple[Row, ...] = ()
+    mtp_lacks: tuple[str, ...] = ()
+    num_layers_key: str = "num_hidden_layers"
+    layers_at_runtime: int = 1
     mtp_count_keys: tuple[str, ...] = ("num_nextn_predict_layers",)
     mtp_count_default: int = 0
+    mtp_parts_keys: tuple[str, ...] = ()
+    one_mixer: bool = False
+    layer_types_count_mtp: bool = False
     aliases: tuple[Alias, ...] = ()
     loader: Loader = Loader()
     config_extras: Mapping[str, Any] = field(default_factory=dict)
+    rerouted_format: str = ""
     notes: str = ""
 
     def view(self, config: Mapping[str, Any]) -> "FamilyView":
@@ -215,22 +251,29 @@ class FamilyView:
 
     @cached_property
     def num_layers(self) -> int:
-        return int(self.text_config["num_hidden_layers"])
+        key = self.family.num_layers_key
+        return int(self.text_config[key]) if key else 0
 
     @cached_property
     def num_mtp_layers(self) -> int:
-        """MTP layers that config.json promises (0: none)."""
+        """MTP layers on disk that config.json promises (0: none)."""
         for holder in (self.text_config, self.config):
             for key in self.family.mtp_count_keys:
-                if holder.get(key) is not None:
-                    return int(holder[key])
-        return self.family.mtp_count_default
+                if (count := _at(holder, key)) is not None:
+                    return int(count) * self.num_mtp_parts
+        return self.family.mtp_count_default * self.num_mtp_parts
+
+    @cached_property
+    def num_mtp_parts(self) -> int:
+        """Layers on disk that make up one MTP layer."""
+        lists = (self.text_config.get(key) for key in self.family.mtp_parts_keys)
+        return next((len(parts) for parts in lists if parts), 1)
 
     @cached_property
     def mtp_count_key(self) -> str:
         """How config.json spells the promise, for messages."""
         for key in self.family.mtp_count_keys:
-            if self.text_config.get(key) is not None or self.config.get(key) is not None:
+            if _at(self.text_config, key) is not None or _at(self.config, key) is not None:
                 return key
         return self.family.mtp_count_keys[0]
 
@@ -264,6 +307,28 @@ class FamilyView:
         place = self.place(name)
         return place is not None and place.part == "mtp"
 
+    @cached_property
+    def disk_modules(self) -> Mapping[str, tuple[HFName, ...]]:
+        """Runtime module -> what the table says makes it up on disk, whether it is there or not.
+
+        `{e}` stands for a routed expert's index; parameters without a module stand under their own name.
+        """
+        found: dict[str, list[HFName]] = {}
+        for row in (*self.layout.top, *self.layout.mtp_top):
+            found.setdefault(row.runtime or row.path, []).append(HFName(row.path))
+        first = 0 if self.layout.mtp else self.num_layers
+        blocks: list[tuple[Part, str, int]] = [
+            ("backbone", "linear" if index in self._linear_layers else "backbone", index)
+            for index in range(self.num_layers)
+        ]
+        blocks += [("mtp", "mtp", first + index) for index in range(self.num_mtp_layers)]
+        for part, kind, index in blocks:
+            runtime, disk = self.runtime_stem(part, index), self.disk_stem(part, index)
+            for row in self._rows[kind].values():
+                name = self._alone(runtime + (row.runtime or row.path))
+                found.setdefault(name, []).append(HFName(disk + row.path))
+        return {name: tuple(modules) for name, modules in found.items()}
+
     def mtp_stem(self, index: int) -> str:
         """Prefix on disk of MTP layer `index` (counted from 0)."""
         if self.layout.mtp is None:
@@ -284,10 +349,16 @@ class FamilyView:
         places = (self.place(name) for name in names)
         return {p.layer - first for p in places if p and p.part == "mtp" and p.layer is not None}
 
+    def runtime_number(self, index: int) -> int:
+        """Number at run time (`{n}` of a stem) of the MTP layer with index `index` on disk."""
+        return self.num_layers * self.family.layers_at_runtime + index
+
     def runtime_stem(self, part: Part, index: int) -> str:
         """Prefix at run time of the block with index `index` on disk."""
-        stem = self.layout.mtp if part == "mtp" and self.layout.mtp else self.layout.layers
-        return stem.runtime.replace("{i}", str(index)).replace("{n}", str(self.num_layers + index))
+        stem = self.layout.layers.runtime
+        if part == "mtp":
+            stem = self.layout.mtp.runtime if self.layout.mtp else self.layout.mtp_runtime or stem
+        return stem.replace("{i}", str(index)).replace("{n}", str(self.runtime_number(index)))
 
     def disk_stem(self, part: Part, index: int) -> str:
         """Prefix on disk of the block with index `index` on disk."""
@@ -298,7 +369,7 @@ class FamilyView:
     def last_shards(self) -> frozenset[str]:
         """Paths of the rows that come last in their fused module; those of modules that stand alone too."""
         last: dict[str, str] = {}
-        for row in (*self.family.block, *self.family.mtp_block):
+        for row in (*self.family.block, *self.family.linear_block, *self.family.mtp_block):
             last[row.shares or row.path] = row.path
         return frozenset(last.values())
 
@@ -316,37 +387,66 @@ class FamilyView:
         return tuple(stems)
 
     @cached_property
-    def _rows(self) -> dict[Part, dict[str, Row]]:
+    def _rows(self) -> dict[str, dict[str, Row]]:
         block = {row.path: row for row in self.family.block}
-        return {"backbone": block, "mtp": block | {row.path: row for row in self.family.mtp_block}}
+        linear = block | {row.path: row for row in self.family.linear_block}
+        shared = {path: row for path, row in block.items() if path not in self.family.mtp_lacks}
+        mtp = shared | {row.path: row for row in self.family.mtp_block}
+        return {"backbone": block, "linear": linear, "mtp": mtp}
 
     @cached_property
-    def _templates(self) -> dict[tuple[Part, str], tuple[Row, str] | None]:
+    def _linear_layers(self) -> frozenset[int]:
+        """Layers of linear attention: by `layer_types`, by Ling's groups, else by Kimi's list, which counts from 1."""
+        if types := self.text_config.get("layer_types"):
+            return frozenset(index for index, kind in enumerate(types) if kind == "linear_attention")
+        if group := self.text_config.get("layer_group_size"):
+            return frozenset(index for index in range(self.num_layers) if (index + 1) % group)
+        kda = (self.text_config.get("linear_attn_config") or {}).get("kda_layers", ())
+        return frozenset(number - 1 for number in kda)
+
+    @cached_property
+    def _templates(self) -> dict[tuple[str, str], tuple[Row, str] | None]:
         return {}
 
     def _place_in_block(self, part: Part, stem: Stem, index: int, rest: str) -> Place | None:
         expert_match = _EXPERT.search(rest)
         template = rest if expert_match is None else _EXPERT.sub("{e}", rest, count=1)
         expert = int(expert_match[1]) if expert_match else None
-        key = (part, template)
+        kind = "linear" if part == "backbone" and index in self._linear_layers else part
+        key = (kind, template)
         if key not in self._templates:
-            self._templates[key] = self._find_row(part, template)
+            self._templates[key] = self._find_row(kind, template)
         found = self._templates[key]
         if found is None:
             return None
         row, leaf = found
         disk = stem.disk.replace("{i}", str(index))
-        runtime = stem.runtime.replace("{i}", str(index)).replace("{n}", str(self.num_layers + index))
         path = row.path if expert is None else row.path.replace("{e}", str(expert))
         shares = row.shares if expert is None else row.shares.replace("{e}", str(expert))
+        runtime = self._alone(self.runtime_stem(part, index) + (row.runtime or path))
+        if runtime.endswith("kv_a_proj_with_mqa"):
+            shares = ""
         return Place(
             row=row, part=part, layer=index, expert=expert, leaf=leaf, module=HFName(disk + path),
-            runtime=VLLMName(runtime + (row.runtime or path)), shares=disk + shares if shares else "",
+            runtime=VLLMName(runtime), shares=disk + shares if shares else "",
         )  # fmt: skip
 
-    def _find_row(self, part: Part, template: str) -> tuple[Row, str] | None:
-        rows = self._rows[part]
+    def _alone(self, runtime: str) -> str:
+        """Latent attention without low-rank queries has nothing to fuse its first projection with."""
+        if self.text_config.get("q_lora_rank", 0) is None and runtime.endswith("fused_qkv_a_proj"):
+            return runtime.replace("fused_qkv_a_proj", "kv_a_proj_with_mqa")
+        return runtime
+
+    def _find_row(self, kind: str, template: str) -> tuple[Row, str] | None:
+        rows = self._rows[kind]
         if template in rows:
             return rows[template], ""
         module, _, leaf = template.rpartition(".")
         return (rows[module], leaf) if module in rows else None
+
+
+def _at(holder: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key, None if there is none."""
+    outer, _, inner = key.partition(".")
+    value = holder.get(outer)
+    return _at(value or {}, inner) if inner else value

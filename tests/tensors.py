@@ -24,16 +24,20 @@ class Published:
             with one of `whole`; a space between two.
         unasked: matrices that the draft builds without a quantization config, spelled the same way.
         whole: prefixes of names that stand outside `draft_stem`.
+        num_mtp_layers: MTP layers on disk.
         num_mtp_weights: weights in the MTP block at full size, None where nobody published it.
         billions: parameters, MTP block included, in 1e9; None where nobody published it.
+        unsaved: transformers has no class whose save_pretrained writes the published names.
     """
 
     draft_stem: str
     asks: str
     unasked: str = ""
     whole: tuple[str, ...] = ("mtp.",)
+    num_mtp_layers: int = 1
     num_mtp_weights: int | None = None
     billions: float | None = None
+    unsaved: bool = False
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import checkpoints
 import pytest
-from broken import as_source, released
+from checkpoint_files import as_source
+from good import released
 from keepmtp.recipes.families import find_family
 from keepmtp.validate.built import Dialect
 from keepmtp.validate.dialects import read_dialect

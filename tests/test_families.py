@@ -72,8 +72,9 @@ def test_the_mtp_block_is_all_of_what_is_published(model):
     config, tensors = checkpoints.source_layout(model, size="full", changes=changes)
     view = find_family(config, model).view(config)
     found = [name for name in map(HFName, tensors) if view.is_mtp(name)]
-    assert view.num_mtp_layers == 1
-    assert view.mtp_layers_of(found) == {0}
+    num_layers = layouts.PUBLISHED[model].num_mtp_layers if model in layouts.PUBLISHED else 1
+    assert view.num_mtp_layers == num_layers
+    assert view.mtp_layers_of(found) == set(range(num_layers))
     if MTP_WEIGHTS[model] is not None:
         assert sum(map(is_weight, found)) == MTP_WEIGHTS[model]
 
@@ -107,6 +108,23 @@ def test_fixtures_have_the_published_size(model):
     _, tensors = view_of(model, "full")
     total = sum(parameters(spec) for name, spec in tensors.items() if is_weight(name))
     assert total / 1e9 == pytest.approx(PUBLISHED_BILLIONS[model], rel=0.02)
+
+
+# What a published header or index counts: names under a prefix, and their bytes. The second is Gemma 4 12B's assistant,
+# the third the MTP file of MiMo-V2.5, which has q, k and v in one tensor, so that its names count otherwise.
+INDEXES = [
+    ("hy3", {}, "", 47138, 597_572_342_272),
+    ("gemma-4-26b-assistant", {"backbone_hidden_size": 3840}, "", 48, 845_713_928),
+    ("mimo-v2-flash", {}, "model.mtp.", None, 1_189_400_448),
+]
+
+
+@pytest.mark.parametrize(("model", "changes", "prefix", "count", "size"), INDEXES)
+def test_fixtures_have_the_published_index(model, changes, prefix, count, size):
+    _, tensors = checkpoints.source_layout(model, size="full", changes=changes)
+    chosen = [spec for name, spec in tensors.items() if name.startswith(prefix)]
+    assert len(chosen) == (count or len(chosen))
+    assert sum(num_bytes(*spec) for spec in chosen) == size
 
 
 GQA = "self_attn.qkv_proj self_attn.o_proj"
@@ -146,6 +164,11 @@ DRAFTS = {
 }  # fmt: skip
 
 
+def is_later(view, place) -> bool:
+    """Whether it is of a further MTP layer, which is built like the first."""
+    return place.layer is not None and place.layer >= (0 if view.layout.mtp else view.num_layers) + view.num_mtp_parts
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
     view, tensors = view_of(model)
@@ -153,7 +176,7 @@ def test_runtime_names_of_the_draft_are_those_vllm_asks_for(model):
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for name, (_, shape) in tensors.items():
         place = view.place(HFName(name))
-        if place.part == "mtp" and place.leaf == "weight" and len(shape) == 2:
+        if place.part == "mtp" and place.leaf == "weight" and len(shape) == 2 and not is_later(view, place):
             found[place.row.loads_quantized].add(place.runtime)
 
     whole = layouts.PUBLISHED[model].whole if model in layouts.PUBLISHED else ("mtp.",)
@@ -271,6 +294,19 @@ def test_an_unknown_architecture_is_told_what_to_do(model_type):
     assert nearest and nearest[1] in families() and nearest[2] == families()[nearest[1]].model_type
 
 
+def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
+    with pytest.raises(RecipeError) as caught:
+        find_family({"model_type": "deepseek_v41", "architectures": ["DeepseekV41ForCausalLM"]}, "somewhere")
+    message = str(caught.value)
+    assert message.startswith("somewhere/config.json: ")
+    assert "DeepSeek V4.1 has no classic-MTP draft" in message
+    assert "Use speculative method 'dspark' instead of 'mtp'" in message
+    found = Path(VLLM_PYTHON).parent.parent.glob("lib/python3*/site-packages/vllm/config/speculative.py")
+    for source in found:  # where vLLM is installed: word by word
+        strings = re.findall(r'"([^"]*)"', source.read_text())
+        assert message.partition("says: ")[2].partition(". Serve ")[0] in "".join(strings)
+
+
 def test_the_nearest_family_is_near():
     with pytest.raises(RecipeError, match="The nearest family is deepseek_v3"):
         find_family({"model_type": "deepseek_v3_1"}, "x")
@@ -279,7 +315,8 @@ def test_the_nearest_family_is_near():
 
 
 # MiMo has no class in transformers; DeepSeek-V4's restores the published names only for weights that it has loaded.
-SAVED = [model for model in MODELS if not model.startswith(("mimo", "dsv4"))]
+UNSAVED = ("mimo-7b", "dsv4", *(model for model, known in layouts.PUBLISHED.items() if known.unsaved))
+SAVED = [model for model in MODELS if not model.startswith(UNSAVED)]
 
 
 @pytest.mark.parametrize("model", SAVED)
@@ -292,8 +329,12 @@ def test_backbone_names_are_those_transformers_saves(model, tmp_path):
     for path in tmp_path.glob("*.safetensors"):
         with safetensors.safe_open(path, "pt") as file:
             saved |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    ours = {name: shape for name, (_, shape) in tensors.items() if is_weight(name) and not view.is_mtp(HFName(name))}
-    if model == "qwen3.5-397b":  # published stacked; transformers 5 writes one tensor an expert
+    ours = {
+        name: shape for name, (_, shape) in tensors.items()
+        if is_weight(name) and (name in saved or not view.is_mtp(HFName(name)))
+    }  # fmt: skip
+    # Published stacked, where transformers 5 writes one tensor an expert; its LongCat has weights for identity experts.
+    if model in ("qwen3.5-397b", "longcat-flash-chat"):
         saved = {name: shape for name, shape in saved.items() if ".experts." not in name}
         ours = {name: shape for name, shape in ours.items() if ".experts." not in name}
     assert ours == saved

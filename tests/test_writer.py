@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import pytest
 import torch
 from checkpoints import source_layout, write_checkpoint
 from keepmtp.quantize.output import claim, output_config, partial_folder, publish, refuse_output
+from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.source import open_source
 from keepmtp.quantize.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.schemes import SCHEMES
 from safetensors.torch import load_file
 
 SHARD = 2_000_000  # many shards, so that there is something between them
@@ -51,6 +54,23 @@ def digests(folder: Path) -> dict[str, str]:
 
 def bits(value: torch.Tensor) -> bytes:
     return value.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_experts_stacked_in_three_tensors_become_single_ones(tmp_path):
+    """Step-3.5 stacks gate and up apart: each expert's pair is packed together, since vLLM fuses it under one scale."""
+    _, out = run("step-3.5-flash", "NVFP4A16", tmp_path)
+    source, made = tensors_of(tmp_path / "source"), tensors_of(out)
+    for expert in range(4):
+        stacks = {name: source[f"model.layers.2.moe.{name}_proj.weight"][expert] for name in ("gate", "up", "down")}
+        pair = pack(SCHEMES["NVFP4A16"], [stacks["gate"], stacks["up"]])
+        alone = pack(SCHEMES["NVFP4A16"], [stacks["down"]])
+        stem = f"model.layers.2.moe.experts.{expert}."
+        for name, parts in zip(("gate", "up", "down"), [*pair, *alone], strict=True):
+            for leaf, value in parts.items():
+                assert bits(made[f"{stem}{name}_proj.{leaf}"]) == bits(value), (expert, name, leaf)
+        scales = [made[f"{stem}{name}_proj.weight_global_scale"] for name in ("gate", "up")]
+        assert torch.equal(*scales)
+    assert not any(re.search(r"\.moe\.(gate|up|down)_proj\.", name) for name in made)
 
 
 @pytest.mark.parametrize(
@@ -102,11 +122,13 @@ def test_threads_do_not_change_a_byte(tmp_path):
 CHILD = """
 import sys
 from pathlib import Path
+from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.source import open_source
 from keepmtp.quantize.output import claim, publish, refuse_output
 from keepmtp.quantize.writer import write
 from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.schemes import SCHEMES
 source, out, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 recipe, text = find_recipe("dsv4-flash", scheme="w4a16-fp8")
 plan = make_plan(recipe, open_source(source), shard_bytes=%d)

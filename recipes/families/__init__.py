@@ -14,17 +14,26 @@ from typing import Any
 from ..errors import RecipeError, refuse
 from ..family import Family
 
+# What vLLM 0.32.0 answers to method=mtp (config/speculative.py), by model_type: there is no MTP draft to keep.
+REFUSED: Mapping[str, str] = {
+    "deepseek_v41": (
+        "DeepSeek V4.1 has no classic-MTP draft: its checkpoints ship DSpark stages under mtp.* "
+        "(main_proj/markov_head/confidence_head) and carry no e_proj/h_proj/enorm/hnorm/hc_head weights. Use "
+        "speculative method 'dspark' instead of 'mtp'."
+    ),
+}
+
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Every family by each model_type it serves."""
+    """Every family by each model_type it serves, or by its architectures where the model_type is another's."""
     found: dict[str, Family] = {}
     for module in sorted(pkgutil.iter_modules([str(Path(__file__).parent)]), key=lambda module: module.name):
         if module.name.startswith("_"):
             continue
         family: Family = importlib.import_module(f".{module.name}", __package__).FAMILY
-        for model_type in (family.model_type, *family.also):
-            found[model_type] = family
+        for key in family.architectures or (family.model_type, *family.also):
+            found[key] = family
     return found
 
 
@@ -32,11 +41,19 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
     """The family of a checkpoint, by its config.json.
 
     Raises:
-        RecipeError: no table for this model_type; the message names the nearest one and how to add a family.
+        RecipeError: vLLM has no MTP draft for this model_type, or there is no table for it; then the message names the
+            nearest one and how to add a family.
     """
     model_type = config.get("model_type", "")
-    if family := families().get(model_type):
+    architecture = (config.get("architectures") or [""])[0]
+    if family := families().get(architecture) or families().get(model_type):
         return family
+    if words := REFUSED.get(model_type):
+        raise RecipeError(
+            refuse(f"{where}/config.json", "vLLM must have an MTP draft for the model",
+                   f"{model_type!r}, of which vLLM 0.32.0 says: {words.removesuffix('.')}",
+                   "Serve the original release without method=mtp")
+        )  # fmt: skip
     nearest = difflib.get_close_matches(str(model_type), families(), n=1, cutoff=0.0)[0]
     raise RecipeError(
         refuse(

@@ -4,6 +4,8 @@ A leading underscore keeps this file out of the family registry. Runtime names a
 (`packed_modules_mapping` of the model classes, model_executor/models/*).
 """
 
+from dataclasses import replace
+
 from ..family import Layout, Role, Row, Stem
 
 EH_PROJ_IS_NN_LINEAR = "vLLM builds eh_proj as a plain nn.Linear, which has no slot for scales"
@@ -50,6 +52,17 @@ def routed_experts(
             aliases=(f"{stem}.{{e}}.{other[name]}",) if name in other else (),
         )
         for name in (gate, up, down)
+    )  # fmt: skip
+
+
+def nested(parent: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The same rows for a block that lies under `parent` on disk and directly under the stem at run time."""
+    return tuple(
+        replace(
+            row, path=parent + row.path, runtime=row.runtime or row.path, shares=row.shares and parent + row.shares,
+            aliases=(row.path, *row.aliases) if "{e}" in row.path else row.aliases,
+        )
+        for row in rows
     )  # fmt: skip
 
 

@@ -1,0 +1,59 @@
+"""Nemotron-H (Nemotron 3 Super and Ultra): Mamba-2, attention and latent experts in layers of one mixer each.
+
+vLLM 0.32.0: model_executor/models/nemotron_h.py, nemotron_h_mtp.py. An MTP layer is a row of such layers
+(`mtp_hybrid_override_pattern`, "*E": attention, then experts), glue before the first and a norm behind the last. The
+draft reads config.json afresh: entries for it are in its own names (`mtp.layers.*`), those on disk. Its loader skips
+unknown names in silence.
+"""
+
+from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ._blocks import EMBEDDING, HEAD, NORM, ROUTER, fused, kept, plain
+
+JOINS = "joins embedding and hidden state for the whole draft"
+LATENT = "every routed expert reads and writes through it"
+RECURRENCE = "small, sets the recurrence"
+# compressed_tensors_moe.py asks for all three projections of expert 0, the missing one by the name of its absence.
+NO_GATE = "mixer.experts.{e}.None"
+
+FAMILY = Family(
+    model_type="nemotron_h",
+    layouts={
+        "*": Layout(
+            layers=Stem(disk="backbone.layers.{i}.", runtime="model.layers.{i}."),
+            mtp=Stem(disk="mtp.layers.{i}.", runtime="mtp.layers.{i}."),
+            top=(
+                Row(path="backbone.embeddings", role="embedding", runtime="model.embed_tokens", why_kept=EMBEDDING,
+                    loads_quantized=False),
+                *kept("head", HEAD, "lm_head", loads_quantized=True),
+                *kept("norm", NORM, "backbone.norm_f"),
+            ),
+            mtp_top=(
+                *kept("glue", JOINS, "mtp.layers.0.eh_proj", loads_quantized=True),
+                *kept("norm", NORM, "mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.1.final_layernorm"),
+            ),
+            draft_head="lm_head",
+            renames=Renames(
+                substrings=(("A_log", "A"), ("embeddings", "embed_tokens")), prefixes=(("backbone", "model"),)
+            ),
+            draft_reads_afresh=True,
+            draft_renames=Renames(substrings=(("embeddings", "embed_tokens"),), prefixes=(("language_model.", ""),)),
+        ),
+    },
+    block=(
+        *fused("mixer.qkv_proj", "mixer.q_proj", "mixer.k_proj", "mixer.v_proj", role="attention"),
+        *plain("attention", "mixer.o_proj"),
+        *plain("linear_attention", "mixer.in_proj", "mixer.out_proj"),
+        *kept("state", RECURRENCE, "mixer.conv1d", "mixer.A_log", "mixer.D", "mixer.dt_bias"),
+        *kept("norm", NORM, "mixer.norm", "norm"),
+        *plain("dense_mlp", "mixer.up_proj", "mixer.down_proj"),
+        Row(path="mixer.experts.{e}.up_proj", role="experts", runtime="mixer.experts", aliases=(NO_GATE,)),
+        Row(path="mixer.experts.{e}.down_proj", role="experts", runtime="mixer.experts"),
+        *plain("shared_experts", "mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
+        *kept("glue", LATENT, "mixer.fc1_latent_proj", "mixer.fc2_latent_proj", loads_quantized=True),
+        *kept("router", ROUTER, "mixer.gate"),
+    ),
+    mtp_parts_keys=("mtp_hybrid_override_pattern", "mtp_layers_block_type"),
+    one_mixer=True,
+    loader=Loader(unknown_name="", takes_kv_scales=True, missing_count="NotImplementedError"),
+    notes="MTP is mtp.layers.*, one for each block of mtp_hybrid_override_pattern; vLLM skips unknown names in silence",
+)  # fmt: skip

@@ -1,0 +1,121 @@
+"""Ring-2.5-1T and Ling-3.0-flash as inclusionAI publishes them; both are model_type bailing_hybrid.
+
+Ring 2.5: names from Ant's own conversions, AReaL's mcore/bailing_moe_bridge.py and awex's converter; sizes from the
+BailingHybridConfig that InclusionAI proposed to transformers for this checkpoint. Ling 3: names and counts from
+`BailingMoeV3ForCausalLM` as Ant's Megatron-Bridge port (models/bailing/bailing_bridge.py) lists them, `model.layers.42`
+included, and rlx's parity script, which makes a checkpoint in this naming; sizes from transformers' BailingHybridConfig
+for this release. MTP layers: `eh_proj`, `enorm`, `hnorm` and `final_layernorm` by that list, the rest is a
+latent-attention layer with experts, as both say; for Ring 2.5 by the same list and vLLM's loader (bailing_moe_mtp.py).
+"""
+
+from tensors import Config, Published, Tensors, embeddings, experts, gated_mlp, linear, mla, norms, under, vectors
+
+_SHARED: Config = {
+    "model_type": "bailing_hybrid", "vocab_size": 157184, "hidden_act": "silu", "num_shared_experts": 1,
+    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "score_function": "sigmoid", "moe_router_enable_expert_bias": True, "router_dtype": "fp32", "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 128, "rope_interleave": True,
+    "rope_theta": 6000000, "use_qk_norm": True, "use_bias": False, "use_qkv_bias": False, "rms_norm_eps": 1e-6,
+    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+RING_25: Config = _SHARED | {
+    "auto_map": {"AutoConfig": "configuration_bailing_moe_v2_5.BailingMoeV2_5Config"},
+    "architectures": ["BailingMoeV2_5ForCausalLM"], "hidden_size": 8192, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "moe_shared_expert_intermediate_size": 2048, "num_hidden_layers": 80,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "num_experts": 256, "first_k_dense_replace": 4,
+    "q_lora_rank": 1536, "layer_group_size": 8, "group_norm_size": 8, "num_kv_heads_for_linear_attn": 64,
+    "linear_silu": False, "partial_rotary_factor": 0.5, "max_position_embeddings": 131072,
+}  # fmt: skip
+LING_3_FLASH: Config = _SHARED | {
+    "auto_map": {"AutoConfig": "configuration_bailing_moe_v3.BailingMoeV3Config"},
+    "architectures": ["BailingMoeV3ForCausalLM"], "hidden_size": 2560, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "moe_shared_expert_intermediate_size": 768, "num_hidden_layers": 42,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "num_experts": 512, "first_k_dense_replace": 2,
+    "q_lora_rank": None, "layer_group_size": 6, "short_conv_kernel_size": 4, "kda_safe_gate": True,
+    "kda_lower_bound": -5.0, "no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise",
+    "max_position_embeddings": 262144,
+}  # fmt: skip
+
+MODELS: dict[str, Config] = {"ring-2.5-1t": RING_25, "ling-3.0-flash": LING_3_FLASH}
+TINY: dict[str, Config] = {
+    "bailing_hybrid": {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 512,
+        "moe_shared_expert_intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "num_kv_heads_for_linear_attn": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "layer_group_size": 2,
+        "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+
+
+def bailing_hybrid(config: Config) -> Tensors:
+    """The last layer of each group has latent attention, like the MTP layer; the others are linear in two ways."""
+    hidden, num_layers, is_v3 = config["hidden_size"], config["num_hidden_layers"], "no_kda_lora" in config
+    inner, count = config["moe_intermediate_size"], config["num_experts"]
+    layer_norms = norms("input_layernorm post_attention_layernorm", hidden)
+    latent, other = _latent(config), _delta(config) if is_v3 else _lightning(config)
+    dense = gated_mlp("mlp", hidden, config["intermediate_size"])
+    sparse = under("mlp.", (
+        linear("gate", count, hidden) | vectors(["gate.expert_bias"], count, "F32")
+        | experts("experts", count, hidden, inner)
+        | gated_mlp("shared_experts", hidden, config["moe_shared_expert_intermediate_size"])
+    ))  # fmt: skip
+    tensors = embeddings(config, embed="model.word_embeddings")
+    for layer in range(num_layers):
+        attention = latent if (layer + 1) % config["layer_group_size"] == 0 else other
+        mlp = dense if layer < config["first_k_dense_replace"] else sparse
+        tensors |= under(f"model.layers.{layer}.", under("attention.", attention) | mlp | layer_norms)
+    mtp = under("attention.", latent) | sparse | layer_norms | norms("enorm hnorm final_layernorm", hidden)
+    mtp |= linear("eh_proj", hidden, 2 * hidden)
+    for index in range(config["num_nextn_predict_layers"]):
+        tensors |= under(f"model.layers.{num_layers + index}.", mtp)
+    return tensors
+
+
+def _latent(config: Config) -> Tensors:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    whole = mla(config | {"q_lora_rank": config["q_lora_rank"] or 1}, "bf16")
+    attention = {name.removeprefix("self_attn."): spec for name, spec in whole.items()}
+    attention["dense.weight"] = attention.pop("o_proj.weight")
+    if config["q_lora_rank"] is None:
+        attention = {name: spec for name, spec in attention.items() if not name.startswith(("q_a_", "q_b_"))}
+        attention |= linear("q_proj", heads * (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]), hidden)
+    gate = "gated_attention_proj_granularity_type" in config
+    return attention | (linear("g_proj", heads, hidden) if gate else {})
+
+
+def _lightning(config: Config) -> Tensors:
+    hidden, head = config["hidden_size"], config["head_dim"]
+    width = config["num_attention_heads"] * head
+    return (
+        linear("query_key_value", 3 * width, hidden) | linear("g_proj", width, hidden) | linear("dense", hidden, width)
+        | norms("g_norm", width) | norms("query_layernorm key_layernorm", head)
+    )  # fmt: skip
+
+
+def _delta(config: Config) -> Tensors:
+    hidden, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
+    width = heads * head
+    tensors = linear("b_proj", heads, hidden) | linear("o_proj", hidden, width) | norms("o_norm", head)
+    for name in "qkvfg":
+        tensors |= linear(f"{name}_proj", width, hidden)
+    for name in "qkv":
+        tensors[f"{name}_conv1d.weight"] = ("BF16", (width, 1, config["short_conv_kernel_size"]))
+    return tensors | vectors(["A_log"], heads, "F32") | vectors(["dt_bias"], width, "F32")
+
+
+LAYOUTS = {"bailing_hybrid": bailing_hybrid}
+EXPERTS = "mlp.experts mlp.shared_experts.gate_up_proj mlp.shared_experts.down_proj"
+PUBLISHED = {
+    "ring-2.5-1t": Published(
+        draft_stem="model.layers.4.",
+        asks=f"self_attn.fused_qkv_a_proj self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj {EXPERTS}",
+        unasked="eh_proj mlp.gate", unsaved=True,
+    ),
+    "ling-3.0-flash": Published(
+        draft_stem="model.layers.4.",
+        asks="eh_proj self_attn.q_proj self_attn.kv_a_proj_with_mqa self_attn.kv_b_proj self_attn.g_proj "
+        f"self_attn.dense {EXPERTS}",
+        unasked="mlp.gate", unsaved=True,
+    ),
+}  # fmt: skip

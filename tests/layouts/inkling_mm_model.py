@@ -1,0 +1,115 @@
+"""Inkling: attention with short convolutions and relative positions, stacked experts, eight dense MTP blocks.
+
+Names and shapes: transformers 5.17's conversion table from the published names (conversion_mapping.py,
+"inkling_mm_model" and "MtpModel": `transformer_block.` around a decoder layer, `chain_norm` behind all) applied to its
+classes; sizes are the defaults of its config, which are those of thinkingmachines/Inkling. Eight MTP blocks and two
+leading dense layers are those of Inkling-Small. The towers (`model.visual.*`, `model.audio.*`) are left out, and with
+them their configs.
+"""
+
+from tensors import Config, Published, Tensors, linear, norms, under, vectors
+
+
+def _layers(count: int, dense: int, mtp: int) -> Config:
+    local = [layer for layer in range(count) if (layer + 1) % 6]
+    return {
+        "text_config": {"num_hidden_layers": count, "local_layer_ids": local, "dense_mlp_idx": dense},
+        "mtp_config": {"num_nextn_predict_layers": mtp, "local_layer_ids": [], "chain_hidden_post_norm": True},
+    }
+
+
+_RELEASE = _layers(66, dense=2, mtp=8)
+_SMALL = _layers(3, dense=1, mtp=1)
+MODELS: dict[str, Config] = {
+    "inkling": {
+        "architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_mm_model",
+        "torch_dtype": "bfloat16", "mtp_config": _RELEASE["mtp_config"],
+        "text_config": _RELEASE["text_config"] | {
+            "model_type": "inkling_model", "vocab_size": 201024, "hidden_size": 6144, "intermediate_size": 3072,
+            "dense_intermediate_size": 24576, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128,
+            "swa_num_attention_heads": 64, "swa_num_key_value_heads": 16, "swa_head_dim": 128,
+            "sliding_window_size": 512, "d_rel": 16, "rel_extent": 1024, "sconv_kernel_size": 4,
+            "n_routed_experts": 256, "n_shared_experts": 2, "num_experts_per_tok": 6, "route_scale": 8.0,
+            "shared_expert_sink": True, "use_gate_bias": True, "use_global_scale": True, "use_embed_norm": True,
+            "use_sconv": True, "logits_mup_width_multiplier": 24.0, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 131072, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+        },
+    },
+}  # fmt: skip
+TINY: dict[str, Config] = {
+    "inkling_mm_model": {
+        "mtp_config": _SMALL["mtp_config"],
+        "text_config": _SMALL["text_config"] | {
+            "vocab_size": 512, "hidden_size": 256, "intermediate_size": 128, "dense_intermediate_size": 512,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "max_position_embeddings": 4096,
+        },
+    },
+}  # fmt: skip
+PUBLISHED = {
+    "inkling": Published(
+        draft_stem="model.layers.0.", num_mtp_layers=8, unsaved=True, asks="",
+        unasked="input_proj transformer_block.attn.qkvr transformer_block.attn.wo_ud "
+                "transformer_block.mlp.gate_up_proj transformer_block.mlp.down_proj",
+    ),
+}  # fmt: skip
+
+
+def inkling(config: Config) -> Tensors:
+    """Five sliding layers to a full one; the MTP blocks are dense."""
+    text, mtp = config["text_config"], config["mtp_config"]
+    vocab, hidden = text["vocab_size"], text["hidden_size"]
+    tensors = linear("model.llm.embed", vocab, hidden) | linear("model.llm.unembed", vocab, hidden)
+    tensors |= norms("model.llm.embed_norm model.llm.norm", hidden)
+    for layer in range(text["num_hidden_layers"]):
+        block = _block(text, is_local=layer in text["local_layer_ids"], is_dense=layer < text["dense_mlp_idx"])
+        tensors |= under(f"model.llm.layers.{layer}.", block)
+    for index in range(mtp["num_nextn_predict_layers"]):
+        block = _block(text, is_local=index in mtp["local_layer_ids"], is_dense=True)
+        glue = linear("input_proj", hidden, 2 * hidden) | norms("hidden_norm embed_norm", hidden)
+        tensors |= under(f"model.mtp.layers.{index}.", under("transformer_block.", block) | glue)
+    return tensors | norms("model.mtp.chain_norm", hidden)
+
+
+def _block(text: Config, *, is_local: bool, is_dense: bool) -> Tensors:
+    hidden, kernel = text["hidden_size"], text["sconv_kernel_size"]
+    mlp = _dense(text) if is_dense else _experts(text)
+    convolutions: Tensors = {f"{name}_sconv.weight": ("BF16", (hidden, 1, kernel)) for name in ("attn", "mlp")}
+    return _attention(text, "swa_" if is_local else "") | mlp | convolutions | norms("attn_norm mlp_norm", hidden)
+
+
+def _attention(text: Config, kind: str) -> Tensors:
+    hidden, head, kernel = text["hidden_size"], text[f"{kind}head_dim"], text["sconv_kernel_size"]
+    heads, groups = text[f"{kind}num_attention_heads"], text[f"{kind}num_key_value_heads"]
+    extent = text["sliding_window_size"] if kind else text["rel_extent"]
+    return under("attn.", (
+        linear("wq_du", heads * head, hidden) | linear("wk_dv", groups * head, hidden)
+        | linear("wv_dv", groups * head, hidden) | linear("wr_du", heads * text["d_rel"], hidden)
+        | linear("wo_ud", hidden, heads * head) | norms("q_norm k_norm", head)
+        | {f"{name}_sconv.weight": ("BF16", (groups * head, 1, kernel)) for name in "kv"}
+        | {"rel_logits_proj.proj": ("BF16", (text["d_rel"], extent))}
+    ))  # fmt: skip
+
+
+def _dense(text: Config) -> Tensors:
+    hidden, inner = text["hidden_size"], text["dense_intermediate_size"]
+    return under("mlp.", (
+        linear("w13_dn", 2 * inner, hidden) | linear("w2_md", hidden, inner) | vectors(["global_scale"], 1)
+    ))  # fmt: skip
+
+
+def _experts(text: Config) -> Tensors:
+    hidden, inner = text["hidden_size"], text["intermediate_size"]
+    count, shared = text["n_routed_experts"], text["n_shared_experts"]
+    return under("mlp.", (
+        linear("gate", count + shared, hidden) | vectors(["gate.bias"], count, "F32")
+        | vectors(["gate.global_scale"], 1)
+        | {"experts.w13_weight": ("BF16", (count, 2 * inner, hidden)),
+           "experts.w2_weight": ("BF16", (count, hidden, inner)),
+           "shared_experts.shared_w13_weight": ("BF16", (shared, 2 * inner, hidden)),
+           "shared_experts.shared_w2_weight": ("BF16", (shared, hidden, inner))}
+    ))  # fmt: skip
+
+
+LAYOUTS = {"inkling_mm_model": inkling}

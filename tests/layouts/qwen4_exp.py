@@ -1,0 +1,191 @@
+"""Qwen3.8-Flash-Next (qwen4_exp): delta nets and indexed attention, hyper-connections, an n-gram table, MTP as `mtp.*`.
+
+Names and shapes of the backbone and the vision tower: transformers 5.17's save_pretrained; experts are published
+stacked. The MTP block: a listing of the BF16 release's headers (31 tensors, experts stacked, hyper-connections as in
+the backbone). Sizes: the release's text_config as servers pass it on.
+"""
+
+import math
+
+from tensors import Config, Published, Tensors, gated_mlp, gqa, linear, norms, under, vectors
+
+
+def _layers(count: int) -> Config:
+    kinds = ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(count)]
+    return {"num_hidden_layers": count, "layer_types": kinds}
+
+
+MODELS: dict[str, Config] = {
+    "qwen3.8-flash-next": {
+        "architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp", "image_token_id": 248056,
+        "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "text_config": _layers(48) | {
+            "model_type": "qwen4_exp_text", "vocab_size": 248320, "hidden_size": 2560, "num_attention_heads": 24,
+            "num_key_value_heads": 2, "head_dim": 256, "attention_bias": False, "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48, "moe_intermediate_size": 640, "shared_expert_intermediate_size": 640,
+            "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True, "hc_count": 4, "hc_lowrank": 320,
+            "ple_layer_ids": [2], "ple_embed_dim": 2560, "ple_conv_kernel_size": 4, "ngram_size": 3,
+            "heads_per_ngram": 8, "ngram_vocab_size_base": 20000000, "make_ngram_vocab_size_divisible_by": 128,
+            "split_ngram_parts": 128, "output_gate_type": "sigmoid", "indexer_n_heads": 4, "indexer_kv_heads": 1,
+            "indexer_head_dim": 128, "indexer_budget": 2048, "indexer_compress_ratio": 4, "mtp_num_hidden_layers": 1,
+            "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32", "hidden_act": "silu",
+            "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "bos_token_id": 248044, "eos_token_id": 248044,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25,
+                                "mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+            "tie_word_embeddings": False,
+        },
+        "vision_config": {
+            "model_type": "qwen4_exp_vision", "depth": 27, "hidden_size": 1152, "intermediate_size": 4304,
+            "num_heads": 16, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2,
+            "num_position_embeddings": 2304, "out_hidden_size": 2560, "hidden_act": "gelu_pytorch_tanh",
+            "deepstack_visual_indexes": [],
+        },
+    },
+}  # fmt: skip
+TINY: dict[str, Config] = {
+    "qwen4_exp": {
+        "text_config": _layers(4) | {
+            "vocab_size": 512, "hidden_size": 256, "num_attention_heads": 16, "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+            "num_experts": 4, "num_experts_per_tok": 2, "hc_lowrank": 128, "ple_embed_dim": 256,
+            "ngram_vocab_size_base": 1000, "split_ngram_parts": 2, "max_position_embeddings": 4096, "bos_token_id": 1,
+            "eos_token_id": 1,
+        },
+        "vision_config": {"depth": 1, "hidden_size": 128, "num_heads": 4, "intermediate_size": 256,
+                          "num_position_embeddings": 16, "out_hidden_size": 256},
+    },
+}  # fmt: skip
+_MIXED = "input_mix_weight_down_block_inject"
+PUBLISHED = {
+    "qwen3.8-flash-next": Published(
+        draft_stem="mtp.layers.4.", num_mtp_weights=31, unsaved=True,
+        asks="mtp.fc_embedding mtp.fc_hidden self_attn.qkv_proj self_attn.o_proj mlp.shared_expert.gate_up_proj "
+             "mlp.shared_expert.down_proj",
+        unasked=f"mlp.gate mlp.shared_expert_gate attn_hyper_connection.{_MIXED} "
+                f"attn_hyper_connection.input_mix_weight_up mlp_hyper_connection.{_MIXED} "
+                "mlp_hyper_connection.input_mix_weight_up mtp.hyper_connection_mixer.input_mix_weight_down "
+                "mtp.hyper_connection_mixer.input_mix_weight_up",
+    ),
+}  # fmt: skip
+
+
+def qwen4_exp(config: Config) -> Tensors:
+    """Three delta nets to one indexed attention, experts in all; the second layer has the n-gram table."""
+    text = config["text_config"]
+    stem = "model.language_model."
+    indexed, experts = gqa(text, qk_norm=True, gated=True) | _indexer(text), _experts(text)
+    connections = {
+        name: spec for part in ("attn", "mlp")
+        for name, spec in _hyper_connection(f"{part}_hyper_connection", text).items()
+    }  # fmt: skip
+    tensors = linear(f"{stem}embed_tokens", text["vocab_size"], text["hidden_size"])
+    tensors |= linear("lm_head", text["vocab_size"], text["hidden_size"])
+    tensors |= _hyper_connection(f"{stem}hyper_connection_mixer", text, inject=False)
+    for layer in range(text["num_hidden_layers"]):
+        mixer = _delta_net(text) if text["layer_types"][layer] == "linear_attention" else indexed
+        table = _ngram_table(text) if layer + 1 in text["ple_layer_ids"] else {}
+        tensors |= under(f"{stem}layers.{layer}.", mixer | experts | connections | table)
+    hidden = text["hidden_size"]
+    mtp = (
+        linear("fc_embedding", hidden, hidden) | linear("fc_hidden", hidden, hidden)
+        | norms("pre_fc_norm_embedding", hidden) | norms("pre_fc_norm_hidden", hidden * text["hc_count"])
+        | _hyper_connection("hyper_connection_mixer", text, inject=False)
+    )  # fmt: skip
+    for index in range(text["mtp_num_hidden_layers"]):
+        mtp |= under(f"layers.{index}.", indexed | experts | connections)
+    return tensors | under("mtp.", mtp) | _vision_tower(config["vision_config"])
+
+
+def _delta_net(text: Config) -> Tensors:
+    hidden, num_heads = text["hidden_size"], text["linear_num_value_heads"]
+    key = text["linear_num_key_heads"] * text["linear_key_head_dim"]
+    value = num_heads * text["linear_value_head_dim"]
+    return under("linear_attn.", (
+        linear("in_proj_qkv", 2 * key + value, hidden) | linear("in_proj_z", value, hidden)
+        | linear("in_proj_b", num_heads, hidden) | linear("in_proj_a", num_heads, hidden)
+        | linear("out_proj", hidden, value)
+        | {"conv1d.weight": ("BF16", (2 * key + value, 1, text["linear_conv_kernel_dim"]))}
+        | vectors(["dt_bias", "A_log"], num_heads) | norms("norm", text["linear_value_head_dim"])
+    ))  # fmt: skip
+
+
+def _indexer(text: Config) -> Tensors:
+    head = text["indexer_head_dim"]
+    rows = (text["indexer_n_heads"] + text["indexer_kv_heads"]) * head
+    return under("self_attn.indexer.", (
+        linear("index_qk_proj", rows, text["hidden_size"]) | norms("q_layernorm k_layernorm", head)
+    ))  # fmt: skip
+
+
+def _experts(text: Config) -> Tensors:
+    hidden, inner, count = text["hidden_size"], text["moe_intermediate_size"], text["num_experts"]
+    return under("mlp.", (
+        linear("gate", count, hidden) | linear("shared_expert_gate", 1, hidden)
+        | gated_mlp("shared_expert", hidden, text["shared_expert_intermediate_size"])
+        | {"experts.gate_up_proj": ("BF16", (count, 2 * inner, hidden)),
+           "experts.down_proj": ("BF16", (count, hidden, inner))}
+    ))  # fmt: skip
+
+
+def _hyper_connection(name: str, text: Config, *, inject: bool = True) -> Tensors:
+    """A connection of a sublayer; the mixer behind the last layer injects nothing back."""
+    streams, rank = text["hc_count"], text["hc_lowrank"]
+    width = streams * text["hidden_size"]
+    down_up = linear("input_mix_weight_down", rank, width) | linear("input_mix_weight_up", width, rank)
+    back = linear("block_inject_weight", streams, width) if inject else {}
+    return under(f"{name}.", down_up | norms("hc_norm", width) | back)
+
+
+def _ngram_table(text: Config) -> Tensors:
+    """One row for each slot of 16 hash tables, whose sizes are the primes from ngram_vocab_size_base on."""
+    hidden, dim = text["hidden_size"], text["ple_embed_dim"]
+    width = hidden * text["hc_count"]
+    num_tables = (text["ngram_size"] - 1) * text["heads_per_ngram"]
+    primes = _primes_from(text["ngram_vocab_size_base"], num_tables)
+    step, parts = text["make_ngram_vocab_size_divisible_by"], text["split_ngram_parts"]
+    rows = math.ceil(sum(primes) / step) * step // parts
+    table = vectors(["layer_multipliers"], text["ngram_size"], "I64")
+    table |= vectors(["ngram_heads_offsets", "ngram_heads_vocab_sizes"], num_tables, "I64")
+    for part in range(parts):
+        table |= linear(f"ngram_embedding.shard_{part}", rows, dim // num_tables)
+    return under("ple.", (
+        under("ple_embedding.", table) | linear("key_proj", width, dim) | linear("value_proj", hidden, dim)
+        | {"conv1d.weight": ("BF16", (width, 1, text["ple_conv_kernel_size"]))}
+        | norms("norm_conv norm_key norm_query", width)
+    ))  # fmt: skip
+
+
+def _primes_from(start: int, count: int) -> list[int]:
+    primes: list[int] = []
+    number = start
+    while len(primes) < count:
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+            primes.append(number)
+        number += 1
+    return primes
+
+
+def _vision_tower(vision: Config) -> Tensors:
+    hidden, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    merged = hidden * vision["spatial_merge_size"] ** 2
+    patches = (hidden, vision["in_channels"], vision["temporal_patch_size"], patch, patch)
+    tensors = (
+        {"patch_embed.proj.weight": ("BF16", patches)} | vectors(["patch_embed.proj.bias"], hidden)
+        | linear("pos_embed", vision["num_position_embeddings"], hidden)
+        | linear("merger.linear_fc1", merged, merged, bias=True)
+        | linear("merger.linear_fc2", vision["out_hidden_size"], merged, bias=True)
+        | vectors(["merger.norm.weight", "merger.norm.bias"], hidden)
+    )  # fmt: skip
+    block = (
+        linear("attn.qkv", 3 * hidden, hidden, bias=True) | linear("attn.proj", hidden, hidden, bias=True)
+        | linear("mlp.linear_fc1", inner, hidden, bias=True) | linear("mlp.linear_fc2", hidden, inner, bias=True)
+        | vectors((f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")), hidden)
+    )  # fmt: skip
+    for layer in range(vision["depth"]):
+        tensors |= under(f"blocks.{layer}.", block)
+    return under("model.visual.", tensors)
+
+
+LAYOUTS = {"qwen4_exp": qwen4_exp}

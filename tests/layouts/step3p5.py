@@ -1,0 +1,132 @@
+"""Step-3.5-Flash and Step-3.7-Flash as stepfun-ai publishes them.
+
+Names of decoder and MTP layers: Megatron-Bridge's mapping (models/stepfun/step35_bridge.py, with
+`model.layers.45.transformer.shared_head.output.weight` bf16 [128896, 4096] quoted from the release in its PR 5364) and
+the index that vllm-ascend's weight test spells out: 17 tensors in each of the layers 45, 46 and 47, attention as in the
+decoder layers, a dense MLP. Experts are stacked: `moe.gate_proj.weight` [E, I, K]. Sizes: the release's config as
+aiconfigurator, sglang-jax and architecture-encyclopedia quote it.
+Step-3.7-Flash: the same language model (TensorRT-LLM's modeling_step3p7.py names its MTP tensors the same way) beside a
+vision tower, both by the layout that transformers' convert_step3p7 script quotes from the release.
+"""
+
+from dataclasses import replace
+
+from tensors import Config, Published, Tensors, embeddings, gated_mlp, linear, norms, under, vectors
+
+PATTERN = ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"]
+STEP_35_FLASH: Config = {
+    "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "vocab_size": 128896, "hidden_size": 4096,
+    "intermediate_size": 11264, "num_hidden_layers": 45, "num_attention_heads": 64, "num_attention_groups": 8,
+    "head_dim": 128, "att_impl_type": "GQA", "use_qk_norm": True, "use_head_wise_attn_gate": True,
+    "layer_types": PATTERN * 12, "sliding_window": 512,
+    "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_heads": 96,
+                                "num_attention_groups": 8, "head_dim": 128},
+    "rope_theta": [5000000.0, 10000.0, 10000.0, 10000.0] * 12, "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
+    "rope_scaling": {"rope_type": "llama3", "factor": 2.0, "original_max_position_embeddings": 131072,
+                     "low_freq_factor": 1.0, "high_freq_factor": 32.0},
+    "yarn_only_types": ["full_attention"], "use_rope_layers": [], "moe_num_experts": 288, "moe_top_k": 8,
+    "moe_intermediate_size": 1280, "share_expert_dim": 1280,
+    "moe_layers_enum": ",".join(map(str, range(3, 45))), "moe_router_activation": "sigmoid",
+    "moe_router_scaling_factor": 3.0, "norm_expert_weight": True, "use_moe_router_bias": True, "need_fp32_gate": True,
+    "swiglu_limits": [0.0] * 43 + [7.0, 7.0, 0.0, 0.0, 0.0], "swiglu_limits_shared": [0.0] * 44 + [16.0, 0.0, 0.0, 0.0],
+    "zero_centered": True, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 3,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+STEP_37_FLASH: Config = {
+    "architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7", "image_token_id": 128001,
+    "image_token_len": 169, "patch_token_len": 81, "understand_projector_stride": 2, "projector_bias": False,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "text_config": STEP_35_FLASH,
+    "vision_config": {
+        "model_type": "perception_encoder", "image_size": 728, "patch_size": 14, "width": 1536, "layers": 47,
+        "heads": 16, "mlp_ratio": 8960 / 1536, "use_cls_token": False, "ls_init_value": 0.1, "use_ln_post": False,
+        "hidden_act": "quick_gelu", "output_dim": None, "pool_type": "none",
+    },
+}  # fmt: skip
+
+MODELS: dict[str, Config] = {"step-3.5-flash": STEP_35_FLASH, "step-3.7-flash": STEP_37_FLASH}
+TINY: dict[str, Config] = {
+    "step3p5": {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_attention_groups": 4, "layer_types": (PATTERN * 2)[:7],
+        "attention_other_setting": STEP_35_FLASH["attention_other_setting"] | {
+            "num_attention_heads": 8, "num_attention_groups": 4}, "moe_num_experts": 4,
+        "moe_top_k": 2, "moe_intermediate_size": 512, "share_expert_dim": 512, "moe_layers_enum": "2,3",
+        "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+
+
+TINY["step3p7"] = {
+    "text_config": TINY["step3p5"],
+    "vision_config": {"width": 128, "layers": 1, "heads": 4, "mlp_ratio": 2.0},
+}
+
+
+def step3p7(config: Config) -> Tensors:
+    """Step-3.5's names beside a perception encoder, whose fused `in_proj_weight` is a parameter without a module."""
+    vision, hidden = config["vision_config"], config["text_config"]["hidden_size"]
+    width, patch, side = vision["width"], vision["patch_size"], vision["image_size"] // vision["patch_size"]
+    inner = int(vision["mlp_ratio"] * width)
+    both = [f"{name}.{leaf}" for name in ("ln_1", "ln_2") for leaf in ("weight", "bias")]
+    block = (
+        {"attn.in_proj_weight": ("BF16", (3 * width, width))} | vectors(["attn.in_proj_bias"], 3 * width)
+        | linear("attn.out_proj", width, width, bias=True) | vectors([*both, "ls_1.gamma", "ls_2.gamma"], width)
+        | linear("mlp.c_fc", inner, width, bias=True) | linear("mlp.c_proj", width, inner, bias=True)
+    )  # fmt: skip
+    tower: Tensors = {
+        "conv1.weight": ("BF16", (width, 3, patch, patch)), "positional_embedding": ("BF16", (side * side, width)),
+        "vit_downsampler1.weight": ("BF16", (2 * width, width, 3, 3)),
+        "vit_downsampler2.weight": ("BF16", (4 * width, 2 * width, 3, 3)),
+    } | vectors(["vit_downsampler1.bias"], 2 * width) | vectors(["vit_downsampler2.bias"], 4 * width)  # fmt: skip
+    tower |= vectors(["ln_pre.weight", "ln_pre.bias"], width)
+    for layer in range(vision["layers"]):
+        tower |= under(f"transformer.resblocks.{layer}.", block)
+    return (
+        step3p5(config["text_config"]) | under("vision_model.", tower)
+        | linear("vit_large_projector", hidden, 4 * width)
+    )  # fmt: skip
+
+
+def step3p5(config: Config) -> Tensors:
+    """Three MTP layers behind the decoder layers; heads by layer type; experts of a layer stacked in three tensors."""
+    hidden, num_layers, inner = config["hidden_size"], config["num_hidden_layers"], config["moe_intermediate_size"]
+    count = config["moe_num_experts"]
+    moe = under("moe.", (
+        linear("gate", count, hidden) | vectors(["router_bias"], count, "F32")
+        | {f"{name}_proj.weight": ("BF16", (count, inner, hidden)) for name in ("gate", "up")}
+        | {"down_proj.weight": ("BF16", (count, hidden, inner))}
+    )) | gated_mlp("share_expert", hidden, config["share_expert_dim"])  # fmt: skip
+    dense = gated_mlp("mlp", hidden, config["intermediate_size"])
+    sparse_layers = {int(layer) for layer in config["moe_layers_enum"].split(",")}
+    tensors = embeddings(config)
+    for layer in range(num_layers):
+        tensors |= under(f"model.layers.{layer}.", _block(config, layer) | (moe if layer in sparse_layers else dense))
+    for layer in range(num_layers, num_layers + config["num_nextn_predict_layers"]):
+        mtp = _block(config, layer) | dense | norms("enorm hnorm transformer.shared_head.norm", hidden)
+        mtp |= linear("eh_proj", hidden, 2 * hidden) | linear(
+            "transformer.shared_head.output", config["vocab_size"], hidden
+        )
+        tensors |= under(f"model.layers.{layer}.", mtp)
+    return tensors
+
+
+def _block(config: Config, layer: int) -> Tensors:
+    hidden, other = config["hidden_size"], config["attention_other_setting"]
+    is_other = config["layer_types"][layer] == other["attention_type"]
+    sizes = other if is_other else config
+    heads, groups, head = sizes["num_attention_heads"], sizes["num_attention_groups"], sizes["head_dim"]
+    return under("self_attn.", (
+        linear("q_proj", heads * head, hidden) | linear("k_proj", groups * head, hidden)
+        | linear("v_proj", groups * head, hidden) | linear("o_proj", hidden, heads * head)
+        | linear("g_proj", heads, hidden) | norms("q_norm k_norm", head)
+    )) | norms("input_layernorm post_attention_layernorm", hidden)  # fmt: skip
+
+
+LAYOUTS = {"step3p5": step3p5, "step3p7": step3p7}
+BLOCK = "mtp_block.self_attn.qkv_proj mtp_block.self_attn.o_proj mtp_block.self_attn.g_proj mtp_block.mlp.gate_up_proj"
+STEP = Published(
+    draft_stem="model.layers.4.", asks=f"shared_head.head {BLOCK} mtp_block.mlp.down_proj", unasked="eh_proj",
+    num_mtp_layers=3, num_mtp_weights=51, billions=199, unsaved=True,
+)  # fmt: skip
+PUBLISHED = {"step-3.5-flash": STEP, "step-3.7-flash": replace(STEP, billions=None)}
