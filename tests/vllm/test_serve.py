@@ -1,0 +1,222 @@
+"""`keepmtp serve-check` with real vLLM servers on the CPU: what it finds, and that it leaves nothing behind.
+
+A server takes 20 to 60 s to start, so each one here answers as many questions as it can.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from keepmtp.quantize.run import plan_for, quantize
+from keepmtp.quantize.source import open_source
+from keepmtp.validate.acceptance import Drafts, Run, Served, ServeReport
+from keepmtp.validate.measure import COPY, Check, serve
+from keepmtp.validate.prompts import PROMPTS
+from keepmtp.validate.vllm_env import find_vllm
+from safetensors.torch import load_file, save_file
+from twins import broken
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+QWEN, GLM = ROOT / "models" / "tiny-qwen3_5", ROOT / "models" / "tiny-glm4-moe"
+# PyTorch's CPU build multiplies in FP8 by oneDNN's reference code, 0.2 s a token: few tokens, one thread.
+ASKED = (PROMPTS[2], PROMPTS[7])
+MAX_TOKENS = 40
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory) -> Path:
+    plan, text = plan_for("tiny-qwen3_5", source=str(QWEN))
+    return quantize(plan, text, out=tmp_path_factory.mktemp("made") / "fp8").out
+
+
+def check(tmp_path: Path, *ks: int, **asked) -> Check:
+    return Check(ks=ks, out=tmp_path, timeout=400, **{"prompts": ASKED, "max_tokens": MAX_TOKENS, **asked})
+
+
+def processes(words: str) -> dict[int, int]:
+    """Process id -> group, of every process with these words on its command line."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if words in (folder / "cmdline").read_text().replace("\0", " "):
+                found[int(folder.name)] = os.getpgid(int(folder.name))
+        except (OSError, ProcessLookupError):
+            continue  # it has ended since
+    return found
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group that are more than an entry in the process table."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            _, _, rest = (folder / "stat").read_text().rpartition(")")
+        except OSError:
+            continue
+        state, _, of_group = rest.split()[:3]
+        if int(of_group) == group and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, tmp_path):
+    """The same bytes twice: the good one passes by the command line, its twin answers right and fails by acceptance."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ASKED))
+    out = tmp_path / "out"
+    words = [KEEPMTP, "serve-check", str(fp8), "--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS), "--json",
+             "--out", str(out), "--timeout", "400", "--", "--max-num-batched-tokens", "2048"]  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert {gate["name"]: gate["verdict"] for gate in found["gates"]} == {
+        "loads": "passed", "acceptance": "passed", "equality": "passed",
+    }  # fmt: skip
+    source = found["source"]
+    assert Path(source["path"]).resolve() == QWEN, "found by keepmtp.json's record"
+    for one in (source, found["checkpoint"]):
+        assert one["as_served"] == "native" and [run["k"] for run in one["runs"]] == [0, 1]
+        plain, drafted = one["runs"]
+        assert plain["drafts"] == 0 and drafted["drafts"] > 20 and drafted["acceptance"] > 0.85
+        assert drafted["accepted_per_position"] == [drafted["accepted_tokens"]]
+        assert [output["text"].rpartition("####")[2].strip() for output in drafted["outputs"]] == ["8", "18"]
+        # Every generated token but each first one is a target's or an accepted draft's.
+        assert plain["tokens_per_second"] > 0 and drafted["speed_up"] > 0 and drafted["unwritten"] == []
+        logs = [Path(run["log"]).read_text() for run in one["runs"]]
+        assert ["'method': 'mtp'" in log for log in logs] == [False, True]
+        assert all("enable_weights_track': True" in log and "max_num_batched_tokens': 2048" in log for log in logs)
+    assert (out / "report.json").is_file() and not processes(str(fp8))
+    assert "source, k=1" in done.stderr and "checkpoint, k=1" in done.stderr
+
+    twin = serve(open_source(broken(fp8, tmp_path / "twin")), "checkpoint", vllm=find_vllm(),
+                 check=check(tmp_path, 1, prompts=ASKED[:1]))  # fmt: skip
+    (run,) = twin.runs
+    assert run.loaded and "8" in run.outputs[0].text.rpartition("####")[2], "right answers all the same"
+    assert run.drafts.draft_tokens > 20 and run.drafts.accepted_tokens == 0
+    assert any("mtp_block" in name or "weight_scale" in name for name in run.unwritten), run.unwritten
+    original = source["runs"][1]
+    drafts = Drafts(drafts=original["drafts"], draft_tokens=original["draft_tokens"],
+                    accepted_tokens=original["accepted_tokens"])  # fmt: skip
+    judged = ServeReport(
+        checkpoint=twin, floor=0.97, prompts=ASKED, max_tokens=MAX_TOKENS, environment={}, seconds=0.0,
+        source=Served(role="source", path="", as_served="native", reason="", dtype="BF16", num_bytes=0,
+                      runs=(Run(k=1, loaded=True, drafts=drafts),)),
+    )  # fmt: skip
+    assert not judged.ok and [gate.verdict for gate in judged.gates] == ["failed", "failed", "not judged"]
+    assert "weight_scale" in judged.gates[0].says and "0.0 %" in judged.gates[1].says
+
+
+def test_what_a_cpu_has_no_kernel_for_is_served_as_a_bf16_copy(tmp_path):
+    """W4A16 experts and FP8 in blocks."""
+    plan, text = plan_for("tiny-glm4-moe", source=str(GLM))
+    made = quantize(plan, text, out=tmp_path / "made").out
+    found = serve(open_source(made), "checkpoint", vllm=find_vllm(), check=check(tmp_path / "out", 1))
+    assert found.as_served == COPY and "routed experts in W4A16" in found.reason and "FP8_BLOCK" in found.reason
+    assert "no quantization config" in found.reason and not list((tmp_path / "out").glob("*bf16*")), "copy removed"
+    (run,) = found.runs
+    assert run.loaded and run.drafts.acceptance is not None and run.drafts.acceptance > 0.85
+    assert [output.text.rpartition("####")[2].strip() for output in run.outputs] == ["8", "18"]
+
+
+def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
+    """NVFP4 with quantized activations, which only a calibrated recipe writes; so input scales are put in by hand."""
+    plan, text = plan_for("tiny-qwen3_5", source=str(QWEN), scheme="NVFP4A16")
+    made = quantize(plan, text, out=tmp_path / "made").out
+    config = json.loads((made / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        weights = group["weights"]
+        group["input_activations"] = {**weights, "dynamic": "local", "observer": "static_minmax"}
+        group["format"] = "nvfp4-pack-quantized"
+    config["quantization_config"]["format"] = "nvfp4-pack-quantized"
+    (made / "config.json").write_text(json.dumps(config))
+    for path in made.glob("*.safetensors"):
+        tensors = load_file(path)
+        modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
+        # Activations of this model stay below 64: one global scale for all, 448 * 6 / 64.
+        tensors |= {f"{module}.input_global_scale": torch.tensor([42.0]) for module in modules}
+        save_file(tensors, path, metadata={"format": "pt"})
+    index = json.loads((made / "model.safetensors.index.json").read_text())
+    entries = {name: path.name for path in made.glob("*.safetensors") for name in load_file(path)}
+    (made / "model.safetensors.index.json").write_text(json.dumps({**index, "weight_map": entries}))
+    found = serve(open_source(made), "checkpoint", vllm=find_vllm(), check=check(tmp_path / "out", 1))
+    (run,) = found.runs
+    assert found.as_served == "native" and run.loaded, run.error
+    assert "Using EmulationNvFp4LinearKernel for NVFP4 GEMM" in Path(run.log).read_text()
+    assert run.drafts.draft_tokens > 20 and run.drafts.accepted_tokens > 0
+
+
+def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
+    """One MLP is narrower than config.json says: vLLM's own words within the start, not a timeout."""
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    for path in QWEN.iterdir():
+        (bad / path.name).write_bytes(path.read_bytes())
+    config = json.loads((bad / "config.json").read_text())
+    (bad / "config.json").write_text(json.dumps({**config, "intermediate_size": 512}))
+    words = [KEEPMTP, "serve-check", str(bad), "--source", "none", "--out", str(tmp_path / "out"), "--json"]
+    start = time.monotonic()
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert time.monotonic() - start < 300, "the default timeout is 30 minutes"
+    found = json.loads(done.stdout)
+    (run,) = found["checkpoint"]["runs"]
+    assert not run["loaded"] and "Error" in run["error"] and "Engine core" not in run["error"], run["error"]
+    assert run["error"] in found["gates"][0]["says"] and run["error"].split(":")[0] in Path(run["log"]).read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left(number, tmp_path):
+    """Ended in the middle of a start; after SIGKILL nothing of ours runs that could end the server."""
+    words = [KEEPMTP, "serve-check", str(QWEN), "--source", "none", "--out", str(tmp_path)]
+    log = tmp_path / "logs" / "checkpoint-k0.log"
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as check:
+        deadline = time.monotonic() + 120
+        # What only SIGKILL cannot do is end the engine, a process of the server's own: it is waited for there.
+        marker = "(EngineCore pid=" if number == signal.SIGKILL else ""
+        while not (log.is_file() and marker in log.read_text()):
+            assert time.monotonic() < deadline and check.poll() is None
+            time.sleep(0.1)
+        child = 0
+        while not child or os.getpgid(child) != child:  # a moment after the fork it leads a group of its own
+            assert time.monotonic() < deadline and check.poll() is None
+            children = Path(f"/proc/{check.pid}/task/{check.pid}/children").read_text().split()
+            child = int(children[0]) if children else 0
+        assert len(members(child)) >= (3 if marker else 1), "its leader, the front end and the engine"
+        check.send_signal(number)
+        check.wait(timeout=60)
+    deadline = time.monotonic() + 30
+    while (left := members(child)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+    assert check.returncode in {signal.SIGINT: (1, 130), signal.SIGTERM: (143,), signal.SIGKILL: (-9,)}[number]
+
+
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        words = [KEEPMTP, "serve-check", str(QWEN), "--source", "none", "--port", port, "--out", str(tmp_path / "out")]
+        done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"port {port}: must be free on 127.0.0.1; got Address already in use." in " ".join(done.stderr.split())

@@ -1,0 +1,231 @@
+"""A BF16 copy of a quantized checkpoint, for CPUs that have no kernel for it: the same weights, MTP block included.
+
+In: a local `Source` in any stored form. Out: a folder with the same shards, dequantized a tensor at a time, config.json
+without its quantization config, and the tokenizer.
+
+Easy to get wrong: what such a copy leaves untried. It has the rounding of the weights and nothing else of the original:
+no kernel, no quantized activations, and no quantization config, so a wrong ignore list is healed by it. `keepmtp check`
+and the dry load judge those.
+"""
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from ..quantize.source import INDEX, Entry, Source, read
+from ..quantize.stored import KV_SCALE_LEAVES, WEIGHT_LEAVES, StoredWeight, stored_weights
+from ..recipes.errors import CheckpointError, VLLMError, refuse
+from ..recipes.family import HFName
+from ..recipes.schemes import num_bytes
+from .vllm_env import VLLM
+
+_COPY_BYTES = 32 * 2**20
+# vLLM's words for a layer that it has no kernel for on this machine (0.32.0; measured on CPUs with and without AMX).
+NO_KERNEL = (
+    "Failed to find a kernel", "MoE backend supports", "MoE backend: NONE", "is not supported: Marlin",
+    "is not divisible by weight quantization block",
+)  # fmt: skip
+
+Progress = Callable[[int], None]
+"""Called with the number of source bytes done since the last call."""
+
+
+def why_no_kernel(source: Source, vllm: VLLM) -> str:
+    """Why this vLLM cannot serve the checkpoint as it is: "" on a GPU, and where its CPU build has kernels.
+
+    Native on a CPU: W4A16 linears with AVX-512, FP8 and INT8 linears, NVFP4 linears by emulation.
+    Source: vLLM 0.32.0 model_executor/kernels/linear/__init__.py, layers/fused_moe/oracle; tried on real servers.
+    """
+    if vllm.build != "cpu":
+        return ""
+    missing = sorted({lack for weight in stored_weights(source.entries.values())[0].values()
+                      if (lack := _lack(weight, vllm.cpu_features))})  # fmt: skip
+    return f"vLLM's CPU build has no kernel for {', '.join(missing)} on this machine" if missing else ""
+
+
+def _lack(weight: StoredWeight, features: tuple[str, ...]) -> str:
+    if weight.form == "plain":
+        return ""
+    scheme = weight.scheme or weight.form
+    if ".experts." in weight.module:
+        return f"routed experts in {scheme}"
+    if weight.form == "int_packed" and "avx512f" not in features:
+        return f"{scheme} without AVX-512"
+    return f"linears in {scheme}" if weight.form in ("fp8_block", "mxfp4", "mxfp8") or scheme == "NVFP4A16" else ""
+
+
+def write_copy(source: Source, folder: Path, progress: Progress | None = None) -> Path:
+    """Write the copy; memory is the tensor in flight, twice.
+
+    Args:
+        source: a local checkpoint.
+        folder: must not exist.
+        progress: told about source bytes done.
+
+    Returns: `folder`.
+
+    Raises:
+        CheckpointError: a weight lies in a form that cannot be read.
+        VLLMError: too little room on the disk of `folder`.
+    """
+    assert source.folder is not None, "download() first"
+    shards = _planned(source)
+    needed = sum(output.num_bytes for outputs in shards.values() for output in outputs)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder.parent).free
+    if needed > free:
+        raise VLLMError(refuse(folder, f"a BF16 copy needs {needed / 2**30:.1f} GiB of disk", f"{free / 2**30:.1f} GiB",
+                               "Choose another --out, or serve it on a GPU, where no copy is needed"))  # fmt: skip
+    folder.mkdir()
+    for file, outputs in shards.items():
+        _write_shard(source, folder / file, outputs, progress or _ignore)
+    weight_map = {output.name: file for file, outputs in shards.items() for output in outputs}
+    index = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(plain_config(source.config), indent=2) + "\n")
+    for name in source.companions:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source.folder / name, folder / name)
+    return folder
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json without its quantization config, wherever it stands."""
+    gone = ("quantization_config", "compression_config")
+    plain = {key: value for key, value in config.items() if key not in gone}
+    if isinstance(plain.get("text_config"), Mapping):
+        plain["text_config"] = {key: value for key, value in plain["text_config"].items() if key not in gone}
+    return plain
+
+
+# --- shards -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Output:
+    """One tensor of the copy: an entry carried over as it is, or a stored weight that becomes BF16."""
+
+    name: HFName
+    dtype: str
+    shape: tuple[int, ...]
+    made_of: Entry | StoredWeight
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.dtype, self.shape)
+
+
+def _planned(source: Source) -> dict[str, list[_Output]]:
+    """Outputs by file, in the order they are written: wider dtypes first, since readers map the file."""
+    weights, others = stored_weights(source.entries.values())
+    outputs = [_planned_weight(source.where, weight) for weight in weights.values()]
+    files = [output.made_of.weight.file for output in outputs if isinstance(output.made_of, StoredWeight)]
+    # Scales of the KV cache have no place in a model without a quantization config.
+    kept = [entry for entry in others if entry.name.rpartition(".")[2] not in KV_SCALE_LEAVES]
+    outputs += [_Output(name=entry.name, dtype=entry.dtype, shape=entry.shape, made_of=entry) for entry in kept]
+    files += [entry.file for entry in kept]
+    shards: dict[str, list[_Output]] = {}
+    for file, output in zip(files, outputs, strict=True):
+        shards.setdefault(file, []).append(output)
+    return {file: sorted(shard, key=_width) for file, shard in sorted(shards.items())}
+
+
+def _width(output: _Output) -> float:
+    return -output.num_bytes / max(1, math.prod(output.shape))
+
+
+def _planned_weight(where: str, weight: StoredWeight) -> _Output:
+    if weight.form == "plain":
+        entry = weight.weight
+        return _Output(name=entry.name, dtype=entry.dtype, shape=entry.shape, made_of=weight)
+    if weight.form == "unknown":
+        raise CheckpointError(refuse(f"{where}: {weight.module}", "must lie in a form that can be dequantized",
+                                     f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}",
+                                     "Run `keepmtp check` on it"))  # fmt: skip
+    shape = weight.shape
+    if "weight_g_idx" in weight.parts or "weight_zero_point" in weight.parts:
+        raise CheckpointError(refuse(f"{where}: {weight.module}", "zero points and group indices cannot be read",
+                                     ", ".join(sorted(weight.parts)), "Serve it on a GPU"))  # fmt: skip
+    return _Output(name=HFName(f"{weight.module}.weight"), dtype="BF16", shape=shape, made_of=weight)
+
+
+def _write_shard(source: Source, path: Path, outputs: list[_Output], progress: Progress) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for output in outputs:
+        start, end = end, end + output.num_bytes
+        header[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [start, end]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open(path, "wb", buffering=0) as file:
+        _write(file, memoryview(struct.pack("<Q", len(raw)) + raw))
+        for output in outputs:
+            entry = output.made_of if isinstance(output.made_of, Entry) else output.made_of.weight
+            if isinstance(output.made_of, StoredWeight) and output.made_of.form != "plain":
+                _write(file, _dequantized(source, output.made_of))
+            else:
+                for piece in _pieces(source, entry):
+                    _write(file, piece)
+            progress(entry.num_bytes)
+
+
+def _pieces(source: Source, entry: Entry) -> Iterator[memoryview]:
+    for offset in range(0, entry.num_bytes, _COPY_BYTES):
+        piece = memoryview(bytearray(min(_COPY_BYTES, entry.num_bytes - offset)))
+        read(source, entry, piece, offset=offset)
+        yield piece
+
+
+def _dequantized(source: Source, stored: StoredWeight) -> memoryview:
+    """One weight in BF16, as bytes."""
+    import torch  # here, so that a check needs no torch where nothing has to be copied
+
+    from ..quantize import dequantize
+
+    dtypes = {
+        "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "I8": torch.int8,
+        "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+        "F8_E8M0": torch.float8_e8m0fnu,
+    }  # fmt: skip
+
+    def part(*leaves: str) -> torch.Tensor:
+        entry = next(stored.parts[leaf] for leaf in leaves if leaf in stored.parts)
+        raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        read(source, entry, raw.numpy().data)
+        return raw.view(dtypes[entry.dtype]).reshape(entry.shape)
+
+    packed = part(*WEIGHT_LEAVES[::-1])
+    scale = part("weight_scale_inv", "weight_scale", "scale")
+    match stored.form:
+        case "fp8_block" | "mxfp8":
+            weight = dequantize.fp8_block(packed, scale, stored.block or (1, 32))
+        case "fp8_channel" | "fp8_tensor" | "int8":
+            weight = dequantize.fp8_channel(packed, scale)
+        case "mxfp4":
+            weight = dequantize.mxfp4(packed, scale)
+        case "nvfp4":
+            weight = dequantize.nvfp4(packed, scale, part("weight_global_scale"), divisor=True)
+        case "nvfp4_modelopt":
+            weight = dequantize.nvfp4(packed, scale, part("weight_scale_2"), divisor=False)
+        case "int_packed":
+            rows, columns = stored.shape
+            weight = dequantize.int_packed(packed, scale, 32 * packed.shape[1] // columns, (rows, columns))
+        case form:
+            raise AssertionError(f"{stored.module}: the plan let form {form} through")
+    assert tuple(weight.shape) == stored.shape, f"{stored.module}: {tuple(weight.shape)}, planned {stored.shape}"
+    return weight.contiguous().view(torch.uint8).reshape(-1).numpy().data
+
+
+def _write(file: FileIO, view: memoryview) -> None:
+    while view:
+        view = view[file.write(view) :]
+
+
+def _ignore(_: int) -> None:
+    """For callers that do not watch."""

