@@ -29,9 +29,13 @@ from .doctor import doctor
 from .quantize.plan import Plan, refuse_calibration
 from .quantize.quant_config import quantization_config
 from .recipes.errors import GateError, KeepMTPError, RecipeError, refuse
-from .report import page
+from .report import page, save
 from .serve_check import serve_check
-from .validate.findings import Report
+from .validate.dry import GPU, GPUS
+from .validate.load import Checked, check_on
+from .validate.report_html import require_extra
+from .validate.static import examine
+from .validate.vllm_env import TESTED, find_vllm
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False,
@@ -131,6 +135,7 @@ def check(
     num_drafts: Annotated[int, typer.Option("-k", min=1, help="num_speculative_tokens.")] = 1,
     draft: Annotated[str, typer.Option("--draft", help="The draft's own checkpoint, where it has one.")] = "",
     static_only: Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write report.json and report.html there.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?
@@ -142,34 +147,35 @@ def check(
 
     Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
     """
-    is_dry = bool(gpus) and not static_only
-    if not is_dry and (tps or num_drafts != 1 or draft) and not static_only:
+    if not gpus and not static_only and (tps or num_drafts != 1 or draft):
         raise RecipeError(refuse("check", "--tp, -k and --draft need a GPU to pretend", "no --gpu", "Add --gpu sm100"))
+    if html is not None:
+        require_extra()
     is_good = True
-    for report in _loaded(paths, gpus or [], tps or [1], num_drafts, draft) if is_dry else _checked(paths):
-        is_good &= report.ok
+    is_dry = bool(gpus) and not static_only
+    for number, checked in enumerate(_loaded(paths, gpus or [], tps or [1], num_drafts, draft) if is_dry
+                                     else _checked(paths)):  # fmt: skip
+        is_good &= checked.report.ok
+        if html is not None:
+            folder = html if len(paths) == 1 else html / f"{number + 1}-{Path(paths[number]).name}"
+            page = save(folder, checked.report, vllm=TESTED[0], evidence=checked.evidence, opened=checked.source)
+            err.print(f"report: {page}", highlight=False)
         if as_json:
-            print_json(report.as_dict(), indent=None)
+            print_json(checked.report.as_dict(), indent=None)
         else:
-            out.print(tables.report(report))
+            out.print(tables.report(checked.report))
     if not is_good:
         raise typer.Exit(1)
 
 
-def _checked(paths: list[str]) -> Iterator[Report]:
-    from .validate.static import check as judge
-
-    return (judge(path) for path in paths)
+def _checked(paths: list[str]) -> Iterator[Checked]:
+    return (Checked(*examine(path)) for path in paths)
 
 
-def _loaded(paths: list[str], gpus: list[str], tps: list[int], num_drafts: int, draft: str) -> Iterator[Report]:
-    from .validate.dry import GPUS
-    from .validate.load import check_on
-    from .validate.vllm_env import find_vllm
-
+def _loaded(paths: list[str], gpus: list[str], tps: list[int], num_drafts: int, draft: str) -> Iterator[Checked]:
     if wrong := [gpu for gpu in gpus if gpu not in GPUS]:
         raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", wrong[0], "Take the nearest"))
-    chosen = [gpu for gpu in GPUS if gpu in gpus]
+    chosen: list[GPU] = [gpu for gpu in GPUS if gpu in gpus]
     vllm = find_vllm()
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err,
                   transient=True) as progress:  # fmt: skip

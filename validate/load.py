@@ -10,8 +10,9 @@ only one whose files cannot be read is not.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NamedTuple
 
-from ..quantize.source import open_source
+from ..quantize.source import Source, open_source
 from .dry import GPU, DryLoader, Job, Verdict, headers_of
 from .evidence import Evidence
 from .findings import Report, grouped
@@ -20,10 +21,18 @@ from .static import examine
 from .vllm_env import VLLM
 
 
+class Checked(NamedTuple):
+    """A report and what it was made from: headers (None if unreadable), evidence (None without a family's table)."""
+
+    report: Report
+    source: Source | None
+    evidence: Evidence | None
+
+
 def check_on(
     paths: Sequence[str], *, vllm: VLLM, gpus: Sequence[GPU], tps: Sequence[int] = (1,), num_drafts: int = 1,
     draft: str = "", watch: Callable[[str], None] = lambda doing: None,
-) -> Iterator[Report]:  # fmt: skip
+) -> Iterator[Checked]:  # fmt: skip
     """Judge checkpoints, one after the other, on every GPU at every TP size.
 
     Args:
@@ -35,7 +44,7 @@ def check_on(
         draft: folder or Hub id of a draft model with a checkpoint of its own.
         watch: told what is being done, for a progress line.
 
-    Yields: a report for each path, in order.
+    Yields: what was found for each path, in order.
 
     Raises:
         VLLMError: vLLM's process cannot be started.
@@ -47,7 +56,7 @@ def check_on(
             watch(f"{path}: static check")
             report, source, evidence = examine(path)
             if source is None:
-                yield report
+                yield Checked(report, None, None)
                 continue
             with headers_of(source) as folder, ExitStack() as drafts:
                 own = drafts.enter_context(headers_of(open_source(draft))) if draft else None
@@ -56,7 +65,8 @@ def check_on(
                 for loader in loaders:
                     watch(f"{path}: dry load on {loader.gpu}")
                     verdicts += loader.judge_all(jobs)
-            yield with_verdicts(report, evidence, [replace(verdict, path=path) for verdict in verdicts], vllm.version)
+            told = [replace(verdict, path=path) for verdict in verdicts]
+            yield Checked(with_verdicts(report, evidence, told, vllm.version), source, evidence)
 
 
 def with_verdicts(report: Report, evidence: Evidence | None, verdicts: Sequence[Verdict], version: str) -> Report:

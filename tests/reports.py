@@ -1,0 +1,131 @@
+"""Reports as the stations would give them, in real values of their own types: for report.json and the page."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from keepmtp.quantize.source import Source, open_source
+from keepmtp.validate.acceptance import Drafts, Output, Parting, Run, Served, ServeReport
+from keepmtp.validate.dry import GPU, Failure, Kernel, Misfit, Side, Verdict
+from keepmtp.validate.findings import Facts, Finding, Report
+from keepmtp.validate.load import with_verdicts
+from keepmtp.validate.report import assemble, sizes_by_group
+from keepmtp.validate.report_schema import FullReport
+from keepmtp.validate.static import check, examine
+
+MODEL = Path(__file__).parent.parent / "models" / "tiny-glm4-moe"
+AT = datetime(2030, 1, 2, 3, 4, tzinfo=UTC)
+VLLM = "0.32.0"
+SHARED = ("model.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
+CAST = Misfit(param="model.layers.3.mtp_block.mlp.shared_experts.down_proj.weight", given="bfloat16",
+              tensor="model.layers.3.mlp.shared_experts.down_proj.weight", wanted="float8_e4m3fn")  # fmt: skip
+WARNED = Finding(rule="old", severity="warning", where="config.json", says="older versions want aliases", cure="Add")
+
+
+def side(cls: str, *, shared: tuple[str, ...] = (), kernels: tuple[Kernel, ...] = ()) -> Side:
+    return Side(cls=cls, num_params=1312, num_written=1312 - len(shared), shared=shared, kernels=kernels)
+
+
+def verdict(gpu: GPU, tp: int, *, failure: Failure | None = None, casts: tuple[Misfit, ...] = ()) -> Verdict:
+    kernels = (
+        Kernel(layer="RoutedExperts", method="CompressedTensorsW4A4Nvfp4MoEMethod",
+               kernel="MarlinExperts" if gpu == "sm90" else "FlashInferExperts", count=92,
+               where="model.layers.1.mlp.experts", outcome="not judged: the post-load step reads values"),
+        Kernel(layer="LinearBase", method="CompressedTensorsW8A8Fp8", kernel="CutlassFP8ScaledMMLinearKernel",
+               count=460, where="model.layers.0.self_attn.qkv_proj", outcome="ok"),
+    )  # fmt: skip
+    draft = replace(side("Glm4MoeMTP", shared=SHARED, kernels=kernels[1:]), casts=casts)
+    return Verdict(
+        path=str(MODEL), gpu=gpu, tp=tp, num_drafts=1, failure=failure, runner="v2", peak_mib=740,
+        target=side("Glm4MoeForCausalLM", kernels=kernels), draft=Side() if failure else draft,
+        seconds={"imports": 11.8, "target load": 19.3},
+    )  # fmt: skip
+
+
+REFUSED = Failure(
+    stage="load", role="draft", type="KeyError", words="'model.layers.3.eh_proj.weight_scale'",
+    at="vllm/model_executor/models/glm4_moe_mtp.py:301", tensor="model.layers.3.eh_proj.weight_scale",
+)  # fmt: skip
+
+
+def run(k: int, *, shares: tuple[float, ...] = (), tok_s: float = 40.0, speed_up: float | None = None,
+        partings: tuple[Parting, ...] | None = None, num_drafts: int = 1000) -> Run:  # fmt: skip
+    accepted = tuple(round(share * num_drafts) for share in shares)
+    drafts = Drafts(drafts=num_drafts, draft_tokens=k * num_drafts, accepted_tokens=sum(accepted),
+                    accepted_per_position=accepted) if k else Drafts()  # fmt: skip
+    return Run(
+        k=k, loaded=True, seconds_to_health=21.0 + k, tokens_per_second=tok_s, drafts=drafts, speed_up=speed_up,
+        outputs=(Output(token_ids=(1, 2, 3), text="one\ntwo"), Output(token_ids=(4,), text="three")), partings=partings,
+        log="/tmp/server.log",
+    )  # fmt: skip
+
+
+def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeReport:
+    """A server's report: k = 0 to 3, a near-tie, the checkpoint on a BF16 copy or natively, its draft alive or dead."""
+    near = (Parting(prompt=1, at=17, plain_token=311, token=902, gap=0.0625),)
+    source = Served(
+        role="source", path="models/tiny-glm4-moe", as_served="native", reason="", dtype="plain", num_bytes=6_400_000,
+        runs=(run(0), run(1, shares=(0.93,), tok_s=61, speed_up=1.53, partings=()),
+              run(2, shares=(0.93, 0.81), tok_s=74, speed_up=1.85, partings=()),
+              run(3, shares=(0.93, 0.81, 0.64), tok_s=79, speed_up=1.98, partings=near)),
+    )  # fmt: skip
+    alive = 0.001 if is_dead else 1.0
+    checkpoint = Served(
+        role="checkpoint", path="out/tiny-glm4-moe.nvfp4a16", num_bytes=2_300_000, dtype="nvfp4, plain",
+        as_served="BF16 copy of the same weights" if is_copy else "native",
+        reason="vLLM's CPU build has no kernel for NVFP4 experts; packed kernels are not judged." if is_copy else "",
+        runs=(run(0, tok_s=41), run(1, shares=(0.92 * alive,), tok_s=60, speed_up=1.46, partings=()),
+              run(2, shares=(0.92 * alive, 0.80 * alive), tok_s=73, speed_up=1.78, partings=()),
+              run(3, shares=(0.92 * alive, 0.80 * alive, 0.625 * alive), tok_s=78, speed_up=1.90, partings=near)),
+    )  # fmt: skip
+    return ServeReport(
+        checkpoint=checkpoint, source=source, floor=0.97, prompts=("What is 2 + 2?", "Line\none"), max_tokens=128,
+        environment={"vllm": VLLM, "device": "CPU: Xeon, 2 cores"}, seconds=312.0,
+    )  # fmt: skip
+
+
+def whole(**choices: bool) -> FullReport:
+    """Everything ran; `choices` go to `served`."""
+    opened = open_source(MODEL)
+    return loaded(*[verdict(gpu, tp) for gpu in ("sm90", "sm100", "sm120") for tp in (1, 4)], before=opened,
+                  serve=served(**choices))  # fmt: skip
+
+
+def broken() -> FullReport:
+    """The draft is refused on one GPU and wrong in silence on another; no server was run."""
+    return loaded(verdict("sm90", 1, casts=(CAST,)), verdict("sm100", 1, failure=REFUSED),
+                  verdict("sm100", 4, failure=REFUSED))  # fmt: skip
+
+
+def loaded(*verdicts: Verdict, before: Source | None = None, serve: ServeReport | None = None) -> FullReport:
+    """A real static check, with these dry loads, a warning, and a server's report."""
+    report, opened, evidence = examine(MODEL)
+    assert opened is not None
+    judged = with_verdicts(report, evidence, verdicts, VLLM)
+    return assemble(replace(judged, findings=(*judged.findings, WARNED)), vllm=VLLM, evidence=evidence,
+                    sizes=sizes_by_group(opened, before), serve=serve, made_at=AT)  # fmt: skip
+
+
+def hostile(word: str) -> FullReport:
+    """Every string that a stranger's checkpoint or server may choose is `word`."""
+    found = Finding(rule=word, severity="error", where=word, says=word, cure=word)
+    kernel = Kernel(layer=word, method=word, kernel=word, count=1, where=word, outcome=f"refused: {word}")
+    bad = Failure(stage="load", role="draft", type=word, words=word, at=word, tensor=word)
+    sides = Side(cls=word, num_params=1, num_written=1, shared=(word,), kernels=(kernel,))
+    load = Verdict(path=word, gpu="sm90", tp=1, num_drafts=1, failure=bad, target=sides, draft=sides, seconds={})
+    model = Served(
+        role="checkpoint", path=word, as_served="native", reason=word, dtype=word, num_bytes=1,
+        runs=(run(1, shares=(0.5,), partings=(Parting(prompt=0, at=0, plain_token=1, token=2, gap=None),)),
+              Run(k=2, loaded=False, error=word, notes=(word,), log=word, unwritten=(word,))),
+    )  # fmt: skip
+    server = ServeReport(checkpoint=model, source=None, floor=0.97, prompts=(word,), max_tokens=1,
+                         environment={word: word}, seconds=1.0)  # fmt: skip
+    facts = Facts(family=word, dialect=word, mtp_forms=(word,))
+    sizes = [row.model_copy(update={"group": word}) for row in sizes_by_group(open_source(MODEL))]
+    checked = Report(path=word, findings=(found,), facts=facts, dry=(load,))
+    return assemble(checked, vllm=word, sizes=sizes, serve=server, made_at=AT)
+
+
+def bare() -> FullReport:
+    """Only the static check ran."""
+    return assemble(check(MODEL), vllm=VLLM, made_at=AT)

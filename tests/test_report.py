@@ -1,0 +1,335 @@
+"""report.json says what was found, once and for all; the page shows it, whole, to anybody, and to nobody else."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import reports
+from browser import PROBE, contrast, look, opened
+from checkpoints import source_layout, write_checkpoint
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.validate import report_html, report_plots, report_schema, rules_dry
+from keepmtp.validate.acceptance import ServeReport
+from keepmtp.validate.dry import Verdict
+from keepmtp.validate.findings import Facts, Report
+from keepmtp.validate.report import DRY_RULES, assemble, places, read_json, sizes_by_group, write_json
+from keepmtp.validate.report_html import render, write_html
+from keepmtp.validate.report_schema import FullReport
+from keepmtp.validate.static import check, examine
+
+from keepmtp.report import save
+
+ROOT = Path(__file__).parent.parent
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+SCRIPT = '<script>document.title="hit"</script><img src=x onerror=\'document.title="hit"\'>$x^2$ & "quoted"'
+POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
+PAGES = {
+    "whole": reports.whole, "native": lambda: reports.whole(is_copy=False), "dead": lambda: reports.whole(is_dead=True),
+    "broken": reports.broken, "bare": reports.bare, "hostile": lambda: reports.hostile(SCRIPT),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, FullReport]:
+    return {name: make() for name, make in PAGES.items()}
+
+
+def probed(html: str, folder: Path, *, extra: str = "") -> Path:
+    """A copy of a page that may run the probe, without the policy that would hold anything back."""
+    assert POLICY.search(html)
+    path = folder / "probed.html"
+    path.write_text(POLICY.sub("", html).replace("</body>", extra + PROBE + "</body>"))
+    return path
+
+
+# --- report.json ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_report_read_back_is_the_same_and_renders_the_same(name, pages, tmp_path):
+    path = write_json(tmp_path / "deep" / "folder", pages[name])
+    again = read_json(path)
+    assert again == pages[name]
+    assert render(again) == render(pages[name])
+    assert json.loads(path.read_text())["schema"] == 1
+    assert list(path.parent.iterdir()) == [path], "nothing partial is left"
+
+
+def test_version_1_is_what_it_was():
+    """Other fields are another version: change `schema`, what reads it, and this digest, in one change."""
+    defs = FullReport.model_json_schema()
+    shape = {name: sorted(part.get("properties", {})) for name, part in {**defs["$defs"], "": defs}.items()}
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+    assert digest[:16] == "1b0c54c8c012de96", shape
+
+
+def test_report_json_keeps_every_word_of_the_server(pages):
+    """What `ServeReport.as_dict` gives is in the file, key by key."""
+    served = reports.served()
+    told = json.loads(pages["whole"].model_dump_json(by_alias=True))["serve"]
+    assert told == json.loads(json.dumps(served.as_dict()))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda told: told | {"schema": 2}, "schema"),
+        (lambda told: told | {"colour": "red"}, "colour"),
+        (lambda told: {key: told[key] for key in told if key != "verdict"}, "verdict"),
+    ],
+)
+def test_another_version_is_refused(change, says, pages, tmp_path):
+    path = write_json(tmp_path, pages["whole"])
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(CheckpointError, match=rf"version 1; got {says}.*Run the check again"):
+        read_json(path)
+
+
+def test_every_rule_of_the_dry_load_is_told_as_one():
+    named = set(re.findall(r"self\._finding\(\s*([\w\"-]+),", Path(rules_dry.__file__).read_text()))
+    values = {getattr(rules_dry, name, name.strip('"')) for name in named}
+    assert values == set(DRY_RULES)
+    assert {fact.origin for fact in reports.broken().findings if fact.severity == "error"} == {"dry"}
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "words"),
+    [
+        ("whole", "Loads and drafts", ["sm90, sm100 and sm120 at TP 1 and 4", "BF16 copy", "78.2%", "(source: 79.3%)"]),
+        ("native", "Loads and drafts", ["served natively with k=3", "1.90 times as fast"]),
+        ("dead", "Not ready", ["acceptance", "0.1 %", "below the floor of 97 %"]),
+        ("broken", "Not ready", ["On sm100 at TP 1 and 4", "KeyError: 'model.layers.3.eh_proj.weight_scale'"]),
+        ("bare", "No fault found", ["neither dry-loaded nor served"]),
+    ],
+)
+def test_the_verdict_is_one_sentence_that_claims_no_more_than_was_tried(name, label, words, pages):
+    verdict = pages[name].verdict
+    assert (verdict.label, verdict.ok) == (label, label != "Not ready")
+    assert all(word in verdict.says for word in words), verdict.says
+    assert verdict.says.endswith(".") and "\n" not in verdict.says
+
+
+def test_a_fault_in_silence_is_no_load():
+    """A draft whose BF16 weights are cast into FP8: vLLM raised nothing, and the report must not say that it loads."""
+    full = reports.loaded(reports.verdict("sm90", 1, casts=(reports.CAST,)), reports.verdict("sm120", 1))
+    assert [load.ok for load in full.dry] == [False, True]
+    assert not full.verdict.ok and "down_proj" in full.verdict.says
+    assert reports.loaded(reports.verdict("sm90", 1)).verdict.label == "Loads"
+
+
+def test_acceptance_without_a_source_is_no_proof():
+    served = replace(reports.served(), source=None)
+    assert reports.loaded(reports.verdict("sm90", 1), serve=served).verdict.label == "Served"
+
+
+def test_places():
+    def load(gpu: str, tp: int) -> report_schema.DryLoad:
+        side = report_schema.LoadedModel(cls="", num_params=0, num_written=0)
+        return report_schema.DryLoad(gpu=gpu, tp=tp, k=1, ok=True, target=side, draft=side)
+
+    assert places([load("sm90", 1), load("sm90", 1)]) == "sm90 at TP 1"
+    assert places([load("sm90", 1), load("sm120", 4), load("sm100", 1)]) == "sm90 and sm100 at TP 1 and sm120 at TP 4"
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_those_of_the_files():
+    rows = sizes_by_group(open_source(reports.MODEL))
+    held, mtp = 0, 0
+    for file in reports.MODEL.glob("*.safetensors"):
+        raw = file.read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        spans = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+        held += sum(end - start for start, end in spans.values())
+        mtp += sum(end - start for name, (start, end) in spans.items() if name.startswith("model.layers.3."))
+    assert sum(row.num_bytes for row in rows) == held
+    assert sum(row.num_bytes for row in rows if row.part == "mtp") == mtp > 0
+    assert {row.num_bytes_before for row in rows} == {None}
+
+
+def test_a_group_that_is_gone_is_still_a_row(tmp_path):
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    whole = open_source(write_checkpoint(tmp_path / "whole", config, tensors))
+    rest = {name: spec for name, spec in tensors.items() if ".shared_experts." not in name}
+    rest["model.surprise.weight"] = rest["lm_head.weight"]
+    rows = sizes_by_group(open_source(write_checkpoint(tmp_path / "rest", config, rest)), whole)
+    gone = [row for row in rows if row.group == "shared_experts"]
+    assert gone and all(row.num_bytes == 0 and row.num_bytes_before for row in gone)
+    (odd,) = [row for row in rows if row.group == "unknown"]
+    assert odd.num_tensors == 1 and odd.num_bytes_before == 0
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "is_dark"),
+    [("whole", 390, False), ("whole", 1280, True), ("broken", 390, True), ("bare", 390, False), ("hostile", 390, False),
+     ("hostile", 1280, False)],
+)  # fmt: skip
+def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
+    """Nothing fetched, nothing sticking out, every table and chart there, and text that can be read."""
+    full = pages[name]
+    seen = look(probed(render(full), tmp_path), width=width, is_dark=is_dark, scratch=tmp_path)
+    probe = seen.probe
+    assert probe["inner"] == width, "the browser has the width that is tested"
+    assert probe["scroll"] <= width and not probe["wide"], probe["wide"]
+    assert probe["fetched"] == [] and probe["title"] != "hit" and probe["scripts"] == 1
+    assert seen.counts.get("img", 0) == 0 and not seen.console, seen.console
+    parts = {row.part for row in full.sizes}
+    assert seen.counts.get("svg", 0) == len(parts) + 2 * bool(full.serve) - (name == "hostile")
+    assert probe["empty"] == 0
+    assert seen.counts.get("table", 0) == {"whole": 7, "broken": 4, "bare": 0, "hostile": 7}[name]
+    assert full.verdict.label in seen.text and full.verdict.says in seen.text
+    assert all(reason.replace("`", "") in seen.text for reason in full.absent.values())
+    dim = min(contrast(ink, probe["sheet"]) for ink in {*probe["inks"], *probe["labels"]})
+    assert dim >= 4.5, "WCAG AA for text"
+    is_sheet_dark = contrast(probe["sheet"], "rgb(0, 0, 0)") < 4
+    assert is_sheet_dark == is_dark
+
+
+def test_the_page_as_it_is_sent_runs_without_a_word_on_the_console(pages, tmp_path):
+    seen = opened(write_html(tmp_path, pages["whole"]), scratch=tmp_path)
+    assert not seen.console and "script" not in seen.counts and seen.counts["svg"] == 4
+
+
+def test_the_browser_test_bites(pages, tmp_path):
+    """A page with each fault on purpose: the looks that pass above see every one."""
+    faults = (
+        "<div style='width: 500px'>wide</div><img src='http://example.invalid/a.png'>"
+        "<script>document.title = 'hit'; console.error('no')</script><svg class='chart'></svg>"
+        "<table><tr><td style='color: #888'>dim</td></tr></table>"
+    )
+    seen = look(probed(render(pages["bare"]), tmp_path, extra=faults), width=390, scratch=tmp_path)
+    assert seen.probe["scroll"] > 390 and any("wide" in told for told in seen.probe["wide"])
+    assert seen.probe["fetched"] == ["http://example.invalid/a.png"] and seen.counts["img"] == 1
+    assert seen.probe["title"] == "hit" and seen.probe["scripts"] == 2
+    assert any("no" in line for line in seen.console) and seen.probe["empty"] == 1
+    assert min(contrast(ink, seen.probe["sheet"]) for ink in seen.probe["inks"]) < 4.5
+
+
+def test_a_strangers_words_stay_words(pages):
+    """Without a browser: nothing that a checkpoint may choose opens an element, in text, attributes or charts."""
+    html = render(pages["hostile"])
+    assert "<script" not in html and "<img" not in html
+    assert html.count("&lt;script&gt;") > 20
+
+
+def test_a_group_with_dollars_is_no_mathematics():
+    """matplotlib would draw $x^2$ as a formula, and refuse $x^$."""
+    group = "$x^2$ <b> $y^$ " + "z" * 50
+    rows = [row.model_copy(update={"group": group}) for row in sizes_by_group(open_source(reports.MODEL))]
+    assert ">$x^2$ &lt;b&gt; $y^$ zz...</text>" in report_plots.sizes(rows)
+
+
+def test_how_a_model_was_served_is_said_three_times(pages):
+    copied, native = render(pages["whole"]), render(pages["native"])
+    assert "NOT its own bytes: a BF16 copy of the same weights" in copied
+    assert copied.count("BF16 copy") > native.count("BF16 copy") == 0
+    assert "this checkpoint (BF16 copy)" in copied, "in the charts' legend too"
+
+
+def test_the_page_asks_for_nothing(pages):
+    """The only addresses in it are the names of SVG's namespaces."""
+    html = render(pages["whole"])
+    assert set(re.findall(r"https?://[^\s\"'<>]+", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"(?:src|href)=\"([^\"]*)\"", html)) == {"data:,"}
+    assert "@import" not in html and set(re.findall(r"url\(([^)]{2})", html)) <= {"#p"}
+
+
+def test_kernels_of_several_gpus_are_one_row_where_they_agree(pages):
+    rows = report_html._kernels(pages["whole"].dry)
+    told = {(row.role, row.kernel): row.where for row in rows}
+    assert told["target", "MarlinExperts"] == "sm90 at TP 1 and 4"
+    assert told["draft", "CutlassFP8ScaledMMLinearKernel"] == "sm90, sm100 and sm120 at TP 1 and 4"
+    assert len(rows) == 4
+    rows = report_html._kernels((*pages["whole"].dry, *reports.hostile("word").dry))
+    assert [row.outcome for row in rows][:2] == ["refused: word"] * 2
+
+
+def test_layers_with_one_method_and_one_kernel_are_one_row():
+    first = reports.verdict("sm90", 1)
+    kernel = first.target.kernels[1]
+    more = replace(kernel, layer="RowParallelLinear", count=40, where="model.layers.0.self_attn.o_proj")
+    both = replace(first, target=replace(first.target, kernels=(*first.target.kernels, more)))
+    rows = report_html._kernels(reports.loaded(both).dry)
+    (row,) = [row for row in rows if (row.role, row.kernel) == ("target", kernel.kernel)]
+    assert (row.layers, row.count, row.first) == ("LinearBase, RowParallelLinear", 500, kernel.where)
+
+
+def test_a_server_that_never_came_up_has_a_page(tmp_path):
+    """No run loaded: no chart to draw, the error quoted."""
+    served = reports.served()
+    fate = {"loaded": False, "partings": None, "error": "CUDA out of memory"}
+    dead = tuple(replace(run, **fate) for run in served.checkpoint.runs)
+    report: ServeReport = replace(served, source=None, checkpoint=replace(served.checkpoint, runs=dead))
+    html = render(reports.loaded(serve=report))
+    assert html.count("CUDA out of memory") >= len(dead)
+    assert "No server came up with method=mtp" in html and "no output with and without MTP to compare" in html
+
+
+@pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
+def test_without_the_extra_it_is_one_sentence(name, pages, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(RecipeError, match=rf"got no {name}\. Run pip install 'keepmtp\[report\]'\.$"):
+        write_html(tmp_path, pages["bare"])
+    assert not list(tmp_path.iterdir())
+
+
+# --- from the command line, and in the wheel --------------------------------------------------------------------------
+
+
+def test_a_page_is_made_again_from_its_json(pages, tmp_path):
+    path = write_json(tmp_path, pages["broken"])
+    done = subprocess.run([KEEPMTP, "report", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"{tmp_path / 'report.html'}\n", done.stderr
+    assert (tmp_path / "report.html").read_text() == render(pages["broken"])
+    path.write_text("{")
+    done = subprocess.run([KEEPMTP, "report", str(path)], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {path}: ") and done.stderr.count("\n") == 1
+
+
+def test_save_writes_both_even_for_what_cannot_be_read(tmp_path):
+    report, opened, evidence = examine(reports.MODEL)
+    page = save(tmp_path / "good", report, vllm="0.32.0", evidence=evidence, opened=opened, source=opened)
+    assert page.read_text().count("<svg") == 2 and read_json(page.with_name("report.json")).verdict.ok
+    (tmp_path / "empty").mkdir()
+    page = save(tmp_path / "bad", check(tmp_path / "empty"), vllm="0.32.0")
+    assert "could not be read" in page.read_text() and not read_json(page.with_name("report.json")).verdict.ok
+
+
+def test_an_unknown_family_has_a_report_without_sizes(tmp_path):
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    folder = write_checkpoint(tmp_path / "odd", config | {"model_type": "odd"}, tensors)
+    report, opened, evidence = examine(folder)
+    told = read_json(save(tmp_path, report, vllm="0.32.0", evidence=evidence, opened=opened).with_name("report.json"))
+    assert told.absent["sizes"].startswith("No sizes: ") and "odd" in told.absent["sizes"]
+
+
+def test_the_wheel_has_what_the_stations_read():
+    """Every file under validate/ that is no module of the package is matched by pyproject's package-data."""
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    folder = ROOT / "validate"
+    carried = {path for pattern in patterns["keepmtp.validate"] for path in folder.glob(pattern)}
+    held = {path for path in folder.rglob("*") if path.is_file() and path.parent != folder}
+    assert {path for path in held if "__pycache__" not in path.parts} <= carried
+
+
+def test_an_empty_report_has_a_page():
+    """A checkpoint with nothing in it, and a dry load that died before it built anything."""
+    died = Verdict(path="x", gpu="sm90", tp=1, num_drafts=1, failure=reports.REFUSED, target=reports.Side(),
+                   draft=reports.Side(), seconds={})  # fmt: skip
+    full = assemble(Report(path="", findings=(), facts=Facts(), dry=(died,)), vllm="0.32.0")
+    html = render(full)
+    assert "not reached" in html and "KeyError" in full.verdict.says and "No load came as far as" in html

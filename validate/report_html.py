@@ -1,0 +1,209 @@
+"""report.html: one self-contained page from the content of report.json, and from nothing else.
+
+In: a `FullReport`. Out: HTML with inline CSS and SVG, no script and no request; light, dark, on paper and on a phone.
+Needs the `report` extra (jinja2, matplotlib); planning and checking do not.
+
+Easy to get wrong: names in a report come from strangers' checkpoints. Everything is escaped; only our own charts, whose
+labels matplotlib has escaped, go in as they are.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..recipes.errors import RecipeError, refuse
+from .report import places, write_whole
+from .report_schema import DryLoad, FullReport, KernelUse, RunFact
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+HTML_FILE = "report.html"
+_TEMPLATES = Path(__file__).parent / "templates"
+# What vLLM was doing when it stopped, by `LoadFailure.stage`.
+_ACTS = {"config": "reading the config of", "construct": "building", "load": "loading", "share": "sharing weights with",
+         "process": "preparing the weights of", "world": "starting", "crash": "judging"}  # fmt: skip
+NEEDS = ("jinja2", "matplotlib")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KernelRow:
+    """Layers of one model with one quant method, one kernel and one outcome; `first` is the prefix of the first."""
+
+    role: str
+    method: str
+    kernel: str
+    outcome: str
+    layers: str
+    count: int
+    first: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chart:
+    """An SVG, what it is called, and what a screen reader says instead of it."""
+
+    title: str
+    svg: str
+    alt: str
+
+
+def require_extra() -> None:
+    """Refuse where the page cannot be made; called before the work whose result it would show.
+
+    Raises:
+        RecipeError: a package of the `report` extra is missing.
+    """
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    if missing:
+        got = f"no {' and no '.join(missing)}"
+        raise RecipeError(
+            refuse("report.html", "needs keepmtp's `report` extra", got, "Run pip install 'keepmtp[report]'")
+        )
+
+
+def write_html(folder: Path, report: FullReport) -> Path:
+    """Write report.html into `folder`, replacing an older one at once; returns its path.
+
+    Raises:
+        RecipeError: the `report` extra is missing.
+    """
+    return write_whole(folder / HTML_FILE, render(report))
+
+
+def render(report: FullReport) -> str:
+    """The page. Equal reports give equal bytes.
+
+    Raises:
+        RecipeError: the `report` extra is missing.
+    """
+    require_extra()
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"size": _size, "percent": _percent, "quoted": _quoted, "broken": _broken, "ticked": _ticked}
+    runs = [(model.role, run) for model in report.serve.served for run in model.runs] if report.serve else []
+    return environment.get_template("report.html.j2").render(
+        report=report, name=Path(report.path).name or report.path, kernels=_kernels(report.dry),
+        shared=_shared(report.dry), svg=Markup, size_charts=_size_charts(report), serve_charts=_serve_charts(report),
+        partings=[(role, run.k, one) for role, run in runs for one in run.partings or ()], notes=_notes(runs),
+        acts=_ACTS,
+        num_compared=sum(len(run.outputs) for _, run in runs if run.partings is not None),
+    )  # fmt: skip
+
+
+def _size_charts(report: FullReport) -> list[_Chart]:
+    from . import report_plots
+
+    titles = {"backbone": "Backbone", "mtp": "MTP block (a scale of its own)"}
+    charts = []
+    for part in dict.fromkeys(row.part for row in report.sizes):
+        rows = [row for row in report.sizes if row.part == part]
+        alt = "; ".join(f"{row.group} {_size(row.num_bytes)}" for row in rows)
+        charts.append(_Chart(title=titles.get(part, part), svg=report_plots.sizes(rows), alt=alt))
+    return charts
+
+
+def _serve_charts(report: FullReport) -> list[_Chart]:
+    from . import report_plots
+
+    serve = report.serve
+    ks = sorted({run.k for model in serve.served for run in model.drafting}) if serve else []
+    if serve is None or not ks:
+        return []
+    k = ks[-1]
+    runs = [(model.role, run) for model in serve.served if (run := model.run(k)) is not None]
+    shares = "; ".join(
+        f"{role}: {', '.join(f'{share:.1%}' for share in run.acceptance_per_position)}" for role, run in runs
+    )
+    timed = [(model.role, run) for model in serve.served for run in model.drafting if run.speed_up]
+    faster = "; ".join(f"{role}, k={run.k}: {run.speed_up:.2f}" for role, run in timed)
+    charts = [_Chart(title=f"Acceptance by position, k={k}", svg=report_plots.acceptance(serve, k), alt=shares)]
+    if faster:
+        charts.append(_Chart(title="Speed-up by k", svg=report_plots.speed_up(serve), alt=faster))
+    return charts
+
+
+def _kernels(loads: Iterable[DryLoad]) -> list[_KernelRow]:
+    """One row for each quant method and kernel, with the GPUs and TP sizes that agree on it; refusals first."""
+    found: dict[tuple[str, str, str, str, str, int, str], list[DryLoad]] = defaultdict(list)
+    for load in loads:
+        for role, model in (("target", load.target), ("draft", load.draft)):
+            groups: dict[tuple[str, str, str], list[KernelUse]] = defaultdict(list)
+            for use in model.kernels:
+                groups[use.method, use.kernel, use.outcome].append(use)
+            for key, uses in groups.items():
+                layers = ", ".join(dict.fromkeys(use.layer for use in uses))
+                found[role, *key, layers, sum(use.count for use in uses), uses[0].where].append(load)
+    rows = [
+        _KernelRow(role=role, method=method, kernel=kernel, outcome=outcome, layers=layers, count=count, first=first,
+                   where=places(where))
+        for (role, method, kernel, outcome, layers, count, first), where in found.items()
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: (not row.outcome.startswith("refused"), row.role != "target"))
+
+
+def _shared(loads: Iterable[DryLoad]) -> list[tuple[str, str]]:
+    """(parameter shared with the target, where)."""
+    found: dict[str, list[DryLoad]] = {}
+    for load in loads:
+        for name in load.draft.shared:
+            found.setdefault(name, []).append(load)
+    return [(name, places(where)) for name, where in sorted(found.items())]
+
+
+def _notes(runs: Iterable[tuple[str, RunFact]]) -> list[tuple[str, int, str]]:
+    """(model, k, what a reader should know)."""
+    found = []
+    for role, run in runs:
+        found += [(role, run.k, note) for note in run.notes]
+        found += [(role, run.k, f"{name} was not written.") for name in run.unwritten]
+        if not run.is_repeatable:
+            found.append((role, run.k, "Two passes of this server wrote different tokens."))
+    return found
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes for people, in the unit that leaves two to four digits."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{100 * share:.1f} %"
+
+
+def _broken(name: str) -> "Markup":
+    """A name with break opportunities after its dots, underscores and humps, escaped."""
+    from markupsafe import Markup, escape
+
+    parts = re.split(r"(?<=[._/,])(?=[^._/,])|(?<=[a-z0-9])(?=[A-Z])", name)
+    return Markup("<wbr>").join(map(escape, parts))
+
+
+def _ticked(words: str) -> "Markup":
+    """A sentence, escaped, with what stands between backticks as code."""
+    from markupsafe import Markup, escape
+
+    parts = words.split("`")
+    if len(parts) % 2 == 0:
+        return escape(words)
+    code = Markup("<code>{}</code>").format
+    return Markup("").join(code(part) if spot % 2 else escape(part) for spot, part in enumerate(parts))
+
+
+def _quoted(text: str) -> str:
+    """Text of a model on one line, with its line ends and quotes visible."""
+    return json.dumps(text, ensure_ascii=False)
