@@ -1,442 +1,64 @@
-"""Good checkpoints, and the same ones broken on purpose: each by one change that somebody made in the field.
+"""Good checkpoints broken on purpose: each by one change that somebody made in the field.
 
-In: nothing. Out: GOOD, name -> `Checkpoint`, and BROKEN, a table of `Case`. A case's name starts with the
-number in docs/failures.md of what was met.
-
-Everything is headers: files are written with holes where the weights would be.
+In: GOOD. Out: BROKEN, a table of `Case`. A case's name starts with the number in docs/failures.md of what was met.
+What a dry load alone can see is in dry_corpus.py.
 """
 
-import json
-import re
-import struct
 from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-import checkpoints
-from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.quant_config import quantization_config, runtime_modules
-from keepmtp.quantize.source import Entry, Source
-from keepmtp.recipes.families import find_family
-from keepmtp.recipes.family import QUANTIZABLE_ROLES, HFName
-from keepmtp.recipes.schema import Recipe
-from keepmtp.recipes.schemes import SCHEMES, num_bytes
+from checkpoint_files import (
+    INDEX,
+    Change,
+    Checkpoint,
+    adding,
+    both,
+    edit_index,
+    groups,
+    hf_quant_config,
+    ignoring,
+    lose,
+    move_mtp_out,
+    pack,
+    quantization,
+    renaming,
+    retyping,
+    setting,
+    truncate,
+)
+from good import GOOD as ELSEWHERE
+from good import ours, released
+from modelopt_form import block_experts, in_hf_quant_config, mixed, modelopt
 
-INDEX = "model.safetensors.index.json"
-_CALIBRATION = {
-    "algorithm": "minmax", "dataset": "d", "dataset_revision": "r", "split": "s", "samples": 1, "sequence_length": 1,
-    "seed": 0,
-}  # fmt: skip
-
-
-@dataclass
-class Checkpoint:
-    """What is about to be written.
-
-    Attributes:
-        config: config.json.
-        tensors: name -> dtype, shape.
-        json_files: further JSON files.
-        elsewhere: tensors for a file that the index does not list.
-        index: changes the index before it is written.
-        after: changes the folder once everything is written.
-    """
-
-    config: dict[str, Any]
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    json_files: dict[str, Any] = field(default_factory=dict)
-    elsewhere: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    index: Callable[[dict[str, Any]], None] | None = None
-    after: Callable[[Path], None] | None = None
-
-    @property
-    def quantization(self) -> dict[str, Any]:
-        return self.config["quantization_config"]
-
-    def take(self, pattern: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Remove the tensors whose whole name matches, and return them; at least one must."""
-        taken = {name: self.tensors.pop(name) for name in list(self.tensors) if re.fullmatch(pattern, name)}
-        assert taken, pattern
-        return taken
-
-    def rename(self, pattern: str, replacement: str) -> None:
-        for name, spec in self.take(pattern).items():
-            self.tensors[re.sub(pattern, replacement, name)] = spec
-
-    def retype(self, pattern: str, dtype: str | None = None, shape: "Shape | None" = None) -> None:
-        for name, (old, size) in self.take(pattern).items():
-            self.tensors[name] = (dtype or old, shape(*size) if shape else size)
-
-
-Change = Callable[[Checkpoint], object]
-Shape = Callable[..., tuple[int, ...]]
-
+GOOD: dict[str, Callable[[], Checkpoint]] = ELSEWHERE | {
+    "v3 modelopt": lambda: modelopt("deepseek-r1"),
+    "glm modelopt": lambda: modelopt("glm-4.7", num_hidden_layers=12),
+    "glm modelopt file": lambda: in_hf_quant_config(modelopt("glm-4.7")),
+    "glm mixed": mixed,
+    "glm mixed blocks": block_experts,
+    "glm mixed blocks, older name": lambda: block_experts(algorithm="FP8_BLOCK_SCALES"),
+    "next mixed": lambda: modelopt("qwen3-next-80b", "NVFP4", "FP8"),
+    "glm modelopt a16": lambda: modelopt("glm-4.7", "NVFP4A16", "NVFP4A16"),
+    "qwen text modelopt blocks": lambda: modelopt("qwen3.5-text", "FP8_BLOCK", "FP8_BLOCK"),
+    "mimo modelopt channels": lambda: modelopt("mimo-7b", "FP8_DYNAMIC", "FP8_DYNAMIC"),
+    "next modelopt fp8": lambda: modelopt("qwen3-next-80b", "FP8"),
+    "qwen vl modelopt": lambda: modelopt("qwen3.5-27b"),
+}
 
 @dataclass(frozen=True)
 class Case:
     name: str
-    base: str
+    base: str | Callable[[], Checkpoint]
     breaks: Change
     rule: str
     where: str
     severity: str = "error"
     says: str = ""
 
-
-def write(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint's headers, in two shards and an index."""
-    folder.mkdir(parents=True)
-    names = list(checkpoint.tensors)
-    halves = {"model-1.safetensors": names[: len(names) // 2], "model-2.safetensors": names[len(names) // 2 :]}
-    for file, half in halves.items():
-        _write_shard(folder / file, {name: checkpoint.tensors[name] for name in half})
-    if checkpoint.elsewhere:
-        _write_shard(folder / "mtp.safetensors", checkpoint.elsewhere)
-    index = {
-        "metadata": {"total_size": sum(num_bytes(*spec) for spec in checkpoint.tensors.values())},
-        "weight_map": {name: file for file, half in halves.items() for name in half},
-    }
-    if checkpoint.index:
-        checkpoint.index(index)
-    for file, content in {INDEX: index, "config.json": checkpoint.config, **checkpoint.json_files}.items():
-        (folder / file).write_text(json.dumps(content))
-    if checkpoint.after:
-        checkpoint.after(folder)
-    return folder
-
-
-def as_source(checkpoint: Checkpoint, folder: Path) -> Source:
-    """The checkpoint as it would be opened, without writing it. `folder` is where JSON files are looked for."""
-    entries, end = {}, 0
-    for name, (dtype, shape) in checkpoint.tensors.items():
-        size = num_bytes(dtype, shape)
-        entries[HFName(name)] = Entry(
-            name=HFName(name), file="model.safetensors", dtype=dtype, shape=shape, start=end, num_bytes=size
-        )
-        end += size
-    return Source(
-        where="built", revision="local", folder=folder, config=checkpoint.config, entries=entries, unindexed={},
-        companions=(),
-    )  # fmt: skip
-
-
-def _write_shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
-    header, end = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        start, end = end, end + num_bytes(dtype, shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    raw = json.dumps(header).encode()
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        file.truncate(8 + len(raw) + end)
-
-
-# --- good ones ------------------------------------------------------------------------------------------------------
-
-
-def released(model: str, **changes: Any) -> Checkpoint:
-    """The original release, tiny."""
-    config, tensors = checkpoints.source_layout(model, size="tiny", changes=changes)
-    return Checkpoint(config=config, tensors=dict(tensors))
-
-
-@cache
-def planned(model: str, scheme: str, mtp: str, size: str = "tiny", **changes: Any) -> Plan:
-    """Our plan for a model: one scheme for the whole backbone, and a policy for the MTP block."""
-    config, tensors = checkpoints.source_layout(model, size=size, changes=changes)
-    source = as_source(Checkpoint(config=config, tensors=dict(tensors)), Path("/nonexistent"))
-    view = find_family(config, model).view(config)
-    places = [view.place(HFName(name)) for name in tensors]
-    roles = {p.role for p in places if p and p.part == "backbone" and not p.row.why_kept} & set(QUANTIZABLE_ROLES)
-    calibrated = any(SCHEMES[word].needs_calibration for word in (scheme, mtp) if word in SCHEMES)
-    recipe = Recipe.model_validate({
-        "model": model, "variant": scheme.lower(), "default": False, "summary": "", "family": config["model_type"],
-        "source": "local", "revision": "local", "backbone": dict.fromkeys(roles, scheme), "mtp": mtp,
-        "calibration": _CALIBRATION if calibrated else None,
-    })  # fmt: skip
-    return make_plan(recipe, source)
-
-
-def ours(model: str, scheme: str, mtp: str = "bf16", size: str = "tiny", **changes: Any) -> Checkpoint:
-    """What keepmtp writes: the plan's tensors and its quantization config."""
-    plan = planned(model, scheme, mtp, size, **changes)
-    config = {key: value for key, value in plan.source.config.items() if key != "quantization_config"}
-    tensors = {str(output.name): (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
-    return Checkpoint(config=deepcopy(config) | {"quantization_config": quantization_config(plan)}, tensors=tensors)
-
-
-def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:
-    """The same tensors under a config as llm-compressor writes it: target Linear, and whole names to ignore."""
-    checkpoint = ours(model, scheme, mtp)
-    names = [name for module in runtime_modules(planned(model, scheme, mtp)) if not module.scheme
-             for name in module.asked]  # fmt: skip
-    checkpoint.quantization["config_groups"]["group_0"]["targets"] = ["Linear"]
-    checkpoint.quantization["ignore"] = [*dict.fromkeys(names), "re:^visual\\."]
-    return checkpoint
-
-
-def modelopt(model: str, scheme: str = "NVFP4", **changes: Any) -> Checkpoint:
-    """A modelopt export in one of its formats: MTP block left in BF16 and excluded."""
-    checkpoint = ours(model, scheme, **changes)
-    if scheme == "NVFP4":
-        checkpoint.rename(r"(.*)\.weight_packed", r"\1.weight")
-        checkpoint.rename(r"(.*)\.weight_global_scale", r"\1.weight_scale_2")
-        checkpoint.rename(r"(.*)\.input_global_scale", r"\1.input_scale")
-        checkpoint.retype(r".*\.(weight_scale_2|input_scale)", shape=lambda *_: ())
-    plan = planned(model, scheme, "bf16", **changes)
-    plain = [str(module.name) for module in runtime_modules(plan) if not module.scheme]
-    view = plan.view
-    draft = [f"{view.runtime_stem('mtp', 0 if view.layout.mtp else view.num_layers)}*", "mtp.*", "mtp.fc"]
-    backbone = [name for name in plain if not name.startswith("mtp.") and not name.startswith(draft[0][:-1])]
-    checkpoint.config["quantization_config"] = {
-        "quant_method": "modelopt", "quant_algo": scheme, "ignore": [*backbone, *draft, "lm_head", "visual*"],
-        "producer": {"name": "modelopt", "version": "0.41"},
-    }  # fmt: skip
-    return checkpoint
-
-
-def mixed() -> Checkpoint:
-    """modelopt MIXED_PRECISION: FP8 attention, everything else plain."""
-    checkpoint = modelopt("glm-4.7", "FP8")
-    plan = planned("glm-4.7", "FP8", "bf16")
-    layers = {str(module.name): {"quant_algo": "FP8"} for module in runtime_modules(plan) if module.scheme}
-    checkpoint.config["quantization_config"] = {
-        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, "ignore": ["lm_head"],
-    }  # fmt: skip
-    return checkpoint
-
-
-def published_flash() -> Checkpoint:
-    """DeepSeek-V4-Flash as published with NVFP4 experts and FP8 attention, its regexes verbatim."""
-    checkpoint = ours("dsv4-flash", "NVFP4")
-    plan = ours("dsv4-flash", "FP8_BLOCK")
-    for name in [*checkpoint.tensors]:
-        if re.match(r"layers\.\d+\.(attn|ffn\.shared_experts)\.", name):
-            del checkpoint.tensors[name]
-    for name, spec in plan.tensors.items():
-        if re.match(r"layers\.\d+\.attn\.", name):
-            checkpoint.tensors[name] = spec
-    for name, spec in ours("dsv4-flash", "bf16").tensors.items():
-        if re.match(r"layers\.\d+\.ffn\.shared_experts\.", name):
-            checkpoint.tensors[name] = spec
-    checkpoint.config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "mixed-precision", "quantization_status": "compressed",
-        "scale_fmt": "ue8m0",
-        "config_groups": {
-            "group_0": {
-                "format": "float-quantized",
-                "targets": ["re:.*\\.attn\\.(fused_wqa_wkv|compressor\\.fused_wkv_wgate|wq_b|wo_a|wo_b)$"],
-                "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128],
-                            "symmetric": True, "dynamic": False},
-                "input_activations": {"dynamic": True, "group_size": 128, "num_bits": 8, "strategy": "group",
-                                      "symmetric": True, "type": "float"},
-            },
-            "group_1": {
-                "format": "nvfp4-pack-quantized", "targets": ["re:.*\\.ffn\\.experts\\.\\d+\\.(w1|w2|w3)$"],
-                "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
-                            "symmetric": True},
-                "input_activations": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
-                                      "dynamic": "local"},
-            },
-        },
-        "ignore": ["head", "embed", "re:.*norm.*", "re:.*\\.ffn\\.gate$", "re:.*mtp\\..*", "re:.*\\.layers\\.3\\..*"],
-    }  # fmt: skip
-    return checkpoint
-
-
-def nvfp4_experts() -> Checkpoint:
-    """DeepSeek-V4-Pro as published: native FP8 config, NVFP4 experts, MTP passed through as MXFP4."""
-    checkpoint = released("dsv4-pro")
-    for name in [*checkpoint.tensors]:
-        if re.match(r"layers\.\d+\.ffn\.experts\.", name):
-            n, k = checkpoint.tensors[name][1]
-            stem = name.rpartition(".")[0]
-            if name.endswith(".weight"):
-                checkpoint.tensors[name] = ("U8", (n, k))
-                checkpoint.tensors[f"{stem}.weight_scale"] = ("F8_E4M3", (n, 2 * k // 16))
-                checkpoint.tensors[f"{stem}.weight_scale_2"] = ("F32", (1,))
-                checkpoint.tensors[f"{stem}.input_scale"] = ("F32", (1,))
-            else:
-                del checkpoint.tensors[name]
-    checkpoint.quantization.update(moe_quant_algo="NVFP4", ignore=["mtp.*"])
-    return checkpoint
-
-
-def red_hat() -> Checkpoint:
-    """Qwen3-Next under a hand-written recipe: delta nets left in BF16, everything by regexes from the start."""
-    checkpoint = ours("qwen3-next-80b", "FP8_DYNAMIC")
-    plain = released("qwen3-next-80b").tensors
-    for name in [*checkpoint.tensors]:
-        if ".linear_attn." in name and name not in plain:
-            del checkpoint.tensors[name]
-    checkpoint.tensors.update({name: spec for name, spec in plain.items() if ".linear_attn." in name})
-    checkpoint.quantization["config_groups"]["group_0"]["targets"] = ["Linear"]
-    checkpoint.quantization["ignore"] = [
-        "lm_head", "re:.*mlp.gate$", "re:.*mlp.shared_expert_gate$", "re:.*linear_attn.*", "re:mtp.*", "re:.*visual.*",
-    ]  # fmt: skip
-    return checkpoint
-
-
-def qwen_fp8() -> Checkpoint:
-    """Qwen3.5 as its makers publish it in FP8: blocks, MTP layers too, exceptions in names on disk."""
-    checkpoint = ours("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK")
-    checkpoint.rename(r"(.*)\.weight_scale", r"\1.weight_scale_inv")
-    names = [name for module in runtime_modules(planned("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK")) if not module.scheme
-             for name in module.asked if name.startswith(("model.", "mtp.", "lm_head"))]  # fmt: skip
-    checkpoint.config["quantization_config"] = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
-        "modules_to_not_convert": [*names, "model.visual.blocks.0.attn.qkv", "model.visual.merger.linear_fc1"],
-    }  # fmt: skip
-    return checkpoint
-
-
-def gptq() -> Checkpoint:
-    """A GPTQ checkpoint whose MTP block is left alone, and said to be."""
-    checkpoint = ours("glm-4.7", "W4A16")
-    checkpoint.rename(r"(.*)\.weight_packed", r"\1.qweight")
-    checkpoint.rename(r"(.*)\.weight_scale", r"\1.scales")
-    checkpoint.rename(r"(.*)\.weight_shape", r"\1.g_idx")
-    checkpoint.config["quantization_config"] = {
-        "quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:^model\.layers\.3\.": {}},
-    }  # fmt: skip
-    return checkpoint
-
-
-def native_bf16_mtp() -> Checkpoint:
-    """DeepSeek-V3 in its own FP8, MTP block dequantized and listed whole name by whole name."""
-    checkpoint = released("deepseek-r1")
-    stem = "model.layers.3."
-    scaled = [n.rpartition(".")[0] for n in checkpoint.take(r"model\.layers\.3\..*weight_scale_inv")]
-    for module in scaled:
-        checkpoint.tensors[f"{module}.weight"] = ("BF16", checkpoint.tensors[f"{module}.weight"][1])
-    attention = ["fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]
-    checkpoint.quantization["ignored_layers"] = [
-        *(f"{stem}self_attn.{name}" for name in attention), f"{stem}mlp.shared_experts.gate_up_proj",
-        f"{stem}mlp.shared_experts.down_proj", f"{stem}mlp.experts",
-    ]  # fmt: skip
-    return checkpoint
-
-
-GOOD: dict[str, Callable[[], Checkpoint]] = {
-    **{f"released {model}": (lambda model=model: released(model)) for model in checkpoints.MODELS},
-    "dsv4 bf16": lambda: ours("dsv4-flash", "NVFP4"),
-    "dsv4 block": lambda: ours("dsv4-flash", "FP8_BLOCK", "source"),
-    "dsv4 published": published_flash,
-    "dsv4 nvfp4 experts": nvfp4_experts,
-    "v3 native bf16 mtp": native_bf16_mtp,
-    "v3 nvfp4": lambda: ours("deepseek-r1", "NVFP4"),
-    "v3 block": lambda: ours("deepseek-r1", "FP8_BLOCK", "FP8_BLOCK"),
-    "v3 modelopt": lambda: modelopt("deepseek-r1"),
-    "glm w4a16": lambda: ours("glm-4.7", "W4A16", "W4A16"),
-    "glm fp8": lambda: llmcompressor("glm-4.7", "FP8_DYNAMIC"),
-    "glm fp8 static": lambda: ours("glm-4.7", "FP8", "FP8"),
-    "glm nvfp4": lambda: ours("glm-4.7", "NVFP4", "NVFP4A16"),
-    "glm modelopt": lambda: modelopt("glm-4.7", num_hidden_layers=12),
-    "glm mixed": mixed,
-    "glm-5 nvfp4": lambda: ours("glm-5", "NVFP4"),
-    "lite fp8": lambda: llmcompressor("glm-4.7-flash", "FP8_DYNAMIC"),
-    "next nvfp4": lambda: llmcompressor("qwen3-next-80b", "NVFP4"),
-    "next fp8": lambda: ours("qwen3-next-80b", "FP8_DYNAMIC", "FP8_DYNAMIC"),
-    "next red hat": red_hat,
-    "next modelopt fp8": lambda: modelopt("qwen3-next-80b", "FP8"),
-    "qwen vl native fp8": qwen_fp8,
-    "qwen vl fp8": lambda: llmcompressor("qwen3.5-27b", "FP8_DYNAMIC"),
-    "qwen vl modelopt": lambda: modelopt("qwen3.5-27b"),
-    "qwen vl moe nvfp4": lambda: llmcompressor("qwen3.5-397b", "NVFP4"),
-    "qwen text int8": lambda: llmcompressor("qwen3.5-text", "W8A8"),
-    "mimo w4a16": lambda: ours("mimo-7b", "W4A16"),
-    "mimo fp8": lambda: llmcompressor("mimo-7b", "FP8_DYNAMIC"),
-}
-
-
-# --- how they break -------------------------------------------------------------------------------------------------
-
-
-def both(*changes: Change) -> Change:
-    return lambda c: [change(c) for change in changes]
-
-
-def lose(pattern: str) -> Change:
-    return lambda c: [*c.take(pattern)]
-
-
-def setting(key: str, value: Any) -> Change:
-    """Set a key of config.json, or of its text_config if it has one; None removes it."""
-
-    def change(c: Checkpoint) -> None:
-        holder = c.config if key in c.config else c.config.get("text_config", c.config)
-        holder.pop(key, None)
-        if value is not None:
-            holder[key] = value
-
-    return change
-
-
-def ignoring(*entries: str, without: str = r"$^") -> Change:
-    """Replace the ignore entries that match `without` by `entries`."""
-
-    def change(c: Checkpoint) -> None:
-        kept = [entry for entry in c.quantization["ignore"] if not re.search(without, entry)]
-        assert len(kept) < len(c.quantization["ignore"]) or entries
-        c.quantization["ignore"] = [*kept, *entries]
-
-    return change
-
-
-def pack(module: str, scheme: str) -> Change:
-    """Store modules in a scheme's form although nothing says so."""
-
-    def change(c: Checkpoint) -> None:
-        for name, (_, shape) in c.take(rf"{module}\.weight").items():
-            for spec in SCHEMES[scheme].tensors(*shape):
-                c.tensors[f"{name.removesuffix('.weight')}.{spec.suffix}"] = (spec.dtype, spec.shape)
-
-    return change
-
-
-def adding(name: str, dtype: str = "F32", shape: tuple[int, ...] = (1,)) -> Change:
-    return lambda c: c.tensors.update({name: (dtype, shape)})
-
-
-def renaming(pattern: str, replacement: str) -> Change:
-    return lambda c: c.rename(pattern, replacement)
-
-
-def retyping(pattern: str, dtype: str | None = None, shape: Shape | None = None) -> Change:
-    return lambda c: c.retype(pattern, dtype, shape)
-
-
-def groups(change: Callable[[dict[str, Any]], None]) -> Change:
-    return lambda c: [change(group) for group in c.quantization["config_groups"].values()]
-
-
-def move_mtp_out(c: Checkpoint) -> None:
-    c.elsewhere = c.take(r"mtp\..*")
-
-
-def quantization(**entries: Any) -> Change:
-    return lambda c: c.config.update(quantization_config=entries)
-
-
-def hf_quant_config(**changes: Any) -> Change:
-    def change(c: Checkpoint) -> None:
-        said = {"quant_algo": c.quantization["quant_algo"], "exclude_modules": c.quantization["ignore"]}
-        c.json_files["hf_quant_config.json"] = {"quantization": said | changes}
-
-    return change
-
-
-def edit_index(change: Callable[[dict[str, Any]], Any]) -> Change:
-    return lambda c: setattr(c, "index", change)
-
-
-def truncate(folder: Path) -> None:
-    path = folder / "model-2.safetensors"
-    with open(path, "rb+") as file:
-        file.truncate(path.stat().st_size - 10)
+    def build(self) -> Checkpoint:
+        checkpoint = GOOD[self.base]() if isinstance(self.base, str) else self.base()
+        self.breaks(checkpoint)
+        return checkpoint
 
 
 _FP8_NOT_Z = r"linear_attn\.in_proj_(qkvz|z)$"
@@ -562,6 +184,22 @@ BROKEN: tuple[Case, ...] = (
          "model.layers.1.self_attn.o_proj.weight_scale", says="uninitialised in silence"),
     Case("Fp7 input scales lost", "glm modelopt", lose(r"model\.layers\.2\.self_attn\.o_proj\.input_scale"), "form",
          "model.layers.2.self_attn.o_proj.input_scale"),
+    Case("R7 FP8 blocks of experts under modelopt", lambda: modelopt("glm-4.7", "FP8_BLOCK"), lambda c: None, "form",
+         "model.layers.1.mlp.experts.0.", says="as fp8_tensor"),
+    Case("R7 FP8 a channel of experts under modelopt", lambda: modelopt("qwen3-next-80b", "FP8_DYNAMIC"),
+         lambda c: None, "form", "model.layers.0.mlp.experts.0.", says="as fp8_tensor"),
+    Case("R7 modelopt's names for experts in mixed blocks", "glm mixed blocks",
+         renaming(r"(.*\.experts\..*)\.weight_scale_inv", r"\1.weight_scale"), "form",
+         "model.layers.1.mlp.experts.0.down_proj.weight_scale", says="has no place"),
+    Case("R7 an algorithm of experts for linears", lambda: mixed("glm-4.7", "FP8_BLOCK"),
+         lambda c: [row.update(quant_algo="FP8_BLOCK_SCALES") for row in c.quantization["quantized_layers"].values()],
+         "form", "model.layers.0.", says="plain"),
+    Case("R7 mixed FP8 a channel of experts", lambda: mixed("glm-4.7", "FP8_DYNAMIC"), lambda c: None, "form",
+         "model.layers.1.mlp.experts.0.", says="builds model.layers.1.mlp.experts plain"),
+    Case("R7 algorithm vLLM does not load", "glm modelopt", lambda c: c.quantization.update(quant_algo="W4A16_AWQ"),
+         "algorithm", "quant_algo", says="ModelOpt currently only supports"),
+    Case("R7 hf_quant_config.json without group_size", "glm modelopt file",
+         lambda c: c.json_files["hf_quant_config.json"]["quantization"].pop("group_size"), "algorithm", "group_size"),
     # D. glue
     Case("F42 eh_proj in FP8, scale dropped", "glm fp8", pack(r"model\.layers\.3\.eh_proj", "FP8_DYNAMIC"), "glue",
          "model.layers.3.eh_proj.weight", says="without a word"),
@@ -601,6 +239,9 @@ BROKEN: tuple[Case, ...] = (
          ".weight_scale", says="weight_scale has no place"),
     Case("R7 scale without weight", "glm fp8", lose(r"model\.layers\.3\.eh_proj\.weight"), "mtp-incomplete",
          "model.layers.3.eh_proj"),
+    Case("R7 a scale the draft's loader does not rename", "released longcat-flash-chat", adding(
+            "model.mtp.layers.0.self_attn.o_proj.weight_scale", "F32", (256, 1)), "unknown-tensor",
+         "model.mtp.layers.0.self_attn.o_proj.weight_scale", says="KeyError"),
     Case("R7 orphan scale", "glm fp8", adding("model.layers.3.mlp.shared_experts.w9.weight_scale"), "unknown-tensor",
          "model.layers.3.mlp.shared_experts.w9.weight_scale"),
     # F. scales and shapes
@@ -620,6 +261,21 @@ BROKEN: tuple[Case, ...] = (
     Case("R2 eight bits, said to be four", "glm w4a16",
          retyping(r"model\.layers\.3\.self_attn\.o_proj\.weight_packed", shape=lambda n, k: (n, 2 * k)), "form",
          "model.layers.3.self_attn.o_proj.weight_scale"),
+    Case("Fp2 a column of scales under modelopt", "mimo modelopt channels",
+         retyping(r".*\.weight_scale", shape=lambda n: (n, 1)), "form", "weight_scale", says="has shape"),
+    Case("Fp2 blocks of two dimensions under modelopt", "qwen text modelopt blocks",
+         retyping(r".*\.weight_scale", shape=lambda n, _, k, __: (n, k)), "form", "weight_scale", says="has shape"),
+    Case("Fp2 a row of scales under compressed-tensors", "next fp8",
+         retyping(r".*\.weight_scale", shape=lambda n, _: (n,)), "form", "weight_scale", says="has shape"),
+    Case("Fp2 blocks of four dimensions under compressed-tensors", "v3 block",
+         retyping(r".*\.weight_scale", shape=lambda n, k: (n, 1, k, 1)), "form", "weight_scale", says="has shape"),
+    Case("Fp2 blocks of four dimensions in native FP8", "released deepseek-r1",
+         retyping(r".*\.weight_scale_inv", shape=lambda n, k: (n, 1, k, 1)), "form", "weight_scale_inv",
+         says="has shape"),
+    Case("Fp1 a matrix of one scale", "glm fp8 static", retyping(r".*\.weight_scale", shape=lambda *_: (1, 1)), "form",
+         "weight_scale", says="has shape"),
+    Case("M3 MXFP4 scales as E8M0", lambda: ours("glm-4.7", "MXFP4"), retyping(r".*\.weight_scale", "F8_E8M0"), "form",
+         "weight_scale", says="as numbers"),
     Case("R15 width no multiple of the group", "glm w4a16",
          lambda c: c.tensors.update({"model.layers.3.self_attn.o_proj.weight_packed": ("I32", (256, 25)),
                                      "model.layers.3.self_attn.o_proj.weight_scale": ("BF16", (256, 1))}),
@@ -632,7 +288,7 @@ BROKEN: tuple[Case, ...] = (
     Case("M10 FP8 blocks without input_activations", "v3 block", groups(lambda g: g.update(input_activations=None)),
          "config-group", "re:^", says="is_static_input_scheme"),
     Case("Fp3 FP8 experts without input_activations", "glm fp8", groups(lambda g: g.update(input_activations=None)),
-         "config-group", "Linear", says="Unsupported FusedMoe"),
+         "config-group", "Linear", says="only format: pack-quantized"),
     Case("Fp4 scale_fmt lost", "dsv4 bf16", lambda c: c.quantization.pop("scale_fmt"), "extras", "scale_fmt",
          severity="warning"),
     Case("E5 layer_types counts the MTP layer", "qwen vl fp8", setting("layer_types", ["full_attention"] * 5), "config",
@@ -653,6 +309,6 @@ BROKEN: tuple[Case, ...] = (
          edit_index(lambda index: index["weight_map"].update({"model.extra.weight": "model-1.safetensors"})), "files",
          "model-1.safetensors", says="model.extra.weight"),
     Case("R6 shard cut short", "glm fp8", lambda c: setattr(c, "after", truncate), "files", "model-2.safetensors"),
-    Case("R8 a family without a table", "glm fp8", setting("model_type", "step3p5"), "family", "config.json",
-         says="step3p5"),
+    Case("R8 a family without a table", "glm fp8", setting("model_type", "glm4v_moe"), "family", "config.json",
+         says="glm4v_moe"),
 )  # fmt: skip

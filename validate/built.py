@@ -29,6 +29,7 @@ class Built:
         group_size: input channels per scale; None where one scale spans them all.
         block: rows and columns per scale.
         bits: of packed integers.
+        scale_ndim: dimensions of the weight's scale where only one number of them loads; 0 where any does.
         renames: what the model's loader makes of a leaf on disk.
     """
 
@@ -38,6 +39,7 @@ class Built:
     group_size: int | None = None
     block: tuple[int, int] | None = None
     bits: int = 0
+    scale_ndim: int = 0
     renames: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 

@@ -131,13 +131,18 @@ def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, 
         if format_ not in ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized"):
             return f"NotImplementedError: No compressed-tensors compatible scheme was found (format {format_!r})"
         if inputs is None and is_experts:
-            return "RuntimeError: Unsupported FusedMoe scheme (FP8 weights, input_activations: null)"
+            return (
+                "AttributeError: 'NoneType' object has no attribute 'num_bits' (input_activations: null)"
+                if strategy == "block" else
+                "ValueError: For Fused MoE layers, only format: pack-quantized is supported (input_activations: null)"
+            )
         if inputs is None and strategy == "block":
             return "AssertionError: assert self.is_static_input_scheme is False (input_activations: null)"
         leaves = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
         form: Form = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}[strategy]  # type: ignore[assignment]
         block = tuple(weights["block_structure"] or (128, 128)) if strategy == "block" else None
-        return Built(form=form, leaves=frozenset(leaves), block=block)  # type: ignore[arg-type]
+        scale_ndim = 0 if strategy == "tensor" else 2
+        return Built(form=form, leaves=frozenset(leaves), block=block, scale_ndim=scale_ndim)  # type: ignore[arg-type]
     if not is_float and inputs is None and format_ == "pack-quantized" and strategy in ("group", "channel"):
         leaves = {"weight_packed", "weight_scale", "weight_shape"}
         leaves |= set() if weights["symmetric"] else {"weight_zero_point"}
@@ -145,7 +150,8 @@ def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, 
         return Built(form="int_packed", leaves=frozenset(leaves), optional=frozenset({"weight_g_idx"}),
                      group_size=group_size, bits=bits)  # fmt: skip
     if not is_float and bits == 8 and inputs and inputs["num_bits"] == 8 and strategy in ("channel", "tensor"):
-        return Built(form="int8", leaves=frozenset({"weight", "weight_scale"} | ({"input_scale"} if static else set())))
+        leaves = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
+        return Built(form="int8", leaves=frozenset(leaves), scale_ndim=2 if strategy == "channel" else 0)
     return UNKNOWN
 
 

@@ -29,11 +29,32 @@ class Defect:
     cure: str
 
 
+NAMELESS_HEAD = Defect(
+    versions=("0.32.0",), families=("exaone_moe", "hy_v3"), words="",
+    says="it builds a head without a name, so no entry can except it from quantization",
+    cure="Export with compressed-tensors instead of modelopt: its targets pass over heads",
+)  # fmt: skip
+
 DEFECTS = (
     Defect(
         versions=("0.32.0",), families=("step3p5", "step3p7"), words=r"IndexError: .*models/step3p5\.py",
-        says="the draft's config keeps one layer_types entry for each decoder layer and none for the MTP layers",
-        cure="Remove layer_types from the config.json you serve, or use a later vLLM",
+        says="it cuts layer_types to the decoder layers, then looks up the draft's layer behind them",
+        cure="Serve without method=mtp, or with a later vLLM: nothing in the checkpoint helps",
+    ),
+    Defect(
+        versions=("0.32.0",), families=("step3p5", "step3p7"), words=r"falsely use random initialization",
+        says="it demands scales of the KV cache that compressed-tensors gives it as constants",
+        cure="Add model.layers.N.self_attn.attn.{q,k,v}_scale (1) and _zero_point (0) for the MTP layers",
+    ),
+    Defect(
+        versions=("0.32.0",), families=("step3p7", "step3p5"), words=r"AmbiguousGlobalPerLayerAttributeError",
+        says="it reads a number of heads that transformers' own config class keeps by layer",
+        cure="Keep the release's configuration_step3p7.py and auto_map, and serve with --trust-remote-code",
+    ),
+    Defect(
+        versions=("0.32.0",), families=("minimax_m3_vl",), words=r"AssertionError.*parameter\.py:117",
+        says="a fused attention projection with index_q and index_k takes no scheme with one scale a tensor",
+        cure="Keep attention in BF16, or quantize it by channel or block (FP8_DYNAMIC, FP8_BLOCK)",
     ),
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..recipes.family import VLLMName
+from ..recipes.family import Part, VLLMName
 from .built import PLAIN, Dialect, Entry, Kind, Resolution, Unknown
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
@@ -35,19 +35,22 @@ class Unquantized:
         return False
 
 
-def read_dialect(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Dialect:
+def read_dialect(
+    config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, part: Part = "backbone"
+) -> Dialect:
     """The dialect of a checkpoint.
 
     Args:
         config: config.json.
         hf_quant_config: hf_quant_config.json, if there is one.
+        part: whose class reads it: some drafts have a mapper of their own.
     """
     found = quantization_of(config)
     if found is None and hf_quant_config is None:
         return Unquantized()
     raw: Mapping[str, Any] = found if found is not None else {"quant_method": "modelopt", **(hf_quant_config or {})}
     method = str(raw.get("quant_method", "")).lower()
-    rename = renamer(config)
+    rename = renamer(config, part)
     if method == "compressed-tensors":
         return read_compressed_tensors(raw, rename)
     if method.startswith("modelopt") or method == "mxfp8":

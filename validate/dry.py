@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -46,14 +46,14 @@ class Fault:
         param: its name in vLLM.
         num_written, num_expected: elements.
         dtype: the parameter's.
-        tensor: the first tensor on disk that it was written from; "" if none.
+        sources: the tensors on disk that it was written from, each with the elements written.
     """
 
     param: str
     num_written: int
     num_expected: int
     dtype: str
-    tensor: str
+    sources: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +74,18 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a quantization config was asked at construction, and its answer ("" for none)."""
+    """What a quantization config was asked at construction, and its answer ("" for none).
+
+    Attributes:
+        prefix: the name it was asked about.
+        layer: class of the layer; `path`: where the layer stands in the model, which parameters are named after.
+    """
 
     prefix: str
     layer: str
     method: str
     scheme: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,10 +182,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One checkpoint to judge; `folder` as `headers_of` gives it."""
+    """One checkpoint to judge; `folder` as `headers_of` gives it, `rank` of `tp` ranks."""
 
     folder: Path
     tp: int = 1
+    rank: int = 0
     num_drafts: int = 1
     draft: Path | None = None
 
@@ -226,7 +233,19 @@ class DryLoader:
         return self.judge_all([Job(folder=folder, tp=tp, num_drafts=num_drafts)])[0]
 
     def judge_all(self, jobs: Sequence[Job], *, done: Callable[[Verdict], None] | None = None) -> list[Verdict]:
-        """Several, side by side; verdicts come back in the jobs' order, `done` hears of each as it ends."""
+        """Several, side by side; verdicts come back in the jobs' order, `done` hears of each as it ends.
+
+        A tensor that the first rank leaves alone may be another rank's: those are asked before it counts as unused.
+        """
+        verdicts = self._judge_ranks(jobs, done)
+        for number, (job, verdict) in enumerate(zip(jobs, verdicts, strict=True)):
+            if job.tp > 1 and verdict.unconsumed and verdict.failure is None:
+                others = self._judge_ranks([replace(job, rank=rank) for rank in range(1, job.tp)], None)
+                left = set(verdict.unconsumed).intersection(*(set(other.unconsumed) for other in others))
+                verdicts[number] = replace(verdict, unconsumed=tuple(sorted(left)))
+        return verdicts
+
+    def _judge_ranks(self, jobs: Sequence[Job], done: Callable[[Verdict], None] | None) -> list[Verdict]:
         verdicts: dict[int, Verdict] = {}
         waiting = deque(enumerate(jobs))
         while len(verdicts) < len(jobs):
@@ -243,7 +262,7 @@ class DryLoader:
 
     def _send(self, number: int, job: Job) -> None:
         assert self._process.stdin is not None
-        told = {"id": number, "path": str(job.folder), "tp": job.tp, "num_drafts": job.num_drafts,
+        told = {"id": number, "path": str(job.folder), "tp": job.tp, "rank": job.rank, "num_drafts": job.num_drafts,
                 "draft": str(job.draft or "")}  # fmt: skip
         try:
             self._process.stdin.write(json.dumps(told) + "\n")
@@ -329,14 +348,15 @@ def _verdict(answer: dict[str, Any], job: Job, gpu: GPU, last_words: Callable[[]
 
 def _side(told: dict[str, Any]) -> Side:
     def faults(key: str) -> tuple[Fault, ...]:
-        fields = ("param", "num_written", "num_expected", "dtype", "tensor")
+        fields = ("param", "num_written", "num_expected", "dtype", "sources")
         return tuple(Fault(**dict(zip(fields, row, strict=True))) for row in told.get(key, ()))
 
     def misfits(key: str) -> tuple[Misfit, ...]:
         fields = ("param", "tensor", "given", "wanted")
         return tuple(Misfit(**dict(zip(fields, row, strict=True))) for row in told.get(key, ()))
 
-    questions = (dict(zip(("prefix", "layer", "method", "scheme"), row, strict=True)) for row in told.get("asked", ()))
+    answers = ("prefix", "layer", "method", "scheme", "path")
+    questions = (dict(zip(answers, row, strict=True)) for row in told.get("asked", ()))
     return Side(
         cls=told.get("cls", ""), num_params=told.get("num_params", 0), num_written=told.get("num_written", 0),
         unwritten=faults("unwritten"), default=faults("default"), partial=faults("partial"), padded=faults("padded"),

@@ -86,6 +86,12 @@ class Evidence:
         return read_dialect(self.source.config, self.hf_quant_config)
 
     @cached_property
+    def draft_dialect(self) -> Dialect:
+        """The same as the draft's class reads it."""
+        afresh = self.view.layout.draft_reads_afresh
+        return read_dialect(self.source.config, self.hf_quant_config, "mtp") if afresh else self.dialect
+
+    @cached_property
     def placed(self) -> Mapping[HFName, Place]:
         """Place of every weight (by module) and other tensor (by name) that the family knows."""
         names = [HFName(f"{module}.weight") for module in self.weights]
@@ -114,11 +120,11 @@ class Evidence:
         """The same by vLLM's name; a name that target and draft both use means the draft's."""
         return {module.name: module for module in sorted(self.modules, key=lambda module: module.part == "mtp")}
 
-    def resolve(self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind) -> Resolution:
+    def resolve(self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind, part: Part) -> Resolution:
         """What vLLM builds for a module that asks the quantization config."""
         if module == "mtp.fc" and isinstance(self.dialect, ModelOpt) and "NVFP4" in self.dialect.algorithm:
             return Resolution(built=PLAIN, entry="vLLM builds mtp.fc without quantization under modelopt NVFP4")
-        return self.dialect.resolve(module, shards=shards, kind=kind)
+        return (self.draft_dialect if part == "mtp" else self.dialect).resolve(module, shards=shards, kind=kind)
 
     def runtime_of(self, place: Place) -> VLLMName:
         """vLLM's module for a place; without q_lora_rank the latent attention's first projection is not fused."""
@@ -182,7 +188,8 @@ class Evidence:
         asks = place.row.loads_quantized
         return Module(
             name=name, kind=kind, part=part, role=place.role, layer=place.layer, shards=shards, members=members,
-            loads_quantized=asks, resolution=self.resolve(name, shards, kind) if asks else Resolution(built=PLAIN),
+            loads_quantized=asks,
+            resolution=self.resolve(name, shards, kind, part) if asks else Resolution(built=PLAIN),
         )  # fmt: skip
 
     def _aliases(self, place: Place, aliases: tuple[str, ...]) -> Iterator[str]:

@@ -11,7 +11,7 @@ models/deepseek_v4/nvidia/{model,mtp}.py for the names; compared with the real f
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
@@ -82,7 +82,7 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
     size = raw.get("weight_block_size")
     block = (int(size[0]), int(size[1])) if size else None
     if block:
-        linear = Built(form="fp8_block", leaves=frozenset({"weight", "weight_scale_inv"}), block=block)
+        linear = Built(form="fp8_block", leaves=frozenset({"weight", "weight_scale_inv"}), block=block, scale_ndim=2)
     else:
         static = raw.get("activation_scheme") == "static"
         leaves = frozenset({"weight", "weight_scale", *(("input_scale",) if static else ())})
@@ -90,7 +90,7 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
     if config.get("model_type") != "deepseek_v4":
         return Fp8(ignored=ignored, linear=linear, experts=linear, entries=tuple(entries))
     # DeepSeek-V4's loaders turn `.scale` into `.weight_scale_inv`, that of FP4 experts into `.weight_scale`.
-    linear = Built(form=linear.form, leaves=linear.leaves, block=block, renames=_SCALE_IS_INVERSE)
+    linear = replace(linear, renames=_SCALE_IS_INVERSE)
     experts, keeps = linear, ()
     if config.get("expert_dtype", "fp4") == "fp4":
         experts = _DSV4_MXFP4

@@ -8,7 +8,7 @@ Easy to get wrong: vLLM's `copy_` never complains about a dtype. FP8 bytes kept 
 from ..quantize.stored import FLOATS, StoredWeight
 from .built import Built
 
-_SCALAR = ((), (1,), (1, 1))
+_SCALAR = ((), (1,))
 
 
 def layout_problem(built: Built, weight: StoredWeight) -> tuple[str, str, str] | None:
@@ -21,6 +21,8 @@ def layout_problem(built: Built, weight: StoredWeight) -> tuple[str, str, str] |
     if len(main.shape) != 2:
         return main_leaf, f"{main_leaf} has shape {list(main.shape)}, no matrix: vLLM raises", again
     dtypes, per_element, scale_dtypes = _DTYPES[built.form]
+    if built.form == "mxfp4" and main_leaf == "weight_packed":
+        scale_dtypes = ("U8",)  # only the loaders of DeepSeek-V4 take the bytes of E8M0 as they are
     if main.dtype not in dtypes:
         return (main_leaf, f"{main_leaf} is {main.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, "
                 "in silence", f"Store it as {dtypes[0]} (a view of the same bytes)")  # fmt: skip
@@ -31,7 +33,8 @@ def layout_problem(built: Built, weight: StoredWeight) -> tuple[str, str, str] |
     if built.group_size and k % built.group_size:
         return (scale_leaf, f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
                 "raises, or its kernel reads past the scales", "Leave this module in BF16")  # fmt: skip
-    wanted = _scale_shapes(built, n, k)
+    shapes = _scale_shapes(built, n, k)
+    wanted = tuple(shape for shape in shapes if built.scale_ndim in (0, len(shape)))
     if scale.shape not in wanted:
         return (scale_leaf, f"{scale_leaf} has shape {list(scale.shape)} where {list(wanted[0])} is built: a linear "
                 "module raises, routed experts load in silence", again)  # fmt: skip

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 from ..recipes.families import families
-from ..recipes.family import Renames
+from ..recipes.family import Part, Renames
 
 _MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are quantized"
 
@@ -84,7 +84,14 @@ class Renamer:
         return (self.name(entry),)
 
 
-def renamer(config: Mapping[str, Any]) -> Renamer:
-    """The mapper of the class that vLLM serves this config.json with, from its family's table."""
-    family = families().get(str(config.get("model_type", "")))
-    return Renamer(renames=family.view(config).layout.renames) if family else Renamer()
+def renamer(config: Mapping[str, Any], part: Part = "backbone") -> Renamer:
+    """The mapper of the class that vLLM serves this config.json with, from its family's table.
+
+    The draft mostly has the quantization config that the target's class has mapped already.
+    """
+    architecture = (config.get("architectures") or [""])[0]
+    family = families().get(str(architecture)) or families().get(str(config.get("model_type", "")))
+    if family is None:
+        return Renamer()
+    layout = family.view(config).layout
+    return Renamer(renames=layout.draft_renames if part == "mtp" and layout.draft_reads_afresh else layout.renames)

@@ -11,7 +11,6 @@ Source: vLLM 0.32.0 quantization/modelopt.py; compared with the real functions b
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from types import MappingProxyType
 from typing import Any
 
 from ..recipes.family import VLLMName
@@ -49,13 +48,17 @@ class ModelOpt:
         if (pattern := _modelopt_pattern(module, self.exclude)) is not None:
             return Resolution(built=PLAIN, entry=pattern)
         if self.algorithm != "MIXED_PRECISION":
-            return Resolution(built=modelopt_built(self.algorithm, self.group_size, self.block))
+            # Routed experts have one FP8 method, with one scale a tensor, whatever the algorithm is.
+            is_fp8_experts = kind == "experts" and self.algorithm in ("FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+            algorithm = "FP8" if is_fp8_experts else self.algorithm
+            return Resolution(built=modelopt_built(algorithm, self.group_size, self.block))
         entry, algorithm, error = self._mixed(module, parts)
         if error:
             return Resolution(built=UNKNOWN, entry=entry, error=error)
         if algorithm is None:
             return Resolution(built=PLAIN)
-        return Resolution(built=modelopt_built(algorithm, self.group_size, self.block), entry=entry)
+        built = _mixed_experts_built if kind == "experts" else _mixed_linear_built
+        return Resolution(built=built(algorithm, self.group_size, self.block), entry=entry)
 
     def covers(self, entry: Entry, module: VLLMName) -> bool:
         """As `resolve` does, with this entry only."""
@@ -101,7 +104,7 @@ def read_modelopt(
         isinstance(group, Mapping) and group.get("input_activations") is None for group in groups.values()
     ):  # fmt: skip
         algorithm = "W4A16_NVFP4"
-    if algorithm not in (*_MODELOPT_ALGORITHMS, "MIXED_PRECISION"):
+    if algorithm not in ALGORITHMS:
         return Unknown(name=f"modelopt {algorithm or 'without quant_algo'}")
     exclude = [rename.modelopt(entry) for entry in listed]
     entries = [Entry(where="exclude", written=entry, read=read) for entry, read in zip(listed, exclude, strict=True)]
@@ -115,7 +118,8 @@ def read_modelopt(
     )  # fmt: skip
 
 
-_MODELOPT_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8")
+_OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8")
+ALGORITHMS = (*_OF_MODULES, "MIXED_PRECISION")
 
 
 def modelopt_built(algorithm: str, group_size: int, block: int) -> Built:
@@ -131,14 +135,26 @@ def modelopt_built(algorithm: str, group_size: int, block: int) -> Built:
         case "FP8":
             return Built(form="fp8_tensor", leaves=weight_and_scale | {"input_scale"})
         case "FP8_PER_CHANNEL_PER_TOKEN":
-            return Built(form="fp8_channel", leaves=weight_and_scale)
-        case "FP8_PB_WO" | "FP8_BLOCK_SCALES":
-            renames = MappingProxyType({"weight_scale_inv": "weight_scale"})
-            return Built(form="fp8_block", leaves=weight_and_scale, block=(block, block), renames=renames)
+            return Built(form="fp8_channel", leaves=weight_and_scale, scale_ndim=1)
+        case "FP8_PB_WO":
+            return Built(form="fp8_block", leaves=weight_and_scale, block=(block, block), scale_ndim=4)
         case "MXFP8":
             return Built(form="mxfp8", leaves=weight_and_scale, group_size=32)
         case _:
             return UNKNOWN
+
+
+def _mixed_linear_built(algorithm: str, group_size: int, block: int) -> Built:
+    """MIXED_PRECISION's linear modules and heads: an algorithm that is none of theirs leaves them plain."""
+    return modelopt_built(algorithm, group_size, block) if algorithm in _OF_MODULES else PLAIN
+
+
+def _mixed_experts_built(algorithm: str, group_size: int, block: int) -> Built:
+    """MIXED_PRECISION's routed experts: FP8 in blocks by native FP8's method, by its names; none a channel."""
+    if algorithm in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
+        leaves = frozenset({"weight", "weight_scale_inv"})
+        return Built(form="fp8_block", leaves=leaves, block=(block, block), scale_ndim=2)
+    return PLAIN if algorithm == "FP8_PER_CHANNEL_PER_TOKEN" else modelopt_built(algorithm, group_size, block)
 
 
 def _modelopt_pattern(module: str, patterns: Sequence[str]) -> str | None:

@@ -16,7 +16,7 @@ from .dialects import quantization_of, read_dialect
 from .evidence import HF_QUANT_CONFIG, Evidence
 from .findings import Finding
 from .fp8 import Fp8
-from .modelopt import ModelOpt
+from .modelopt import ALGORITHMS, ModelOpt
 
 _SIZE_TOLERANCE = 0.01
 
@@ -42,7 +42,9 @@ def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
         meant = _meant(evidence, entry, disk)
         missed = next((module for module in meant if evidence.runtime_of(evidence.placed[module]) in quantized), None)
         if entry.where in ("targets", "quantized_layers"):
-            if not _is_class_name(entry):
+            # A name on disk beside vLLM's is for other readers: all it means is built quantized.
+            is_second = meant and all(evidence.runtime_of(evidence.placed[module]) in quantized for module in meant)
+            if not _is_class_name(entry) and not is_second:
                 yield Finding(
                     rule="entry-unmatched", severity="warning", where=entry.written,
                     says=f"({entry.where}) matches no module of vLLM's" + (
@@ -108,11 +110,13 @@ def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
                 cure="Start from the original release's config.json and only add quantization_config",
             )  # fmt: skip
     layer_types = view.text_config.get("layer_types")
-    if isinstance(layer_types, list) and len(layer_types) != view.num_layers:
+    expected = view.num_layers + (view.num_mtp_layers if view.family.layer_types_count_mtp else 0)
+    if isinstance(layer_types, list) and len(layer_types) != expected:
         yield Finding(
             rule="config", severity="error", where="config.json: layer_types",
             says=f"has {len(layer_types)} entries for num_hidden_layers={view.num_layers}: loading the config fails",
-            cure="Cut it to the decoder layers; MTP layers are not counted",
+            cure="Cut it to the decoder layers; MTP layers are not counted" if expected == view.num_layers else
+                 "Take layer_types from the original release's config.json: its MTP layers are counted",
         )  # fmt: skip
     ratios = view.text_config.get("compress_ratios")
     if isinstance(ratios, list) and len(ratios) < view.num_layers:
@@ -121,6 +125,31 @@ def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
             says=f"has {len(ratios)} entries for num_hidden_layers={view.num_layers}: vLLM raises IndexError",
             cure="Take compress_ratios from the original release's config.json",
         )  # fmt: skip
+
+
+def modelopt_is_complete(evidence: Evidence) -> Iterator[Finding]:
+    """modelopt's algorithm is one that vLLM loads, and hf_quant_config.json has the fields that NVFP4 needs: R7."""
+    dialect = evidence.dialect
+    given = quantization_of(evidence.source.config)
+    file = HF_QUANT_CONFIG if given is None else "config.json"
+    if isinstance(dialect, Unknown) and dialect.name.startswith("modelopt"):
+        yield Finding(
+            rule="algorithm", severity="error",
+            where=f"{file}: {'quantization' if given is None else 'quantization_config'}.quant_algo",
+            says=f"is {dialect.name.removeprefix('modelopt ')}: vLLM raises ValueError 'ModelOpt currently only "
+                 "supports: ...'",
+            cure=f"Export again with one of {', '.join(ALGORITHMS)}",
+        )  # fmt: skip
+    inner = ((evidence.hf_quant_config if given is None else given) or {}).get("quantization")
+    if isinstance(dialect, ModelOpt) and "NVFP4" in dialect.algorithm and isinstance(inner, Mapping):
+        for key in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
+            if key not in inner:
+                yield Finding(
+                    rule="algorithm", severity="error", where=f"{file}: quantization.{key}",
+                    says="is missing: vLLM raises ValueError 'NVFP4 quantization requires the following fields in "
+                         "hf_quant_config.json'",
+                    cure="Export again with modelopt, or add it",
+                )  # fmt: skip
 
 
 def extras_are_present(evidence: Evidence) -> Iterator[Finding]:
@@ -155,6 +184,7 @@ RULES = (
     entries_match_a_module,
     quantization_configs_agree,
     config_has_what_vllm_reads,
+    modelopt_is_complete,
     extras_are_present,
     index_size_is_sane,
 )

@@ -2,47 +2,33 @@
 
 In: a `Verdict`, and where the family is known the `Evidence` of the static check. Out: `Finding`s in names on disk.
 
-Easy to get wrong: parameters have vLLM's names, people have files. A parameter is traced back to the tensors that the
-family's table places in its module; where that fails, the parameter's own name is told.
+Easy to get wrong: parameters have vLLM's names, people have files (trace.py finds the way back), and one cause leaves
+many traces: findings with the same cause become one.
 """
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 from ..recipes.family import HFName, Place
-from .defects import known_defect
+from .defects import NAMELESS_HEAD, known_defect
 from .dry import Failure, Fault, Misfit, Side, Verdict
-from .evidence import Evidence, Module
+from .evidence import Evidence
 from .findings import Finding
+from .refusals import known_refusal
+from .trace import Trace
 
 RULE = "dry-load"
-# Written by vLLM's own loaders into parameters that its modules do not register under the module's name.
-_INSERTED = re.compile(r"\.(mtp_block|routed_experts|transformer_layer)(?=\.)")
+DEFECT = "vllm-defect"
 # Buffers that vLLM computes anew, so that its loaders pass over them.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-_SCALE = re.compile(r"scale(_inv|_2)?$|zero_point$|_shape$")
+_SCALE = re.compile(r"scale(_inv|_2)?$|zero_point$")
 _LONGEST = 400
 _SILENCE = {"target": "answers are garbage", "draft": "the draft guesses, acceptance is near 0 %"}
-
-# What vLLM 0.32.0 says -> what to do; the first that matches "<exception>: <message>".
-_CURES: tuple[tuple[str, str], ...] = (
-    (r"weight_packed|weight_scale|w13_|w2_|weight_scale_inv|There is no module or parameter named",
-     "Make config.json's ignore list and targets say what the files hold, in vLLM's runtime names"),
-    (r"MTP speculative decoding layer \d+ weights missing|not initialized from checkpoint",
-     "Bring the MTP tensors back from the release: `keepmtp quantize` keeps them"),
-    (r"not divisible by weight quantization block|is not divisible by|output_partition_size|input_size_per_partition",
-     "Serve with a smaller --tensor-parallel-size, or keep this module in BF16"),
-    (r"num_speculative_tokens:?\s*\d+ must be divisible|n_predict", "Choose -k as a multiple of the MTP layers"),
-    (r"ZeroDivisionError|num_nextn_predict_layers|mtp_num_hidden_layers",
-     "Let config.json count the MTP layers, as the release does"),
-    (r"different quantization schemes|some but not all shards|All MoE projections need",
-     "Give all parts of the fused module the same scheme, or ignore all of them"),
-    (r"[Ff]ailed to find a kernel|No .* backend|Unsupported .* backend",
-     "Choose a scheme that this GPU has a kernel for"),
-    (r"doesn't match the broadcast shape|size mismatch|shape|AssertionError",
-     "Compare dtype and shape of the tensor with what config.json promises for its module"),
-    (r"KeyError|ValueError", "Rename or remove the tensor, or take the release's config.json"),
-)  # fmt: skip
+_ACTS = {"config": "reading the config", "world": "starting", "construct": "building {}", "load": "loading {}",
+         "share": "giving the draft the target's embedding and head", "process": "preparing the weights of {}",
+         "crash": "judging"}  # fmt: skip
 
 
 def findings(
@@ -54,36 +40,166 @@ def findings(
         verdict: of the dry load.
         evidence: the static check's; None where the family has no table.
         version: of vLLM.
-        static: what the static check found: its cure is better than a general one.
+        static: what the static check found: its cure for an entry is better than a general one.
     """
-    if verdict.failure is not None:
-        return [_failure(verdict, evidence, version, tuple(static))]
-    found: list[Finding] = []
-    for role, side in (("target", verdict.target), ("draft", verdict.draft)):
-        found += _faults(verdict, evidence, role, side)
-        found += _kernels(verdict, role, side)
-    return found + list(_unused(verdict, evidence))
+    case = _Case(verdict=verdict, evidence=evidence, version=version, static=tuple(static))
+    return [*case.nameless_heads(), *(case.failure() if verdict.failure else case.silence())]
 
 
-def _failure(verdict: Verdict, evidence: Evidence | None, version: str, static: tuple[Finding, ...]) -> Finding:
-    failure = verdict.failure
-    assert failure is not None
-    part = f"the {failure.role}" if failure.role else "the model"
-    act = {"config": "reading the config", "construct": f"building {part}", "load": f"loading {part}",
-           "share": "giving the draft the target's embedding and head", "process": f"preparing the weights of {part}",
-           "world": "starting", "crash": "judging"}[failure.stage]  # fmt: skip
-    words = _said(failure)
-    where = failure.tensor or _named_in(failure.words, evidence) or f"{verdict.path}/config.json"
-    family = evidence.view.family.model_type if evidence else ""
-    if defect := known_defect(failure, family=family, version=version):
-        says = f"a defect of vLLM {version}, not of this checkpoint: {defect.says}; {words} ({failure.at})"
-        return Finding(rule="vllm-defect", severity="error", where=where, says=_on(verdict, says), cure=defect.cure)
-    says = f"vLLM {version} stops while {act}: {words}" + (f" ({failure.at})" if failure.at else "")
-    cure = _cure_of(where, static) or next((cure for words_, cure in _CURES if re.search(words_, words)), "")
-    return Finding(
-        rule=RULE, severity="error", where=where, says=_on(verdict, says),
-        cure=cure or "Read vLLM's message; `keepmtp check` without --gpu may say more",
-    )  # fmt: skip
+@dataclass(frozen=True)
+class _Case:
+    """One verdict, and what is known about its checkpoint."""
+
+    verdict: Verdict
+    evidence: Evidence | None
+    version: str
+    static: tuple[Finding, ...]
+
+    @cached_property
+    def sides(self) -> dict[str, Side]:
+        return {"target": self.verdict.target, "draft": self.verdict.draft}
+
+    @cached_property
+    def traces(self) -> dict[str, Trace]:
+        return {role: Trace(side, self.evidence) for role, side in self.sides.items()} if self.evidence else {}
+
+    def nameless_heads(self) -> Iterator[Finding]:
+        """vLLM's own defect: a head that no entry can except from quantization, since it asks with an empty name."""
+        for role, side in self.sides.items():
+            for question in side.asked:
+                is_quantized = bool(question.method) and not question.method.startswith("Unquantized")
+                if question.layer == "ParallelLMHead" and not question.prefix and is_quantized:
+                    says = f"a defect of vLLM {self.version}, not of this checkpoint: {NAMELESS_HEAD.says} ({side.cls})"
+                    yield self._finding(DEFECT, "lm_head.weight", f"{says}; {_SILENCE[role]}", NAMELESS_HEAD.cure)
+
+    def failure(self) -> Iterator[Finding]:
+        """What vLLM raised."""
+        failure = self.verdict.failure
+        assert failure is not None
+        if any(True for _ in self.nameless_heads()) and "head" in (failure.tensor or failure.words):
+            return
+        words = _said(failure)
+        at = f" ({failure.at})" if failure.at else ""
+        family = self.evidence.view.family.model_type if self.evidence else ""
+        if defect := known_defect(failure, family=family, version=self.version):
+            says = f"a defect of vLLM {self.version}, not of this checkpoint: {defect.says}; {words}{at}"
+            yield self._finding(DEFECT, failure.tensor or self._config, says, defect.cure)
+            return
+        where, cure = known_refusal(failure) or ("", "")
+        if "{count}" in where:
+            where = self.evidence.view.mtp_count_key if self.evidence else self._config
+        where = where or failure.tensor or self._named_in(failure) or self._config
+        act = _ACTS[failure.stage].format(f"the {failure.role}" if failure.role else "the model")
+        yield self._finding(
+            RULE, where, f"vLLM {self.version} stops while {act}: {words}{at}",
+            self._static_cure(where) or cure or "Read vLLM's message; `keepmtp check` without --gpu may say more",
+        )  # fmt: skip
+
+    def silence(self) -> Iterator[Finding]:
+        """What vLLM accepted without a word."""
+        for role, side in self.sides.items():
+            is_nameless = any(not question.prefix and question.layer == "ParallelLMHead" for question in side.asked)
+            for fault, what in _faults(side):
+                if not (is_nameless and "head" in fault.param):
+                    yield self._fault(role, fault, what)
+            for misfit, what in _misfits(side):
+                if not (is_nameless and "head" in misfit.param):
+                    yield self._misfit(role, misfit, what)
+            for kernel in side.kernels:
+                if kernel.outcome.startswith("refused: "):
+                    where = self._entry_of(role, kernel.where) or kernel.where
+                    says = f"no kernel for {kernel.method} in the {role} ({kernel.count}): {kernel.outcome[9:]}"
+                    cure = self._static_cure(where) or "Choose a scheme that this GPU has a kernel for"
+                    yield self._finding("no-kernel", where, says, cure)
+        yield from self._unused()
+
+    def _fault(self, role: str, fault: Fault, what: str) -> Finding:
+        trace = self.traces.get(role)
+        where = trace.entry(fault) if trace else next(iter(fault.sources), fault.param)
+        cure = "Bring the missing tensors back from the release"
+        if trace and _SCALE.search(fault.param):
+            entry = f"re:^{re.escape(trace.module(fault.param))}"
+            cure = f"Store its scales, or if its weights are plain, add '{entry}' to ignore"
+        says = f"vLLM's {fault.param} {what}, in silence; {_SILENCE[role]}"
+        cause = f"{role} {what.split('(')[0]} {fault.param.rpartition('.')[2]}"
+        return self._finding(RULE, where, says, self._static_cure(where) or cure, cause)
+
+    def _misfit(self, role: str, misfit: Misfit, what: str) -> Finding:
+        where = misfit.tensor.partition(", ")[0] or misfit.param
+        says = f"{what} of vLLM's {misfit.param}, in silence; {_SILENCE[role]}"
+        cure = "Make config.json's ignore list and targets say what the files hold"
+        cause = f"{role} {what} {misfit.param.rpartition('.')[2]}"
+        return self._finding(RULE, where, says, self._static_cure(where) or cure, cause)
+
+    def _unused(self) -> Iterator[Finding]:
+        for name in self.verdict.unconsumed:
+            place = self.evidence.view.place(HFName(name)) if self.evidence else None
+            is_mtp = place is not None and place.part == "mtp"
+            if _RECOMPUTED.search(name) or (place is not None and is_mtp and self._is_left_alone(place)):
+                continue
+            role = "draft" if is_mtp else "target"
+            says = f"neither target nor draft reads it, in silence; {_SILENCE[role]} if it matters"
+            cure = "Compare its name with the release's: vLLM knows it under another, or not at all"
+            yield self._finding(RULE, name, says, self._static_cure(name) or cure, f"unused {role}")
+        for name, used, size in self.verdict.truncated:
+            says = f"only {used:,} of its {size:,} elements are read, in silence"
+            cure = "Compare its shape with the release's and with config.json"
+            yield self._finding(RULE, name, says, self._static_cure(name) or cure, "truncated")
+
+    def _is_left_alone(self, place: Place) -> bool:
+        """A copy of what the draft takes from the target, or an MTP layer beyond those that vLLM reads at all."""
+        assert self.evidence is not None
+        view = self.evidence.view
+        num_used = view.family.loader.num_layers_used
+        first = 0 if view.layout.mtp else view.num_layers
+        is_beyond = bool(num_used) and place.layer is not None and place.layer - first >= num_used
+        return is_beyond or (place.role in ("embedding", "head") and bool(self.verdict.draft.shared))
+
+    def _named_in(self, failure: Failure) -> str:
+        """The entry of a parameter or module that vLLM's message names, else of the module it built last."""
+        roles = [failure.role] if failure.role in self.traces else [*self.traces]
+        for name in re.findall(r"\w+(?:\.\w+)+", failure.words):
+            for role in roles:
+                trace = self.traces[role]
+                entries = (trace.module_entry(trace.module(param)) for param in (f"{name}.weight", name))
+                if entry := next(filter(None, entries), ""):
+                    return entry
+        if failure.stage == "construct" and failure.role in self.traces and self.sides[failure.role].asked:
+            return self._entry_of(failure.role, self.sides[failure.role].asked[-1].prefix)
+        return ""
+
+    def _entry_of(self, role: str, prefix: str) -> str:
+        return self.traces[role].module_entry(prefix) if role in self.traces else ""
+
+    @property
+    def _config(self) -> str:
+        return f"{self.verdict.path}/config.json"
+
+    def _static_cure(self, where: str) -> str:
+        """The static check's cure for the same tensor or module, else of its only error."""
+        errors = [finding for finding in self.static if finding.severity == "error"]
+        stem = where.rpartition(".")[0] or where
+        for finding in errors:
+            if finding.where.startswith(stem) or where.startswith(finding.where):
+                return finding.cure
+        return errors[0].cure if len(errors) == 1 else ""
+
+    def _finding(self, rule: str, where: str, says: str, cure: str, cause: str = "") -> Finding:
+        told = f"on {self.verdict.gpu} at TP {self.verdict.tp}: {says}"
+        place = f"{self.verdict.gpu} {self.verdict.tp} {cause}" if cause else ""
+        return Finding(rule=rule, severity="error", where=where, says=told, cure=cure, cause=place)
+
+
+def _faults(side: Side) -> Iterator[tuple[Fault, str]]:
+    yield from ((fault, "stays uninitialised memory: nothing on disk fills it") for fault in side.unwritten)
+    yield from ((fault, "keeps its placeholder: nothing on disk fills it") for fault in side.default)
+    for fault in side.partial:
+        yield fault, f"is filled in part only ({fault.num_written:,} of {fault.num_expected:,} elements)"
+
+
+def _misfits(side: Side) -> Iterator[tuple[Misfit, str]]:
+    yield from ((misfit, f"holds {misfit.given}, which is cast into {misfit.wanted}") for misfit in side.casts)
+    yield from ((misfit, f"has shape {misfit.given}, spread over {misfit.wanted}") for misfit in side.broadcasts)
 
 
 def _said(failure: Failure) -> str:
@@ -92,115 +208,3 @@ def _said(failure: Failure) -> str:
     words = re.sub(r"^\d+ validation errors? for \w+ (Value error|Assertion failed), ", "", words)
     words = words.partition(" [type=")[0]
     return f"{failure.type}: {words[:_LONGEST]}" if words else failure.type
-
-
-def _named_in(words: str, evidence: Evidence | None) -> str:
-    """The entry on disk of a parameter or module that vLLM's message names."""
-    for name in re.findall(r"[\w]+(?:\.[\w]+)+", words):
-        if evidence is not None and (module := _module_of(name, evidence)):
-            return _entry_of(module)
-    return ""
-
-
-def _faults(verdict: Verdict, evidence: Evidence | None, role: str, side: Side) -> Iterator[Finding]:
-    for fault in side.unwritten:
-        yield _fault(verdict, evidence, role, fault, "stays uninitialised memory: nothing on disk fills it")
-    for fault in side.default:
-        yield _fault(verdict, evidence, role, fault, "keeps its placeholder: nothing on disk fills it")
-    for fault in side.partial:
-        share = f"{fault.num_written:,} of {fault.num_expected:,} elements"
-        yield _fault(verdict, evidence, role, fault, f"is filled in part only ({share})")
-    for misfit in side.casts:
-        yield _misfit(verdict, role, misfit, f"holds {misfit.given}, which is cast into {misfit.wanted}")
-    for misfit in side.broadcasts:
-        yield _misfit(verdict, role, misfit, f"has shape {misfit.given}, which is spread over {misfit.wanted}")
-
-
-def _fault(verdict: Verdict, evidence: Evidence | None, role: str, fault: Fault, what: str) -> Finding:
-    module = _module_of(fault.param, evidence) if evidence else None
-    where = fault.tensor or (_entry_of(module) if module else fault.param)
-    is_scale = _SCALE.search(fault.param) is not None
-    if is_scale and module is not None:
-        entry = f"re:^{re.escape(module.name)}"
-        cure = f"Store its scales, or if its weights are plain, add '{entry}' to ignore"
-    else:
-        cure = "Bring the missing tensors back from the release"
-    says = f"vLLM's {fault.param} {what}, in silence; {_SILENCE[role]}"
-    return Finding(
-        rule=RULE, severity="error", where=where, says=_on(verdict, says), cure=cure,
-        cause=f"{role} {what.split('(')[0]} {fault.param.rpartition('.')[2]}",
-    )  # fmt: skip
-
-
-def _misfit(verdict: Verdict, role: str, misfit: Misfit, what: str) -> Finding:
-    return Finding(
-        rule=RULE, severity="error", where=misfit.tensor.partition(", ")[0] or misfit.param,
-        says=_on(verdict, f"{what} of vLLM's {misfit.param}, in silence; {_SILENCE[role]}"),
-        cure="Make config.json's ignore list and targets say what the files hold",
-        cause=f"{role} {what} {misfit.param.rpartition('.')[2]}",
-    )  # fmt: skip
-
-
-def _kernels(verdict: Verdict, role: str, side: Side) -> Iterator[Finding]:
-    for kernel in side.kernels:
-        if kernel.outcome.startswith("refused: "):
-            yield Finding(
-                rule="no-kernel", severity="error", where=kernel.where, count=kernel.count,
-                says=_on(verdict, f"no kernel for {kernel.method} in the {role}: {kernel.outcome[9:]}"),
-                cure="Choose a scheme that this GPU has a kernel for",
-            )  # fmt: skip
-
-
-def _unused(verdict: Verdict, evidence: Evidence | None) -> Iterator[Finding]:
-    for name in verdict.unconsumed:
-        place = evidence.view.place(HFName(name)) if evidence else None
-        is_mtp = place is not None and place.part == "mtp"
-        if _RECOMPUTED.search(name) or (evidence and place and is_mtp and _is_left_alone(verdict, evidence, place)):
-            continue
-        role = "draft" if is_mtp else "target"
-        yield Finding(
-            rule=RULE, severity="error", where=name,
-            says=_on(verdict, f"neither target nor draft reads it, in silence; {_SILENCE[role]} if it matters"),
-            cure="Compare its name with the release's: vLLM knows it under another, or not at all",
-            cause=f"unused {role}",
-        )  # fmt: skip
-    for name, used, size in verdict.truncated:
-        yield Finding(
-            rule=RULE, severity="error", where=name, cause="truncated",
-            says=_on(verdict, f"only {used:,} of its {size:,} elements are read, in silence"),
-            cure="Compare its shape with the release's and with config.json",
-        )  # fmt: skip
-
-
-def _is_left_alone(verdict: Verdict, evidence: Evidence, place: Place) -> bool:
-    """A copy of what the draft takes from the target, or an MTP layer beyond those that vLLM reads at all."""
-    num_used = evidence.view.family.loader.num_layers_used
-    first = 0 if evidence.view.layout.mtp else evidence.view.num_layers
-    is_beyond = bool(num_used) and place.layer is not None and place.layer - first >= num_used
-    return is_beyond or (place.role in ("embedding", "head") and bool(verdict.draft.shared))
-
-
-def _on(verdict: Verdict, says: str) -> str:
-    return f"on {verdict.gpu} at TP {verdict.tp}: {says}"
-
-
-def _cure_of(where: str, static: tuple[Finding, ...]) -> str:
-    """The static check's cure for the same tensor or module, else of its only error."""
-    errors = [finding for finding in static if finding.severity == "error"]
-    stem = where.rpartition(".")[0] or where
-    for finding in errors:
-        if finding.where.startswith(stem) or where.startswith(finding.where):
-            return finding.cure
-    return errors[0].cure if len(errors) == 1 else ""
-
-
-def _module_of(param: str, evidence: Evidence) -> Module | None:
-    """The runtime module that a parameter, or a module named in a message, belongs to."""
-    plain = _INSERTED.sub("", param)
-    return evidence.module_by_name.get(plain) or evidence.module_by_name.get(plain.rpartition(".")[0])
-
-
-def _entry_of(module: Module) -> str:
-    """The first tensor on disk of a module."""
-    first = module.members[0].weight
-    return next(iter(entry.name for entry in first.parts.values()), first.module)

@@ -118,7 +118,7 @@ def draft_head_is_excluded(evidence: Evidence) -> Iterator[Finding]:
         return
     for name, disk in _draft_heads(evidence):
         weight = evidence.weights.get(disk)
-        resolution = evidence.resolve(name, (), "head")
+        resolution = evidence.resolve(name, (), "head", "mtp")
         if resolution.built.form != "nvfp4_modelopt" or (weight is not None and weight.form != "plain"):
             continue
         yield Finding(
@@ -238,6 +238,8 @@ def _packed_in_plain(view: FamilyView, module: Module, member: Member) -> str:
 
 def _unknown_name(view: FamilyView, module: Module, leaf: str) -> str:
     loader = view.family.loader
+    if not loader.unknown_name:
+        return f"vLLM skips {leaf} without a word and leaves its own parameters unwritten" + _garbage(module)
     if loader.unknown_name == "ValueError":
         return f"vLLM raises ValueError 'There is no module or parameter named ...{leaf}'"
     if loader.drops_scales and module.part == "mtp" and leaf == "weight_scale" and module.kind != "experts":

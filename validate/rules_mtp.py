@@ -8,7 +8,7 @@ decoder layers of the same checkpoint, mixer and feed-forward part apart, and mu
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ..quantize.stored import KV_SCALE_LEAVES, OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ..recipes.family import HFName, Part, Place
@@ -110,6 +110,7 @@ def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
         models = {halves[half] for (part, _), halves in parts.items() if part == "backbone" and halves[half]}
         for (part, index), halves in parts.items():
             gap = _gap(halves[half], models, is_backbone=part == "backbone")
+            gap -= set(view.family.mtp_lacks) if part == "mtp" else set()
             for path in sorted(gap):
                 leaf = "" if path.endswith((".bias", "e_score_correction_bias", "tid2eid")) else ".weight*"
                 yield Finding(
@@ -158,7 +159,7 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
     for entry in evidence.others:
         place = evidence.placed.get(entry.name)
         leaf = entry.name.rpartition(".")[2] if place is None else place.leaf
-        if _NESTED_MTP.match(entry.name):
+        if _is_nested(evidence, entry.name):
             yield _nested_finding(evidence, entry.name)
         elif leaf in KV_SCALE_LEAVES or entry.name.endswith("kv_scale"):
             if evidence.is_mtp_name(entry.name) and not loader.takes_kv_scales:
@@ -175,13 +176,22 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
                      "uninitialised",
                 cure="Quantize the checkpoint again", cause=f"orphan {leaf}",
             )  # fmt: skip
-        elif not _RECOMPUTED.search(entry.name) and (place is None or leaf not in (*OTHER_LEAVES, *foreign)):
+        elif not _RECOMPUTED.search(entry.name) and (
+            place is None or (place.role != "vision" and leaf not in (*OTHER_LEAVES, *foreign))
+        ):
             yield _unknown(evidence, entry.name)
     for module, weight in evidence.weights.items():
-        if _NESTED_MTP.match(module):
+        if _is_nested(evidence, weight.weight.name):
             yield _nested_finding(evidence, weight.weight.name)
         elif module not in evidence.placed or evidence.placed[module].leaf != "weight":
             yield _unknown(evidence, weight.weight.name)
+        elif evidence.placed[module].part == "mtp" and (leaves := _unrenamed(loader.mtp_leaves, weight.parts)):
+            yield Finding(
+                rule="unknown-tensor", severity="error", where=f"{module}.{leaves[0]}",
+                says=f"is not among the names that this draft's loader renames ({', '.join(loader.mtp_leaves)}): vLLM "
+                     "raises KeyError",
+                cure="Leave the MTP block plain", cause="mtp leaf",
+            )  # fmt: skip
 
 
 def aliases_are_present(evidence: Evidence) -> Iterator[Finding]:
@@ -204,7 +214,7 @@ def aliases_are_present(evidence: Evidence) -> Iterator[Finding]:
 
 def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Finding]:
     """GPTQ, AWQ, Quark, AutoRound: a plain MTP block must be on the list of what is left alone: R8; F15, F16, F20."""
-    if not isinstance(evidence.dialect, Unknown):
+    if not isinstance(evidence.dialect, Unknown) or evidence.dialect.name.startswith("modelopt"):
         return
     dialect = evidence.dialect
     yield Finding(
@@ -240,7 +250,12 @@ def _unindexed_layers(evidence: Evidence) -> set[int]:
 
 
 def _nested(evidence: Evidence) -> bool:
-    return any(_NESTED_MTP.match(module) for module in evidence.weights)
+    return any(_is_nested(evidence, weight.weight.name) for weight in evidence.weights.values())
+
+
+def _is_nested(evidence: Evidence, name: HFName) -> bool:
+    """Whether an MTP tensor carries a prefix that its family does not have."""
+    return _NESTED_MTP.match(name) is not None and not evidence.is_mtp_name(name)
 
 
 def _nested_finding(evidence: Evidence, name: HFName) -> Finding:
@@ -265,25 +280,29 @@ def _unknown(evidence: Evidence, name: HFName) -> Finding:
     )  # fmt: skip
 
 
+def _unrenamed(known: tuple[str, ...], leaves: Iterable[str]) -> list[str]:
+    return [leaf for leaf in leaves if known and leaf not in known]
+
+
 def _layer_parts(evidence: Evidence) -> Mapping[tuple[Part, int], Mapping[str, frozenset[str]]]:
     """For each layer what it has, mixer and feed-forward part apart, whatever form it is stored in."""
     sets: dict[tuple[Part, int], dict[str, set[str]]] = defaultdict(lambda: {"mixer": set(), "ffn": set()})
-    only_mtp = {row.path for row in evidence.view.family.mtp_block}
+    family = evidence.view.family
+    only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
     for place in evidence.placed.values():
         path = place.row.path
         # Compressors and indexers come and go by layer within one family.
-        if place.layer is None or ".compressor." in path or ".indexer." in path:
+        if place.layer is None or not place.row.in_every_layer or ".compressor." in path or ".indexer." in path:
             continue
         if place.part == "backbone" or path not in only_mtp:
-            half = "ffn" if place.role in _FFN_ROLES else "mixer"
+            half = "ffn" if place.role in _FFN_ROLES and not family.one_mixer else "mixer"
             sets[place.part, place.layer][half].update(_elements(place))
     return {key: {half: frozenset(paths) for half, paths in halves.items()} for key, halves in sets.items()}
 
 
 def _elements(place: Place) -> Iterator[str]:
     if place.row.stacked:
-        parent = place.row.path.rpartition(".")[0]
-        yield from (f"{parent}.{{e}}.{name}" for name in place.row.stacked)
+        yield from place.row.unstacked
     elif place.leaf in ("", "qweight", *WEIGHT_LEAVES):
         yield place.row.path
     elif place.leaf in OTHER_LEAVES:

@@ -70,7 +70,7 @@ def test_what_vllm_leaves_unsaid_is_found_by_the_account_alone(silent):
 
 
 def test_findings_name_the_entry_on_disk_and_the_cure(silent):
-    (report,) = check_on([str(silent)], vllm=find_vllm(), gpus=["sm100"])
+    [(report, *_)] = check_on([str(silent)], vllm=find_vllm(), gpus=["sm100"])
     dry = [finding for finding in report.findings if finding.rule == "dry-load"]
     assert any(finding.where.startswith("model.layers.3.self_attn.") for finding in dry)
     assert all("on sm100 at TP 1" in finding.says and finding.cure for finding in dry)
@@ -81,7 +81,7 @@ def test_vllms_own_words_the_tensor_and_a_cure_where_it_raises(tmp_path):
     checkpoint = ours("deepseek-r1", "NVFP4", "NVFP4")
     checkpoint.rename(r"model\.layers\.3\.self_attn\.o_proj\.weight_packed", "model.layers.3.self_attn.o_proj.weights")
     folder = write(tmp_path / "renamed", checkpoint)
-    (report,) = check_on([str(folder)], vllm=find_vllm(), gpus=["sm100"])
+    [(report, *_)] = check_on([str(folder)], vllm=find_vllm(), gpus=["sm100"])
     (found,) = [finding for finding in report.findings if finding.rule == "dry-load"]
     assert found.where == "model.layers.3.self_attn.o_proj.weights"
     assert "KeyError" in found.says and "deepseek_mtp.py" in found.says and found.cure
@@ -91,25 +91,25 @@ def test_an_architecture_without_a_family_is_loaded_all_the_same(tmp_path):
     """No table, so no static check and no names traced; vLLM's verdict and the account stand."""
     checkpoint = released("glm-4.7")
     checkpoint.config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    (report,) = check_on([str(write(tmp_path / "llama", checkpoint))], vllm=find_vllm(), gpus=["sm100"])
+    [(report, *_)] = check_on([str(write(tmp_path / "llama", checkpoint))], vllm=find_vllm(), gpus=["sm100"])
     assert {finding.rule for finding in report.findings} >= {"family", "dry-load"}
     unknown = released("glm-4.7")
     unknown.config |= {"model_type": "never_seen", "architectures": ["NeverSeenForCausalLM"]}
-    (report,) = check_on([str(write(tmp_path / "unknown", unknown))], vllm=find_vllm(), gpus=["sm100"])
+    [(report, *_)] = check_on([str(write(tmp_path / "unknown", unknown))], vllm=find_vllm(), gpus=["sm100"])
     assert any("never_seen" in finding.says and finding.rule == "dry-load" for finding in report.findings)
 
 
 def test_k_must_fit_the_mtp_layers(tmp_path):
     """MiMo-V2's three layers: vLLM takes a multiple of the count that config.json gives."""
     folder = write(tmp_path / "two", released("glm-4.7", num_nextn_predict_layers=2))
-    (report,) = check_on([str(folder)], vllm=find_vllm(), gpus=["sm100"], num_drafts=3)
+    [(report, *_)] = check_on([str(folder)], vllm=find_vllm(), gpus=["sm100"], num_drafts=3)
     assert any("num_speculative_tokens" in finding.says and "-k" in finding.cure for finding in report.findings)
 
 
 def test_tensor_parallel_sizes_that_do_not_divide_are_refused(tmp_path):
     config, tensors = source_layout("deepseek-r1", size="split")
     folder = write_checkpoint(tmp_path / "v3", config, tensors)
-    reports = {tp: next(check_on([str(folder)], vllm=find_vllm(), gpus=["sm100"], tps=[tp])) for tp in (4, 8)}
+    reports = {tp: next(check_on([str(folder)], vllm=find_vllm(), gpus=["sm100"], tps=[tp])).report for tp in (4, 8)}
     assert reports[4].ok
     (found,) = reports[8].findings
     assert "not divisible by weight quantization block" in found.says and "--tensor-parallel-size" in found.cure
@@ -118,8 +118,8 @@ def test_tensor_parallel_sizes_that_do_not_divide_are_refused(tmp_path):
 def test_a_repository_is_judged_by_range_requests(good, serve_hub):
     """The verdict of the folder; of the weights' files nothing but the beginning is asked for."""
     requests = serve_hub(good)
-    (remote,) = check_on(["org/model"], vllm=find_vllm(), gpus=["sm100"])
-    (local,) = check_on([str(good)], vllm=find_vllm(), gpus=["sm100"])
+    [(remote, *_)] = check_on(["org/model"], vllm=find_vllm(), gpus=["sm100"])
+    [(local, *_)] = check_on([str(good)], vllm=find_vllm(), gpus=["sm100"])
     assert remote.ok and remote.dry[0].target == local.dry[0].target and remote.dry[0].draft == local.dry[0].draft
     weights = [line for line in requests if ".safetensors " in line]
     assert weights and all("bytes=0-" in line for line in weights)
@@ -130,7 +130,7 @@ def test_a_lost_tensor_is_told_by_the_draft_and_by_nobody_else(tmp_path):
     checkpoint: Checkpoint = released("qwen3.5-text")
     lose(r"mtp\.layers\.0\.self_attn\.q_norm\.weight")(checkpoint)
     checkpoint.config["quantization_config"] = ours("qwen3.5-text", "FP8_DYNAMIC").quantization | {"config_groups": {}}
-    (report,) = check_on([str(write(tmp_path / "lost", checkpoint))], vllm=find_vllm(), gpus=["sm100"])
+    [(report, *_)] = check_on([str(write(tmp_path / "lost", checkpoint))], vllm=find_vllm(), gpus=["sm100"])
     assert any("q_norm" in finding.says for finding in report.findings if finding.rule == "dry-load")
 
 

@@ -62,7 +62,7 @@ class Written:
         may_pad: construction's value may remain in a part of it.
         is_optional: a checkpoint need not have it.
         regions: what was written, with its number of elements.
-        sources: the checkpoint's tensors it was written from.
+        sources: the checkpoint's tensors it was written from, each with the elements written.
     """
 
     name: str
@@ -73,7 +73,14 @@ class Written:
     may_pad: bool
     is_optional: bool
     regions: dict[Region, int] = field(default_factory=dict)
-    sources: set[str] = field(default_factory=set)
+    sources: dict[str, int] = field(default_factory=dict)
+
+    def write(self, target: torch.Tensor, names: Iterable[str]) -> None:
+        """Note that `target`, a view of the parameter, was written from the tensors `names`."""
+        count = target.numel()
+        self.regions[(target.storage_offset(), tuple(target.shape), target.stride())] = count
+        for name in names:
+            self.sources[name] = self.sources.get(name, 0) + count
 
     @property
     def num_written(self) -> int:
@@ -94,11 +101,16 @@ class Written:
 
 @dataclass(slots=True)
 class Read:
-    """What was used of one tensor of the checkpoint: `num_read` is None once something was computed from it."""
+    """What was used of one tensor of the checkpoint: all of it, once something was computed from it.
+
+    Attributes:
+        is_cut: what was left out is padding.
+    """
 
     num_elements: int
     regions: dict[Region, int] = field(default_factory=dict)
     is_computed: bool = False
+    is_cut: bool = False
 
     @property
     def is_used(self) -> bool:
@@ -106,7 +118,9 @@ class Read:
 
     @property
     def num_read(self) -> int:
-        return self.num_elements if self.is_computed else min(self.num_elements, _covered(self.regions))
+        if self.is_computed or self.is_cut:
+            return self.num_elements
+        return min(self.num_elements, _covered(self.regions))
 
 
 class Account(TorchDispatchMode):
@@ -168,8 +182,7 @@ class Account(TorchDispatchMode):
             names = self._sources.get(address, ())
             written = self._params.get(name)
             if names and written is not None and address not in self._param_at:
-                written.regions[(0, tuple(param.shape), param.stride())] = written.num_expected
-                written.sources.update(names)
+                written.write(param, names)
                 self._use(names)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +196,8 @@ class Account(TorchDispatchMode):
         if func is aten.equal.default and (args[0].is_meta or args[1].is_meta):
             return False
         device = kwargs.get("device")
-        if device is not None and device.type == "cuda":
+        is_from_meta = func is aten._to_copy.default and args[0].is_meta  # what is nowhere stays nowhere
+        if device is not None and (device.type == "cuda" or is_from_meta):
             kwargs = {**kwargs, "device": torch.device("meta")}
         out = func(*args, **kwargs)
         self._follow(func, args, out)
@@ -206,11 +220,12 @@ class Account(TorchDispatchMode):
             if names:
                 self._inherit(target, names)
             return target
-        written.regions[(target.storage_offset(), tuple(target.shape), target.stride())] = target.numel()
-        written.sources.update(names)
+        written.write(target, names)
         if source_address in self._is_checkpoint:
             read = self.tensors[names[0]]
             read.regions[(source.storage_offset(), tuple(source.shape), source.stride())] = source.numel()
+            # Vectors that a release pads are cut to size when they are read.
+            read.is_cut = written.may_pad and source.dim() == 1 and source.storage_offset() == 0
         else:
             self._use(names)
         if target.dtype != source.dtype and not _keeps_value(source.dtype, target.dtype):
@@ -227,8 +242,7 @@ class Account(TorchDispatchMode):
             target = args[0]
             written = self._param_at.get(target.untyped_storage()._cdata)
             if written is not None:
-                written.regions[(target.storage_offset(), tuple(target.shape), target.stride())] = target.numel()
-                written.sources.update(names)
+                written.write(target, names)
                 self._use(names)
         if names:
             for value in _tensors((out,)):

@@ -61,9 +61,10 @@ def _may_pad(model: torch.nn.Module) -> set[str]:
 
 
 def _unpadded(model: torch.nn.Module) -> dict[str, int]:
-    """Elements to fill of parameters that vLLM rounded up to what its kernel takes; it says so for experts.
+    """Elements to fill of parameters that vLLM rounded up to what its kernel takes, where it says by how much.
 
-    w13 is [E, 2 * inner, hidden], w2 [E, hidden, inner], biases without the last; packed or in groups along the last.
+    A module with a `pad_size` gives a fused linear beneath it that many rows more. Experts have both sizes in their
+    config: w13 is [E, 2 * inner, hidden], w2 [E, hidden, inner], packed or in groups along the last; biases lack it.
     """
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
@@ -72,6 +73,11 @@ def _unpadded(model: torch.nn.Module) -> dict[str, int]:
         if hasattr(param, "weight_loader_numel")
     }  # fmt: skip
     for prefix, module in model.named_modules():
+        pad_size = getattr(module, "pad_size", 0)
+        for name, child in module.named_children() if isinstance(pad_size, int) and pad_size else ():
+            if getattr(child, "output_sizes", ())[-1:] == [pad_size]:
+                weight = child.weight
+                counts[f"{prefix}.{name}.weight"] = weight.numel() - pad_size * weight.shape[1]
         if not isinstance(module, RoutedExperts):
             continue
         moe = module.moe_config

@@ -4,8 +4,9 @@ In: a `Job`, in a process that `gpu.install` has prepared. Out: a JSON-able dict
 
     id, seconds {stage: s}, peak_mib, runner, quant_config
     failure: null or {stage, role, type, words, at, tensor}   vLLM's exception, and the tensor it was handed last
-    target, draft: {cls, num_params (that a checkpoint must fill), num_written, asked [[prefix, layer, method, scheme]],
-                    unwritten, default, partial, padded, casts, broadcasts, shared, kernels, consumed (draft only)}
+    target, draft: {cls, num_params (that a checkpoint must fill), num_written,
+        asked [[prefix, layer, method, scheme, path]], unwritten, default, partial, padded, casts, broadcasts,
+        shared, kernels, consumed (draft only)}
     unconsumed: tensors that neither of the two used;  truncated: tensors used in part, at TP 1
 
 Easy to get wrong: vLLM's exception is the verdict, so everything it may raise is caught here, at this one boundary, and
@@ -38,7 +39,8 @@ class Job:
 
     Attributes:
         path: folder with config.json, the index and safetensors files; behind their headers there may be holes.
-        tp: tensor-parallel size; rank 0 of it is built.
+        tp: tensor-parallel size.
+        rank: the rank of it that is built.
         num_drafts: num_speculative_tokens.
         draft: folder of a separate draft model, "" if the draft is in the checkpoint.
     """
@@ -46,6 +48,7 @@ class Job:
     id: int
     path: str
     tp: int = 1
+    rank: int = 0
     num_drafts: int = 1
     draft: str = ""
 
@@ -56,7 +59,8 @@ class Part:
 
     cls: str = ""
     num_params: int = 0
-    asked: list[tuple[str, str, str, str]] = field(default_factory=list)
+    asked: list[tuple[Any, str, str, str]] = field(default_factory=list)
+    paths: dict[int, str] = field(default_factory=dict)
     shared: list[str] = field(default_factory=list)
     kernels: list[dict[str, Any]] = field(default_factory=list)
 
@@ -100,10 +104,10 @@ class Judge:
             self._config = config = _engine_config(self._job)
         self._quant_config = type(config.quant_config).__name__ if config.quant_config else ""
         self._runner = "v2" if config.use_v2_model_runner else "v1"
-        record_questions(lambda question: self._asking.append(question))
+        record_questions(lambda *question: self._asking.append(question))
         experts.install(lambda: self._current)
         with self._stage("world", ""):
-            world.init(config, tp=self._job.tp)
+            world.init(config, tp=self._job.tp, rank=self._job.rank)
         model_configs = (config.model_config, config.speculative_config.draft_model_config)
         for role, model_config in zip(ROLES, model_configs, strict=True):
             with self._stage("construct", role):
@@ -126,10 +130,9 @@ class Judge:
         try:
             yield
         except Exception as error:  # whatever vLLM raises is its verdict
-            frame = traceback.extract_tb(error.__traceback__)[-1]
             raise Refused({
                 "stage": stage, "role": role, "type": type(error).__name__, "words": str(error)[:2000],
-                "at": f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}",
+                "at": _last_frame(error),
                 "tensor": self._current if stage == "load" else "",
             }) from error  # fmt: skip
         finally:
@@ -144,6 +147,7 @@ class Judge:
         with set_default_torch_dtype(model_config.dtype), torch.device("meta"), self._construction:
             model = initialize_model(self._config, model_config=model_config)
         self._models[role] = model
+        self._parts[role].paths = {id(module): path for path, module in model.named_modules()}
         self._parts[role].cls = type(model).__name__
         self._parts[role].num_params = sum(1 for _ in model.parameters())
 
@@ -184,7 +188,9 @@ class Judge:
 
     def _describe(self, role: str) -> dict[str, Any]:
         part = self._parts[role]
-        known = {"cls": part.cls, "num_params": part.num_params, "asked": part.asked, "shared": part.shared,
+        asked = [(prefix, type(layer).__name__, method, scheme, part.paths.get(id(layer), ""))
+                 for layer, prefix, method, scheme in part.asked]  # fmt: skip
+        known = {"cls": part.cls, "num_params": part.num_params, "asked": asked, "shared": part.shared,
                  "kernels": part.kernels}  # fmt: skip
         account = self._accounts.get(role)
         if account is None:
@@ -218,10 +224,16 @@ class Judge:
         return {"unconsumed": sorted(seen - used.keys()), "truncated": truncated if self._job.tp == 1 else []}
 
 
+def _last_frame(error: BaseException) -> str:
+    """file:line where vLLM raised; what it called beyond itself is not the place that a person can look at."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages/vllm/" in frame.filename] or frames
+    return f"{own[-1].filename.rpartition('site-packages/')[2]}:{own[-1].lineno}"
+
+
 def _describe_param(param: Written) -> list[Any]:
-    """[name, written, expected, dtype, first of the tensors it was written from]"""
-    dtype = str(param.dtype).removeprefix("torch.")
-    return [param.name, param.num_written, param.num_expected, dtype, min(param.sources, default="")]
+    """[name, written, expected, dtype, {tensor it was written from: elements}]"""
+    return [param.name, param.num_written, param.num_expected, str(param.dtype).removeprefix("torch."), param.sources]
 
 
 def _engine_config(job: Job) -> Any:
@@ -272,7 +284,7 @@ def _share_v1(target: Any, draft: Any, config: Any) -> None:
 
 
 def record_questions(note: Any) -> None:
-    """Write down what every quantization config of this process is asked: (prefix, layer, method, scheme).
+    """Tell `note` what every quantization config of this process is asked: layer, prefix, method, scheme.
 
     A config may ask another one; only the outermost question counts.
     """
@@ -289,8 +301,8 @@ def record_questions(note: Any) -> None:
                 depth[0] -= 1
             if depth[0] == 0:
                 scheme = getattr(layer, "scheme", None)
-                note((prefix, type(layer).__name__, type(answer).__name__ if answer else "",
-                      type(scheme).__name__ if scheme is not None else ""))  # fmt: skip
+                note(layer, prefix, type(answer).__name__ if answer else "",
+                     type(scheme).__name__ if scheme is not None else "")  # fmt: skip
             return answer
 
         return get_quant_method

@@ -35,6 +35,12 @@ OP_NAMESPACES = frozenset({
 _DUNDER = "__"
 
 
+class Calls:
+    """How often a stand-in gave an answer: what follows from one says nothing about the checkpoint."""
+
+    count = 0
+
+
 def install_packages() -> None:
     """Let every submodule of PACKAGES import; an installed package wins."""
     sys.meta_path.append(_Finder())
@@ -73,6 +79,7 @@ class _Operator:
         self._capability = capability
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        Calls.count += 1
         if "support" in self.name:
             return _supports(self.name, self._capability)
         if "get_cuda_view_from_cpu_tensor" in self.name:
@@ -123,6 +130,7 @@ class _StubMeta(type):
 
 class _Stub(metaclass=_StubMeta):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        Calls.count += 1
         # Used as a decorator, a stub gives the function back; any other call makes an instance.
         if len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType | type):
             return args[0]
@@ -140,6 +148,7 @@ class _Stub(metaclass=_StubMeta):
         return _stub(f"{type(self).__qualname__}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        Calls.count += 1
         return args[0] if len(args) == 1 and callable(args[0]) else self
 
     def __getitem__(self, item: Any) -> Any:

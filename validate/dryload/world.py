@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-def init(config: Any, *, tp: int, rank: int = 0) -> None:
+def init(config: Any, *, tp: int, rank: int) -> None:
     """Be rank `rank` of `tp`. Once a process."""
     import vllm.distributed.parallel_state as state
     from torch.testing._internal.distributed.fake_pg import FakeStore

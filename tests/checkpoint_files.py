@@ -1,0 +1,198 @@
+"""A checkpoint that is about to be written: config.json and headers, and the changes that break one.
+
+In: names, dtypes and shapes. Out: `Checkpoint`, `write`, `as_source`, and `Change`s to apply to one.
+
+Everything is headers: files are written with holes where the weights would be.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keepmtp.quantize.source import Entry, Source
+from keepmtp.recipes.family import HFName
+from keepmtp.recipes.schemes import SCHEMES, num_bytes
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass
+class Checkpoint:
+    """What is about to be written.
+
+    Attributes:
+        config: config.json.
+        tensors: name -> dtype, shape.
+        json_files: further JSON files.
+        elsewhere: tensors for a file that the index does not list.
+        index: changes the index before it is written.
+        after: changes the folder once everything is written.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    json_files: dict[str, Any] = field(default_factory=dict)
+    elsewhere: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    index: Callable[[dict[str, Any]], None] | None = None
+    after: Callable[[Path], None] | None = None
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        return self.config["quantization_config"]
+
+    def take(self, pattern: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Remove the tensors whose whole name matches, and return them; at least one must."""
+        taken = {name: self.tensors.pop(name) for name in list(self.tensors) if re.fullmatch(pattern, name)}
+        assert taken, pattern
+        return taken
+
+    def rename(self, pattern: str, replacement: str) -> None:
+        for name, spec in self.take(pattern).items():
+            self.tensors[re.sub(pattern, replacement, name)] = spec
+
+    def retype(self, pattern: str, dtype: str | None = None, shape: "Shape | None" = None) -> None:
+        for name, (old, size) in self.take(pattern).items():
+            self.tensors[name] = (dtype or old, shape(*size) if shape else size)
+
+
+Change = Callable[[Checkpoint], object]
+Shape = Callable[..., tuple[int, ...]]
+
+
+def write(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint's headers, in two shards and an index."""
+    folder.mkdir(parents=True)
+    names = list(checkpoint.tensors)
+    halves = {"model-1.safetensors": names[: len(names) // 2], "model-2.safetensors": names[len(names) // 2 :]}
+    for file, half in halves.items():
+        _write_shard(folder / file, {name: checkpoint.tensors[name] for name in half})
+    if checkpoint.elsewhere:
+        _write_shard(folder / "mtp.safetensors", checkpoint.elsewhere)
+    index = {
+        "metadata": {"total_size": sum(num_bytes(*spec) for spec in checkpoint.tensors.values())},
+        "weight_map": {name: file for file, half in halves.items() for name in half},
+    }
+    if checkpoint.index:
+        checkpoint.index(index)
+    for file, content in {INDEX: index, "config.json": checkpoint.config, **checkpoint.json_files}.items():
+        (folder / file).write_text(json.dumps(content))
+    if checkpoint.after:
+        checkpoint.after(folder)
+    return folder
+
+
+def as_source(checkpoint: Checkpoint, folder: Path) -> Source:
+    """The checkpoint as it would be opened, without writing it. `folder` is where JSON files are looked for."""
+    entries, end = {}, 0
+    for name, (dtype, shape) in checkpoint.tensors.items():
+        size = num_bytes(dtype, shape)
+        entries[HFName(name)] = Entry(
+            name=HFName(name), file="model.safetensors", dtype=dtype, shape=shape, start=end, num_bytes=size
+        )
+        end += size
+    return Source(
+        where="built", revision="local", folder=folder, config=checkpoint.config, entries=entries, unindexed={},
+        companions=(),
+    )  # fmt: skip
+
+
+def _write_shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + num_bytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + end)
+
+
+# --- changes -------------------------------------------------------------------------------------------------------
+
+
+def both(*changes: Change) -> Change:
+    return lambda c: [change(c) for change in changes]
+
+
+def lose(pattern: str) -> Change:
+    return lambda c: [*c.take(pattern)]
+
+
+def setting(key: str, value: Any) -> Change:
+    """Set a key of config.json, or of its text_config if it has one; None removes it."""
+
+    def change(c: Checkpoint) -> None:
+        holder = c.config if key in c.config else c.config.get("text_config", c.config)
+        holder.pop(key, None)
+        if value is not None:
+            holder[key] = value
+
+    return change
+
+
+def ignoring(*entries: str, without: str = r"$^") -> Change:
+    """Replace the ignore entries that match `without` by `entries`."""
+
+    def change(c: Checkpoint) -> None:
+        kept = [entry for entry in c.quantization["ignore"] if not re.search(without, entry)]
+        assert len(kept) < len(c.quantization["ignore"]) or entries
+        c.quantization["ignore"] = [*kept, *entries]
+
+    return change
+
+
+def pack(module: str, scheme: str) -> Change:
+    """Store modules in a scheme's form although nothing says so."""
+
+    def change(c: Checkpoint) -> None:
+        for name, (_, shape) in c.take(rf"{module}\.weight").items():
+            for spec in SCHEMES[scheme].tensors(*shape):
+                c.tensors[f"{name.removesuffix('.weight')}.{spec.suffix}"] = (spec.dtype, spec.shape)
+
+    return change
+
+
+def adding(name: str, dtype: str = "F32", shape: tuple[int, ...] = (1,)) -> Change:
+    return lambda c: c.tensors.update({name: (dtype, shape)})
+
+
+def renaming(pattern: str, replacement: str) -> Change:
+    return lambda c: c.rename(pattern, replacement)
+
+
+def retyping(pattern: str, dtype: str | None = None, shape: Shape | None = None) -> Change:
+    return lambda c: c.retype(pattern, dtype, shape)
+
+
+def groups(change: Callable[[dict[str, Any]], None]) -> Change:
+    return lambda c: [change(group) for group in c.quantization["config_groups"].values()]
+
+
+def move_mtp_out(c: Checkpoint) -> None:
+    c.elsewhere = c.take(r"mtp\..*")
+
+
+def quantization(**entries: Any) -> Change:
+    return lambda c: c.config.update(quantization_config=entries)
+
+
+def hf_quant_config(**changes: Any) -> Change:
+    def change(c: Checkpoint) -> None:
+        said = {"quant_algo": c.quantization["quant_algo"], "exclude_modules": c.quantization["ignore"]}
+        c.json_files["hf_quant_config.json"] = {"quantization": said | changes}
+
+    return change
+
+
+def edit_index(change: Callable[[dict[str, Any]], Any]) -> Change:
+    return lambda c: setattr(c, "index", change)
+
+
+def truncate(folder: Path) -> None:
+    path = folder / "model-2.safetensors"
+    with open(path, "rb+") as file:
+        file.truncate(path.stat().st_size - 10)

@@ -1,0 +1,178 @@
+"""The decisions of a plan as nvidia-modelopt writes them: other tensor names and shapes, another quantization config.
+
+In: a model's name, a scheme for the backbone, a policy for the MTP block. Out: a `Checkpoint` whose config.json (or
+hf_quant_config.json) is in modelopt's dialect, header by header what vLLM's classes register.
+
+Easy to get wrong: exclusions. An entry excludes by whole name, by substring and as a glob, so `model.layers.1` also
+takes layers 10 to 19 and `mlp.gate` would take `mlp.gate_up_proj`; the MTP block is therefore excluded by one glob
+that ends in `.*`, everything else by whole names. `x*` is split into `x` and `x.*` where the target's class has a
+mapper, and `x` is a substring again.
+
+Source: vLLM 0.32.0 quantization/modelopt.py: LINEAR_ALGOS and the `create_weights` of KNvfp4Static, KNvfp4Dynamic,
+KFp8StaticTensor, KFp8StaticChannel, KFp8Block128, ModelOptNvFp4FusedMoE, ModelOptFp8MoEMethod for names and shapes;
+ModelOptQuantConfigBase.from_config, is_layer_excluded and ModelOptMixedPrecisionConfig._resolve_quant_algo for the
+config; the mode of W4A16_AWQ exports is not among them, so vLLM refuses it.
+"""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from checkpoint_files import Checkpoint
+from good import ours, planned
+from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.quant_config import RuntimeModule, runtime_modules
+from keepmtp.recipes.family import FamilyView
+from keepmtp.validate.matching import renamer
+
+# keepmtp's scheme -> modelopt's quant_algo.
+ALGORITHMS = {
+    "NVFP4": "NVFP4", "NVFP4A16": "W4A16_NVFP4", "FP8": "FP8", "FP8_DYNAMIC": "FP8_PER_CHANNEL_PER_TOKEN",
+    "FP8_BLOCK": "FP8_PB_WO",
+}  # fmt: skip
+# ModelOptFp8MoEMethod registers one scale a tensor, whatever the algorithm: experts have no form for these two.
+LINEAR_ONLY = ("FP8_DYNAMIC", "FP8_BLOCK")
+PRODUCER = {"name": "modelopt", "version": "0.41.0"}
+
+
+def modelopt(model: str, scheme: str = "NVFP4", mtp: str = "bf16", **changes: Any) -> Checkpoint:
+    """A modelopt export: one algorithm, or MIXED_PRECISION where the MTP block has a scheme of its own."""
+    checkpoint = ours(model, scheme, mtp, **changes)
+    plan = planned(model, scheme, mtp, **changes)
+    retell(checkpoint)
+    checkpoint.config["quantization_config"] = said(plan)
+    return checkpoint
+
+
+def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Checkpoint:
+    """MIXED_PRECISION: every quantized module by name, everything else plain without being excluded."""
+    checkpoint = modelopt(model, scheme, mtp)
+    modules = runtime_modules(planned(model, scheme, mtp))
+    checkpoint.config["quantization_config"] = {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["lm_head"],
+        "quantized_layers": quantized_layers(checkpoint.config, modules), "producer": PRODUCER,
+    }  # fmt: skip
+    return checkpoint
+
+
+def block_experts(model: str = "glm-4.7", algorithm: str = "FP8_PB_WO") -> Checkpoint:
+    """MIXED_PRECISION with FP8 in blocks: experts by native FP8's names, the rest by modelopt's."""
+    checkpoint = mixed(model, "FP8_BLOCK")
+    experts = r"(.*\.experts\.\d+\..*)\.weight_scale"
+    checkpoint.retype(experts, shape=lambda rows, _, columns, __: (rows, columns))
+    checkpoint.rename(experts, r"\1.weight_scale_inv")
+    for name, row in checkpoint.quantization["quantized_layers"].items():
+        row["quant_algo"] = algorithm if name.endswith(".experts") else row["quant_algo"]
+    return checkpoint
+
+
+def in_hf_quant_config(checkpoint: Checkpoint) -> Checkpoint:
+    """The same config where modelopt itself writes it: in hf_quant_config.json, under `quantization`."""
+    given = checkpoint.config.pop("quantization_config")
+    checkpoint.config.get("text_config", {}).pop("quantization_config", None)  # it would be read first
+    inner = {"quant_algo": given["quant_algo"], "kv_cache_quant_algo": None, "exclude_modules": given["ignore"]}
+    inner |= {key: given[key] for key in ("group_size", "quantized_layers") if key in given}
+    checkpoint.json_files["hf_quant_config.json"] = {"producer": PRODUCER, "quantization": inner}
+    return checkpoint
+
+
+def retell(checkpoint: Checkpoint) -> None:
+    """Names and shapes of compressed-tensors' tensors -> modelopt's; FP8 in blocks gets its scales in four dimensions.
+
+    NVFP4: weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 and input_scale F32 [].
+    FP8: weight F8_E4M3, weight_scale and input_scale F32 []; a channel: weight_scale F32 [N]; blocks: F32 [N/128, 1,
+    K/128, 1].
+    """
+    modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for name, spec in checkpoint.tensors.items():
+        module, _, leaf = name.rpartition(".")
+        modules.setdefault(module, {})[leaf] = spec
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for module, leaves in modules.items():
+        if "weight_packed" in leaves:
+            leaves["weight"] = leaves.pop("weight_packed")
+            leaves["weight_scale_2"] = ("F32", leaves.pop("weight_global_scale")[1][:0])
+            if "input_global_scale" in leaves:
+                leaves["input_scale"] = ("F32", leaves.pop("input_global_scale")[1][:0])
+        elif leaves.get("weight", ("",))[0] == "F8_E4M3":
+            leaves["weight_scale"] = ("F32", _scale_shape(leaves["weight"][1], leaves["weight_scale"][1]))
+            if "input_scale" in leaves:
+                leaves["input_scale"] = ("F32", ())
+        tensors |= {f"{module}.{leaf}".lstrip("."): spec for leaf, spec in leaves.items()}
+    checkpoint.tensors = tensors
+
+
+def said(plan: Plan) -> dict[str, Any]:
+    """config.json's `quantization_config`, as modelopt 0.37 and later writes it."""
+    modules = runtime_modules(plan)
+    schemes = {module.scheme for module in modules if module.scheme}
+    config: dict[str, Any] = {
+        "quant_method": "modelopt", "ignore": excluded(plan.view, modules), "producer": PRODUCER,
+        **plan.view.family.config_extras,
+    }  # fmt: skip
+    if len(schemes) > 1:
+        layers = quantized_layers(plan.view.config, modules)
+        return config | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    scheme = next(iter(schemes), "NVFP4")
+    group_size = {"group_size": 16} if "NVFP4" in scheme else {}
+    return config | {"quant_algo": ALGORITHMS[scheme]} | group_size
+
+
+def excluded(view: FamilyView, modules: Iterable[RuntimeModule]) -> list[str]:
+    """Exactly the plain modules: an MTP block that is plain as a whole by glob, all others by name."""
+    modules = list(modules)
+    stems = tuple(draft_stems(view))
+    of_draft = [module for module in modules if module.name.startswith(stems)]
+    heads = draft_heads(view)
+    if any(module.scheme for module in of_draft):
+        names = [_entry(view, str(module.name), module.asked) for module in modules if not module.scheme]
+        names += [_entry(view, head) for head in heads]
+    else:
+        others = [module for module in modules if not module.scheme and module not in of_draft]
+        names = [_entry(view, str(module.name), module.asked) for module in others]
+        names += [_entry(view, f"{stem}*") for stem in stems]
+        names += [_entry(view, head) for head in heads if not head.startswith(stems)]
+    names += [f"{runtime}*" for _, runtime, _ in view.layout.opaque]
+    return list(dict.fromkeys([*names, "lm_head"]))
+
+
+def _entry(view: FamilyView, name: str, asked: Iterable[str] = ()) -> str:
+    """How to write the runtime name `name` so that it is still itself once the target's mapper has renamed entries."""
+    part = "mtp" if name.startswith(tuple(draft_stems(view))) else "backbone"
+    rename = renamer(view.config, part)
+    choices = [word for word in (name, *asked, f"*{name}") if name in rename.modelopt(word)]
+    return next(iter(choices), f"*{name}" if fnmatchcase(name, *rename.modelopt(f"*{name}")[:1]) else name)
+
+
+def draft_stems(view: FamilyView) -> list[str]:
+    """Runtime prefixes of the MTP layers and of what stands beside them, each with its last dot."""
+    first = 0 if view.layout.mtp else view.num_layers
+    stems = [view.runtime_stem("mtp", first + index) for index in range(view.num_mtp_layers)]
+    return list(dict.fromkeys("mtp." if stem.startswith("mtp.") else stem for stem in stems))
+
+
+def draft_heads(view: FamilyView) -> list[str]:
+    """Heads that the draft builds with the quantization config: placeholders for the target's."""
+    first = 0 if view.layout.mtp else view.num_layers
+    rows = [row for row in view.family.mtp_block if row.role == "head"]
+    own = [view.runtime_stem("mtp", first + index) + (row.runtime or row.path)
+           for index in range(view.num_mtp_layers) for row in rows]  # fmt: skip
+    return [*own, *([view.layout.draft_head] if view.layout.draft_head else [])]
+
+
+def quantized_layers(config: Mapping[str, Any], modules: Iterable[RuntimeModule]) -> dict[str, dict[str, Any]]:
+    """MIXED_PRECISION's table, by runtime name; what modelopt adds to each row is only its group size."""
+    rename = renamer(config)
+    layers: dict[str, dict[str, Any]] = {}
+    for module in modules:
+        if module.scheme:
+            size = {"group_size": 16} if "NVFP4" in module.scheme else {}
+            spelled = [word for word in (module.name, *module.asked) if rename.name(word) == module.name]
+            layers[str(next(iter(spelled), module.name))] = {"quant_algo": ALGORITHMS[module.scheme], **size}
+    return layers
+
+
+def _scale_shape(weight: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, ...]:
+    if len(scale) == 2 and scale[1] == 1 and scale[0] == weight[0]:
+        return scale[:1]
+    return (scale[0], 1, scale[1], 1) if len(scale) == 2 else ()

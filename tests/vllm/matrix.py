@@ -1,0 +1,152 @@
+"""Which MTP drafts vLLM builds and loads: every family, released and quantized, in two dialects, on pretended GPUs.
+
+    make matrix        runs all of it and writes docs/matrix.md
+
+In: the layouts of tests/layouts and tests/checkpoints. Out: a cell for each checkpoint, GPU and TP size: "loads", or
+what the report says instead.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import checkpoints
+from checkpoint_files import Checkpoint, write
+from good import ours
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.families import find_family
+from keepmtp.validate.dry import GPU, GPUS, DryLoader, Job
+from keepmtp.validate.findings import Report
+from keepmtp.validate.load import with_verdicts
+from keepmtp.validate.static import examine
+from keepmtp.validate.vllm_env import find_vllm
+from modelopt_form import modelopt
+
+SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
+TPS = (1, 4)
+DOCS = Path(__file__).parent.parent.parent / "docs" / "matrix.md"
+
+
+def _released(model: str) -> Checkpoint:
+    config, tensors = checkpoints.source_layout(model, size="split")
+    return Checkpoint(config=config, tensors=dict(tensors))
+
+
+VARIANTS: dict[str, Callable[[str], Checkpoint]] = {
+    "released": _released,
+    "compressed-tensors, MTP BF16": lambda model: ours(model, SCHEME, "bf16", "split"),
+    "compressed-tensors, MTP quantized": lambda model: ours(model, SCHEME, SCHEME, "split"),
+    "modelopt, MTP BF16": lambda model: modelopt(model, SCHEME, "bf16", size="split"),
+    "modelopt, MTP quantized": lambda model: modelopt(model, SCHEME, SCHEME, size="split"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One checkpoint on one GPU at one TP size; `report` is None where keepmtp refuses to make the checkpoint."""
+
+    family: str
+    model: str
+    variant: str
+    gpu: GPU
+    tp: int
+    report: Report | None
+    refusal: str = ""
+
+    @property
+    def text(self) -> str:
+        """What stands in the table: "loads", or why not."""
+        if self.report is None:
+            return f"not made: {self.refusal}"
+        errors = [finding for finding in self.report.findings if finding.severity == "error"]
+        return "loads" if not errors else errors[0].says.partition(": ")[2] or errors[0].says
+
+
+def run(
+    models: Iterable[str], gpus: Iterable[GPU] = GPUS, tps: Iterable[int] = TPS,
+    variants: Iterable[str] = tuple(VARIANTS),
+) -> Iterator[Cell]:  # fmt: skip
+    """Judge every combination; one vLLM process a GPU."""
+    vllm = find_vllm()
+    tps = tuple(tps)
+    with tempfile.TemporaryDirectory() as scratch:
+        made: list[tuple[str, str, Path]] = []
+        refused: list[tuple[str, str, str]] = []
+        for model in models:
+            for variant in variants:
+                try:
+                    checkpoint = VARIANTS[variant](model)
+                except RecipeError as refusal:
+                    refused.append((model, variant, str(refusal)))
+                else:
+                    made.append((model, variant, write(Path(scratch) / f"{model}-{len(made)}", checkpoint)))
+        examined = {folder: examine(folder) for _, _, folder in made}
+        for gpu in gpus:
+            with DryLoader(vllm, gpu=gpu) as loader:
+                jobs = [Job(folder=folder, tp=tp) for _, _, folder in made for tp in tps]
+                verdicts = iter(loader.judge_all(jobs))
+            for model, variant, folder in made:
+                report, _, evidence = examined[folder]
+                for tp in tps:
+                    judged = with_verdicts(report, evidence, [next(verdicts)], vllm.version)
+                    yield Cell(family=family_of(model), model=model, variant=variant, gpu=gpu, tp=tp, report=judged)
+            for model, variant, refusal in refused:
+                for tp in tps:
+                    yield Cell(family=family_of(model), model=model, variant=variant, gpu=gpu, tp=tp, report=None,
+                               refusal=refusal)  # fmt: skip
+
+
+def family_of(model: str) -> str:
+    return find_family(checkpoints.MODELS[model], model).model_type
+
+
+def markdown(cells: list[Cell], version: str) -> str:
+    """The table, and below it every reason once."""
+    reasons: dict[str, int] = {}
+    rows: dict[tuple[str, str, str], dict[tuple[str, int], str]] = {}
+    for cell in cells:
+        text = "loads" if cell.text == "loads" else f"[{reasons.setdefault(cell.text, len(reasons) + 1)}]"
+        rows.setdefault((cell.family, cell.model, cell.variant), {})[cell.gpu, cell.tp] = text
+    columns = [(gpu, tp) for gpu in GPUS for tp in TPS]
+    loaded = sum(1 for cell in cells if cell.text == "loads")
+    lines = [
+        "# What vLLM builds and loads", "",
+        f"Written by `make matrix`: vLLM {version}'s own target and draft classes and loaders on meta tensors, from",
+        "tiny checkpoints in published names (tests/layouts, tests/checkpoints.py). *loads* means: both constructed",
+        "and loaded, every parameter written over all its elements, every tensor used, no number cast, and a kernel",
+        f"for every layer that could be judged. Quantized is {SCHEME} for backbone and, where said, MTP block.",
+        f"{loaded} of {len(cells)} combinations load; below the table stands why the others do not.", "",
+        "| family | checkpoint | " + " | ".join(f"{gpu} TP{tp}" for gpu, tp in columns) + " |",
+        "|---" * (2 + len(columns)) + "|",
+    ]  # fmt: skip
+    for (family, model, variant), found in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1])):
+        texts = " | ".join(found.get(column, "") for column in columns)
+        lines.append(f"| {family} | {model}, {variant} | {texts} |")
+    lines += ["", *(f"{number}. {_plain(reason)}" for reason, number in reasons.items()), ""]
+    return "\n".join(lines)
+
+
+def _plain(reason: str) -> str:
+    return " ".join(reason.replace("|", "\\|").split())
+
+
+def main() -> None:
+    models = sys.argv[1:] or list(checkpoints.MODELS)
+    cells = []
+    for cell in run(models):
+        cells.append(cell)
+        if cell.text != "loads":
+            print(f"{cell.model}, {cell.variant}, {cell.gpu} TP{cell.tp}: {cell.text}", file=sys.stderr)
+    text = markdown(cells, find_vllm().version)
+    if sys.argv[1:]:
+        print(text)
+    else:
+        DOCS.write_text(text)
+        print(f"{DOCS.relative_to(os.getcwd())}: {sum(cell.text == 'loads' for cell in cells)} of {len(cells)} load")
+
+
+if __name__ == "__main__":
+    main()

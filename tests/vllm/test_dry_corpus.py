@@ -1,0 +1,103 @@
+"""Right both ways: every broken checkpoint is caught and its culprit named, every good one passes without a word.
+
+The whole of dry_corpus.py goes through the static check and through vLLM's own classes on a pretended GPU, in one
+warmed process; the score is printed as a table.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from checkpoint_files import write
+from dry_corpus import DryCase, broken_cases, good_cases
+from keepmtp.recipes.errors import VLLMError
+from keepmtp.validate.dry import DryLoader, Job
+from keepmtp.validate.findings import Finding
+from keepmtp.validate.load import with_verdicts
+from keepmtp.validate.static import examine
+from keepmtp.validate.vllm_env import VLLM, find_vllm
+
+GPU = "sm100"
+DRY_RULES = ("dry-load", "no-kernel")
+DEFECT = "vllm-defect"
+
+
+@dataclass
+class Score:
+    """Cases by who caught them, and what went wrong."""
+
+    caught: dict[str, list[str]] = field(default_factory=lambda: {"both": [], "static": [], "dry": [], "neither": []})
+    clean: list[str] = field(default_factory=list)
+    defects: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def table(self) -> str:
+        counts = {who: len(names) for who, names in self.caught.items()}
+        either = sum(counts.values()) - counts["neither"]
+        rows = [
+            ("broken checkpoints", sum(counts.values())),
+            ("  caught by the static check", counts["static"] + counts["both"]),
+            ("  caught by the dry load", counts["dry"] + counts["both"]),
+            ("  caught by either", either),
+            ("  by the dry load alone", counts["dry"]),
+            ("  by the static check alone", counts["static"]),
+            ("good checkpoints", len(self.clean) + len(self.defects) + sum("false alarm" in w for w in self.wrong)),
+            ("  without a finding", len(self.clean)),
+            ("  refused for a known defect of vLLM's", len(self.defects)),
+        ]
+        return "\n".join(f"  {name:<42}{count:>5}" for name, count in rows)
+
+
+@pytest.fixture(scope="module")
+def vllm() -> VLLM:
+    try:
+        return find_vllm()
+    except VLLMError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.vllm
+def test_right_both_ways(vllm: VLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    score = Score()
+    with DryLoader(vllm, gpu=GPU) as loader:  # imports vLLM while the checkpoints are written
+        cases = [*good_cases(), *broken_cases()]
+        folders = [write(tmp_path / f"{number:03} {_slug(case.name)}", case.build())
+                   for number, case in enumerate(cases)]  # fmt: skip
+        examined = [examine(str(folder)) for folder in folders]
+        jobs = [Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts)
+                for folder, case in zip(folders, cases, strict=True)]  # fmt: skip
+        verdicts = loader.judge_all(jobs)
+    for case, (report, _, evidence), verdict in zip(cases, examined, verdicts, strict=True):
+        found = with_verdicts(report, evidence, [verdict], vllm.version).findings
+        (_score_broken if case.by else _score_good)(score, case, found)
+    with capsys.disabled():
+        print(f"\n\nchecked on {GPU}, vLLM {vllm.version}\n{score.table()}")
+    assert not score.wrong, "\n".join(["", *score.wrong])
+
+
+def _score_good(score: Score, case: DryCase, findings: tuple[Finding, ...]) -> None:
+    alarms = [finding for finding in findings if finding.rule != DEFECT]
+    if alarms:
+        score.wrong.append(f"false alarm: {case.name}: {_told(alarms)}")
+    else:
+        (score.defects if findings else score.clean).append(case.name)
+
+
+def _score_broken(score: Score, case: DryCase, findings: tuple[Finding, ...]) -> None:
+    dry = [finding for finding in findings if finding.rule in DRY_RULES]
+    static = [finding for finding in findings if finding.rule not in (*DRY_RULES, DEFECT)]
+    who = ("both" if static else "dry") if dry else "static" if static else "neither"
+    score.caught[who].append(case.name)
+    if (case.by in ("static", "both") and not static) or (case.by in ("dry", "both") and not dry):
+        score.wrong.append(f"caught by {who}, not by {case.by}: {case.name}: {_told(findings)}")
+    elif not any(word in finding.where or word in finding.says for word in case.where for finding in findings):
+        score.wrong.append(f"none of {case.where} named: {case.name}: {_told(findings)}")
+
+
+def _told(findings: tuple[Finding, ...] | list[Finding]) -> str:
+    return "; ".join(f"[{finding.rule}] {finding.where} {finding.says[:200]}" for finding in findings[:2]) or "nothing"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name)
