@@ -92,7 +92,7 @@ def _matrices(plan: Plan) -> Iterator[TensorPlan]:
     """Weights of two and more dimensions: what a Linear, an expert stack, an embedding or a head holds."""
     opaque = tuple(disk for disk, _, _ in plan.view.layout.opaque)
     for tensor in plan.tensors:
-        is_parameter = tensor.module == tensor.name and not tensor.stacked
+        is_parameter = tensor.module == tensor.name and tensor.role != "experts"
         if len(tensor.shape) >= 2 and tensor.fate != "drop" and not is_parameter and not tensor.name.startswith(opaque):
             yield tensor
 

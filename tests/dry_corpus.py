@@ -38,9 +38,8 @@ By = Literal["static", "dry", "both"]
 TWINS = ("dsv4-pro", "deepseek-v3.1", "glm-4.5-air")
 # Drafts with a checkpoint of their own: they need a target beside them.
 SEPARATE = ("gemma-4-26b-assistant",)
-# Targets that vLLM builds otherwise than modelopt's config says: Qwen4's attention without quantization under NVFP4
-# (models/qwen4_exp), Inkling's stacked experts in a form of its own.
-NOT_MODELOPT = ("qwen3.8-flash-next", "inkling")
+# vLLM builds its attention otherwise than modelopt's config says: plain under NVFP4 (models/qwen4_exp).
+NOT_MODELOPT = ("qwen3.8-flash-next",)
 # What vLLM's classes never see, or forgive in 0.32.
 STATIC_ONLY = frozenset({
     "E10 copies missing", "Fp2 block scales in BF16", "Fp4 scale_fmt lost", "R5 two configs, two algorithms",

@@ -33,10 +33,11 @@ _COMPANIONS = {"dots3_note": {"added_tokens.json": {"<|imgpad|>": 500, "<|audiop
 def released(model: str, **changes: Any) -> Checkpoint:
     """The original release, tiny."""
     config, tensors = checkpoints.source_layout(model, size="tiny", changes=changes)
-    return Checkpoint(config=config, tensors=dict(tensors), json_files=_companions(config))
+    return Checkpoint(config=config, tensors=dict(tensors), json_files=companions(config))
 
 
-def _companions(config: dict[str, Any]) -> dict[str, Any]:
+def companions(config: dict[str, Any]) -> dict[str, Any]:
+    """JSON files that vLLM's classes read beside config.json."""
     return deepcopy(_COMPANIONS.get(config["model_type"], {}))
 
 
@@ -64,7 +65,7 @@ def ours(model: str, scheme: str, mtp: str = "bf16", size: str = "tiny", **chang
     config = output_config(plan)
     tensors = {str(output.name): (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
     return Checkpoint(
-        config=deepcopy(config), tensors=tensors, json_files=_companions(config),
+        config=deepcopy(config), tensors=tensors, json_files=companions(config),
     )  # fmt: skip
 
 

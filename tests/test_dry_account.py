@@ -72,6 +72,18 @@ def test_a_lost_shard_leaves_it_partial_and_a_scale_is_never_padding():
     assert params["sink"].status == "padded"
 
 
+def test_rows_that_construction_fills_by_themselves_are_padding():
+    construction = Construction()
+    with META, construction:
+        model = Model()
+        model.weight.data[4:].zero_()
+    account = Account(model, construction, Demands())
+    with account:
+        for _, tensor in account.watch([("w", bf16(4, 4))]):
+            model.weight.data[:4].copy_(tensor)
+    assert next(param for param in account.params if param.name == "weight").status == "full"
+
+
 def test_the_same_place_written_twice_counts_once():
     """Two shards in one place leave another empty, although as many elements were copied as there are."""
 

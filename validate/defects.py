@@ -52,6 +52,16 @@ DEFECTS = (
         cure="Keep the release's configuration_step3p7.py and auto_map, and serve with --trust-remote-code",
     ),
     Defect(
+        versions=("0.32.0",), families=("qwen4_exp",), words=r"'Qwen4ExpQSAQKVIndexerLinear' object has no attribute",
+        says="under modelopt's NVFP4 it builds attention with an indexer plain, whatever the checkpoint holds",
+        cure="Leave that attention in BF16, or export with compressed-tensors",
+    ),
+    Defect(
+        versions=("0.32.0",), families=("kimi_k3",), words=r"object has no attribute 'weight'.*kimi_k3/nvidia/kda\.py",
+        says="it pads the delta net's fused projection through a weight that a packed one does not have",
+        cure="Keep linear attention in BF16, or serve with a TP size at which nothing is padded",
+    ),
+    Defect(
         versions=("0.32.0",), families=("minimax_m3_vl",), words=r"AssertionError.*parameter\.py:117",
         says="a fused attention projection with index_q and index_k takes no scheme with one scale a tensor",
         cure="Keep attention in BF16, or quantize it by channel or block (FP8_DYNAMIC, FP8_BLOCK)",

@@ -9,10 +9,12 @@ only one whose files cannot be read is not.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
-from ..quantize.source import Source, open_source
+from ..quantize.source import Source
+from ..recipes.errors import CheckpointError, RecipeError, refuse
 from .dry import GPU, DryLoader, Job, Verdict, headers_of
 from .evidence import Evidence
 from .findings import Report, grouped
@@ -49,30 +51,62 @@ def check_on(
     Raises:
         VLLMError: vLLM's process cannot be started.
         CheckpointError: the separate draft cannot be read.
+        RecipeError: a path is a draft, which cannot be loaded without its target.
     """
     with ExitStack() as stack:
         loaders = [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
+        beside = _Draft.read(draft, stack) if draft else None
         for path in paths:
             watch(f"{path}: static check")
             report, source, evidence = examine(path)
             if source is None:
                 yield Checked(report, None, None)
                 continue
-            with headers_of(source) as folder, ExitStack() as drafts:
-                own = drafts.enter_context(headers_of(open_source(draft))) if draft else None
+            if evidence is not None and not evidence.view.family.num_layers_key:
+                raise RecipeError(refuse(path, "a draft is loaded beside its target", "no target",
+                                         f"Check the target: keepmtp check TARGET --draft {path}"))  # fmt: skip
+            with headers_of(source) as folder:
+                own = beside.folder if beside else None
                 jobs = [Job(folder=folder, tp=tp, num_drafts=num_drafts, draft=own) for tp in tps]
                 verdicts: list[Verdict] = []
                 for loader in loaders:
                     watch(f"{path}: dry load on {loader.gpu}")
                     verdicts += loader.judge_all(jobs)
             told = [replace(verdict, path=path) for verdict in verdicts]
-            yield Checked(with_verdicts(report, evidence, told, vllm.version), source, evidence)
+            if beside is not None:
+                report = beside.joined(report)
+            judged = with_verdicts(report, evidence, told, vllm.version, draft=beside.evidence if beside else None)
+            yield Checked(judged, source, evidence)
 
 
-def with_verdicts(report: Report, evidence: Evidence | None, verdicts: Sequence[Verdict], version: str) -> Report:
-    """A static check's report with what dry loads found."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """A draft with a checkpoint of its own."""
+
+    folder: Path
+    report: Report
+    evidence: Evidence | None
+
+    @classmethod
+    def read(cls, where: str, stack: ExitStack) -> "_Draft":
+        report, source, evidence = examine(where)
+        if source is None:
+            raise CheckpointError(refuse(where, "the draft must be readable", report.findings[0].says, "Check --draft"))
+        return cls(folder=stack.enter_context(headers_of(source)), report=report, evidence=evidence)
+
+    def joined(self, target: Report) -> Report:
+        """The target's static findings and the draft's; a target needs no family's table to have a draft beside it."""
+        kept = [finding for finding in target.findings if finding.rule != "family"]
+        return replace(target, findings=(*kept, *self.report.findings))
+
+
+def with_verdicts(
+    report: Report, evidence: Evidence | None, verdicts: Sequence[Verdict], version: str, *,
+    draft: Evidence | None = None,
+) -> Report:  # fmt: skip
+    """A static check's report with what dry loads found; `draft` is the evidence of a draft's own checkpoint."""
     found = [
         finding for verdict in verdicts
-        for finding in findings(verdict, evidence, version=version, static=report.findings)
+        for finding in findings(verdict, evidence, version=version, static=report.findings, draft=draft)
     ]  # fmt: skip
     return replace(report, findings=grouped([*report.findings, *found]), dry=tuple(verdicts))

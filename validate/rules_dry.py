@@ -32,17 +32,19 @@ _ACTS = {"config": "reading the config", "world": "starting", "construct": "buil
 
 
 def findings(
-    verdict: Verdict, evidence: Evidence | None, *, version: str, static: Iterable[Finding] = ()
-) -> list[Finding]:
+    verdict: Verdict, evidence: Evidence | None, *, version: str, static: Iterable[Finding] = (),
+    draft: Evidence | None = None,
+) -> list[Finding]:  # fmt: skip
     """Everything that is wrong on this GPU at this TP size.
 
     Args:
         verdict: of the dry load.
         evidence: the static check's; None where the family has no table.
+        draft: that of the draft, where it has a checkpoint of its own.
         version: of vLLM.
         static: what the static check found: its cure for an entry is better than a general one.
     """
-    case = _Case(verdict=verdict, evidence=evidence, version=version, static=tuple(static))
+    case = _Case(verdict=verdict, evidence=evidence, draft=draft or evidence, version=version, static=tuple(static))
     return [*case.nameless_heads(), *(case.failure() if verdict.failure else case.silence())]
 
 
@@ -52,6 +54,7 @@ class _Case:
 
     verdict: Verdict
     evidence: Evidence | None
+    draft: Evidence | None
     version: str
     static: tuple[Finding, ...]
 
@@ -61,7 +64,8 @@ class _Case:
 
     @cached_property
     def traces(self) -> dict[str, Trace]:
-        return {role: Trace(side, self.evidence) for role, side in self.sides.items()} if self.evidence else {}
+        known = {"target": self.evidence, "draft": self.draft}
+        return {role: Trace(self.sides[role], evidence) for role, evidence in known.items() if evidence}
 
     def nameless_heads(self) -> Iterator[Finding]:
         """vLLM's own defect: a head that no entry can except from quantization, since it asks with an empty name."""
@@ -80,14 +84,14 @@ class _Case:
             return
         words = _said(failure)
         at = f" ({failure.at})" if failure.at else ""
-        family = self.evidence.view.family.model_type if self.evidence else ""
+        family = self.draft.view.family.model_type if self.draft else ""
         if defect := known_defect(failure, family=family, version=self.version):
             says = f"a defect of vLLM {self.version}, not of this checkpoint: {defect.says}; {words}{at}"
             yield self._finding(DEFECT, failure.tensor or self._config, says, defect.cure)
             return
         where, cure = known_refusal(failure) or ("", "")
         if "{count}" in where:
-            where = self.evidence.view.mtp_count_key if self.evidence else self._config
+            where = self.draft.view.mtp_count_key if self.draft else self._config
         where = where or failure.tensor or self._named_in(failure) or self._config
         act = _ACTS[failure.stage].format(f"the {failure.role}" if failure.role else "the model")
         yield self._finding(
@@ -133,7 +137,8 @@ class _Case:
 
     def _unused(self) -> Iterator[Finding]:
         for name in self.verdict.unconsumed:
-            place = self.evidence.view.place(HFName(name)) if self.evidence else None
+            holder = self.evidence if self.evidence and name in self.evidence.source.entries else self.draft
+            place = holder.view.place(HFName(name)) if holder else None
             is_mtp = place is not None and place.part == "mtp"
             if _RECOMPUTED.search(name) or (place is not None and is_mtp and self._is_left_alone(place)):
                 continue
@@ -148,8 +153,8 @@ class _Case:
 
     def _is_left_alone(self, place: Place) -> bool:
         """A copy of what the draft takes from the target, or an MTP layer beyond those that vLLM reads at all."""
-        assert self.evidence is not None
-        view = self.evidence.view
+        assert self.draft is not None
+        view = self.draft.view
         num_used = view.family.loader.num_layers_used
         first = 0 if view.layout.mtp else view.num_layers
         is_beyond = bool(num_used) and place.layer is not None and place.layer - first >= num_used

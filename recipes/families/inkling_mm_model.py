@@ -54,7 +54,7 @@ FAMILY = Family(
     },
     block=(
         *BLOCK,
-        *(replace(row, runtime="mlp.experts")
+        *(replace(row, runtime="mlp.experts", loads_quantized=True)
           for row in kept("experts", STACKED, "mlp.experts.w13_weight", "mlp.experts.w2_weight")),
         *kept("shared_experts", SINK, "mlp.shared_experts.shared_w13_weight", "mlp.shared_experts.shared_w2_weight"),
         *kept("router", ROUTER, "mlp.gate", "mlp.gate.global_scale"),

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import checkpoints
 from checkpoint_files import Checkpoint, write
-from good import ours
+from dry_corpus import SEPARATE
+from good import companions, ours
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_family
 from keepmtp.validate.dry import GPU, GPUS, DryLoader, Job
@@ -23,6 +24,7 @@ from keepmtp.validate.findings import Report
 from keepmtp.validate.load import with_verdicts
 from keepmtp.validate.static import examine
 from keepmtp.validate.vllm_env import find_vllm
+from layouts import gemma4_assistant
 from modelopt_form import modelopt
 
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
@@ -32,7 +34,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs" / "matrix.md"
 
 def _released(model: str) -> Checkpoint:
     config, tensors = checkpoints.source_layout(model, size="split")
-    return Checkpoint(config=config, tensors=dict(tensors))
+    return Checkpoint(config=config, tensors=dict(tensors), json_files=companions(config))
 
 
 VARIANTS: dict[str, Callable[[str], Checkpoint]] = {
@@ -73,7 +75,7 @@ def run(
     vllm = find_vllm()
     tps = tuple(tps)
     with tempfile.TemporaryDirectory() as scratch:
-        made: list[tuple[str, str, Path]] = []
+        made: list[tuple[str, str, Path, Path | None]] = []
         refused: list[tuple[str, str, str]] = []
         for model in models:
             for variant in variants:
@@ -82,21 +84,32 @@ def run(
                 except RecipeError as refusal:
                     refused.append((model, variant, str(refusal)))
                 else:
-                    made.append((model, variant, write(Path(scratch) / f"{model}-{len(made)}", checkpoint)))
-        examined = {folder: examine(folder) for _, _, folder in made}
+                    folder = write(Path(scratch) / f"{model}-{len(made)}", checkpoint)
+                    made.append((model, variant, folder, _target(model, folder)))
+        examined = {folder: examine(folder) for _, _, folder, _ in made}
         for gpu in gpus:
             with DryLoader(vllm, gpu=gpu) as loader:
-                jobs = [Job(folder=folder, tp=tp) for _, _, folder in made for tp in tps]
+                jobs = [Job(folder=target or folder, draft=folder if target else None, tp=tp)
+                        for _, _, folder, target in made for tp in tps]  # fmt: skip
                 verdicts = iter(loader.judge_all(jobs))
-            for model, variant, folder in made:
+            for model, variant, folder, target in made:
                 report, _, evidence = examined[folder]
                 for tp in tps:
-                    judged = with_verdicts(report, evidence, [next(verdicts)], vllm.version)
+                    judged = with_verdicts(report, None if target else evidence, [next(verdicts)], vllm.version,
+                                           draft=evidence)  # fmt: skip
                     yield Cell(family=family_of(model), model=model, variant=variant, gpu=gpu, tp=tp, report=judged)
             for model, variant, refusal in refused:
                 for tp in tps:
                     yield Cell(family=family_of(model), model=model, variant=variant, gpu=gpu, tp=tp, report=None,
                                refusal=refusal)  # fmt: skip
+
+
+def _target(model: str, folder: Path) -> Path | None:
+    """A target for a draft that has a checkpoint of its own."""
+    if model not in SEPARATE:
+        return None
+    config, tensors = gemma4_assistant.target(checkpoints.source_layout(model, size="split")[0])
+    return checkpoints.write_checkpoint(folder.with_name(f"{folder.name}-target"), config, tensors)
 
 
 def family_of(model: str) -> str:
@@ -125,11 +138,11 @@ def markdown(cells: list[Cell], version: str) -> str:
     for (family, model, variant), found in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1])):
         texts = " | ".join(found.get(column, "") for column in columns)
         lines.append(f"| {family} | {model}, {variant} | {texts} |")
-    lines += ["", *(f"{number}. {_plain(reason)}" for reason, number in reasons.items()), ""]
+    lines += ["", *(f"{number}. {plain(reason)}" for reason, number in reasons.items()), ""]
     return "\n".join(lines)
 
 
-def _plain(reason: str) -> str:
+def plain(reason: str) -> str:
     return " ".join(reason.replace("|", "\\|").split())
 
 

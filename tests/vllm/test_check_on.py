@@ -11,10 +11,11 @@ import pytest
 from checkpoint_files import Checkpoint, lose, write
 from checkpoints import source_layout, write_checkpoint
 from good import llmcompressor, ours, released
-from keepmtp.recipes.errors import VLLMError
+from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.dry import DryLoader
 from keepmtp.validate.load import check_on
 from keepmtp.validate.vllm_env import find_vllm
+from layouts import gemma4_assistant
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 pytestmark = pytest.mark.vllm
@@ -123,6 +124,34 @@ def test_a_repository_is_judged_by_range_requests(good, serve_hub):
     assert remote.ok and remote.dry[0].target == local.dry[0].target and remote.dry[0].draft == local.dry[0].draft
     weights = [line for line in requests if ".safetensors " in line]
     assert weights and all("bytes=0-" in line for line in weights)
+
+
+@pytest.fixture(scope="module")
+def assistant(tmp_path_factory) -> tuple[Path, Path]:
+    """Gemma 4: a target, and a draft with a checkpoint of its own."""
+    folder = tmp_path_factory.mktemp("gemma")
+    config, tensors = source_layout("gemma-4-26b-assistant", size="tiny")
+    target = write_checkpoint(folder / "target", *gemma4_assistant.target(config))
+    return target, write_checkpoint(folder / "assistant", config, tensors)
+
+
+def test_a_draft_of_its_own_is_loaded_beside_its_target(assistant):
+    target, draft = assistant
+    [(report, *_)] = check_on([str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
+    assert report.ok, report.findings
+    assert report.dry[0].draft.cls == "Gemma4MTP" and report.dry[0].draft.num_written > 10
+    with pytest.raises(RecipeError, match="--draft"):
+        next(check_on([str(draft)], vllm=find_vllm(), gpus=["sm100"]))
+
+
+def test_a_faulty_draft_of_its_own_is_told_by_its_names(assistant, tmp_path):
+    """The twin: a tensor of the draft is lost."""
+    target, _ = assistant
+    config, tensors = source_layout("gemma-4-26b-assistant", size="tiny")
+    lost = "model.layers.1.self_attn.q_proj.weight"
+    draft = write_checkpoint(tmp_path / "assistant", config, {n: s for n, s in tensors.items() if n != lost})
+    [(report, *_)] = check_on([str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
+    assert not report.ok and any(lost in f"{finding.where} {finding.says}" for finding in report.findings)
 
 
 def test_a_lost_tensor_is_told_by_the_draft_and_by_nobody_else(tmp_path):

@@ -38,17 +38,25 @@ Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Construction(TorchDispatchMode):
-    """Held while a model is built: which storages were given a value. The rest is uninitialised memory."""
+    """Held while a model is built: which storages were given a value. The rest is uninitialised memory.
+
+    Attributes:
+        filled: storages with a value, by address.
+        padding: regions of a storage that were written by themselves, as rows of padding are.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.filled: dict[int, torch.UntypedStorage] = {}
+        self.padding: dict[int, dict[Region, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and not func.__name__.startswith(_NO_VALUE):
             storage = out.untyped_storage()
             self.filled[storage._cdata] = storage
+            if func._schema.is_mutable and out.numel() * out.element_size() < storage.nbytes():
+                self.padding.setdefault(storage._cdata, {})[_region(out)] = out.numel()
         return out
 
 
@@ -78,7 +86,7 @@ class Written:
     def write(self, target: torch.Tensor, names: Iterable[str]) -> None:
         """Note that `target`, a view of the parameter, was written from the tensors `names`."""
         count = target.numel()
-        self.regions[(target.storage_offset(), tuple(target.shape), target.stride())] = count
+        self.regions[_region(target)] = count
         for name in names:
             self.sources[name] = self.sources.get(name, 0) + count
 
@@ -150,7 +158,7 @@ class Account(TorchDispatchMode):
             written = Written(
                 name=name, num_expected=demands.counts.get(name, param.numel()), shape=tuple(param.shape),
                 dtype=param.dtype, has_value=storage._cdata in construction.filled, may_pad=name in demands.may_pad,
-                is_optional=name in demands.optional,
+                is_optional=name in demands.optional, regions=dict(construction.padding.get(storage._cdata, {})),
             )  # fmt: skip
             self._keep.append(storage)
             self._param_at.setdefault(storage._cdata, written)
@@ -223,7 +231,7 @@ class Account(TorchDispatchMode):
         written.write(target, names)
         if source_address in self._is_checkpoint:
             read = self.tensors[names[0]]
-            read.regions[(source.storage_offset(), tuple(source.shape), source.stride())] = source.numel()
+            read.regions[_region(source)] = source.numel()
             # Vectors that a release pads are cut to size when they are read.
             read.is_cut = written.may_pad and source.dim() == 1 and source.storage_offset() == 0
         else:
@@ -264,6 +272,10 @@ class Account(TorchDispatchMode):
         notes[written.name, ", ".join(names), str(given).removeprefix("torch."), str(wanted).removeprefix("torch.")] = (
             None
         )
+
+
+def _region(view: torch.Tensor) -> Region:
+    return view.storage_offset(), tuple(view.shape), view.stride()
 
 
 def _keeps_value(given: torch.dtype, wanted: torch.dtype) -> bool:
