@@ -2,7 +2,7 @@
 #
 #   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR]
 #   make plan ...     the same arguments: what would happen, nothing written
-#   make check OUT=DIR
+#   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
 #   make test         everything the project promises, on this machine
 #
@@ -33,8 +33,8 @@ quantize: $(VENV)/.quantize
 plan: $(VENV)/.base
 	@$(VENV)/bin/keepmtp plan "$(MODEL)" $(CHOICES)
 
-check: $(VENV)/.base
-	@$(VENV)/bin/keepmtp check "$(or $(OUT),out/$(MODEL))"
+check: $(VENV)/.base $(if $(GPU),$(VENV_VLLM)/.vllm)
+	@$(VENV)/bin/keepmtp check "$(or $(OUT),out/$(MODEL))" $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp))
 
 # The checkpoint that `make quantize` with the same MODEL has written, unless OUT names one.
 MADE = $(filter-out %.partial %.sha256 %.serve-check,$(wildcard out/$(MODEL) out/$(MODEL).*))

@@ -109,8 +109,8 @@ def diagnose() -> Diagnosis:
     except VLLMError as error:
         # Its first word is "vllm" where none was named and none is in its usual place: not installed, not broken.
         no_vllm, is_broken = str(error), not str(error).startswith("vllm: ")
-    gpus, (cpu, flags) = vllm_env._gpus(), vllm_env._cpu()
-    features = tuple(flag for flag in vllm_env._CPU_FLAGS if flag in flags)
+    gpus, (cpu, flags) = vllm_env.gpus_here(), vllm_env.cpu_here()
+    features = tuple(flag for flag in vllm_env.CPU_FLAGS if flag in flags)
     usable = vllm if not no_vllm else None
     return Diagnosis(
         keepmtp=__version__, python=f"{platform.python_version()} ({sys.executable})", packages=packages, vllm=vllm,
@@ -123,6 +123,7 @@ def _abilities(
     packages: dict[str, str], vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]
 ) -> tuple[Ability, ...]:
     can_pack = bool(packages["torch"] and packages["numpy"])
+    on_gpu = can_pack and bool(gpus) and not packages["torch"].endswith("+cpu")
     can_serve = vllm is not None and (vllm.build == "cpu" or bool(gpus))
     no_vllm = "needs vLLM's own classes, in an environment of their own"
     get_server = _GET_VLLM if vllm is None else "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
@@ -145,7 +146,8 @@ def _abilities(
         Ability(what="packing weights, without data", can=can_pack,
                 why=f"torch {packages['torch']}, on the CPU" if can_pack else "needs torch and numpy",
                 command="keepmtp quantize MODEL" if can_pack else _GET_QUANTIZE),
-        Ability(what="packing weights on a GPU", can=False, why=f"keepmtp {__version__} packs on the CPU", command=""),
+        Ability(what="packing weights on a GPU", can=on_gpu, command="keepmtp quantize MODEL" if on_gpu else "",
+                why="one shard a GPU at a time" if on_gpu else "needs a GPU and torch built for CUDA"),
         Ability(what="schemes with calibration", can=False, why=f"keepmtp {__version__} plans them, and runs none",
                 command=""),
     )  # fmt: skip

@@ -473,6 +473,11 @@ def _refuse_width(
             refuse(where, f"{scheme.name} needs a matrix", f"shape {list(weight.shape)} in {name}",
                    f"Set {place.role}: source")
         )  # fmt: skip
+    if scheme.has_tensor_scale and not place.row.takes_tensor_scale:
+        raise RecipeError(
+            refuse(where, f"vLLM cannot load one scale a tensor into {place.runtime.rpartition('.')[2]} of this family",
+                   f"{scheme.name} for {name}", f"Set {place.role}: FP8_DYNAMIC, FP8_BLOCK or bf16")
+        )  # fmt: skip
     rows, columns = weight.shape[-2] // max(1, len(place.row.stacked)), weight.shape[-1]
     if columns % scheme.k_multiple():
         raise RecipeError(

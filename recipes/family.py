@@ -44,6 +44,7 @@ class Row:
         aliases: further runtime spellings that some vLLM versions ask for.
         stacked: for a 3-D expert parameter [E, n * I, K], the projections stacked along I; quantized, it becomes one
             tensor an expert and projection, under `runtime`.
+        takes_tensor_scale: False where vLLM's fused module has no way to load one scale for a whole tensor.
         in_every_layer: False where only layers of one kind have it: the others are not said to lack it.
     """
 
@@ -55,6 +56,7 @@ class Row:
     loads_quantized: bool = True
     aliases: tuple[str, ...] = ()
     stacked: tuple[str, ...] = ()
+    takes_tensor_scale: bool = True
     in_every_layer: bool = True
 
     @property

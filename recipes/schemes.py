@@ -54,6 +54,11 @@ class Scheme:
     hardware: str = ""
     extra: tuple[TensorSpec, ...] = field(default=())
 
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether one of its scales is a single value for a whole tensor."""
+        return self.shares_global_scale or self.weights["strategy"] == "tensor"
+
     def tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
         """The tensors on disk for a weight [num_rows, num_columns], in the order they are written."""
         n, k = num_rows, num_columns

@@ -40,6 +40,14 @@ def test_quantize_then_check(source, tmp_path):
     refused("quantize", "glm-4.7", "--source", str(source), "--out", "out", says="never overwritten", cwd=tmp_path)
 
 
+def test_check_writes_a_page_on_request(source, tmp_path):
+    done = keepmtp("check", str(source), "--html", str(tmp_path / "page"))
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "page" / "report.json").read_text())
+    assert written["verdict"]["ok"] and written["facts"]["num_mtp_layers"] == 1
+    assert "<html" in (tmp_path / "page" / "report.html").read_text()
+
+
 def test_dry_run_writes_nothing(source, tmp_path):
     done = keepmtp("quantize", "glm-4.7", "--source", str(source), "--dry-run", "--json", cwd=tmp_path)
     plan = json.loads(done.stdout)

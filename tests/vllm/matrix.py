@@ -28,6 +28,7 @@ from layouts import gemma4_assistant
 from modelopt_form import modelopt
 
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
+INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules do not take it
 TPS = (1, 4)
 DOCS = Path(__file__).parent.parent.parent / "docs" / "matrix.md"
 
@@ -37,10 +38,17 @@ def _released(model: str) -> Checkpoint:
     return Checkpoint(config=config, tensors=dict(tensors), json_files=companions(config))
 
 
+def _ours(model: str, *, is_mtp_quantized: bool) -> Checkpoint:
+    try:
+        return ours(model, SCHEME, SCHEME if is_mtp_quantized else "bf16", "split")
+    except RecipeError:
+        return ours(model, INSTEAD, INSTEAD if is_mtp_quantized else "bf16", "split")
+
+
 VARIANTS: dict[str, Callable[[str], Checkpoint]] = {
     "released": _released,
-    "compressed-tensors, MTP BF16": lambda model: ours(model, SCHEME, "bf16", "split"),
-    "compressed-tensors, MTP quantized": lambda model: ours(model, SCHEME, SCHEME, "split"),
+    "compressed-tensors, MTP BF16": lambda model: _ours(model, is_mtp_quantized=False),
+    "compressed-tensors, MTP quantized": lambda model: _ours(model, is_mtp_quantized=True),
     "modelopt, MTP BF16": lambda model: modelopt(model, SCHEME, "bf16", size="split"),
     "modelopt, MTP quantized": lambda model: modelopt(model, SCHEME, SCHEME, size="split"),
 }
@@ -130,7 +138,8 @@ def markdown(cells: list[Cell], version: str) -> str:
         f"Written by `make matrix`: vLLM {version}'s own target and draft classes and loaders on meta tensors, from",
         "tiny checkpoints in published names (tests/layouts, tests/checkpoints.py). *loads* means: both constructed",
         "and loaded, every parameter written over all its elements, every tensor used, no number cast, and a kernel",
-        f"for every layer that could be judged. Quantized is {SCHEME} for backbone and, where said, MTP block.",
+        f"for every layer that could be judged. Quantized is {SCHEME} for backbone and, where said, MTP block, and",
+        f"{INSTEAD} where keepmtp refuses {SCHEME} for the family.",
         f"{loaded} of {len(cells)} combinations load; below the table stands why the others do not.", "",
         "| family | checkpoint | " + " | ".join(f"{gpu} TP{tp}" for gpu, tp in columns) + " |",
         "|---" * (2 + len(columns)) + "|",
