@@ -57,7 +57,7 @@ lint: $(VENV)/.test
 	$(VENV)/bin/pyright
 
 matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
-	PYTHONPATH=tests $(VENV)/bin/python tests/vllm/matrix.py
+	PYTHONPATH=tests $(VENV)/bin/python tests/matrix.py
 
 benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/packing.py

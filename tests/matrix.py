@@ -30,7 +30,7 @@ from modelopt_form import modelopt
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
 INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules do not take it
 TPS = (1, 4)
-DOCS = Path(__file__).parent.parent.parent / "docs" / "matrix.md"
+DOCS = Path(__file__).parent.parent / "docs" / "matrix.md"
 
 
 def _released(model: str) -> Checkpoint:
