@@ -187,7 +187,11 @@ def test_no_process_is_left(number, tmp_path):
     """Ended in the middle of a start; after SIGKILL nothing of ours runs that could end the server."""
     words = [KEEPMTP, "serve-check", str(QWEN), "--source", "none", "--out", str(tmp_path)]
     log = tmp_path / "logs" / "checkpoint-k0.log"
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as check:
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        # A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as check:  # fmt: skip
         deadline = time.monotonic() + 120
         # What only SIGKILL cannot do is end the engine, a process of the server's own: it is waited for there.
         marker = "(EngineCore pid=" if number == signal.SIGKILL else ""
