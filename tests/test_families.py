@@ -1,13 +1,12 @@
 """Family tables against what makers publish (tests/checkpoints.py) and against the names vLLM 0.32.0 asks for.
 
 The prefixes below were recorded by constructing vLLM's draft classes with a quantization config that writes down every
-question, or read in their source where they do not build on a CPU. They are spelled out here on purpose.
+question, or read in their source where they do not build on a CPU. They are spelled out here on purpose;
+tests/vllm/test_dry_names.py asks vLLM's own classes anew.
 """
 
-import json
 import os
 import re
-import subprocess
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -301,7 +300,8 @@ def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
     assert message.startswith("somewhere/config.json: ")
     assert "DeepSeek V4.1 has no classic-MTP draft" in message
     assert "Use speculative method 'dspark' instead of 'mtp'" in message
-    found = Path(VLLM_PYTHON).parent.parent.glob("lib/python3*/site-packages/vllm/config/speculative.py")
+    python = os.environ.get("VLLM_PYTHON", str(Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python"))
+    found = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm/config/speculative.py")
     for source in found:  # where vLLM is installed: word by word
         strings = re.findall(r'"([^"]*)"', source.read_text())
         assert message.partition("says: ")[2].partition(". Serve ")[0] in "".join(strings)
@@ -366,52 +366,3 @@ def built_by_transformers(model: str):
     config = {k: v for k, v in view_of(model)[0].config.items() if k != "quantization_config"}
     model_class = getattr(transformers, config["architectures"][0])
     return model_class(model_class.config_class.from_dict(config)).to(torch.bfloat16)
-
-
-# --- The same, asked of vLLM itself -----------------------------------------------------------------------------------
-
-ROOT = Path(__file__).parent.parent
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
-# What vLLM's CPU build constructs. Qwen3.5's classes import torchvision, which has no place in a CPU environment.
-CONSTRUCTIBLE = ("glm-4.7", "qwen3-next-80b", "deepseek-r1", "glm-4.7-flash", "mimo-7b")
-MIMO_CONFIG = """from transformers import PretrainedConfig
-
-
-class MiMoConfig(PretrainedConfig):
-    model_type = "mimo"
-"""
-
-
-@pytest.fixture(scope="module")
-def asked_by_vllm(tmp_path_factory) -> dict[str, dict[str, list[tuple[str, str]]]]:
-    """model -> target or draft -> (prefix, layer class) of every question to the quantization config."""
-    if not Path(VLLM_PYTHON).is_file():
-        pytest.skip("no vLLM: `make test` builds .venv-vllm, or set VLLM_PYTHON")
-    folder = tmp_path_factory.mktemp("configs")
-    for model in CONSTRUCTIBLE:
-        config = {k: v for k, v in view_of(model)[0].config.items() if k != "quantization_config"}
-        if model == "mimo-7b":
-            config["auto_map"] = {"AutoConfig": "configuration_mimo.MiMoConfig"}
-        (folder / model).mkdir()
-        (folder / model / "config.json").write_text(json.dumps(config))
-        (folder / model / "configuration_mimo.py").write_text(MIMO_CONFIG)
-    done = subprocess.run(
-        [VLLM_PYTHON, str(Path(__file__).with_name("vllm_asks.py")), *CONSTRUCTIBLE], cwd=folder, text=True,
-        capture_output=True, env=os.environ | {"HF_MODULES_CACHE": str(folder), "VLLM_CACHE_ROOT": str(folder)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {answer["path"]: answer for answer in answers}
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("part", ["backbone", "mtp"])
-@pytest.mark.parametrize("model", CONSTRUCTIBLE)
-def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, asked_by_vllm):
-    view, tensors = view_of(model)
-    places = [view.place(HFName(name)) for name, (_, shape) in tensors.items() if len(shape) == 2]
-    ours = {p.runtime for p in places if p.part == part and p.leaf == "weight" and p.row.loads_quantized}
-    # Attention is asked about its cache, embeddings for whole-number formats only.
-    questions = asked_by_vllm[model]["draft" if part == "mtp" else "target"]
-    theirs = {prefix for prefix, kind in questions if not kind.endswith(("Attention", "VocabParallelEmbedding"))}
-    assert ours == theirs
