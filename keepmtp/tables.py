@@ -28,7 +28,7 @@ GIB = 2**30
 def listings() -> dict[str, list[dict[str, str]]]:
     """What `keepmtp ls` shows: rows of plain strings by listing."""
     recipes = [read_recipe(path) for path in recipe_files()]
-    unique = {family.model_type: family for family in families().values()}
+    unique = {(family.model_type, family.architectures): family for family in families().values()}
     return {
         "models": [
             {
@@ -46,7 +46,11 @@ def listings() -> dict[str, list[dict[str, str]]]:
             for scheme in SCHEMES.values()
         ],
         "families": [
-            {"family": ", ".join((family.model_type, *family.also)), "what": family.notes}
+            {
+                "family": ", ".join((family.model_type, *family.also))
+                + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
+                "what": family.notes,
+            }
             for _, family in sorted(unique.items())
         ],
     }  # fmt: skip
