@@ -319,11 +319,11 @@ class FamilyView:
         for row in (*self.layout.top, *self.layout.mtp_top):
             found.setdefault(row.runtime or row.path, []).append(HFName(row.path))
         first = 0 if self.layout.mtp else self.num_layers
-        blocks: list[tuple[Part, str, int]] = [
-            ("backbone", "linear" if index in self._linear_layers else "backbone", index)
-            for index in range(self.num_layers)
-        ]
-        blocks += [("mtp", "mtp", first + index) for index in range(self.num_mtp_layers)]
+        blocks: list[tuple[Part, str, int]] = []
+        for index in range(self.num_layers):
+            blocks.append(("backbone", "linear" if index in self._linear_layers else "backbone", index))
+        for index in range(self.num_mtp_layers):
+            blocks.append(("mtp", "mtp", first + index))
         for part, kind, index in blocks:
             runtime, disk = self.runtime_stem(part, index), self.disk_stem(part, index)
             for row in self._rows[kind].values():
