@@ -29,6 +29,7 @@ from tensors import (
     mla,
     norms,
     num_bytes,
+    qwen_vision_tower,
     under,
     vectors,
 )
@@ -391,7 +392,7 @@ def qwen3_5(config: Config) -> Tensors:
     return (
         embeddings(text, f"{stem}embed_tokens", "lm_head", f"{stem}norm")
         | _qwen_layers(text, f"{stem}layers.", _delta_net(text, is_split=True), stacked)
-        | (_vision_tower(config["vision_config"]) if "vision_config" in config else {})
+        | (qwen_vision_tower(config["vision_config"]) if "vision_config" in config else {})
         | _qwen_mtp(text, mlp)
     )
 
@@ -443,27 +444,6 @@ def _delta_net(config: Config, *, is_split: bool) -> Tensors:
         | vectors(["dt_bias"], num_value_heads) | vectors(["A_log"], num_value_heads, state_dtype)
         | vectors(["norm.weight"], config["linear_value_head_dim"], state_dtype) | linear("out_proj", hidden, value)
     ))  # fmt: skip
-
-
-def _vision_tower(vision: Config) -> Tensors:
-    hidden, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
-    merged = hidden * vision["spatial_merge_size"] ** 2
-    patches = (hidden, vision["in_channels"], vision["temporal_patch_size"], patch, patch)
-    tensors = (
-        {"patch_embed.proj.weight": ("BF16", patches)} | vectors(["patch_embed.proj.bias"], hidden)
-        | linear("pos_embed", vision["num_position_embeddings"], hidden)
-        | linear("merger.linear_fc1", merged, merged, bias=True)
-        | linear("merger.linear_fc2", vision["out_hidden_size"], merged, bias=True)
-        | vectors(["merger.norm.weight", "merger.norm.bias"], hidden)
-    )  # fmt: skip
-    block = (
-        linear("attn.qkv", 3 * hidden, hidden, bias=True) | linear("attn.proj", hidden, hidden, bias=True)
-        | linear("mlp.linear_fc1", inner, hidden, bias=True) | linear("mlp.linear_fc2", hidden, inner, bias=True)
-        | vectors((f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")), hidden)
-    )  # fmt: skip
-    for layer in range(vision["depth"]):
-        tensors |= under(f"blocks.{layer}.", block)
-    return under("model.visual.", tensors)
 
 
 def mimo(config: Config) -> Tensors:

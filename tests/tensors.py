@@ -126,3 +126,25 @@ def mla(config: Config, form: Form) -> Tensors:
             | linear("weights_proj", index_heads, hidden) | vectors(["k_norm.weight", "k_norm.bias"], index_dim)
         ))  # fmt: skip
     return under("self_attn.", attention)
+
+
+def qwen_vision_tower(vision: Config) -> Tensors:
+    """The vision encoder that Qwen3.5 and its successors publish as `model.visual`."""
+    hidden, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
+    merged = hidden * vision["spatial_merge_size"] ** 2
+    patches = (hidden, vision["in_channels"], vision["temporal_patch_size"], patch, patch)
+    tensors = (
+        {"patch_embed.proj.weight": ("BF16", patches)} | vectors(["patch_embed.proj.bias"], hidden)
+        | linear("pos_embed", vision["num_position_embeddings"], hidden)
+        | linear("merger.linear_fc1", merged, merged, bias=True)
+        | linear("merger.linear_fc2", vision["out_hidden_size"], merged, bias=True)
+        | vectors(["merger.norm.weight", "merger.norm.bias"], hidden)
+    )  # fmt: skip
+    block = (
+        linear("attn.qkv", 3 * hidden, hidden, bias=True) | linear("attn.proj", hidden, hidden, bias=True)
+        | linear("mlp.linear_fc1", inner, hidden, bias=True) | linear("mlp.linear_fc2", hidden, inner, bias=True)
+        | vectors((f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")), hidden)
+    )  # fmt: skip
+    for layer in range(vision["depth"]):
+        tensors |= under(f"blocks.{layer}.", block)
+    return under("model.visual.", tensors)

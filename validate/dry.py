@@ -117,7 +117,6 @@ class Side:
         unwritten: uninitialised memory; default: construction's value; partial: filled in part.
         padded: filled as far as the checkpoint goes, the rest is padding on purpose.
         shared: parameters that vLLM replaces by the target's after loading.
-        consumed: tensors on disk that the draft used; empty for the target.
     """
 
     cls: str = ""
@@ -132,7 +131,6 @@ class Side:
     shared: tuple[str, ...] = ()
     asked: tuple[Question, ...] = ()
     kernels: tuple[Kernel, ...] = ()
-    consumed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,5 +361,4 @@ def _side(told: dict[str, Any]) -> Side:
         casts=misfits("casts"), broadcasts=misfits("broadcasts"), shared=tuple(told.get("shared", ())),
         asked=tuple(Question(**question) for question in questions),
         kernels=tuple(Kernel(**kernel) for kernel in told.get("kernels", ())),
-        consumed=frozenset(told.get("consumed", ())),
     )  # fmt: skip

@@ -106,31 +106,20 @@ class Evidence:
         for name, weight in self.weights.items():
             place = self.placed.get(name)
             if place is not None and place.role != "vision":
-                members[self.runtime_of(place), place.part].append(Member(place=place, weight=weight))
+                members[place.runtime, place.part].append(Member(place=place, weight=weight))
         for entry in self.others:
             place = self.placed.get(entry.name)
             if place is not None and place.row.stacked:
                 # A stacked expert tensor has no leaf: it is read as one plain weight.
                 weight = StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
-                members[self.runtime_of(place), place.part].append(Member(place=place, weight=weight))
+                members[place.runtime, place.part].append(Member(place=place, weight=weight))
         return tuple(self._module(name, part, tuple(group)) for (name, part), group in members.items())
-
-    @cached_property
-    def module_by_name(self) -> Mapping[str, Module]:
-        """The same by vLLM's name; a name that target and draft both use means the draft's."""
-        return {module.name: module for module in sorted(self.modules, key=lambda module: module.part == "mtp")}
 
     def resolve(self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind, part: Part) -> Resolution:
         """What vLLM builds for a module that asks the quantization config."""
         if module == "mtp.fc" and isinstance(self.dialect, ModelOpt) and "NVFP4" in self.dialect.algorithm:
             return Resolution(built=PLAIN, entry="vLLM builds mtp.fc without quantization under modelopt NVFP4")
         return (self.draft_dialect if part == "mtp" else self.dialect).resolve(module, shards=shards, kind=kind)
-
-    def runtime_of(self, place: Place) -> VLLMName:
-        """vLLM's module for a place; without q_lora_rank the latent attention's first projection is not fused."""
-        if self.view.text_config.get("q_lora_rank", 0) is None:
-            return VLLMName(place.runtime.replace("fused_qkv_a_proj", "kv_a_proj_with_mqa"))
-        return place.runtime
 
     def is_mtp_name(self, name: str) -> bool:
         """Whether a name, known to the family or not, lies under an MTP layer or beside one."""

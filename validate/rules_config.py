@@ -40,22 +40,22 @@ def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
         if _reaches(evidence, entry, disk if entry.by_disk else runtime):
             continue
         meant = _meant(evidence, entry, disk)
-        missed = next((module for module in meant if evidence.runtime_of(evidence.placed[module]) in quantized), None)
+        missed = next((module for module in meant if evidence.placed[module].runtime in quantized), None)
         if entry.where in ("targets", "quantized_layers"):
             # A name on disk beside vLLM's is for other readers: all it means is built quantized.
-            is_second = meant and all(evidence.runtime_of(evidence.placed[module]) in quantized for module in meant)
+            is_second = meant and all(evidence.placed[module].runtime in quantized for module in meant)
             if not _is_class_name(entry) and not is_second:
                 yield Finding(
                     rule="entry-unmatched", severity="warning", where=entry.written,
                     says=f"({entry.where}) matches no module of vLLM's" + (
-                        f": {meant[0]} is {evidence.runtime_of(evidence.placed[meant[0]])} there" if meant else ""),
+                        f": {meant[0]} is {evidence.placed[meant[0]].runtime} there" if meant else ""),
                     cure="Write vLLM's name, or remove the entry", cause=f"target {bool(meant)}",
                 )  # fmt: skip
         elif missed is not None:
             yield Finding(
                 rule="entry-unmatched", severity="warning", where=entry.written,
                 says=f"({entry.where}) is a name on disk: vLLM calls {missed} "
-                     f"{evidence.runtime_of(evidence.placed[missed])} and builds it quantized all the same",
+                     f"{evidence.placed[missed].runtime} and builds it quantized all the same",
                 cure="Write vLLM's name", cause="ignore by name on disk",
             )  # fmt: skip
         elif not meant and is_draft_wrong and _speaks_of_mtp(evidence, entry):

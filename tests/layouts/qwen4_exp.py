@@ -7,7 +7,7 @@ the backbone). Sizes: the release's text_config as servers pass it on.
 
 import math
 
-from tensors import Config, Published, Tensors, gated_mlp, gqa, linear, norms, under, vectors
+from tensors import Config, Published, Tensors, gated_mlp, gqa, linear, norms, qwen_vision_tower, under, vectors
 
 
 def _layers(count: int) -> Config:
@@ -95,7 +95,7 @@ def qwen4_exp(config: Config) -> Tensors:
     )  # fmt: skip
     for index in range(text["mtp_num_hidden_layers"]):
         mtp |= under(f"layers.{index}.", indexed | experts | connections)
-    return tensors | under("mtp.", mtp) | _vision_tower(config["vision_config"])
+    return tensors | under("mtp.", mtp) | qwen_vision_tower(config["vision_config"])
 
 
 def _delta_net(text: Config) -> Tensors:
@@ -165,27 +165,6 @@ def _primes_from(start: int, count: int) -> list[int]:
             primes.append(number)
         number += 1
     return primes
-
-
-def _vision_tower(vision: Config) -> Tensors:
-    hidden, inner, patch = vision["hidden_size"], vision["intermediate_size"], vision["patch_size"]
-    merged = hidden * vision["spatial_merge_size"] ** 2
-    patches = (hidden, vision["in_channels"], vision["temporal_patch_size"], patch, patch)
-    tensors = (
-        {"patch_embed.proj.weight": ("BF16", patches)} | vectors(["patch_embed.proj.bias"], hidden)
-        | linear("pos_embed", vision["num_position_embeddings"], hidden)
-        | linear("merger.linear_fc1", merged, merged, bias=True)
-        | linear("merger.linear_fc2", vision["out_hidden_size"], merged, bias=True)
-        | vectors(["merger.norm.weight", "merger.norm.bias"], hidden)
-    )  # fmt: skip
-    block = (
-        linear("attn.qkv", 3 * hidden, hidden, bias=True) | linear("attn.proj", hidden, hidden, bias=True)
-        | linear("mlp.linear_fc1", inner, hidden, bias=True) | linear("mlp.linear_fc2", hidden, inner, bias=True)
-        | vectors((f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")), hidden)
-    )  # fmt: skip
-    for layer in range(vision["depth"]):
-        tensors |= under(f"blocks.{layer}.", block)
-    return under("model.visual.", tensors)
 
 
 LAYOUTS = {"qwen4_exp": qwen4_exp}

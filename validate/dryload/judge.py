@@ -6,7 +6,7 @@ In: a `Job`, in a process that `gpu.install` has prepared. Out: a JSON-able dict
     failure: null or {stage, role, type, words, at, tensor}   vLLM's exception, and the tensor it was handed last
     target, draft: {cls, num_params (that a checkpoint must fill), num_written,
         asked [[prefix, layer, method, scheme, path]], unwritten, default, partial, padded, casts, broadcasts,
-        shared, kernels, consumed (draft only)}
+        shared, kernels}
     unconsumed: tensors that neither of the two used;  truncated: tensors used in part, at TP 1
 
 Easy to get wrong: vLLM's exception is the verdict, so everything it may raise is caught here, at this one boundary, and
@@ -202,13 +202,11 @@ class Judge:
             status: [_describe_param(param) for param in own if param.status == status]
             for status in ("unwritten", "default", "partial", "padded")
         }
-        read = [name for name, tensor in account.tensors.items() if tensor.is_used]
         return known | described | {
             "num_params": len(own),
             "num_written": sum(1 for param in own if param.status in ("full", "padded")),
             "casts": [note for note in account.casts if note[0] in names],
             "broadcasts": [note for note in account.broadcasts if note[0] in names],
-            "consumed": read if role == "draft" else [],
         }  # fmt: skip
 
     def _tensors(self) -> dict[str, Any]:
