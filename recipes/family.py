@@ -153,6 +153,65 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """What an MTP layer computes around its decoder layer, as vLLM's draft class does it.
+
+    Paths are those on disk under the layer's stem, or whole where `Layout.mtp_top` has them. Where nothing is said the
+    names are DeepSeek's.
+
+    Attributes:
+        model_type: whose configuration and classes transformers builds the decoder layer with.
+        classes: how the names of those classes begin.
+        decoder: the decoder layer's class; "" for `<classes>DecoderLayer`.
+        rotary: the rotary embedding's class; "" for `<classes>RotaryEmbedding`, None where there is none.
+        rope_types: kinds of rotary embedding that the layer is given by name, "own" for the one of its attention; ()
+            where the model has one kind.
+        position_axes: 3 where the rotary embedding wants positions by axis (M-RoPE); equal for text.
+        layers: for each decoder layer that makes up one MTP layer, what config.json would say at layer 0 if it stood
+            there in the backbone.
+        renames: (path in a backbone layer, path in the MTP layer), where a block's names differ; beginnings of paths.
+        plain_residual: the block lacks the hyper-connections of the backbone's layers.
+        embedding_norm: norm of the next token's embedding.
+        hidden_norm: norm of the hidden state.
+        projections: one matrix over both, concatenated; or the embedding's and the hidden state's, added.
+        hidden_first: the hidden state comes before the embedding in the concatenation.
+        final_norm: norm behind the decoder layer; "" for none.
+        head: a head of the draft's own; "" where it uses the target's.
+        zeroes_first: the embedding at position 0 is replaced by zeros.
+        chains_normed: the next draft step is fed the state behind the final norm, not the one before it.
+        reads_normed: so is the first step, by the target.
+        streams: key of config.json that counts residual streams of the hidden state; "" for one.
+        joint_norm: `hidden_norm` spans all streams, not each alone.
+        collapse: class of the module that makes one stream of several before the final norm, its parameters' beginning
+            and their beginning on disk.
+        proof: what its results were compared with: vLLM's draft, transformers' MtpModel, or nothing but the source.
+    """
+
+    model_type: str
+    classes: str
+    decoder: str = ""
+    rotary: str | None = ""
+    rope_types: tuple[str, ...] = ()
+    position_axes: int = 1
+    layers: tuple[Mapping[str, Any], ...] = ({},)
+    renames: tuple[tuple[str, str], ...] = ()
+    plain_residual: bool = False
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projections: tuple[str, ...] = ("eh_proj",)
+    hidden_first: bool = False
+    final_norm: str = "shared_head.norm"
+    head: str = ""
+    zeroes_first: bool
+    chains_normed: bool
+    reads_normed: bool = True
+    streams: str = ""
+    joint_norm: bool = False
+    collapse: tuple[str, str, str] | None = None
+    proof: Literal["vllm", "transformers", "source"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A family table.
 
@@ -177,6 +236,8 @@ class Family:
         config_extras: keys this family's runtime wants inside quantization_config.
         rerouted_format: a `format` by which vLLM reads experts alone and leaves linears plain; ours says
             mixed-precision instead.
+        draft: how an MTP layer computes; None where it cannot be run here, and so neither calibrated nor measured.
+        no_draft: why not.
         notes: one line a person should know, shown by `keepmtp ls families`.
     """
 
@@ -199,6 +260,8 @@ class Family:
     loader: Loader = Loader()
     config_extras: Mapping[str, Any] = field(default_factory=dict)
     rerouted_format: str = ""
+    draft: Draft | None = None
+    no_draft: str = ""
     notes: str = ""
 
     def view(self, config: Mapping[str, Any]) -> "FamilyView":

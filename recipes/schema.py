@@ -7,6 +7,7 @@ Easy to get wrong: `source` means "as the released checkpoint stores it", which 
 """
 
 import difflib
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,19 +16,26 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 from .errors import RecipeError, refuse
 from .family import QUANTIZABLE_ROLES
-from .schemes import SCHEMES
+from .schemes import REWRITES, SCHEMES
 
 MODELS = Path(__file__).parent / "models"
 KEEP_WORDS = ("source", "bf16")
 """`source`: stored as released. `bf16`: dequantized if the release is quantized, else as released."""
+AUTO = "auto"
+"""For the MTP block only: the cheapest of the candidates that keeps enough acceptance, measured during the run."""
+_EXAMPLE = "glm-4.7.nvfp4-fp8"
 
 
-def _known_decision(word: str) -> str:
-    if word in KEEP_WORDS or word in SCHEMES:
+def _known_decision(word: str, *, besides: tuple[str, ...] = ()) -> str:
+    known = {each.lower(): each for each in (*KEEP_WORDS, *SCHEMES, *besides)}
+    if word in known.values():
         return word
-    known = {each.lower(): each for each in (*KEEP_WORDS, *SCHEMES)}
     nearest = known[difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.0)[0]]
     raise ValueError(f"must be one of {', '.join(known.values())}; got {word!r}. Did you mean {nearest}?")
+
+
+def _known_policy(word: str) -> str:
+    return _known_decision(word, besides=(AUTO,))
 
 
 def _known_role(word: str) -> str:
@@ -41,10 +49,10 @@ def _known_role(word: str) -> str:
 Decision = Annotated[str, AfterValidator(_known_decision)]
 Group = Annotated[str, AfterValidator(_known_role)]
 # The tags pick one branch by the value's type, so that an error is about what was written, not about the other branch.
-MtpPolicy = Annotated[
-    Annotated[Decision, Tag("word")] | Annotated[dict[Group, Decision], Tag("groups")],
-    Discriminator(lambda value: "groups" if isinstance(value, dict) else "word"),
-]
+_BY_TYPE = Discriminator(lambda value: "groups" if isinstance(value, dict) else "word")
+_ByGroup = Annotated[dict[Group, Decision], Tag("groups")]
+Candidate = Annotated[Annotated[Decision, Tag("word")] | _ByGroup, _BY_TYPE]
+MtpPolicy = Annotated[Annotated[str, AfterValidator(_known_policy), Tag("word")] | _ByGroup, _BY_TYPE]
 
 
 class _Frozen(BaseModel):
@@ -58,16 +66,94 @@ class Override(_Frozen):
     scheme: Decision
 
 
+_Count = Annotated[int, Field(gt=0)]
+_Text = Annotated[str, Field(min_length=1)]
+
+
 class Calibration(_Frozen):
-    """Everything a calibrated run needs to be repeated."""
+    """Everything a calibrated run needs to be repeated.
+
+    Attributes:
+        algorithm: minmax observes activations only; the others also rewrite the weights of the schemes in
+            `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
+        dataset: Hub id, a local .jsonl, .json or .parquet file, or a folder with a copy of a Hub dataset.
+        dataset_revision: Hub revision; "local" for files and folders.
+        subset: the configuration of a dataset that has several; null for its default.
+        split: of the dataset; "train" for a single file.
+        column: texts, or conversations as lists of {role, content}, which go through the model's chat template.
+        samples: sequences to calibrate on.
+        held_out: further sequences, from rows not calibrated on, to measure acceptance and perplexity on.
+        sequence_length: tokens in each; rows are packed end to end, so none is padding.
+        batch_size: sequences run at once, on each rank.
+        seed: order in which rows are drawn.
+        model_code: `checkpoint` lets Python that the checkpoint ships build the model and encode conversations.
+        decorated_forward: what to do with a model whose forward is wrapped in no_grad or inference_mode.
+    """
 
     algorithm: Literal["minmax", "gptq", "awq", "smoothquant"]
-    dataset: str
-    dataset_revision: str
-    split: str
-    samples: Annotated[int, Field(gt=0)]
-    sequence_length: Annotated[int, Field(gt=0)]
-    seed: int
+    dataset: _Text
+    dataset_revision: _Text
+    subset: _Text | None = None
+    split: _Text
+    column: _Text
+    samples: _Count
+    held_out: _Count
+    # The last position has no next token to judge: one token alone gives neither perplexity nor acceptance.
+    sequence_length: Annotated[int, Field(gt=1)]
+    batch_size: _Count
+    seed: Annotated[int, Field(ge=0)]
+    model_code: Literal["transformers", "checkpoint"] = "transformers"
+    decorated_forward: Literal["refuse", "unwrap"] = "refuse"
+
+
+class MtpAuto(_Frozen):
+    """How `mtp: auto` chooses.
+
+    Attributes:
+        min_acceptance: part of the released model's acceptance to be kept on held-out text.
+        candidates: policies in the order they are tried; the one of fewest bytes that keeps enough is taken.
+    """
+
+    min_acceptance: Annotated[float, Field(gt=0, le=1)]
+    candidates: Annotated[tuple[Candidate, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _each_once(self) -> "MtpAuto":
+        for index, candidate in enumerate(self.candidates):
+            if candidate in self.candidates[:index]:
+                raise ValueError(f"candidates must differ; got {candidate!r} twice. Remove one")
+        return self
+
+
+def _experts_apart(rest: str, experts: str) -> dict[str, str]:
+    return {group: experts if group == "experts" else rest for group in QUANTIZABLE_ROLES}
+
+
+DEFAULT_AUTO = MtpAuto(
+    min_acceptance=0.97,
+    candidates=(
+        "source", "bf16", "FP8_DYNAMIC", _experts_apart("bf16", "NVFP4"), _experts_apart("FP8_DYNAMIC", "NVFP4"),
+        "W4A16", "NVFP4A16", "NVFP4",
+    ),
+)  # fmt: skip
+"""What `--mtp auto` tries where the recipe does not say."""
+
+
+def candidates_for(candidates: Iterable[str | Mapping[str, str]], groups: Collection[str]) -> tuple[Candidate, ...]:
+    """The candidates that are different policies for an MTP block with these module groups, in order.
+
+    A list serves every family: groups that the block lacks are left out of a mapping, and one that then says the same
+    for all of them is that word.
+    """
+    found: list[Candidate] = []
+    for candidate in candidates:
+        if not isinstance(candidate, str):
+            narrowed = {group: word for group, word in candidate.items() if group in groups}
+            whole = set(narrowed.values()) if set(groups) <= set(narrowed) else set()
+            candidate = whole.pop() if len(whole) == 1 else narrowed
+        if candidate and candidate not in found:
+            found.append(candidate)
+    return tuple(found)
 
 
 class Recipe(_Frozen):
@@ -82,7 +168,8 @@ class Recipe(_Frozen):
         source: Hub id or local folder of the released checkpoint.
         revision: Hub revision; "local" for folders.
         backbone: module group -> scheme, `source` or `bf16`; every group that the model has must be named.
-        mtp: the same for the MTP block: one word for all of it, or a mapping by group.
+        mtp: the same for the MTP block: one word for all of it, a mapping by group, or `auto`.
+        mtp_auto: how `auto` chooses; given with it and only then.
         overrides: exceptions, first match wins; each must match something.
         keep: names (or `re:` regexes) of tensors outside the family table to carry over as they are.
         calibration: how batches are chosen; null for data-free recipes.
@@ -98,6 +185,7 @@ class Recipe(_Frozen):
     backbone: dict[Group, Decision]
     mtp: MtpPolicy
     calibration: Calibration | None
+    mtp_auto: MtpAuto | None = None
     overrides: tuple[Override, ...] = ()
     keep: tuple[str, ...] = ()
 
@@ -107,44 +195,82 @@ class Recipe(_Frozen):
         return f"{self.model}.{self.variant}"
 
     def decisions(self) -> set[str]:
-        """Every word this recipe uses for a scheme."""
-        mtp = self.mtp.values() if isinstance(self.mtp, dict) else (self.mtp,)
+        """Every word this recipe uses for a scheme, or may use where `mtp: auto` has yet to choose."""
+        policies = self.mtp_auto.candidates if self.mtp_auto else (self.mtp,)
+        mtp = {word for policy in policies for word in (policy.values() if isinstance(policy, dict) else (policy,))}
         return {*self.backbone.values(), *mtp, *(override.scheme for override in self.overrides)}
 
     def calibrated_schemes(self) -> list[str]:
-        """The schemes of this recipe that need batches, or all quantized ones where an algorithm rewrites weights."""
+        """The schemes of this recipe whose tensors depend on data: by static scales, or by rewritten weights."""
+        rewritten = REWRITES[self.calibration.algorithm] if self.calibration else frozenset()
         schemes = sorted(self.decisions() & SCHEMES.keys())
-        if self.calibration and self.calibration.algorithm != "minmax":
-            return schemes
-        return [name for name in schemes if SCHEMES[name].needs_calibration]
+        return [name for name in schemes if name in rewritten or SCHEMES[name].needs_calibration]
+
+    @model_validator(mode="after")
+    def _auto_is_explained(self) -> "Recipe":
+        if (self.mtp == AUTO) != (self.mtp_auto is not None):
+            rule = "must be given where mtp is auto" if self.mtp == AUTO else "must be left out where mtp is not auto"
+            got = "nothing" if self.mtp_auto is None else f"mtp: {self.mtp}"
+            raise ValueError(f"mtp_auto {rule}; got {got}. It holds min_acceptance and candidates")
+        return self
 
     @model_validator(mode="after")
     def _calibration_is_needed_and_given(self) -> "Recipe":
-        needing = [name for name in sorted(self.decisions() & SCHEMES.keys()) if SCHEMES[name].needs_calibration]
-        if needing and self.calibration is None:
-            alternative = SCHEMES[needing[0]].data_free
+        words = sorted(self.decisions() & SCHEMES.keys())
+        if self.calibration is None:
+            if self.mtp == AUTO:
+                raise ValueError(
+                    "calibration must be given for mtp: auto; got null. Name a dataset to measure acceptance on, or "
+                    "choose a policy yourself"
+                )
+            if needing := self.calibrated_schemes():
+                raise ValueError(
+                    f"calibration must be given for {needing[0]}; got null. Name a dataset, or use "
+                    f"{SCHEMES[needing[0]].data_free}, which needs none"
+                )
+            return self
+        algorithm = self.calibration.algorithm
+        if algorithm != "minmax" and not REWRITES[algorithm] & set(words):
             raise ValueError(
-                f"calibration must be given for {needing[0]}; got null. Name a dataset, or use {alternative}, "
-                "which needs none"
+                f"calibration.algorithm {algorithm} rewrites weights of {', '.join(sorted(REWRITES[algorithm]))} only; "
+                f"got {', '.join(words) or 'no scheme'}. Use one of these schemes, or another algorithm"
             )
-        if self.calibration and not needing and self.calibration.algorithm == "minmax":
+        if not self._uses_batches():
             raise ValueError("calibration must be null where no scheme needs it; got a dataset. Remove it")
         return self
 
+    def resolved(self, mtp: str | dict[str, str]) -> "Recipe":
+        """This recipe once `mtp: auto` has chosen.
+
+        Not validated again: the calibration block may by then serve nothing but the choice.
+        """
+        return self.model_copy(update={"mtp": mtp, "mtp_auto": None})
+
     def with_choices(self, *, scheme: str | None, mtp: str | None) -> "Recipe":
-        """This recipe with a command line's `--scheme` in every quantized group, and its `--mtp`."""
-        changed: dict[str, Any] = self.model_dump()
+        """This recipe with a command line's `--scheme` in every quantized group, and its `--mtp`.
+
+        A scheme by its name is rounded to nearest: algorithms that rewrite weights are a recipe's choice. Calibration
+        is dropped when nothing chosen needs it.
+        """
+        changed: dict[str, Any] = {}
+        variant = self.variant
         if scheme is not None:
+            variant = scheme.lower().replace("_", "-")
             changed["backbone"] = {
                 group: scheme if word in SCHEMES else word for group, word in self.backbone.items()
             }
-            changed["variant"] = scheme.lower().replace("_", "-")
-            if scheme in SCHEMES and not SCHEMES[scheme].needs_calibration:
-                changed["calibration"] = None
+            if self.calibration:
+                changed["calibration"] = self.calibration.model_copy(update={"algorithm": "minmax"})
         if mtp is not None:
-            changed["mtp"] = mtp
-            changed["variant"] += f"-mtp-{mtp.lower().replace('_', '-')}"
-        return _validated(changed, f"--scheme {scheme} --mtp {mtp}")
+            variant += f"-mtp-{mtp.lower().replace('_', '-')}"
+            changed |= {"mtp": mtp, "mtp_auto": (self.mtp_auto or DEFAULT_AUTO) if mtp == AUTO else None}
+        made = self.model_copy(update=changed | {"variant": variant})
+        if not made._uses_batches():
+            made = made.model_copy(update={"calibration": None})
+        return _validated(made.model_dump(), f"--scheme {scheme} --mtp {mtp}")
+
+    def _uses_batches(self) -> bool:
+        return self.mtp == AUTO or bool(self.calibrated_schemes())
 
 
 def recipe_files() -> list[Path]:
@@ -191,6 +317,7 @@ def find_recipe(model: str, *, scheme: str | None = None, mtp: str | None = None
                    f"({', '.join(SCHEMES)})", repr(scheme), "See `keepmtp ls`")
         )  # fmt: skip
     if override is not None or mtp is not None:
+        _refuse_batches_without_a_dataset(recipe, override, mtp)
         recipe = recipe.with_choices(scheme=override, mtp=mtp)
     return recipe, path.read_text()
 
@@ -200,10 +327,28 @@ def data_free_alternative(recipe: Recipe) -> str:
     wanted = {
         group: SCHEMES[word].data_free or word if word in SCHEMES else word for group, word in recipe.backbone.items()
     }
-    others = [other for path in _variants(recipe.model) if not (other := read_recipe(path)).calibrated_schemes()]
+    others = [other for path in _variants(recipe.model) if (other := read_recipe(path)).calibration is None]
     if others:
         return max(others, key=lambda other: len(other.backbone.items() & wanted.items())).variant
     return next((SCHEMES[name].data_free for name in recipe.calibrated_schemes() if SCHEMES[name].data_free), "W4A16")
+
+
+def _refuse_batches_without_a_dataset(recipe: Recipe, scheme: str | None, mtp: str | None) -> None:
+    """A choice that needs batches, on a recipe that names none: say which recipe does."""
+    needing = [SCHEMES[word] for word in (scheme or "", mtp or "") if word in SCHEMES]
+    needing = [each for each in needing if each.needs_calibration]
+    if recipe.calibration is not None or (not needing and mtp != AUTO):
+        return
+    siblings = [other.name for path in _variants(recipe.model) if (other := read_recipe(path)).calibration is not None]
+    start = (
+        f"Start from {siblings[0]}, which has a dataset" if siblings
+        else f"Copy the recipe's file and add a calibration block like that of {_EXAMPLE}"
+    )  # fmt: skip
+    other = f"or use {needing[0].data_free}, without data" if needing else "or choose a policy yourself"
+    what = needing[0].name if needing else "mtp: auto"
+    raise RecipeError(
+        refuse(recipe.name, f"calibration must be given for {what}", "a recipe without data", f"{start}, {other}")
+    )
 
 
 def _variants(model: str) -> list[Path]:
@@ -237,7 +382,7 @@ def _validated(raw: dict[str, Any], where: object) -> Recipe:
         key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "[key]")) or "recipe"
         if first["type"] == "extra_forbidden":
             *parents, last = (str(part) for part in first["loc"])
-            parts = {"calibration": Calibration, "overrides": Override}
+            parts = {"calibration": Calibration, "overrides": Override, "mtp_auto": MtpAuto}
             known = (parts[parents[0]] if parents else Recipe).model_fields
             nearest = difflib.get_close_matches(last, known, n=1, cutoff=0.0)[0]
             message = refuse(where, f"{key} is not a key of a recipe", repr(first["input"]), f"Did you mean {nearest}?")

@@ -38,6 +38,7 @@ class Scheme:
         shares_global_scale: modules fused at run time need one common global scale.
         needs_calibration: input scales are static, so batches have to be seen.
         data_free: the scheme to use instead where nothing may be calibrated.
+        extra: the static input scales.
     """
 
     name: str
@@ -61,6 +62,10 @@ class Scheme:
 
     def tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
         """The tensors on disk for a weight [num_rows, num_columns], in the order they are written."""
+        return self.weight_tensors(num_rows, num_columns) + self.extra
+
+    def weight_tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
+        """Those of them that the weight alone decides: all but static input scales."""
         n, k = num_rows, num_columns
         scale_columns = k // self.group_size if self.group_size else 1
         match self.format:
@@ -102,7 +107,7 @@ class Scheme:
                 )
             case other:
                 raise AssertionError(f"scheme {self.name} has no layout for format {other}")
-        return main + self.extra
+        return main
 
     def k_multiple(self) -> int:
         """K must be a multiple of this; 1 where any width will do."""
@@ -201,6 +206,17 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType({
         ),
     )
 })  # fmt: skip
+
+REWRITES: Mapping[str, frozenset[str]] = MappingProxyType({
+    "minmax": frozenset(),
+    "gptq": frozenset({"W4A16", "NVFP4", "NVFP4A16", "W8A16", "W8A8"}),
+    "awq": frozenset({"W4A16", "W8A16", "NVFP4A16"}),
+    "smoothquant": frozenset({"W8A8"}),
+})
+"""Calibration algorithm -> the schemes whose weights it rewrites; a recipe's others are rounded to nearest."""
+
+RESCALING = frozenset({"awq", "smoothquant"})
+"""Algorithms that move scale between neighbouring modules: what lies beside the weights they rewrite may change too."""
 
 # How many bits one element of a safetensors dtype takes.
 DTYPE_BITS: Mapping[str, int] = MappingProxyType({

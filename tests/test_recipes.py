@@ -1,21 +1,27 @@
 """Recipes: what is refused and how, what a command line can ask for, and that every shipped one fits its model."""
 
+import importlib.util
+import sys
 from pathlib import Path
 
 import checkpoints
 import pytest
 import yaml
-from keepmtp.quantize.plan import Plan, make_plan, refuse_calibration
+from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.quantize.source import open_source
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schema import (
+    DEFAULT_AUTO,
+    Calibration,
+    MtpAuto,
     Recipe,
+    candidates_for,
     data_free_alternative,
     find_recipe,
     read_recipe,
     recipe_files,
 )
-from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.recipes.schemes import REWRITES, SCHEMES
 
 CALIBRATED = read_recipe(next(path for path in recipe_files() if path.stem == "glm-4.7.nvfp4-fp8"))
 SHIPPED = [path.stem for path in recipe_files()]
@@ -59,7 +65,15 @@ def test_missing_key(tmp_path, key):
 
 
 def test_only_what_changes_no_number_has_a_default():
-    assert {key for key, field in Recipe.model_fields.items() if not field.is_required()} == {"overrides", "keep"}
+    """What may be left out: exceptions, what only `mtp: auto` reads, and consents that start as no."""
+
+    def optional(kind) -> set[str]:
+        return {key for key, field in kind.model_fields.items() if not field.is_required()}
+
+    assert optional(Recipe) == {"overrides", "keep", "mtp_auto"}
+    assert optional(Calibration) == {"subset", "model_code", "decorated_forward"}
+    assert not optional(MtpAuto)
+    assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == ("transformers", "refuse")
 
 
 @pytest.mark.parametrize(
@@ -95,6 +109,106 @@ def test_calibration_that_is_needed(tmp_path):
 def test_calibration_that_is_not_needed(tmp_path):
     message = refusal(tmp_path, backbone=CALIBRATED.backbone | {"experts": "NVFP4A16"})
     assert "calibration must be null where no scheme needs it; got a dataset" in message
+
+
+@pytest.mark.parametrize("key", ["samples", "held_out", "sequence_length", "batch_size", "column", "dataset", "seed"])
+def test_values_that_no_run_could_use(tmp_path, key):
+    value = -1 if isinstance(getattr(CALIBRATED.calibration, key), int) else ""
+    message = refusal(tmp_path, calibration=CALIBRATED.calibration.model_dump() | {key: value})
+    assert message.startswith(f"calibration.{key}: ") and f"got {value!r}" in message
+
+
+def test_an_algorithm_must_rewrite_something(tmp_path):
+    calibration = CALIBRATED.calibration.model_dump() | {"algorithm": "awq"}
+    message = refusal(tmp_path, calibration=calibration)
+    assert "calibration.algorithm awq rewrites weights of NVFP4A16, W4A16, W8A16 only; got FP8_DYNAMIC" in message
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "experts", "expected"),
+    [
+        ("minmax", "NVFP4", ["NVFP4"]), ("gptq", "NVFP4", ["NVFP4"]), ("gptq", "W4A16", ["W4A16"]),
+        ("awq", "W8A16", ["W8A16"]), ("smoothquant", "W8A8", ["W8A8"]),
+    ],
+)  # fmt: skip
+def test_schemes_that_depend_on_data(algorithm, experts, expected):
+    """FP8_DYNAMIC attention is in none of them: nothing of it is observed or rewritten."""
+    raw = CALIBRATED.model_dump()
+    raw["backbone"]["experts"], raw["calibration"]["algorithm"] = experts, algorithm
+    assert Recipe.model_validate(raw).calibrated_schemes() == expected
+
+
+def test_every_algorithm_of_a_recipe_has_its_schemes():
+    algorithms = Calibration.model_fields["algorithm"].annotation.__args__
+    assert set(REWRITES) == set(algorithms)
+    assert set().union(*REWRITES.values()) <= set(SCHEMES)
+
+
+# --- mtp: auto --------------------------------------------------------------------------------------------------------
+
+AUTO = {"mtp": "auto", "mtp_auto": {"min_acceptance": 0.97, "candidates": ["bf16", "NVFP4", {"experts": "W4A16"}]}}
+
+
+def test_auto_with_its_candidates(tmp_path):
+    recipe = Recipe.model_validate(CALIBRATED.model_dump() | AUTO)
+    assert recipe.decisions() >= {"bf16", "NVFP4", "W4A16"} and "auto" not in recipe.decisions()
+    chosen = recipe.resolved("FP8_DYNAMIC")
+    assert (chosen.mtp, chosen.mtp_auto, chosen.calibration) == ("FP8_DYNAMIC", None, recipe.calibration)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mtp_auto": None}, "mtp_auto must be given where mtp is auto; got nothing."),
+        ({"mtp": "bf16"}, "mtp_auto must be left out where mtp is not auto; got mtp: bf16."),
+        ({"calibration": None}, "calibration must be given for mtp: auto; got null."),
+        ({"backbone": CALIBRATED.backbone | {"experts": "auto"}}, "backbone.experts: must be one of source, bf16, "),
+        ({"mtp": {"experts": "auto"}}, "mtp.experts: must be one of source, bf16, "),
+        ({"mtp": "Auto"}, "got 'Auto'. Did you mean auto?"),
+    ],
+)
+def test_auto_that_is_refused(tmp_path, changes, says):
+    assert says in refusal(tmp_path, **(AUTO | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"candidates": ["auto"]}, "must be one of source, bf16, "),
+        ({"candidates": []}, "got []"),
+        ({"candidates": ["bf16", "bf16"]}, "candidates must differ; got 'bf16' twice."),
+        ({"candidates": ["NVFP5"]}, "Did you mean NVFP4?"),
+        ({"min_acceptance": 97}, "got 97"),
+        ({"min_acceptance": 0}, "got 0"),
+        ({"candidate": []}, "mtp_auto.candidate is not a key of a recipe; got []. Did you mean candidates?"),
+    ],
+)
+def test_candidates_that_are_refused(tmp_path, changes, says):
+    message = refusal(tmp_path, **(AUTO | {"mtp_auto": AUTO["mtp_auto"] | changes}))
+    assert message.startswith("mtp_auto") and says in message
+
+
+def test_auto_on_the_command_line():
+    recipe, _ = find_recipe("glm-4.7.nvfp4-fp8", mtp="auto")
+    assert (recipe.mtp, recipe.mtp_auto, recipe.name) == ("auto", DEFAULT_AUTO, "glm-4.7.nvfp4-fp8-mtp-auto")
+    own = find_recipe("tiny-glm4-moe.nvfp4-mtp-auto")[0]
+    assert find_recipe(own.name, mtp="auto")[0].mtp_auto == own.mtp_auto
+    assert find_recipe(own.name, mtp="bf16")[0].mtp_auto is None
+
+
+def test_auto_keeps_the_dataset_of_a_scheme_without_data():
+    recipe, _ = find_recipe("tiny-glm4-moe.w4a16-gptq", scheme="W4A16", mtp="auto")
+    assert recipe.calibration.algorithm == "minmax", "a scheme by its name is rounded to nearest"
+    assert find_recipe("tiny-glm4-moe.w4a16-gptq", scheme="W4A16")[0].calibration is None
+
+
+def test_candidates_are_narrowed_to_what_a_block_has():
+    dense = candidates_for(DEFAULT_AUTO.candidates, {"attention", "dense_mlp"})
+    assert dense == ("source", "bf16", "FP8_DYNAMIC", "W4A16", "NVFP4A16", "NVFP4")
+    sparse = candidates_for(DEFAULT_AUTO.candidates, {"attention", "experts"})
+    assert {"attention": "FP8_DYNAMIC", "experts": "NVFP4"} in sparse and len(sparse) == 8
+    assert candidates_for([{"attention": "bf16"}], {"attention", "experts"}) == ({"attention": "bf16"},), "not whole"
+    assert candidates_for([{"experts": "bf16"}], {"attention"}) == (), "says nothing about this block"
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "", "summary: one: two"])
@@ -154,13 +268,26 @@ def test_mtp_on_the_command_line():
     [
         ("dsv4-flsh", None, "Did you mean dsv4-flash?"),
         ("glm-4.7", "nvfp5", "a variant of glm-4.7 (fp8-dynamic, nvfp4-fp8, nvfp4a16-fp8, w4a16-fp8) or a scheme"),
-        ("mimo-7b", "NVFP4", "calibration must be given for NVFP4"),
+        ("mimo-7b", "NVFP4", "mimo-7b.fp8-dynamic: calibration must be given for NVFP4; got a recipe without data. "
+                             "Copy the recipe's file and add a calibration block like that of glm-4.7.nvfp4-fp8, or "
+                             "use NVFP4A16, without data."),
+        ("glm-4.7.w4a16-fp8", "FP8", "calibration must be given for FP8; got a recipe without data. Start from "
+                                     "glm-4.7.nvfp4-fp8, which has a dataset, or use FP8_DYNAMIC, without data."),
     ],
 )  # fmt: skip
 def test_command_lines_that_are_refused(model, scheme, says):
     with pytest.raises(RecipeError) as caught:
         find_recipe(model, scheme=scheme)
     assert says in message_of(caught)
+
+
+def test_auto_without_a_dataset_is_refused():
+    with pytest.raises(RecipeError) as caught:
+        find_recipe("glm-4.7", mtp="auto")
+    assert message_of(caught) == (
+        "glm-4.7.nvfp4a16-fp8: calibration must be given for mtp: auto; got a recipe without data. Start from "
+        "glm-4.7.nvfp4-fp8, which has a dataset, or choose a policy yourself."
+    )
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -176,14 +303,14 @@ def test_every_model_has_one_default_and_one_data_free_recipe():
     for model in {recipe.model for recipe in recipes}:
         variants = [recipe for recipe in recipes if recipe.model == model]
         assert [recipe.default for recipe in variants].count(True) == 1, model
-        assert any(not recipe.calibrated_schemes() for recipe in variants), model
+        assert any(recipe.calibration is None for recipe in variants), model
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if "nvfp4-" in name])
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "nvfp4-fp8" in name])
 def test_the_data_free_alternative_exists_and_is_the_nearest(name):
     recipe, _ = find_recipe(name)
     other, _ = find_recipe(recipe.model, scheme=data_free_alternative(recipe))
-    assert not other.calibrated_schemes()
+    assert other.calibration is None
     assert other.backbone == {
         group: SCHEMES[w].data_free or w if w in SCHEMES else w for group, w in recipe.backbone.items()
     }
@@ -211,19 +338,27 @@ def test_shipped_recipe_fits_the_model_beside_it(name):
     folder = Path(__file__).parent.parent / recipe.source
     if not (folder / "config.json").is_file():
         pytest.skip(f"{recipe.source} is not in this checkout")
-    assert_takes_effect(make_plan(recipe, open_source(folder)))
+    source = open_source(folder)
+    for policy in recipe.mtp_auto.candidates if recipe.mtp_auto else (recipe.mtp,):
+        assert_takes_effect(make_plan(recipe.resolved(policy), source))
+
+
+def test_the_calibration_text_is_what_its_generator_writes(tmp_path, monkeypatch):
+    models = Path(__file__).parent.parent / "models"
+    if not (models / "train" / "problems.py").is_file():
+        pytest.skip("models/train is not in this checkout")
+    spec = importlib.util.spec_from_file_location("problems", models / "train" / "problems.py")
+    problems = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "problems", problems)
+    spec.loader.exec_module(problems)
+    problems.write_calibration_rows(tmp_path / "problems.jsonl")
+    assert (tmp_path / "problems.jsonl").read_bytes() == (models / "problems.jsonl").read_bytes()
 
 
 def assert_takes_effect(plan: Plan) -> None:
     schemes = {tensor.scheme for tensor in plan.tensors} - {""}
     assert schemes >= plan.recipe.decisions() & SCHEMES.keys(), "a scheme of the recipe is used nowhere"
-    if plan.recipe.calibrated_schemes():
-        with pytest.raises(
-            RecipeError, match=f"got {', '.join(plan.recipe.calibrated_schemes())}, which needs batches"
-        ):
-            refuse_calibration(plan)
-    else:
-        refuse_calibration(plan)
+    assert plan.needs_calibration == plan.recipe.calibrated_schemes()
     matrices = [tensor for tensor in plan.tensors if tensor.part == "mtp" and len(tensor.shape) == 2]
     forms = {tensor.scheme for tensor in matrices}
     if plan.recipe.mtp == "bf16":

@@ -10,13 +10,18 @@ In: a seed and a split name. Out: `Problem`s in the form GSM8K uses, so that its
 The easy thing to get wrong is the held-out split. Here the text of the question alone decides it: the CRC-32 of the
 question modulo 10 is 0 for held-out and anything else for train, so no text can be in both, whatever the seeds. A
 number fact ("6 * 7") does occur in both, with other names and things; only the whole question is new.
+
+    python models/train/problems.py --out models/problems.jsonl      # the text that the tiny recipes calibrate on
 """
 
+import argparse
+import json
 import random
 import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -27,6 +32,8 @@ VOCAB_SIZE = 512
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 HELD_OUT_ONE_IN = 10
 QUESTION_WEIGHT = 0.1  # the question is mostly noise to predict; a little weight keeps its embeddings useful
+CALIBRATION_SEED = 1042  # training draws with seed 0, the held-out problems are drawn with 1000
+NUM_CALIBRATION_ROWS = 600
 ANSWER_PATTERN = re.compile(r"#### (\-?[0-9\.\,]+)")
 
 # fmt: off
@@ -90,6 +97,12 @@ def distinct_problems(count: int, *, held_out: bool, seed: int) -> list[Problem]
         if len(found) == count:
             return list(found.values())
     raise AssertionError("the stream has no end")
+
+
+def write_calibration_rows(path: Path) -> None:
+    """JSON lines with `text` as in training, drawn from the training side, so that the held-out side stays unseen."""
+    items = distinct_problems(NUM_CALIBRATION_ROWS, held_out=False, seed=CALIBRATION_SEED)
+    path.write_text("".join(json.dumps({"text": item.prompt + item.completion}) + "\n" for item in items))
 
 
 def read_answer(text: str) -> str | None:
@@ -205,3 +218,9 @@ def _boxes_and_more(rng: random.Random) -> Problem:
 
 
 _KINDS = (_buy, _give, _boxes, _share, _buy_then_give, _boxes_and_more)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=write_calibration_rows.__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    write_calibration_rows(parser.parse_args().out)

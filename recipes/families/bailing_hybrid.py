@@ -62,5 +62,6 @@ FAMILY = Family(
     loader=Loader(
         unknown_name="", refuses_missing_mtp=True, takes_kv_scales=True, missing_count="AttributeError"
     ),
+    no_draft="transformers has no class for Ling 2.5's layers",
     notes="MTP is model.layers.{num_hidden_layers}; attention.* on disk is self_attn.* in vLLM",
 )  # fmt: skip

@@ -5,7 +5,7 @@ vLLM 0.32.0: model_executor/models/deepseek_v2.py, deepseek_mtp.py. The draft's 
 (`weight_scale_inv`), MTP block included.
 """
 
-from ..family import Family, Loader
+from ..family import Draft, Family, Loader
 from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, INLINED, MLA, NORMS
 
 FAMILY = Family(
@@ -14,5 +14,9 @@ FAMILY = Family(
     block=(*MLA, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True),
+    draft=Draft(
+        model_type="deepseek_v3", classes="DeepseekV3", layers=({"first_k_dense_replace": 0},), zeroes_first=True,
+        chains_normed=True, proof="transformers",
+    ),
     notes="MTP is model.layers.{num_hidden_layers}; released in FP8, dequantized tensor by tensor",
 )

@@ -4,7 +4,7 @@ vLLM 0.32.0: models/deepseek_v32/{nvidia,amd}/mtp.py. `indexer.wk` and `weights_
 which is built without a quantization config (an FP8 block `wk` is dequantized on load, a packed one is a KeyError).
 """
 
-from ..family import Family, Loader
+from ..family import Draft, Family, Loader
 from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, INDEXER, INLINED, MLA, NORMS
 
 FAMILY = Family(
@@ -13,5 +13,9 @@ FAMILY = Family(
     block=(*MLA, *INDEXER, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True),
+    draft=Draft(
+        model_type="deepseek_v32", classes="DeepseekV32", layers=({"mlp_layer_types": ["sparse"]},), zeroes_first=True,
+        chains_normed=True, proof="source",
+    ),
     notes="MTP is model.layers.{num_hidden_layers}; the indexer stays BF16",
 )

@@ -6,7 +6,7 @@ disk (`mtp.0.*`) never match. Compressors and the indexer's projections are buil
 vLLM before 0.32 asked for experts as gate_proj/up_proj/down_proj, 0.32 asks for w1/w3/w2.
 """
 
-from ..family import Alias, Family, Layout, Loader, Renames, Row, Stem
+from ..family import Alias, Draft, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import EMBEDDING, HEAD, NORM, ROUTER, fused, kept, plain, routed_experts
 
 COMPRESSOR = "vLLM builds fused_wkv_wgate without a quantization config"
@@ -73,5 +73,11 @@ FAMILY = Family(
         refuses_missing_mtp=True, needs=("compress_ratios", "num_hash_layers"), missing_count="AttributeError"
     ),
     config_extras={"scale_fmt": "ue8m0"},
+    draft=Draft(
+        model_type="deepseek_v4", classes="DeepseekV4", rope_types=("main", "compress"),
+        layers=({"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]},), projections=("e_proj", "h_proj"),
+        final_norm="norm", zeroes_first=True, chains_normed=False, reads_normed=False, streams="hc_mult",
+        collapse=("DeepseekV4HyperHead", "hc_", "hc_head_"), proof="source",
+    ),
     notes="on disk mtp.{i}, in vLLM model.layers.{num_hidden_layers + i}; embedding and head copies are added",
 )  # fmt: skip

@@ -57,5 +57,6 @@ FAMILY = Family(
     ),
     mtp_count_default=1,
     loader=Loader(refuses_missing_mtp=True),
+    no_draft="transformers has no class for dots3-note's layers",
     notes="MTP is model.layers.{N} and model.mtp.embed_tokens; names in vLLM have no language_model. there",
 )  # fmt: skip

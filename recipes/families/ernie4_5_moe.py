@@ -6,7 +6,7 @@ vLLM 0.32.0: model_executor/models/ernie45_moe.py, ernie_mtp.py. The name trap o
 experts.
 """
 
-from ..family import Family, Layout, Loader, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Row, Stem
 from ._blocks import DEEPSEEK_MLP, EH_PROJ_IS_NN_LINEAR, GQA, NORM, NORMS, ROUTER, TOP, kept
 
 FAMILY = Family(
@@ -30,5 +30,11 @@ FAMILY = Family(
         *NORMS,
     ),
     loader=Loader(unknown_name="ValueError", missing_count="AttributeError"),
+    # vLLM's draft is Llama's layer, whose rotary embedding pairs other dimensions than the backbone's.
+    draft=Draft(
+        model_type="llama", classes="Llama", embedding_norm="model.mtp_emb_norm.0",
+        hidden_norm="model.mtp_hidden_norm.0", projections=("model.mtp_linear_proj.0",), final_norm="",
+        zeroes_first=True, chains_normed=False, proof="vllm",
+    ),
     notes="on disk model.mtp_block.0, in vLLM model.layers.{num_hidden_layers}; vLLM drafts with one layer",
 )

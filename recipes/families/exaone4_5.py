@@ -4,7 +4,7 @@ vLLM 0.32.0: model_executor/models/exaone4_5.py, exaone4_5_mtp.py, and exaone4.p
 attention and MLP, none comes before. The target is constructed as `language_model.model.*`, the draft as `mtp.*`.
 """
 
-from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import EMBEDDING, GQA, HEAD, NORM, gated_mlp, kept
 from .qwen3_next import QWEN_MTP_TOP
 
@@ -35,5 +35,11 @@ FAMILY = Family(
     ),
     mtp_count_default=1,
     loader=Loader(unknown_name="ValueError"),
+    draft=Draft(
+        model_type="exaone4", classes="Exaone4",
+        embedding_norm="mtp.pre_fc_norm_embedding", hidden_norm="mtp.pre_fc_norm_hidden", projections=("mtp.fc",),
+        final_norm="mtp.norm",
+        zeroes_first=False, chains_normed=True, proof="source",
+    ),
     notes="MTP is mtp.*, beside the language model; vLLM assumes one MTP layer when config.json names none",
 )  # fmt: skip

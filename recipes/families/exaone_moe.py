@@ -5,7 +5,7 @@ quantization config, `mtp.fc` included. The target's embedding and head are buil
 quantization config can name them, which modelopt's dialect needs (it quantizes a head that is not excluded).
 """
 
-from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import DEEPSEEK_MLP, EMBEDDING, GQA, NORM, NORMS, ROUTER, kept
 from .qwen3_next import QWEN_MTP_TOP
 
@@ -32,5 +32,11 @@ FAMILY = Family(
     ),
     mtp_count_default=1,
     loader=Loader(unknown_name="ValueError"),
+    draft=Draft(
+        model_type="exaone_moe", classes="ExaoneMoe", layers=({"mlp_layer_types": ["dense"]},),
+        embedding_norm="mtp.pre_fc_norm_embedding", hidden_norm="mtp.pre_fc_norm_hidden", projections=("mtp.fc",),
+        final_norm="mtp.norm",
+        zeroes_first=False, chains_normed=True, proof="vllm",
+    ),
     notes="MTP is mtp.*, dense; vLLM assumes one MTP layer when config.json names none",
 )

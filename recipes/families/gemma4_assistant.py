@@ -46,5 +46,6 @@ FAMILY = Family(
     num_layers_key="",
     layer_types_count_mtp=True,
     loader=Loader(unknown_name="ValueError"),
+    no_draft="the draft is a checkpoint of its own that attends to its target's keys and values",
     notes="a checkpoint that is the draft; in vLLM draft_model.*, named by the speculative config's model",
 )  # fmt: skip

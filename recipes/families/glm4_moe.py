@@ -4,7 +4,7 @@ vLLM 0.32.0: model_executor/models/glm4_moe.py, glm4_moe_mtp.py. Its loader drop
 word (glm4_moe_mtp.py), so a quantized eh_proj is loaded as raw bytes: the row below forbids it.
 """
 
-from ..family import Family, Loader
+from ..family import Draft, Family, Loader
 from ._blocks import DEEPSEEK_MLP, DEEPSEEK_MTP, GQA, INLINED, NORMS
 
 FAMILY = Family(
@@ -13,5 +13,9 @@ FAMILY = Family(
     block=(*GQA, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(drops_scales=True),
+    draft=Draft(
+        model_type="glm4_moe", classes="Glm4Moe", layers=({"first_k_dense_replace": 0},), zeroes_first=True,
+        chains_normed=False, proof="vllm",
+    ),
     notes="MTP is model.layers.{num_hidden_layers}; a missing block loads in silence when quantized",
 )

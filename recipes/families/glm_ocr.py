@@ -5,7 +5,7 @@ layers (`model.language_model.layers.{N}`), in vLLM it is `model.layers.{N}`: en
 name. Its loader drops an unknown `.weight_scale` without a word, so a quantized eh_proj would be loaded as raw bytes.
 """
 
-from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import DEEPSEEK_MTP, EMBEDDING, GQA, HEAD, NORM, NORMS, kept, plain
 
 FAMILY = Family(
@@ -36,5 +36,9 @@ FAMILY = Family(
     ),
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(drops_scales=True, takes_kv_scales=True, missing_count="AttributeError"),
+    draft=Draft(
+        model_type="glm_ocr_text", classes="GlmOcr", decoder="GlmOcrTextDecoderLayer",
+        rotary="GlmOcrTextRotaryEmbedding", position_axes=3, zeroes_first=True, chains_normed=False, proof="source",
+    ),
     notes="on disk model.language_model.layers.{num_hidden_layers}, in vLLM model.layers.{num_hidden_layers}",
 )  # fmt: skip

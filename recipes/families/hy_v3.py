@@ -4,7 +4,7 @@ vLLM 0.32.0: model_executor/models/hy_v3.py, hy_v3_mtp.py. The draft's head is b
 from `lm_head`: under modelopt no entry can exclude it. `embed_tokens` and `shared_head` of the MTP layer are skipped.
 """
 
-from ..family import Family, Loader, Row
+from ..family import Draft, Family, Loader, Row
 from ._blocks import EH_PROJ_IS_NN_LINEAR, GQA, INLINED, NORM, NORMS, ROUTER, gated_mlp, kept, routed_experts
 
 FAMILY = Family(
@@ -24,5 +24,9 @@ FAMILY = Family(
         *kept("norm", NORM, "enorm", "hnorm", "final_layernorm"),
     ),
     loader=Loader(takes_kv_scales=True, needs=("expert_hidden_dim", "route_norm"), missing_count="AttributeError"),
+    draft=Draft(
+        model_type="hy_v3", classes="HYV3", layers=({"mlp_layer_types": ["sparse"]},), final_norm="final_layernorm",
+        zeroes_first=True, chains_normed=True, proof="vllm",
+    ),
     notes="MTP is model.layers.{num_hidden_layers}; a missing block is silent, embedding and head are the target's",
 )

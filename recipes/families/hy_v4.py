@@ -6,7 +6,7 @@ vLLM 0.32.0: models/hy_v4/nvidia/{model,attention,moe,mtp}.py. The draft is cons
 goes on. The draft's head has the prefix of the target's, `lm_head`.
 """
 
-from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import (
     EH_PROJ_IS_NN_LINEAR,
     INDEXER,
@@ -56,5 +56,10 @@ FAMILY = Family(
     ),
     mtp_lacks=CONNECTIONS,
     loader=Loader(unknown_name=""),
+    draft=Draft(
+        model_type="hy_v4", classes="HYV4", plain_residual=True, final_norm="final_layernorm",
+        layers=({"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},), zeroes_first=False, chains_normed=True,
+        proof="source",
+    ),
     notes="on disk model.mtp_layers.{i}, in vLLM model.layers.{num_hidden_layers + i}; a missing block is a warning",
 )  # fmt: skip

@@ -68,5 +68,6 @@ FAMILY = Family(
     ),
     mtp_count_keys=("mtp_config.num_nextn_predict_layers",),
     loader=Loader(unknown_name="ValueError", refuses_missing_mtp=True),
+    no_draft="the block can only stay BF16",
     notes="on disk model.mtp.layers.{i}; the block stays BF16, vLLM cannot load a quantized one",
 )  # fmt: skip

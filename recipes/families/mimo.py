@@ -5,7 +5,7 @@ vLLM 0.32.0: model_executor/models/mimo_mtp.py. The name trap of this family: th
 FP8 serves at 0 % acceptance without a word.
 """
 
-from ..family import Family, Layout, Loader, Renames, Stem
+from ..family import Draft, Family, Layout, Loader, Renames, Stem
 from ._blocks import EH_PROJ_IS_NN_LINEAR, GQA, NORM, NORMS, TOP, gated_mlp, kept
 
 FAMILY = Family(
@@ -24,5 +24,10 @@ FAMILY = Family(
         *kept("norm", NORM, "token_layernorm", "hidden_layernorm", "final_layernorm"),
     ),
     loader=Loader(unknown_name="ValueError"),
+    draft=Draft(
+        model_type="qwen2", classes="Qwen2", embedding_norm="token_layernorm", hidden_norm="hidden_layernorm",
+        projections=("input_proj",), hidden_first=True, final_norm="final_layernorm", zeroes_first=True,
+        chains_normed=True, proof="vllm",
+    ),
     notes="on disk model.mtp_layers.{i}, in vLLM model.layers.{num_hidden_layers + i}",
 )

@@ -8,7 +8,7 @@ MiMo-V2 Pro, V2.5 and Omni (model_type mimo_v2) are no part of this table: they 
 rows are interleaved for four ranks, and vLLM puts those rows in order for its own FP8 format only.
 """
 
-from ..family import Family, Layout, Loader, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Row, Stem
 from ._blocks import EH_PROJ_IS_NN_LINEAR, GQA, NORM, NORMS, ROUTER, TOP, gated_mlp, kept, routed_experts
 
 O_PROJ = "vLLM builds the draft's o_proj without a quantization config"
@@ -44,6 +44,12 @@ FAMILY = Family(
         unknown_name="", num_layers_used=1,
         needs=("hybrid_layer_pattern", "layernorm_epsilon", "sliding_window_size", "swa_num_attention_heads",
                "swa_num_key_value_heads", "swa_head_dim"),
+    ),
+    draft=Draft(
+        model_type="mimo_v2_flash", classes="MiMoV2Flash", rope_types=("own",),
+        layers=({"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},),
+        renames=(("post_attention_layernorm", "pre_mlp_layernorm"),), final_norm="final_layernorm",
+        zeroes_first=False, chains_normed=True, proof="vllm",
     ),
     notes="MTP is model.mtp.layers.{i}; vLLM drafts with the first of three, whose o_proj and eh_proj stay BF16",
 )  # fmt: skip

@@ -7,7 +7,7 @@ pattern that is not anchored at the start hits both. The loaders skip what has n
 
 from dataclasses import replace
 
-from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import EMBEDDING, GQA, HEAD, NORM, NORMS, ROUTER, fused, gated_mlp, kept, nested, routed_experts
 
 GLUE = "joins embedding and hidden state for the whole draft: small, and everything passes through it"
@@ -60,5 +60,10 @@ FAMILY = Family(
     mtp_count_keys=("num_mtp_modules",),
     mtp_count_default=1,
     loader=Loader(unknown_name="", refuses_missing_mtp=True),
+    draft=Draft(
+        model_type="minimax_m3_vl_text", classes="MiniMaxM3VL", renames=(("", "transformer_layer."),),
+        layers=({"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["sparse"]},), final_norm="final_layernorm",
+        zeroes_first=True, chains_normed=False, proof="source",
+    ),
     notes="on disk language_model.model.mtp.layers.{i}, in vLLM model.layers.{i}; the target has language_model. there",
 )  # fmt: skip

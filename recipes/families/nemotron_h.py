@@ -6,7 +6,7 @@ draft reads config.json afresh: entries for it are in its own names (`mtp.layers
 unknown names in silence.
 """
 
-from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import EMBEDDING, HEAD, NORM, ROUTER, fused, kept, plain
 
 JOINS = "joins embedding and hidden state for the whole draft"
@@ -55,5 +55,11 @@ FAMILY = Family(
     mtp_parts_keys=("mtp_hybrid_override_pattern", "mtp_layers_block_type"),
     one_mixer=True,
     loader=Loader(unknown_name="", takes_kv_scales=True, missing_count="NotImplementedError"),
+    draft=Draft(
+        model_type="nemotron_h", classes="NemotronH", decoder="NemotronHBlock", rotary=None,
+        layers=({"layers_block_type": ["full_attention"]}, {"layers_block_type": ["moe"]}),
+        embedding_norm="mtp.layers.0.enorm", hidden_norm="mtp.layers.0.hnorm", projections=("mtp.layers.0.eh_proj",),
+        final_norm="mtp.layers.1.final_layernorm", zeroes_first=False, chains_normed=True, proof="source",
+    ),
     notes="MTP is mtp.layers.*, one for each block of mtp_hybrid_override_pattern; vLLM skips unknown names in silence",
 )  # fmt: skip

@@ -6,7 +6,7 @@ is `mtp.*` in both. Splitting `in_proj_qkv`/`in_proj_z` in the ignore list while
 garbage in silence (vllm #40252).
 """
 
-from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import EMBEDDING, GQA, HEAD, NORM, NORMS, TOP, fused, gated_mlp, kept, plain
 from .qwen3_next import GATES, GDN_STATE, QWEN_MTP_TOP
 
@@ -55,5 +55,12 @@ FAMILY = Family(
     mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     mtp_count_default=1,
     loader=LOADER,
+    draft=Draft(
+        model_type="qwen3_5_text", classes="Qwen3_5", rotary="Qwen3_5TextRotaryEmbedding", position_axes=3,
+        layers=({"layer_types": ["full_attention"]},),
+        embedding_norm="mtp.pre_fc_norm_embedding", hidden_norm="mtp.pre_fc_norm_hidden", projections=("mtp.fc",),
+        final_norm="mtp.norm",
+        zeroes_first=False, chains_normed=True, proof="vllm",
+    ),
     notes="MTP is mtp.*, beside the language model also in vision-language checkpoints",
 )

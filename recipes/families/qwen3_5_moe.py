@@ -5,7 +5,7 @@ vLLM 0.32.0: model_executor/models/qwen3_5.py, qwen3_5_mtp.py. The backbone's ex
 compressed-tensors' loaders expect.
 """
 
-from ..family import Family
+from ..family import Draft, Family
 from ._blocks import GQA, NORMS
 from .qwen3_5 import LINEAR_ATTENTION, LOADER, TEXT, VISION_LANGUAGE
 from .qwen3_next import QWEN_MOE
@@ -18,5 +18,12 @@ FAMILY = Family(
     mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     mtp_count_default=1,
     loader=LOADER,
+    draft=Draft(
+        model_type="qwen3_5_moe_text", classes="Qwen3_5Moe", rotary="Qwen3_5MoeTextRotaryEmbedding", position_axes=3,
+        layers=({"layer_types": ["full_attention"]},),
+        embedding_norm="mtp.pre_fc_norm_embedding", hidden_norm="mtp.pre_fc_norm_hidden", projections=("mtp.fc",),
+        final_norm="mtp.norm",
+        zeroes_first=False, chains_normed=True, proof="source",
+    ),
     notes="MTP is mtp.*; BF16 experts of the draft must be in the ignore list one by one or by regex",
 )

@@ -5,7 +5,7 @@ and its BF16 form must be in the ignore list (`mtp.layers.0*` does not cover it)
 carries the whole hidden state, so the table keeps it.
 """
 
-from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import EMBEDDING, GQA, NORM, NORMS, ROUTER, gated_mlp, kept, plain, routed_experts
 
 FC = "joins embedding and hidden state for the whole draft: small, and everything passes through it"
@@ -53,5 +53,11 @@ FAMILY = Family(
     mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     mtp_count_default=1,
     loader=Loader(unknown_name="ValueError"),
+    draft=Draft(
+        model_type="qwen3_next", classes="Qwen3Next", layers=({"layer_types": ["full_attention"]},),
+        embedding_norm="mtp.pre_fc_norm_embedding", hidden_norm="mtp.pre_fc_norm_hidden", projections=("mtp.fc",),
+        final_norm="mtp.norm",
+        zeroes_first=False, chains_normed=True, proof="vllm",
+    ),
     notes="MTP is mtp.*; vLLM assumes one MTP layer when config.json names none",
 )

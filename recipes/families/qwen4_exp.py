@@ -8,7 +8,7 @@ qkv_proj. The draft reads config.json afresh.
 
 from dataclasses import replace
 
-from ..family import Family, Layout, Loader, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Row, Stem
 from ._blocks import NORM, fused, kept, plain
 from .qwen3_5 import LINEAR_ATTENTION, VISION_LANGUAGE
 from .qwen3_next import FC, QWEN_MOE
@@ -78,5 +78,14 @@ FAMILY = Family(
     mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     mtp_count_default=1,
     loader=Loader(unknown_name="ValueError"),
+    # In vLLM later steps reuse the keys that the indexer chose at the first one; here each step chooses.
+    draft=Draft(
+        model_type="qwen4_exp_text", classes="Qwen4ExpText", position_axes=3,
+        layers=({"layer_types": ["qwen_sparse_attention"], "ple_layer_ids": []},),
+        embedding_norm="mtp.pre_fc_norm_embedding", hidden_norm="mtp.pre_fc_norm_hidden",
+        projections=("mtp.fc_embedding", "mtp.fc_hidden"), final_norm="", zeroes_first=False, chains_normed=False,
+        reads_normed=False, streams="hc_count", joint_norm=True,
+        collapse=("Qwen4ExpTextGatedResidual", "", "mtp.hyper_connection_mixer."), proof="source",
+    ),
     notes="on disk mtp.layers.{i}, in vLLM mtp.layers.{num_hidden_layers + i}",
 )  # fmt: skip

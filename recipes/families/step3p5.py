@@ -9,7 +9,7 @@ draft at all: Step3p5Config cuts the list to the decoder layers and the MTP laye
 
 from dataclasses import replace
 
-from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
 from ._blocks import (
     EH_PROJ_IS_NN_LINEAR,
     EMBEDDING,
@@ -88,5 +88,9 @@ FAMILY = Family(
     ),
     layer_types_count_mtp=True,
     loader=Loader(refuses_missing_mtp=True),
+    draft=Draft(
+        model_type="step3p5", classes="Step3p7", rope_types=("own",), final_norm="transformer.shared_head.norm",
+        head="transformer.shared_head.output", zeroes_first=False, chains_normed=False, proof="source",
+    ),
     notes="MTP is model.layers.{num_hidden_layers} and on, each with a head of its own; vLLM 0.32.0 raises IndexError",
 )  # fmt: skip

@@ -1,0 +1,276 @@
+"""Calibration text: a dataset's rows, tokenized and packed into sequences of one length, the same ones every time.
+
+In: a recipe's calibration block and the source checkpoint, for its tokenizer and config. Out: token ids to calibrate
+on, token ids held out to measure on, and the provenance that proves which they were.
+
+Easy to get wrong: what looks shuffled need not be repeatable. The order drawn here depends on the seed and the rows'
+numbers alone, not on how a dataset is cut into files, nor on a library's version.
+"""
+
+import hashlib
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import IterableDataset, load_dataset
+from datasets.exceptions import DatasetsError
+from httpx import HTTPError
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from jinja2 import TemplateError
+from pyarrow import ArrowException
+from torch import Tensor
+
+from ..recipes.errors import CheckpointError, RecipeError, refuse
+from ..recipes.schema import Calibration
+from .encode import Conversation, Encoders, encoders
+from .source import Source
+
+SHUFFLED_ROWS = 10_000
+"""Rows are drawn in a seeded order from this many first ones of the split, then from as many next ones, and so on, so
+that a Hub dataset is read only as far as needed. One that is sorted by topic should be shuffled beforehand."""
+_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_BESIDE_THE_PACKAGE = Path(__file__).parent.parent
+_UNREADABLE = (DatasetsError, ArrowException, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
+# What chat templates and encodings raise on a conversation that they do not allow.
+_UNENCODABLE = (TemplateError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationData:
+    """What a calibrated run computes with.
+
+    Attributes:
+        ids: [samples, sequence_length] int64, CPU, no padding.
+        held_out_ids: [held_out, sequence_length], of rows that are not in `ids`.
+        provenance: dataset, its resolved revision, numbers of rows and tokens, and SHA-256 sums of the row numbers and
+            of both sets' ids (int64, little-endian), which are equal exactly when the ids are.
+    """
+
+    ids: Tensor
+    held_out_ids: Tensor
+    provenance: Mapping[str, str | int]
+
+
+def calibration_data(calibration: Calibration, source: Source) -> CalibrationData:
+    """Read, draw, tokenize and pack.
+
+    Rows are laid end to end, each as the tokenizer or the chat template begins and ends it, and cut every
+    `sequence_length` tokens, which may be within a row. Held-out sequences begin with a row of their own, and rows with
+    the very tokens of a calibrated one are passed over. Blank rows are too; the provenance counts them.
+
+    Args:
+        calibration: a recipe's block.
+        source: its files must be on this machine.
+
+    Raises:
+        RecipeError: the dataset, its split, its column or a row of it cannot be used, it is too short, or
+            `sequence_length` is longer than the model takes.
+        CheckpointError: there is no usable tokenizer beside the weights, or it has ids the model has no embedding for.
+    """
+    where = f"calibration.dataset {calibration.dataset}"
+    _refuse_long_sequences(calibration, source)
+    encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
+    dataset, revision = _open_split(calibration, where)
+    rows = _shuffled(_column(dataset, calibration.column, where), calibration.seed)
+    encoded = _encoded(rows, encoding, where=where, vocab_size=_text_config(source).get("vocab_size"))
+    length, samples, held_out = calibration.sequence_length, calibration.samples, calibration.held_out
+    used = _take(encoded, samples * length)
+    held = _take(encoded, held_out * length, without=used.sums)
+    found = len(used.ids) // length + len(held.ids) // length
+    if found < samples + held_out:
+        read, blank = len(used.numbers) + len(held.numbers), used.num_blank + held.num_blank
+        raise RecipeError(
+            refuse(where, f"must hold {samples} + {held_out} sequences of {length} tokens (samples + held_out)",
+                   f"{found}, from {read} different rows and {blank} blank ones",
+                   "Lower samples, held_out or sequence_length, or name a longer dataset")
+        )  # fmt: skip
+    ids, held_out_ids = (torch.tensor(part.ids).view(-1, length) for part in (used, held))
+    provenance: dict[str, str | int] = {
+        "dataset": calibration.dataset, "dataset_revision": revision, "subset": calibration.subset or "",
+        "split": calibration.split, "column": calibration.column, "seed": calibration.seed,
+        "rows": len(used.numbers), "held_out_rows": len(held.numbers), "blank_rows": used.num_blank + held.num_blank,
+        "tokens": ids.numel(), "held_out_tokens": held_out_ids.numel(),
+        "row_numbers_sha256": _sum([*used.numbers, *held.numbers]),
+        "ids_sha256": _sum(used.ids), "held_out_ids_sha256": _sum(held.ids),
+    }  # fmt: skip
+    return CalibrationData(ids=ids, held_out_ids=held_out_ids, provenance=provenance)
+
+
+# --- the dataset ------------------------------------------------------------------------------------------------------
+
+
+def _open_split(calibration: Calibration, where: str) -> tuple[IterableDataset, str]:
+    """The split as a stream, and the revision it is of: a Hub commit, or "local"."""
+    name = calibration.dataset
+    path = next((path for path in (Path(name), _BESIDE_THE_PACKAGE / name) if path.exists()), None)
+    is_file_name = Path(name).suffix in _READERS
+    if path is None and (is_file_name or calibration.dataset_revision == "local" or name.count("/") > 1):
+        raise RecipeError(
+            refuse(where, f"must be a Hub id with its dataset_revision, or a folder or {', '.join(_READERS)} file",
+                   "no such file or folder", "Check the path, which is taken from the current folder")
+        )  # fmt: skip
+    if path is not None and path.is_file() and not is_file_name:
+        got = path.suffix or "no suffix"
+        raise RecipeError(refuse(where, f"a file must be one of {', '.join(_READERS)}", got, "Convert it"))
+    revision = "local" if path is not None else _hub_commit(calibration, where)
+    try:
+        if path is not None and path.is_file():
+            splits = load_dataset(_READERS[path.suffix], data_files=str(path), streaming=True)
+        elif path is not None:
+            splits = load_dataset(str(path), calibration.subset, streaming=True)
+        else:
+            splits = load_dataset(name, calibration.subset, revision=revision, streaming=True)
+    except StopIteration as error:  # datasets 5.2 looks for the columns of a JSON file's first row
+        raise RecipeError(refuse(where, "must hold rows", "none", "Name another file")) from error
+    except _UNREADABLE as error:
+        cure = "Give calibration.subset if it names several here, or else Parquet or JSON files"
+        raise RecipeError(refuse(where, "must be a dataset that can be read", _line(error), cure)) from error
+    if calibration.split not in splits:
+        rule = f"split must be one of {', '.join(map(str, splits))}"
+        raise RecipeError(refuse(where, rule, repr(calibration.split), "Correct calibration.split"))
+    return splits[calibration.split], revision
+
+
+def _hub_commit(calibration: Calibration, where: str) -> str:
+    name, revision = calibration.dataset, calibration.dataset_revision
+
+    def refusal(error: Exception, rule: str, cure: str) -> RecipeError:
+        return RecipeError(refuse(where, rule, _line(error), cure))
+
+    try:
+        return HfApi().dataset_info(name, revision=revision).sha or revision
+    except GatedRepoError as error:
+        cure = "Ask for access on its page and run `hf auth login`"
+        raise refusal(error, "the dataset must not be gated for you", cure) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        cure = "Check the name, or run `hf auth login` if it is private"
+        raise refusal(error, "must be a dataset on the Hub, or a file or folder", cure) from error
+    except RevisionNotFoundError as error:
+        raise refusal(error, "the revision must exist", f"Check dataset_revision {revision}") from error
+    except (OfflineModeIsEnabled, HfHubHTTPError, HTTPError, OSError) as error:
+        cure = f"Where it is, run `hf download --repo-type dataset {name} --local-dir DIR`, and name the folder"
+        raise refusal(error, "the Hub must be reachable", cure) from error
+
+
+def _column(dataset: IterableDataset, column: str, where: str) -> Iterator[tuple[int, str | Conversation]]:
+    """Row numbers and what stands in the column: a text or a conversation, maybe empty."""
+    if column in (dataset.column_names or ()):
+        dataset = dataset.select_columns([column])  # Parquet is stored by column: the others are not even read
+    rows, number = iter(dataset), 0
+    while True:
+        try:
+            row = next(rows, None)
+        except _UNREADABLE as error:
+            cure = "Mend the file, or download it again"
+            raise RecipeError(refuse(where, f"row {number} must be readable", _line(error), cure)) from error
+        if row is None:
+            return
+        if column not in row:
+            rule = f"column must be one of {', '.join(row)}"
+            raise RecipeError(refuse(where, rule, repr(column), "Correct calibration.column"))
+        value = row[column]
+        if not (isinstance(value, str) or (isinstance(value, list) and all(map(_is_turn, value)))):
+            rule = f"column {column} must hold a text or a list of {{role, content}}"
+            raise RecipeError(
+                refuse(f"{where}: row {number}", rule, _short(value), "Name another column, or mend the row")
+            )
+        yield number, value
+        number += 1
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+
+
+def _shuffled(rows: Iterator[tuple[int, Any]], seed: int) -> Iterator[tuple[int, Any]]:
+    # A fixed algorithm in Python's standard library; numpy and torch keep theirs the same only within a version.
+    order = random.Random(seed)  # noqa: S311
+    while window := list(islice(rows, SHUFFLED_ROWS)):
+        order.shuffle(window)
+        yield from window
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Consecutive rows' numbers, the sums of their tokens, and the tokens themselves end to end."""
+
+    numbers: list[int]
+    sums: list[str]
+    ids: list[int]
+    num_blank: int
+
+
+def _encoded(
+    rows: Iterable[tuple[int, str | Conversation]], encoding: Encoders, *, where: str, vocab_size: int | None
+) -> Iterator[tuple[int, list[int]]]:
+    """Row numbers and token ids; none for a blank row."""
+    for number, row in rows:
+        if not row or (isinstance(row, str) and not row.strip()):
+            yield number, []
+            continue
+        encode = encoding.of(row)
+        try:
+            ids = encode(row)
+        except _UNENCODABLE as error:
+            rule, cure = "must suit the model's chat format", "Mend the row, or name a column of texts"
+            raise RecipeError(refuse(f"{where}: row {number}", rule, _line(error), cure)) from error
+        if vocab_size is not None and max(ids, default=0) >= vocab_size:
+            rule = f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}"
+            got = f"{max(ids)} in row {number}"
+            raise CheckpointError(refuse(encoding.source.where, rule, got, "Use the release's own tokenizer"))
+        yield number, ids
+
+
+def _take(rows: Iterator[tuple[int, list[int]]], num_tokens: int, *, without: Collection[str] = ()) -> _Part:
+    """The next rows until they have so many tokens, without what goes beyond; fewer only if the rows run out."""
+    numbers: list[int] = []
+    sums: list[str] = []
+    ids: list[int] = []
+    num_blank, seen = 0, set(without)
+    while len(ids) < num_tokens and (drawn := next(rows, None)) is not None:
+        number, of_row = drawn
+        num_blank += not of_row
+        if of_row and (sum_of_row := _sum(of_row)) not in seen:
+            numbers.append(number)
+            sums.append(sum_of_row)
+            ids.extend(of_row)
+    return _Part(numbers=numbers, sums=sums, ids=ids[:num_tokens], num_blank=num_blank)
+
+
+def _text_config(source: Source) -> Mapping[str, Any]:
+    return source.config.get("text_config") or source.config
+
+
+def _refuse_long_sequences(calibration: Calibration, source: Source) -> None:
+    longest = _text_config(source).get("max_position_embeddings")
+    if longest is not None and calibration.sequence_length > longest:
+        rule = f"must be at most the model's max_position_embeddings, {longest}"
+        raise RecipeError(refuse("calibration.sequence_length", rule, calibration.sequence_length, "Lower it"))
+
+
+def _sum(numbers: Sequence[int]) -> str:
+    return hashlib.sha256(b"".join(number.to_bytes(8, "little") for number in numbers)).hexdigest()
+
+
+def _line(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__).rstrip(".")[:300]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

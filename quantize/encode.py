@@ -1,0 +1,123 @@
+"""From a dataset's row to token ids, with whatever begins and ends a text or a conversation for this model.
+
+In: the source checkpoint's tokenizer files. Out: an `Encoders`, one function for texts and one for conversations.
+
+Easy to get wrong: a chat template writes its own special tokens, so its text must not get the tokenizer's on top; and a
+model without a template may have its encoding as Python beside the weights, which runs only if the recipe says so.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ..recipes.errors import CheckpointError, RecipeError, refuse
+from .source import Source
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json", "*.tiktoken",
+)  # fmt: skip
+
+Conversation = Sequence[Mapping[str, Any]]
+Encode = Callable[[Any], list[int]]
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """One model's ways to encode a row; what conversations need is looked for at the first one."""
+
+    tokenizer: PreTrainedTokenizerBase
+    source: Source
+    may_run_code: bool
+
+    def of(self, row: str | Conversation) -> Encode:
+        """The function for rows of this kind.
+
+        Raises: RecipeError or CheckpointError if it is a conversation and there is no way to encode one.
+        """
+        return self._text if isinstance(row, str) else self._conversation
+
+    def _text(self, row: str) -> list[int]:
+        ids = self.tokenizer.encode(row, add_special_tokens=True, verbose=False)
+        ends = self.tokenizer.eos_token_id
+        return [*ids, ends] if isinstance(ends, int) and ids[-1:] != [ends] else ids
+
+    @cached_property
+    def _conversation(self) -> Encode:
+        if not self.tokenizer.chat_template:
+            return self._own_conversation()
+
+        def encode(row: Conversation) -> list[int]:
+            ids = self.tokenizer.apply_chat_template(_turns(row), tokenize=True, return_dict=False)
+            return cast("list[int]", ids)
+
+        return encode
+
+    def _own_conversation(self) -> Encode:
+        """DeepSeek-V3.2's and V4's way: `encode_messages` in `encoding/encoding_*.py` instead of a chat template.
+
+        Source: vllm 0.32.0 tokenizers/deepseek_v4.py, which adds no special tokens to the encoded text either.
+        """
+        assert self.source.folder is not None
+        where, rule = self.source.where, "the tokenizer must have a chat template to calibrate on conversations"
+        files = sorted(self.source.folder.glob("encoding/encoding*.py"))
+        if not files:
+            cure = "Put the release's chat_template.jinja beside tokenizer.json, or name a column of texts"
+            raise CheckpointError(refuse(where, rule, "none", cure))
+        if not self.may_run_code:
+            cure = "Read it and set calibration.model_code: checkpoint to run it, or name a column of texts"
+            raise RecipeError(refuse(where, rule, f"encoding/{files[0].name}, which is the checkpoint's code", cure))
+        encode_messages = getattr(_imported(files[0]), "encode_messages", None)
+        if encode_messages is None:
+            cure = "Name a column of texts"
+            raise CheckpointError(refuse(files[0], "must have a function encode_messages", "none", cure))
+
+        def encode(row: Conversation) -> list[int]:
+            written = encode_messages(_turns(row), thinking_mode="chat")
+            return self.tokenizer.encode(written, add_special_tokens=False, verbose=False)
+
+        return encode
+
+
+def encoders(source: Source, *, may_run_code: bool) -> Encoders:
+    """The source's own tokenizer.
+
+    Args:
+        source: its files must be on this machine.
+        may_run_code: whether Python that the checkpoint ships may be run.
+
+    Raises:
+        CheckpointError: no tokenizer beside the weights, or none that transformers can build.
+    """
+    assert source.folder is not None, "download() first"
+    rule = "a calibrated run needs the model's tokenizer beside the weights"
+    copy = "Copy the release's tokenizer files there"
+    if not any(path for pattern in _TOKENIZER_FILES for path in source.folder.glob(pattern)):
+        raise CheckpointError(refuse(source.where, rule, "no tokenizer.json", copy))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.folder, local_files_only=True, trust_remote_code=may_run_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        got = " ".join(str(error).split()).rstrip(".")[:300]
+        cure = f"{copy}, or set calibration.model_code: checkpoint if it is code of the checkpoint"
+        raise CheckpointError(refuse(source.where, rule, got, cure)) from error
+    return Encoders(tokenizer=tokenizer, source=source, may_run_code=may_run_code)
+
+
+def _turns(row: Conversation) -> list[dict[str, Any]]:
+    """Columns of files spell a missing key as None, which templates would print."""
+    return [{key: value for key, value in turn.items() if value is not None} for turn in row]
+
+
+def _imported(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"keepmtp_checkpoint_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
