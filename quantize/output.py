@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +25,9 @@ from .plan import Plan
 from .quant_config import quantization_config
 from .source import INDEX, file_sizes
 
+# Calibrated values depend on their versions.
+_CALIBRATING = ("llmcompressor", "compressed-tensors", "transformers")
+
 
 def partial_folder(out: Path) -> Path:
     """Where an unfinished output lies."""
@@ -35,8 +38,13 @@ def _stamp(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial.sha256")
 
 
-def refuse_output(plan: Plan, out: Path) -> None:
+def refuse_output(plan: Plan, out: Path, *, calibration: str = "") -> None:
     """Everything about the output folder that would make a run pointless, before a byte is written.
+
+    Args:
+        plan: what will be written.
+        out: where.
+        calibration: what `fingerprint` takes by that name.
 
     Raises:
         RecipeError: it exists, lies inside the source, its disk is too small, or its unfinished part is another run's.
@@ -56,24 +64,27 @@ def refuse_output(plan: Plan, out: Path) -> None:
     if missing > free:
         raise RecipeError(refuse(out, f"{missing / 2**30:.1f} GiB must be free on its disk", f"{free / 2**30:.1f} GiB",
                                  "Choose another OUT, or make room"))  # fmt: skip
+    if folder is None or not partial.is_dir():
+        return
     stamp = _stamp(out)
-    if folder is not None and partial.is_dir() and (not stamp.is_file() or stamp.read_text() != fingerprint(plan)):
-        raise RecipeError(refuse(partial, "an unfinished output can only be resumed with the same recipe, source and "
-                                 "keepmtp version", "another plan", "Remove it, or choose another OUT"))  # fmt: skip
+    if not stamp.is_file() or stamp.read_text() != fingerprint(plan, calibration):
+        raise RecipeError(refuse(partial, "an unfinished output can only be resumed with the same recipe, source, "
+                                 "calibration data and keepmtp version", "another plan",
+                                 "Remove it, or choose another OUT"))  # fmt: skip
 
 
 @contextmanager
-def claim(plan: Plan, out: Path) -> Iterator[Path]:
+def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
     """The partial folder, marked as this plan's and held against other runs for as long as the context lasts.
 
-    The lock dies with the process, so a killed run leaves none behind.
+    The lock dies with the process, so a killed run leaves none behind. `calibration` is what `fingerprint` takes.
 
     Raises:
         RecipeError: another run holds it.
     """
     partial = partial_folder(out)
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    write_text(_stamp(out), fingerprint(plan))
+    write_text(_stamp(out), fingerprint(plan, calibration))
     partial.mkdir(exist_ok=True)
     descriptor = os.open(partial, os.O_RDONLY)
     try:
@@ -87,7 +98,9 @@ def claim(plan: Plan, out: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def finish(plan: Plan, partial: Path, *, recipe_text: str) -> None:
+def finish(
+    plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[str, Any] | None = None
+) -> None:
     """Everything beside the shards: config.json, index, tokenizer and other files, recipe, provenance."""
     write_text(partial / "config.json", json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n")
     weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
@@ -98,7 +111,7 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str) -> None:
         (partial / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(plan.source.folder / name, partial / name)
     write_text(partial / "recipe.yaml", recipe_text)
-    write_text(partial / "keepmtp.json", json.dumps(provenance(plan), indent=2) + "\n")
+    write_text(partial / "keepmtp.json", json.dumps(provenance(plan, calibration), indent=2) + "\n")
 
 
 def publish(partial: Path, out: Path) -> None:
@@ -117,8 +130,14 @@ def output_config(plan: Plan) -> dict[str, Any]:
     return {**config, "quantization_config": quantization_config(plan)}
 
 
-def fingerprint(plan: Plan) -> str:
-    """SHA-256 over everything the output's bytes depend on: recipe, decisions, source files, versions."""
+def fingerprint(plan: Plan, calibration: str = "") -> str:
+    """SHA-256 over everything the output's bytes depend on: recipe, decisions, source files, versions.
+
+    Args:
+        plan: over a local source.
+        calibration: anything that stands for the batches, such as the hash of their ids; counts only where the plan
+            needs batches.
+    """
     assert plan.source.folder is not None
     folder = plan.source.folder
     files = {name: [size, (folder / name).stat().st_mtime_ns] for name, size in file_sizes(plan.source).items()}
@@ -127,11 +146,14 @@ def fingerprint(plan: Plan) -> str:
         digest.update(json.dumps(part).encode() + b"\0")
     for tensor in plan.tensors:
         digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {tensor.outputs}\n".encode())
+    if plan.needs_calibration:
+        digest.update(json.dumps([calibration, _versions(*_CALIBRATING)]).encode())
     return digest.hexdigest()
 
 
-def provenance(plan: Plan) -> dict[str, Any]:
+def provenance(plan: Plan, calibration: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What made this checkpoint, without dates: the same input gives the same file."""
+    packages = ("torch", "numpy", *(_CALIBRATING if calibration else ()))
     source = plan.source
     counts: dict[str, int] = {}
     for tensor in plan.tensors:
@@ -144,9 +166,10 @@ def provenance(plan: Plan) -> dict[str, Any]:
             "revision": source.revision,
             "files": file_sizes(source),
         },
+        **({"calibration": dict(calibration)} if calibration else {}),
         "tensors": counts,
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
-        "versions": {"python": platform.python_version(), **_versions("torch", "numpy")},
+        "versions": {"python": platform.python_version(), **_versions(*packages)},
     }
 
 

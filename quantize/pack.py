@@ -1,9 +1,9 @@
 """Round to nearest and pack: a float weight in, the tensors of one scheme out, byte for byte what its peer writes.
 
 In: the weights of one fused group, each [N, K] in BF16, F16 or F32 on any device. Out: per weight a dict whose keys,
-dtypes and shapes are `scheme.tensors(N, K)`, on the same device. No data is seen: scales come from the largest
-magnitude of each row, group or block. A chunk of rows that fits a CPU core's cache is taken at a time, so nothing of
-the weight's size is ever held in F32.
+dtypes and shapes are `scheme.weight_tensors(N, K)`, on the same device. No data is seen: scales come from the largest
+magnitude of each row, group, block or weight; static input scales are no business of the weight's. A chunk of rows
+that fits a CPU core's cache is taken at a time, so nothing of the weight's size is ever held in F32.
 
 Easy to get wrong: compressed-tensors computes in the weight's own dtype. A BF16 weight has BF16 scales, and its
 quotients are rounded to BF16 before they are rounded to the scheme (NVFP4 alone divides in F32, by scale / global
@@ -68,19 +68,17 @@ def pack(scheme: Scheme, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     """Quantize the members of one fused group without data and lay them out as they go to disk.
 
     Args:
-        scheme: a data-free row of `recipes.schemes.SCHEMES`.
+        scheme: a row of `recipes.schemes.SCHEMES`; only its weight counts here.
         weights: modules that are fused into one at run time, each [N_i, K], BF16, F16 or F32. A module on its own is a
             group of one. Only NVFP4 couples them: one global scale, from the largest magnitude of the group.
 
-    Returns: one dict per weight, suffix -> tensor, as `scheme.tensors(N_i, K)` lists them, on the weight's device.
+    Returns: one dict per weight, suffix -> tensor, as `scheme.weight_tensors(N_i, K)` lists them, on the weight's
+        device.
 
     Raises:
-        RecipeError: the scheme needs calibration, or K does not suit it.
+        RecipeError: K does not suit the scheme.
         CheckpointError: a weight is no float matrix, or holds NaN or Inf. The caller knows the name and adds it.
     """
-    if scheme.needs_calibration:
-        rule = "static input scales come from data and cannot be packed without it"
-        raise RecipeError(refuse("pack", rule, scheme.name, f"Use {scheme.data_free}"))
     for weight in weights:
         _check(scheme, weight)
     global_scale = _global_scale(weights) if scheme.shares_global_scale and weights else None
@@ -102,17 +100,21 @@ def _pack_weight(scheme: Scheme, weight: Tensor, global_scale: Tensor | None) ->
     num_rows, num_columns = weight.shape
     outputs = {
         spec.suffix: torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=weight.device)
-        for spec in scheme.tensors(num_rows, num_columns)
+        for spec in scheme.weight_tensors(num_rows, num_columns)
     }
     if "weight_shape" in outputs:
         outputs["weight_shape"].copy_(torch.tensor(weight.shape))
     if global_scale is not None:
         outputs["weight_global_scale"].copy_(global_scale)
+    is_one_scale = scheme.weights["strategy"] == "tensor"
+    if is_one_scale:
+        outputs["weight_scale"].copy_(_scale(_weight_amax(weight), _E4M3_MAX, outputs["weight_scale"].dtype))
     main = "weight_packed" if "weight_packed" in outputs else "weight"
     rows_per_scale = scheme.block[0] if scheme.block else 1
     work = _workspace(scheme, weight)
     for first, last in row_ranges(weight, rows_per_scale):
-        scale = outputs["weight_scale"][first // rows_per_scale : -(-last // rows_per_scale)]
+        rows = slice(None) if is_one_scale else slice(first // rows_per_scale, -(-last // rows_per_scale))
+        scale = outputs["weight_scale"][rows]
         chunk = outputs | {main: outputs[main][first:last], "weight_scale": scale}
         _KERNELS[scheme.format](scheme, _working(weight[first:last]), chunk, work)
     return outputs
@@ -284,9 +286,12 @@ def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _float8_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: _Workspace) -> None:
-    """E4M3 values, one scale a row or a block."""
+    """E4M3 values, one scale a row, a block or, already there, a weight."""
     if scheme.block:
         _float8_blocks(values, outputs["weight"], outputs["weight_scale"], scheme.block)
+        return
+    if scheme.weights["strategy"] == "tensor":
+        _store_float8(values, outputs["weight_scale"], outputs["weight"])
         return
     amax = _group_amax(values, values.shape[1])
     scale = _scale(amax, _E4M3_MAX, outputs["weight_scale"].dtype)

@@ -17,12 +17,13 @@ from typing import Literal
 from ..recipes.errors import CheckpointError, RecipeError, refuse
 from ..recipes.families import find_family
 from ..recipes.family import FamilyView, HFName, Part, Place, Role, VLLMName
-from ..recipes.schema import Recipe, data_free_alternative
-from ..recipes.schemes import SCHEMES, Scheme, num_bytes
+from ..recipes.schema import Recipe
+from ..recipes.schemes import RESCALING, REWRITES, SCHEMES, Scheme, num_bytes
 from .source import Entry, Source
 from .stored import OTHER_LEAVES, Form, StoredWeight, stored_weights
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
+Calibrated = Literal["", "scales", "weights"]
 SHARD_BYTES = 5_000_000_000
 # Buffers that old checkpoints carry and every model class computes itself.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -56,6 +57,10 @@ class TensorPlan:
         unit: tensors with the same unit are computed together and land in one shard.
         stacked: projections in a 3-D expert tensor that becomes one tensor an expert.
         block: rows and columns per scale of the stored form, for block forms.
+        calibrated: what batches contribute: the static input scales beside a weight packed from the source, or, where
+            an algorithm rewrites the weight, every output.
+        may_change: the algorithm moves scale between the modules of this layer, so batches may contribute all outputs
+            of this one too, by unit.
     """
 
     name: HFName
@@ -74,6 +79,16 @@ class TensorPlan:
     runtime: VLLMName
     stacked: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
+    calibrated: Calibrated = ""
+    may_change: bool = False
+
+    @property
+    def calibrated_outputs(self) -> tuple[Output, ...]:
+        """The outputs that cannot be had without batches."""
+        if self.calibrated == "weights":
+            return self.outputs
+        suffixes = {spec.suffix for spec in SCHEMES[self.scheme].extra} if self.calibrated else set()
+        return tuple(output for output in self.outputs if output.name.rpartition(".")[2] in suffixes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,15 +158,14 @@ class Plan:
     @property
     def needs_calibration(self) -> list[str]:
         """Schemes of this plan that cannot be had without batches."""
-        used = {tensor.scheme for tensor in self.tensors if tensor.fate == "quantize"}
-        return [name for name in self.recipe.calibrated_schemes() if name in used]
+        return sorted({tensor.scheme for tensor in self.tensors if tensor.calibrated})
 
 
 def make_plan(recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES) -> Plan:
     """Decide the fate of every tensor.
 
     Args:
-        recipe: what to do with each module group.
+        recipe: what to do with each module group; `mtp: auto` has been resolved to one of its candidates.
         source: the released checkpoint's headers.
         shard_bytes: upper bound for an output file, unless one unit alone is larger.
 
@@ -160,6 +174,7 @@ def make_plan(recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES)
             scheme cannot take, fused modules that disagree, a pattern that matches nothing.
         CheckpointError: a tensor outside the family table, or a promised MTP block that is absent.
     """
+    assert recipe.mtp != "auto", f"{recipe.name}: a plan is of one candidate"
     family = find_family(source.config, source.where)
     if recipe.family not in (family.model_type, *family.also):
         raise RecipeError(
@@ -178,23 +193,37 @@ def make_plan(recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES)
     matcher.refuse_unmatched(recipe)
     _refuse_unnamed_groups(recipe, plans)
     _refuse_disagreeing_fusions(recipe, plans)
+    plans = _calibrated(recipe, plans)
     plans.sort(key=lambda plan: (plan.part == "mtp", plan.layer if plan.layer is not None else -1, _natural(plan.name)))
-    return Plan(recipe=recipe, source=source, view=view, tensors=tuple(plans), shard_bytes=shard_bytes)
+    plan = Plan(recipe=recipe, source=source, view=view, tensors=tuple(plans), shard_bytes=shard_bytes)
+    refuse_calibration(plan)
+    return plan
 
 
 def refuse_calibration(plan: Plan) -> None:
-    """Stop a run that would need batches.
+    """Refuse static input scales where the runtime feeds a module what no batch showed.
+
+    vLLM 0.32.0 folds latent attention's kv_b_proj into the query and the output, and gets its weight by running an
+    identity matrix through the layer (get_and_maybe_dequant_weights in quantization/utils/quant_utils.py, called by
+    split_kv_b_proj in layers/attention/mla_attention.py). Schemes that scale their inputs on the fly take ones and
+    zeros exactly. A static scale s rounds 1 / s to E4M3 (FP8; NVFP4's scale of a group likewise), so the whole weight
+    is off by one factor of up to 1/16, and clipped where the inputs seen were below 1.
 
     Raises:
-        RecipeError: names the scheme and the data-free recipe to use instead.
+        RecipeError: names the module and what to override it with.
     """
-    if plan.needs_calibration:
-        other = data_free_alternative(plan.recipe)
-        raise RecipeError(
-            refuse(plan.recipe.name, "this release quantizes without calibration data",
-                   f"{', '.join(plan.needs_calibration)}, which needs batches",
-                   f"Use {plan.recipe.model} with --scheme {other} (make: SCHEME={other}), which needs none")
-        )  # fmt: skip
+    for tensor in plan.tensors:
+        if tensor.fate == "quantize" and SCHEMES[tensor.scheme].needs_calibration and _is_absorbed(tensor):
+            raise RecipeError(
+                refuse(f"{plan.recipe.name}: {tensor.part} {tensor.role}",
+                       "vLLM reads kv_b_proj through an identity matrix, which static input scales distort",
+                       f"{tensor.scheme} for {tensor.name}",
+                       "Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16")
+            )  # fmt: skip
+
+
+def _is_absorbed(tensor: TensorPlan) -> bool:
+    return tensor.module.endswith(".kv_b_proj")
 
 
 class _Patterns:
@@ -521,6 +550,33 @@ def _refuse_disagreeing_fusions(recipe: Recipe, plans: Iterable[TensorPlan]) -> 
                        "one scheme", f"{other.scheme or 'plain'} and {plan.scheme or 'plain'}",
                        "Give both the same scheme, or `bf16`")
             )  # fmt: skip
+
+
+def _calibrated(recipe: Recipe, plans: list[TensorPlan]) -> list[TensorPlan]:
+    """The plans, each saying what batches contribute to it."""
+    algorithm = recipe.calibration.algorithm if recipe.calibration else "minmax"
+    marked = [_contribution(plan, algorithm) for plan in plans]
+    if algorithm not in RESCALING:
+        return marked
+    layers = {(plan.part, plan.layer) for plan in marked if plan.calibrated == "weights"} - {
+        ("backbone", None), ("mtp", None),
+    }  # fmt: skip
+    return [
+        replace(plan, may_change=True, reason=f"{plan.reason}; {algorithm} may rescale it")
+        if (plan.part, plan.layer) in layers and plan.calibrated != "weights" and plan.role != "state"
+        and plan.fate in ("quantize", "keep", "dequantize") else plan
+        for plan in marked
+    ]  # fmt: skip
+
+
+def _contribution(plan: TensorPlan, algorithm: str) -> TensorPlan:
+    if plan.fate != "quantize":
+        return plan
+    if plan.scheme in REWRITES[algorithm]:
+        return replace(plan, calibrated="weights", reason=f"{plan.reason}; {algorithm} on calibration data")
+    if SCHEMES[plan.scheme].needs_calibration:
+        return replace(plan, calibrated="scales", reason=f"{plan.reason}; input scales from calibration data")
+    return plan
 
 
 def _disk_order(output: Output) -> tuple[int, str]:

@@ -1,7 +1,8 @@
 """Streams a source through its plan into output shards.
 
-In: a plan over a local source. Out: the shards, and by `output.py` everything beside them, in a folder that gets its
-final name only when it is whole.
+In: a plan over a local source, and the statistics of calibration if it needs them. Out: the shards, and by `output.py`
+everything beside them, in a folder that gets its final name only when it is whole. What calibration gave is copied,
+everything else is packed from the source.
 
 The plan fixes every output's name, dtype and shape, so a shard's header is written first and each tensor straight to
 its place: memory is the tensors in flight, whatever the size of shards. A shard is renamed when complete; a killed
@@ -27,42 +28,52 @@ import torch
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.schemes import SCHEMES, Scheme
-from . import dequantize
 from .output import finish, sync_folder
 from .pack import pack
 from .plan import Output, Plan, Shard, TensorPlan
+from .ranks import Ranks
 from .reencode import mxfp4_as_nvfp4
-from .source import Entry, read
+from .source import Entry
+from .statistics import Statistics, refuse_statistics
+from .weights import TORCH_DTYPES, load, load_expert, parts, read_bytes, scale_of, stored, typed, weight_of
 
 _COPY_BYTES = 32 * 2**20
-_TORCH = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
-
 Progress = Callable[[int], None]
 """Called with the number of source bytes done since the last call; from several threads."""
 
 
-def write(plan: Plan, partial: Path, *, recipe_text: str, threads: int, progress: Progress | None = None) -> None:
+def write(
+    plan: Plan, partial: Path, *, recipe_text: str, threads: int, progress: Progress | None = None,
+    statistics: Statistics | None = None, calibration: Mapping[str, Any] | None = None, ranks: Ranks | None = None,
+) -> None:  # fmt: skip
     """Write everything the plan says, resuming what an earlier run left.
 
     Args:
         plan: a plan over a local source, which `output.refuse_output` let pass.
         partial: the folder, from `output.claim`; `output.publish` gives it its final name.
         recipe_text: the recipe file, carried over verbatim.
-        threads: shards written side by side, each by one thread on one device.
+        threads: shards written side by side on this machine, each by one thread on one device.
         progress: told about source bytes done.
+        statistics: what calibration gave; None for a plan without calibrated tensors.
+        calibration: the provenance's account of it.
+        ranks: processes that share the work and a file system; each calls this and returns when all is written.
 
     Raises:
-        CheckpointError: a source weight holds NaN or infinity, or a file ends early.
+        RecipeError: the plan needs statistics, and there are none.
+        CheckpointError: see `refuse_statistics`, before a byte is written; a source weight holds NaN or infinity, or a
+            file ends early.
     """
-    devices, stop = _devices(), threading.Event()
-    with _one_torch_thread_each(), ThreadPoolExecutor(threads) as pool:
+    refuse_statistics(plan, statistics)
+    given = statistics or Statistics(folder=partial, entries={})
+    ranks = ranks or Ranks(rank=0, size=1, device=torch.device("cpu"))
+    own = plan.shards[ranks.rank :: ranks.size]
+    devices, stop = _devices() if ranks.size == 1 else [ranks.device], threading.Event()
+    with _one_torch_thread_each(), ThreadPoolExecutor(max(1, threads // ranks.local_size)) as pool:
         jobs = [
-            pool.submit(_write_shard, plan, shard, partial, devices[number % len(devices)], progress or _ignore, stop)
-            for number, shard in enumerate(plan.shards)
+            pool.submit(
+                _write_shard, plan, shard, partial, devices[number % len(devices)], progress or _ignore, stop, given
+            )
+            for number, shard in enumerate(own)
         ]
         try:
             for job in as_completed(jobs):
@@ -70,7 +81,12 @@ def write(plan: Plan, partial: Path, *, recipe_text: str, threads: int, progress
         finally:  # a refusal in one shard, or Ctrl-C, ends the others at their next tensor
             stop.set()
             pool.shutdown(cancel_futures=True)
-    finish(plan, partial, recipe_text=recipe_text)
+    ranks.wait()
+    if ranks.is_first:
+        finish(plan, partial, recipe_text=recipe_text, calibration=calibration)
+    ranks.wait()
+    if progress:
+        progress(sum(_source_bytes(plan, unit) for shard in plan.shards if shard not in own for unit in shard.units))
 
 
 def _ignore(_: int) -> None:
@@ -81,8 +97,9 @@ def _ignore(_: int) -> None:
 
 
 def _write_shard(
-    plan: Plan, shard: Shard, folder: Path, device: torch.device, progress: Progress, stop: threading.Event
-) -> None:
+    plan: Plan, shard: Shard, folder: Path, device: torch.device, progress: Progress, stop: threading.Event,
+    given: Statistics,
+) -> None:  # fmt: skip
     """Write one shard under a temporary name, unit by unit, and rename it when it is whole."""
     final = folder / shard.file
     if final.is_file():
@@ -96,7 +113,7 @@ def _write_shard(
         for unit in shard.units:
             if stop.is_set():
                 return
-            _Job(plan=plan, unit=unit, file=file, offsets=offsets, device=device).run(progress)
+            _Job(plan=plan, unit=unit, file=file, offsets=offsets, device=device, given=given).run(progress)
         os.fsync(file.fileno())
     os.rename(temporary, final)
     sync_folder(folder)
@@ -132,9 +149,12 @@ class _Job:
     file: FileIO
     offsets: Mapping[HFName, int]
     device: torch.device
+    given: Statistics
 
     def run(self, progress: Progress) -> None:
-        if any(tensor.stacked for tensor in self.unit):
+        if all(output.name in self.given for tensor in self.unit for output in tensor.outputs):
+            self._copy_given(progress)
+        elif any(tensor.stacked for tensor in self.unit):
             self._quantize_stacked(progress)
         elif self.unit[0].fate == "quantize":
             self._quantize(progress)
@@ -142,11 +162,18 @@ class _Job:
             for tensor in self.unit:
                 self._carry(tensor, progress)
 
+    def _copy_given(self, progress: Progress) -> None:
+        """What an algorithm rewrote, or rescaled, is complete in the statistics."""
+        for tensor in self.unit:
+            for output in tensor.outputs:
+                self._put((output,), {})
+        progress(_source_bytes(self.plan, self.unit))
+
     def _quantize(self, progress: Progress) -> None:
         scheme = SCHEMES[self.unit[0].scheme]
         results = self._reencode(scheme)
         if results is None:
-            results = self._pack(scheme, [self._load(tensor).to(self.device) for tensor in self.unit])
+            results = self._pack(scheme, [load(self.plan, tensor).to(self.device) for tensor in self.unit])
         for tensor, packed in zip(self.unit, results, strict=True):
             self._put(tensor.outputs, packed)
         progress(_source_bytes(self.plan, self.unit))
@@ -160,12 +187,10 @@ class _Job:
             num_bytes = 0
             for tensor in self.unit:
                 entry, num_experts = self.plan.entries[tensor.inputs[0]], tensor.shape[0]
-                slice_bytes, num_outputs = entry.num_bytes // num_experts, len(tensor.outputs) // num_experts
-                raw = self._read(entry, offset=expert * slice_bytes, length=slice_bytes)
-                stack_NK = _typed(raw, entry.dtype, tensor.shape[1:]).to(self.device)
-                matrices += stack_NK.chunk(len(tensor.stacked))
+                num_outputs = len(tensor.outputs) // num_experts
+                matrices += load_expert(self.plan, tensor, expert).to(self.device).chunk(len(tensor.stacked))
                 outputs += tensor.outputs[expert * num_outputs : (expert + 1) * num_outputs]
-                num_bytes += slice_bytes
+                num_bytes += entry.num_bytes // num_experts
             num_specs = len(outputs) // len(matrices)
             for number, packed in enumerate(self._pack(scheme, matrices)):
                 self._put(tuple(outputs[number * num_specs : (number + 1) * num_specs]), packed)
@@ -175,8 +200,8 @@ class _Job:
         """The unit packed without rounding, where source and scheme have the same codes and the scales allow it."""
         if scheme.format != "nvfp4-pack-quantized" or any(tensor.form != "mxfp4" for tensor in self.unit):
             return None
-        stored = [self._stored(tensor) for tensor in self.unit]
-        return mxfp4_as_nvfp4([(_weight_of(parts), _scale_of(parts)) for parts in stored])
+        members = [stored(self.plan, tensor) for tensor in self.unit]
+        return mxfp4_as_nvfp4([(weight_of(member), scale_of(member)) for member in members])
 
     def _pack(self, scheme: Scheme, weights: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         try:
@@ -188,7 +213,7 @@ class _Job:
     def _carry(self, tensor: TensorPlan, progress: Progress) -> None:
         entries = [self.plan.entries[name] for name in tensor.inputs]
         if tensor.fate == "dequantize":
-            self._put(tensor.outputs, {"weight": self._load(tensor)})
+            self._put(tensor.outputs, {"weight": load(self.plan, tensor)})
         elif tensor.scheme:
             self._put_renamed(tensor)
         else:
@@ -199,88 +224,38 @@ class _Job:
     def _copy(self, entry: Entry, output: Output) -> None:
         for offset in range(0, entry.num_bytes, _COPY_BYTES):
             length = min(_COPY_BYTES, entry.num_bytes - offset)
-            self._write(output.name, self._read(entry, offset=offset, length=length), at=offset)
+            self._write(output.name, read_bytes(self.plan, entry, offset=offset, length=length), at=offset)
 
     def _put_renamed(self, tensor: TensorPlan) -> None:
         """Packed weights keep their bytes; scales get compressed-tensors' names and, exactly, its dtypes."""
-        parts = self._parts(tensor)
+        found = parts(self.plan, tensor)
         for output in tensor.outputs:
             suffix = output.name.rpartition(".")[2]
             if suffix in ("weight", "weight_packed"):
-                self._copy(_weight_of(parts), output)
+                self._copy(weight_of(found), output)
                 continue
-            entry = parts[suffix] if suffix in parts else _scale_of(parts)
-            value = _typed(self._read(entry), entry.dtype, entry.shape)
+            entry = found[suffix] if suffix in found else scale_of(found)
+            value = typed(read_bytes(self.plan, entry), entry.dtype, entry.shape)
             if output.dtype == "U8":
                 value = value.view(torch.uint8)
             elif output.dtype == "F32" and value.dtype == torch.uint8:  # E8M0 without its name
                 value = value.view(torch.float8_e8m0fnu)
-            self._put((output,), {suffix: value.to(_TORCH[output.dtype]).reshape(output.shape)})
-
-    def _load(self, tensor: TensorPlan) -> torch.Tensor:
-        """A weight in floating point, dequantized if the source stores it packed."""
-        parts = self._stored(tensor)
-        weight = _weight_of(parts)
-        if tensor.form == "plain":
-            return weight
-        scale = _scale_of(parts)
-        match tensor.form:
-            case "fp8_block":
-                assert tensor.block is not None
-                return dequantize.fp8_block(weight, scale, tensor.block)
-            case "fp8_channel" | "fp8_tensor" | "int8":
-                return dequantize.fp8_channel(weight, scale)
-            case "mxfp4":
-                return dequantize.mxfp4(weight, scale)
-            case "nvfp4":
-                return dequantize.nvfp4(weight, scale, parts["weight_global_scale"], divisor=True)
-            case "nvfp4_modelopt":
-                return dequantize.nvfp4(weight, scale, parts["weight_scale_2"], divisor=False)
-            case "int_packed":
-                bits = 32 * weight.shape[1] // tensor.shape[1]
-                return dequantize.int_packed(weight, scale, bits, (tensor.shape[0], tensor.shape[1]))
-            case form:
-                raise AssertionError(f"{tensor.name}: the plan let form {form} through")
-
-    def _stored(self, tensor: TensorPlan) -> dict[str, torch.Tensor]:
-        return {
-            leaf: _typed(self._read(entry), entry.dtype, entry.shape)
-            for leaf, entry in self._parts(tensor).items()
-        }
-
-    def _parts(self, tensor: TensorPlan) -> dict[str, Entry]:
-        return {name.rpartition(".")[2]: self.plan.entries[name] for name in tensor.inputs}
+            self._put((output,), {suffix: value.to(TORCH_DTYPES[output.dtype]).reshape(output.shape)})
 
     def _put(self, outputs: tuple[Output, ...], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write one module's tensors, those that calibration gave in place of computed ones."""
         for output in outputs:
-            value = tensors[output.name.rpartition(".")[2]].cpu().contiguous()
+            leaf = output.name.rpartition(".")[2]
+            value = self.given.read(output.name) if output.name in self.given else tensors[leaf].cpu().contiguous()
             got = (tuple(value.shape), value.dtype)
-            assert got == (output.shape, _TORCH[output.dtype]), f"{output.name}: planned {output}, computed {got}"
+            assert got == (output.shape, TORCH_DTYPES[output.dtype]), f"{output.name}: planned {output}, computed {got}"
             self._write(output.name, value.reshape(-1).view(torch.uint8))
-
-    def _read(self, entry: Entry, *, offset: int = 0, length: int | None = None) -> torch.Tensor:
-        """Bytes of a source tensor; not zeroed first, which would cost as much as reading them."""
-        raw = torch.empty(entry.num_bytes - offset if length is None else length, dtype=torch.uint8)
-        read(self.plan.source, entry, raw.numpy().data, offset=offset)
-        return raw
 
     def _write(self, name: HFName, raw: torch.Tensor, *, at: int = 0) -> None:
         position, view = self.offsets[name] + at, raw.numpy().data
         while view:
             count = os.pwrite(self.file.fileno(), view, position)
             view, position = view[count:], position + count
-
-
-def _weight_of(parts: Mapping[str, Any]) -> Any:
-    return parts["weight_packed"] if "weight_packed" in parts else parts["weight"]
-
-
-def _scale_of(parts: Mapping[str, Any]) -> Any:
-    return next(parts[leaf] for leaf in ("weight_scale_inv", "weight_scale", "scale") if leaf in parts)
-
-
-def _typed(raw: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    return raw.view(_TORCH[dtype]).reshape(shape)
 
 
 def _devices() -> list[torch.device]:

@@ -21,8 +21,8 @@ from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
 
 _CALIBRATION = {
-    "algorithm": "minmax", "dataset": "d", "dataset_revision": "r", "split": "s", "samples": 1, "sequence_length": 1,
-    "seed": 0,
+    "algorithm": "minmax", "dataset": "d", "dataset_revision": "r", "split": "s", "column": "c", "samples": 1,
+    "held_out": 1, "sequence_length": 2, "batch_size": 1, "seed": 0,
 }  # fmt: skip
 
 
@@ -51,10 +51,15 @@ def planned(model: str, scheme: str, mtp: str, size: str = "tiny", **changes: An
     roles = {p.role for p in places if p and p.part == "backbone" and not p.row.why_kept} & set(QUANTIZABLE_ROLES)
     words = (scheme, mtp) if roles else (mtp,)  # a draft of its own has no backbone
     calibrated = any(SCHEMES[word].needs_calibration for word in words if word in SCHEMES)
+    # A static input scale distorts what vLLM absorbs; `refuse_calibration` says so.
+    absorbed = {p.module for p in places if p and p.module.endswith(".kv_b_proj")
+                and getattr(SCHEMES.get(mtp if p.part == "mtp" else scheme), "needs_calibration", False)}  # fmt: skip
+    pattern = "re:" + "|".join(map(re.escape, sorted(absorbed)))
     recipe = Recipe.model_validate({
         "model": model, "variant": scheme.lower(), "default": False, "summary": "", "family": config["model_type"],
         "source": "local", "revision": "local", "backbone": dict.fromkeys(roles, scheme), "mtp": mtp,
         "calibration": _CALIBRATION if calibrated else None,
+        "overrides": [{"modules": pattern, "scheme": "bf16"}] if absorbed else [],
     })  # fmt: skip
     return make_plan(recipe, source)
 

@@ -11,9 +11,10 @@ from keepmtp.recipes.schemes import SCHEMES
 from safetensors.torch import load_file, save_file
 
 # MXFP4A8 packs as MXFP4 does and has no preset of its own in compressed-tensors.
-DATA_FREE = tuple(name for name, scheme in SCHEMES.items() if not scheme.needs_calibration and name != "MXFP4A8")
+ALL = tuple(name for name in SCHEMES if name != "MXFP4A8")
+DATA_FREE = tuple(name for name in ALL if not SCHEMES[name].needs_calibration)
 # Their tensors hold no BF16 scale, so an F32 weight, too, has exactly the bytes of the peer.
-SAME_FOR_F32 = ("NVFP4A16", "MXFP4", "MXFP4A16", "FP8_BLOCK")
+SAME_FOR_F32 = ("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "FP8_BLOCK")
 SHAPES = ((1, 128), (5, 256), (130, 128), (16, 1024))
 RAGGED_SHAPES = ((127, 200), (129, 130), (1, 1), (257, 64))
 E8M0_OVERFLOW = 1.75 * 2.0**127
@@ -82,7 +83,8 @@ def peer_pack(name: str, weights: list[torch.Tensor]) -> list[dict[str, torch.Te
     for module in modules:
         calibration.freeze_module_quantization(module)
         compress_module(module)
-    return [dict(module.state_dict()) for module in modules]
+    inputs = {spec.suffix for spec in SCHEMES[name].extra}  # nothing was observed: empty memory
+    return [{k: v for k, v in module.state_dict().items() if k not in inputs} for module in modules]
 
 
 def assert_same_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], where: object = "") -> None:
@@ -122,7 +124,7 @@ def test_same_bytes_as_model_free_ptq(name, tmp_path):
             assert_same_bytes(ours, expected, module)
 
 
-@pytest.mark.parametrize("name", DATA_FREE)
+@pytest.mark.parametrize("name", ALL)
 def test_same_bytes_on_adversarial_values(name, small_chunks):
     """Ties, zeros of both signs, subnormals, huge values and random bit patterns, in many shapes and many chunks."""
     shapes = SHAPES + (RAGGED_SHAPES if SCHEMES[name].k_multiple() == 1 else ())
@@ -142,7 +144,7 @@ def test_same_bytes_for_f32_weights(name):
     assert_same_bytes(pack(SCHEMES[name], [weight])[0], peer_pack(name, [weight])[0])
 
 
-@pytest.mark.parametrize("name", [name for name in DATA_FREE if name not in SAME_FOR_F32])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in SAME_FOR_F32])
 def test_f32_weights_divide_by_the_bf16_scale_that_is_stored(name):
     """The peer stores F32 scales here; ours are those in BF16, and the codes belong to them."""
     rng = torch.Generator().manual_seed(3)
@@ -150,20 +152,21 @@ def test_f32_weights_divide_by_the_bf16_scale_that_is_stored(name):
     (ours,), (theirs,) = pack(SCHEMES[name], [weight]), peer_pack(name, [weight])
     assert theirs["weight_scale"].dtype == torch.float32
     assert torch.equal(ours["weight_scale"], theirs["weight_scale"].bfloat16())
-    scale = ours["weight_scale"].double().repeat_interleave(256 // ours["weight_scale"].shape[1], 1)
-    step = (weight.double() / scale).abs() * 2.0**-4 if name == "FP8_DYNAMIC" else torch.tensor(0.5)
+    scale = ours["weight_scale"].double().reshape(-1, 1 if name == "FP8" else ours["weight_scale"].shape[1])
+    scale = scale.repeat_interleave(256 // scale.shape[1], 1)
+    step = (weight.double() / scale).abs() * 2.0**-4 if name in ("FP8", "FP8_DYNAMIC") else torch.tensor(0.5)
     # Half a step, at least that of FP8's subnormals; the scale may be 2**-8 too small, and the result is BF16 again.
     bound = scale * step.clamp(min=2.0**-10) + 2 * 2.0**-8 * weight.double().abs()
     assert ((_decompressed(name, ours).double() - weight.double()).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("name", DATA_FREE)
+@pytest.mark.parametrize("name", ALL)
 def test_f16_weights_count_as_the_same_values_in_f32(name):
     weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(4)).mul(0.02).half()
     assert_same_bytes(pack(SCHEMES[name], [weight])[0], pack(SCHEMES[name], [weight.float()])[0])
 
 
-@pytest.mark.parametrize("name", DATA_FREE)
+@pytest.mark.parametrize("name", ALL)
 def test_outputs_are_what_the_scheme_announces(name):
     names = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.bfloat16: "BF16",
              torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}  # fmt: skip
@@ -171,7 +174,7 @@ def test_outputs_are_what_the_scheme_announces(name):
     for shape in SHAPES:
         (ours,) = pack(scheme, [torch.ones(shape).bfloat16()])
         found = [(suffix, names[tensor.dtype], tuple(tensor.shape)) for suffix, tensor in ours.items()]
-        assert found == [(spec.suffix, spec.dtype, spec.shape) for spec in scheme.tensors(*shape)]
+        assert found == [(spec.suffix, spec.dtype, spec.shape) for spec in scheme.weight_tensors(*shape)]
 
 
 def test_fused_group_shares_the_largest_global_scale():
@@ -197,7 +200,7 @@ def test_fused_group_of_two_dtypes():
 
 def test_other_schemes_ignore_the_group():
     group = [torch.randn(8, 128, generator=torch.Generator().manual_seed(i)).bfloat16() * 4**i for i in range(2)]
-    for name in (name for name in DATA_FREE if name != "NVFP4A16"):
+    for name in (name for name in ALL if not SCHEMES[name].shares_global_scale):
         for together, weight in zip(pack(SCHEMES[name], group), group, strict=True):
             assert_same_bytes(together, pack(SCHEMES[name], [weight])[0], name)
 
@@ -237,7 +240,7 @@ def test_e8m0_exponent_of_every_bf16_magnitude():
     assert expected[~in_range].isinf().all() and (found[~in_range] == 253).all()
 
 
-@pytest.mark.parametrize("name", DATA_FREE)
+@pytest.mark.parametrize("name", ALL)
 def test_decompression_is_within_half_a_step(name):
     """compressed-tensors reads the result back; the bound is the scheme's own rounding."""
     weight = torch.randn(130, 256, generator=torch.Generator().manual_seed(6)).mul(0.02).bfloat16()
@@ -274,13 +277,13 @@ def _decompressed(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return compressor.decompress(given, preset_name_to_scheme(name, ["Linear"]))["weight"][:n, :k]
 
 
-@pytest.mark.parametrize("name", DATA_FREE)
+@pytest.mark.parametrize("name", ALL)
 def test_a_weight_that_is_not_contiguous_gives_the_same(name, small_chunks):
     stored = torch.randn(256, 96, generator=torch.Generator().manual_seed(7)).bfloat16()
     assert_same_bytes(pack(SCHEMES[name], [stored.t()])[0], pack(SCHEMES[name], [stored.t().contiguous()])[0])
 
 
-@pytest.mark.parametrize("name", DATA_FREE)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_nan_and_inf_are_refused(name, value, small_chunks):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -291,9 +294,13 @@ def test_nan_and_inf_are_refused(name, value, small_chunks):
 
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if scheme.needs_calibration])
-def test_calibrated_schemes_are_refused(name):
-    with pytest.raises(RecipeError, match=f"Use {SCHEMES[name].data_free}"):
-        pack(SCHEMES[name], [torch.ones(16, 128).bfloat16()])
+def test_static_input_scales_are_not_the_weights_business(name):
+    """Everything of the scheme but what batches decide; a checkpoint needs both."""
+    scheme = SCHEMES[name]
+    (ours,) = pack(scheme, [torch.ones(16, 128).bfloat16()])
+    assert [spec.suffix for spec in scheme.weight_tensors(16, 128)] == list(ours)
+    extra = {spec.suffix for spec in scheme.tensors(16, 128)} - set(ours)
+    assert extra == {spec.suffix for spec in scheme.extra} and len(extra) == 1
 
 
 def test_other_tensors_are_refused():

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from checkpoints import source_layout, write_checkpoint
-from keepmtp.quantize.plan import make_plan, refuse_calibration
+from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.source import open_source
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import Recipe, find_recipe
@@ -90,12 +90,72 @@ def test_a_width_that_a_scheme_cannot_take(tmp_path):
             "attention": "bf16", "dense_mlp": "bf16", "shared_experts": "bf16", "experts": "W4A16"})  # fmt: skip
 
 
-def test_calibrated_schemes_are_planned_but_not_run(tmp_path):
-    config, tensors = source_layout("dsv4-flash", size="tiny")
-    plan = make_plan(recipe_for("dsv4-flash.nvfp4-fp8"), open_source(write_checkpoint(tmp_path, config, tensors)))
-    assert any(output.name.endswith("input_global_scale") for t in plan.tensors for output in t.outputs)
-    with pytest.raises(RecipeError, match=r"got NVFP4, which needs batches\. Use .* --scheme nvfp4a16-fp8"):
-        refuse_calibration(plan)
+def calibrated_plan(folder, model="glm-4.7", *, algorithm="minmax", **changes):
+    calibration = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration
+    assert calibration is not None
+    return plan_of(folder, model, calibration=calibration.model_dump() | {"algorithm": algorithm}, **changes)
+
+
+GROUPS = ("attention", "dense_mlp", "shared_experts", "experts")
+
+
+def test_a_plan_says_what_batches_contribute(tmp_path):
+    """Static scales beside weights from the source; or whole modules; or nothing."""
+    schemes = {"attention": "FP8", "dense_mlp": "FP8_DYNAMIC", "shared_experts": "W4A16", "experts": "NVFP4"}
+    plan = calibrated_plan(tmp_path, backbone=schemes)
+    said = {(t.role, t.calibrated, *(o.name.rpartition(".")[2] for o in t.calibrated_outputs))
+            for t in plan.tensors if t.fate == "quantize"}  # fmt: skip
+    assert said == {
+        ("attention", "scales", "input_scale"), ("dense_mlp", ""), ("shared_experts", ""),
+        ("experts", "scales", "input_global_scale"),
+    }  # fmt: skip
+    assert plan.needs_calibration == ["FP8", "NVFP4"]
+    plan = calibrated_plan(tmp_path, algorithm="gptq", backbone=schemes)
+    said = {t.role: (t.calibrated, len(t.calibrated_outputs), t.reason) for t in plan.tensors if t.fate == "quantize"}
+    assert said == {
+        "attention": ("scales", 1, "recipe: backbone attention; input scales from calibration data"),
+        "dense_mlp": ("", 0, "recipe: backbone dense_mlp"),
+        "shared_experts": ("weights", 3, "recipe: backbone shared_experts; gptq on calibration data"),
+        "experts": ("weights", 4, "recipe: backbone experts; gptq on calibration data"),
+    }
+    assert plan.needs_calibration == ["FP8", "NVFP4", "W4A16"]
+    assert not any(tensor.may_change for tensor in plan.tensors)
+    assert plan_of(tmp_path).needs_calibration == []
+
+
+def test_what_awq_may_rescale(tmp_path):
+    """All else in a layer whose weights it rewrites; nothing of the MTP block that is left alone, no embedding."""
+    backbone = dict.fromkeys(GROUPS, "FP8_DYNAMIC") | {"experts": "W4A16"}
+    plan = calibrated_plan(tmp_path, algorithm="awq", backbone=backbone)
+    free = {tensor.name: tensor for tensor in plan.tensors if tensor.may_change}
+    assert {(tensor.part, tensor.layer) for tensor in free.values()} == {("backbone", 1), ("backbone", 2)}
+    assert {"norm", "router", "attention", "shared_experts"} == {tensor.role for tensor in free.values()}
+    assert not any(tensor.calibrated for tensor in free.values())
+    assert free["model.layers.1.post_attention_layernorm.weight"].reason.endswith("; awq may rescale it")
+
+
+@pytest.mark.parametrize(("scheme", "mtp"), [("NVFP4", "bf16"), ("FP8", "bf16"), ("bf16", "NVFP4")])
+def test_static_scales_where_vllm_absorbs_the_weight(scheme, mtp, tmp_path):
+    """kv_b_proj is read through an identity matrix, which no batch looked like; scales made on the fly take it."""
+    layer = 3 if scheme == "bf16" else 0
+    module = rf"model\.layers\.{layer}\.self_attn\.kv_b_proj"
+    backbone = dict.fromkeys(GROUPS, "bf16") | {"attention": scheme}
+    wanted = {"backbone": backbone, "mtp": mtp}
+    says = rf"identity matrix, which static input scales distort; got {mtp if layer else scheme} for {module}\.weight"
+    with pytest.raises(RecipeError, match=says + r"\. Add an override for `re:\.\*\\\.kv_b_proj`"):
+        calibrated_plan(tmp_path, "deepseek-r1", **wanted)
+    overrides = [{"modules": r"re:.*\.kv_b_proj", "scheme": "FP8_BLOCK"}]
+    plan = calibrated_plan(tmp_path, "deepseek-r1", **wanted, overrides=overrides)
+    assert {t.scheme for t in plan.tensors if t.module.endswith("kv_b_proj")} == {"FP8_BLOCK"}
+    for dynamic in ("FP8_DYNAMIC", "FP8_BLOCK", "MXFP4", "W8A8", "NVFP4A16"):
+        plan_of(tmp_path, "deepseek-r1", backbone=backbone | {"attention": dynamic}, mtp="bf16")
+
+
+def test_auto_is_resolved_before_there_is_a_plan(tmp_path):
+    recipe = recipe_for("glm-4.7").model_copy(update={"mtp": "auto"})
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    with pytest.raises(AssertionError, match="a plan is of one candidate"):
+        make_plan(recipe, open_source(write_checkpoint(tmp_path, config, tensors)))
 
 
 def test_mtp_from_a_file_that_the_index_forgot(tmp_path):

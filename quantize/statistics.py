@@ -1,0 +1,257 @@
+"""What calibration leaves behind: a folder of safetensors files, one a layer, in the names of the finished checkpoint.
+
+In: tensors that depend on data. Static input scales; every tensor of a module whose weight an algorithm rewrote, packed
+already; plain tensors that were rescaled. Out: a `Statistics` from which the writer copies them. A plan says which of
+its outputs come from here, and both sides are compared before anything is written.
+
+Easy to get wrong: a scale that is missing, or one too many, still makes a checkpoint that loads. It drafts from, or
+answers with, noise.
+"""
+
+import json
+import math
+import os
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..recipes.errors import CheckpointError, RecipeError, refuse
+from ..recipes.family import HFName
+from ..recipes.schemes import SCHEMES
+from .output import sync_folder
+from .plan import Output, Plan, TensorPlan
+from .source import Entry, read_header
+from .weights import typed
+
+_TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale")
+_CURE = "Remove this file, and run again: its layer is then calibrated anew"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """A folder of statistics seen through its headers; no tensor is held.
+
+    Attributes:
+        folder: where the files lie.
+        entries: every tensor, by its name in the finished checkpoint.
+    """
+
+    folder: Path
+    entries: Mapping[HFName, Entry]
+
+    @classmethod
+    def open(cls, folder: Path, *, fingerprint: str | None = None) -> "Statistics":
+        """Read the headers of all files in `folder`.
+
+        Args:
+            folder: holds files that `write_statistics` wrote, and no other safetensors.
+            fingerprint: what `fingerprint` in every file's metadata has to be; None for anything.
+
+        Raises:
+            CheckpointError: a file is damaged, belongs to another run, or repeats a tensor of another file.
+        """
+        entries: dict[HFName, Entry] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            metadata, found = _read(path)
+            if fingerprint is not None and metadata.get("fingerprint") != fingerprint:
+                raise CheckpointError(
+                    refuse(path, "must come from this recipe, source and dataset", "statistics of another run", _CURE)
+                )
+            for name, entry in found.items():
+                if name in entries:
+                    raise CheckpointError(
+                        refuse(path, f"{name} must be in one file only", f"also in {entries[name].file}", _CURE)
+                    )
+                entries[name] = entry
+        return cls(folder=folder, entries=entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[HFName]:
+        return iter(self.entries)
+
+    def read(self, name: HFName) -> Tensor:
+        """One tensor, on the CPU.
+
+        Raises:
+            CheckpointError: the file has become shorter since it was opened.
+        """
+        return next(value for _, value in self.read_all([name]))
+
+    def read_all(self, names: Iterable[HFName]) -> Iterator[tuple[HFName, Tensor]]:
+        """Many tensors, one at a time, in the order in which they lie; each file is opened once."""
+        by_file: dict[str, list[Entry]] = defaultdict(list)
+        for name in names:
+            by_file[self.entries[name].file].append(self.entries[name])
+        for file_name, entries in by_file.items():
+            with open(self.folder / file_name, "rb", buffering=0) as file:
+                for entry in sorted(entries, key=lambda entry: entry.start):
+                    yield entry.name, self._read_from(file, entry)
+
+    def _read_from(self, file: FileIO, entry: Entry) -> Tensor:
+        raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        view = raw.numpy().data
+        file.seek(entry.start)
+        while view:
+            count = file.readinto(view)
+            if not count:
+                raise CheckpointError(
+                    refuse(self.folder / entry.file, f"{entry.name} must be whole", "end of file", _CURE)
+                )
+            view = view[count:]
+        return typed(raw, entry.dtype, entry.shape)
+
+
+def write_statistics(path: Path, tensors: Mapping[HFName, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write one file, whole or not at all; it survives a power cut once this returns.
+
+    Args:
+        path: `<anything>.safetensors`; its folder is made if need be.
+        tensors: any device; by name in the finished checkpoint.
+        metadata: `fingerprint` says what the values depend on; further keys are the caller's.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.writing")
+    save_file(_apart(tensors), temporary, metadata=dict(metadata))
+    with open(temporary, "r+b") as file:
+        _sort_metadata(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, path)
+    sync_folder(path.parent)
+
+
+def read_metadata(path: Path) -> Mapping[str, str]:
+    """The metadata of one file, once its header and size have been checked.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    return _read(path)[0]
+
+
+def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
+    """Compare what a plan takes from calibration with what is there, both ways, and look at scales of whole tensors.
+
+    Raises:
+        RecipeError: the plan needs statistics, and there are none.
+        CheckpointError: a tensor is missing, unknown, or not of the planned dtype and shape; a scale is no positive
+            number; modules that are one at run time have different global scales.
+    """
+    if statistics is None:
+        if plan.needs_calibration:
+            raise RecipeError(
+                refuse(plan.recipe.name, f"{', '.join(plan.needs_calibration)} must be calibrated before it is written",
+                       "no statistics", "Run `keepmtp quantize`, which calibrates first, or use a data-free scheme")
+            )  # fmt: skip
+        return
+    allowed: dict[HFName, Output] = {}
+    for unit in plan.units:
+        changeable = [tensor for tensor in unit if tensor.calibrated or tensor.may_change]
+        if changeable:
+            allowed |= _of_unit(tuple(changeable), statistics)
+    for name in statistics:
+        if name not in allowed:
+            raise CheckpointError(
+                refuse(statistics.folder / statistics.entries[name].file,
+                       "every tensor must be one that the plan takes from calibration", name, _CURE)
+            )  # fmt: skip
+    for name, output in allowed.items():
+        entry = statistics.entries.get(name)
+        if entry is not None and (entry.dtype, entry.shape) != (output.dtype, output.shape):
+            raise CheckpointError(
+                refuse(statistics.folder / entry.file, f"{name} must be {output.dtype}{list(output.shape)}",
+                       f"{entry.dtype}{list(entry.shape)}", _CURE)
+            )  # fmt: skip
+    _refuse_scales(plan, statistics)
+
+
+def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
+    """NaN activations end up here; and vLLM keeps one global scale where modules are fused."""
+    scales = {
+        name: value.item()
+        for name, value in statistics.read_all(name for name in statistics if _leaf(name) in _TENSOR_SCALES)
+    }
+    for name, value in scales.items():
+        if not 0 < value < math.inf:
+            raise CheckpointError(
+                refuse(statistics.folder / statistics.entries[name].file, f"{name} must be a positive number", value,
+                       "The activations or weights of this module are not finite: choose a data-free scheme for it")
+            )  # fmt: skip
+    for unit in plan.units:
+        if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
+            continue
+        first: dict[tuple[str, str], HFName] = {}
+        for output in (output for tensor in unit for output in tensor.outputs if output.name in scales):
+            # Members of a fused group lie side by side; a stacked unit holds one group an expert.
+            group = output.name.rpartition(".")[0].rpartition(".")[0], _leaf(output.name)
+            other = first.setdefault(group, output.name)
+            if scales[other] != scales[output.name]:
+                raise CheckpointError(
+                    refuse(statistics.folder, f"{other} and {output.name} must be equal: vLLM fuses their modules",
+                           f"{scales[other]} and {scales[output.name]}",
+                           "Remove the file of their layer, and run again")
+                )  # fmt: skip
+
+
+def _leaf(name: HFName) -> str:
+    return name.rpartition(".")[2]
+
+
+def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFName, Output]:
+    """What one unit may take from the statistics, once what it must take is found there."""
+    required = {output.name for tensor in unit for output in tensor.calibrated_outputs}
+    optional = {
+        output.name for tensor in unit if tensor.may_change for output in tensor.outputs if output.name not in required
+    }
+    if any(name in statistics for name in optional):  # modules that share a global scale change together
+        required |= optional
+    for name in sorted(required):
+        if name not in statistics:
+            raise CheckpointError(
+                refuse(statistics.folder, f"calibration must give {name}", "no such tensor",
+                       "Remove the file of its layer, and run again")
+            )  # fmt: skip
+    return {output.name: output for tensor in unit for output in tensor.outputs if output.name in required}
+
+
+def _read(path: Path) -> tuple[Mapping[str, str], dict[HFName, Entry]]:
+    try:
+        entries = read_header(path, str(path))
+    except CheckpointError as error:
+        # The same finding as for a source, with another cure: this file can be made again.
+        raise CheckpointError(f"{str(error).removesuffix('.').rpartition('. ')[0]}. {_CURE}.") from error
+    with open(path, "rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    return header.get("__metadata__") or {}, entries
+
+
+def _sort_metadata(file: BinaryIO) -> None:
+    """safetensors 0.8 lays metadata down in another order each time; the same run has to leave the same bytes."""
+    size = struct.unpack("<Q", file.read(8))[0]
+    header = json.loads(file.read(size))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    file.seek(8)
+    file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
+
+
+def _apart(tensors: Mapping[HFName, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous, none sharing memory with another: safetensors refuses those."""
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        if value.untyped_storage().data_ptr() in seen:
+            value = value.clone()
+        seen.add(value.untyped_storage().data_ptr())
+        apart[name] = value
+    return apart

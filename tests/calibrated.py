@@ -1,0 +1,69 @@
+"""Calibrated plans over tiny models, and statistics for them that no calibration made."""
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from checkpoints import source_layout, write_checkpoint
+from keepmtp.quantize.pack import pack
+from keepmtp.quantize.plan import Plan, TensorPlan, make_plan
+from keepmtp.quantize.source import open_source
+from keepmtp.quantize.statistics import Statistics, write_statistics
+from keepmtp.recipes.family import HFName
+from keepmtp.recipes.schema import Recipe, find_recipe
+from keepmtp.recipes.schemes import SCHEMES
+
+
+def planned(
+    folder: Path, *, model: str = "glm-4.7", algorithm: str = "minmax", data: Literal["sparse", "random"] = "sparse",
+    **words: str,
+) -> Plan:  # fmt: skip
+    """A calibrated plan over a model, tiny unless it is there; `words` are schemes by group, NVFP4 where not said."""
+    if not folder.is_dir():
+        config, tensors = source_layout(model, size="tiny")
+        write_checkpoint(folder, config, tensors, data=data)
+    calibration = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration
+    assert calibration is not None
+    recipe = find_recipe(model)[0].model_dump()
+    mtp = words.pop("mtp", "bf16")
+    backbone = {group: words.get(group, words.get("rest", "NVFP4")) for group in recipe["backbone"]}
+    changes = {"backbone": backbone, "mtp": mtp,
+               "calibration": calibration.model_dump() | {"algorithm": algorithm}}  # fmt: skip
+    return make_plan(Recipe.model_validate(recipe | changes), open_source(folder), shard_bytes=2_000_000)
+
+
+def made_up(plan: Plan) -> dict[HFName, torch.Tensor]:
+    """Statistics for a plan: input scales by unit, and modules packed from weights that are not the source's."""
+    made: dict[HFName, torch.Tensor] = {}
+    for number, unit in enumerate(plan.units):
+        if unit[0].calibrated == "weights":
+            rng = torch.Generator().manual_seed(number)
+            matrices = [matrix for tensor in unit for matrix in _matrices(tensor, rng)]
+            packed = pack(SCHEMES[unit[0].scheme], matrices)
+            outputs = [output for tensor in unit for output in tensor.outputs]
+            size = len(outputs) // len(packed)
+            for index, parts in enumerate(packed):
+                for output in outputs[index * size : (index + 1) * size]:
+                    leaf = output.name.rpartition(".")[2]
+                    made[output.name] = parts[leaf] if leaf in parts else torch.tensor([900.0 + number])
+        else:
+            for output in (output for tensor in unit for output in tensor.calibrated_outputs):
+                dtype = {"F32": torch.float32, "BF16": torch.bfloat16}[output.dtype]
+                made[output.name] = torch.tensor([900.0 + number], dtype=dtype)
+    return made
+
+
+def _matrices(tensor: TensorPlan, rng: torch.Generator) -> list[torch.Tensor]:
+    n, k = tensor.shape[-2] // max(1, len(tensor.stacked)), tensor.shape[-1]
+    count = tensor.shape[0] * len(tensor.stacked) if tensor.stacked else 1
+    return [torch.randn(n, k, generator=rng).bfloat16() for _ in range(count)]
+
+
+def saved(folder: Path, tensors: dict[HFName, torch.Tensor]) -> Statistics:
+    """Written as calibration does, one file a layer."""
+    layers: dict[str, dict[HFName, torch.Tensor]] = {}
+    for name, value in tensors.items():
+        layers.setdefault(".".join(name.split(".")[:3]), {})[name] = value
+    for layer, values in layers.items():
+        write_statistics(folder / f"{layer}.safetensors", values, {"fingerprint": "f"})
+    return Statistics.open(folder)

@@ -1,0 +1,247 @@
+"""What the writer makes of statistics: llm-compressor's own bytes, checked clean, and nothing half calibrated."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from calibrated import made_up, planned, saved
+from keepmtp.quantize.output import claim, publish, refuse_output
+from keepmtp.quantize.pack import pack
+from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.source import open_source
+from keepmtp.quantize.statistics import Statistics
+from keepmtp.quantize.writer import write
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.recipes.family import HFName
+from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.validate.static import check
+from safetensors.torch import load_file
+
+TINY = Path(__file__).parent.parent / "models" / "tiny-glm4-moe"
+
+# A process of its own: llm-compressor's loader changes transformers' global registry of checkpoint conversions.
+ONESHOT = """
+import sys, torch, transformers.monkey_patching as patching
+from llmcompressor import oneshot
+from llmcompressor.modeling.moe.linearize import load_quantizable_moe
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+def names_or_nothing(module):
+    try:
+        return dir(module)
+    except ModuleNotFoundError:
+        return []
+
+class Processor:
+    def save_pretrained(self, *args, **kwargs):
+        pass
+
+patching.dir = names_or_nothing  # transformers 5.17 calls dir() there on modules that need torchvision
+source, out, *schemes = sys.argv[1:]
+torch.manual_seed(0)
+batches = [{"input_ids": torch.randint(3, 500, (1, 64))} for _ in range(4)]
+for scheme in schemes:
+    with load_quantizable_moe():
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    recipe = QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head", "re:.*mlp.gate$"])
+    oneshot(model=model, dataset=DataLoader(batches, batch_size=None), recipe=recipe, processor=Processor())
+    model.save_pretrained(f"{out}/{scheme}", save_compressed=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def oneshots(tmp_path_factory) -> Path:
+    """tiny-glm4-moe calibrated and saved by llm-compressor alone, with its own presets: a folder a scheme."""
+    pytest.importorskip("llmcompressor")
+    folder = tmp_path_factory.mktemp("oneshot")
+    command = [sys.executable, "-c", ONESHOT, str(TINY), str(folder), "NVFP4", "FP8"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def written(plan: Plan, statistics: Statistics | None, out: Path, **given) -> dict[str, torch.Tensor]:
+    """The tensors of a finished run; the folder has its final name."""
+    refuse_output(plan, out)
+    with claim(plan, out) as partial:
+        write(plan, partial, recipe_text="", threads=2, statistics=statistics, **given)
+        publish(partial, out)
+    return tensors_of(out)
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor, where: str) -> None:
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
+    assert torch.equal(ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)), where
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4", "FP8"])
+def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
+    """Given llm-compressor's input scales, every tensor of the backbone is the one it saves."""
+    theirs = tensors_of(oneshots / scheme)
+    plan = planned(TINY, model="tiny-glm4-moe", rest=scheme)
+    scales = {HFName(name): value for name, value in theirs.items() if re.search(r"\.input_(global_)?scale$", name)}
+    assert len(scales) > 30 and len({float(value) for value in scales.values()}) > 5
+    ours = written(plan, saved(tmp_path / "statistics", scales), tmp_path / "out")
+    mtp = {output.name for tensor in plan.tensors if tensor.part == "mtp" for output in tensor.outputs}
+    assert len(mtp) > 10
+    assert set(ours) - mtp == set(theirs)
+    for name, value in theirs.items():
+        assert_same(ours[name], value, name)
+    report = check(tmp_path / "out", source=open_source(TINY))
+    assert report.findings == ()
+
+
+@pytest.mark.parametrize(("rest", "mtp", "algorithm"), [
+    ("NVFP4", "NVFP4", "minmax"), ("FP8", "FP8", "minmax"), ("NVFP4", "W4A16", "gptq"), ("W4A16", "bf16", "awq"),
+    ("W8A8", "W8A8", "smoothquant"),
+])  # fmt: skip
+def test_made_up_statistics_pass_the_check_and_are_copied(rest, mtp, algorithm, tmp_path):
+    plan = planned(TINY, model="tiny-glm4-moe", rest=rest, mtp=mtp, algorithm=algorithm)
+    made = made_up(plan)
+    ours = written(plan, saved(tmp_path / "statistics", made), tmp_path / "out")
+    for name, value in made.items():
+        assert_same(ours[name], value, name)
+    assert check(tmp_path / "out", source=open_source(TINY)).findings == ()
+
+
+def test_one_scale_less_is_refused_before_a_byte(tmp_path):
+    plan = planned(TINY, model="tiny-glm4-moe")
+    made = made_up(plan)
+    name = HFName("model.layers.2.mlp.experts.3.up_proj.input_global_scale")
+    del made[name]
+    with claim(plan, tmp_path / "out") as partial:
+        with pytest.raises(CheckpointError, match=rf"calibration must give {re.escape(name)}; got no such tensor"):
+            write(plan, partial, recipe_text="", threads=2, statistics=saved(tmp_path / "statistics", made))
+        with pytest.raises(RecipeError, match="must be calibrated before it is written"):
+            write(plan, partial, recipe_text="", threads=2)
+        assert not list(partial.iterdir())
+
+
+def test_stacked_experts_take_their_scales_one_by_one(tmp_path):
+    """Step-3.5 has one tensor for all experts; each expert's projections have scales of their own."""
+    plan = planned(tmp_path / "source", model="step-3.5-flash", data="random", rest="bf16", experts="NVFP4")
+    made = {HFName(name): torch.tensor([100.0 + int(re.findall(r"experts\.(\d+)", name)[0])]) for name in made_up(plan)}
+    ours = written(plan, saved(tmp_path / "statistics", made), tmp_path / "out")
+    source = tensors_of(tmp_path / "source")
+    for expert in range(4):
+        stacks = [source[f"model.layers.2.moe.{name}_proj.weight"][expert] for name in ("gate", "up")]
+        for name, parts in zip(("gate", "up"), pack(SCHEMES["NVFP4"], stacks), strict=True):
+            stem = f"model.layers.2.moe.experts.{expert}.{name}_proj"
+            for leaf, value in parts.items():
+                assert_same(ours[f"{stem}.{leaf}"], value, f"{stem}.{leaf}")
+            assert ours[f"{stem}.input_global_scale"].item() == 100 + expert
+
+
+def test_rewritten_stacked_experts_are_copied(tmp_path):
+    plan = planned(tmp_path / "source", model="step-3.5-flash", data="random", rest="bf16", experts="NVFP4",
+                   algorithm="gptq")  # fmt: skip
+    made = made_up(plan)
+    ours = written(plan, saved(tmp_path / "statistics", made), tmp_path / "out")
+    assert sum("experts.3.down_proj.weight_packed" in name for name in made) >= 1
+    for name, value in made.items():
+        assert_same(ours[name], value, name)
+
+
+def test_mxfp4_becomes_nvfp4_without_rounding_and_with_its_scales(tmp_path):
+    """DeepSeek-V4's experts keep their codes; the weights' tensors are those of the data-free run."""
+    words = {"model": "dsv4-flash", "data": "random", "rest": "FP8_BLOCK"}
+    plan = planned(tmp_path / "source", **words, experts="NVFP4")
+    ours = written(plan, saved(tmp_path / "statistics", made_up(plan)), tmp_path / "out")
+    # What the same recipe writes data-free; the calibration block serves one expert only.
+    recipe = plan.recipe.model_copy(update={"backbone": plan.recipe.backbone | {"experts": "NVFP4A16"}})
+    theirs = written(make_plan(recipe, plan.source), None, tmp_path / "data-free")
+    assert set(ours) - set(theirs) == {name for name in ours if name.endswith("input_global_scale")} != set()
+    for name, value in theirs.items():
+        assert_same(ours[name], value, name)
+
+
+def test_what_awq_rescaled_is_taken_and_all_else_packed_from_the_source(tmp_path):
+    plan = planned(TINY, model="tiny-glm4-moe", rest="FP8_DYNAMIC", experts="W4A16", algorithm="awq")
+    made = made_up(plan)
+    plain = written(plan, saved(tmp_path / "without", made), tmp_path / "plain")
+    norm, value_proj = "model.layers.1.post_attention_layernorm.weight", "model.layers.1.self_attn.v_proj"
+    made[HFName(norm)] = 2 * plain[norm]
+    (packed,) = pack(SCHEMES["FP8_DYNAMIC"], [torch.ones(128, 256).bfloat16()])
+    made |= {HFName(f"{value_proj}.{leaf}"): value for leaf, value in packed.items()}
+    rescaled = written(plan, saved(tmp_path / "with", made), tmp_path / "rescaled")
+    changed = {name for name, value in plain.items() if not torch.equal(value, rescaled[name])}
+    assert changed == {norm, f"{value_proj}.weight", f"{value_proj}.weight_scale"}
+    for name in changed:
+        assert_same(rescaled[name], made[HFName(name)], name)
+
+
+def test_other_batches_do_not_resume_and_are_told_in_the_provenance(tmp_path):
+    plan, out = planned(TINY, model="tiny-glm4-moe"), tmp_path / "out"
+    with claim(plan, out, calibration="these ids"):
+        pass
+    refuse_output(plan, out, calibration="these ids")
+    for other in ("those ids", ""):
+        with pytest.raises(RecipeError, match="only be resumed with the same recipe, source, calibration data"):
+            refuse_output(plan, out, calibration=other)
+    told = {"dataset": "d", "ids_sha256": "abc"}
+    written(plan, saved(tmp_path / "statistics", made_up(plan)), tmp_path / "made", calibration=told)
+    provenance = json.loads((tmp_path / "made/keepmtp.json").read_text())
+    assert provenance["calibration"] == told
+    assert {"llmcompressor", "compressed-tensors", "transformers", "torch"} <= provenance["versions"].keys()
+
+
+def test_batches_do_not_count_where_nothing_is_calibrated(tmp_path):
+    plan = make_plan(find_recipe("tiny-glm4-moe", scheme="FP8_DYNAMIC")[0], open_source(TINY))
+    with claim(plan, tmp_path / "out", calibration="these ids"):
+        pass
+    refuse_output(plan, tmp_path / "out")
+    written(plan, None, tmp_path / "made")
+    provenance = json.loads((tmp_path / "made/keepmtp.json").read_text())
+    assert "calibration" not in provenance and "llmcompressor" not in provenance["versions"]
+
+
+RANK = """
+import sys
+from pathlib import Path
+from calibrated import planned
+from keepmtp.quantize.ranks import joined
+from keepmtp.quantize.statistics import Statistics
+from keepmtp.quantize.writer import write
+source, statistics, partial = map(Path, sys.argv[1:])
+seen = []
+with joined() as ranks:
+    plan = planned(source, model="tiny-glm4-moe")
+    write(plan, partial, recipe_text="", threads=2, statistics=Statistics.open(statistics), ranks=ranks,
+          progress=seen.append)
+    assert (partial / "keepmtp.json").is_file() and len(plan.shards) > 1
+    assert sum(seen) == sum(plan.entries[n].num_bytes for t in plan.tensors if t.outputs for n in t.inputs)
+"""
+
+
+def test_two_processes_write_what_one_writes(tmp_path):
+    """Each takes every second shard, and neither goes on before the whole is there."""
+    plan = planned(TINY, model="tiny-glm4-moe")
+    written(plan, saved(tmp_path / "statistics", made_up(plan)), tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+              "PYTHONPATH": str(Path(__file__).parent)}  # fmt: skip
+    command = [sys.executable, "-c", RANK, str(TINY), str(tmp_path / "statistics"), str(tmp_path / "two")]
+    ranks = [
+        subprocess.Popen(command, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}, cwd=tmp_path)
+        for rank in ("0", "1")
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()} for folder in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert all(one[name] == two[name] for name in one)
