@@ -1,0 +1,120 @@
+"""A layer-by-layer harness over a tiny model, as small as it can be, for tests of the llm-compressor back-end."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from keepmtp.quantize.llmcompressor_backend import Calibrated, calibrate, linear_experts, propagating
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+# What the recipes of these families keep in BF16.
+KEPT = ("mlp.gate", "in_proj_a", "in_proj_b")
+
+
+class Stub(nn.Module):
+    """A layer without weights: it answers what is put into it, or what it is given."""
+
+    def __init__(self, real: nn.Module):
+        super().__init__()
+        self.__dict__["real"] = real
+        self.answer: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_args, **_kwargs) -> Tensor:
+        return hidden_states if self.answer is None else self.answer
+
+    def __getattr__(self, name: str):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["real"], name)
+
+
+class Batches:
+    """Token ids, with the hidden states of the layer before in its stub."""
+
+    def __init__(self, ids: list[Tensor], stub: Stub | None, hidden: list[Tensor] | None):
+        self.ids, self.stub, self.hidden = ids, stub, hidden
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for index, ids in enumerate(self.ids):
+            if self.stub is not None and self.hidden is not None:
+                self.stub.answer = self.hidden[index]
+            yield {"input_ids": ids}
+
+
+class Skeleton:
+    """The model of a folder on meta, of which one layer at a time has weights."""
+
+    def __init__(self, folder: Path):
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        self.model.eval()
+        linear_experts(self.model)
+        self.weights: dict[str, Tensor] = {}
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as handle:
+                self.weights |= {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        self.base = self.model.model
+        self.layers = list(self.base.layers)
+        self._load(self.base.embed_tokens, "model.embed_tokens.")
+        self.base.rotary_emb = type(self.base.rotary_emb)(config)
+        self.base.norm, self.model.lm_head = nn.Identity(), nn.Identity()
+        self.stubs = [Stub(layer) for layer in self.layers]
+        for index, stub in enumerate(self.stubs):
+            self.base.layers[index] = stub
+
+    def enter(self, index: int, ids: list[Tensor], hidden: list[Tensor] | None) -> Batches:
+        """Gives layer `index` its weights and the batches that reach it."""
+        self._load(self.layers[index], f"model.layers.{index}.")
+        self.base.layers[index] = self.layers[index]
+        return Batches(ids, self.stubs[index - 1] if index else None, hidden)
+
+    def leave(self, index: int, batches: Batches) -> list[Tensor]:
+        """The layer's outputs for the next one; its place is taken by its stub again."""
+        outputs: list[Tensor] = []
+        handle = self.layers[index].register_forward_hook(
+            lambda _module, _args, output: outputs.append(output[0] if isinstance(output, tuple) else output)
+        )
+        with propagating(self.model):
+            for batch in batches:
+                self.model(**batch)
+        handle.remove()
+        self.base.layers[index] = self.stubs[index]
+        for stub in self.stubs:
+            stub.answer = None
+        return outputs
+
+    def linears(self, index: int) -> list[str]:
+        """Modules of a layer that its recipe quantizes, in the model's names."""
+        return [
+            f"model.layers.{index}.{name}"
+            for name, module in self.layers[index].named_modules()
+            if isinstance(module, nn.Linear) and not name.endswith(KEPT)
+        ]
+
+    def _load(self, module: nn.Module, prefix: str) -> None:
+        names = [name for name in module.state_dict() if prefix + name in self.weights]
+        weights = {name: self.weights[prefix + name].clone() for name in names}
+        module.load_state_dict(weights, assign=True, strict=False)
+        assert not any(parameter.is_meta for parameter in module.parameters()), "the checkpoint lacks weights"
+
+
+def layerwise(
+    folder: Path, ids: list[Tensor], scheme: str | Callable[[str], str], algorithm: str, **options
+) -> tuple[Skeleton, list[Calibrated]]:
+    """All layers of the model, one after the other, with one scheme (or one by name)."""
+    skeleton = Skeleton(folder)
+    hidden: list[Tensor] | None = None
+    results = []
+    for index in range(len(skeleton.layers)):
+        batches = skeleton.enter(index, ids, hidden)
+        schemes = {name: scheme if isinstance(scheme, str) else scheme(name) for name in skeleton.linears(index)}
+        results.append(calibrate(skeleton.model, batches, schemes=schemes, algorithm=algorithm, **options))
+        hidden = skeleton.leave(index, batches)
+    return skeleton, results

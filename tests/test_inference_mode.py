@@ -1,0 +1,459 @@
+"""quantize/inference_mode.py against the crash it is there for: llm-compressor #2745, reproduced on a foreign model.
+
+The crash needs all of: a decorated forward on a sequential target, weights that are loaded while it runs (here from
+disk; on a GPU, any CPU weight), and an algorithm that writes weights back (GPTQ). With weights that stay where they
+are, or round-to-nearest, a decorated model calibrates as if nothing were wrong, and a test of it would show nothing.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from decorated_model import write_foreign
+from keepmtp.quantize.inference_mode import decorated_forwards, guard, probe, unwrap_forwards
+from keepmtp.recipes.errors import CheckpointError
+from torch import nn
+
+ROOT = Path(__file__).parent.parent
+
+# llm-compressor changes transformers' classes and keeps a session for the whole process, so it gets one of its own.
+# One import for all questions: it takes most of the time.
+CALIBRATIONS = r"""
+import contextlib, json, sys, tempfile, traceback
+from pathlib import Path
+import torch
+import yaml
+from compressed_tensors.offload import offload_module
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from keepmtp.quantize.calibrate import calibrate_backbone
+from keepmtp.quantize.data import CalibrationData
+from keepmtp.quantize.inference_mode import decorated_forwards, guard, unwrap_forwards
+from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.ranks import Ranks
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.schema import Recipe
+from llmcompressor import oneshot
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.utils.transformers import warn_inference_mode_forwards
+from loguru import logger
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+warnings = []
+logger.remove()
+logger.enable("llmcompressor")  # keepmtp's own use of it is silent
+logger.add(lambda message: warnings.append(str(message)), level="WARNING")
+rng = torch.Generator().manual_seed(0)
+samples = [{"input_ids": torch.randint(0, 512, (32,), generator=rng)} for _ in range(4)]
+
+class Processor:
+    def save_pretrained(self, *_, **__):
+        pass
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+
+def gptq(folder, context=lambda model: contextlib.nullcontext(), late=False):
+    model = load(folder)
+    with contextlib.ExitStack() as stack:
+        if not late:
+            stack.enter_context(context(model))
+        for module in list(model.modules()):
+            if module._parameters:
+                offload_module(module, "cpu", "disk", offload_dir=tempfile.mkdtemp(dir=offloaded))
+        if late:
+            stack.enter_context(context(model))
+        weights = QuantizationArgs(num_bits=4, type="int", symmetric=True, strategy="group", group_size=128)
+        recipe = GPTQModifier(config_groups={"all": QuantizationScheme(targets=["Linear"], weights=weights)},
+                              ignore=["lm_head", "re:.*mtp_layers.*"])
+        oneshot(model=model, recipe=recipe, dataset=DataLoader(samples, batch_size=2), pipeline="sequential",
+                processor=Processor(), trust_remote_code_model=True)
+    return {name: value.clone() for name, value in model.state_dict().items() if ".layers." in name}
+
+def refusal(folder, batch, policy):
+    try:
+        with guard(load(folder), batch, policy=policy):
+            return None
+    except CheckpointError as error:
+        return str(error)
+
+def backbone_pass(folder, policy):
+    # keepmtp's own path: statistics by name, or the refusal and how many files there were by then.
+    document = yaml.safe_load(Path(mimo).read_text()) | {"source": folder, "revision": "local", "calibration": {
+        "algorithm": "gptq", "dataset": "none", "dataset_revision": "local", "split": "train", "column": "text",
+        "samples": 4, "held_out": 2, "sequence_length": 32, "batch_size": 2, "seed": 0,
+        "model_code": "checkpoint", "decorated_forward": policy}}
+    data = CalibrationData(ids=torch.stack(samples_ids), held_out_ids=torch.stack(samples_ids[:2]), provenance={})
+    cpu, out = torch.device("cpu"), Path(tempfile.mkdtemp(dir=offloaded))
+    try:
+        calibrate_backbone(make_plan(Recipe(**document), open_source(folder)), data, out, device=cpu,
+                           ranks=Ranks(rank=0, size=1, device=cpu))
+    except CheckpointError as error:
+        return [str(error), len(list(out.glob("statistics/*")))]
+    return {name: value for file in sorted(out.glob("statistics/*")) for name, value in load_file(file).items()}
+
+decorated, within, plain, offloaded, mimo = sys.argv[1:]
+samples_ids = [sample["input_ids"] for sample in samples]
+answers = {}
+for form, folder in {"decorated": decorated, "with": within}.items():
+    try:
+        gptq(folder)
+        answers[f"crash, {form}"] = None
+    except RuntimeError as error:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        answers[f"crash, {form}"] = [str(error), last.filename, last.line]
+answers["warned in the pipeline"] = [line for line in warnings if "inference_mode" in line]
+model = load(decorated)
+warn_inference_mode_forwards(model)
+answers["warned when asked"] = [line for line in warnings if "inference_mode" in line]
+answers["found"] = [[f.cls, f.modules] for f in decorated_forwards(model) if f.kind == "decorator"]
+for module in model.modules():
+    offload_module(module, "cpu", "cpu")
+answers["found behind llm-compressor's forwards"] = [
+    [f.cls, f.modules] for f in decorated_forwards(model) if f.kind == "decorator"
+]
+answers["found on the plain model"] = [f.cls for f in decorated_forwards(load(plain)) if f.kind == "decorator"]
+
+wanted = gptq(plain)
+for case, words in {"unwrapped": {}, "unwrapped late": {"late": True}}.items():
+    found = gptq(decorated, unwrap_forwards, **words)
+    same = found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    answers[case] = same and any(name.endswith("weight_scale") for name in wanted)
+
+batch = {"input_ids": samples[0]["input_ids"][None]}
+answers["decorated, refuse"] = refusal(decorated, batch, "refuse")
+answers["decorated, unwrap"] = refusal(decorated, batch, "unwrap")
+answers["with, unwrap"] = refusal(within, batch, "unwrap")
+answers["plain, refuse"] = refusal(plain, batch, "refuse")
+wanted, found = backbone_pass(plain, "refuse"), backbone_pass(decorated, "unwrap")
+answers["keepmtp, unwrap"] = [len(wanted), [
+    name for name in wanted.keys() | found.keys() if name not in found or not torch.equal(wanted[name], found[name])
+]]
+answers["keepmtp, refuse"] = backbone_pass(decorated, "refuse")
+answers["keepmtp, with"] = backbone_pass(within, "unwrap")
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("foreign")
+    # Not "with" alone: the folder's name becomes that of a Python package.
+    forms = [str(write_foreign(folder / f"mimo_{form}", form)) for form in ("decorated", "with", "plain")]
+    (folder / "offloaded").mkdir()
+    recipe = ROOT / "recipes/models/mimo-7b.w4a16.yaml"
+    words = [sys.executable, "-c", CALIBRATIONS, *forms, str(folder / "offloaded"), str(recipe)]
+    environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("form", ["decorated", "with"])
+def test_llmcompressor_dies(answers, form):
+    """The crash as reported, at the line that the guard's docstring blames, for either way to write it."""
+    message, file, line = answers[f"crash, {form}"]
+    assert "Inplace update to inference tensor outside InferenceMode" in message
+    assert file.endswith("compressed_tensors/offload/cache/base.py")
+    assert line == "onloaded.copy_(value)"
+
+
+def test_llmcompressor_does_not_warn_in_the_pipeline_that_dies(answers):
+    """Why keepmtp looks for itself: the same function, asked before the forwards are replaced, does see it."""
+    assert answers["warned in the pipeline"] == []
+    assert len(answers["warned when asked"]) == 1
+
+
+def test_found_before_and_after_llmcompressor_replaces_forwards(answers):
+    layers = [["modeling_mimo.MiMoDecoderLayer", ["model.layers.0", "model.layers.1"]]]
+    assert answers["found"] == layers
+    assert answers["found behind llm-compressor's forwards"] == layers
+    assert answers["found on the plain model"] == []
+
+
+@pytest.mark.parametrize("case", ["unwrapped", "unwrapped late"])
+def test_llmcompressor_lives_on_the_unwrapped_model(answers, case):
+    """Same pipeline, offloading and algorithm; every tensor as from the model that never was decorated."""
+    assert answers[case] is True
+
+
+def test_keepmtp_lives_on_the_same_model(answers):
+    """Layer by layer with GPTQ, the checkpoint's own code: every statistic as from the plain model."""
+    num_statistics, different = answers["keepmtp, unwrap"]
+    assert num_statistics == 42
+    assert different == []
+
+
+@pytest.mark.parametrize("form", ["refuse", "with"])
+def test_keepmtp_refuses_before_the_first_layer_is_calibrated(answers, form):
+    sentence, num_files = answers[f"keepmtp, {form}"]
+    assert sentence.startswith("modeling_mimo.MiMoDecoderLayer.forward: must not compute under torch.inference_mode")
+    assert num_files == 0
+
+
+def test_guard_on_the_foreign_model(answers):
+    cause = "must not compute under torch.inference_mode"
+    refused = answers["decorated, refuse"]
+    assert refused.startswith(f"modeling_mimo.MiMoDecoderLayer.forward: {cause}"), refused
+    assert "got @torch.inference_mode at model.layers.0 and 1 more." in refused
+    assert refused.endswith(
+        "Set calibration.decorated_forward: unwrap, or take the decorator out of modeling_mimo.py."
+    )
+    within = answers["with, unwrap"]
+    assert within.startswith(f"modeling_mimo.MiMoDecoderLayer.forward: {cause}"), within
+    assert "got inference mode begun inside forward at model.layers.0 and 1 more. No setting takes this out" in within
+    assert answers["decorated, unwrap"] is None and answers["plain, refuse"] is None
+
+
+# --- Ways to write it -------------------------------------------------------------------------------------------------
+
+
+def note(function):
+    """A wrapper that does no harm, and says that it ran."""
+
+    @functools.wraps(function)
+    def wrapper(self, *args, **kwargs):
+        self.noted = getattr(self, "noted", 0) + 1
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+def bare(function):
+    """A wrapper that does not say what it wraps."""
+    return lambda self, *args: function(self, *args)
+
+
+def entering(function):
+    """Inference mode by hand, from a context that is kept."""
+    context = torch.inference_mode()
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        with context:
+            return function(*args)
+
+    return wrapper
+
+
+def making(function, factory=torch.inference_mode):
+    """Inference mode by hand, from a new context for each call."""
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        with factory():
+            return function(*args)
+
+    return wrapper
+
+
+def plain_forward(self, x):
+    return self.linear(x)
+
+
+def block(forward, *bases: type) -> type:
+    def init(self):
+        nn.Module.__init__(self)
+        self.linear = nn.Linear(4, 4)
+
+    return type("Block", bases or (nn.Module,), {"__init__": init, "forward": forward})
+
+
+class Model(nn.Module):
+    def __init__(self, cls: type):
+        super().__init__()
+        self.layers = nn.ModuleList([block(plain_forward)(), cls()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def by_super(self, x):
+    return super(type(self), self).forward(x)
+
+
+def replaced(self, x):
+    return self.linear(x) + 1
+
+
+BATCH = {"x": torch.ones(1, 4)}
+DECORATED = {
+    "called": block(torch.inference_mode()(plain_forward)),
+    "named": block(torch.inference_mode(plain_forward)),
+    "under a wrapper": block(note(torch.inference_mode()(plain_forward))),
+    "over a wrapper": block(torch.inference_mode()(note(plain_forward))),
+    "twice": block(torch.inference_mode()(note(torch.inference_mode()(plain_forward)))),
+    "under a wrapper without wraps": block(bare(torch.inference_mode()(plain_forward))),
+    "inherited": type("Block", (block(torch.inference_mode()(plain_forward)),), {}),
+    "called by super": type("Block", (block(torch.inference_mode()(plain_forward)),), {"forward": by_super}),
+    "a context that is kept": block(entering(plain_forward)),
+    "contexts that are made": block(making(plain_forward)),
+}
+HARMLESS = {
+    "plain": block(plain_forward),
+    "no_grad": block(torch.no_grad()(plain_forward)),
+    "inference_mode(False)": block(torch.inference_mode(False)(plain_forward)),
+    "another wrapper": block(note(plain_forward)),
+    "replaced by a subclass": type("Block", (block(torch.inference_mode()(plain_forward)),), {"forward": replaced}),
+}
+
+
+def returns_a_clone(self, x):
+    with torch.inference_mode():
+        y = self.linear(x)
+    return y.clone()
+
+
+def reads_its_own_weight(self, x):
+    with torch.inference_mode():
+        y = x @ self.linear.weight
+    return y.clone()
+
+
+@contextlib.contextmanager
+def deterministic():
+    with torch.inference_mode():
+        yield
+
+
+def holds_a_table(self, x):
+    if not hasattr(self, "table"):
+        with torch.inference_mode(), torch._C.DisableTorchFunction():
+            self.table = torch.ones(4)
+    return self.linear(x) + self.table
+
+
+def helper_decorated(self, x):
+    return torch.inference_mode()(self.linear.forward)(x)
+
+
+WITHIN = {
+    "returns an inference tensor": block(lambda self, x: torch.inference_mode()(self.linear)(x)),
+    "returns a clone": block(returns_a_clone),
+    "reads its own weight": block(reads_its_own_weight),
+    "a context manager of its own": block(deterministic()(plain_forward)),
+    "a table made outside the probe's sight": block(holds_a_table),
+    "a helper": block(helper_decorated),
+}
+
+
+@pytest.mark.parametrize("cls", DECORATED.values(), ids=DECORATED)
+def test_each_way_to_decorate(cls):
+    """Found by class, seen by the probe, and disarmed for as long as the context lasts."""
+    model = Model(cls)
+    (found,) = [finding for finding in decorated_forwards(model) if finding.kind == "decorator"]
+    assert (found.modules, found.cls) == (("layers.1",), "test_inference_mode.Block")
+    assert [finding.modules for finding in probe(model, BATCH)] == [("layers.1",)]
+    wanted = model(**BATCH)
+    assert wanted.is_inference()
+    with pytest.raises(CheckpointError, match="decorated_forward: unwrap"), guard(model, BATCH, policy="refuse"):
+        pass
+    with guard(model, BATCH, policy="unwrap") as unwrapped:
+        assert unwrapped == [found]
+        assert probe(model, BATCH) == []
+        result = model(**BATCH)
+        assert not result.is_inference() and not result.requires_grad and torch.equal(result, wanted)
+    assert model(**BATCH).is_inference(), "restored"
+
+
+def test_other_wrappers_stay():
+    for case in ("under a wrapper", "over a wrapper"):
+        model = Model(DECORATED[case])
+        with unwrap_forwards(model):
+            model(**BATCH)
+        assert model.layers[1].noted == 1
+
+
+def test_restored_after_an_error():
+    model = Model(DECORATED["called"])
+    with pytest.raises(ZeroDivisionError), unwrap_forwards(model):
+        raise ZeroDivisionError
+    assert model(**BATCH).is_inference()
+
+
+def test_decorated_on_the_instance():
+    model = Model(block(plain_forward))
+    model.layers[1].forward = torch.inference_mode()(model.layers[1].forward)
+    assert [f.modules for f in decorated_forwards(model) if f.kind == "decorator"] == [("layers.1",)]
+    with guard(model, BATCH, policy="unwrap"):
+        assert not model(**BATCH).is_inference()
+
+
+@pytest.mark.parametrize("cls", HARMLESS.values(), ids=HARMLESS)
+def test_harmless_wrappers_pass(cls):
+    with guard(Model(cls), BATCH, policy="refuse") as unwrapped:
+        assert unwrapped == []
+
+
+@pytest.mark.parametrize("cls", WITHIN.values(), ids=WITHIN)
+def test_within_a_forward_is_refused_by_either_policy(cls):
+    model = Model(cls)
+    assert [finding for finding in decorated_forwards(model) if finding.kind == "decorator"] == []
+    for policy in ("refuse", "unwrap"):
+        refused = pytest.raises(CheckpointError, match=r"begun inside forward at layers\.1\. No setting")
+        with refused, guard(model, BATCH, policy=policy):
+            pass
+
+
+def test_the_outermost_module_is_named():
+    """The layers inside run under inference mode too, and are not to blame."""
+    outer = block(lambda self, x: torch.inference_mode()(self.inner.__call__)(x))()
+    outer.inner = Model(block(plain_forward))
+    (found,) = probe(nn.Sequential(outer), {"input": BATCH["x"]})
+    assert found.modules == ("0",)
+
+
+def test_the_probe_leaves_no_hooks():
+    def broken(self, x):
+        raise ZeroDivisionError
+
+    model = Model(block(broken))
+    with pytest.raises(ZeroDivisionError):
+        probe(model, BATCH)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_module_that_fails_and_is_caught_is_not_blamed():
+    def refusing(self, x):
+        raise ZeroDivisionError
+
+    def catching(self, x):
+        with contextlib.suppress(ZeroDivisionError):
+            self.inner(x)
+        return torch.inference_mode()(self.linear)(x)
+
+    model = Model(block(catching))
+    model.layers[1].inner = block(refusing)()
+    assert [finding.modules for finding in probe(model, BATCH)] == [("layers.1",)]
+
+
+@pytest.mark.parametrize("name", ["tiny-glm4-moe", "tiny-qwen3_5"])
+def test_transformers_own_decorators_are_no_danger(name):
+    """The shipped models, whose forwards carry several: they are seen, none is refused, and the probe runs through."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(ROOT / "models" / name).get_text_config()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    found = decorated_forwards(model)
+    assert found and {finding.kind for finding in found} == {"other wrapper"}
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.int64)}
+    with guard(model, batch, policy="refuse") as unwrapped:
+        assert unwrapped == []
+
+
+def test_without_a_batch_no_weights_are_needed():
+    with torch.device("meta"):
+        model = Model(DECORATED["called"])
+    with pytest.raises(CheckpointError, match="decorated_forward"), guard(model, None, policy="refuse"):
+        pass

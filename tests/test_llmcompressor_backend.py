@@ -1,0 +1,366 @@
+"""The llm-compressor back-end, one layer at a time, against llm-compressor's own sequential pipeline; and its gates.
+
+Equality is to the bit, AWQ's grid search included: both run the same modifiers on the same inputs in the same order.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from keepmtp.quantize import llmcompressor_backend as backend
+from keepmtp.quantize.llmcompressor_backend import calibrate, check_fused, propagating, serving
+from keepmtp.quantize.smoothing import Smoothing
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.recipes.schemes import SCHEMES
+from layerwise import KEPT, Skeleton, layerwise
+from torch import Tensor, nn
+
+MODELS = Path(__file__).parent.parent / "models"
+GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
+IGNORE = ["lm_head", *(f"re:.*{name.replace('.', '[.]')}$" for name in KEPT)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads cost more than they bring at these sizes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def outliers(samples: int, width: int) -> list[Tensor]:
+    """Hidden states [1, 32, width] with a few loud channels, as models have them."""
+    generator = torch.Generator().manual_seed(0)
+    loud = torch.exp2(torch.linspace(-2, 4, width))
+    return [(torch.randn(1, 32, width, generator=generator) * loud).bfloat16() for _ in range(samples)]
+
+
+def token_ids(samples: int = 4, length: int = 32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 500, (1, length), generator=generator) for _ in range(samples)]
+
+
+def sequential(folder: Path, ids: list[Tensor], modifiers: list) -> nn.Module:
+    """llm-compressor's own whole-model run."""
+    from llmcompressor import oneshot
+    from llmcompressor.modeling.moe.linearize import linearize_moe
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    linearize_moe(model)
+    processor = SimpleNamespace(save_pretrained=lambda *_args, **_kwargs: None)
+    loader = DataLoader([{"input_ids": x} for x in ids], batch_size=None)
+    oneshot(model=model, dataset=loader, recipe=modifiers, processor=processor, pipeline="sequential")
+    return model
+
+
+def reference_tensors(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """A module as llm-compressor would save it."""
+    from compressed_tensors.compressors import compress_module
+
+    module = model.get_submodule(name)
+    compress_module(module)
+    return {f"{name}.{key}": value for key, value in module.state_dict().items()}
+
+
+def assert_same(results: list, model: nn.Module, *, all_tensors: bool) -> int:
+    """Every statistic equals llm-compressor's to the bit; returns how many were compared."""
+    parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+    compared = 0
+    for result in results:
+        for entry in result.coverage:
+            expected = reference_tensors(model, entry.module)
+            ours = {name for name in result.tensors if name.rpartition(".")[0] == entry.module}
+            if all_tensors:
+                assert {*expected} - ours <= {f"{entry.module}.bias"}
+            for name in ours:
+                theirs = expected[name].to(result.tensors[name].dtype)
+                assert torch.equal(result.tensors[name].double(), theirs.double()), name
+                compared += 1
+        modules = {entry.module for entry in result.coverage}
+        for name in result.tensors:
+            if name.rpartition(".")[0] not in modules:
+                assert torch.equal(result.tensors[name], parameters[name]), name
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
+@pytest.mark.parametrize("scheme", ["NVFP4", "FP8"])
+def test_input_scales_equal_the_sequential_pipelines(folder, scheme):
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    ids = token_ids()
+    model = sequential(folder, ids, [QuantizationModifier(targets="Linear", scheme=scheme, ignore=IGNORE)])
+    skeleton, results = layerwise(folder, ids, scheme, "minmax")
+    assert assert_same(results, model, all_tensors=False) == sum(len(result.coverage) for result in results)
+    for index, layer in enumerate(skeleton.layers):
+        for name, value in layer.named_parameters():
+            on_disk = skeleton.weights.get(f"model.layers.{index}.{name}")
+            assert on_disk is None or torch.equal(value, on_disk), f"{name} was changed by calibration"
+
+
+@pytest.mark.parametrize(("folder", "scheme"), [(GLM, "W4A16"), (QWEN, "W4A16"), (GLM, "NVFP4"), (QWEN, "W8A8")],
+                         ids=lambda value: getattr(value, "name", value))  # fmt: skip
+def test_gptq_equals_the_sequential_pipelines(folder, scheme):
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    ids = token_ids()
+    model = sequential(folder, ids, [GPTQModifier(targets="Linear", scheme=scheme, ignore=IGNORE)])
+    _, results = layerwise(folder, ids, scheme, "gptq")
+    compared = assert_same(results, model, all_tensors=True)
+    assert compared == sum(len(result.coverage) for result in results) * len(SCHEMES[scheme].tensors(128, 128))
+    assert all(not result.rounded for result in results)
+
+
+@pytest.mark.parametrize(("folder", "scheme", "algorithm"),
+                         [(QWEN, "W4A16", "awq"), (GLM, "W4A16", "awq"), (QWEN, "W8A8", "smoothquant"),
+                          (GLM, "W8A8", "smoothquant")], ids=lambda value: getattr(value, "name", value))  # fmt: skip
+def test_smoothing_equals_the_sequential_pipelines(folder, scheme, algorithm, monkeypatch):
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    # Without an accelerator llm-compressor's own AWQ stops at the first mapping.
+    monkeypatch.setattr(IntermediatesCache, "pin_memory", lambda *_: None)
+    ids = token_ids(samples=2)
+    _, results = layerwise(folder, ids, scheme, algorithm)
+    pairs = [(s.smooth, list(s.balance)) for result in results for s in result.smoothings]
+    assert not any(result.left_out for result in results)
+    if algorithm == "awq":
+        # Qwen3.5's own table is right; GLM's forgets the shared experts (see the twin below).
+        own = None if folder == QWEN else [AWQMapping(smooth, balance) for smooth, balance in pairs]
+        smoother = AWQModifier(mappings=own)
+    else:
+        smoother = SmoothQuantModifier(mappings=[(balance, smooth) for smooth, balance in pairs])
+    model = sequential(folder, ids, [smoother, QuantizationModifier(targets="Linear", scheme=scheme, ignore=IGNORE)])
+    # Qwen3.5's norms are zero-centred, and what of a rescaled one survives the subtraction of its 1 is what the
+    # checkpoint holds: later layers see that here, and the norm before the subtraction in the sequential pipeline.
+    equal = results[:1] if folder == QWEN else results
+    assert assert_same(equal, model, all_tensors=True) > 10
+    assert any("layernorm" in name for result in equal for name in result.tensors)
+
+
+def test_smoothings_are_those_of_the_structure():
+    skeleton = Skeleton(GLM)
+    batches = skeleton.enter(1, token_ids(samples=1), outliers(1, 256))
+    result = calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(1), "W4A16"), algorithm="awq",
+                       frozen=["model.layers.1.self_attn.k_proj"])  # fmt: skip
+    found = {s.smooth.removeprefix("model.layers.1."): s.balance for s in result.smoothings}
+    experts = [f"model.layers.1.mlp.{e}.{p}" for e in ("shared_experts", "experts.0", "experts.3")
+               for p in ("gate_proj", "up_proj")]  # fmt: skip
+    assert {"model.layers.1.mlp.gate", *experts} <= {*found["post_attention_layernorm"]}
+    assert found["mlp.experts.2.up_proj"] == ("model.layers.1.mlp.experts.2.down_proj",)
+    assert "input_layernorm" not in found
+    assert "model.layers.1.self_attn.k_proj" in result.left_out[0]
+    assert "model.layers.1.mlp.gate.weight" in result.tensors
+
+
+def test_llmcompressors_table_for_glm_is_caught():
+    """The twin: its AWQ mapping leaves out the shared experts, which then compute something else."""
+    skeleton = Skeleton(GLM)
+    batches = skeleton.enter(1, token_ids(samples=1), outliers(1, 256))
+    prefix = "model.layers.1"
+    balance = [f"{prefix}.mlp.experts.{e}.{p}" for e in range(4) for p in ("gate_proj", "up_proj")]
+    wrong = Smoothing(smooth=f"{prefix}.post_attention_layernorm", balance=(f"{prefix}.mlp.gate", *balance))
+    with pytest.raises(CheckpointError, match=r"mlp\.shared_experts\.gate_proj: a layer must compute what it computed"):
+        calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(1), "W4A16"), algorithm="awq",
+                  smoothings=[wrong])  # fmt: skip
+
+
+def test_gptq_beside_rounding_to_nearest():
+    """Two modifiers in one run do not disturb each other."""
+    skeleton = Skeleton(QWEN)
+    hidden = outliers(3, 128)
+    ids = token_ids(samples=3)
+    results = []
+    for choice in ("W4A16", "FP8", "both"):
+        batches = skeleton.enter(2, ids, hidden)
+        mlp = {name: choice if choice != "both" else "W4A16" for name in skeleton.linears(2) if ".mlp." in name}
+        attention = {name: choice if choice != "both" else "FP8" for name in skeleton.linears(2) if "self_attn" in name}
+        results.append(calibrate(skeleton.model, batches, schemes=attention | mlp, algorithm="gptq").tensors)
+    gptq, fp8, both = results
+    assert {name for name in both if "self_attn" in name} == {name for name in fp8 if "self_attn" in name}
+    for name, value in both.items():
+        assert torch.equal(value, fp8[name] if "self_attn" in name else gptq[name]), name
+
+
+def test_coverage_counts_what_the_router_sent():
+    skeleton = Skeleton(GLM)
+    batches = skeleton.enter(1, token_ids(), outliers(4, 256))
+    schemes = dict.fromkeys(skeleton.linears(1), "FP8_DYNAMIC")
+    coverage = {c.module: c for c in calibrate(skeleton.model, batches, schemes=schemes, algorithm="minmax").coverage}
+    assert {entry.tokens for entry in coverage.values()} == {4 * 32}
+    routed = [coverage[f"model.layers.1.mlp.experts.{e}.up_proj"].routed for e in range(4)]
+    assert sum(routed) == 4 * 32 * 2
+    assert coverage["model.layers.1.mlp.shared_experts.up_proj"].routed is None
+    assert coverage["model.layers.1.self_attn.q_proj"].routed is None
+
+
+def test_nothing_stays_behind(capfd):
+    from llmcompressor.core import active_session
+
+    skeleton = Skeleton(QWEN)
+    for _ in range(2):
+        batches = skeleton.enter(2, token_ids(), outliers(4, 128))
+        calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(2), "W4A16"), algorithm="awq")
+    assert active_session().state.model is None
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in skeleton.model.modules())
+    assert not any(name.endswith("_observer") for name, _ in skeleton.model.named_modules())
+    output = capfd.readouterr()
+    assert "METRIC" not in output.out + output.err
+    assert "it/s" not in output.out + output.err
+
+
+class Toy(nn.Module):
+    """A norm, two projections of it that run fused, and a gated feed-forward part."""
+
+    def __init__(self, *, clamped: bool = False, leaks: bool = False):
+        super().__init__()
+        self.config = SimpleNamespace(name="toy")
+        self.norm = nn.RMSNorm(128)
+        self.in_proj_qkv, self.in_proj_z = nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False)
+        self.gate_proj, self.up_proj = nn.Linear(128, 256, bias=False), nn.Linear(128, 256, bias=False)
+        self.down_proj, self.spare = nn.Linear(256, 128, bias=False), nn.Linear(128, 128, bias=False)
+        self.clamped, self.leaks = clamped, leaks
+        generator = torch.Generator().manual_seed(0)
+        for index, parameter in enumerate(self.parameters()):
+            parameter.data = torch.randn(parameter.shape, generator=generator).bfloat16() * (index + 1) / 100
+        self.norm.weight.data.fill_(1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = self.norm(hidden)
+        h = hidden + self.in_proj_qkv(x) * torch.sigmoid(self.in_proj_z(x)) + (x if self.leaks else 0)
+        up = self.up_proj(h)
+        up = up.clamp(-100, 100) if self.clamped else up
+        return h + self.down_proj(nn.functional.silu(self.gate_proj(h)) * up)
+
+
+PROJECTIONS = ("in_proj_qkv", "in_proj_z", "gate_proj", "up_proj", "down_proj")
+
+
+def toy_batches(samples: int = 3) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"hidden": torch.randn(2, 16, 128, generator=generator).bfloat16()} for _ in range(samples)]
+
+
+@pytest.mark.parametrize(("toy", "missing"), [({"leaks": True}, "norm"), ({"clamped": True}, "up_proj")])
+def test_what_is_not_linear_is_not_smoothed(toy, missing):
+    """A norm whose output also goes elsewhere, and a projection behind which values are clamped, are left alone."""
+    schemes = dict.fromkeys(PROJECTIONS, "W4A16")
+    plain = calibrate(Toy(), toy_batches(), schemes=schemes, algorithm="awq")
+    assert {s.smooth for s in plain.smoothings} == {"norm", "up_proj"}
+    result = calibrate(Toy(**toy), toy_batches(), schemes=schemes, algorithm="awq")
+    assert {s.smooth for s in result.smoothings} == {"norm", "up_proj"} - {missing}
+    assert [text.split(":")[0] for text in result.left_out] == [missing]
+
+
+def test_modules_of_other_schemes_are_not_rescaled():
+    schemes = dict.fromkeys(PROJECTIONS, "W4A16") | {"in_proj_z": "FP8_DYNAMIC"}
+    result = calibrate(Toy(), toy_batches(), schemes=schemes, algorithm="awq")
+    assert {s.smooth for s in result.smoothings} == {"up_proj"}
+    assert "in_proj_z" in result.left_out[0]
+    assert not any(name.startswith(("in_proj_z", "norm")) for name in result.tensors)
+
+
+@pytest.mark.parametrize("algorithm", ["minmax", "gptq"])
+def test_fused_modules_share_global_scales(algorithm):
+    """Names that llm-compressor's table of fused modules misses, given by the caller; without them they differ."""
+    pair = ("in_proj_qkv", "in_proj_z")
+    schemes = dict.fromkeys(pair, "NVFP4")
+    apart, together = Toy(), Toy()
+    calibrate(apart, toy_batches(), schemes=schemes, algorithm=algorithm)
+    with pytest.raises(CheckpointError, match="in_proj_qkv, in_proj_z: modules that run fused must share one weight_g"):
+        check_fused(apart, [pair])
+    result = calibrate(together, toy_batches(), schemes=schemes, algorithm=algorithm, fused=[pair])
+    smaller = min(float(apart.get_submodule(name).weight_global_scale) for name in pair)
+    for name in pair:
+        module = together.get_submodule(name)
+        assert float(module.weight_global_scale) == smaller
+        assert float(module.input_global_scale) == float(result.tensors[f"{name}.input_global_scale"])
+    if algorithm == "gptq":
+        assert float(result.tensors["in_proj_z.weight_global_scale"]) == smaller
+        # Packed by that very scale: what is on disk decompresses to what the model computes with.
+        from compressed_tensors.compressors import BaseCompressor
+
+        for name in pair:
+            state = {k.rpartition(".")[2]: v for k, v in result.tensors.items() if k.startswith(f"{name}.")}
+            module = together.get_submodule(name)
+            weight = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(
+                state, module.quantization_scheme)["weight"]  # fmt: skip
+            assert torch.allclose(weight.float(), module.weight.float(), rtol=2**-7)
+
+
+def test_input_scales_of_fused_modules_are_unified():
+    """Modules fused at run time that saw different inputs get the scale of the larger."""
+    toy = Toy()
+    result = calibrate(toy, toy_batches(), schemes=dict.fromkeys(PROJECTIONS, "FP8"), algorithm="minmax",
+                       fused=[("up_proj", "down_proj")])  # fmt: skip
+    apart = calibrate(Toy(), toy_batches(), schemes=dict.fromkeys(PROJECTIONS, "FP8"), algorithm="minmax").tensors
+    larger = max(float(apart[f"{name}.input_scale"]) for name in ("up_proj", "down_proj"))
+    assert {float(result.tensors[f"{name}.input_scale"]) for name in ("up_proj", "down_proj")} == {larger}
+    assert float(apart["up_proj.input_scale"]) != float(apart["down_proj.input_scale"])
+
+
+def test_a_module_that_is_never_called_is_an_error():
+    with pytest.raises(CheckpointError, match="spare: every quantized module must be called"):
+        calibrate(Toy(), toy_batches(), schemes={"spare": "FP8", "up_proj": "FP8"}, algorithm="minmax")
+
+
+@pytest.mark.parametrize(("value", "named"), [(float("nan"), "in_proj_z"), (3e38, "up_proj")])
+def test_activations_that_are_not_finite_name_the_first_module(value, named):
+    toy = Toy()
+    (toy.in_proj_z if value != value else toy.up_proj).weight.data[3, 5] = value
+    with pytest.raises(CheckpointError, match=named + ": .* its output, batch 1"):
+        calibrate(toy, toy_batches(), schemes=dict.fromkeys(PROJECTIONS, "NVFP4"), algorithm="minmax")
+
+
+def test_no_batch_is_an_error():
+    with pytest.raises(RecipeError, match="there must be a batch"):
+        calibrate(Toy(), [], schemes={"up_proj": "FP8"}, algorithm="minmax")
+
+
+def test_propagating_and_serving():
+    """Propagation has no rounding in it, serving has both."""
+    toy, (batch, *_) = Toy(), toy_batches()
+    with torch.no_grad():
+        exact = toy(**batch)
+    calibrate(toy, toy_batches(), schemes=dict.fromkeys(PROJECTIONS, "NVFP4"), algorithm="minmax")
+    with propagating(toy):
+        assert torch.equal(toy(**batch), exact)
+    with serving(toy):
+        served = toy(**batch)
+    assert not served.is_inference() and not served.requires_grad
+    error = float((served - exact).norm() / exact.norm())
+    assert 1e-3 < error < 0.3
+
+
+def test_zero_centred_norms_come_back_as_they_were():
+    """llm-compressor returns them rounded to what 1 + weight can hold in BF16."""
+    skeleton = Skeleton(QWEN)
+    batches = skeleton.enter(2, token_ids(), outliers(4, 128))
+    norm = skeleton.layers[2].input_layernorm
+    norm.weight.data.fill_(0.0012)
+    before = norm.weight.detach().clone()
+    assert not torch.equal((1 + before.float()).bfloat16().float() - 1, before.float())
+    result = calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(2), "FP8"), algorithm="minmax")
+    assert torch.equal(norm.weight, before)
+    assert not any("norm" in name for name in result.tensors)
+    skeleton.leave(2, batches)
+    assert torch.equal(norm.weight, before)
+
+
+def test_scales_of_weights_must_be_exact_on_disk():
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale: a scale must be exact in BF16"):
+        calibrate(Toy().float(), [{"hidden": b["hidden"].float()} for b in toy_batches()],
+                  schemes={"up_proj": "W4A16"}, algorithm="gptq")  # fmt: skip
+
+
+def test_backend_states_the_order_of_modifiers():
+    """GPTQ comes last: a QuantizationModifier after it would compute its scales again from the rewritten weights."""
+    modifiers = backend._modifiers({"a": "FP8", "b": "W4A16"}, ["b"], "gptq", ())
+    assert [type(modifier).__name__ for modifier in modifiers] == ["QuantizationModifier", "_GPTQ"]
