@@ -1,0 +1,361 @@
+"""The backbone pass: batches in, statistics and rewritten weights out, a file a decoder layer.
+
+In: a plan over a local source, and the batches. Out: a folder with what calibration found (`statistics.py` reads it),
+and the hidden states behind the last layer, from which the MTP pass and the figures of `evaluate.py` are made.
+
+Each decoder layer is a small model of its own: its weights come from the source, its inputs are what the layer before
+it left on disk, llm-compressor's modifiers see it in one basic pass, and its outputs become the next layer's inputs.
+Memory is one layer, whatever the model's size, and a killed run goes on at the layer it was in. Statistics equal those
+of llm-compressor's sequential pipeline, bit for bit, because the layer computes the same in the same order.
+
+Easy to get wrong: three streams of hidden states run side by side and must not be mixed. `calibration` is propagated as
+llm-compressor does (activations are not rounded), `source` has seen no quantization at all, and `served` is what a
+server would compute; the last two are held-out text.
+"""
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from .. import __version__
+from ..recipes.errors import RecipeError, refuse
+from ..recipes.family import HFName
+from . import llmcompressor_backend as backend
+from .binding import Binding
+from .data import CalibrationData
+from .inference_mode import guard
+from .output import sync_folder, write_text
+from .plan import Plan
+from .ranks import Ranks
+from .skeleton import Batch, Skeleton, frozen_in, fused_in, on_disk, schemes_in
+from .source import file_sizes
+from .statistics import read_metadata, write_statistics
+
+Stream = Literal["calibration", "source", "served"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One step of a long run, for people and as a JSON line."""
+
+    step: str
+    done: int
+    total: int
+    tokens_per_second: float
+    eta_seconds: float
+    memory_gib: float
+
+
+Watch = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backbone:
+    """A finished backbone pass.
+
+    Attributes:
+        folder: of the pass; `folder / "statistics"` has the statistics.
+        skeleton: the model's class, for what comes behind the last layer.
+        data: the batches.
+        coverage: module on disk -> tokens its calibration saw; experts: tokens the router sent them.
+    """
+
+    folder: Path
+    skeleton: Skeleton
+    data: CalibrationData
+    ranks: Ranks
+    coverage: Mapping[HFName, int]
+
+    def batches(self, stream: Stream) -> "Batches":
+        """The sequences with the hidden states behind the last layer."""
+        run = _Pass(self.skeleton, self.data, self.folder, self.ranks)
+        return Batches(run=run, stream=stream, index=len(self.skeleton))
+
+
+def calibrate_backbone(
+    plan: Plan, data: CalibrationData, folder: Path, *, device: torch.device, ranks: Ranks, watch: Watch | None = None
+) -> Backbone:
+    """Calibrate every decoder layer of the backbone, resuming what an earlier run left in `folder`.
+
+    Args:
+        plan: a plan over a local source whose recipe has a calibration block.
+        data: what `calibration_data` chose.
+        folder: of this pass alone; on several nodes one that all of them see.
+        device: where the layer in hand lives.
+        ranks: which part of the batches is this process's.
+        watch: told after each layer, on the first rank.
+
+    Raises:
+        RecipeError: the folder holds another run's pass or is not the same for all ranks, or a layer does not fit the
+            device.
+        CheckpointError: the architecture's class and the checkpoint disagree; a module is never called, or sees NaN.
+    """
+    calibration = plan.recipe.calibration
+    assert calibration is not None
+    _claim(plan, data, folder, ranks)
+    with _fitting(plan, "the embedding", device):
+        skeleton = Skeleton(plan, device=device)
+    run = _Pass(skeleton, data, folder, ranks)
+    first = run.num_done()
+    run.tidy(first)
+    tokens, started = data.ids.numel(), time.monotonic()
+    for index in range(first, len(skeleton)):
+        with _fitting(plan, f"decoder layer {index} and a batch", device):
+            run.layer(index)
+        if watch and ranks.is_first:
+            seconds = (time.monotonic() - started) / (index - first + 1)
+            watch(Progress(
+                step="backbone", done=index + 1, total=len(skeleton), tokens_per_second=tokens / seconds,
+                eta_seconds=seconds * (len(skeleton) - index - 1), memory_gib=_memory(device) / 2**30,
+            ))  # fmt: skip
+    return Backbone(folder=folder, skeleton=skeleton, data=data, ranks=ranks, coverage=run.coverage())
+
+
+# --- one pass -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One run over the layers: where states lie and whose turn each batch is."""
+
+    skeleton: Skeleton
+    data: CalibrationData
+    folder: Path
+    ranks: Ranks
+
+    def num_done(self) -> int:
+        """Layers whose states are on disk; statistics were written before."""
+        done = [int(path.name) for path in (self.folder / "states").glob("[0-9]" * 5)]
+        return max(done, default=0)
+
+    def tidy(self, done: int) -> None:
+        """Remove what a killed run was writing, or removing."""
+        if self.ranks.is_first:
+            for path in (self.folder / "states").iterdir():
+                if path.name != f"{done:05d}":
+                    shutil.rmtree(path)
+        self.ranks.wait()
+
+    def layer(self, index: int) -> None:
+        """Calibrate one layer: statistics first, then, as its last act, the states it leaves."""
+        skeleton, plan = self.skeleton, self.skeleton.plan
+        calibration = plan.recipe.calibration
+        assert calibration is not None
+        binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
+        schemes = schemes_in(binding, path)
+        unfinished = self.folder / "states" / f"{index + 1:05d}.writing"
+        if self.ranks.is_first:
+            unfinished.mkdir()
+        self.ranks.wait()
+        with skeleton.layer(index) as layer, self._guarded(index):
+            self._run("source", index, layer, unfinished, backend.serving(skeleton.model))
+            if schemes:
+                found = backend.calibrate(
+                    skeleton.model, Batches(run=self, stream="calibration", index=index).arguments(),
+                    schemes=schemes, algorithm=calibration.algorithm, fused=fused_in(binding, path),
+                    frozen=frozen_in(binding, path),
+                )  # fmt: skip
+                if self.ranks.is_first:
+                    self._record(index, found, binding, path)
+            self._run("calibration", index, layer, unfinished, backend.propagating(skeleton.model))
+            self._run("served", index, layer, unfinished, backend.serving(skeleton.model))
+        self.ranks.wait()
+        if self.ranks.is_first:
+            sync_folder(unfinished)
+            unfinished.rename(self.folder / "states" / f"{index + 1:05d}")
+            sync_folder(self.folder / "states")
+            if index:
+                shutil.rmtree(self.folder / "states" / f"{index:05d}")
+        self.ranks.wait()
+
+    @contextmanager
+    def _guarded(self, index: int) -> Iterator[None]:
+        """Keeps foreign model code out of inference mode, tried on one sequence."""
+        calibration = self.skeleton.plan.recipe.calibration
+        assert calibration is not None
+        first = next(iter(Batches(run=self, stream="calibration", index=index)))
+        state = first.state and tuple(None if value is None else value[:1] for value in first.state)
+        sample = next(self.skeleton.feed(index, [Batch(ids=first.ids[:1], state=state)]))
+        with guard(self.skeleton.model, {**sample, "use_cache": False}, policy=calibration.decorated_forward):
+            yield
+
+    def _run(
+        self, stream: Stream, index: int, layer: nn.Module, folder: Path, context: AbstractContextManager[None]
+    ) -> None:
+        """Send a stream through the layer in its place and leave what comes out in `folder`."""
+        batches = Batches(run=self, stream=stream, index=index)
+        outputs: list[Any] = []
+        handle = layer.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+        try:
+            with torch.no_grad(), context:
+                for number, arguments in zip(batches.numbers(), batches.arguments(), strict=True):
+                    self.skeleton.model(**arguments, use_cache=False)
+                    output = outputs.pop()
+                    state = output if isinstance(output, tuple) else (output,)
+                    _write_state(folder / f"{stream}-{number:05d}.safetensors", state)
+        finally:
+            handle.remove()
+
+    def _record(self, index: int, found: backend.Calibrated, binding: Binding, path: str) -> None:
+        """The statistics of a layer, and beside them who saw how many tokens."""
+        coverage = {
+            disk: each.tokens if each.routed is None else each.routed
+            for each in found.coverage
+            for disk in (piece.module for piece in binding[f"{each.module.removeprefix(path)}.weight"])
+        }
+        metadata = {
+            "fingerprint": (self.folder / "fingerprint").read_text(), "coverage": json.dumps(coverage),
+            "left_out": json.dumps(found.left_out), "rounded": json.dumps(found.rounded),
+        }  # fmt: skip
+        file = self.folder / "statistics" / f"layer-{index:05d}.safetensors"
+        write_statistics(file, on_disk(found.tensors, binding, path), metadata)
+
+    def coverage(self) -> dict[HFName, int]:
+        """Of all layers, in their order."""
+        found: dict[HFName, int] = {}
+        for path in sorted((self.folder / "statistics").glob("layer-*.safetensors")):
+            found |= json.loads(read_metadata(path)["coverage"])
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """This rank's batches of one stream at the door of one layer, read from disk one at a time, as often as asked."""
+
+    run: _Pass
+    stream: Stream
+    index: int
+
+    def __len__(self) -> int:
+        return len(self.numbers())
+
+    def __iter__(self) -> Iterator[Batch]:
+        ids, size = self._ids(), self._size()
+        folder = self.run.folder / "states" / f"{self.index:05d}"
+        for number in self.numbers():
+            state = _read_state(folder / f"{self.stream}-{number:05d}.safetensors") if self.index else None
+            yield Batch(ids=ids[number * size : (number + 1) * size], state=state)
+
+    def numbers(self) -> range:
+        """Which of all batches are this rank's."""
+        total = -(-len(self._ids()) // self._size())
+        return range(self.run.ranks.rank, total, self.run.ranks.size)
+
+    def arguments(self) -> "Arguments":
+        """The same as arguments of the model's forward."""
+        return Arguments(batches=self)
+
+    def _ids(self) -> Tensor:
+        return self.run.data.ids if self.stream == "calibration" else self.run.data.held_out_ids
+
+    def _size(self) -> int:
+        calibration = self.run.skeleton.plan.recipe.calibration
+        assert calibration is not None
+        return calibration.batch_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Batches as llm-compressor wants them: with a length, and iterated as often as it likes."""
+
+    batches: Batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self.batches.run.skeleton.feed(self.batches.index, self.batches)
+
+
+# --- on disk --------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
+    """SHA-256 over everything the statistics depend on; not the MTP policy, which may change without a new pass."""
+    recipe = plan.recipe.model_dump(mode="json", exclude={"mtp", "mtp_auto", "variant", "default", "summary"})
+    assert plan.source.folder is not None
+    files = {}
+    for name in (*file_sizes(plan.source), *plan.source.companions):
+        status = (plan.source.folder / name).stat()
+        files[name] = [status.st_size, status.st_mtime_ns]
+    packages = ("torch", "transformers", "llmcompressor", "compressed-tensors")
+    versions = [__version__, *(version(name) for name in packages)]
+    parts = (recipe, plan.source.config, files, data.provenance, versions, size)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _claim(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> None:
+    """Make the folder this pass's, or refuse another's."""
+    wanted, stamp = fingerprint(plan, data, ranks.size), folder / "fingerprint"
+    if stamp.is_file() and stamp.read_text() != wanted:
+        raise RecipeError(
+            refuse(folder, "an unfinished calibration can only be resumed with the same recipe, source, dataset, "
+                   "number of processes and versions", "another run", "Remove it, or choose another OUT")
+        )  # fmt: skip
+    calibration = plan.recipe.calibration
+    assert calibration is not None
+    fewest = min(len(data.ids), len(data.held_out_ids)) // calibration.batch_size
+    if fewest < ranks.size:
+        raise RecipeError(
+            refuse(plan.recipe.name, "every process must have a batch of calibration and of held-out text",
+                   f"{fewest} batches of {calibration.batch_size} for {ranks.size} processes",
+                   "Raise calibration.samples and calibration.held_out, lower batch_size, or start fewer processes")
+        )  # fmt: skip
+    ranks.wait()  # before the first writes: whoever refuses must see what an earlier run left, not this one
+    if ranks.is_first and not stamp.is_file():
+        (folder / "states").mkdir(parents=True, exist_ok=True)
+        write_text(stamp, wanted)
+    ranks.wait()
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        raise RecipeError(
+            refuse(folder, "all processes must see one folder and the same source", f"another or none on {ranks}",
+                   "Put the source and OUT where every node sees them, under the same path")
+        )  # fmt: skip
+
+
+@contextmanager
+def _fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
+    """Running out of a GPU's memory, as something that can be acted on."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RecipeError(
+            refuse(plan.recipe.name, f"{what} must fit {device}", "out of memory",
+                   "Lower calibration.batch_size or calibration.sequence_length, or free the device of other processes")
+        ) from error  # fmt: skip
+
+
+def _write_state(path: Path, state: Sequence[Tensor | None]) -> None:
+    """What a layer returned for one batch; cloned out of inference mode, should a foreign model have entered it."""
+    tensors = {str(turn): value.detach().cpu().contiguous() for turn, value in enumerate(state) if value is not None}
+    save_file(tensors, path, metadata={"length": str(len(state))})
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _read_state(path: Path) -> tuple[Tensor | None, ...]:
+    with safe_open(path, "pt") as file:
+        length = int(file.metadata()["length"])
+        keys = set(file.keys())
+        return tuple(file.get_tensor(str(turn)) if str(turn) in keys else None for turn in range(length))
+
+
+def _memory(device: torch.device) -> int:
+    """Peak bytes: of the GPU, or of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
