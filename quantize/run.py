@@ -1,29 +1,46 @@
-"""The whole program on one screen: recipe -> family -> source -> plan -> pack and write -> check.
+"""The whole program on one screen: recipe -> family -> source -> plan -> calibrate -> MTP pass -> pack, write -> check.
 
-In: what a command line says. Out: a checkpoint under its final name, or a refusal before a byte is written.
+In: what a command line says. Out: a checkpoint under its final name, or a refusal before a byte is written. Under
+torchrun every process runs this; the first does what is done once.
 """
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..recipes.errors import GateError
-from ..recipes.schema import Recipe, find_recipe
+from ..recipes.schema import AUTO, Recipe, data_free_alternative, find_recipe
 from ..validate.static import Report, check
-from .output import claim, publish, refuse_output
-from .plan import Plan, make_plan, refuse_calibration
-from .source import download, open_source
+from .extras import require_extra
+from .output import claim, partial_folder, publish, refuse_output
+from .plan import Plan, make_plan
+from .source import Source, download, open_source
+
+if TYPE_CHECKING:  # they bring torch and llm-compressor, which planning does without
+    from .calibrate import Watch
+    from .calibration import CalibrationRun
+    from .ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """A finished run."""
+    """A finished run.
+
+    Attributes:
+        plan: what was written; with the MTP policy that `mtp: auto` chose.
+        out: the checkpoint's folder.
+        report: of its static check.
+        calibration: what the batches said; None for a run without any.
+    """
 
     plan: Plan
     out: Path
     report: Report
+    calibration: "CalibrationRun | None" = None
 
 
 def plan_for(
@@ -38,56 +55,120 @@ def plan_for(
     where = source or recipe.source
     # A recipe's revision is one of its own source; somebody's copy has a history of its own.
     opened = open_source(where, revision=recipe.revision if where == recipe.source else "main")
-    return make_plan(recipe, opened), text
+    return plan_before_measuring(recipe, opened), text
+
+
+def plan_before_measuring(recipe: Recipe, source: Source, **options: int) -> Plan:
+    """`make_plan`; where `mtp: auto` has yet to choose, the plan of a BF16 block that still says auto."""
+    if recipe.mtp != AUTO:
+        return make_plan(recipe, source, **options)
+    return replace(make_plan(recipe.resolved("bf16"), source, **options), recipe=recipe)
 
 
 def quantize(
-    plan: Plan, recipe_text: str, *, out: Path, threads: int | None = None,
+    plan: Plan, recipe_text: str, *, out: Path, threads: int | None = None, keep_calibration: bool = False,
     watch: Callable[[int], AbstractContextManager[Callable[[int], None]]] | None = None,
+    watch_calibration: "Watch | None" = None,
 ) -> Result:  # fmt: skip
-    """Carry out a plan: download if need be, pack, write, check, and give the folder its name.
+    """Carry out a plan: download if need be, calibrate if need be, pack, write, check, give the folder its name.
 
     Args:
         plan: from `plan_for`; over a Hub repository it is made again once the files are here.
         recipe_text: written beside the weights.
-        out: the output folder; `<out>.partial` until it is whole and has passed the static check.
+        out: the output folder; `<out>.partial` until it is whole and has passed the static check. What calibration
+            leaves lies in `<out>.calibration` until then.
         threads: shards written side by side; default one a core.
+        keep_calibration: leave that folder, for another run with another MTP policy.
         watch: given the number of source bytes, a context whose value is told about bytes done.
+        watch_calibration: told after each step of calibration.
 
     Raises:
         RecipeError, CheckpointError: before a byte is written.
-        GateError: the written checkpoint does not pass its own static check; it stays under its partial name.
+        GateError: no MTP policy of `mtp: auto` is good enough, or the written checkpoint does not pass its own static
+            check; it stays under its partial name.
     """
-    from .writer import write  # torch is imported here, when there is work for it
+    from .ranks import joined  # torch is imported here, when there is work for it
+    from .writer import write
 
     refuse(plan, out)
     local = download(plan.source)
     if local is not plan.source:
-        plan = make_plan(plan.recipe, local, shard_bytes=plan.shard_bytes)
+        plan = plan_before_measuring(plan.recipe, local, shard_bytes=plan.shard_bytes)
         refuse(plan, out)
-    total = sum(plan.entries[name].num_bytes for tensor in plan.tensors if tensor.outputs for name in tensor.inputs)
-    with claim(plan, out) as partial:
-        with watch(total) if watch else nullcontext() as progress:
-            write(plan, partial, recipe_text=recipe_text, threads=threads or _num_cores(), progress=progress)
-        report = check(partial, source=local)
-        if not report.ok:
-            first = report.findings[0]
-            raise GateError(
-                f"{partial}: the written checkpoint must pass its own check; got {first.where} {first.says}. "
-                f"{first.cure}."
-            )
-        publish(partial, out)
-    return Result(plan=plan, out=out, report=replace(report, path=str(out)))
+    with joined() as ranks:
+        found = _calibrate(plan, out, ranks, watch_calibration)
+        if found:
+            plan = found.plan
+        refuse_output(plan, out, calibration=found.salt if found else "")
+        total = sum(plan.entries[name].num_bytes for tensor in plan.tensors if tensor.outputs for name in tensor.inputs)
+        with _claimed(plan, out, found, ranks) as partial:
+            with watch(total) if watch and ranks.is_first else nullcontext() as progress:
+                write(
+                    plan, partial, recipe_text=recipe_text, threads=threads or _num_cores(), progress=progress,
+                    statistics=found.statistics if found else None, calibration=found.summary if found else None,
+                    ranks=ranks,
+                )  # fmt: skip
+            report = check(partial, source=local)
+            if not report.ok:
+                first = report.findings[0]
+                rule = f"the written checkpoint must pass its own check; got {first.where} {first.says}"
+                raise GateError(f"{partial}: {rule}. {first.cure}.")
+            ranks.wait()
+            if ranks.is_first:
+                publish(partial, out)
+        if ranks.is_first and not keep_calibration:
+            shutil.rmtree(calibration_folder(out), ignore_errors=True)
+        ranks.wait()
+    return Result(plan=plan, out=out, report=replace(report, path=str(out)), calibration=found)
 
 
 def refuse(plan: Plan, out: Path) -> None:
     """Everything that would make a run pointless, before a byte is written or downloaded.
 
     Raises:
-        RecipeError: the plan needs batches, or the output folder cannot be used.
+        RecipeError: the output folder cannot be used, or what packs or calibrates is not installed.
     """
-    refuse_calibration(plan)
     refuse_output(plan, out)
+    refuse_missing_extra(plan)
+
+
+def refuse_missing_extra(plan: Plan) -> None:
+    """What packs, and what calibrates where the plan needs it, must be installed.
+
+    Raises:
+        RecipeError: names the packages, and a data-free variant of the recipe.
+    """
+    if needs_calibration(plan):
+        otherwise = f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches"
+        require_extra(f"{plan.recipe.name}, which is calibrated,", "calibrate", otherwise=otherwise)
+    require_extra("keepmtp quantize", "quantize")
+
+
+def calibration_folder(out: Path) -> Path:
+    """Where statistics and hidden states lie until the output is whole."""
+    return out.with_name(f"{out.name}.calibration")
+
+
+def needs_calibration(plan: Plan) -> bool:
+    """Whether batches have to be seen: for a scheme, for an algorithm, or to measure candidates for the MTP block."""
+    return bool(plan.needs_calibration) or plan.recipe.mtp == AUTO
+
+
+def _calibrate(plan: Plan, out: Path, ranks: "Ranks", watch: "Watch | None") -> "CalibrationRun | None":
+    if not needs_calibration(plan):
+        return None
+    from .calibration import calibrate
+
+    return calibrate(plan, calibration_folder(out), ranks=ranks, watch=watch)
+
+
+@contextmanager
+def _claimed(plan: Plan, out: Path, found: "CalibrationRun | None", ranks: "Ranks") -> Iterator[Path]:
+    """The partial folder; the first process holds it for all."""
+    salt = found.salt if found else ""
+    with claim(plan, out, calibration=salt) if ranks.is_first else nullcontext(partial_folder(out)) as partial:
+        ranks.wait()
+        yield partial
 
 
 def _num_cores() -> int:

@@ -1,0 +1,103 @@
+"""Everything a plan needs from batches: data -> backbone pass -> MTP pass -> statistics for the writer.
+
+In: a plan over a local source whose recipe has a calibration block. Out: a `CalibrationRun`: the plan with the MTP
+policy decided, the statistics it takes its tensors from, and the figures that go into the checkpoint's provenance.
+
+Easy to get wrong: whatever can be refused is refused before the backbone pass, which may take hours.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..recipes.errors import RecipeError, refuse
+from .calibrate import Backbone, Watch, calibrate_backbone, fingerprint
+from .data import calibration_data
+from .mtp import MtpPass, mtp_pass, refuse_mtp
+from .plan import Plan
+from .ranks import Ranks
+from .statistics import Statistics, refuse_statistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationRun:
+    """What the batches said.
+
+    Attributes:
+        plan: what is to be written.
+        statistics: for the writer.
+        salt: stands for recipe, data, source and versions, where a resumed writer compares.
+        summary: for keepmtp.json: the data's provenance, coverage, acceptance, candidates.
+        mtp: the MTP pass.
+    """
+
+    plan: Plan
+    statistics: Statistics
+    salt: str
+    summary: Mapping[str, Any]
+    mtp: MtpPass
+
+
+def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, watch: Watch | None = None) -> CalibrationRun:
+    """Run both passes, resuming what an earlier run left in `folder`.
+
+    Args:
+        plan: over a local source.
+        folder: of this run alone; on several nodes one that all of them see.
+        ranks: which part of the batches is this process's.
+        watch: told after each step.
+
+    Raises:
+        RecipeError: data, recipe and model do not fit, or `folder` holds another run.
+        CheckpointError: the model computes NaN, or parts of it are never called.
+        GateError: `mtp: auto` finds nothing good enough.
+    """
+    calibration = plan.recipe.calibration
+    assert calibration is not None, f"{plan.recipe.name}: nothing says what to calibrate on"
+    refuse_mtp(plan)
+    data = calibration_data(calibration, plan.source)
+    with _held(folder, ranks):
+        backbone = calibrate_backbone(plan, data, folder, device=ranks.device, ranks=ranks, watch=watch)
+        mtp = mtp_pass(plan, backbone, watch=watch)
+        ranks.wait()
+        salt = fingerprint(plan, data, ranks.size)
+        statistics = Statistics.open(folder / "statistics", fingerprint=salt)
+        refuse_statistics(mtp.plan, statistics)
+    summary = {
+        "data": dict(data.provenance), "processes": ranks.size, "coverage": _coverage(backbone),
+        "min_acceptance": plan.recipe.mtp_auto.min_acceptance if plan.recipe.mtp_auto else None, **mtp.as_dict(),
+    }  # fmt: skip
+    return CalibrationRun(plan=mtp.plan, statistics=statistics, salt=salt, summary=summary, mtp=mtp)
+
+
+def _coverage(backbone: Backbone) -> dict[str, Any]:
+    """How evenly the modules were seen; for routed experts, what the router sent them."""
+    fewest = sorted(backbone.coverage.items(), key=lambda each: each[1])
+    return {
+        "modules": len(fewest),
+        "never_routed": [module for module, tokens in fewest if tokens == 0],
+        "fewest_tokens": {"module": fewest[0][0], "tokens": fewest[0][1]} if fewest else None,
+    }
+
+
+@contextmanager
+def _held(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """The folder held against other runs; the lock dies with the process."""
+    if not ranks.is_first:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RecipeError(refuse(folder, "only one run may calibrate for an output", "another run at work",
+                                     "Wait for it, or choose another OUT")) from error  # fmt: skip
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,317 @@
+"""What quantization did to a model, without a server: draft acceptance, perplexity, the target's own choices.
+
+In: a finished backbone pass, whose held-out text lies behind its last layer, and MTP blocks. Out: for a backbone with a
+block, which share of its drafts a server at temperature 0 accepts, by position, and how many tokens a step yields; for
+a backbone, its perplexity and its greedy choices.
+
+Such a server drafts behind text that the target wrote. So a slot counts only where the held-out text is what the target
+would have written: token i+1 is the target's choice at slot i and does not end the text; for step k the same holds of
+the k-1 tokens behind it. There, teacher forcing is what the server does: step k is fed the drafts before it, and where
+they were accepted they are the text. A rejected draft ends a server's step, so position k is accepted only where all
+positions before it are.
+
+A server does not draft at every slot either: behind n accepted drafts, its next one starts n + 1 slots on. Slots are
+weighted by how often it comes by, in stretches of text that the target would have written.
+
+Easy to get wrong: what a draft is compared with: the choice of the target in hand, right or wrong, never the text. And
+nobody drafts a prompt: counted as if the model had written it, it pulls every figure down (`written`).
+
+Source: vLLM 0.32.0 v1/spec_decode/metrics.py (accepted tokens by position over drafts), v1/core/sched/scheduler.py
+(counted before a text is cut at its end); compared with real counters in tests/vllm/test_acceptance_without_server.py.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..recipes.errors import RecipeError, refuse
+from . import llmcompressor_backend as backend
+from .calibrate import Backbone, Stream
+from .mtp_block import MtpBlock, draft_steps
+from .skeleton import Batch
+from .statistics import write_statistics
+
+NUM_STEPS = 3
+"""Positions of a draft that are measured, where the model has a block for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What one backbone says of the held-out text.
+
+    Attributes:
+        choices: by row of `held_out_ids`, [S] int64 on the CPU: its greedy choice behind each token; this rank's rows.
+        num_tokens: predicted tokens, over all ranks.
+        log_likelihood: theirs, natural, summed.
+    """
+
+    choices: dict[int, Tensor]
+    num_tokens: int
+    log_likelihood: float
+
+    @property
+    def perplexity(self) -> float:
+        """Per token."""
+        return math.exp(min(-self.log_likelihood / self.num_tokens, 700.0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """What a server accepts, by how many tokens it drafts a step: entry k - 1 of each tuple is for k.
+
+    Attributes:
+        num_slots: slots of the text that count.
+        reached: by position in the draft, slots whose earlier drafts were accepted, weighted.
+        accepted: of these, the slots whose draft is the target's choice.
+    """
+
+    num_slots: int
+    reached: tuple[tuple[float, ...], ...]
+    accepted: tuple[tuple[float, ...], ...]
+
+    def by_position(self, k: int) -> tuple[float, ...]:
+        """Share of drafts whose token at each position is accepted, as `Drafts.acceptance_per_position` of a server."""
+        rates, rate = [], 1.0
+        for accepted, reached in zip(self.accepted[k - 1], self.reached[k - 1], strict=True):
+            rate *= accepted / reached if reached else 0.0
+            rates.append(rate)
+        return tuple(rates)
+
+    def mean_accepted_length(self, k: int) -> float:
+        """Tokens a step of the target: the accepted ones and its own."""
+        return 1 + sum(self.by_position(k))
+
+    def of_drafted(self, k: int) -> float:
+        """Share of drafted tokens that are accepted."""
+        return sum(self.by_position(k)) / k
+
+    def kept_of(self, other: "Acceptance") -> float:
+        """The least that is kept of another's share of accepted tokens, whatever a server drafts a step."""
+        return min(self.of_drafted(k) / other.of_drafted(k) for k in range(1, len(self.reached) + 1))
+
+    def as_dict(self) -> dict[str, Any]:
+        """By the number of tokens drafted a step."""
+        ks = range(1, len(self.reached) + 1)
+        return {
+            "num_slots": self.num_slots,
+            "by_position": {k: [round(rate, 5) for rate in self.by_position(k)] for k in ks},
+            "mean_accepted_length": {k: round(self.mean_accepted_length(k), 5) for k in ks},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A backbone with an MTP block.
+
+    Attributes:
+        backbone: "source" or "quantized".
+        mtp: "source" (as released, or its BF16 values) or "quantized".
+        acceptance: None where the block cannot be run.
+        perplexity: of the backbone, per token of held-out text.
+    """
+
+    backbone: str
+    mtp: str
+    acceptance: Acceptance | None
+    perplexity: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "backbone": self.backbone, "mtp": self.mtp, "perplexity": round(self.perplexity, 6),
+            "acceptance": self.acceptance.as_dict() if self.acceptance else None,
+        }  # fmt: skip
+
+
+def target(backbone: Backbone, stream: Stream) -> Target:
+    """The choices and the perplexity of one backbone on held-out text; kept in the pass's folder.
+
+    Args:
+        backbone: a finished pass.
+        stream: `source` for the backbone as released, `served` for the quantized one.
+    """
+    ranks, skeleton = backbone.ranks, backbone.skeleton
+    path = backbone.folder / "figures" / f"target-{stream}-{ranks.rank:05d}.safetensors"
+    if not path.is_file():
+        choices: dict[str, Tensor] = {}
+        likelihood, num_tokens = 0.0, 0
+        with torch.no_grad(), skeleton.head():
+            for row, sequence in _sequences(backbone, stream):
+                (logits,) = (
+                    skeleton.model(**arguments, use_cache=False).logits
+                    for arguments in skeleton.feed(len(skeleton), [sequence])
+                )
+                ids = sequence.ids.to(logits.device)
+                choices[str(row)] = logits[0].argmax(dim=-1)
+                likelihood -= F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum").item()
+                num_tokens += ids.shape[1] - 1
+        # One more entry, so that a rank without a sequence leaves a file too.
+        figures = {"figures": torch.tensor([num_tokens, likelihood], dtype=torch.float64)}
+        write_statistics(path, choices | figures, {"fingerprint": (backbone.folder / "fingerprint").read_text()})
+    found = load_file(path)
+    num_tokens, likelihood = ranks.sum(found.pop("figures")).tolist()
+    return Target(
+        choices={int(row): choices for row, choices in found.items()}, num_tokens=int(num_tokens),
+        log_likelihood=likelihood,
+    )  # fmt: skip
+
+
+def agreement(backbone: Backbone, one: Target, other: Target) -> float:
+    """Share of slots of held-out text where two backbones choose the same token."""
+    pairs = [(choices, other.choices[row]) for row, choices in one.choices.items()]
+    counts = torch.tensor([sum((a == b).sum().item() for a, b in pairs), sum(len(a) for a, _ in pairs)])
+    same, total = backbone.ranks.sum(counts).tolist()
+    return same / total
+
+
+def acceptance(
+    backbone: Backbone, stream: Stream, blocks: Sequence[MtpBlock], target: Target, *, written: Tensor | None = None
+) -> Acceptance:
+    """What a server accepts of the drafts of `blocks` behind one backbone.
+
+    Args:
+        backbone: a finished pass.
+        stream: whose hidden states the blocks are given, `source` or `served`.
+        blocks: filled, on the pass's device: one that takes every step, or one a step.
+        target: of the same stream.
+        written: [held_out, S] bool: tokens that a model writes, not its user; None where nothing tells them apart.
+
+    Raises:
+        RecipeError: the held-out text has no slot that counts.
+    """
+    skeleton = backbone.skeleton
+    num_steps = NUM_STEPS if len(blocks) == 1 else min(NUM_STEPS, len(blocks))
+    embedding, ends = skeleton.model.get_input_embeddings(), end_ids(backbone)
+    counts = torch.zeros(3, num_steps, num_steps, dtype=torch.float64)
+    with torch.no_grad(), skeleton.head(), ExitStack() as stack:
+        head = skeleton.model.get_output_embeddings()
+        for block in blocks:
+            stack.enter_context(backend.serving(block))
+        for row, sequence in _sequences(backbone, stream):
+            ids = sequence.ids.to(skeleton.device)
+            outputs = draft_steps(
+                blocks, embedding, ids=ids, hidden=block_input(backbone, blocks[0], sequence), num_steps=num_steps
+            )
+            heads = [blocks[min(step, len(blocks) - 1)].head or head for step in range(num_steps)]
+            drafts = [own(output).argmax(dim=-1).cpu() for own, output in zip(heads, outputs, strict=True)]
+            counts += judge(
+                sequence.ids[0], target.choices[row], torch.cat(drafts), ends=ends,
+                written=None if written is None else written[row],
+            )  # fmt: skip
+    slots, reached, accepted = backbone.ranks.sum(counts).tolist()
+    if not slots[0][0]:
+        raise RecipeError(
+            refuse(backbone.skeleton.plan.recipe.name, "the held-out text must resemble what the model writes",
+                   "not one token that is the model's own choice",
+                   "Raise calibration.held_out, or name a dataset in the model's chat format")
+        )  # fmt: skip
+    return Acceptance(
+        num_slots=int(slots[0][0]), reached=tuple(tuple(row[: k + 1]) for k, row in enumerate(reached)),
+        accepted=tuple(tuple(row[: k + 1]) for k, row in enumerate(accepted)),
+    )  # fmt: skip
+
+
+def judge(
+    ids_S: Tensor, choices_S: Tensor, drafts_KS: Tensor, *, ends: Collection[int], written: Tensor | None
+) -> Tensor:
+    """What a server would have counted over one text.
+
+    Args:
+        ids_S: the text, int64.
+        choices_S: the target's choice behind each token.
+        drafts_KS: of step k, slot i: the draft for token i + k + 1.
+        ends: tokens that end a text; a server drafts nothing behind them.
+        written: [S] bool, tokens that count as the model's; None for all.
+
+    Returns: [3, K, K] float64, by tokens drafted a step and by position: slots that count (in every entry), slots
+        reached and slots accepted, weighted by how often a server that drafts so many comes by.
+    """
+    num_steps, length = drafts_KS.shape
+    is_own_S = F.pad(ids_S[1:] == choices_S[:-1], (0, 1))  # at slot i: token i + 1
+    # Nothing is drafted behind an end, but a draft may run across one, and vLLM counts what it does there.
+    is_slot_S = is_own_S.clone()
+    for end in ends:
+        is_slot_S[:-1] &= ids_S[1:] != end
+    if written is not None:
+        is_slot_S[:-1] &= written[1:]
+    reached, accepted, behind = [], [], is_slot_S
+    for step, drafts_S in enumerate(drafts_KS):
+        # Token i + step + 1 is the last one fed; the target's choice behind it is what the draft is for.
+        reached.append(behind)
+        right_S = drafts_S[: length - step - 1] == choices_S[step + 1 :]
+        accepted.append(behind & F.pad(right_S, (0, step + 1)))
+        behind = accepted[-1] & F.pad(is_own_S[step + 1 :], (0, step + 1))
+    reached_KS, accepted_KS = torch.stack(reached).double(), torch.stack(accepted).double()
+    counts = torch.zeros(3, num_steps, num_steps, dtype=torch.float64)
+    counts[0] = is_slot_S.sum()
+    for k in range(1, num_steps + 1):
+        visits_S = _visits(is_slot_S.tolist(), accepted_KS[:k].sum(dim=0).int().tolist(), k)
+        counts[1, k - 1] = (reached_KS * visits_S).sum(dim=1)
+        counts[2, k - 1] = (accepted_KS * visits_S).sum(dim=1)
+    return counts
+
+
+def _visits(is_slot: Sequence[bool], num_accepted: Sequence[int], k: int) -> Tensor:
+    """[S] float64: how often a server that drafts `k` tokens comes by, starting at one of a stretch's first k + 1 slots.
+
+    Args:
+        is_slot: whether a server drafts there.
+        num_accepted: drafts that are accepted there.
+    """
+    visits, place = [0.0] * len(is_slot), 0
+    for slot, counts in enumerate(is_slot):
+        place = place + 1 if counts else 0
+        visits[slot] += 1.0 if 1 <= place <= k + 1 else 0.0
+        behind = slot + num_accepted[slot] + 1
+        # The text is left, or ends, where a slot between does not count.
+        if counts and behind < len(is_slot) and all(is_slot[slot : behind + 1]):
+            visits[behind] += visits[slot]
+    return torch.tensor(visits, dtype=torch.float64) / (k + 1)
+
+
+def block_input(backbone: Backbone, block: MtpBlock, batch: Batch) -> Tensor:
+    """The hidden states an MTP block is given for the tokens of a batch: behind the final norm, or before it."""
+    skeleton = backbone.skeleton
+    if block.draft.reads_normed:
+        decoder = skeleton.model.get_decoder()
+        (hidden,) = (
+            decoder(**arguments, use_cache=False).last_hidden_state
+            for arguments in skeleton.feed(len(skeleton), [batch])
+        )
+    else:
+        assert batch.state is not None and batch.state[0] is not None
+        hidden = batch.state[0].to(skeleton.device)
+    # A foreign model may have computed it in inference mode, whose tensors nothing may be hooked to.
+    return hidden.clone() if hidden.is_inference() else hidden
+
+
+def end_ids(backbone: Backbone) -> frozenset[int]:
+    """Tokens behind which a server stops."""
+    plan = backbone.skeleton.plan
+    assert plan.source.folder is not None
+    path = plan.source.folder / "generation_config.json"
+    holders = [plan.source.config, plan.view.text_config, json.loads(path.read_text()) if path.is_file() else {}]
+    found: set[int] = set()
+    for holder in holders:
+        value = holder.get("eos_token_id")
+        found |= {*value} if isinstance(value, list) else {value} - {None}
+    return frozenset(found)
+
+
+def _sequences(backbone: Backbone, stream: Stream) -> Iterator[tuple[int, Batch]]:
+    """This rank's sequences one by one, with their row in the data: logits of a batch may not fit."""
+    calibration = backbone.skeleton.plan.recipe.calibration
+    assert calibration is not None
+    batches = backbone.batches(stream)
+    for number, batch in zip(batches.numbers(), batches, strict=True):
+        assert batch.state is not None
+        for row in range(len(batch.ids)):
+            state = tuple(None if part is None else part[row : row + 1] for part in batch.state)
+            yield number * calibration.batch_size + row, Batch(ids=batch.ids[row : row + 1], state=state)

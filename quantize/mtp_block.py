@@ -1,0 +1,386 @@
+"""An MTP layer as a module of its own, built from the family's table: embedding and hidden state in, draft out.
+
+In: a family's view of a config.json. Out: an `MtpBlock` on the meta device, around transformers' own decoder layer, to
+be bound, filled and calibrated like a small model; and `draft_steps`, which runs it over whole sequences as vLLM 0.32.0
+runs it token by token. Slot i of draft step k predicts token i + k + 1:
+
+    step 1, slot i: token i+1, hidden state of the target at i,     position i
+    step k, slot i: token i+k, hidden state of step k-1 at slot i,  position i+k-1
+
+Easy to get wrong: what step k attends to. vLLM's cache has step 1's keys for each token that the target has confirmed;
+later steps append their own only. So slot i of step k sees step 1 at slots <= i, and of the steps behind it slot i
+alone. A causal pass over the states of step 2 is a block that vLLM never runs.
+
+Source: vLLM 0.32.0 v1/spec_decode/llm_base_proposer.py (`propose`), v1/spec_decode/step3p5.py for blocks that take one
+step each, and the draft classes that the family files name.
+"""
+
+import importlib
+from collections.abc import Sequence
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from ..recipes.errors import RecipeError, refuse
+from ..recipes.family import Draft, FamilyView, HFName
+from .binding import Binding, Names, bind
+from .llmcompressor_backend import linear_experts
+from .plan import Plan, TensorPlan
+
+# Keys of config.json that say nothing about the computation of a layer, or say it of other classes.
+_NOT_THE_LAYER = frozenset({"quantization_config", "architectures", "auto_map", "model_type"})
+# Attention of these kinds looks back `sliding_window` tokens.
+_SLIDING = frozenset({"sliding_attention", "chunked_attention"})
+
+
+class MtpBlock(PreTrainedModel):
+    """One MTP layer: norms, projection, decoder layer, final norm; without embedding, and mostly without a head.
+
+    Attributes:
+        view: names on disk.
+        draft: what it computes.
+        index: which MTP layer, counted from 0.
+        head: the draft's own head; None where it uses the target's.
+    """
+
+    _supports_sdpa = True
+    config_class = PreTrainedConfig
+
+    def __init__(self, view: FamilyView, draft: Draft, index: int, config: PreTrainedConfig, classes: ModuleType):
+        """Use `build_block`."""
+        super().__init__(config)
+        self.view, self.draft, self.index = view, draft, index
+        # Where config.json describes every MTP layer for itself, each is built by its own entry.
+        self._entry = index if getattr(config, "mtp_layer_types", None) else 0
+        hidden_size = config.hidden_size
+        streams = getattr(config, draft.streams) if draft.streams else 1
+        self.embedding_norm = self._norm(classes, hidden_size)
+        self.hidden_norm = self._norm(classes, hidden_size * (streams if draft.joint_norm else 1))
+        if len(draft.projections) == 1:
+            self.projection = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        else:
+            self.embedding_projection = nn.Linear(hidden_size, hidden_size, bias=False)
+            self.hidden_projection = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.layers = nn.ModuleList(self._layer(classes, part) for part in range(len(draft.layers)))
+        self.collapse = self._collapse(classes) if draft.collapse else None
+        self.final_norm = self._norm(classes, hidden_size) if draft.final_norm else None
+        self.head = nn.Linear(hidden_size, config.vocab_size, bias=False) if draft.head else None
+        self.rotary: nn.Module | None = None
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    def get_input_embeddings(self) -> None:
+        """None: the target's embedding is applied before the block."""
+        return None
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The draft's own head, if it has one."""
+        return self.head
+
+    def forward(
+        self, inputs_embeds: Tensor, hidden: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None,
+        cache: DynamicCache | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """One draft step over whole sequences.
+
+        Args:
+            inputs_embeds: [B, T, H], embeddings of the next tokens.
+            hidden: [B, T, H], the target's hidden states at the same slots, or [B, T, C, H] where it has C streams.
+            position_ids: [T] int64, the same for all rows; 0, 1, ... where nothing is said.
+            mask: [T, S] bool, True where a slot may attend; causal where nothing is said, as in step 1.
+            cache: keys of the steps before; this one's are added.
+
+        Returns: what the head multiplies [B, T, H], and the hidden state that the next step is fed, as `hidden`.
+        """
+        length = inputs_embeds.shape[1]
+        positions_T = torch.arange(length, device=inputs_embeds.device) if position_ids is None else position_ids
+        if mask is None:
+            mask = step_mask([positions_T], self.window)
+        if self.draft.zeroes_first:
+            inputs_embeds = inputs_embeds.masked_fill((positions_T == 0)[None, :, None], 0.0)
+        states = self._join(self.embedding_norm(inputs_embeds), hidden)
+        additive = torch.zeros(mask.shape, dtype=inputs_embeds.dtype, device=inputs_embeds.device)
+        additive = additive.masked_fill(~mask, torch.finfo(inputs_embeds.dtype).min)[None, None]
+        rotated = self._rotated(inputs_embeds, positions_T)
+        for layer in self.layers:
+            states = layer(
+                states, attention_mask=additive, position_embeddings=rotated,
+                position_ids=positions_T.expand(inputs_embeds.shape[0], -1), past_key_values=cache,
+            )  # fmt: skip
+            # Layers with an indexer return the keys it chose, too.
+            states = states[0] if isinstance(states, tuple) else states
+        output = states if self.collapse is None else self.collapse(states)
+        if self.final_norm is not None:
+            output = self.final_norm(output)
+        return output, output if self.draft.chains_normed else states
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens back a slot attends, itself counted; None for all."""
+        return self.config.sliding_window if self.kind in _SLIDING else None
+
+    @property
+    def kind(self) -> str:
+        """The decoder layer's kind of attention, as config.json's `layer_types` has it."""
+        kinds = getattr(self.config, "layer_types", None) or ["full_attention"]
+        return kinds[self._entry]
+
+    def owns(self, tensor: TensorPlan) -> bool:
+        """Whether a tensor is one of this block's; copies of the target's embedding and head are not."""
+        if tensor.part != "mtp":
+            return False
+        if tensor.role in ("embedding", "head") and tensor.module != self._glue.get("head"):
+            return False
+        return tensor.layer is None or tensor.layer in self._layers_on_disk
+
+    def path_of(self, name: HFName) -> tuple[str, int]:
+        """The parameter that a tensor on disk goes to, and its turn where several are concatenated."""
+        for path, disk in self._glue.items():
+            # A module's name is followed by a dot; the parameters of `collapse` go on as they like.
+            if name.startswith(disk if path.startswith("collapse.") else f"{disk}."):
+                return path + name[len(disk) :], 0
+        part = next(i for i, layer in enumerate(self._layers_on_disk) if name.startswith(self._stem(layer)))
+        rest = name[len(self._stem(self._layers_on_disk[part])) :]
+        for backbone, disk in self.draft.renames:
+            if rest.startswith(disk):
+                rest = backbone + rest[len(disk) :]
+                break
+        path, turn = self._names.in_layer(self.view.layout.layers.disk.replace("{i}", "0") + rest)
+        return f"layers.{part}.{path}", turn
+
+    @cached_property
+    def _glue(self) -> dict[str, str]:
+        """Module outside the decoder layer -> its name on disk."""
+        draft = self.draft
+        joined = ("projection",) if len(draft.projections) == 1 else ("embedding_projection", "hidden_projection")
+        paths = {"embedding_norm": draft.embedding_norm, "hidden_norm": draft.hidden_norm}
+        paths |= dict(zip(joined, draft.projections, strict=True))
+        paths |= {"final_norm": draft.final_norm, "head": draft.head}
+        if draft.collapse:
+            paths[f"collapse.{draft.collapse[1]}"] = draft.collapse[2]
+        whole = [row.path for row in self.view.layout.mtp_top]
+        stem = self._stem(self._layers_on_disk[0])
+        return {
+            name: path if any(row.startswith(path) for row in whole) else stem + path
+            for name, path in paths.items() if path
+        }  # fmt: skip
+
+    @cached_property
+    def _layers_on_disk(self) -> tuple[int, ...]:
+        """Indices on disk of the decoder layers that make up this MTP layer."""
+        parts = len(self.draft.layers)
+        first = (0 if self.view.layout.mtp else self.view.num_layers) + parts * self.index
+        return tuple(range(first, first + parts))
+
+    @cached_property
+    def _names(self) -> Names:
+        # The rules belong to the model's class; a text model's are sometimes kept with the whole model's type.
+        kinds = (self.draft.model_type, self.view.config.get("model_type", ""))
+        rules = next((found for kind in kinds if (found := get_checkpoint_conversion_mapping(kind))), [])
+        return Names(transforms=tuple(rules))
+
+    def _stem(self, layer: int) -> str:
+        return self.view.disk_stem("mtp", layer)
+
+    def _norm(self, classes: ModuleType, size: int) -> nn.Module:
+        eps = getattr(self.config, "rms_norm_eps", None) or self.config.layer_norm_epsilon
+        return getattr(classes, f"{self.draft.classes}RMSNorm")(size, eps=eps)
+
+    def _layer(self, classes: ModuleType, part: int) -> nn.Module:
+        for key, value in self.draft.layers[part].items():
+            setattr(self.config, key, value)
+        layer = getattr(classes, self.draft.decoder or f"{self.draft.classes}DecoderLayer")(self.config, self._entry)
+        # All parts share one cache, each under its own number.
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = part
+        return PlainResidual(layer) if self.draft.plain_residual else layer
+
+    def _collapse(self, classes: ModuleType) -> nn.Module:
+        assert self.draft.collapse is not None
+        kind = getattr(classes, self.draft.collapse[0])
+        # Of the hyper-connections' own class, the one behind the last layer gives nothing back.
+        return kind(self.config, use_combine=False) if "Residual" in kind.__name__ else kind(self.config)
+
+    def _join(self, tokens_BTH: Tensor, hidden: Tensor) -> Tensor:
+        if not self.draft.streams:
+            states_BTH = self.hidden_norm(hidden)
+            if len(self.draft.projections) == 2:
+                return self.embedding_projection(tokens_BTH) + self.hidden_projection(states_BTH)
+            pair = (states_BTH, tokens_BTH) if self.draft.hidden_first else (tokens_BTH, states_BTH)
+            return self.projection(torch.cat(pair, dim=-1))
+        shape_BTCH = (*tokens_BTH.shape[:2], -1, tokens_BTH.shape[2])
+        states_BTCH = (
+            self.hidden_norm(hidden.flatten(2)).view(shape_BTCH) if self.draft.joint_norm
+            else self.hidden_norm(hidden.view(shape_BTCH))
+        )  # fmt: skip
+        joined_BTCH = self.hidden_projection(states_BTCH) + self.embedding_projection(tokens_BTH).unsqueeze(-2)
+        return joined_BTCH.view(hidden.shape)
+
+    def _rotated(self, inputs_embeds: Tensor, positions_T: Tensor) -> Any:
+        if self.rotary is None:
+            return None
+        positions = positions_T.expand(inputs_embeds.shape[0], -1)
+        if self.draft.position_axes > 1:
+            positions = positions.expand(self.draft.position_axes, -1, -1)
+        if not self.draft.rope_types:
+            return self.rotary(inputs_embeds, position_ids=positions)
+        if self.draft.rope_types == ("own",):
+            return self.rotary(inputs_embeds, position_ids=positions, layer_type=self.kind)
+        return {
+            kind: self.rotary(inputs_embeds, position_ids=positions, layer_type=kind) for kind in self.draft.rope_types
+        }
+
+
+class PlainResidual(nn.Module):
+    """A decoder layer's attention and MLP without the hyper-connections around them."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
+        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
+
+    def forward(self, states: Tensor, **kwargs: Any) -> Tensor:
+        states = states + self.self_attn(self.input_layernorm(states), **kwargs)[0]
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+def draft_of(view: FamilyView) -> Draft:
+    """What the family's MTP layer computes.
+
+    Raises:
+        RecipeError: it cannot be run here.
+    """
+    if view.family.draft is None:
+        raise RecipeError(
+            refuse(f"family {view.family.model_type}", "keepmtp must be able to run an MTP block that it calibrates or "
+                   "measures", f"one that it cannot: {view.family.no_draft}",
+                   "Give `mtp` a word that needs no data (source, bf16, FP8_DYNAMIC, W4A16, ...)")
+        )  # fmt: skip
+    return view.family.draft
+
+
+def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
+    """An MTP layer on the meta device, its experts single linears; only the rotary embedding is real, on the CPU.
+
+    Args:
+        view: the family's view of config.json.
+        index: which MTP layer, counted from 0.
+
+    Raises:
+        RecipeError: the family's block cannot be run here.
+    """
+    draft = draft_of(view)
+    # Flat even where it is said to be a vision-language model's: only the language model's part is read.
+    values = {key: value for key, value in view.text_config.items() if key not in _NOT_THE_LAYER}
+    config = CONFIG_MAPPING[draft.model_type].from_dict(values).get_text_config()
+    if getattr(config, "mtp_layer_types", None):
+        config = config.get_mtp_config()
+    # Calibration computes under eager attention, like the backbone's.
+    config._attn_implementation = "eager"
+    classes = _classes(config, draft)
+    with torch.device("meta"):
+        block = MtpBlock(view, draft, index, config, classes).eval()
+    linear_experts(block)
+    # On meta only: whoever fills the block goes by the dtype of what stands there.
+    block.to(config.dtype or torch.bfloat16)
+    if draft.rotary is not None:
+        block.rotary = getattr(classes, draft.rotary or f"{draft.classes}RotaryEmbedding")(config=config)
+    _keep_float32(block, classes)
+    return block
+
+
+def bind_block(block: MtpBlock, plan: Plan) -> Binding:
+    """Match the block's parameters with the plan's tensors, one to one.
+
+    Raises:
+        CheckpointError: a tensor without a parameter, or a parameter without a tensor, by name.
+    """
+    tensors = [tensor for tensor in plan.tensors if block.owns(tensor)]
+    return bind(block, tensors, lambda tensor: block.path_of(tensor.name), str(plan.source.where))
+
+
+def draft_steps(
+    blocks: Sequence[MtpBlock], embedding: nn.Module, *, ids: Tensor, hidden: Tensor, num_steps: int
+) -> list[Tensor]:
+    """Head inputs of draft steps 1..num_steps, each [B, T, H]; the last k slots of step k have no real target.
+
+    Args:
+        blocks: one block that takes every step, or one block a step, as Step-3.5 has them.
+        embedding: the target's token embedding.
+        ids: [B, T] int64; every step is fed the true tokens, as after drafts that were accepted.
+        hidden: what `forward` takes.
+        num_steps: at most as many as there are blocks, if there are several.
+    """
+    assert len(blocks) == 1 or num_steps <= len(blocks)
+    cache = DynamicCache()
+    positions: list[Tensor] = []
+    outputs: list[Tensor] = []
+    for step in range(1, num_steps + 1):
+        block = blocks[min(step, len(blocks)) - 1]
+        if len(blocks) > 1:
+            cache, positions = DynamicCache(), []
+        positions.append(_positions(ids, step))
+        mask = step_mask(positions, block.window)
+        output, hidden = block(embedding(_shifted(ids, step)), hidden, positions[-1], mask, cache)
+        outputs.append(output)
+    return outputs
+
+
+def step_mask(positions: Sequence[Tensor], window: int | None) -> Tensor:
+    """[T, steps * T] bool: where slots of the last step may attend; the cache holds the steps one after another.
+
+    Args:
+        positions: [T] of each step.
+        window: how many tokens back a slot sees, itself counted.
+    """
+    length, device = len(positions[-1]), positions[-1].device
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    itself = torch.eye(length, dtype=torch.bool, device=device)
+    mask = torch.cat([causal, *[itself] * (len(positions) - 1)], dim=1)
+    if window is not None:
+        mask &= positions[-1][:, None] - torch.cat(list(positions))[None] < window
+    return mask
+
+
+def step_targets(values_BT: Tensor, step: int) -> Tensor:
+    """Values of tokens, aligned with the slots that predict them: slot i gets that of token i + step + 1, 0 past the
+    end. Step 0 is the target itself.
+    """
+    return _shifted(values_BT, step + 1)
+
+
+def _positions(ids_BT: Tensor, step: int) -> Tensor:
+    """[T]: a step stands one behind the one before it."""
+    return torch.arange(ids_BT.shape[1], device=ids_BT.device) + step - 1
+
+
+def _shifted(values_BT: Tensor, shift: int) -> Tensor:
+    return F.pad(values_BT[:, shift:], (0, shift))
+
+
+def _classes(config: PreTrainedConfig, draft: Draft) -> ModuleType:
+    """The module with transformers' classes for `draft.classes`."""
+    where = CONFIG_MAPPING[draft.model_type].__module__
+    return importlib.import_module(where.replace("configuration_", "modeling_"))
+
+
+def _keep_float32(block: MtpBlock, classes: ModuleType) -> None:
+    """What the backbone's class keeps in float32, the block keeps, too."""
+    for kind in vars(classes).values():
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == classes.__name__:
+            for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+                if found := getattr(kind, name, None):
+                    setattr(block, name, {*(getattr(block, name, None) or ()), *found})

@@ -1,0 +1,69 @@
+"""MTP blocks over checkpoints, for the tests that compare them with somebody else's."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import source_layout, write_checkpoint
+from keepmtp.quantize.binding import fill
+from keepmtp.quantize.mtp_block import MtpBlock, bind_block, build_block
+from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.schema import find_recipe
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+def lively(folder: Path, model: str, *, changes: Mapping[str, Any] | None = None, factor: float = 4.0) -> Path:
+    """A tiny checkpoint of BF16 noise whose matrices are `factor` times as large as the layouts' own.
+
+    At 0.02 the scores of attention are all but equal, and nothing that turns or masks keys would show. Norms are
+    spread, too: of two norms that follow each other, one near 1 would not show either.
+    """
+    config, tensors = source_layout(model, size="tiny", changes=changes)
+    # Dequantized copies would be the same numbers in both readers; plain ones need no second reader.
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    scales = [name for name in tensors if name.endswith(("weight_scale_inv", ".scale"))]
+    plain = {name: ("BF16" if spec[0].startswith("F8") else spec[0], spec[1]) for name, spec in tensors.items()}
+    write_checkpoint(folder, config, {n: s for n, s in plain.items() if n not in scales}, num_shards=1, data="random")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    noise = torch.Generator().manual_seed(0)
+    for name, value in weights.items():
+        if value.ndim > 1 and value.is_floating_point():
+            weights[name] = value * factor
+        elif "norm" in name and name.endswith(".weight"):
+            weights[name] = value * (0.4 + 1.2 * torch.rand(value.shape, generator=noise)).to(value.dtype)
+    save_file(weights, file, metadata={"format": "pt"})
+    return folder
+
+
+def plan_over(folder: Path, model: str, *, mtp: str | None = None) -> Plan:
+    """A plan over a local checkpoint, by the shipped recipe of `model`."""
+    recipe, _ = find_recipe(model, mtp=mtp)
+    return make_plan(recipe, open_source(folder))
+
+
+def changed(plan: Plan, **draft: Any) -> Plan:
+    """The same plan under a family table whose `Draft` says something else."""
+    assert plan.view.family.draft is not None
+    family = replace(plan.view.family, draft=replace(plan.view.family.draft, **draft))
+    return replace(plan, view=replace(plan.view, family=family))
+
+
+def filled(plan: Plan, *, index: int = 0, dtype: torch.dtype = torch.bfloat16) -> MtpBlock:
+    """The block with its weights; parameters that the source has in float32 stay so."""
+    block = build_block(plan.view, index)
+
+    def dtype_of(_name: str, _empty: Tensor, value: Tensor) -> torch.dtype:
+        return dtype if value.dtype == torch.bfloat16 else value.dtype
+
+    fill(block, bind_block(block, plan), plan, device=torch.device("cpu"), dtype_of=dtype_of)
+    return block.requires_grad_(False)
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint."""
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}

@@ -1,0 +1,75 @@
+"""Runs in vLLM's environment: let a real draft class draft on the CPU and save what went in and what came out.
+
+    python dump_drafts.py '{"folder": ..., "prompts": [[ids], ...], "num_drafts": 3, "out": "x.safetensors"}' ...
+
+For prompt p: `p.ids` [T + num_drafts] (prompt, the target's next token, the drafts but the last), `p.hidden` [T, H]
+from the target, `p.positions` [T], `p.first` [T, V] logits of draft step 1 at every slot, `p.last` [num_drafts, V]
+logits of each step at the last slot.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+               "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+               "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
+
+import torch
+from safetensors.torch import save_file
+from vllm import LLM, SamplingParams
+from vllm.model_executor.models import registry
+
+# Classes are inspected in this process: a second one would import vLLM once more for each architecture.
+registry._run_in_subprocess = lambda function: function()
+
+
+class Watch:
+    """State: the calls of one draft model since it was cleared."""
+
+    def __init__(self, drafter: Any):
+        self.model, self.calls = drafter.model, []
+        self.returns_tuple = drafter.model_returns_tuple()
+        self.forward = self.model.forward
+        self.model.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = {name: value.clone() for name, value in kwargs.items() if torch.is_tensor(value)}
+        result = self.forward(*args, **kwargs)
+        output = result[0] if self.returns_tuple else result
+        self.calls.append(call | {"logits": self.model.compute_logits(output.clone()).float()})
+        return result
+
+
+def dump(folder: str, prompts: list[list[int]], num_drafts: int, out: str) -> None:
+    """One engine, one request at a time."""
+    llm = LLM(
+        model=folder, speculative_config={"method": "mtp", "num_speculative_tokens": num_drafts}, dtype="bfloat16",
+        max_model_len=256, max_num_seqs=2, enable_prefix_caching=False, enforce_eager=True, seed=0,
+        skip_tokenizer_init=True, trust_remote_code=True,
+    )  # fmt: skip
+    watch = Watch(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter)
+    saved = {}
+    for index, prompt in enumerate(prompts):
+        watch.calls.clear()
+        choice = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+        llm.generate([{"prompt_token_ids": prompt}], choice, use_tqdm=False)
+        first, *rest = watch.calls[:num_drafts]
+        length = len(prompt)
+        shifted, *drafts = [call["input_ids"] for call in (first, *rest)]
+        ids = [prompt[0], *shifted[:length].tolist(), *(int(each[0]) for each in drafts)]
+        assert ids[:length] == prompt
+        saved |= {
+            f"{index}.ids": torch.tensor(ids), f"{index}.hidden": first["hidden_states"][:length],
+            f"{index}.positions": first["positions"][:length], f"{index}.first": first["logits"][:length],
+            f"{index}.last": torch.stack([first["logits"][length - 1], *(call["logits"][0] for call in rest)]),
+        }  # fmt: skip
+    save_file({name: value.contiguous() for name, value in saved.items()}, out)
+    llm.llm_engine.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    for job in map(json.loads, sys.argv[1:]):
+        dump(**job)
+        print("DUMPED " + job["out"], flush=True)

@@ -1,0 +1,211 @@
+"""keepmtp's MTP blocks against vLLM's draft classes on the CPU: the same inputs, the same logits at every draft step.
+
+Both compute in BF16, in another order each. How far that may part them is measured, not guessed: keepmtp's block in
+float32, over the same weights and inputs, is the truth that both are compared with, and vLLM may be LEEWAY times as far
+from it as keepmtp's own BF16 is. What a wrong table makes is at least three times that.
+"""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from decorated_model import CONFIGURATION
+from drafts import changed, filled, lively, plan_over, weights_of
+from keepmtp.quantize.mtp_block import draft_steps
+from keepmtp.quantize.plan import Plan
+from keepmtp.recipes.families import families
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+NUM_DRAFTS = 3
+# Short ones: at position 0 three families zero the embedding, and the fewer slots there are, the more it weighs.
+PROMPTS = [[5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8], [400, 3, 3, 17, 250]]
+LEEWAY = 3.0
+SHIPPED = {"tiny-glm4-moe": "tiny-glm4-moe", "tiny-qwen3_5": "tiny-qwen3_5"}
+# CPU kernels of vLLM 0.32.0 want keys and values of one width, and rotary embeddings over a multiple of 16 of them.
+ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5}
+EVEN = {
+    "head_dim": 128, "v_head_dim": 128, "swa_head_dim": 128, "swa_v_head_dim": 128, "partial_rotary_factor": 0.5,
+    "rope_parameters": {"full_attention": ROPE | {"rope_theta": 5000000.0},
+                        "sliding_attention": ROPE | {"rope_theta": 10000.0}},
+}  # fmt: skip
+# Release -> recipe of its family; matrices of noise, since these have no trained tiny model.
+NOISE = {
+    "glm-4.7": "glm-4.7", "qwen3.5-text": "qwen3.5-27b", "qwen3-next-80b": "qwen3-next-80b", "mimo-7b": "mimo-7b",
+    "mimo-v2-flash": "mimo-v2-flash", "ernie-4.5-21b": "ernie-4.5-21b", "k-exaone-236b": "k-exaone-236b", "hy3": "hy3",
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {"mimo-v2-flash": EVEN}
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+]
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What vLLM was given and gave for one prompt, and where to find the checkpoint."""
+
+    folder: Path
+    plan: Plan
+    prompts: list[dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory) -> dict[str, Drafted]:
+    """vLLM's drafts by checkpoint; one process for all."""
+    made = tmp_path_factory.mktemp("drafted")
+    folders = {name: ROOT / "models" / name for name in SHIPPED}
+    for name in NOISE:
+        folders[name] = lively(made / name, name, changes=CHANGES.get(name))
+    (folders["mimo-7b"] / "configuration_mimo.py").write_text(CONFIGURATION)
+    jobs = [
+        json.dumps({"folder": str(folder), "prompts": PROMPTS, "num_drafts": NUM_DRAFTS,
+                    "out": str(made / f"{name}.safetensors")})
+        for name, folder in folders.items()
+    ]  # fmt: skip
+    words = [str(VLLM_PYTHON), str(Path(__file__).with_name("dump_drafts.py")), *jobs]
+    stubs = str(ROOT / "validate" / "vllm_plugin" / "stubs")
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
+    assert done.stdout.count("DUMPED ") == len(jobs), done.stdout[-2000:] + done.stderr[-6000:]
+    found = {}
+    for name, folder in folders.items():
+        values = load_file(made / f"{name}.safetensors")
+        prompts = [
+            {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{index}.")}
+            for index in range(len(PROMPTS))
+        ]
+        plan = plan_over(folder, {**SHIPPED, **NOISE}[name])
+        found[name] = Drafted(folder, plan, prompts)
+    return found
+
+
+@pytest.fixture(scope="module")
+def base(drafted) -> dict[str, list[tuple[float, float]]]:
+    """(vLLM's, keepmtp's BF16) distance from float32, by checkpoint and draft step."""
+    found = {}
+    for name, seen in drafted.items():
+        truth, ours = (_logits(seen, seen.plan, dtype) for dtype in (torch.float32, torch.bfloat16))
+        pair = _distances(seen, truth, _theirs(seen)), _distances(seen, truth, ours)
+        found[name] = list(zip(*pair, strict=True))
+    return found
+
+
+def parted(seen: Drafted, **draft: Any) -> list[float]:
+    """vLLM's distance by draft step from a float32 block whose table says something else."""
+    return _distances(seen, _logits(seen, changed(seen.plan, **draft), torch.float32), _theirs(seen))
+
+
+def _distances(seen: Drafted, truth: list[list[Tensor]], other: list[list[Tensor]]) -> list[float]:
+    """Root mean square distance in units of the logits' spread, by draft step; the largest over the prompts.
+
+    Step 1 is compared at every slot, the others at the last, where vLLM ran them.
+    """
+    found = []
+    for step in range(NUM_DRAFTS):
+        each = []
+        for index, prompt in enumerate(seen.prompts):
+            length = len(prompt["positions"])
+            slots = slice(0, length) if step == 0 else slice(length - 1, length)
+            right, wrong = truth[index][step][slots], other[index][step][slots]
+            each.append(((wrong - right).square().mean().sqrt() / right.std()).item())
+        found.append(max(each))
+    return found
+
+
+def _theirs(seen: Drafted) -> list[list[Tensor]]:
+    """vLLM's logits in the shape of `_logits`: steps behind the first have their one slot at the end."""
+    found = []
+    for prompt in seen.prompts:
+        rest = [each.expand(len(prompt["positions"]), -1) for each in prompt["last"][1:]]
+        found.append([prompt["first"], *rest])
+    return found
+
+
+def _logits(seen: Drafted, plan: Plan, dtype: torch.dtype) -> list[list[Tensor]]:
+    """By prompt and step, [T, V] float32."""
+    block, weights = filled(plan, dtype=dtype), weights_of(seen.folder)
+    table = weights["model.embed_tokens.weight"].to(dtype)
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).to(dtype)
+    found = []
+    for prompt in seen.prompts:
+        ids = prompt["ids"][None]
+        states = prompt["hidden"].to(dtype)
+        hidden = torch.zeros(1, ids.shape[1], states.shape[1], dtype=dtype)
+        hidden[0, : len(states)] = states
+        with torch.no_grad():
+            outputs = draft_steps(
+                [block], nn.Embedding.from_pretrained(table), ids=ids, hidden=hidden, num_steps=NUM_DRAFTS
+            )
+        found.append([(output[0] @ head.T).float() for output in outputs])
+    return found
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, *NOISE])
+def test_the_block_drafts_as_vllm_does(base, name):
+    for step, (theirs, ours) in enumerate(base[name], start=1):
+        assert theirs <= LEEWAY * max(ours, 2**-8), f"{name}, draft step {step}"
+        assert ours < 0.1, f"{name}: BF16 alone moves the logits of step {step}"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_same_tokens_are_drafted(drafted, name):
+    """On trained models, in BF16, at every slot."""
+    seen = drafted[name]
+    logits = _logits(seen, seen.plan, torch.bfloat16)
+    for prompt, ours in zip(seen.prompts, logits, strict=True):
+        length = len(prompt["positions"])
+        assert torch.equal(ours[0][:length].argmax(-1), prompt["first"].argmax(-1))
+        last = torch.stack([step[length - 1] for step in ours])
+        assert torch.equal(last.argmax(-1), prompt["last"].argmax(-1))
+
+
+@pytest.mark.parametrize("name", NOISE)
+@pytest.mark.parametrize("field", ["hidden_first", "zeroes_first", "chains_normed"])
+def test_a_wrong_table_parts_them(drafted, base, name, field):
+    """The twin of each fact: turned round, the drafts are no longer vLLM's, at the step where it counts."""
+    draft = drafted[name].plan.view.family.draft
+    if field == "chains_normed" and not draft.final_norm:
+        pytest.skip("no norm, so nothing to chain before it or behind")
+    step = 1 if field == "chains_normed" else 0
+    apart = parted(drafted[name], **{field: not getattr(draft, field)})[step]
+    assert apart > 3 * LEEWAY * base[name][step][1]
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
+    """The twin of the positions: each step at the one before it."""
+    arange = torch.arange
+    monkeypatch.setattr("keepmtp.quantize.mtp_block._positions", lambda ids, step: arange(ids.shape[1]))
+    apart = parted(drafted[name])[1]
+    assert apart > LEEWAY * base[name][1][1]
+
+
+@pytest.mark.parametrize("name", [name for name in (*SHIPPED, *NOISE) if name != "mimo-7b"])
+def test_the_target_hands_over_the_state_behind_its_final_norm(drafted, name):
+    """Against transformers' own target, whose `last_hidden_state` is that; before the norm it is something else."""
+    seen = drafted[name]
+    model = AutoModelForCausalLM.from_pretrained(seen.folder, dtype=torch.bfloat16, attn_implementation="eager").model
+    before = []
+    model.norm.register_forward_hook(lambda _module, args, _output: before.append(args[0]))
+    for prompt in seen.prompts:
+        length = len(prompt["positions"])
+        with torch.no_grad():
+            normed = model(input_ids=prompt["ids"][None, :length]).last_hidden_state[0]
+        # Two engines over a whole model of noise, routing included: near, not equal.
+        behind, raw = ((each - prompt["hidden"].float()).square().mean() for each in (normed, before.pop()[0]))
+        assert 9 * behind < raw
+    assert seen.plan.view.family.draft.reads_normed
+
+
+def test_every_family_said_to_be_proven_by_vllm_is_here(drafted):
+    claimed = {family.model_type for family in families().values() if family.draft and family.draft.proof == "vllm"}
+    assert {seen.plan.view.family.model_type for seen in drafted.values()} == claimed
