@@ -36,7 +36,9 @@ from .plan import Plan, TensorPlan
 # Keys of config.json that say nothing about the computation of a layer, or say it of other classes.
 _NOT_THE_LAYER = frozenset({"quantization_config", "architectures", "auto_map", "model_type"})
 # Attention of these kinds looks back `sliding_window` tokens.
-_SLIDING = frozenset({"sliding_attention", "chunked_attention"})
+_SLIDING = frozenset({"sliding_attention"})
+# Attention of these kinds caches what its indexer chooses keys by.
+_INDEXED = frozenset({"deepseek_sparse_attention", "minimax_m3_sparse", "qwen_sparse_attention"})
 
 
 class MtpBlock(PreTrainedModel):
@@ -81,7 +83,7 @@ class MtpBlock(PreTrainedModel):
     def _can_set_experts_implementation(cls) -> bool:
         return True
 
-    def get_input_embeddings(self) -> None:
+    def get_input_embeddings(self) -> Any:
         """None: the target's embedding is applied before the block."""
         return None
 
@@ -288,14 +290,22 @@ def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
     config = CONFIG_MAPPING[draft.model_type].from_dict(values).get_text_config()
     if getattr(config, "mtp_layer_types", None):
         config = config.get_mtp_config()
+        if config.layer_types[index] in _SLIDING:  # which transformers knows of backbone layers alone
+            config.num_attention_heads = config.num_sliding_attention_heads
     # Calibration computes under eager attention, like the backbone's.
     config._attn_implementation = "eager"
     classes = _classes(config, draft)
     with torch.device("meta"):
         block = MtpBlock(view, draft, index, config, classes).eval()
+    before = {name: vars(module) for name, module in block.named_modules()}
     linear_experts(block)
+    for name, module in block.named_modules():
+        # Constants of an activation, which single experts are made without (MiniMax-M3's).
+        for key, value in before.get(name, {}).items():
+            if isinstance(value, float) and not hasattr(module, key):
+                setattr(module, key, value)
     # On meta only: whoever fills the block goes by the dtype of what stands there.
-    block.to(config.dtype or torch.bfloat16)
+    nn.Module.to(block, dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16)
     if draft.rotary is not None:
         block.rotary = getattr(classes, draft.rotary or f"{draft.classes}RotaryEmbedding")(config=config)
     _keep_float32(block, classes)
@@ -325,18 +335,26 @@ def draft_steps(
         num_steps: at most as many as there are blocks, if there are several.
     """
     assert len(blocks) == 1 or num_steps <= len(blocks)
-    cache = DynamicCache()
+    cache = new_cache(blocks[0])
     positions: list[Tensor] = []
     outputs: list[Tensor] = []
     for step in range(1, num_steps + 1):
         block = blocks[min(step, len(blocks)) - 1]
         if len(blocks) > 1:
-            cache, positions = DynamicCache(), []
+            cache, positions = new_cache(block), []
         positions.append(_positions(ids, step))
         mask = step_mask(positions, block.window)
         output, hidden = block(embedding(_shifted(ids, step)), hidden, positions[-1], mask, cache)
         outputs.append(output)
     return outputs
+
+
+def new_cache(block: MtpBlock) -> DynamicCache:
+    """An empty one for `block`, which holds every key: what a slot may see is the mask's business.
+
+    Indexers want a cache of their own kind; the kind for a sliding window would forget keys that step 1 left.
+    """
+    return DynamicCache(config=block.config) if block.kind in _INDEXED else DynamicCache()
 
 
 def step_mask(positions: Sequence[Tensor], window: int | None) -> Tensor:

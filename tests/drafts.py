@@ -23,16 +23,18 @@ def lively(folder: Path, model: str, *, changes: Mapping[str, Any] | None = None
     spread, too: of two norms that follow each other, one near 1 would not show either.
     """
     config, tensors = source_layout(model, size="tiny", changes=changes)
-    # Dequantized copies would be the same numbers in both readers; plain ones need no second reader.
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
-    scales = [name for name in tensors if name.endswith(("weight_scale_inv", ".scale"))]
-    plain = {name: ("BF16" if spec[0].startswith("F8") else spec[0], spec[1]) for name, spec in tensors.items()}
-    write_checkpoint(folder, config, {n: s for n, s in plain.items() if n not in scales}, num_shards=1, data="random")
+    if not any(dtype == "I8" for dtype, _ in tensors.values()):  # DeepSeek-V4's packed experts stay what they are
+        config = {key: value for key, value in config.items() if key != "quantization_config"}
+        tensors = {
+            name: ("BF16" if dtype.startswith("F8") else dtype, shape)
+            for name, (dtype, shape) in tensors.items() if not name.endswith("weight_scale_inv")
+        }  # fmt: skip
+    write_checkpoint(folder, config, tensors, num_shards=1, data="random")
     file = folder / "model.safetensors"
     weights = load_file(file)
     noise = torch.Generator().manual_seed(0)
     for name, value in weights.items():
-        if value.ndim > 1 and value.is_floating_point():
+        if value.ndim > 1 and value.dtype in (torch.bfloat16, torch.float32):
             weights[name] = value * factor
         elif "norm" in name and name.endswith(".weight"):
             weights[name] = value * (0.4 + 1.2 * torch.rand(value.shape, generator=noise)).to(value.dtype)

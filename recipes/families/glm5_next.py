@@ -8,7 +8,7 @@ BF16; MLPs and experts take packed weights. The draft is constructed as `model.l
 
 from dataclasses import replace
 
-from ..family import Draft, Family, Layout, Loader, Renames, Stem
+from ..family import Family, Layout, Loader, Renames, Stem
 from ._blocks import DEEPSEEK_MLP, EH_PROJ_IS_NN_LINEAR, EMBEDDING, HEAD, INDEXER, MLA, NORM, NORMS, kept
 
 ATTENTION = "vLLM builds the attention of this family without a quantization config"
@@ -56,10 +56,6 @@ FAMILY = Family(
     mtp_lacks=CONNECTIONS,
     loader=Loader(refuses_missing_mtp=True, needs=("mhc", "mla_use_nope", "indexer_rope_interleave"),
                   missing_count="AttributeError"),
-    draft=Draft(
-        model_type="glm5_next_text", classes="Glm5NextText", rotary=None, plain_residual=True,
-        layers=({"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},),
-        zeroes_first=True, chains_normed=True, proof="source",
-    ),
+    no_draft="transformers' layer makes its own mask, which cannot say what a later draft step sees",
     notes="MTP is model.language_model.layers.{N} on disk, model.layers.{N} in vLLM; attention stays BF16",
 )  # fmt: skip

@@ -13,7 +13,8 @@ FAMILY = replace(
     model_type="glm_moe_dsa",
     draft=Draft(
         model_type="glm_moe_dsa", classes="GlmMoeDsa", zeroes_first=True, chains_normed=True, proof="source",
-        layers=({"mlp_layer_types": ["sparse"], "indexer_types": ["full"]},),
+        layers=({"layer_types": ["deepseek_sparse_attention"], "mlp_layer_types": ["sparse"],
+                 "indexer_types": ["full"]},),
     ),
     notes="MTP is model.layers.{num_hidden_layers}; vLLM refuses a checkpoint whose MTP block was dropped",
 )

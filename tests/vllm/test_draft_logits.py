@@ -10,6 +10,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 NUM_DRAFTS = 3
 # Short ones: at position 0 three families zero the embedding, and the fewer slots there are, the more it weighs.
-PROMPTS = [[5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8], [400, 3, 3, 17, 250]]
+PROMPTS = [[5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8], [400, 3, 3, 17, 250], [71, 22, 154, 68, 90, 11, 45]]
 LEEWAY = 3.0
 SHIPPED = {"tiny-glm4-moe": "tiny-glm4-moe", "tiny-qwen3_5": "tiny-qwen3_5"}
 # CPU kernels of vLLM 0.32.0 want keys and values of one width, and rotary embeddings over a multiple of 16 of them.
@@ -105,9 +106,10 @@ def parted(seen: Drafted, **draft: Any) -> list[float]:
 
 
 def _distances(seen: Drafted, truth: list[list[Tensor]], other: list[list[Tensor]]) -> list[float]:
-    """Root mean square distance in units of the logits' spread, by draft step; the largest over the prompts.
+    """Root mean square distance in units of the logits' spread, by draft step; the median over the prompts.
 
-    Step 1 is compared at every slot, the others at the last, where vLLM ran them.
+    Step 1 is compared at every slot, the others at the last, where vLLM ran them. The median, since rounding may tip a
+    router of noise to another expert, and then one slot is far from where it was.
     """
     found = []
     for step in range(NUM_DRAFTS):
@@ -117,7 +119,7 @@ def _distances(seen: Drafted, truth: list[list[Tensor]], other: list[list[Tensor
             slots = slice(0, length) if step == 0 else slice(length - 1, length)
             right, wrong = truth[index][step][slots], other[index][step][slots]
             each.append(((wrong - right).square().mean().sqrt() / right.std()).item())
-        found.append(max(each))
+        found.append(median(each))
     return found
 
 
@@ -189,7 +191,7 @@ def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
     assert apart > LEEWAY * base[name][1][1]
 
 
-@pytest.mark.parametrize("name", [name for name in (*SHIPPED, *NOISE) if name != "mimo-7b"])
+@pytest.mark.parametrize("name", [*SHIPPED, "ernie-4.5-21b", "k-exaone-236b", "mimo-v2-flash"])
 def test_the_target_hands_over_the_state_behind_its_final_norm(drafted, name):
     """Against transformers' own target, whose `last_hidden_state` is that; before the norm it is something else."""
     seen = drafted[name]
