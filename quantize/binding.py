@@ -49,7 +49,7 @@ class Piece:
     @property
     def module(self) -> HFName:
         """The module's name on disk, in the finished checkpoint where it is quantized."""
-        if self.expert is None:
+        if self.expert is None or self.tensor.fate != "quantize":
             return self.tensor.module
         outputs = self.tensor.outputs
         per_matrix = len(outputs) // (self.tensor.shape[0] * len(self.tensor.stacked))
@@ -170,7 +170,7 @@ def fill(
     """
     state, values = module.state_dict(), {}
     for name, pieces in binding.items():
-        parts = [_value(plan, piece) for piece in pieces]
+        parts = [_value(plan, piece, device) for piece in pieces]
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
         if value.shape != state[name].shape:
             raise CheckpointError(
@@ -181,8 +181,8 @@ def fill(
     module.load_state_dict(values, strict=True, assign=True)
 
 
-def _value(plan: Plan, piece: Piece) -> Tensor:
+def _value(plan: Plan, piece: Piece, device: torch.device) -> Tensor:
     if piece.expert is None:
-        return load(plan, piece.tensor)
+        return load(plan, piece.tensor, device)
     stack_NK = load_expert(plan, piece.tensor, piece.expert)
     return stack_NK.chunk(len(piece.tensor.stacked))[piece.part]

@@ -120,7 +120,11 @@ def linear_experts(model: Any) -> None:
                        "Use a data-free scheme for this model")
             )  # fmt: skip
         with torch.device("meta"):
-            model.set_submodule(name, experts_class(getattr(module, "config", model.config)))
+            linear = experts_class(getattr(module, "config", model.config))
+        for key, value in vars(module).items():  # what a family's gate reads of its experts (limits, slopes)
+            if isinstance(value, int | float) and not hasattr(linear, key):
+                setattr(linear, key, value)
+        model.set_submodule(name, linear)
 
 
 def calibrate(

@@ -55,7 +55,7 @@ class TensorPlan:
         form: how the source stores it.
         shape: logical shape.
         unit: tensors with the same unit are computed together and land in one shard.
-        stacked: projections in a 3-D expert tensor that becomes one tensor an expert.
+        stacked: projections in a 3-D expert tensor, which becomes one tensor an expert where it is quantized.
         block: rows and columns per scale of the stored form, for block forms.
         calibrated: what batches contribute: the static input scales beside a weight packed from the source, or, where
             an algorithm rewrites the weight, every output.
@@ -326,7 +326,7 @@ def _plan_weight(
             return _tensor(weight, place, "keep", word, f"the source stores {word} already", outputs)
         _refuse_width(where, name, weight, place, scheme, view)
         outputs = _unstacked_outputs(place, scheme, weight.shape) or _packed_outputs(place.module, scheme, weight.shape)
-        return _tensor(weight, place, "quantize", word, reason, outputs, stacked=place.row.stacked)
+        return _tensor(weight, place, "quantize", word, reason, outputs)
     if weight.form == "plain":
         return _tensor(weight, place, "keep", "", reason, (_same(weight.weight),))
     if word == "source" and weight.scheme and place.row.loads_quantized and _is_taken(weight, place, view):
@@ -407,15 +407,14 @@ def _plan_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[Ten
 
 
 def _tensor(
-    weight: StoredWeight, place: Place, fate: Fate, scheme: str, reason: str, outputs: tuple[Output, ...],
-    stacked: tuple[str, ...] = (),
-) -> TensorPlan:  # fmt: skip
+    weight: StoredWeight, place: Place, fate: Fate, scheme: str, reason: str, outputs: tuple[Output, ...]
+) -> TensorPlan:
     name = HFName(f"{place.module}.weight")
     shares = fate == "quantize" and SCHEMES[scheme].shares_global_scale and place.shares
     return TensorPlan(
         name=name, inputs=weight.names(), fate=fate, scheme=scheme, reason=reason, form=weight.form,
         shape=weight.shape, outputs=outputs, unit=place.shares if shares else name, role=place.role, part=place.part,
-        layer=place.layer, module=place.module, runtime=place.runtime, stacked=stacked,
+        layer=place.layer, module=place.module, runtime=place.runtime, stacked=place.row.stacked,
         block=weight.block,
     )  # fmt: skip
 

@@ -222,7 +222,8 @@ def frozen_in(binding: Binding, path: str) -> set[str]:
     return {
         f"{path}{name.rpartition('.')[0]}"
         for name, pieces in binding.items()
-        if not any(piece.tensor.calibrated or piece.tensor.may_change for piece in pieces)
+        # A rescaled expert could not be put back into its stack alone.
+        if not any(piece.tensor.calibrated or (piece.tensor.may_change and piece.expert is None) for piece in pieces)
     }
 
 

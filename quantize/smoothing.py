@@ -62,23 +62,18 @@ def find_smoothings(
     reference = observe(model, run, rewritten)
     kept: list[Smoothing] = []
     left_out: list[str] = []
-    wanted: list[list[Smoothing]] = []
-    for batch in candidates:
-        batch = [s for s in batch if any(name in rewritten for name in s.balance)]
-        fixed = [(s, name) for s in batch for name in (s.smooth, *s.balance) if name in untouchable]
-        left_out += [f"{s.smooth}: it or what it feeds is kept in other bytes ({name})" for s, name in fixed]
-        batch = [s for s in batch if all(s is not other for other, _ in fixed)]
-        if batch:
-            wanted.append(batch)
-    for batch in wanted:
-        with _powers_of_two(model, batch):
-            scaled = observe(model, run, rewritten)
-        changed = _changed(reference, scaled, {s.smooth for s in batch})
+    for group in candidates:
+        group = [s for s in group if any(name in rewritten for name in s.balance)]
+        fixed = {s: name for s in group for name in (s.smooth, *s.balance) if name in untouchable}
+        left_out += [f"{s.smooth}: it or what it feeds is kept in other bytes ({name})" for s, name in fixed.items()]
+        group = [s for s in group if s not in fixed]
+        with _powers_of_two(model, group):
+            changed = _changed(reference, observe(model, run, rewritten), {s.smooth for s in group}) if group else ""
         if changed:
-            left_out += [f"{s.smooth}: scaling it would change what {changed} computes" for s in batch]
+            left_out += [f"{s.smooth}: scaling it would change what {changed} computes" for s in group]
         else:
-            kept += batch
-    return tuple(sorted(kept, key=lambda s: calls[s.smooth])), tuple(dict.fromkeys(left_out))
+            kept += group
+    return tuple(sorted(kept, key=lambda s: calls[s.smooth])), tuple(left_out)
 
 
 def observe(model: Any, run: Run, names: Iterable[str]) -> Outputs:

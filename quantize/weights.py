@@ -23,17 +23,20 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 
+CPU = torch.device("cpu")
 
-def load(plan: Plan, tensor: TensorPlan) -> Tensor:
+
+def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU) -> Tensor:
     """A tensor of the plan in floating point (integers and the like as they are).
 
     Args:
         plan: a plan over a local source.
         tensor: its shape is the logical one, `tensor.shape`.
+        device: where it is dequantized, and lies afterwards; packed, it is a fraction of the size to move.
 
-    Returns: the weight on the CPU; dequantized forms come as BF16, plain ones in their own dtype.
+    Returns: the weight; dequantized forms come as BF16, plain ones in their own dtype.
     """
-    parts = stored(plan, tensor)
+    parts = {leaf: value.to(device) for leaf, value in stored(plan, tensor).items()}
     weight = weight_of(parts)
     if tensor.form == "plain":
         return weight

@@ -154,13 +154,13 @@ class _Job:
     def run(self, progress: Progress) -> None:
         if all(output.name in self.given for tensor in self.unit for output in tensor.outputs):
             self._copy_given(progress)
-        elif any(tensor.stacked for tensor in self.unit):
-            self._quantize_stacked(progress)
-        elif self.unit[0].fate == "quantize":
-            self._quantize(progress)
-        else:
+        elif self.unit[0].fate != "quantize":
             for tensor in self.unit:
                 self._carry(tensor, progress)
+        elif any(tensor.stacked for tensor in self.unit):
+            self._quantize_stacked(progress)
+        else:
+            self._quantize(progress)
 
     def _copy_given(self, progress: Progress) -> None:
         """What an algorithm rewrote, or rescaled, is complete in the statistics."""

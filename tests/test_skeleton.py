@@ -153,3 +153,11 @@ def test_an_unknown_architecture_is_offered_the_data_free_recipe(tmp_path):
     plan = make_plan(RECIPES["dots3-note-prev"], open_source(tmp_path / "source"))
     with pytest.raises(KeepMTPError, match="Use a data-free scheme"):
         Skeleton(plan, device=CPU)
+
+
+def test_stacked_experts_that_stay_plain_are_filled(tmp_path):
+    write_checkpoint(tmp_path / "source", *source_layout("qwen3.5-397b", size="tiny"), data="random")
+    recipe = RECIPES["qwen3.5-397b"]
+    plain = recipe.model_copy(update={"backbone": recipe.backbone | {"experts": "bf16"}})
+    packed, kept = (make_plan(each, open_source(tmp_path / "source")) for each in (recipe, plain))
+    torch.testing.assert_close(*(logits(Skeleton(plan, device=CPU), IDS) for plan in (packed, kept)))
