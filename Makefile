@@ -1,6 +1,6 @@
 # keepmtp: quantize a large model and keep its MTP block usable.
 #
-#   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR]
+#   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR] [NPROC=GPUs]
 #   make plan ...     the same arguments: what would happen, nothing written
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
@@ -19,7 +19,10 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check
-CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)")
+# NPROC processes share batches and shards, one a GPU; on several nodes start torchrun by hand (README).
+KEEPMTP = $(VENV)/bin/$(if $(NPROC),torchrun --standalone --nproc-per-node "$(NPROC)" -m keepmtp,keepmtp)
+VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)")
+CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT)
 
 .DELETE_ON_ERROR:
 .PHONY: help quantize plan check validate ls vllm test lint matrix benchmark clean
@@ -27,8 +30,14 @@ CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(if $(SCHEME),--scheme "$(SCHEME
 help:
 	@sed -n '3,9s/^# \{0,3\}//p' Makefile
 
-quantize: $(VENV)/.quantize
-	@$(VENV)/bin/keepmtp quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(DRY_RUN),--dry-run)
+# A recipe that is calibrated installs .calibrate, any other no more than .quantize: `keepmtp extra` says which.
+quantize: $(VENV)/.base
+ifeq ($(DRY_RUN),)
+	@extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(VARIANT)) && $(MAKE) --no-print-directory $(VENV)/.$$extra
+	@$(KEEPMTP) quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)")
+else
+	@$(VENV)/bin/keepmtp quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") --dry-run
+endif
 
 plan: $(VENV)/.base
 	@$(VENV)/bin/keepmtp plan "$(MODEL)" $(CHOICES)
@@ -37,7 +46,7 @@ check: $(VENV)/.base $(if $(GPU),$(VENV_VLLM)/.vllm)
 	@$(VENV)/bin/keepmtp check "$(or $(OUT),out/$(MODEL))" $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp))
 
 # The checkpoint that `make quantize` with the same MODEL has written, unless OUT names one.
-MADE = $(filter-out %.partial %.sha256 %.serve-check,$(wildcard out/$(MODEL) out/$(MODEL).*))
+MADE = $(filter-out %.partial %.sha256 %.serve-check %.calibration,$(wildcard out/$(MODEL) out/$(MODEL).*))
 
 validate: $(VENV)/.test $(VENV_VLLM)/.vllm
 	@$(VENV)/bin/keepmtp serve-check "$(or $(OUT),$(firstword $(MADE)),out/$(MODEL))" \
@@ -90,7 +99,12 @@ $(VENV)/.quantize: $(VENV)/.base
 	$(PIP) install -qq -c constraints.txt -e ".[quantize]"
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.quantize
+$(VENV)/.calibrate: $(VENV)/.quantize
+	@echo "installing what calibrated recipes need"
+	$(PIP) install -qq -c constraints.txt -e ".[calibrate]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.calibrate
 	$(PIP) install -qq -c constraints.txt -e ".[quantize,report,test]"
 	@touch $@
 

@@ -5,34 +5,30 @@ Exit status: 0 good; 1 the checkpoint has findings or a gate is red; 2 bad input
 
 import json
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from . import __version__, tables
+from . import __version__, calibrated, tables
 from .doctor import doctor
-from .quantize.plan import Plan, refuse_calibration
+from .progress import place_in_run, watching
+from .quantize import run
+from .quantize.plan import Plan
 from .quantize.quant_config import quantization_config
 from .recipes.errors import GateError, KeepMTPError, RecipeError, refuse
+from .recipes.schema import find_recipe
 from .report import page, save
 from .serve_check import serve_check
 from .validate.dry import GPU, GPUS
 from .validate.load import Checked, check_on
+from .validate.report import calibration_fact
 from .validate.report_html import require_extra
 from .validate.static import examine
 from .validate.vllm_env import TESTED, find_vllm
@@ -52,7 +48,8 @@ SchemeOption = Annotated[
     str | None, typer.Option("--scheme", help="Another variant of the model, or a scheme for every quantized group.")
 ]
 MtpOption = Annotated[
-    str | None, typer.Option("--mtp", help="MTP block: `source`, `bf16` or a scheme; default: the recipe's.")
+    str | None, typer.Option("--mtp", help="MTP block: `source`, `bf16`, a scheme, or `auto`: the smallest that "
+                                    "keeps enough acceptance, measured during the run; default: the recipe's.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
 
@@ -81,13 +78,12 @@ def plan(
 ) -> None:  # fmt: skip
     """Show what would become of every tensor, from headers alone: no weight is read, nothing is written.
 
-    Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors.
+    Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors. Of a calibrated recipe it
+    also says what batches contribute to which modules, and whether the MTP block can be measured.
 
     Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
     """
-    from .quantize.run import plan_for
-
-    made, _ = plan_for(model, source=source, scheme=scheme, mtp=mtp)
+    made, _ = run.plan_for(model, source=source, scheme=scheme, mtp=mtp)
     show_plan(made, as_json=as_json)
 
 
@@ -96,6 +92,9 @@ def quantize(
     model: Model, source: SourceOption = None, scheme: SchemeOption = None, mtp: MtpOption = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Shards written side by side; default one a core.")] = None,
+    keep_calibration: Annotated[bool, typer.Option(
+        "--keep-calibration", help="Leave OUT.calibration behind. Renamed to another run's, it saves the pass over the "
+        "backbone where only --mtp differs.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -104,24 +103,59 @@ def quantize(
     The output appears under its name only when it is whole and has passed the static check. A killed run is resumed by
     running the same command again; the result is the same byte for byte.
 
-    Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out /data/GLM-4.7-NVFP4A16`
-    """
-    from .quantize import run
+    A recipe with a calibration block (`keepmtp ls models`: batches needed) is calibrated first, one decoder layer at a
+    time, so that neither GPU nor memory has to hold the model; then the MTP block is calibrated, and its acceptance is
+    measured on held-out text. It needs `pip install 'keepmtp[calibrate]'`. Several GPUs share the batches under
+    torchrun. Progress goes to standard error, with --json as a JSON line a step.
 
+    Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out /data/GLM-4.7-NVFP4A16`
+
+    Example: `keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7 --mtp auto`
+
+    Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7`
+    """
     made, text = run.plan_for(model, source=source, scheme=scheme, mtp=mtp)
+    rank, _ = place_in_run()
     if dry_run:
-        show_plan(made, as_json=as_json)
+        if not rank:
+            show_plan(made, as_json=as_json)
         return
     target = folder or run.default_out(made.recipe)
     run.refuse(made, target)
-    if not as_json:
+    if not (as_json or rank):
         out.print(tables.plan_summary(made))
-    result = run.quantize(made, text, out=target, threads=threads, watch=None if as_json else _bar)
+        if run.needs_calibration(made):
+            out.print(calibrated.will_do(made))
+    with watching(err, as_json=as_json) as watch:
+        result = run.quantize(
+            made, text, out=target, threads=threads, keep_calibration=keep_calibration, watch=watch.packing,
+            watch_calibration=watch.calibration,
+        )  # fmt: skip
+    if not rank:
+        _show_result(result, as_json=as_json)
+
+
+def _show_result(result: run.Result, *, as_json: bool) -> None:
+    settings, fact = result.plan.recipe.calibration, None
+    if result.calibration and settings:
+        fact = calibration_fact(result.calibration.summary, settings.model_dump())
     if as_json:
-        print_json({"out": str(result.out), "plan": tables.plan_json(result.plan), "check": result.report.as_dict()})
+        print_json({
+            "out": str(result.out), "plan": _plan_json(result.plan), "check": result.report.as_dict(),
+            "calibration": fact.model_dump(mode="json") if fact else None,
+        })  # fmt: skip
         return
+    if fact:
+        out.print(calibrated.found(fact))
     out.print(tables.report(result.report))
     out.print(tables.next_steps(result.plan, result.out))
+
+
+@app.command(hidden=True)
+def extra(model: Model, scheme: SchemeOption = None, mtp: MtpOption = None) -> None:
+    """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate."""
+    recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)
+    sys.stdout.write("calibrate\n" if recipe.calibration else "quantize\n")
 
 
 @app.command()
@@ -189,32 +223,23 @@ def _loaded(paths: list[str], gpus: list[str], tps: list[int], num_drafts: int, 
 def show_plan(made: Plan, *, as_json: bool) -> None:
     """Print a plan, and on a terminal also what would stop it from running."""
     if as_json:
-        print_json(tables.plan_json(made))
+        print_json(_plan_json(made))
         return
     out.print(tables.plan_summary(made))
+    if run.needs_calibration(made):
+        out.print(calibrated.will_do(made))
     out.print(tables.config_listing(quantization_config(made)))
-    if made.needs_calibration:
-        try:
-            refuse_calibration(made)
-        except RecipeError as refusal:
-            out.print(f"[yellow]Would be refused:[/] {refusal}", highlight=False)
+    for refusal in run.refusals(made):
+        out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False)
+
+
+def _plan_json(made: Plan) -> dict[str, Any]:
+    return tables.plan_json(made) | {"calibration": calibrated.will_do_json(made)}
 
 
 def print_json(value: object, indent: int | None = 2) -> None:
     """One JSON value on standard output, nothing else."""
     sys.stdout.write(json.dumps(value, indent=indent) + "\n")
-
-
-@contextmanager
-def _bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar over source bytes, with rate and time left; on standard error, so that output can be piped."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=err) as progress:
-        task = progress.add_task("packing", total=total_bytes)
-        yield lambda done: progress.advance(task, done)
 
 
 def _version(value: bool) -> None:
@@ -227,6 +252,8 @@ def _version(value: bool) -> None:
 def _common(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
+    # llm-compressor logs to standard output, some of it while it is imported.
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
 
 
@@ -236,9 +263,11 @@ app.command("report")(page)
 
 
 def main() -> None:
-    """Entry point: a refusal is one sentence on standard error, never a traceback."""
+    """Entry point: a refusal is one sentence on standard error, never a traceback; under torchrun it says whose."""
     try:
         app()
     except KeepMTPError as error:
-        err.print(f"[red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        rank, size = place_in_run()
+        whose = f"rank {rank} of {size}: " if size > 1 else ""
+        err.print(f"{whose}[red]error:[/] {escape(str(error))}", highlight=False, markup=True, soft_wrap=True)
         sys.exit(1 if isinstance(error, GateError) else 2)

@@ -31,9 +31,12 @@ PACKAGES = {
     "numpy": "packing weights",
     "jinja2": "the HTML report",
     "matplotlib": "the HTML report",
-    "transformers": "the project's own tests",
-    "compressed-tensors": "the project's own tests",
+    "transformers": "calibrated recipes",
+    "llmcompressor": "calibrated recipes",
+    "compressed-tensors": "calibrated recipes",
+    "datasets": "calibrated recipes",
 }
+_CALIBRATING = ("packing weights", "calibrated recipes")
 _GET_VLLM = "make vllm"
 _GET_QUANTIZE = "pip install 'keepmtp[quantize]'"
 
@@ -130,6 +133,7 @@ def _abilities(
     natively, copied = _serving(vllm, gpus)
     can_copy = can_serve and can_pack
     page = [name for name in REPORT_NEEDS if not packages[name]]
+    absent = [name for name, what in PACKAGES.items() if what in _CALIBRATING and not packages[name]]
     dry = f"vLLM {vllm.version} on meta tensors, no GPU needed" if vllm else no_vllm
     return (
         Ability(what="plan, static check", can=True, why="headers and config.json are enough",
@@ -148,8 +152,10 @@ def _abilities(
                 command="keepmtp quantize MODEL" if can_pack else _GET_QUANTIZE),
         Ability(what="packing weights on a GPU", can=on_gpu, command="keepmtp quantize MODEL" if on_gpu else "",
                 why="one shard a GPU at a time" if on_gpu else "needs a GPU and torch built for CUDA"),
-        Ability(what="schemes with calibration", can=False, why=f"keepmtp {__version__} plans them, and runs none",
-                command=""),
+        Ability(what="calibrated recipes, mtp: auto", can=not absent,
+                why="llm-compressor, transformers and datasets are here" if not absent
+                else f"needs {' and '.join(absent)}",
+                command="keepmtp quantize MODEL" if not absent else "pip install 'keepmtp[calibrate]'"),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from .recipes.errors import RecipeError
 from .validate.acceptance import ServeReport
 from .validate.evidence import Evidence
 from .validate.findings import Report
-from .validate.report import assemble, read_json, sizes_by_group, write_json
+from .validate.report import assemble, calibration_of, read_json, sizes_by_group, write_json
 from .validate.report_html import write_html
 
 
@@ -51,14 +51,17 @@ def save(
     Raises:
         RecipeError: the `report` extra is missing.
     """
-    sizes, absent = (), {}
+    sizes, calibration, absent = (), None, {}
     try:
         if opened is None:
             absent["sizes"] = "No sizes: the checkpoint's headers could not be read."
+            absent["calibration"] = "Not known: the checkpoint could not be read."
         else:
+            calibration, absent["calibration"] = calibration_of(opened)
             sizes = sizes_by_group(opened, source)
     except RecipeError as unknown:
         absent["sizes"] = f"No sizes: {unknown}"
-    full = assemble(found, vllm=vllm, evidence=evidence, sizes=sizes, serve=serve, absent=absent)
+    full = assemble(found, vllm=vllm, evidence=evidence, sizes=sizes, calibration=calibration, serve=serve,
+                    absent=absent)  # fmt: skip
     write_json(folder, full)
     return write_html(folder, full)

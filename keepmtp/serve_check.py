@@ -192,11 +192,13 @@ def _beside(folder: Path) -> Path:
 
 
 def _write(report: ServeReport, checkpoint: Source, source: Source | None, out: Path) -> Path:
-    """report.json with the static check and sizes, and the page if what it needs is installed."""
+    """report.json with the static check, sizes and calibration, and the page if what it needs is installed."""
     view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
+    calibration, why_none = reports.calibration_of(checkpoint)
     full = reports.assemble(
         check_source(checkpoint, source=source), vllm=report.environment["vllm"],
-        evidence=Evidence(source=checkpoint, view=view), sizes=reports.sizes_by_group(checkpoint, source), serve=report,
+        evidence=Evidence(source=checkpoint, view=view), sizes=reports.sizes_by_group(checkpoint, source),
+        calibration=calibration, serve=report, absent={"calibration": why_none},
     )  # fmt: skip
     written = reports.write_json(out, full)
     return write_html(out, full) if all(find_spec(name) is not None for name in NEEDS) else written

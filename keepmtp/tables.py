@@ -33,7 +33,7 @@ def listings() -> dict[str, list[dict[str, str]]]:
         "models": [
             {
                 "recipe": f"{recipe.name}{' *' if recipe.default else ''}",
-                "batches": "needed" if recipe.calibrated_schemes() else "-", "what": recipe.summary,
+                "batches": "needed" if recipe.calibration else "-", "what": recipe.summary,
             }
             for recipe in sorted(recipes, key=lambda recipe: (recipe.model, not recipe.default))
         ],
@@ -65,7 +65,7 @@ def bits_per_weight(scheme: str) -> float:
 def listing(name: str, rows: list[dict[str, str]]) -> Table:
     """One of `listings` as a table."""
     titles = {"models": "models (* what the bare model name means)", "schemes": "schemes (bits: per weight, on disk)"}
-    table = _table(titles.get(name, name))
+    table = plain_table(titles.get(name, name))
     for column in rows[0]:
         table.add_column(column, no_wrap=column in ("recipe", "scheme", "bits"))
     for row in rows:
@@ -75,7 +75,7 @@ def listing(name: str, rows: list[dict[str, str]]) -> Table:
 
 def plan_summary(plan: Plan) -> RenderableType:
     """Fate by module group with sizes before and after, the reasons, and the totals."""
-    table = _table(f"{plan.recipe.name}: {plan.recipe.summary}")
+    table = plain_table(f"{plan.recipe.name}: {plan.recipe.summary}")
     for column in ("part", "modules", "fate"):
         table.add_column(column)
     for column in ("tensors", "before", "after"):
@@ -94,21 +94,23 @@ def plan_summary(plan: Plan) -> RenderableType:
     for (part, modules, fate), (count, before, after) in groups.items():
         if previous not in ("", part):
             table.add_section()
-        table.add_row(part if part != previous else "", modules, fate, f"{count:,}", _size(before), _size(after))
+        sizes = size_in_words(before), size_in_words(after)
+        table.add_row(part if part != previous else "", modules, fate, f"{count:,}", *sizes)
         previous = part
-    why = _table("why, where it is not the recipe's choice", show_header=False)
+    why = plain_table("why, where it is not the recipe's choice", show_header=False)
     for reason, modules in reasons.items():
         why.add_row(", ".join(modules), escape(reason))
     total = (
         f"{plan.source.where} ({plan.source.revision}): {len(plan.entries):,} tensors in, "
-        f"{sum(len(tensor.outputs) for tensor in plan.tensors):,} out; {_size(plan.num_bytes_before)} -> "
-        f"{_size(plan.num_bytes_after)} in {len(plan.shards)} shard{'s' * (len(plan.shards) != 1)}; "
+        f"{sum(len(tensor.outputs) for tensor in plan.tensors):,} out; {size_in_words(plan.num_bytes_before)} -> "
+        f"{size_in_words(plan.num_bytes_after)} in {len(plan.shards)} shard{'s' * (len(plan.shards) != 1)}; "
         f"{plan.view.num_mtp_layers} MTP layer{'s' * (plan.view.num_mtp_layers != 1)}\n"
     )
     return Group(table, why, Text(total))
 
 
-def _table(title: str, *, show_header: bool = True) -> Table:
+def plain_table(title: str, *, show_header: bool = True) -> Table:
+    """The one look of keepmtp's tables, without columns yet."""
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
                  show_header=show_header)  # fmt: skip
 
@@ -130,7 +132,7 @@ def _fate(row: Mapping[str, Any]) -> str:
 
 def config_listing(config: Mapping[str, Any]) -> RenderableType:
     """Targets and ignore list, as they will stand in config.json."""
-    table = _table("quantization_config, in vLLM's runtime names")
+    table = plain_table("quantization_config, in vLLM's runtime names")
     table.add_column("entry", no_wrap=True)
     table.add_column("pattern", overflow="fold")
     for group in config["config_groups"].values():
@@ -168,7 +170,7 @@ def report(found: Report) -> RenderableType:
 def _findings(found: Report) -> RenderableType:
     if not found.findings:
         return Text.from_markup(f"[green]check passed[/] {escape(str(found.path))}: no findings")
-    table = _table(f"check {found.path}")
+    table = plain_table(f"check {found.path}")
     for column in ("severity", "where", "what will happen", "cure"):
         table.add_column(column, overflow="fold")
     for finding in found.findings:
@@ -181,7 +183,7 @@ def _findings(found: Report) -> RenderableType:
 
 
 def _dry_loads(verdicts: Sequence[Verdict]) -> RenderableType:
-    table = _table("dry load: vLLM's own classes and loaders on meta tensors")
+    table = plain_table("dry load: vLLM's own classes and loaders on meta tensors")
     for column in ("GPU", "TP", "", "class", "filled", "shared with the target", "kernels"):
         table.add_column(column, overflow="fold")
     for verdict in verdicts:
@@ -216,7 +218,7 @@ def next_steps(plan: Plan, folder: Path) -> Text:
     """Where the result is, and how it is served."""
     speculative = f'{{"method":"mtp","num_speculative_tokens":{max(1, plan.view.num_mtp_layers)}}}'
     return Text(
-        f"{folder}: {_size(plan.num_bytes_after)}, MTP block {_mtp_word(plan)}.\n"
+        f"{folder}: {size_in_words(plan.num_bytes_after)}, MTP block {_mtp_word(plan)}.\n"
         f"Serve it:  vllm serve {folder} --speculative-config '{speculative}'"
     )
 
@@ -244,7 +246,7 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _size(size: int) -> str:
+def size_in_words(size: int) -> str:
     """Bytes for people: GiB, or MiB and KiB for small ones."""
     unit, divisor = next(((u, d) for u, d in (("GiB", GIB), ("MiB", 2**20)) if size >= d // 10), ("KiB", 1024))
     return f"{size / divisor:,.1f} {unit}" if size else "-"

@@ -1,15 +1,17 @@
 """Reports as the stations would give them, in real values of their own types: for report.json and the page."""
 
+import math
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from keepmtp.quantize.source import Source, open_source
 from keepmtp.validate.acceptance import Drafts, Output, Parting, Run, Served, ServeReport
 from keepmtp.validate.dry import GPU, Failure, Kernel, Misfit, Side, Verdict
 from keepmtp.validate.findings import Facts, Finding, Report
 from keepmtp.validate.load import with_verdicts
-from keepmtp.validate.report import assemble, sizes_by_group
+from keepmtp.validate.report import assemble, calibration_fact, sizes_by_group
 from keepmtp.validate.report_schema import FullReport
 from keepmtp.validate.static import check, examine
 
@@ -97,6 +99,58 @@ def broken() -> FullReport:
                   verdict("sm100", 4, failure=REFUSED))  # fmt: skip
 
 
+def accepted(*rates: float) -> dict[str, Any]:
+    """A figure as `quantize/evaluate.py` gives it: `rates` are of the drafts that reach a position."""
+    shares = [round(math.prod(rates[: step + 1]), 5) for step in range(len(rates))]
+    ks = range(1, len(rates) + 1)
+    return {"num_slots": 1320, "by_position": {str(k): shares[:k] for k in ks},
+            "mean_accepted_length": {str(k): 1 + sum(shares[:k]) for k in ks}}  # fmt: skip
+
+
+SETTINGS = {"algorithm": "minmax", "sequence_length": 128}
+MIXED = {"attention": "FP8_DYNAMIC", "shared_experts": "FP8_DYNAMIC", "experts": "NVFP4"}
+
+
+def summary(word: str = "") -> dict[str, Any]:
+    """A run's own account, of `mtp: auto`, as keepmtp.json has it; with `word`, all its strings are that."""
+    def tried(policy: object, num_bytes: int, kept: float, *, refused: str = "", chosen: bool = False) -> object:
+        figures = None if refused else accepted(0.93 * kept, 0.87 * kept, 0.8 * kept)
+        return {"policy": word or policy, "bytes": num_bytes, "kept": kept, "refused": refused and (word or refused),
+                "chosen": chosen, "acceptance": figures}  # fmt: skip
+
+    told = {key: word or value for key, value in {
+        "dataset": "models/problems.jsonl", "dataset_revision": "local", "subset": "", "split": "train",
+        "column": "text", "row_numbers_sha256": "a" * 64, "ids_sha256": "b" * 64, "held_out_ids_sha256": "c" * 64,
+    }.items()}  # fmt: skip
+    counts = {"seed": 42, "rows": 80, "held_out_rows": 40, "blank_rows": 0, "tokens": 4096, "held_out_tokens": 2048}
+    rows = (("source", "source", 3.2101, (0.93, 0.87, 0.8)), ("quantized", "source", 3.2922, (0.925, 0.865, 0.79)),
+            ("quantized", "quantized", 3.2922, (0.915, 0.855, 0.78)))  # fmt: skip
+    return {
+        "data": told | counts, "processes": 2,
+        "coverage": {
+            "modules": 45,
+            "never_routed": [word or f"model.layers.2.mlp.experts.{expert}.up_proj" for expert in (1, 3)],
+            "fewest_tokens": {"module": word or "model.layers.2.mlp.experts.1.up_proj", "tokens": 0},
+        },
+        "min_acceptance": 0.97, "mtp": word or MIXED,
+        "rows": [{"backbone": backbone, "mtp": mtp, "perplexity": perplexity, "acceptance": accepted(*rates)}
+                 for backbone, mtp, perplexity, rates in rows],
+        "agreement": 0.971, "unmeasured": word,
+        "candidates": [
+            tried("bf16", 1_800_000, 0.995), tried("FP8_DYNAMIC", 1_250_000, 0.991),
+            tried({"attention": "bf16", "shared_experts": "bf16", "experts": "NVFP4"}, 1_150_000, 0.985),
+            tried(MIXED, 980_000, 0.978, chosen=True), tried("W4A16", 0, 0.0, refused="K must be a multiple of 128"),
+            tried("NVFP4A16", 920_000, 0.961), tried("NVFP4", 920_000, 0.942),
+        ],
+    }  # fmt: skip
+
+
+def calibrated(**changed: Any) -> FullReport:
+    """A calibrated checkpoint, checked and no more; `changed` are entries of the run's account."""
+    fact = calibration_fact(summary() | changed, SETTINGS)
+    return assemble(check(MODEL), vllm=VLLM, calibration=fact, made_at=AT)
+
+
 def loaded(*verdicts: Verdict, before: Source | None = None, serve: ServeReport | None = None) -> FullReport:
     """A real static check, with these dry loads, a warning, and a server's report."""
     report, opened, evidence = examine(MODEL)
@@ -123,7 +177,8 @@ def hostile(word: str) -> FullReport:
     facts = Facts(family=word, dialect=word, mtp_forms=(word,))
     sizes = [row.model_copy(update={"group": word}) for row in sizes_by_group(open_source(MODEL))]
     checked = Report(path=word, findings=(found,), facts=facts, dry=(load,))
-    return assemble(checked, vllm=word, sizes=sizes, serve=server, made_at=AT)
+    fact = calibration_fact(summary(word), SETTINGS | {"algorithm": word})
+    return assemble(checked, vllm=word, sizes=sizes, calibration=fact, serve=server, made_at=AT)
 
 
 def bare() -> FullReport:

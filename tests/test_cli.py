@@ -1,6 +1,8 @@
 """The command as people type it: exit status, one-sentence errors, JSON for machines."""
 
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +10,19 @@ from pathlib import Path
 import pytest
 from checkpoints import source_layout, write_checkpoint
 
+ROOT = Path(__file__).parent.parent
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+AUTO = "tiny-glm4-moe.nvfp4-mtp-auto"
 
 
-def keepmtp(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([KEEPMTP, *words], capture_output=True, text=True, cwd=cwd)
+def keepmtp(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([KEEPMTP, *words], capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
+
+
+def keepmtp_without(packages: tuple[str, ...], *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command where these packages are not installed."""
+    hide = f"import sys; sys.modules |= dict.fromkeys({packages!r}); from keepmtp.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", hide, *words], capture_output=True, text=True, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +74,138 @@ def test_plan_is_for_people_too(source):
         assert wanted in " ".join(done.stdout.split()), wanted
 
 
+# --- calibrated recipes -----------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_batches_contribute(tmp_path):
+    model = str(ROOT / "models/tiny-glm4-moe")
+    done = keepmtp("quantize", AUTO, "--source", model, "--dry-run", "--json", cwd=tmp_path)
+    assert done.returncode == 0 and not list(tmp_path.iterdir()), done.stderr
+    told = json.loads(done.stdout)["calibration"]
+    assert {(row["part"], row["modules"]): row["from_batches"] for row in told["groups"]} == {
+        ("backbone", group): "input scales" for group in ("attention", "dense_mlp", "experts", "shared_experts")
+    }
+    assert told["tokens"] == 32 * 128 and told["min_acceptance"] == 0.97 and "bf16" in told["candidates"]
+    assert told["mtp_pass"] == {"possible": True, "why": ""}
+    plain = keepmtp("plan", "tiny-glm4-moe", "--source", model, "--json")
+    assert json.loads(plain.stdout)["calibration"] is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        (AUTO, ["minmax on 32 sequences of 128 tokens", "until then it is planned as bf16", "W4A16; NVFP4A16; NVFP4."]),
+        ("tiny-glm4-moe.w4a16-awq", ["weights, by awq", "perhaps rescaled, by awq", "its acceptance is measured"]),
+        ("tiny-glm4-moe.w4a16-gptq", ["weights, by gptq"]),
+    ],
+)
+def test_a_plan_explains_calibration(recipe, says):
+    done = keepmtp("plan", recipe, "--source", str(ROOT / "models/tiny-glm4-moe"))
+    assert done.returncode == 0, done.stderr
+    for wanted in says:
+        assert wanted in " ".join(done.stdout.split()), wanted
+    assert "Would be refused" not in done.stdout
+
+
+def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
+    """Known from the family alone, so before a download."""
+    config, tensors = source_layout("ring-2.5-1t", size="tiny")
+    folder = write_checkpoint(tmp_path / "source", config, tensors)
+    text = (ROOT / "recipes/models/ring-2.5-1t.nvfp4a16-fp8.yaml").read_text()
+    calibration = (ROOT / f"recipes/models/{AUTO}.yaml").read_text().partition("calibration:\n")[2]
+    auto = "mtp: auto\nmtp_auto: {min_acceptance: 0.9, candidates: [bf16]}"
+    text = re.sub(r"^mtp: .*$", auto, text, flags=re.MULTILINE)
+    (tmp_path / "mine.yaml").write_text(text.replace("calibration: null", f"calibration:\n{calibration}"))
+    done = keepmtp("plan", "mine.yaml", "--source", str(folder), cwd=tmp_path)
+    told = " ".join(done.stdout.split())
+    assert "MTP pass: not possible, transformers has no class for Ling 2.5's layers" in told, done.stderr
+    assert "Would be refused: ring-2.5-1t" in told
+    refused("quantize", "mine.yaml", "--source", str(folder), says="must be one that can be run", cwd=tmp_path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_installed_is_one_sentence(source, tmp_path):
+    model = ("--source", str(ROOT / "models/tiny-glm4-moe"))
+    heavy = ("datasets", "llmcompressor", "transformers")
+    done = keepmtp_without(heavy, "quantize", AUTO, *model, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+    absent = "got no datasets and no llmcompressor and no transformers"
+    assert f"{absent}. Run pip install 'keepmtp[calibrate]'" in done.stderr
+    other = re.search(r"or use --scheme (\S+), which needs no batches", done.stderr)
+    assert other, done.stderr
+    done = keepmtp_without(heavy, "quantize", AUTO, *model, "--scheme", other[1], "--out", "out", cwd=tmp_path)
+    assert done.returncode == 0 and "check passed" in done.stdout, done.stderr
+    done = keepmtp_without(("torch", *heavy), "plan", AUTO, *model, cwd=tmp_path)
+    assert done.returncode == 0 and "Would be refused: calibration for" in done.stdout, done.stderr
+    done = keepmtp_without(("torch",), "quantize", "glm-4.7", "--source", str(source), "--out", "no", cwd=tmp_path)
+    assert done.returncode == 2 and "Run pip install 'keepmtp[quantize]'." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("samples: 32", "samples: 320000", "problems.jsonl"),
+        ("dataset: models/problems.jsonl", "dataset: nowhere.jsonl", "calibration.dataset nowhere.jsonl"),
+        ("sequence_length: 128", "sequence_length: 4194304", "sequence_length"),
+        ("  seed: 42\n", "", "calibration.seed must be given"),
+        ("algorithm: minmax", "algorithm: minmux", "calibration.algorithm"),
+    ],
+)
+def test_bad_calibration_is_one_sentence(old, new, says, tmp_path):
+    shipped = (ROOT / "recipes/models/tiny-glm4-moe.nvfp4.yaml").read_text()
+    assert old in shipped
+    (tmp_path / "mine.yaml").write_text(shipped.replace(old, new))
+    model = str(ROOT / "models/tiny-glm4-moe")
+    refused("quantize", "mine.yaml", "--source", model, "--out", "out", "--json", says=says, cwd=tmp_path)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
+
+
+def test_only_the_first_of_several_processes_speaks(tmp_path):
+    words = ("quantize", AUTO, "--source", str(ROOT / "models/tiny-glm4-moe"), "--dry-run")
+    quiet = keepmtp(*words, RANK="1", WORLD_SIZE="2")
+    assert quiet.returncode == 0 and quiet.stdout == quiet.stderr == ""
+    assert keepmtp(*words, RANK="0", WORLD_SIZE="2").stdout == keepmtp(*words, RANK="3").stdout != ""
+    wrong = keepmtp("quantize", AUTO, "--source", "absent", RANK="1", WORLD_SIZE="2")
+    assert wrong.stderr.startswith("rank 1 of 2: error: ") and wrong.stderr.count("\n") == 1
+
+
+def test_which_extra_a_recipe_needs():
+    """What the Makefile installs before a run."""
+    calibrated = [(AUTO,), ("tiny-glm4-moe", "--scheme", "nvfp4"), ("tiny-glm4-moe.w4a16-gptq",)]
+    plain = [("tiny-glm4-moe",), (AUTO, "--scheme", "W4A16", "--mtp", "bf16")]
+    assert {keepmtp("extra", *words).stdout for words in calibrated} == {"calibrate\n"}
+    assert {keepmtp("extra", *words).stdout for words in plain} == {"quantize\n"}
+
+
+def test_a_calibrated_run_for_machines(tmp_path):
+    """A real one, short: progress as JSON lines, one JSON at the end, the same figures in report.json and the page."""
+    text = (ROOT / f"recipes/models/{AUTO}.yaml").read_text()
+    text = re.sub(r"candidates:\n( +- .*\n)+", "candidates: [bf16, NVFP4]\n", text)
+    for key, value in {"min_acceptance": 0.2, "samples": 8, "held_out": 16, "batch_size": 4}.items():
+        text = re.sub(rf"{key}: .*", f"{key}: {value}", text)
+    (tmp_path / "mine.yaml").write_text(text)
+    words = ("quantize", "mine.yaml", "--source", str(ROOT / "models/tiny-glm4-moe"), "--out", "out", "--json")
+    done = keepmtp(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [(step["step"], step["done"], step["total"]) for step in steps] == [
+        *(("backbone", layer, 3) for layer in (1, 2, 3)), *(("mtp", policy, 2) for policy in (1, 2)),
+    ]  # fmt: skip
+    assert all(step["tokens_per_second"] > 0 and step["memory_gib"] > 0 for step in steps)
+    assert steps[2]["eta_seconds"] == 0 < steps[0]["eta_seconds"]
+    told = json.loads(done.stdout)
+    assert told["check"]["ok"] and told["plan"]["recipe"]["mtp"] == told["calibration"]["mtp"] == "NVFP4"
+    released, kept, quantized = told["calibration"]["rows"]
+    assert 1 < released["perplexity"] < kept["perplexity"] * 1.05
+    assert quantized["acceptance"]["by_position"]["1"][0] > 0.3
+    assert [each["chosen"] for each in told["calibration"]["candidates"]] == [False, True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "out"], "nothing of the run is left behind"
+    checked = keepmtp("check", "out", "--html", "page", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    assert json.loads((tmp_path / "page" / "report.json").read_text())["calibration"] == told["calibration"]
+    assert "Candidates for the MTP block" in (tmp_path / "page" / "report.html").read_text()
+
+
 def test_listings():
     listing = json.loads(keepmtp("ls", "--json").stdout)
     assert {"models", "schemes", "families"} == set(listing)
@@ -82,7 +224,7 @@ def test_listings():
         (["glm-4.7", "--source", "absent-folder"], "Check SOURCE"),
         (["nowhere.yaml"], "a recipe file must exist"),
         (["mimo-7b", "--source", "SOURCE"], "family must be that of"),
-        (["glm-4.7", "--source", "SOURCE", "--scheme", "nvfp4-fp8"], "--scheme nvfp4a16-fp8"),
+        (["glm-4.7", "--source", "SOURCE", "--mtp", "auto"], "Start from glm-4.7.nvfp4-fp8, which has a dataset"),
         (["glm-4.7", "--source", "SOURCE", "--out", "SOURCE/out"], "must lie outside the source"),
     ],
 )
@@ -116,6 +258,8 @@ def test_a_check_that_fails_exits_with_1(source, tmp_path):
 
 
 def test_help_teaches():
+    taught = " ".join(keepmtp("quantize", "--help").stdout.split())
+    assert all(word in taught for word in ("--keep-calibration", "torchrun", "keepmtp[calibrate]", "held-out"))
     for verb in ("ls", "plan", "quantize", "check"):
         done = keepmtp(verb, "--help")
         assert done.returncode == 0 and len(done.stdout) > 300

@@ -1,6 +1,7 @@
 """report.json says what was found, once and for all; the page shows it, whole, to anybody, and to nobody else."""
 
 import hashlib
+import io
 import json
 import re
 import subprocess
@@ -19,11 +20,13 @@ from keepmtp.validate import report_html, report_plots, report_schema, rules_dry
 from keepmtp.validate.acceptance import ServeReport
 from keepmtp.validate.dry import Verdict
 from keepmtp.validate.findings import Facts, Report
-from keepmtp.validate.report import DRY_RULES, assemble, places, read_json, sizes_by_group, write_json
+from keepmtp.validate.report import DRY_RULES, assemble, calibration_of, places, read_json, sizes_by_group, write_json
 from keepmtp.validate.report_html import render, write_html
 from keepmtp.validate.report_schema import FullReport
 from keepmtp.validate.static import check, examine
+from rich.console import Console
 
+from keepmtp import calibrated
 from keepmtp.report import save
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +36,7 @@ POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 PAGES = {
     "whole": reports.whole, "native": lambda: reports.whole(is_copy=False), "dead": lambda: reports.whole(is_dead=True),
     "broken": reports.broken, "bare": reports.bare, "hostile": lambda: reports.hostile(SCRIPT),
+    "calibrated": reports.calibrated,
 }  # fmt: skip
 
 
@@ -58,16 +62,16 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(name, pages, tmp_pa
     again = read_json(path)
     assert again == pages[name]
     assert render(again) == render(pages[name])
-    assert json.loads(path.read_text())["schema"] == 1
+    assert json.loads(path.read_text())["schema"] == 2
     assert list(path.parent.iterdir()) == [path], "nothing partial is left"
 
 
-def test_version_1_is_what_it_was():
+def test_version_2_is_what_it_was():
     """Other fields are another version: change `schema`, what reads it, and this digest, in one change."""
     defs = FullReport.model_json_schema()
     shape = {name: sorted(part.get("properties", {})) for name, part in {**defs["$defs"], "": defs}.items()}
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == "1b0c54c8c012de96", shape
+    assert digest[:16] == "8437d5240aad3c50", shape
 
 
 def test_report_json_keeps_every_word_of_the_server(pages):
@@ -80,7 +84,7 @@ def test_report_json_keeps_every_word_of_the_server(pages):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda told: told | {"schema": 2}, "schema"),
+        (lambda told: told | {"schema": 1}, "schema"),
         (lambda told: told | {"colour": "red"}, "colour"),
         (lambda told: {key: told[key] for key in told if key != "verdict"}, "verdict"),
     ],
@@ -88,7 +92,7 @@ def test_report_json_keeps_every_word_of_the_server(pages):
 def test_another_version_is_refused(change, says, pages, tmp_path):
     path = write_json(tmp_path, pages["whole"])
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(CheckpointError, match=rf"version 1; got {says}.*Run the check again"):
+    with pytest.raises(CheckpointError, match=rf"version 2; got {says}.*Run the check again"):
         read_json(path)
 
 
@@ -170,13 +174,103 @@ def test_a_group_that_is_gone_is_still_a_row(tmp_path):
     assert odd.num_tensors == 1 and odd.num_bytes_before == 0
 
 
+# --- calibration ------------------------------------------------------------------------------------------------------
+
+
+def recorded(folder: Path, record: object) -> tuple[object, str]:
+    """What is read of a checkpoint whose keepmtp.json is `record`: text as it is, anything else as JSON."""
+    if not (folder / "config.json").is_file():
+        write_checkpoint(folder, *source_layout("glm-4.7", size="tiny"))
+    (folder / "keepmtp.json").write_text(record if isinstance(record, str) else json.dumps(record))
+    return calibration_of(open_source(folder))
+
+
+def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
+    """And the figures of the page are those of the account, as `keepmtp quantize` has them on the terminal."""
+    record = {"calibration": reports.summary(), "recipe": {"calibration": reports.SETTINGS}}
+    found, why = recorded(tmp_path / "glm", record)
+    assert found == reports.calibrated().calibration and not why
+    report, opened, evidence = examine(tmp_path / "glm")
+    page = save(tmp_path / "page", report, vllm="0.32.0", evidence=evidence, opened=opened)
+    assert read_json(page.with_name("report.json")).calibration == found
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(calibrated.found(found))
+    for words in ("97.8 %", "94.2 %", "3.292", "model.layers.2.mlp.experts.3.up_proj", "K must be a multiple of 128"):
+        text = re.sub(r"<[^>]*>", "", page.read_text())
+        assert words in text
+    told = console.export_text()
+    for words in ("97.8%", "94.2%", "3.292", "model.layers.2.mlp.experts.3.up_proj", "K must be a multiple of 128"):
+        assert words in told, words
+    assert [line.split()[0] for line in told.splitlines() if line.rstrip().endswith("chosen")] == ["attention:"]
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({"keepmtp": "0.1.0"}, "None: every value was computed from the weights alone"),
+        ("{", "Not read: "),
+        ("[" * 100_000, "Not read: "),
+        ("[]", "None: "),
+        ("7", "Not read: "),
+        ({"calibration": {}, "recipe": {"calibration": None}}, "Not read: "),
+        ({"calibration": {}, "recipe": {"calibration": reports.SETTINGS}}, "data: Field required"),
+    ],
+)
+def test_a_record_that_says_nothing_is_no_error(record, why, tmp_path):
+    found, told = recorded(tmp_path / "odd", record)
+    assert found is None and why in told and told.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda told: told["rows"][0].update(perplexity=float("nan")), "rows.0.perplexity"),
+        (lambda told: told["rows"][0].update(perplexity=float("inf")), "rows.0.perplexity"),
+        (lambda told: told["candidates"][0].update(bytes=10**400), "candidates.0.bytes"),
+        (lambda told: told["candidates"].extend(told["candidates"] * 20), "candidates"),
+        (lambda told: told["rows"][1]["acceptance"]["by_position"].update({"3": [1.0]}), "rows.1.acceptance"),
+        (lambda told: told["rows"][1]["acceptance"]["by_position"].update({"3": [0.1, 0.1, 1.1]}), "by_position.3.2"),
+        (lambda told: told["rows"][1]["acceptance"]["mean_accepted_length"].pop("2"), "rows.1.acceptance"),
+        (lambda told: told.update(colour="red"), "colour"),
+    ],
+)
+def test_figures_that_nobody_measured_are_not_shown(change, where, tmp_path):
+    told = reports.summary()
+    change(told)
+    found, why = recorded(tmp_path / "odd", {"calibration": told, "recipe": {"calibration": reports.SETTINGS}})
+    assert found is None and where in why
+
+
+def test_a_checkpoint_without_a_record():
+    assert calibration_of(open_source(reports.MODEL)) == (None, "Not known: the checkpoint has no keepmtp.json.")
+
+
+def test_a_block_that_could_not_be_run_has_no_acceptance_and_says_why():
+    rows = [row | {"acceptance": None} for row in reports.summary()["rows"][:2]]
+    changed = {"rows": rows, "candidates": [], "min_acceptance": None, "mtp": "bf16", "unmeasured": "no class for it."}
+    html = render(reports.calibrated(**changed))
+    assert "no class for it." in html and html.count(">not measured<") == 2 and "<svg" not in html
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(calibrated.found(reports.calibrated(**changed).calibration))
+    assert "no acceptance: no class for it." in console.export_text()
+
+
+def test_a_chart_says_in_words_what_it_shows(pages):
+    html = render(pages["calibrated"])
+    labels = re.findall(r'role="img" aria-label="([^"]*)"', html)
+    assert len(labels) == 2
+    assert "released model: 93.0 %, 80.9 %, 64.7 %" in labels[0]
+    assert "keeps 97.8 %, chosen" in labels[1] and "W4A16" not in labels[1], "what does not fit has no place in it"
+    assert ">budget: 97 %</text>" in html and ">this checkpoint</text>" in html
+
+
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "width", "is_dark"),
     [("whole", 390, False), ("whole", 1280, True), ("broken", 390, True), ("bare", 390, False), ("hostile", 390, False),
-     ("hostile", 1280, False)],
+     ("hostile", 1280, False), ("calibrated", 390, True), ("calibrated", 1280, False)],
 )  # fmt: skip
 def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
     """Nothing fetched, nothing sticking out, every table and chart there, and text that can be read."""
@@ -188,9 +282,11 @@ def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
     assert probe["fetched"] == [] and probe["title"] != "hit" and probe["scripts"] == 1
     assert seen.counts.get("img", 0) == 0 and not seen.console, seen.console
     parts = {row.part for row in full.sizes}
-    assert seen.counts.get("svg", 0) == len(parts) + 2 * bool(full.serve) - (name == "hostile")
+    drawn = len(parts) + 2 * bool(full.serve) + 2 * bool(full.calibration)
+    assert seen.counts.get("svg", 0) == drawn - (name == "hostile")
     assert probe["empty"] == 0
-    assert seen.counts.get("table", 0) == {"whole": 7, "broken": 4, "bare": 0, "hostile": 7}[name]
+    tables = {"whole": 7, "broken": 4, "bare": 0, "hostile": 9, "calibrated": 2}
+    assert seen.counts.get("table", 0) == tables[name]
     assert full.verdict.label in seen.text and full.verdict.says in seen.text
     assert all(reason.replace("`", "") in seen.text for reason in full.absent.values())
     dim = min(contrast(ink, probe["sheet"]) for ink in {*probe["inks"], *probe["labels"]})

@@ -1,7 +1,7 @@
 """report.json from what the stations found, and the one sentence it comes to.
 
-In: the values of the stations that ran (static check, sizes from headers, dry load, real server). Out: a `FullReport`
-(report_schema.py), written as report.json.
+In: the values of the stations that ran (static check, sizes from headers, dry load, calibration, real server). Out: a
+`FullReport` (report_schema.py), written as report.json.
 
 Easy to get wrong: a part that did not run is not a part that passed. Whatever is empty has a sentence in `absent`, and
 the verdict names what was not tried.
@@ -14,18 +14,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from .. import __version__
-from ..quantize.source import Source
-from ..recipes.errors import CheckpointError, refuse
+from ..quantize.source import Source, small_file
+from ..recipes.errors import CheckpointError, KeepMTPError, refuse
 from ..recipes.families import find_family
 from .acceptance import ServeReport
 from .dry import Side, Verdict
 from .evidence import Evidence
 from .findings import Finding, Report
 from .report_schema import (
+    CalibrationFact,
     CheckpointFacts,
     DryLoad,
     FindingFact,
@@ -41,19 +43,22 @@ from .report_schema import (
 from .rules_dry import DEFECT, RULE, findings
 
 JSON_FILE = "report.json"
+RECORD = "keepmtp.json"
 DRY_RULES = (RULE, DEFECT, "no-kernel")
 """Rules whose findings come from a dry load."""
 NOT_RUN = {
     "sizes": "No sizes: the headers were not measured.",
     "dry": "No dry load was run: whether vLLM's own classes take these tensors was not tried. "
            "`keepmtp check CHECKPOINT --gpu sm100` tries it, without a GPU.",
+    "calibration": "No calibration: nobody looked for the checkpoint's own record.",
     "serve": "No server was run: acceptance and speed are unknown. `keepmtp serve-check CHECKPOINT` measures them.",
 }  # fmt: skip
 
 
 def assemble(
     check: Report, *, vllm: str, evidence: Evidence | None = None, sizes: Iterable[GroupSize] = (),
-    serve: ServeReport | None = None, absent: Mapping[str, str] | None = None, made_at: datetime | None = None,
+    calibration: CalibrationFact | None = None, serve: ServeReport | None = None,
+    absent: Mapping[str, str] | None = None, made_at: datetime | None = None,
 ) -> FullReport:  # fmt: skip
     """One report from the stations that ran.
 
@@ -62,8 +67,10 @@ def assemble(
         vllm: the version that judged; without a dry load or server the one whose behaviour the rules describe.
         evidence: the static check's, to tell which dry load each finding belongs to; None for an unknown family.
         sizes: from `sizes_by_group`.
+        calibration: from `calibration_of`.
         serve: as `keepmtp serve-check` returns it.
-        absent: why a station did not run (sizes, dry, serve), where its caller knows better than the general sentence.
+        absent: why a station did not run (sizes, dry, calibration, serve), where its caller knows better than the
+            general sentence.
         made_at: default now.
     """
     found = [
@@ -75,12 +82,12 @@ def assemble(
     ]  # fmt: skip
     dry = tuple(_dry_load(verdict, findings(verdict, evidence, version=vllm)) for verdict in check.dry)
     sizes, served = tuple(sizes), None if serve is None else Serve.model_validate(serve.as_dict())
-    empty = [name for name, part in (("sizes", sizes), ("dry", dry), ("serve", served)) if not part]
+    parts = {"sizes": sizes, "dry": dry, "calibration": calibration, "serve": served}
     return FullReport(
         keepmtp=__version__, vllm=vllm, made_at=(made_at or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
         path=check.path, verdict=_verdict(found, dry, served, vllm), facts=CheckpointFacts(**asdict(check.facts)),
-        findings=tuple(found), sizes=sizes, dry=dry, serve=served,
-        absent={name: (absent or {}).get(name, NOT_RUN[name]) for name in empty},
+        findings=tuple(found), sizes=sizes, dry=dry, calibration=calibration, serve=served,
+        absent={name: (absent or {}).get(name, NOT_RUN[name]) for name, part in parts.items() if not part},
     )  # fmt: skip
 
 
@@ -105,6 +112,36 @@ def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[Gr
     return tuple(sorted(rows, key=lambda row: (row.part, -max(row.num_bytes, row.num_bytes_before or 0), row.group)))
 
 
+def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
+    """What a checkpoint's keepmtp.json says of its calibration, or why there is nothing to show."""
+    try:
+        path = small_file(checkpoint, RECORD)
+        if path is None:
+            return None, f"Not known: the checkpoint has no {RECORD}."
+        told = json.loads(path.read_bytes())
+        if "calibration" not in told:
+            return None, "None: every value was computed from the weights alone, without batches."
+        return calibration_fact(told["calibration"], told["recipe"]["calibration"]), ""
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (KeepMTPError, OSError) as error:
+        why = str(error)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        why = repr(error)
+    return None, f"Not read: {RECORD} is not as this keepmtp writes it ({why})."
+
+
+def calibration_fact(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> CalibrationFact:
+    """The report's part from a run's own summary (`quantize/calibration.py`) and its recipe's calibration block.
+
+    Raises:
+        ValidationError: it is not what version 2 has.
+    """
+    chosen = {key: settings[key] for key in ("algorithm", "sequence_length")}
+    return CalibrationFact.model_validate({**summary, **chosen})
+
+
 def write_json(folder: Path, report: FullReport) -> Path:
     """Write report.json into `folder`, which is made if need be; returns the file's path."""
     text = json.dumps(report.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=False) + "\n"
@@ -124,7 +161,7 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 1 does not have.
+        CheckpointError: no such file, no JSON, another version, or a field that version 2 does not have.
     """
     try:
         return FullReport.model_validate_json(path.read_bytes())
@@ -134,7 +171,7 @@ def read_json(path: Path) -> FullReport:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         got, cure = f"{place}: {first['msg']}", "Run the check again with this keepmtp"
-    raise CheckpointError(refuse(path, f"a report is a {JSON_FILE} of version 1", got, cure))
+    raise CheckpointError(refuse(path, f"a report is a {JSON_FILE} of version 2", got, cure))
 
 
 def places(loads: Iterable[DryLoad]) -> str:

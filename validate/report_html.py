@@ -12,11 +12,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..recipes.errors import RecipeError, refuse
+from ..quantize import extras
 from .report import places, write_whole
 from .report_schema import DryLoad, FullReport, KernelUse, RunFact
 
@@ -28,7 +27,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 # What vLLM was doing when it stopped, by `LoadFailure.stage`.
 _ACTS = {"config": "reading the config of", "construct": "building", "load": "loading", "share": "sharing weights with",
          "process": "preparing the weights of", "world": "starting", "crash": "judging"}  # fmt: skip
-NEEDS = ("jinja2", "matplotlib")
+NEEDS = extras.EXTRAS["report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +59,7 @@ def require_extra() -> None:
     Raises:
         RecipeError: a package of the `report` extra is missing.
     """
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        got = f"no {' and no '.join(missing)}"
-        raise RecipeError(
-            refuse("report.html", "needs keepmtp's `report` extra", got, "Run pip install 'keepmtp[report]'")
-        )
+    extras.require_extra("report.html", "report")
 
 
 def write_html(folder: Path, report: FullReport) -> Path:
@@ -91,11 +85,14 @@ def render(report: FullReport) -> str:
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"size": _size, "percent": _percent, "quoted": _quoted, "broken": _broken, "ticked": _ticked}
+    environment.filters |= {
+        "size": _size, "percent": _percent, "figure": _figure, "quoted": _quoted, "broken": _broken, "ticked": _ticked,
+    }  # fmt: skip
     runs = [(model.role, run) for model in report.serve.served for run in model.runs] if report.serve else []
     return environment.get_template("report.html.j2").render(
         report=report, name=Path(report.path).name or report.path, kernels=_kernels(report.dry),
         shared=_shared(report.dry), svg=Markup, size_charts=_size_charts(report), serve_charts=_serve_charts(report),
+        calibration_charts=_calibration_charts(report),
         partings=[(role, run.k, one) for role, run in runs for one in run.partings or ()], notes=_notes(runs),
         acts=_ACTS,
         num_compared=sum(len(run.outputs) for _, run in runs if run.partings is not None),
@@ -131,6 +128,29 @@ def _serve_charts(report: FullReport) -> list[_Chart]:
     charts = [_Chart(title=f"Acceptance by position, k={k}", svg=report_plots.acceptance(serve, k), alt=shares)]
     if faster:
         charts.append(_Chart(title="Speed-up by k", svg=report_plots.speed_up(serve), alt=faster))
+    return charts
+
+
+def _calibration_charts(report: FullReport) -> list[_Chart]:
+    from . import report_plots
+
+    found = report.calibration
+    charts: list[_Chart] = []
+    if found is None:
+        return charts
+    if found.measured:
+        shares = "; ".join(
+            f"{row.title}: {', '.join(map(_percent, acceptance.shares))}" for row, acceptance in found.measured
+        )
+        charts.append(_Chart(title=f"Acceptance by position, held-out text, k={found.k}",
+                             svg=report_plots.calibrated_acceptance(found), alt=shares))  # fmt: skip
+    if any(each.acceptance for each in found.candidates):
+        sizes = "; ".join(
+            f"{number}. {each.title}: {_size(each.bytes)}, keeps {_percent(each.kept)}" + ", chosen" * each.chosen
+            for number, each in enumerate(found.candidates, start=1) if each.acceptance
+        )  # fmt: skip
+        title = "Candidates for the MTP block, numbered as below"
+        charts.append(_Chart(title=title, svg=report_plots.candidates(found), alt=sizes))
     return charts
 
 
@@ -183,6 +203,11 @@ def _size(num_bytes: int) -> str:
 
 def _percent(share: float | None) -> str:
     return "unknown" if share is None else f"{100 * share:.1f} %"
+
+
+def _figure(value: float) -> str:
+    """A perplexity: four digits, or a power of ten."""
+    return f"{value:#.4g}" if value < 1e4 else f"{value:.2e}"
 
 
 def _broken(name: str) -> "Markup":

@@ -9,7 +9,9 @@ used: figures are made by hand, parsing is off, and every label is escaped by ma
 
 import io
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from matplotlib import rc_context
@@ -20,13 +22,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.typing import RcKeyType
 
-from .report_schema import GroupSize, RunFact, Serve, ServedFact
+from .report_schema import CalibrationFact, GroupSize, RunFact, Serve, ServedFact
 
-# Drawn in these colours, which occur nowhere else, then replaced by CSS variables. Grey and blue differ in lightness,
-# so they are told apart in print and by colour-blind readers.
+# Drawn in these colours, which occur nowhere else, then replaced by CSS variables. Grey, blue and what lies between the
+# released model and this checkpoint differ in lightness, so they are told apart in print and by colour-blind readers.
 _INKS = {"#010101": "var(--ink)", "#020202": "var(--muted)", "#030303": "var(--grid)", "#040404": "var(--before)",
-         "#050505": "var(--after)", "#060606": "var(--bad)"}  # fmt: skip
-INK, MUTED, GRID, BEFORE, AFTER, BAD = _INKS
+         "#050505": "var(--after)", "#060606": "var(--bad)", "#070707": "var(--between)"}  # fmt: skip
+INK, MUTED, GRID, BEFORE, AFTER, BAD, BETWEEN = _INKS
 _STYLE: dict[RcKeyType, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "keepmtp", "text.parse_math": False, "font.size": 11,
     "font.family": "DejaVu Sans", "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID,
@@ -36,6 +38,15 @@ _STYLE: dict[RcKeyType, Any] = {
 _WIDTH_INCHES = 5.0  # 360 points: about 1:1 on a phone
 _LABEL_LETTERS = 20
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Series:
+    """Bars of one colour."""
+
+    name: str
+    colour: str
+    values: Sequence[float]
 
 
 def sizes(rows: Sequence[GroupSize]) -> str:
@@ -71,18 +82,71 @@ def acceptance(serve: Serve, k: int) -> str:
 
     def draw(axes: Axes) -> None:
         runs = _runs(serve, k)
-        _bars(axes, [(model, [100 * share for share in run.acceptance_per_position]) for model, run in runs], range(k),
-              "{:.1f}".format)  # fmt: skip
+        series = [_series(model, [100 * share for share in run.acceptance_per_position]) for model, run in runs]
+        _bars(axes, series, range(k), "{:.1f}".format)
         source = next((run for model, run in runs if model.role == "source"), None)
         for spot, share in enumerate(source.acceptance_per_position if source else ()):
             axes.hlines(100 * share * serve.floor, spot - 0.42, spot + 0.42, color=BAD, linewidth=1.2, linestyle="--",
                         label=f"floor: {100 * serve.floor:g} % of the source" if spot == 0 else "_")  # fmt: skip
-        axes.set_xticks(range(k), [str(spot + 1) for spot in range(k)])
-        axes.set_xlabel("position in the draft")
-        axes.set_ylabel("drafts accepted (%)")
-        axes.set_ylim(0, 112)
-        axes.set_yticks(range(0, 101, 25))
-        axes.grid(axis="y", color=GRID, linewidth=0.6)
+        _positions(axes, k)
+
+    return _drawn(draw, height=3.3)
+
+
+def calibrated_acceptance(calibration: CalibrationFact) -> str:
+    """Bars of the share of drafts accepted at each position on held-out text, a colour a row, released model first."""
+    rows = calibration.measured
+    num_steps = max(len(found.shares) for _, found in rows)
+
+    def draw(axes: Axes) -> None:
+        series = []
+        for row, found in rows:
+            name, colour = "MTP block as released", BETWEEN
+            if row.backbone == "source":
+                name, colour = "released model", BEFORE
+            elif row is rows[-1][0]:
+                name, colour = "this checkpoint", AFTER
+            series.append(_Series(name=name, colour=colour, values=[100 * share for share in found.shares]))
+        _bars(axes, series, range(num_steps), "{:.0f}".format if len(rows) > 2 else "{:.1f}".format)
+        _positions(axes, num_steps)
+
+    return _drawn(draw, height=3.3)
+
+
+def candidates(calibration: CalibrationFact) -> str:
+    """Size of the MTP block against the acceptance it keeps, a mark a candidate by its number, with the budget."""
+    tried = [(number, each) for number, each in enumerate(calibration.candidates, start=1) if each.acceptance]
+    least = calibration.min_acceptance or 0.0
+    largest = max(each.bytes for _, each in tried)
+    unit, divisor = next(((unit, size) for unit, size in _UNITS if largest >= size), _UNITS[-1])
+
+    def draw(axes: Axes) -> None:
+        kinds = (
+            ("chosen", AFTER, "o", AFTER, lambda each: each.chosen),
+            ("keeps enough, but is larger", AFTER, "o", "none", lambda each: not each.chosen and each.kept >= least),
+            ("keeps too little", BAD, "X", BAD, lambda each: not each.chosen and each.kept < least),
+        )
+        for name, colour, marker, face, belongs in kinds:
+            spots = [(each.bytes / divisor, 100 * each.kept) for _, each in tried if belongs(each)]
+            if spots:
+                axes.scatter(*zip(*spots, strict=True), s=64, marker=marker, facecolors=face, edgecolors=colour,
+                             linewidths=1.5, label=name, zorder=3)  # fmt: skip
+        together: dict[tuple[int, float], list[str]] = defaultdict(list)
+        for number, each in tried:
+            together[each.bytes, each.kept].append(str(number))
+        chosen = next(((each.bytes, each.kept) for _, each in tried if each.chosen), None)
+        for (size, kept), numbers in together.items():
+            # The chosen one is the smallest of those above the budget: to its left there is room.
+            place, ha = ((-8, -4), "right") if (size, kept) == chosen else ((0, 7), "center")
+            axes.annotate(", ".join(numbers), (size / divisor, 100 * kept), xytext=place, textcoords="offset points",
+                          ha=ha, fontsize=9.5)  # fmt: skip
+        axes.axhline(100 * least, color=BAD, linewidth=1.2, linestyle="--", label=f"budget: {100 * least:g} %")
+        axes.set_xlabel(f"size of the MTP block on disk ({unit})")
+        axes.set_ylabel("acceptance kept (%)")
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.set_xlim(0, 1.12 * largest / divisor)
+        axes.margins(y=0.18)
+        axes.grid(color=GRID, linewidth=0.6)
         _legend(axes)
 
     return _drawn(draw, height=3.3)
@@ -96,13 +160,13 @@ def speed_up(serve: Serve) -> str:
         series = []
         for model in serve.served:
             runs = {run.k: run.speed_up or 0.0 for run in model.drafting}
-            series.append((model, [runs.get(k, 0.0) for k in ks]))
+            series.append(_series(model, [runs.get(k, 0.0) for k in ks]))
         _bars(axes, series, range(len(ks)), "{:.2f}".format)
         axes.axhline(1, color=BAD, linewidth=1.2, linestyle="--", label="without MTP")
         axes.set_xticks(range(len(ks)), [str(k) for k in ks])
         axes.set_xlabel("k, draft tokens a step")
         axes.set_ylabel("times as fast as without MTP")
-        axes.set_ylim(0, 1.18 * max(1.0, *(value for _, values in series for value in values)))
+        axes.set_ylim(0, 1.18 * max(1.0, *(value for each in series for value in each.values)))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.grid(axis="y", color=GRID, linewidth=0.6)
         _legend(axes)
@@ -114,17 +178,29 @@ def _runs(serve: Serve, k: int) -> list[tuple[ServedFact, RunFact]]:
     return [(model, run) for model in serve.served if (run := model.run(k)) is not None]
 
 
-def _bars(
-    axes: Axes, series: Sequence[tuple[ServedFact, Sequence[float]]], spots: Sequence[int],
-    label: Callable[[float], str],
-) -> None:  # fmt: skip
+def _series(model: ServedFact, values: Sequence[float]) -> _Series:
+    name = "source" if model.role == "source" else "this checkpoint"
+    how = "" if model.as_served == "native" else " (BF16 copy)"
+    return _Series(name=name + how, colour=BEFORE if model.role == "source" else AFTER, values=values)
+
+
+def _positions(axes: Axes, k: int) -> None:
+    """Axes of acceptance by position in the draft."""
+    axes.set_xticks(range(k), [str(spot + 1) for spot in range(k)])
+    axes.set_xlabel("position in the draft")
+    axes.set_ylabel("drafts accepted (%)")
+    axes.set_ylim(0, 112)
+    axes.set_yticks(range(0, 101, 25))
+    axes.grid(axis="y", color=GRID, linewidth=0.6)
+    _legend(axes)
+
+
+def _bars(axes: Axes, series: Sequence[_Series], spots: Sequence[int], label: Callable[[float], str]) -> None:
     width = 0.8 / max(1, len(series))
-    for number, (model, values) in enumerate(series):
+    for number, each in enumerate(series):
         shift = (number - (len(series) - 1) / 2) * width
-        name = "source" if model.role == "source" else "this checkpoint"
-        how = "" if model.as_served == "native" else " (BF16 copy)"
-        bars = axes.bar([spot + shift for spot in spots[: len(values)]], values, width * 0.94, label=name + how,
-                        color=BEFORE if model.role == "source" else AFTER)  # fmt: skip
+        bars = axes.bar([spot + shift for spot in spots[: len(each.values)]], each.values, width * 0.94,
+                        label=each.name, color=each.colour)  # fmt: skip
         axes.bar_label(bars, fmt=label, padding=2, fontsize=9.5)
     # A lone position would otherwise be one bar as wide as the chart.
     axes.set_xlim(-0.5 - 0.4 * (len(spots) == 1), len(spots) - 0.5 + 0.4 * (len(spots) == 1))

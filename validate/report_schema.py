@@ -1,30 +1,35 @@
-"""report.json, version 1: everything that was found about one checkpoint.
+"""report.json, version 2: everything that was found about one checkpoint.
 
 In and out: the file itself. `report.py` fills it, `report_html.py` makes the page from it and from nothing else.
 
-    schema, keepmtp, vllm, made_at      1, what wrote it, the vLLM that judged, when (UTC)
+    schema, keepmtp, vllm, made_at      2, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}     the checkpoint, and the sentence on top of the page
     facts                               family, dialect, counts, bytes, forms of the MTP block
     findings [...]                      origin (static, dry), severity, where, says, cure, rule, count
     sizes [...]                         part, group, num_tensors, num_bytes, num_bytes_before
     dry [...]                           gpu, tp, k, ok, failure, target, draft, seconds, ...: a pretended GPU each
+    calibration {...}                   what keepmtp.json says: data, coverage, acceptance by rows, candidates
     serve {...}                         what `ServeReport.as_dict` gives: gates, source, checkpoint, runs by k
-    absent {part: sentence}             why sizes, dry or serve is empty
+    absent {part: sentence}             why sizes, dry, calibration or serve is empty
 
 Easy to get wrong: a field that is added, renamed or read otherwise is a new version; unknown fields are refused, so
 that a page never leaves out what it does not know.
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .acceptance import AsServed, Role
 from .acceptance import Verdict as GateVerdict
 from .findings import Severity
 
 Origin = Literal["static", "dry"]
+# keepmtp.json may be anybody's: numbers that could not have been measured are refused before they are drawn.
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Part(BaseModel):
@@ -114,6 +119,151 @@ class DryLoad(_Part):
     runner: str = ""
     seconds: float = 0.0
     peak_mib: int = 0
+
+
+class DataFact(_Part):
+    """The batches: where they are from, and sums that are equal exactly when they are."""
+
+    dataset: str
+    dataset_revision: str
+    subset: str
+    split: str
+    column: str
+    seed: _Count
+    rows: _Count
+    held_out_rows: _Count
+    blank_rows: _Count
+    tokens: _Count
+    held_out_tokens: _Count
+    row_numbers_sha256: str
+    ids_sha256: str
+    held_out_ids_sha256: str
+
+
+class FewestFact(_Part):
+    """The module that the fewest tokens reached."""
+
+    module: str
+    tokens: _Count
+
+
+class CoverageFact(_Part):
+    """Modules that were calibrated; `never_routed` are experts that the router sent no token."""
+
+    modules: _Count
+    never_routed: tuple[str, ...]
+    fewest_tokens: FewestFact | None
+
+
+class AcceptanceFact(_Part):
+    """Drafts that a server would accept, by the number of tokens it drafts a step ("1", "2", ...).
+
+    Attributes:
+        num_slots: slots of the text that count.
+        by_position: share accepted at each position of the draft.
+        mean_accepted_length: tokens a step of the target, its own included.
+    """
+
+    num_slots: _Count
+    by_position: Annotated[Mapping[str, tuple[_Share, ...]], Field(min_length=1, max_length=16)]
+    mean_accepted_length: Mapping[str, _Figure]
+
+    @model_validator(mode="after")
+    def _has_a_share_a_position(self) -> "AcceptanceFact":
+        ks = [str(k) for k in range(1, len(self.by_position) + 1)]
+        if sorted(self.by_position) != sorted(ks) or sorted(self.mean_accepted_length) != sorted(ks):
+            raise ValueError("by_position and mean_accepted_length must be for 1 to k tokens a step")
+        if any(len(shares) != int(k) for k, shares in self.by_position.items()):
+            raise ValueError("by_position must have a share for each position")
+        return self
+
+    @property
+    def k(self) -> int:
+        """The most tokens a step that were tried."""
+        return len(self.by_position)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """By position, where the most are drafted."""
+        return self.by_position[str(self.k)]
+
+    @property
+    def length(self) -> float:
+        """Tokens a step of the target, where the most are drafted."""
+        return self.mean_accepted_length[str(self.k)]
+
+
+class MeasuredFact(_Part):
+    """One backbone with one MTP block on held-out text; `perplexity` is the backbone's, per token."""
+
+    backbone: Literal["source", "quantized"]
+    mtp: Literal["source", "quantized"]
+    perplexity: _Figure
+    acceptance: AcceptanceFact | None
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        if self.backbone == "source":
+            return "released model"
+        return f"quantized backbone, {'quantized MTP block' if self.mtp == 'quantized' else 'MTP block as released'}"
+
+
+class CandidateFact(_Part):
+    """A policy for the MTP block that `mtp: auto` tried; `kept` is its part of the released model's acceptance."""
+
+    policy: str | Mapping[str, str]
+    bytes: _Count
+    kept: _Figure
+    refused: str
+    chosen: bool
+    acceptance: AcceptanceFact | None
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        if isinstance(self.policy, str):
+            return self.policy
+        return ", ".join(f"{group}: {word}" for group, word in self.policy.items())
+
+
+class CalibrationFact(_Part):
+    """What batches contributed to a checkpoint, and what they say of it without a server.
+
+    Attributes:
+        algorithm, sequence_length: the recipe's.
+        data: the batches.
+        processes: that shared them.
+        coverage: of the backbone's modules.
+        mtp: the policy for the MTP block, chosen where the recipe says auto.
+        min_acceptance: what `mtp: auto` had to keep; None where the recipe does not say auto.
+        rows: released model first.
+        agreement: share of held-out slots where the quantized backbone chooses what the released one does.
+        candidates: of `mtp: auto`, in the order tried.
+        unmeasured: why there is no acceptance; "" if there is.
+    """
+
+    algorithm: str
+    sequence_length: Annotated[int, Field(gt=0)]
+    data: DataFact
+    processes: _Count
+    coverage: CoverageFact
+    mtp: str | Mapping[str, str]
+    min_acceptance: _Share | None
+    rows: Annotated[tuple[MeasuredFact, ...], Field(max_length=3)]
+    agreement: _Share
+    candidates: Annotated[tuple[CandidateFact, ...], Field(max_length=100)]
+    unmeasured: str
+
+    @property
+    def measured(self) -> tuple[tuple[MeasuredFact, AcceptanceFact], ...]:
+        """The rows whose drafts were counted."""
+        return tuple((row, row.acceptance) for row in self.rows if row.acceptance)
+
+    @property
+    def k(self) -> int:
+        """The most tokens a step that were tried; 0 where none were."""
+        return max((acceptance.k for _, acceptance in self.measured), default=0)
 
 
 class PartingFact(_Part):
@@ -219,7 +369,7 @@ class FullReport(_Part):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
-    version: Literal[1] = Field(default=1, alias="schema")
+    version: Literal[2] = Field(default=2, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str
@@ -229,5 +379,6 @@ class FullReport(_Part):
     findings: tuple[FindingFact, ...]
     sizes: tuple[GroupSize, ...] = ()
     dry: tuple[DryLoad, ...] = ()
+    calibration: CalibrationFact | None = None
     serve: Serve | None = None
     absent: Mapping[str, str] = Field(default_factory=dict)

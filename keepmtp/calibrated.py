@@ -1,0 +1,139 @@
+"""What people see of a calibrated run: what it will do, and what it found.
+
+In: a plan, or a run's account of itself as report.json has it. Out: renderables and plain dictionaries. Nothing is
+decided here.
+"""
+
+from collections import Counter
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.text import Text
+
+from .quantize.plan import Plan, TensorPlan
+from .quantize.run import needs_calibration
+from .recipes.schema import AUTO
+from .recipes.schemes import RESCALING, REWRITES
+from .tables import plain_table, size_in_words
+from .validate.report_schema import CalibrationFact
+
+
+def will_do(plan: Plan) -> RenderableType:
+    """The calibration of a plan: data, what batches contribute to which modules, and the MTP pass."""
+    calibration = plan.recipe.calibration
+    assert calibration is not None
+    told = will_do_json(plan)
+    assert told is not None
+    table = plain_table("calibration: what batches contribute")
+    for column in ("part", "modules", "stored as", "from batches"):
+        table.add_column(column)
+    table.add_column("weights", justify="right")
+    for row in told["groups"]:
+        table.add_row(row["part"], row["modules"], row["stored_as"], row["from_batches"], f"{row['weights']:,}")
+    subset = f", {calibration.subset}" if calibration.subset else ""
+    lines = [
+        f"{calibration.algorithm} on {calibration.samples:,} sequences of {calibration.sequence_length:,} tokens "
+        f"({told['tokens']:,}) of {calibration.dataset} ({calibration.dataset_revision}{subset}, split "
+        f"{calibration.split}, column {calibration.column}); {calibration.held_out:,} more are held out to measure on.",
+    ]  # fmt: skip
+    if told["candidates"]:
+        lines.append(
+            f"MTP block: auto. The smallest candidate that keeps {told['min_acceptance']:.1%} of the released model's "
+            "acceptance is written; until then it is planned as bf16. Candidates: "
+            + "; ".join(_in_words(policy) for policy in told["candidates"]) + "."
+        )  # fmt: skip
+    possible = told["mtp_pass"]
+    lines.append(
+        "MTP pass: the block is run on the backbone's hidden states, and its acceptance is measured without a server."
+        if possible["possible"] else f"MTP pass: not possible, {possible['why']}; acceptance is not measured."
+    )  # fmt: skip
+    return Group(*([table] if told["groups"] else []), Text("\n".join(lines) + "\n"))
+
+
+def will_do_json(plan: Plan) -> dict[str, Any] | None:
+    """The same for machines; None for a plan without calibration. The data is in the recipe."""
+    recipe, family = plan.recipe, plan.view.family
+    if recipe.calibration is None or not needs_calibration(plan):
+        return None
+    found = Counter(
+        (tensor.part, tensor.role, tensor.scheme or "plain", _from_batches(tensor, recipe.calibration.algorithm))
+        for tensor in plan.tensors if tensor.calibrated or tensor.may_change
+    )  # fmt: skip
+    return {
+        "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,
+        "groups": [
+            {"part": part, "modules": role, "stored_as": stored, "from_batches": gives, "weights": count}
+            for (part, role, stored, gives), count in sorted(found.items())
+        ],
+        "candidates": list(recipe.mtp_auto.candidates) if recipe.mtp_auto and recipe.mtp == AUTO else [],
+        "min_acceptance": recipe.mtp_auto.min_acceptance if recipe.mtp_auto else None,
+        "mtp_pass": {"possible": family.draft is not None, "why": family.no_draft},
+    }  # fmt: skip
+
+
+def found(fact: CalibrationFact) -> RenderableType:
+    """What a run found: coverage, perplexity and acceptance, and the candidates of `mtp: auto`."""
+    rows = plain_table("held-out text, without a server")
+    rows.add_column("", overflow="fold")
+    for column in ("perplexity", f"accepted, k={fact.k}", "length"):
+        rows.add_column(column, justify="right", no_wrap=True)
+    for row in fact.rows:
+        shares = " ".join(f"{share:.1%}" for share in row.acceptance.shares) if row.acceptance else "-"
+        length = f"{row.acceptance.length:.2f}" if row.acceptance else "-"
+        rows.add_row(row.title, f"{row.perplexity:#.4g}", shares, length)
+    parts: list[RenderableType] = [rows]
+    if fact.candidates:
+        parts.append(_candidates(fact))
+    return Group(*parts, Text.from_markup("\n".join(_remarks(fact)) + "\n"))
+
+
+def _remarks(fact: CalibrationFact) -> list[str]:
+    fewest = fact.coverage.fewest_tokens
+    least = f"; the fewest, {fewest.tokens:,}, reached {escape(fewest.module)}" if fewest and fewest.tokens else ""
+    lines = [
+        f"Coverage: {fact.coverage.modules:,} modules calibrated on {fact.data.tokens:,} tokens{least}.",
+        f"The quantized backbone chooses the released model's next token at {fact.agreement:.1%} of held-out slots.",
+    ]
+    if never := fact.coverage.never_routed:
+        named = ", ".join(map(escape, never[:3])) + (", ..." if len(never) > 3 else "")
+        lines.append(
+            f"[yellow]never routed:[/] {len(never):,} expert module{'s' * (len(never) > 1)} that the router sent no "
+            f"token, calibrated on all of them instead: {named}. More samples may reach them."
+        )
+    if fact.unmeasured:
+        lines.append(f"[yellow]no acceptance:[/] {escape(fact.unmeasured)}")
+    if fact.measured:
+        lines.append("accepted: by position in the draft; length: tokens that a step yields, the target's included.")
+    return lines
+
+
+def _candidates(fact: CalibrationFact) -> RenderableType:
+    budget = "" if fact.min_acceptance is None else f"; {fact.min_acceptance:.1%} must be kept"
+    table = plain_table(f"candidates for the MTP block{budget}")
+    table.add_column("policy", overflow="fold")
+    for column in ("size", "kept", "length"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", overflow="fold")
+    for each in fact.candidates:
+        if each.acceptance is None:
+            table.add_row(escape(each.title), "-", "-", "-", f"[yellow]does not fit[/] {escape(each.refused)}")
+            continue
+        enough = fact.min_acceptance is None or each.kept >= fact.min_acceptance
+        verdict = "[green]chosen[/]" if each.chosen else "keeps enough" if enough else "[red]keeps too little[/]"
+        table.add_row(escape(each.title), size_in_words(each.bytes), f"{each.kept:.1%}",
+                      f"{each.acceptance.length:.2f}", verdict)  # fmt: skip
+    return table
+
+
+def _from_batches(tensor: TensorPlan, algorithm: str) -> str:
+    if tensor.calibrated == "weights":
+        return f"weights, by {algorithm}"
+    if tensor.calibrated == "scales":
+        return "input scales"
+    assert tensor.may_change and algorithm in RESCALING and REWRITES[algorithm]
+    return f"perhaps rescaled, by {algorithm}"
+
+
+def _in_words(policy: object) -> str:
+    return ", ".join(f"{group}: {word}" for group, word in policy.items()) if isinstance(policy, dict) else str(policy)
