@@ -38,13 +38,14 @@ def _stamp(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial.sha256")
 
 
-def refuse_output(plan: Plan, out: Path, *, calibration: str = "") -> None:
+def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> None:
     """Everything about the output folder that would make a run pointless, before a byte is written.
 
     Args:
         plan: what will be written.
         out: where.
-        calibration: what `fingerprint` takes by that name.
+        calibration: what `fingerprint` takes by that name; None while it is not known yet, so that an unfinished
+            output is not compared.
 
     Raises:
         RecipeError: it exists, lies inside the source, its disk is too small, or its unfinished part is another run's.
@@ -64,7 +65,7 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str = "") -> None:
     if missing > free:
         raise RecipeError(refuse(out, f"{missing / 2**30:.1f} GiB must be free on its disk", f"{free / 2**30:.1f} GiB",
                                  "Choose another OUT, or make room"))  # fmt: skip
-    if folder is None or not partial.is_dir():
+    if folder is None or calibration is None or not partial.is_dir():
         return
     stamp = _stamp(out)
     if not stamp.is_file() or stamp.read_text() != fingerprint(plan, calibration):

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..recipes.errors import GateError
+from ..recipes.errors import GateError, RecipeError
+from ..recipes.errors import refuse as refuse_in_words
 from ..recipes.schema import AUTO, Recipe, data_free_alternative, find_recipe
 from ..validate.static import Report, check
 from .extras import require_extra
@@ -126,10 +127,28 @@ def refuse(plan: Plan, out: Path) -> None:
     """Everything that would make a run pointless, before a byte is written or downloaded.
 
     Raises:
-        RecipeError: the output folder cannot be used, or what packs or calibrates is not installed.
+        RecipeError: the output folder cannot be used, the MTP block cannot be run and must be, or what packs or
+            calibrates is not installed.
     """
-    refuse_output(plan, out)
+    refuse_output(plan, out, calibration=None if needs_calibration(plan) else "")
+    refuse_no_draft(plan)
     refuse_missing_extra(plan)
+
+
+def refuse_no_draft(plan: Plan) -> None:
+    """An MTP block that batches are to decide must be one that can be run here; known from the family alone.
+
+    Raises:
+        RecipeError: says why it cannot be run.
+    """
+    family = plan.view.family
+    is_measured = plan.recipe.mtp == AUTO or any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
+    if is_measured and family.draft is None:
+        raise RecipeError(
+            refuse_in_words(plan.recipe.name, "an MTP block that is calibrated or chosen must be one that can be run",
+                            f"{family.model_type}: {family.no_draft}",
+                            "Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16")
+        )  # fmt: skip
 
 
 def refuse_missing_extra(plan: Plan) -> None:
@@ -140,8 +159,19 @@ def refuse_missing_extra(plan: Plan) -> None:
     """
     if needs_calibration(plan):
         otherwise = f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches"
-        require_extra(f"{plan.recipe.name}, which is calibrated,", "calibrate", otherwise=otherwise)
-    require_extra("keepmtp quantize", "quantize")
+        require_extra(f"calibration for {plan.recipe.name}", "calibrate", otherwise=otherwise)
+    require_extra("packing weights", "quantize")
+
+
+def refusals(plan: Plan) -> list[str]:
+    """What would stop this plan here, whatever its output folder."""
+    found = []
+    for check_plan in (refuse_no_draft, refuse_missing_extra):
+        try:
+            check_plan(plan)
+        except RecipeError as error:
+            found.append(str(error))
+    return found
 
 
 def calibration_folder(out: Path) -> Path:
