@@ -22,7 +22,7 @@ Source: vLLM 0.32.0 v1/spec_decode/metrics.py (accepted tokens by position over 
 
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..recipes.errors import RecipeError, refuse
+from ..recipes.family import HFName
 from . import llmcompressor_backend as backend
 from .calibrate import Backbone, Stream
 from .mtp_block import MtpBlock, draft_steps
@@ -77,6 +78,12 @@ class Acceptance:
     reached: tuple[tuple[float, ...], ...]
     accepted: tuple[tuple[float, ...], ...]
 
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Acceptance":
+        """From the attributes as JSON gives them back."""
+        reached, accepted = (tuple(tuple(row) for row in values[name]) for name in ("reached", "accepted"))
+        return cls(num_slots=values["num_slots"], reached=reached, accepted=accepted)
+
     def by_position(self, k: int) -> tuple[float, ...]:
         """Share of drafts whose token at each position is accepted, as `Drafts.acceptance_per_position` of a server."""
         rates, rate = [], 1.0
@@ -102,8 +109,8 @@ class Acceptance:
         ks = range(1, len(self.reached) + 1)
         return {
             "num_slots": self.num_slots,
-            "by_position": {k: [round(rate, 5) for rate in self.by_position(k)] for k in ks},
-            "mean_accepted_length": {k: round(self.mean_accepted_length(k), 5) for k in ks},
+            "by_position": {str(k): [round(rate, 5) for rate in self.by_position(k)] for k in ks},
+            "mean_accepted_length": {str(k): round(self.mean_accepted_length(k), 5) for k in ks},
         }
 
 
@@ -140,7 +147,7 @@ def target(backbone: Backbone, stream: Stream) -> Target:
     ranks, skeleton = backbone.ranks, backbone.skeleton
     path = backbone.folder / "figures" / f"target-{stream}-{ranks.rank:05d}.safetensors"
     if not path.is_file():
-        choices: dict[str, Tensor] = {}
+        choices: dict[HFName, Tensor] = {}
         likelihood, num_tokens = 0.0, 0
         with torch.no_grad(), skeleton.head():
             for row, sequence in _sequences(backbone, stream):
@@ -149,11 +156,11 @@ def target(backbone: Backbone, stream: Stream) -> Target:
                     for arguments in skeleton.feed(len(skeleton), [sequence])
                 )
                 ids = sequence.ids.to(logits.device)
-                choices[str(row)] = logits[0].argmax(dim=-1)
+                choices[HFName(str(row))] = logits[0].argmax(dim=-1)
                 likelihood -= F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum").item()
                 num_tokens += ids.shape[1] - 1
         # One more entry, so that a rank without a sequence leaves a file too.
-        figures = {"figures": torch.tensor([num_tokens, likelihood], dtype=torch.float64)}
+        figures = {HFName("figures"): torch.tensor([num_tokens, likelihood], dtype=torch.float64)}
         write_statistics(path, choices | figures, {"fingerprint": (backbone.folder / "fingerprint").read_text()})
     found = load_file(path)
     num_tokens, likelihood = ranks.sum(found.pop("figures")).tolist()
@@ -192,6 +199,7 @@ def acceptance(
     counts = torch.zeros(3, num_steps, num_steps, dtype=torch.float64)
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
         head = skeleton.model.get_output_embeddings()
+        assert head is not None
         for block in blocks:
             stack.enter_context(backend.serving(block))
         for row, sequence in _sequences(backbone, stream):
@@ -259,7 +267,7 @@ def judge(
 
 
 def _visits(is_slot: Sequence[bool], num_accepted: Sequence[int], k: int) -> Tensor:
-    """[S] float64: how often a server that drafts `k` tokens comes by, starting at one of a stretch's first k + 1 slots.
+    """[S] float64: how often a server that drafts `k` tokens comes by, from one of a stretch's first k + 1 slots on.
 
     Args:
         is_slot: whether a server drafts there.

@@ -1,7 +1,7 @@
 """The MTP pass: the block calibrated on what the backbone leaves, measured, and under `mtp: auto` chosen.
 
-In: a plan and its finished backbone pass. Out: an `MtpPass`: the plan with the MTP policy decided, the statistics of its
-block beside those of the backbone, and what every policy that was tried would have cost and kept.
+In: a plan and its finished backbone pass. Out: an `MtpPass`: the plan with the MTP policy decided, the statistics of
+its block beside those of the backbone, and what every policy that was tried would have cost and kept.
 
 The block is a small model of its own. Its inputs are the hidden states of the calibration batches, which lie on disk
 behind the last layer, and the embeddings of the next tokens; so a policy is tried without another backbone pass.
@@ -36,8 +36,8 @@ from .plan import Plan, make_plan
 from .skeleton import Batch, frozen_in, fused_in, on_disk, schemes_in
 from .statistics import read_metadata, write_statistics
 
-# vLLM 0.32.0 runs the first MTP layer at every step, whatever the checkpoint has (v1/spec_decode/llm_base_proposer.py
-# leaves spec_step_idx at 0); its proposer for this family alone takes the next layer at each (v1/spec_decode/step3p5.py).
+# vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
+# spec_step_idx at 0). For this family alone a proposer takes the next layer at each step (v1/spec_decode/step3p5.py).
 _A_LAYER_A_STEP = frozenset({"step3p5"})
 
 
@@ -194,7 +194,7 @@ def _refuse_losses(run: "_Pass", tried: tuple[Tried, ...], chosen: Plan | None) 
     name, rule = run.plan.recipe.name, f"a candidate of mtp: auto must keep {auto.min_acceptance:.1%} of acceptance"
     measured = [each for each in tried if each.acceptance]
     if not measured:
-        raise GateError(refuse(name, rule, f"no candidate that fits the model: {tried[0].refused}",
+        raise GateError(refuse(name, rule, f"no candidate that fits the model: {tried[0].refused.removesuffix('.')}",
                                "Give others in mtp_auto.candidates"))  # fmt: skip
     best = max(measured, key=lambda each: each.kept)
     alone = run.unquantized().kept_of(run.released())
@@ -303,7 +303,7 @@ class _Pass:
         """A figure from the pass's folder, or measured now and left there for the next run."""
         path = self._folder() / f"{key}.json"
         if path.is_file():
-            return Acceptance(**json.loads(path.read_text()))
+            return Acceptance.read(json.loads(path.read_text()))
         with _fitting(self.plan, "the MTP block and a batch", self.backbone.skeleton.device):
             found = measure()
         # Every rank has looked for the file before it took part in the sums behind `found`.
@@ -382,7 +382,7 @@ class _Inputs:
         embedding, ids = skeleton.model.get_input_embeddings(), batch.ids.to(skeleton.device)
         # The last slots have no next token to be fed.
         length = ids.shape[1] - len(self.blocks)
-        hidden = block_input(self.backbone, self.blocks[0], batch)[:, :length]
+        hidden, arguments = block_input(self.backbone, self.blocks[0], batch)[:, :length], {}
         for step, block in enumerate(self.blocks, start=1):
             arguments = {
                 "inputs_embeds": embedding(ids[:, step : step + length]), "hidden": hidden,

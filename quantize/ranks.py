@@ -76,7 +76,7 @@ def joined() -> Iterator[Ranks]:
     if ranks.size == 1:
         yield ranks
         return
-    with _ended_by_torchrun(ranks):
+    with _ended_by_torchrun():
         try:
             dist.init_process_group("nccl" if ranks.device.type == "cuda" else "gloo", timeout=TIMEOUT)
             yield ranks
@@ -85,7 +85,7 @@ def joined() -> Iterator[Ranks]:
                 raise
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RecipeError(
-                refuse(str(ranks), "all processes must stay until the end", f"no answer from another ({first_line})",
+                refuse("torchrun", "all processes must stay until the end", f"no answer from another ({first_line})",
                        _RESUME)
             ) from error  # fmt: skip
         # Not after an error: leaving a group in good order needs all of its members.
@@ -114,13 +114,13 @@ def _is_about_peers(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def _ended_by_torchrun(ranks: Ranks) -> Iterator[None]:
+def _ended_by_torchrun() -> Iterator[None]:
     """torchrun sends SIGTERM to those that are left when one of them is gone: say so, and leave no half-told story."""
 
     def say(_number: int, _frame: FrameType | None) -> None:
         raise RecipeError(
-            refuse(str(ranks), "all processes must stay until the end", "SIGTERM, which torchrun sends when one of "
-                   "them has ended", _RESUME)
+            refuse("torchrun", "all processes must stay until the end",
+                   "SIGTERM, which it sends when one of them has ended", _RESUME)
         )  # fmt: skip
 
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's

@@ -1,177 +1,66 @@
-"""Calibration passes in processes of their own, which may be killed; for tests of resuming and of several ranks.
-
-Processes come from a fork server that has imported llm-compressor once, and has computed nothing.
-"""
+"""Finished backbone passes over tiny checkpoints, and text that these models wrote, for tests of what comes behind."""
 
 import json
-import os
-import signal
-import socket
-from collections.abc import Callable, Mapping
-from multiprocessing import get_context
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import yaml
-from keepmtp.recipes.schema import find_recipe
+import torch
+from keepmtp.quantize.calibrate import Backbone, calibrate_backbone
+from keepmtp.quantize.data import CalibrationData, calibration_data
+from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.ranks import Ranks
+from keepmtp.quantize.run import plan_before_measuring
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.schema import Recipe, find_recipe
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-SMALL = {"samples": 8, "held_out": 4, "sequence_length": 32, "batch_size": 2}
-
-
-def small_recipe(folder: Path, name: str, **changes: Any) -> Path:
-    """A shipped recipe over fewer and shorter sequences; `changes` are of its calibration block."""
-    recipe = yaml.safe_load(find_recipe(name)[1])
-    recipe["calibration"] |= SMALL | changes
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    return path
-
-
-def forks() -> ForkServerContext:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["passes", "keepmtp.quantize.run", "keepmtp.quantize.calibrate"])
-    return context
+ROOT = Path(__file__).parent.parent
+END = 2
+ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
 
-def start(recipe: Path, folder: Path, **options: Any) -> list[ForkServerProcess]:
-    """Start `backbone_pass`, as several ranks if `size` says so."""
-    size = options.pop("size", 1)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    started = []
-    for rank in range(size):
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
-        process = forks().Process(target=backbone_pass, args=(recipe, folder, environment), kwargs=options)
-        process.start()
-        started.append(process)
-    return started
+def prompts(count: int) -> list[str]:
+    """Questions of the shipped problems; the last ones, which seeded draws for calibration rarely reach first."""
+    rows = [json.loads(line)["text"] for line in (ROOT / "models" / "problems.jsonl").read_text().splitlines()]
+    return [row.partition("\nAnswer:")[0] + "\nAnswer:" for row in rows[-count:]]
 
 
-def finished(processes: list[ForkServerProcess], timeout: float = 300) -> list[int | None]:
-    """Exit statuses; a process that hangs is killed, and has none."""
-    codes = []
-    for process in processes:
-        process.join(timeout)
-        codes.append(process.exitcode)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-    return codes
+def greedy_answers(folder: Path, asked: Sequence[str]) -> list[list[int]]:
+    """What transformers' own class answers, the end included."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    answers = []
+    for prompt in asked:
+        ids = tokenizer.encode(prompt, return_tensors="pt")
+        written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+        answers.append(written[0, ids.shape[1] :].tolist())
+    return answers
 
 
-def statistics(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted((folder / "statistics").iterdir())}
+def laid_out(folder: Path, asked: Sequence[str], answers: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Prompts with their answers as rows [N, S], and which of the tokens a model wrote."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    questions = [tokenizer.encode(prompt) for prompt in asked]
+    length = max(len(q) + len(a) for q, a in zip(questions, answers, strict=True))
+    ids = torch.full((len(asked), length), END)
+    written = torch.zeros(len(asked), length, dtype=torch.bool)
+    for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+        whole = [*question, *answer]
+        ids[row, : len(whole)] = torch.tensor(whole)
+        written[row, len(question) : len(whole)] = True
+    return ids, written
 
 
-def backbone_pass(
-    recipe: Path, folder: Path, environment: Mapping[str, object], *, kill: tuple[str, int] | None = None,
-    killed_rank: int = 0, source: Path | None = None,
-) -> None:  # fmt: skip
-    """In a process of its own: the pass; progress goes to <folder>.events-<rank>, a refusal to <folder>.error-<rank>.
-
-    Args:
-        kill: at which of KILLS, and in which layer, the process ends itself by SIGKILL.
-        killed_rank: which of the ranks does so.
-        source: another checkpoint than the recipe's.
-    """
-    os.environ.update({key: str(value) for key, value in environment.items()})
-    import torch
-    from keepmtp.quantize import calibrate
-    from keepmtp.quantize.data import calibration_data
-    from keepmtp.quantize.ranks import joined
-    from keepmtp.quantize.run import plan_for
-    from keepmtp.recipes.errors import KeepMTPError
-
-    torch.set_num_threads(1)
-    rank = int(str(environment["RANK"]))
-    if kill and rank == killed_rank:
-        KILLS[kill[0]](calibrate, kill[1])
-    with open(folder.with_name(f"{folder.name}.events-{rank}"), "a") as events:
-        try:
-            with joined() as ranks:
-                plan, _ = plan_for(str(recipe), source=source and str(source))
-                data = calibration_data(plan.recipe.calibration, plan.source)
-                calibrate.calibrate_backbone(
-                    plan, data, folder, device=ranks.device, ranks=ranks,
-                    watch=lambda step: events.write(json.dumps([step.done, step.total]) + "\n") and events.flush(),
-                )  # fmt: skip
-        except KeepMTPError as error:
-            folder.with_name(f"{folder.name}.error-{rank}").write_text(str(error))
-            os._exit(2)
+def plan_over(folder: Path, recipe: str | Recipe) -> Plan:
+    """A plan over a local checkpoint."""
+    return plan_before_measuring(find_recipe(recipe)[0] if isinstance(recipe, str) else recipe, open_source(folder))
 
 
-def events(folder: Path, rank: int = 0) -> list[int]:
-    """Layers done, in the order in which they were reported."""
-    return [json.loads(line)[0] for line in folder.with_name(f"{folder.name}.events-{rank}").read_text().splitlines()]
-
-
-def error(folder: Path, rank: int = 0) -> str:
-    path = folder.with_name(f"{folder.name}.error-{rank}")
-    return path.read_text() if path.is_file() else ""
-
-
-# --- where a process ends itself; each patches the module `calibrate` of its own process --------------------------
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _before_statistics(calibrate: Any, layer: int) -> None:
-    real = calibrate.write_statistics
-
-    def write(path: Path, *args: Any) -> None:
-        if path.stem.endswith(f"{layer:05d}"):
-            die()
-        real(path, *args)
-
-    calibrate.write_statistics = write
-
-
-def _after_statistics(calibrate: Any, layer: int) -> None:
-    real = calibrate.write_statistics
-
-    def write(path: Path, *args: Any) -> None:
-        real(path, *args)
-        if path.stem.endswith(f"{layer:05d}"):
-            die()
-
-    calibrate.write_statistics = write
-
-
-def _amid_states(calibrate: Any, layer: int) -> None:
-    """With one batch of `calibration` on disk, and half of the next."""
-    real = calibrate._write_state
-
-    def write(path: Path, state: Any) -> None:
-        real(path, state)
-        if path.parent.name == f"{layer + 1:05d}.writing" and path.name > "calibration-00001":
-            os.truncate(path, path.stat().st_size // 2)
-            die()
-
-    calibrate._write_state = write
-
-
-def _amid_removal(calibrate: Any, layer: int) -> None:
-    """The layer's own states are whole; half of those of the layer before are gone."""
-
-    real = calibrate.shutil.rmtree
-
-    def remove(path: Path, *args: Any, **options: Any) -> None:
-        if path.name == f"{layer:05d}":
-            next(iter(path.iterdir())).unlink()
-            die()
-        real(path, *args, **options)
-
-    calibrate.shutil.rmtree = remove
-
-
-KILLS: Mapping[str, Callable[[Any, int], None]] = {
-    "before statistics": _before_statistics,
-    "after statistics": _after_statistics,
-    "amid states": _amid_states,
-    "amid removal": _amid_removal,
-}
+def finished(plan: Plan, folder: Path, *, held_out: Tensor | None = None, samples: int = 16) -> Backbone:
+    """A backbone pass by the plan's recipe over few samples, with other held-out text if there is any."""
+    calibration = plan.recipe.calibration.model_copy(update={"samples": samples})
+    data = calibration_data(calibration, plan.source)
+    if held_out is not None:
+        data = CalibrationData(ids=data.ids, held_out_ids=held_out, provenance=data.provenance)
+    return calibrate_backbone(plan, data, folder, device=ALONE.device, ranks=ALONE)

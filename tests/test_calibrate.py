@@ -1,22 +1,207 @@
-import pytest
-from passes import error, events, finished, small_recipe, start, statistics
+"""The backbone pass on its own: killed and resumed, refused, out of memory, fed NaN."""
 
-CALIBRATED = ["nvfp4", "w4a16-gptq", "w4a16-awq"]
-# Each rerun is killed at another place, later than the last.
+import gc
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from calibrated import planned
+from checkpoints import source_layout, write_checkpoint
+from keepmtp.quantize import calibrate
+from keepmtp.quantize.calibrate import calibrate_backbone, fingerprint
+from keepmtp.quantize.data import CalibrationData, calibration_data
+from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.ranks import Ranks
+from keepmtp.quantize.run import plan_for
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from killed import events, finished, small_recipe, start, statistics
+from safetensors.torch import load_file, save_file
+from transformers.models.glm4_moe import modeling_glm4_moe
+
+ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+# Each rerun is killed at another place, later than the last; the fourth has finished its layer, but told no one.
 PLACES = [("before statistics", 0), ("after statistics", 1), ("amid states", 1), ("amid removal", 1)]
 
 
-@pytest.mark.parametrize("variant", CALIBRATED)
-@pytest.mark.parametrize("model", ["tiny-glm4-moe", "tiny-qwen3_5"])
-def test_a_killed_pass_goes_on_and_leaves_the_same_bytes(model, variant, tmp_path):
-    recipe = small_recipe(tmp_path, f"{model}.{variant}")
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+@pytest.mark.parametrize(
+    ("name", "places", "told"),
+    [
+        ("tiny-glm4-moe.nvfp4", PLACES, [1, 3]),
+        ("tiny-glm4-moe.w4a16-gptq", PLACES[2:3], [1, 2, 3]),
+        ("tiny-glm4-moe.w4a16-awq", [("after statistics", 2)], [1, 2, 3]),
+        ("tiny-qwen3_5.nvfp4", PLACES[1:2], [1, 2, 3]),
+        ("tiny-qwen3_5.w4a16-gptq", [("amid states", 2)], [1, 2, 3]),
+        ("tiny-qwen3_5.w4a16-awq", PLACES[2:3], [1, 2, 3]),
+    ],
+)
+def test_a_killed_pass_goes_on_and_leaves_the_same_bytes(name, places, told, tmp_path):
+    recipe, unbroken, broken = small_recipe(tmp_path, name), tmp_path / "unbroken", tmp_path / "broken"
     straight = start(recipe, unbroken)
-    for place in PLACES:
+    for place in places:
         assert finished(start(recipe, broken, kill=place)) == [-9], place
-    assert finished(start(recipe, broken)) == [0]
-    assert finished(straight) == [0]
+    assert finished(start(recipe, broken)) == finished(straight) == [0]
     assert len(statistics(unbroken)) == 3
     assert statistics(broken) == statistics(unbroken)
-    assert events(unbroken) == events(broken) == [1, 2, 3], "no layer twice"
+    assert events(unbroken) == [1, 2, 3] and events(broken) == told, "no layer twice"
     assert [path.name for path in (broken / "states").iterdir()] == ["00003"]
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+def run(plan: Plan, data: CalibrationData, folder: Path, *, ranks: Ranks = ALONE) -> list[int]:
+    """The layers that were done."""
+    told: list[int] = []
+    calibrate_backbone(plan, data, folder, device=ranks.device, ranks=ranks, watch=lambda step: told.append(step.done))
+    return told
+
+
+def prepared(recipe: Path, source: Path | None = None) -> tuple[Plan, CalibrationData]:
+    plan, _ = plan_for(str(recipe), source=source and str(source))
+    assert plan.recipe.calibration is not None
+    return plan, calibration_data(plan.recipe.calibration, plan.source)
+
+
+@pytest.fixture(scope="module")
+def finished_pass(tmp_path_factory) -> tuple[Path, Path, Path]:
+    """(recipe, source, folder) of a pass over a copy of the shipped model and of its dataset."""
+    root = tmp_path_factory.mktemp("finished")
+    source = shutil.copytree("models/tiny-glm4-moe", root / "source")
+    dataset = shutil.copy("models/problems.jsonl", root / "problems.jsonl")
+    recipe = small_recipe(root, "tiny-glm4-moe.nvfp4", dataset=str(dataset), samples=4)
+    assert run(*prepared(recipe, source), root / "pass") == [1, 2, 3]
+    return recipe, source, root / "pass"
+
+
+def test_an_unchanged_run_computes_nothing_again(finished_pass):
+    recipe, source, folder = finished_pass
+    assert run(*prepared(recipe, source), folder) == []
+
+
+CHANGES = {
+    "recipe": lambda recipe, source: recipe.write_text(recipe.read_text().replace("batch_size: 2", "batch_size: 4")),
+    "scheme": lambda recipe, source: recipe.write_text(recipe.read_text().replace("mlp: NVFP4", "mlp: FP8_DYNAMIC")),
+    "weights": lambda recipe, source: os.utime(next(source.glob("*.safetensors"))),
+    "config": lambda recipe, source: (source / "config.json").write_text(
+        json.dumps(json.loads((source / "config.json").read_text()) | {"rms_norm_eps": 1e-6})
+    ),
+    "dataset": lambda recipe, source: (recipe.parent / "problems.jsonl").write_text(
+        (recipe.parent / "problems.jsonl").read_text().replace("has", "had")
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [*CHANGES, "processes"])
+def test_another_runs_state_is_refused(what, finished_pass, tmp_path):
+    recipe = Path(shutil.copy(finished_pass[0], tmp_path))
+    dataset = shutil.copy(finished_pass[0].parent / "problems.jsonl", tmp_path)
+    source = shutil.copytree(finished_pass[1], tmp_path / "source", copy_function=shutil.copy2)
+    recipe.write_text(recipe.read_text().replace(str(finished_pass[0].parent / "problems.jsonl"), str(dataset)))
+    # The pass as this copy would have left it.
+    folder = shutil.copytree(finished_pass[2], tmp_path / "pass")
+    (folder / "fingerprint").write_text(fingerprint(*prepared(recipe, source), 1))
+    assert run(*prepared(recipe, source), folder) == []
+    if what in CHANGES:
+        CHANGES[what](recipe, source)
+    ranks = replace(ALONE, size=2) if what == "processes" else ALONE
+    with pytest.raises(RecipeError, match="can only be resumed with the same recipe, source, dataset"):
+        run(*prepared(recipe, source), folder, ranks=ranks)
+
+
+def test_each_process_needs_a_batch(tmp_path):
+    plan, data = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4"))
+    with pytest.raises(RecipeError, match=r"must have a batch .* got 2 batches of 2 for 3 processes"):
+        run(plan, data, tmp_path / "pass", ranks=replace(ALONE, size=3))
+
+
+def test_out_of_memory_says_what_to_change(tmp_path, monkeypatch):
+    def forward(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    plan, data = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4"))
+    monkeypatch.setattr(modeling_glm4_moe.Glm4MoeMoE, "forward", forward)
+    rule = r"decoder layer 1 and a batch must fit cpu; got out of memory\. Lower calibration\.batch_size"
+    with pytest.raises(RecipeError, match=rule):
+        run(plan, data, tmp_path / "pass")
+
+
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.k_proj"),
+        ("model.layers.1.post_attention_layernorm.weight", r"model.layers.1.mlp\.\S+_proj"),
+        ("model.layers.2.mlp.experts.3.down_proj.weight", "model.layers.2.mlp.experts.3.down_proj"),
+    ],
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_name_their_module(broken, named, value, tmp_path):
+    source = shutil.copytree("models/tiny-glm4-moe", tmp_path / "source")
+    for file in source.glob("*.safetensors"):
+        tensors = load_file(file)
+        if broken in tensors:
+            tensors[broken].view(-1)[7] = value
+            save_file(tensors, file)
+    plan, data = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=4), source)
+    with pytest.raises(CheckpointError, match=rf"^{named}: \S+ must be finite"):
+        run(plan, data, tmp_path / "pass")
+
+
+def test_a_module_that_is_never_called_is_named(tmp_path, monkeypatch):
+    plan, data = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=4))
+    monkeypatch.setattr(modeling_glm4_moe.Glm4MoeMLP, "forward", lambda _self, states: states)
+    rule = r"model\.layers\.0\.mlp\.\w+_proj: every quantized module must be called .* got 3 modules without a token"
+    with pytest.raises(CheckpointError, match=rule):
+        run(plan, data, tmp_path / "pass")
+
+
+def deep(folder: Path, model: str, num_layers: int, batches: int) -> tuple[Plan, CalibrationData]:
+    """A tiny model with many layers, and ids that mean nothing."""
+    changes = {"num_hidden_layers": num_layers}
+    write_checkpoint(folder, *source_layout(model, size="tiny", changes=changes), data="random")
+    plan = planned(folder, model=model, attention="FP8_DYNAMIC")
+    calibration = plan.recipe.calibration.model_copy(update={"batch_size": 2})
+    ids = torch.randint(3, 500, (2 * batches, 32), generator=torch.Generator().manual_seed(0))
+    data = CalibrationData(ids=ids, held_out_ids=ids[:2], provenance={})
+    return replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration})), data
+
+
+def test_nothing_is_held_from_layer_to_layer(tmp_path):
+    """Between layers there is embedding, norm and no more than a batch of states, after the fifth as after the first.
+
+    Tensors, not the process's size: that grows by oneDNN's cache of kernels, one for each number of tokens an expert
+    is sent, up to 1024 of them.
+    """
+    held: list[int] = []
+
+    def look(_step: object) -> None:
+        gc.collect()
+        alive = (each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive if not t.is_meta}
+        held.append(sum(storages.values()))
+
+    plan, data = deep(tmp_path / "source", "glm-4.7", 5, 3)
+    look(None)
+    calibrate_backbone(plan, data, tmp_path / "pass", device=ALONE.device, ranks=ALONE, watch=look)
+    before, *after = held
+    assert len(after) == 5
+    assert max(after) - min(after) < 2**14
+    assert max(after) - before < 2**20
+
+
+def test_layers_that_hand_on_more_than_states_can_be_resumed(tmp_path):
+    """GLM-5's layers return (hidden states, indices): so must the stand-ins of a run that has seen none of them."""
+    plan, data = deep(tmp_path / "source", "glm-5", 4, 1)
+    assert run(plan, data, tmp_path / "whole") == [1, 2, 3, 4]
+
+    def stop(step: calibrate.Progress) -> None:
+        if step.done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_backbone(plan, data, tmp_path / "cut", device=ALONE.device, ranks=ALONE, watch=stop)
+    assert run(plan, data, tmp_path / "cut") == [3, 4]
+    assert statistics(tmp_path / "cut") == statistics(tmp_path / "whole")

@@ -1,0 +1,189 @@
+"""Backbone passes in processes of their own, which may be killed; for tests of resuming and of several ranks.
+
+Processes come from a fork server that has imported llm-compressor once, and has computed nothing.
+"""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import yaml
+from keepmtp.recipes.schema import find_recipe
+
+SMALL = {"samples": 8, "held_out": 4, "sequence_length": 32, "batch_size": 2}
+
+
+def small_recipe(folder: Path, name: str, **changes: Any) -> Path:
+    """A shipped recipe over fewer and shorter sequences; `changes` are of its calibration block."""
+    recipe = yaml.safe_load(find_recipe(name)[1])
+    recipe["calibration"] |= SMALL | changes
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return path
+
+
+def forks() -> ForkServerContext:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["killed", "keepmtp.quantize.run", "keepmtp.quantize.calibrate"])
+    return context
+
+
+def start(recipe: Path, folder: Path, **options: Any) -> list[ForkServerProcess]:
+    """Start `backbone_pass`, as several ranks if `size` says so."""
+    size = options.pop("size", 1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    started = []
+    for rank in range(size):
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+        process = forks().Process(target=backbone_pass, args=(recipe, folder, environment), kwargs=options)
+        process.start()
+        started.append(process)
+    return started
+
+
+def finished(processes: list[ForkServerProcess], timeout: float = 300) -> list[int | None]:
+    """Exit statuses; a process that hangs is killed, and has none."""
+    codes = []
+    for process in processes:
+        process.join(timeout)
+        codes.append(process.exitcode)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+    return codes
+
+
+def statistics(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((folder / "statistics").iterdir())}
+
+
+def backbone_pass(
+    recipe: Path, folder: Path, environment: Mapping[str, object], *, kill: tuple[str, int] | None = None,
+    killed_rank: int = 0,
+) -> None:  # fmt: skip
+    """In a process of its own: the pass; progress goes to <folder>.events-<rank>, a refusal to <folder>.error-<rank>.
+
+    Args:
+        kill: at which of KILLS, and in which layer, the process ends itself by SIGKILL.
+        killed_rank: which of the ranks does so.
+    """
+    os.environ.update({key: str(value) for key, value in environment.items()})
+    import torch
+    from keepmtp.quantize import calibrate
+    from keepmtp.quantize.data import calibration_data
+    from keepmtp.quantize.ranks import joined
+    from keepmtp.quantize.run import plan_for
+    from keepmtp.recipes.errors import KeepMTPError
+
+    torch.set_num_threads(1)
+    rank = int(str(environment["RANK"]))
+    if kill and rank == killed_rank:
+        KILLS[kill[0]](calibrate, kill[1])
+    with open(folder.with_name(f"{folder.name}.events-{rank}"), "a") as told:
+        try:
+            with joined() as ranks:
+                plan, _ = plan_for(str(recipe))
+                data = calibration_data(plan.recipe.calibration, plan.source)
+                calibrate.calibrate_backbone(
+                    plan, data, folder, device=ranks.device, ranks=ranks,
+                    watch=lambda step: print(json.dumps(step.done), file=told, flush=True),
+                )  # fmt: skip
+        except KeepMTPError as refusal:
+            folder.with_name(f"{folder.name}.error-{rank}").write_text(str(refusal))
+            os._exit(2)
+
+
+def events(folder: Path, rank: int = 0) -> list[int]:
+    """Layers done, in the order in which they were reported."""
+    return [json.loads(line) for line in folder.with_name(f"{folder.name}.events-{rank}").read_text().splitlines()]
+
+
+def error(folder: Path, rank: int = 0) -> str:
+    path = folder.with_name(f"{folder.name}.error-{rank}")
+    return path.read_text() if path.is_file() else ""
+
+
+# --- where a process ends itself; each patches the module `calibrate` of its own process --------------------------
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _before_statistics(calibrate: Any, layer: int) -> None:
+    real = calibrate.write_statistics
+
+    def write(path: Path, *args: Any) -> None:
+        if path.stem.endswith(f"{layer:05d}"):
+            die()
+        real(path, *args)
+
+    calibrate.write_statistics = write
+
+
+def _after_statistics(calibrate: Any, layer: int) -> None:
+    real = calibrate.write_statistics
+
+    def write(path: Path, *args: Any) -> None:
+        real(path, *args)
+        if path.stem.endswith(f"{layer:05d}"):
+            die()
+
+    calibrate.write_statistics = write
+
+
+def _amid_states(calibrate: Any, layer: int) -> None:
+    """With one batch of `calibration` on disk, and half of the next."""
+    real = calibrate._write_state
+
+    def write(path: Path, state: Any) -> None:
+        real(path, state)
+        if path.parent.name == f"{layer + 1:05d}.writing" and path.name > "calibration-00001":
+            os.truncate(path, path.stat().st_size // 2)
+            die()
+
+    calibrate._write_state = write
+
+
+def _amid_removal(calibrate: Any, layer: int) -> None:
+    """The layer's own states are whole; those of the layer before are partly gone."""
+    real = calibrate.shutil.rmtree
+
+    def remove(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == f"{layer:05d}":
+            next(iter(path.iterdir())).unlink()
+            die()
+        real(path, *args, **options)
+
+    calibrate.shutil.rmtree = remove
+
+
+def _amid_calibration(calibrate: Any, layer: int) -> None:
+    """While llm-compressor's modifiers look at activations; other ranks wait for this one's sums."""
+    real, seen = calibrate.backend._run_pipeline, []
+
+    def run(*args: Any) -> None:
+        seen.append(args)
+        if len(seen) > layer:
+            die()
+        real(*args)
+
+    calibrate.backend._run_pipeline = run
+
+
+KILLS: Mapping[str, Callable[[Any, int], None]] = {
+    "before statistics": _before_statistics,
+    "after statistics": _after_statistics,
+    "amid states": _amid_states,
+    "amid removal": _amid_removal,
+    "amid calibration": _amid_calibration,
+}

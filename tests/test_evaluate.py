@@ -1,0 +1,171 @@
+"""Figures without a server: on text the shipped models wrote, and against a server that is played token by token."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from drafts import changed
+from keepmtp.quantize.calibrate import Backbone
+from keepmtp.quantize.evaluate import Acceptance, acceptance, agreement, end_ids, judge, target
+from keepmtp.quantize.mtp_block import MtpBlock, bind_block, build_block
+from keepmtp.recipes.errors import RecipeError
+from passes import END, ROOT, finished, greedy_answers, laid_out, plan_over, prompts
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+MODELS = ("tiny-glm4-moe", "tiny-qwen3_5")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def shipped(request, tmp_path_factory) -> tuple[str, Backbone, Tensor]:
+    """A model's name, its pass with its own answers as held-out text, and which tokens are answers."""
+    folder, asked = ROOT / "models" / request.param, prompts(16)
+    held_out, written = laid_out(folder, asked, greedy_answers(folder, asked))
+    plan = plan_over(folder, f"{request.param}.nvfp4")
+    return request.param, finished(plan, tmp_path_factory.mktemp("pass"), held_out=held_out), written
+
+
+def block_of(backbone: Backbone, **draft) -> MtpBlock:
+    """The block of a pass's source; with other words in its family's `Draft`, a broken one."""
+    plan = changed(backbone.skeleton.plan, **draft)
+    block = build_block(plan.view)
+    backbone.skeleton.fill(block, bind_block(block, plan))
+    return block.requires_grad_(False)
+
+
+def of_source(backbone: Backbone, block: MtpBlock, written: Tensor | None) -> Acceptance:
+    return acceptance(backbone, "source", [block], target(backbone, "source"), written=written)
+
+
+def test_the_shipped_blocks_draft_as_their_training_said(shipped):
+    """models/train/measure.py: another block, another loop over the slots, other problems. It counts every slot of an
+    answer up to its end; so does a server that drafts one token, but for the slots it skips."""
+    name, backbone, written = shipped
+    found = of_source(backbone, block_of(backbone), written)
+    trained = json.loads((ROOT / "models" / name / "training.json").read_text())["measured"]["accepted"]
+    assert found.by_position(1)[0] == pytest.approx(trained[0], abs=0.01)
+    assert found.num_slots > 400
+    # Behind the end of an answer, where this counts and training did not, drafts are mostly lost.
+    assert trained[2] - 0.1 < found.by_position(3)[2] <= trained[2] + 0.02
+    assert found.mean_accepted_length(3) > 3.7
+
+
+def test_a_broken_block_is_seen(shipped):
+    """The twins: token and hidden state swapped, and a projection of noise. Both load without a word."""
+    _name, backbone, written = shipped
+    swapped = of_source(backbone, block_of(backbone, hidden_first=True), written)
+    noise = block_of(backbone)
+    torch.nn.init.normal_(noise.projection.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+    assert swapped.by_position(1)[0] < 0.5
+    assert of_source(backbone, noise, written).by_position(1)[0] < 0.5
+
+
+def test_prompts_are_not_drafted(shipped):
+    """Counted as if the model had written them, they pull the figure down: nobody foresees a problem's numbers."""
+    _name, backbone, written = shipped
+    block = block_of(backbone)
+    assert of_source(backbone, block, None).by_position(1)[0] < of_source(backbone, block, written).by_position(1)[0]
+    with pytest.raises(RecipeError, match="the held-out text must resemble what the model writes; got not one token"):
+        of_source(backbone, block, torch.zeros_like(written))
+
+
+def test_perplexity_and_choices_are_those_of_transformers_own_model(shipped):
+    """The whole model at once, in float32: layer by layer in BF16, logits are off by their rounding."""
+    name, backbone, _ = shipped
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "models" / name, dtype=torch.float32).eval()
+    ids = backbone.data.held_out_ids
+    with torch.no_grad():
+        logits = model(ids).logits
+    likelihood = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    found = target(backbone, "source")
+    assert found.num_tokens == ids[:, 1:].numel()
+    assert found.perplexity == pytest.approx(likelihood.exp().item(), rel=0.02)
+    choices = torch.stack([found.choices[row] for row in range(len(ids))])
+    assert (choices == logits.argmax(dim=-1)).float().mean() > 0.97
+    assert agreement(backbone, found, found) == 1.0
+    served = target(backbone, "served")
+    assert 0.5 < agreement(backbone, found, served) < 1.0, "NVFP4 changes some choices"
+    assert served.perplexity != found.perplexity
+
+
+def test_a_target_is_computed_once(shipped, tmp_path):
+    """A resumed run finds it in the folder; the states it was computed from may be gone."""
+    _name, backbone, _ = shipped
+    copy = Path(shutil.copytree(backbone.folder, tmp_path / "copy"))
+    first = target(backbone, "source")
+    moved = Backbone(folder=copy, skeleton=backbone.skeleton, data=backbone.data, ranks=backbone.ranks, coverage={})
+    again = target(moved, "source")
+    assert again.perplexity == first.perplexity and (copy / "figures").is_dir()
+    shutil.rmtree(copy / "states")
+    assert all(torch.equal(target(moved, "source").choices[row], choices) for row, choices in first.choices.items())
+    assert end_ids(backbone) == {END}
+
+
+# --- the count ------------------------------------------------------------------------------------------------------
+
+
+def played(ids: list[int], choices: list[int], drafts: list[list[int]], k: int, written: list[bool]) -> Tensor:
+    """A server, played: from each of the first k + 1 slots of a stretch on, [2, k] slots reached and accepted.
+
+    It stands at a slot, has just written the token behind it, and drafts k more; the target checks them one by one.
+    """
+    reached, accepted = [0] * k, [0] * k
+    length = len(ids)
+
+    def stands(slot: int) -> bool:
+        return (slot + 1 < length and choices[slot] == ids[slot + 1] and ids[slot + 1] != END and written[slot + 1])
+
+    starts, place = [], 0
+    for slot in range(length):
+        place = place + 1 if stands(slot) else 0
+        starts += [slot] if 1 <= place <= k + 1 else []
+    for start in starts:
+        slot = start
+        while slot < length and stands(slot):
+            says, kept = [*ids[: slot + 2]], 0
+            for position in range(k):
+                if says != ids[: len(says)] or len(says) > length:
+                    kept = length  # the server goes on with another text than this one
+                    break
+                reached[position] += 1
+                verdict = choices[len(says) - 1]
+                if drafts[position][slot] != verdict:
+                    break
+                accepted[position] += 1
+                kept += 1
+                says.append(verdict)
+            if not all(stands(s) for s in range(slot, min(slot + kept + 2, length))):
+                break
+            slot += kept + 1
+    return torch.tensor([reached, accepted], dtype=torch.float64) / (k + 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_count_is_that_of_a_server_played_token_by_token(seed):
+    """Random texts, choices and drafts over five tokens, one of which ends a text, so that everything happens."""
+    draw = torch.Generator().manual_seed(seed)
+    length = 400
+    choices = torch.randint(0, 5, (length,), generator=draw)
+    ids = torch.randint(0, 5, (length,), generator=draw)
+    follows = torch.rand(length, generator=draw) < 0.85
+    ids[1:] = torch.where(follows[1:], choices[:-1], ids[1:])
+    ends = ids == END
+    drafts = torch.stack([choices.roll(-step) for step in (1, 2, 3)])
+    is_wrong = torch.rand(3, length, generator=draw) < torch.tensor([0.2, 0.3, 0.4])[:, None]
+    drafts = torch.where(is_wrong, torch.randint(0, 5, (3, length), generator=draw), drafts)
+    written = torch.rand(length, generator=draw) < 0.97
+    counts = judge(ids, choices, drafts, ends={END}, written=written)
+    assert ends.any() and not written.all()
+    for k in (1, 2, 3):
+        expected = played(ids.tolist(), choices.tolist(), drafts.tolist(), k, written.tolist())
+        torch.testing.assert_close(counts[1:, k - 1, :k], expected)
+
+
+def test_what_is_kept_is_the_least_over_all_lengths_of_a_draft():
+    best = Acceptance(num_slots=10, reached=((10.0,), (10.0, 9.0)), accepted=((9.0,), (9.0, 8.1)))
+    worse = Acceptance(num_slots=10, reached=((10.0,), (10.0, 9.0)), accepted=((9.0,), (9.0, 0.0)))
+    assert best.by_position(2) == pytest.approx((0.9, 0.81)) and best.mean_accepted_length(2) == pytest.approx(2.71)
+    assert best.kept_of(best) == 1.0
+    assert worse.of_drafted(1) == best.of_drafted(1) and worse.kept_of(best) == pytest.approx(0.9 / 1.71)

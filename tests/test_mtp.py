@@ -1,0 +1,256 @@
+"""The MTP pass over shipped models: what it leaves for the writer, what it measures, and how `mtp: auto` chooses."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from keepmtp.quantize import calibrate, evaluate, mtp
+from keepmtp.quantize.calibrate import Backbone
+from keepmtp.quantize.evaluate import Acceptance
+from keepmtp.quantize.mtp import MtpPass, mtp_pass, refuse_mtp
+from keepmtp.quantize.mtp_block import bind_block, build_block, draft_steps
+from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.statistics import Statistics, refuse_statistics
+from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
+from keepmtp.recipes.schema import MtpAuto, find_recipe
+from passes import ROOT, finished, greedy_answers, laid_out, plan_over, prompts
+from torch import Tensor
+
+GLM, QWEN = (ROOT / "models" / name for name in ("tiny-glm4-moe", "tiny-qwen3_5"))
+MODELS = {"glm": (GLM, "tiny-glm4-moe.nvfp4"), "qwen": (QWEN, "tiny-qwen3_5.nvfp4")}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(request, tmp_path_factory) -> tuple[Plan, Backbone, Tensor]:
+    """A backbone pass, which no test may repeat, with the model's own answers as held-out text."""
+    return _made(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory) -> tuple[Plan, Backbone, Tensor]:
+    return _made("glm", tmp_path_factory)
+
+
+def _made(model: str, tmp_path_factory) -> tuple[Plan, Backbone, Tensor]:
+    folder, recipe = MODELS[model]
+    asked = prompts(12)
+    held_out, written = laid_out(folder, asked, greedy_answers(folder, asked))
+    plan = plan_over(folder, recipe)
+    return plan, finished(plan, tmp_path_factory.mktemp(model), held_out=held_out), written
+
+
+def fresh(backbone: Backbone, folder: Path) -> Backbone:
+    """The same finished pass in a folder of its own, without anything that an MTP pass left."""
+    shutil.copytree(backbone.folder, folder, ignore=shutil.ignore_patterns("mtp", "mtp-*"))
+    return replace(backbone, folder=folder)
+
+
+def with_mtp(plan: Plan, policy) -> Plan:
+    return make_plan(plan.recipe.resolved(policy), plan.source)
+
+
+def auto(plan: Plan, *candidates, least: float = 0.97) -> Plan:
+    """The plan of a recipe that leaves the choice to these candidates."""
+    chooses = MtpAuto(min_acceptance=least, candidates=candidates)
+    return replace(plan, recipe=plan.recipe.model_copy(update={"mtp": "auto", "mtp_auto": chooses}))
+
+
+def files(backbone: Backbone) -> list[str]:
+    return sorted(path.name for path in (backbone.folder / "statistics").iterdir())
+
+
+def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
+    plan, backbone, written = made
+    backbone = fresh(backbone, tmp_path / "pass")
+    plan = with_mtp(plan, "NVFP4")
+    found = mtp_pass(plan, backbone, written=written)
+    stamp = (backbone.folder / "fingerprint").read_text()
+    statistics = Statistics.open(backbone.folder / "statistics", fingerprint=stamp)
+    refuse_statistics(found.plan, statistics)
+    wanted = {o.name for t in plan.tensors if t.part == "mtp" for o in t.calibrated_outputs}
+    assert wanted and {name for name in statistics if statistics.entries[name].file.startswith("mtp-")} == wanted
+    assert set(found.coverage) == {t.module for t in plan.tensors if t.part == "mtp" and t.calibrated}
+    assert [(row.backbone, row.mtp) for row in found.rows] == [
+        ("source", "source"), ("quantized", "source"), ("quantized", "quantized"),
+    ]  # fmt: skip
+    source, kept, quantized = (row.acceptance for row in found.rows)
+    assert source.by_position(1)[0] > 0.98
+    assert kept.kept_of(source) > 0.9 and quantized.kept_of(source) > 0.85
+    assert 0.8 < found.agreement < 1.0 and found.rows[1].perplexity == found.rows[2].perplexity
+    assert found.as_dict()["rows"][2]["acceptance"]["by_position"]["1"] == [round(quantized.by_position(1)[0], 5)]
+
+
+def test_a_run_without_its_statistics_is_refused(made, tmp_path):
+    """The twin: the same plan, and the MTP pass left out."""
+    plan, backbone, _ = made
+    folder = fresh(backbone, tmp_path / "pass").folder
+    with pytest.raises(CheckpointError, match=r"calibration must give .*input_global_scale"):
+        refuse_statistics(with_mtp(plan, "NVFP4"), Statistics.open(folder / "statistics"))
+
+
+def test_another_policy_takes_the_place_of_the_first_ones_statistics(glm, tmp_path):
+    plan, backbone, written = glm
+    backbone = fresh(backbone, tmp_path / "pass")
+    mtp_pass(with_mtp(plan, "NVFP4"), backbone, written=written)
+    assert "mtp-00000.safetensors" in files(backbone)
+    found = mtp_pass(with_mtp(plan, "bf16"), backbone, written=written)
+    assert "mtp-00000.safetensors" not in files(backbone) and len(found.rows) == 2
+    refuse_statistics(found.plan, Statistics.open(backbone.folder / "statistics"))
+
+
+def test_auto_takes_the_cheapest_that_keeps_enough(made, tmp_path):
+    plan, backbone, written = made
+    backbone = fresh(backbone, tmp_path / "pass")
+    group = "experts" if "glm" in plan.recipe.model else "dense_mlp"
+    candidates = ("bf16", "FP8_DYNAMIC", {group: "NVFP4"}, {"attention": "FP8_DYNAMIC", group: "NVFP4"}, "NVFP4")
+    found = mtp_pass(auto(plan, *candidates, least=0.9), backbone, written=written)
+    tried = found.candidates
+    assert [each.policy for each in tried] == list(candidates)
+    refused = [each for each in tried if each.refused]
+    assert refused[0].policy == {group: "NVFP4"} and "must say what happens to" in refused[0].refused
+    (chosen,) = (each for each in tried if each.is_chosen)
+    enough = [each for each in tried if each.kept >= 0.9]
+    assert chosen.num_bytes == min(each.num_bytes for each in enough) and not chosen.refused
+    assert tried[0].num_bytes == sum(o.num_bytes for t in plan.tensors if t.part == "mtp" for o in t.outputs)
+    assert chosen.num_bytes < tried[1].num_bytes < tried[0].num_bytes
+    assert found.plan.recipe.mtp == chosen.policy and found.plan.recipe.mtp_auto is None
+    assert found.rows[2].acceptance == chosen.acceptance and found.rows[1].acceptance == tried[0].acceptance
+    # What was chosen is what a recipe that names it gets.
+    alone = fresh(backbone, tmp_path / "alone")
+    named = mtp_pass(with_mtp(plan, chosen.policy), alone, written=written)
+    assert named.rows == found.rows and named.candidates == ()
+    for name in files(alone):
+        assert (alone.folder / "statistics" / name).read_bytes() == (backbone.folder / "statistics" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("least", "chosen"), [(0.89, "W4A16"), (0.96, "FP8_DYNAMIC"), (0.99, "bf16"), (1.0, None)])
+def test_the_budget_decides(glm, tmp_path, monkeypatch, least, chosen):
+    """Figures put in by hand, since the shipped blocks lose nothing: in the order in which they are measured."""
+    plan, backbone, _ = glm
+    rates = iter((0.8, 0.72, 0.77, 0.798))
+    monkeypatch.setattr(mtp, "acceptance", lambda *_, **__: Acceptance(
+        num_slots=1000, reached=((1000.0,),), accepted=((1000 * next(rates),),)
+    ))  # fmt: skip
+    monkeypatch.setattr(mtp._Pass, "_calibrated", lambda *_: [])
+    monkeypatch.setattr(mtp._Pass, "statistics", lambda *_: ())
+    run = mtp._Pass(plan=plan, backbone=fresh(backbone, tmp_path / "pass"), source=None, served=None, written=None)
+    run.released()
+    asked = auto(plan, "W4A16", "FP8_DYNAMIC", "bf16", least=least)
+    tried, best = mtp._tried(replace(run, plan=asked), None)
+    assert [each.kept for each in tried] == pytest.approx([0.9, 0.9625, 0.9975])
+    assert [each.policy for each in tried if each.is_chosen] == ([chosen] if chosen else [])
+    assert (best and best.recipe.mtp) == chosen
+
+
+def test_an_impossible_budget_is_refused_by_name(glm, tmp_path):
+    """The twin: nothing is chosen in silence."""
+    plan, backbone, written = glm
+    backbone = fresh(backbone, tmp_path / "pass")
+    impossible = auto(plan, "bf16", "NVFP4", least=1.0)
+    with pytest.raises(GateError) as caught:
+        mtp_pass(impossible, backbone, written=written)
+    said = str(caught.value)
+    assert said.startswith(f"{plan.recipe.name}: a candidate of mtp: auto must keep 100.0% of acceptance; got ")
+    assert "at best, by " in said and "The quantized backbone keeps" in said and "mtp_auto.min_acceptance" in said
+    assert not [name for name in files(backbone) if name.startswith("mtp-")]
+    misfit = auto(plan, {"experts": "NVFP4"})
+    with pytest.raises(GateError, match=r"no candidate that fits the model: .*must say what happens to \w+;"):
+        mtp_pass(misfit, backbone, written=written)
+
+
+def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypatch):
+    plan, backbone, written = glm
+    asked = auto(plan, "FP8_DYNAMIC", "W4A16", "NVFP4", least=0.5)
+    whole = mtp_pass(asked, fresh(backbone, tmp_path / "whole"), written=written)
+    cut = fresh(backbone, tmp_path / "cut")
+    calls = []
+
+    def killed_at(number: int):
+        def run(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        original = mtp.backend.calibrate
+        return run
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mtp.backend, "calibrate", killed_at(2))
+        with pytest.raises(KeyboardInterrupt):
+            mtp_pass(asked, cut, written=written)
+    assert not [name for name in files(cut) if name.startswith("mtp-")], "nothing is published before the end"
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(mtp.backend, "calibrate", killed_at(0))
+        patch.setattr(calibrate._Pass, "layer", lambda *_: pytest.fail("a second backbone pass"))
+        resumed = mtp_pass(asked, cut, written=written)
+        assert len(calls) == 2, "the first candidate was done"
+        again = mtp_pass(asked, cut, written=written)
+        assert len(calls) == 2, "all were done"
+    assert resumed.candidates == whole.candidates == again.candidates
+    for name in files(cut):
+        whole_file = tmp_path / "whole" / "statistics" / name
+        assert whole_file.read_bytes() == (cut.folder / "statistics" / name).read_bytes()
+
+
+# --- what cannot be run -----------------------------------------------------------------------------------------------
+
+
+def without_draft(plan: Plan) -> Plan:
+    family = replace(plan.view.family, draft=None, no_draft="transformers has no class for it")
+    return replace(plan, view=replace(plan.view, family=family))
+
+
+def test_a_block_that_cannot_be_run_is_refused_or_left_unmeasured(glm, tmp_path):
+    plan, backbone, written = glm
+    for mtp_word in ("NVFP4", "auto"):
+        needing = without_draft(auto(plan, "bf16") if mtp_word == "auto" else with_mtp(plan, mtp_word))
+        with pytest.raises(RecipeError, match="keepmtp must be able to run an MTP block"):
+            refuse_mtp(needing)
+    kept = without_draft(with_mtp(plan, "FP8_DYNAMIC"))
+    refuse_mtp(kept)
+    found: MtpPass = mtp_pass(kept, fresh(backbone, tmp_path / "pass"), written=written)
+    assert "transformers has no class for it" in found.unmeasured and found.plan is kept
+    assert [row.acceptance for row in found.rows] == [None, None] and found.rows[1].perplexity > 1
+    refuse_mtp(with_mtp(plan, "NVFP4"))
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_are_those_of_a_draft(made):
+    """Each block sees in calibration what it sees when it drafts, up to the last slots, which have no next token."""
+    _, backbone, _ = made
+    skeleton = backbone.skeleton
+    blocks = []
+    for _ in range(2):
+        block = build_block(skeleton.plan.view)
+        skeleton.fill(block, bind_block(block, skeleton.plan))
+        blocks.append(block)
+    batch = next(iter(backbone.batches("calibration")))
+    with torch.no_grad():
+        hidden = evaluate.block_input(backbone, blocks[0], batch)
+        steps = draft_steps(blocks, skeleton.model.get_input_embeddings(), ids=batch.ids, hidden=hidden, num_steps=2)
+        for count, expected in enumerate(steps, start=1):
+            inputs = mtp._Inputs(backbone=backbone, blocks=blocks[:count])
+            arguments = next(iter(inputs))
+            assert len(inputs) == len(list(inputs)) == len(list(inputs))
+            output = blocks[count - 1](**arguments)[0]
+            assert output.shape[1] == batch.ids.shape[1] - count
+            # Sums over other lengths are added in another order: two units in the last place of BF16 near 4.
+            torch.testing.assert_close(output, expected[:, : output.shape[1]], atol=0.0625, rtol=0.02)
+
+
+def test_the_shipped_recipe_chooses(glm, tmp_path):
+    """`tiny-glm4-moe.nvfp4-mtp-auto`: its seven candidates over a pass of its sibling, which has the same backbone."""
+    plan, backbone, written = glm
+    recipe = find_recipe("tiny-glm4-moe.nvfp4-mtp-auto")[0]
+    assert recipe.backbone == plan.recipe.backbone and recipe.calibration == plan.recipe.calibration
+    shipped = replace(plan, recipe=recipe)
+    found = mtp_pass(shipped, fresh(backbone, tmp_path / "pass"), written=written)
+    assert len(found.candidates) == 7 and not any(each.refused for each in found.candidates)
+    (chosen,) = (each for each in found.candidates if each.is_chosen)
+    assert chosen.num_bytes < found.candidates[0].num_bytes * 0.75 and chosen.kept >= 0.97
