@@ -84,7 +84,7 @@ class Names:
             if isinstance(transform, WeightConverter) and ".experts." not in name:
                 renamed, pattern = transform.rename_source_key(name)
                 if pattern is not None:
-                    if [type(step) for step in transform.operations] != [Concatenate] or transform.operations[0].dim:
+                    if not all(isinstance(step, Concatenate) and step.dim == 0 for step in transform.operations):
                         steps = " and ".join(type(step).__name__ for step in transform.operations)
                         raise CheckpointError(
                             refuse(name, "only concatenation can be undone after calibration", steps,

@@ -107,20 +107,20 @@ def calibrate_backbone(
     calibration = plan.recipe.calibration
     assert calibration is not None
     _claim(plan, data, folder, ranks)
-    with _fitting(plan, "the embedding", device):
+    with fitting(plan, "the embedding", device):
         skeleton = Skeleton(plan, device=device)
     run = _Pass(skeleton, data, folder, ranks)
     first = run.num_done()
     run.tidy(first)
     tokens, started = data.ids.numel(), time.monotonic()
     for index in range(first, len(skeleton)):
-        with _fitting(plan, f"decoder layer {index} and a batch", device):
+        with fitting(plan, f"decoder layer {index} and a batch", device):
             run.layer(index)
         if watch and ranks.is_first:
             seconds = (time.monotonic() - started) / (index - first + 1)
             watch(Progress(
                 step="backbone", done=index + 1, total=len(skeleton), tokens_per_second=tokens / seconds,
-                eta_seconds=seconds * (len(skeleton) - index - 1), memory_gib=_memory(device) / 2**30,
+                eta_seconds=seconds * (len(skeleton) - index - 1), memory_gib=peak_memory(device) / 2**30,
             ))  # fmt: skip
     return Backbone(folder=folder, skeleton=skeleton, data=data, ranks=ranks, coverage=run.coverage())
 
@@ -328,7 +328,7 @@ def _claim(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> Non
 
 
 @contextmanager
-def _fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
+def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
     """Running out of a GPU's memory, as something that can be acted on."""
     try:
         yield
@@ -354,7 +354,7 @@ def _read_state(path: Path) -> tuple[Tensor | None, ...]:
         return tuple(file.get_tensor(str(turn)) if str(turn) in keys else None for turn in range(length))
 
 
-def _memory(device: torch.device) -> int:
+def peak_memory(device: torch.device) -> int:
     """Peak bytes: of the GPU, or of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..recipes.errors import RecipeError, refuse
+from ..recipes.schema import AUTO
 from .calibrate import Backbone, Watch, calibrate_backbone, fingerprint
 from .data import calibration_data
 from .mtp import MtpPass, mtp_pass, refuse_mtp
@@ -60,9 +61,14 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, watch: Watch | None = N
     assert calibration is not None, f"{plan.recipe.name}: nothing says what to calibrate on"
     refuse_mtp(plan)
     data = calibration_data(calibration, plan.source)
+    if plan.recipe.mtp == AUTO and data.held_out_written is not None and not data.held_out_written.any():
+        raise RecipeError(
+            refuse(plan.recipe.name, "mtp: auto needs held-out text that a model writes", "none in the dataset's rows",
+                   "Name one with assistant turns, or give calibration.prompt_column")
+        )  # fmt: skip
     with _held(folder, ranks):
         backbone = calibrate_backbone(plan, data, folder, device=ranks.device, ranks=ranks, watch=watch)
-        mtp = mtp_pass(plan, backbone, watch=watch)
+        mtp = mtp_pass(plan, backbone, written=data.held_out_written, watch=watch)
         ranks.wait()
         salt = fingerprint(plan, data, ranks.size)
         statistics = Statistics.open(folder / "statistics", fingerprint=salt)

@@ -1,7 +1,7 @@
 """Calibration text: a dataset's rows, tokenized and packed into sequences of one length, the same ones every time.
 
 In: a recipe's calibration block and the source checkpoint, for its tokenizer and config. Out: token ids to calibrate
-on, token ids held out to measure on, and the provenance that proves which they were.
+on, token ids held out to measure on, which of these a model writes, and the provenance that proves which they were.
 
 Easy to get wrong: what looks shuffled need not be repeatable. The order drawn here depends on the seed and the rows'
 numbers alone, not on how a dataset is cut into files, nor on a library's version.
@@ -28,13 +28,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from jinja2 import TemplateError
 from pyarrow import ArrowException
 from torch import Tensor
 
 from ..recipes.errors import CheckpointError, RecipeError, refuse
 from ..recipes.schema import Calibration
-from .encode import Conversation, Encoders, encoders
+from .encode import UNENCODABLE, Answered, Encoders, Row, encoders
 from .source import Source
 
 SHUFFLED_ROWS = 10_000
@@ -43,8 +42,6 @@ that a Hub dataset is read only as far as needed. One that is sorted by topic sh
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _BESIDE_THE_PACKAGE = Path(__file__).parent.parent
 _UNREADABLE = (DatasetsError, ArrowException, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
-# What chat templates and encodings raise on a conversation that they do not allow.
-_UNENCODABLE = (TemplateError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +51,15 @@ class CalibrationData:
     Attributes:
         ids: [samples, sequence_length] int64, CPU, no padding.
         held_out_ids: [held_out, sequence_length], of rows that are not in `ids`.
+        held_out_written: bool, of the same shape: tokens that a model writes, not its user, in the row that a sequence
+            begins with; None where nothing tells them apart.
         provenance: dataset, its resolved revision, numbers of rows and tokens, and SHA-256 sums of the row numbers and
             of both sets' ids (int64, little-endian), which are equal exactly when the ids are.
     """
 
     ids: Tensor
     held_out_ids: Tensor
+    held_out_written: Tensor | None = None
     provenance: Mapping[str, str | int]
 
 
@@ -67,8 +67,9 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     """Read, draw, tokenize and pack.
 
     Rows are laid end to end, each as the tokenizer or the chat template begins and ends it, and cut every
-    `sequence_length` tokens, which may be within a row. Held-out sequences begin with a row of their own, and rows with
-    the very tokens of a calibrated one are passed over. Blank rows are too; the provenance counts them.
+    `sequence_length` tokens, which may be within a row. Each held-out sequence begins with a row of its own, as a
+    server's text does, and rows with the very tokens of a calibrated one are passed over. Blank rows are too; the
+    provenance counts them.
 
     Args:
         calibration: a recipe's block.
@@ -83,11 +84,11 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     _refuse_long_sequences(calibration, source)
     encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
     dataset, revision = _open_split(calibration, where)
-    rows = _shuffled(_column(dataset, calibration.column, where), calibration.seed)
+    rows = _shuffled(_column(dataset, calibration, where), calibration.seed)
     encoded = _encoded(rows, encoding, where=where, vocab_size=_text_config(source).get("vocab_size"))
     length, samples, held_out = calibration.sequence_length, calibration.samples, calibration.held_out
     used = _take(encoded, samples * length)
-    held = _take(encoded, held_out * length, without=used.sums)
+    held = _take(encoded, held_out * length, without=used.sums, restart=length)
     found = len(used.ids) // length + len(held.ids) // length
     if found < samples + held_out:
         read, blank = len(used.numbers) + len(held.numbers), used.num_blank + held.num_blank
@@ -99,13 +100,17 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     ids, held_out_ids = (torch.tensor(part.ids).view(-1, length) for part in (used, held))
     provenance: dict[str, str | int] = {
         "dataset": calibration.dataset, "dataset_revision": revision, "subset": calibration.subset or "",
-        "split": calibration.split, "column": calibration.column, "seed": calibration.seed,
+        "split": calibration.split, "column": calibration.column, "prompt_column": calibration.prompt_column or "",
+        "seed": calibration.seed,
         "rows": len(used.numbers), "held_out_rows": len(held.numbers), "blank_rows": used.num_blank + held.num_blank,
         "tokens": ids.numel(), "held_out_tokens": held_out_ids.numel(),
         "row_numbers_sha256": _sum([*used.numbers, *held.numbers]),
         "ids_sha256": _sum(used.ids), "held_out_ids_sha256": _sum(held.ids),
     }  # fmt: skip
-    return CalibrationData(ids=ids, held_out_ids=held_out_ids, provenance=provenance)
+    written = _written(held, encoding, length)
+    if written is not None:
+        provenance["held_out_written_tokens"] = int(written.sum())
+    return CalibrationData(ids=ids, held_out_ids=held_out_ids, held_out_written=written, provenance=provenance)
 
 
 # --- the dataset ------------------------------------------------------------------------------------------------------
@@ -164,10 +169,12 @@ def _hub_commit(calibration: Calibration, where: str) -> str:
         raise refusal(error, "the Hub must be reachable", cure) from error
 
 
-def _column(dataset: IterableDataset, column: str, where: str) -> Iterator[tuple[int, str | Conversation]]:
+def _column(dataset: IterableDataset, calibration: Calibration, where: str) -> Iterator[tuple[int, Row]]:
     """Row numbers and what stands in the column: a text or a conversation, maybe empty."""
-    if column in (dataset.column_names or ()):
-        dataset = dataset.select_columns([column])  # Parquet is stored by column: the others are not even read
+    column, prompt_column = calibration.column, calibration.prompt_column
+    read = {"column": column} | ({"prompt_column": prompt_column} if prompt_column else {})
+    if {*read.values()} <= {*(dataset.column_names or ())}:
+        dataset = dataset.select_columns([*read.values()])  # Parquet is stored by column: others are not even read
     rows, number = iter(dataset), 0
     while True:
         try:
@@ -177,17 +184,28 @@ def _column(dataset: IterableDataset, column: str, where: str) -> Iterator[tuple
             raise RecipeError(refuse(where, f"row {number} must be readable", _line(error), cure)) from error
         if row is None:
             return
-        if column not in row:
-            rule = f"column must be one of {', '.join(row)}"
-            raise RecipeError(refuse(where, rule, repr(column), "Correct calibration.column"))
+        for key, name in read.items():
+            if name not in row:
+                rule = f"{key} must be one of {', '.join(row)}"
+                raise RecipeError(refuse(where, rule, repr(name), f"Correct calibration.{key}"))
         value = row[column]
         if not (isinstance(value, str) or (isinstance(value, list) and all(map(_is_turn, value)))):
             rule = f"column {column} must hold a text or a list of {{role, content}}"
             raise RecipeError(
                 refuse(f"{where}: row {number}", rule, _short(value), "Name another column, or mend the row")
             )
-        yield number, value
+        yield number, value if prompt_column is None else _answered(row, calibration, f"{where}: row {number}")
         number += 1
+
+
+def _answered(row: Mapping[str, Any], calibration: Calibration, where: str) -> Answered:
+    assert calibration.prompt_column is not None
+    for column in (calibration.prompt_column, calibration.column):
+        if not isinstance(row[column], str):
+            rule = f"column {column} must hold a text where there is a prompt_column"
+            cure = "Name another column, or leave out calibration.prompt_column for conversations"
+            raise RecipeError(refuse(where, rule, _short(row[column]), cure))
+    return Answered(row[calibration.prompt_column], row[calibration.column])
 
 
 def _is_turn(turn: Any) -> bool:
@@ -209,6 +227,7 @@ def _shuffled(rows: Iterator[tuple[int, Any]], seed: int) -> Iterator[tuple[int,
 class _Part:
     """Consecutive rows' numbers, the sums of their tokens, and the tokens themselves end to end."""
 
+    rows: list[tuple[Row, list[int]]]
     numbers: list[int]
     sums: list[str]
     ids: list[int]
@@ -216,40 +235,64 @@ class _Part:
 
 
 def _encoded(
-    rows: Iterable[tuple[int, str | Conversation]], encoding: Encoders, *, where: str, vocab_size: int | None
-) -> Iterator[tuple[int, list[int]]]:
-    """Row numbers and token ids; none for a blank row."""
+    rows: Iterable[tuple[int, Row]], encoding: Encoders, *, where: str, vocab_size: int | None
+) -> Iterator[tuple[int, Row, list[int]]]:
+    """Row numbers, rows and token ids; none for a blank row."""
     for number, row in rows:
-        if not row or (isinstance(row, str) and not row.strip()):
-            yield number, []
+        if not row or (isinstance(row, str | Answered) and not "".join(row).strip()):
+            yield number, row, []
             continue
         encode = encoding.of(row)
         try:
-            ids = encode(row)
-        except _UNENCODABLE as error:
+            ids = encode()
+        except UNENCODABLE as error:
             rule, cure = "must suit the model's chat format", "Mend the row, or name a column of texts"
             raise RecipeError(refuse(f"{where}: row {number}", rule, _line(error), cure)) from error
         if vocab_size is not None and max(ids, default=0) >= vocab_size:
             rule = f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}"
             got = f"{max(ids)} in row {number}"
             raise CheckpointError(refuse(encoding.source.where, rule, got, "Use the release's own tokenizer"))
-        yield number, ids
+        yield number, row, ids
 
 
-def _take(rows: Iterator[tuple[int, list[int]]], num_tokens: int, *, without: Collection[str] = ()) -> _Part:
-    """The next rows until they have so many tokens, without what goes beyond; fewer only if the rows run out."""
+def _take(
+    rows: Iterator[tuple[int, Row, list[int]]], num_tokens: int, *, without: Collection[str] = (), restart: int = 0
+) -> _Part:
+    """The next rows until they have so many tokens, without what goes beyond; fewer only if the rows run out.
+
+    With `restart`, a row is cut where so many tokens are full, and the next one begins behind them.
+    """
+    kept: list[tuple[Row, list[int]]] = []
     numbers: list[int] = []
     sums: list[str] = []
     ids: list[int] = []
     num_blank, seen = 0, set(without)
     while len(ids) < num_tokens and (drawn := next(rows, None)) is not None:
-        number, of_row = drawn
+        number, row, of_row = drawn
         num_blank += not of_row
         if of_row and (sum_of_row := _sum(of_row)) not in seen:
+            kept.append((row, of_row))
             numbers.append(number)
             sums.append(sum_of_row)
-            ids.extend(of_row)
-    return _Part(numbers=numbers, sums=sums, ids=ids[:num_tokens], num_blank=num_blank)
+            ids.extend(of_row[: restart - len(ids) % restart] if restart else of_row)
+    return _Part(rows=kept, numbers=numbers, sums=sums, ids=ids[:num_tokens], num_blank=num_blank)
+
+
+def _written(part: _Part, encoding: Encoders, length: int) -> Tensor | None:
+    """[sequences, length] bool; None where no row says which of its tokens a model writes.
+
+    Only the row that a sequence begins with counts: behind others, no server would have it.
+    """
+    found = [encoding.written(row, ids) for row, ids in part.rows]
+    if all(each is None for each in found):
+        return None
+    each_token: list[bool] = []
+    # Beside rows that say it, one that does not is nobody's.
+    for written, (_, ids) in zip(found, part.rows, strict=True):
+        place = len(each_token) % length
+        counted = written if written is not None and place == 0 else [False] * len(ids)
+        each_token += counted[: length - place]
+    return torch.tensor(each_token[: len(part.ids)]).view(-1, length)
 
 
 def _text_config(source: Source) -> Mapping[str, Any]:

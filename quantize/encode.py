@@ -1,9 +1,11 @@
 """From a dataset's row to token ids, with whatever begins and ends a text or a conversation for this model.
 
-In: the source checkpoint's tokenizer files. Out: an `Encoders`, one function for texts and one for conversations.
+In: the source checkpoint's tokenizer files. Out: an `Encoders`: a row's token ids, and which of them a model writes
+when it is asked what the row's user asked.
 
 Easy to get wrong: a chat template writes its own special tokens, so its text must not get the tokenizer's on top; and a
 model without a template may have its encoding as Python beside the weights, which runs only if the recipe says so.
+Templates may show a turn otherwise once others follow it; what is not surely a model's counts as its user's.
 """
 
 import importlib.util
@@ -12,8 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..recipes.errors import CheckpointError, RecipeError, refuse
@@ -24,7 +27,19 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 Conversation = Sequence[Mapping[str, Any]]
-Encode = Callable[[Any], list[int]]
+UNENCODABLE = (TemplateError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
+"""What chat templates and encodings raise on a conversation that they do not allow."""
+
+
+class Answered(NamedTuple):
+    """A text whose beginning a user wrote."""
+
+    prompt: str
+    text: str
+
+
+Row = str | Answered | Conversation
+_EncodeTurns = Callable[[Conversation, bool], list[int]]
 
 
 @dataclass(frozen=True)
@@ -35,12 +50,55 @@ class Encoders:
     source: Source
     may_run_code: bool
 
-    def of(self, row: str | Conversation) -> Encode:
-        """The function for rows of this kind.
+    def of(self, row: Row) -> Callable[[], list[int]]:
+        """How to encode this row.
 
         Raises: RecipeError or CheckpointError if it is a conversation and there is no way to encode one.
         """
-        return self._text if isinstance(row, str) else self._conversation
+        if isinstance(row, str | Answered):
+            return lambda: self._text("".join(row))
+        encode = self._conversation
+        return lambda: encode(row, False)
+
+    def written(self, row: Row, ids: Sequence[int]) -> list[bool] | None:
+        """Which tokens of a row a model writes; None where nothing tells them from its user's.
+
+        Args:
+            row: one that can be encoded.
+            ids: what it is encoded to.
+        """
+        if isinstance(row, str):
+            return None
+        return self._behind_prompt(row, ids) if isinstance(row, Answered) else self._answers(row, ids)
+
+    def _behind_prompt(self, row: Answered, ids: Sequence[int]) -> list[bool] | None:
+        if not self.tokenizer.is_fast:
+            return None
+        spans = self.tokenizer("".join(row), return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        # Special tokens are at (0, 0), and a tokenizer that trims spaces leaves one of spaces alone without length.
+        first = len(row.prompt)
+        written = [start >= first and end > first for start, end in spans]
+        # The end belongs to the answer, whether the tokenizer or `_text` has added it.
+        if ids[-1] == self.tokenizer.eos_token_id:
+            written[len(ids) - 1 :] = [True]
+        return written
+
+    def _answers(self, row: Conversation, ids: Sequence[int]) -> list[bool]:
+        """A turn is known by what stands before it, the beginning of an answer included, as a server is given it."""
+        written = [False] * len(ids)
+        for index, turn in enumerate(row):
+            if turn["role"] != "assistant":
+                continue
+            try:
+                asked, answered = self._conversation(row[:index], True), self._conversation(row[: index + 1], False)
+            except UNENCODABLE:  # templates need not take a part of a conversation
+                continue
+            # Behind the answer there may be an end that only a whole conversation has.
+            end = next((i for i, (a, b) in enumerate(zip(answered, ids, strict=False)) if a != b),
+                       min(len(answered), len(ids)))  # fmt: skip
+            if asked == answered[: len(asked)] and len(asked) <= end:
+                written[len(asked) : end] = [True] * (end - len(asked))
+        return written
 
     def _text(self, row: str) -> list[int]:
         ids = self.tokenizer.encode(row, add_special_tokens=True, verbose=False)
@@ -48,20 +106,24 @@ class Encoders:
         return [*ids, ends] if isinstance(ends, int) and ids[-1:] != [ends] else ids
 
     @cached_property
-    def _conversation(self) -> Encode:
+    def _conversation(self) -> _EncodeTurns:
+        """Turns, and whether the beginning of an answer comes behind them."""
         if not self.tokenizer.chat_template:
             return self._own_conversation()
 
-        def encode(row: Conversation) -> list[int]:
-            ids = self.tokenizer.apply_chat_template(_turns(row), tokenize=True, return_dict=False)
+        def encode(row: Conversation, is_asked: bool) -> list[int]:
+            ids = self.tokenizer.apply_chat_template(
+                _turns(row), tokenize=True, return_dict=False, add_generation_prompt=is_asked
+            )
             return cast("list[int]", ids)
 
         return encode
 
-    def _own_conversation(self) -> Encode:
+    def _own_conversation(self) -> _EncodeTurns:
         """DeepSeek-V3.2's and V4's way: `encode_messages` in `encoding/encoding_*.py` instead of a chat template.
 
         Source: vllm 0.32.0 tokenizers/deepseek_v4.py, which adds no special tokens to the encoded text either.
+        A user's turn that comes last is followed by the beginning of an answer without being asked for it.
         """
         assert self.source.folder is not None
         where, rule = self.source.where, "the tokenizer must have a chat template to calibrate on conversations"
@@ -77,7 +139,7 @@ class Encoders:
             cure = "Name a column of texts"
             raise CheckpointError(refuse(files[0], "must have a function encode_messages", "none", cure))
 
-        def encode(row: Conversation) -> list[int]:
+        def encode(row: Conversation, _: bool) -> list[int]:
             written = encode_messages(_turns(row), thinking_mode="chat")
             return self.tokenizer.encode(written, add_special_tokens=False, verbose=False)
 

@@ -22,7 +22,7 @@ tests/test_llmcompressor_backend.py.
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,8 +31,9 @@ import torch.distributed as dist
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.offload import as_single_threaded
 from compressed_tensors.offload.dist_utils import as_broadcastable
-from compressed_tensors.quantization import QuantizationScheme, enable_quantization
-from compressed_tensors.utils import get_direct_state_dict
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus, enable_quantization
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from compressed_tensors.utils import get_direct_state_dict, patch_attr
 from llmcompressor.core import LifecycleCallbacks, active_session
 from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
@@ -224,9 +225,24 @@ def propagating(model: Any) -> Iterator[None]:
 
 @contextmanager
 def serving(model: Any) -> Iterator[None]:
-    """Computes as a server would: weights and activations rounded, experts for their own tokens only."""
-    with torch.no_grad(), disable_cache(model), eval_context(model), disable_hf_kernels(model):
+    """Computes as a server would: weights and activations rounded, experts for their own tokens only.
+
+    On a CPU every expert computes every token, with the same results: a matrix of another height for each expert and
+    batch is another compiled kernel of oneDNN's, and these fill the memory.
+
+    Weights are rounded once, where compressed-tensors would round them in every call, and stay so: nothing that needs
+    them as they were may come afterwards.
+    """
+    with torch.no_grad(), disable_cache(model), eval_context(model), disable_hf_kernels(model), ExitStack() as stack:
         model.apply(enable_quantization)
+        if all(value.device.type in ("cpu", "meta") for value in model.parameters()):
+            stack.enter_context(moe_calibration_context())
+        for module in model.modules():
+            scheme = getattr(module, "quantization_scheme", None)
+            if scheme is not None and scheme.weights is not None:
+                module.weight.data = forward_quantize(module, module.weight.data, "weight", scheme.weights)
+                # What is compressed is not rounded again.
+                stack.enter_context(patch_attr(module, "quantization_status", QuantizationStatus.COMPRESSED))
         yield
 
 

@@ -28,7 +28,7 @@ from ..recipes.family import HFName
 from ..recipes.schema import AUTO, Candidate, candidates_for
 from . import llmcompressor_backend as backend
 from .binding import Binding
-from .calibrate import Backbone, Progress, Stream, Watch, _fitting, _memory
+from .calibrate import Backbone, Progress, Stream, Watch, fitting, peak_memory
 from .evaluate import Acceptance, Row, Target, acceptance, agreement, block_input, target
 from .mtp_block import MtpBlock, bind_block, build_block
 from .output import sync_folder, write_text
@@ -121,7 +121,7 @@ def mtp_pass(
         watch: told after each policy.
 
     Raises:
-        RecipeError: see `refuse_mtp`; or the held-out text says nothing about this model.
+        RecipeError: see `refuse_mtp`; or under `mtp: auto` the held-out text says nothing about this model.
         CheckpointError: NaN in the block, or a module that is never called.
         GateError: no candidate keeps what the recipe asks for.
     """
@@ -130,32 +130,44 @@ def mtp_pass(
     same = agreement(backbone, source, served)
     why = _why_not(plan)
     if why is not None:
-        rows = (
-            Row(backbone="source", mtp="source", acceptance=None, perplexity=source.perplexity),
-            Row(backbone="quantized", mtp="source", acceptance=None, perplexity=served.perplexity),
-        )
         _publish(backbone, ())
+        rows = _rows(source, served, None, None)
         return MtpPass(plan=plan, rows=rows, agreement=same, coverage={}, unmeasured=str(why))
     run = _Pass(plan=plan, backbone=backbone, source=source, served=served, written=written)
-    tried, chosen = _tried(run, watch)
-    if plan.recipe.mtp == AUTO:
-        _refuse_losses(run, tried, chosen)
-    final = chosen or plan
-    rows = [
-        Row(backbone="source", mtp="source", acceptance=run.released(), perplexity=source.perplexity),
-        Row(backbone="quantized", mtp="source", acceptance=run.unquantized(), perplexity=served.perplexity),
-    ]
-    if _schemes(final):
-        rows.append(
-            Row(backbone="quantized", mtp="quantized", acceptance=run.measured(final), perplexity=served.perplexity)
-        )
+    tried, final, unmeasured = (), plan, ""
+    try:
+        tried, chosen = _tried(run, watch)
+        if plan.recipe.mtp == AUTO:
+            _refuse_losses(run, tried, chosen)
+        final = chosen or plan
+        quantized = (run.measured(final),) if _schemes(final) else ()
+        rows = _rows(source, served, run.released(), run.unquantized(), *quantized)
+    except _NothingCounts as error:
+        if plan.recipe.mtp == AUTO:
+            raise
+        # No reason to lose hours of work: by then the block is calibrated, and only a figure is missing.
+        unmeasured = str(error)
+        rows = _rows(source, served, *[None] * (3 if _schemes(plan) else 2))
     files = run.statistics(final) if any(_depends_on_batches(final)) else ()
     _publish(backbone, files)
     coverage = {name: tokens for file in files for name, tokens in json.loads(read_metadata(file)["coverage"]).items()}
     return MtpPass(
-        plan=final, rows=tuple(rows), agreement=same, coverage=coverage,
+        plan=final, rows=rows, agreement=same, coverage=coverage, unmeasured=unmeasured,
         candidates=tried if plan.recipe.mtp == AUTO else (),
     )  # fmt: skip
+
+
+class _NothingCounts(RecipeError):
+    """The held-out text has no slot that acceptance could be told by."""
+
+
+def _rows(source: Target, served: Target, *acceptances: Acceptance | None) -> tuple[Row, ...]:
+    """Released, with the block as released, and with the quantized block if there is a third."""
+    sides = (("source", "source", source), ("quantized", "source", served), ("quantized", "quantized", served))
+    return tuple(
+        Row(backbone=backbone, mtp=mtp, acceptance=found, perplexity=target.perplexity)
+        for (backbone, mtp, target), found in zip(sides, acceptances, strict=False)
+    )
 
 
 # --- candidates -----------------------------------------------------------------------------------------------------
@@ -261,7 +273,7 @@ def _tell(watch: Watch, backbone: Backbone, done: int, total: int, started: floa
     tokens = backbone.data.ids.numel() + backbone.data.held_out_ids.numel()
     watch(Progress(
         step="mtp", done=done, total=total, tokens_per_second=tokens / seconds, eta_seconds=seconds * (total - done),
-        memory_gib=_memory(backbone.skeleton.device) / 2**30,
+        memory_gib=peak_memory(backbone.skeleton.device) / 2**30,
     ))  # fmt: skip
 
 
@@ -304,7 +316,7 @@ class _Pass:
         path = self._folder() / f"{key}.json"
         if path.is_file():
             return Acceptance.read(json.loads(path.read_text()))
-        with _fitting(self.plan, "the MTP block and a batch", self.backbone.skeleton.device):
+        with fitting(self.plan, "the MTP block and a batch", self.backbone.skeleton.device):
             found = measure()
         # Every rank has looked for the file before it took part in the sums behind `found`.
         if self.backbone.ranks.is_first:
@@ -315,7 +327,10 @@ class _Pass:
     def _acceptance(self, stream: Stream, blocks: Sequence[MtpBlock]) -> Acceptance:
         own = blocks if self.plan.view.family.model_type in _A_LAYER_A_STEP else blocks[:1]
         target = self.source if stream == "source" else self.served
-        return acceptance(self.backbone, stream, own, target, written=self.written)
+        try:
+            return acceptance(self.backbone, stream, own, target, written=self.written)
+        except RecipeError as error:
+            raise _NothingCounts(str(error)) from error
 
     def _filled(self, plan: Plan) -> list[MtpBlock]:
         """The blocks with the released weights."""

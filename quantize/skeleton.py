@@ -99,7 +99,7 @@ class Skeleton:
         self._real, self._like = list(self._layers), [1]
         for index, layer in enumerate(self._real):
             self._layers[index] = StandIn(layer, self._like)
-        self._head = self.model.get_output_embeddings()
+        self._head: Any = self.model.get_output_embeddings()
         self.model.set_output_embeddings(NoHead())
         self._fill_top()
 
@@ -239,7 +239,7 @@ def fused_in(binding: Binding, path: str) -> list[tuple[str, ...]]:
     return [tuple(members) for members in groups.values() if len(members) > 1]
 
 
-def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[str, Tensor]:
+def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[HFName, Tensor]:
     """A layer's statistics, from names in the model to names on disk.
 
     Args:
@@ -250,7 +250,7 @@ def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[
     Raises:
         CheckpointError: weights of a module were rewritten that lie in several tensors on disk.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[HFName, Tensor] = {}
     for full, value in tensors.items():
         name = full.removeprefix(path)
         module, _, suffix = name.rpartition(".")
@@ -264,7 +264,7 @@ def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[
                        "Set calibration.algorithm: minmax, or override this module")
             )  # fmt: skip
         for piece in pieces:
-            found[f"{piece.module}.{suffix}"] = value
+            found[HFName(f"{piece.module}.{suffix}")] = value
     return found
 
 

@@ -81,6 +81,8 @@ class Calibration(_Frozen):
         subset: the configuration of a dataset that has several; null for its default.
         split: of the dataset; "train" for a single file.
         column: texts, or conversations as lists of {role, content}, which go through the model's chat template.
+        prompt_column: texts that users wrote, put directly before those of `column`: part of what is calibrated on, but
+            acceptance counts only what a model writes. Null where a text is not an answer.
         samples: sequences to calibrate on.
         held_out: further sequences, from rows not calibrated on, to measure acceptance and perplexity on.
         sequence_length: tokens in each; rows are packed end to end, so none is padding.
@@ -96,6 +98,7 @@ class Calibration(_Frozen):
     subset: _Text | None = None
     split: _Text
     column: _Text
+    prompt_column: _Text | None = None
     samples: _Count
     held_out: _Count
     # The last position has no next token to judge: one token alone gives neither perplexity nor acceptance.

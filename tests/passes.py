@@ -22,8 +22,8 @@ ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
 def prompts(count: int) -> list[str]:
     """Questions of the shipped problems; the last ones, which seeded draws for calibration rarely reach first."""
-    rows = [json.loads(line)["text"] for line in (ROOT / "models" / "problems.jsonl").read_text().splitlines()]
-    return [row.partition("\nAnswer:")[0] + "\nAnswer:" for row in rows[-count:]]
+    lines = (ROOT / "models" / "problems.jsonl").read_text().splitlines()
+    return [json.loads(line)["prompt"] for line in lines[-count:]]
 
 
 def greedy_answers(folder: Path, asked: Sequence[str]) -> list[list[int]]:

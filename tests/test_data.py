@@ -19,7 +19,7 @@ from keepmtp.quantize.source import Source, open_source
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import Calibration, find_recipe
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 WORDS = [f"w{number}" for number in range(400)]
 EOS, USER, ASSISTANT = 1, 2, 3
@@ -159,7 +159,8 @@ def test_a_repeated_row_is_not_held_out_either(tmp_path, source):
 
 def test_a_longer_row_is_cut_into_sequences(tmp_path, source):
     made = calibration_data(
-        calibration(write(tmp_path / "long.jsonl", [" ".join(WORDS), " ".join(WORDS[:60])]), samples=6), source
+        calibration(write(tmp_path / "long.jsonl", [" ".join(WORDS), " ".join(WORDS[:60])]), samples=6, held_out=1),
+        source,
     )
     flat = made.ids.flatten()
     assert torch.equal(flat, torch.arange(4, 52)), "the row goes on in the next sequence"
@@ -257,6 +258,151 @@ def test_a_conversation_that_the_template_does_not_allow(tmp_path, source):
     chat = calibration(write(tmp_path / "chat.jsonl", conversations(1), "messages"), column="messages")
     message = refusal(lambda: calibration_data(chat, with_template(source, template)))
     assert "row 0: must suit the model's chat format; got roles must alternate" in message
+
+
+# --- what a model writes ----------------------------------------------------------------------------------------------
+
+CHATML = (
+    "{% for turn in messages %}<{{ turn.role }}> {{ turn.content }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+THOUGHT = CHATML.replace(
+    "{{ turn.content }}", "{% if loop.last and turn.role == 'assistant' %}w0 {% endif %}{{ turn.content }}"
+)
+"""As Qwen3's: the last answer has what earlier ones lack."""
+
+
+def talks(count: int = 40) -> list[list[dict[str, str]]]:
+    """System, user, assistant, user, assistant: words under 100 are never an answer's, those over 100 always are."""
+    return [
+        [
+            {"role": role, "content": f"w{n + offset} w{n + offset + 1}"}
+            for role, offset in (("system", 0), ("user", 20), ("assistant", 100), ("user", 40), ("assistant", 200))
+        ]
+        for n in range(1, count + 1)
+    ]
+
+
+def answers(ids: torch.Tensor) -> torch.Tensor:
+    """By the words alone: an answer's words, and the end behind them."""
+    is_word = ids >= 4 + 100
+    ends = (ids[1:] == EOS) & is_word[:-1]
+    return torch.cat([is_word[:1], is_word[1:] | ends])
+
+
+@pytest.mark.parametrize("length", [18, 26])  # a conversation is 20 tokens long: cut, or with another behind it
+def test_answers_are_told_from_what_was_asked(tmp_path, source, length):
+    place = write(tmp_path / "chat.jsonl", talks(), "messages")
+    chat = calibration(place, column="messages", held_out=8, sequence_length=length)
+    made = calibration_data(chat, with_template(source, CHATML))
+    written = made.held_out_written
+    assert written.dtype == torch.bool and written.shape == made.held_out_ids.shape == (8, length)
+    expected = torch.stack([answers(row) for row in made.held_out_ids])
+    expected[:, 20:] = False  # behind another conversation
+    assert torch.equal(written, expected)
+    assert 0 < written.sum() == made.provenance["held_out_written_tokens"] < written.numel()
+
+
+def test_an_end_that_only_a_whole_conversation_has_is_the_last_answers(tmp_path, source):
+    """A template that ends texts, not turns: what comes behind an answer is the next turn."""
+    template = (
+        "{% for turn in messages %}<{{ turn.role }}> {{ turn.content }} {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% else %}<eos>{% endif %}"
+    )
+    chat = calibration(write(tmp_path / "chat.jsonl", talks(), "messages"), column="messages", held_out=9)
+    made = calibration_data(chat, with_template(source, template))
+    ids, written = made.held_out_ids.flatten(), made.held_out_written.flatten()
+    assert torch.equal(written, (ids >= 4 + 100) | (ids == EOS))
+
+
+def test_a_template_that_begins_answers_otherwise_marks_nothing(tmp_path, source):
+    """The twin: what a server is given is not how the text goes on."""
+    chat = calibration(write(tmp_path / "chat.jsonl", talks(), "messages"), column="messages", sequence_length=20)
+    template = CHATML.replace("<assistant> {% endif", "<assistant> w399 {% endif")
+    made = calibration_data(chat, with_template(source, template))
+    assert made.held_out_written.sum() == 0 == made.provenance["held_out_written_tokens"]
+    good = calibration_data(chat, with_template(source, CHATML))
+    assert torch.equal(made.held_out_ids, good.held_out_ids) and good.held_out_written.any()
+
+
+def test_an_earlier_answer_that_a_template_shows_otherwise_does_not_count(tmp_path, source):
+    chat = calibration(write(tmp_path / "chat.jsonl", talks(), "messages"), column="messages", held_out=9)
+    made = calibration_data(chat, with_template(source, THOUGHT))
+    ids, written = made.held_out_ids.flatten(), made.held_out_written.flatten()
+    assert not written[(ids >= 4 + 100) & (ids < 4 + 200)].any()
+    assert written[ids >= 4 + 200].all(), "the last answer stands as it was asked for"
+
+
+def test_a_template_that_takes_no_part_of_a_conversation_marks_nothing_of_it(tmp_path, source):
+    chat = calibration(write(tmp_path / "chat.jsonl", talks(), "messages"), column="messages")
+    template = "{% if messages | length < 5 %}{{ raise_exception('more') }}{% endif %}" + CHATML
+    assert not calibration_data(chat, with_template(source, template)).held_out_written.any()
+
+
+OWN_TURNS = """
+def encode_messages(messages, thinking_mode, context=None):
+    said = {"user": "<user> {} <assistant>", "assistant": "{} <eos>", "system": "{}"}
+    return " ".join(said[turn["role"]].format(turn["content"]) for turn in messages)
+"""
+
+
+def test_the_checkpoints_own_encoding_tells_answers_too(tmp_path, source):
+    (source.folder / "encoding").mkdir()
+    (source.folder / "encoding" / "encoding_own.py").write_text(OWN_TURNS)
+    place = write(tmp_path / "chat.jsonl", talks(), "messages")
+    made = calibration_data(
+        calibration(place, column="messages", held_out=9, model_code="checkpoint"), source
+    )
+    assert torch.equal(made.held_out_written.flatten(), answers(made.held_out_ids.flatten()))
+
+
+def answered(place: Path, texts: list[str], cut: Callable[[str], int]) -> Path:
+    rows = [{"asked": text[: cut(text)], "text": text[cut(text) :]} for text in texts]
+    place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+def test_a_text_behind_a_prompt(rows, tmp_path, source):
+    """Two words of each row are asked; the space before the third is the answer's."""
+    place = answered(tmp_path / "answered.jsonl", texts(), lambda text: text.index(" ", text.index(" ") + 1))
+    plain = calibration_data(calibration(rows), source)
+    made = calibration_data(calibration(place, prompt_column="asked"), source)
+    assert torch.equal(made.ids, plain.ids) and torch.equal(made.held_out_ids, plain.held_out_ids)
+    expected = (made.held_out_ids == EOS) | ((made.held_out_ids - 4) % 5 >= 2)
+    assert torch.equal(made.held_out_written, expected)
+    assert made.provenance["held_out_written_tokens"] == expected.sum() and made.provenance["prompt_column"] == "asked"
+
+
+def test_a_token_that_begins_in_the_prompt_is_the_users(tmp_path, source):
+    place = answered(tmp_path / "answered.jsonl", texts(), lambda text: text.index(" ") + 2)  # within the second word
+    made = calibration_data(calibration(place, prompt_column="asked"), source)
+    assert torch.equal(made.held_out_written, (made.held_out_ids == EOS) | ((made.held_out_ids - 4) % 5 >= 2))
+
+
+def test_a_plain_text_is_nobodys(rows, source):
+    made = calibration_data(calibration(rows), source)
+    assert made.held_out_written is None and "held_out_written_tokens" not in made.provenance
+
+
+def test_the_shipped_text_begins_to_count_behind_its_questions():
+    recipe = find_recipe("tiny-glm4-moe.nvfp4")[0]
+    source = open_source(Path(__file__).parent.parent / recipe.source)
+    made = calibration_data(recipe.calibration, source)
+    tokenizer = AutoTokenizer.from_pretrained(source.folder)
+    for ids, written in zip(made.held_out_ids, made.held_out_written, strict=True):
+        first, answer = tokenizer.decode(ids).split("<eos>")[0], tokenizer.decode(ids[written])
+        assert answer.removesuffix("<eos>") == first.partition("Answer:")[2]
+    # The ids that runs were made with before texts were told apart.
+    assert made.provenance["ids_sha256"].startswith("93f954711f17a8f6")
+
+
+def test_a_prompt_column_is_for_texts(tmp_path, source):
+    place = tmp_path / "chat.jsonl"
+    place.write_text(json.dumps({"asked": "w1", "text": conversations(1)[0]}) + "\n")
+    message = refusal(lambda: calibration_data(calibration(place, prompt_column="asked"), source))
+    assert "row 0: column text must hold a text where there is a prompt_column; got [{" in message
+    message = refusal(lambda: calibration_data(calibration(place, prompt_column="ask"), source))
+    assert "prompt_column must be one of asked, text; got 'ask'. Correct calibration.prompt_column." in message
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -218,6 +218,31 @@ def test_a_block_that_cannot_be_run_is_refused_or_left_unmeasured(glm, tmp_path)
     refuse_mtp(with_mtp(plan, "NVFP4"))
 
 
+def test_text_that_says_nothing_costs_a_figure_not_the_run(glm, tmp_path):
+    """As with a dataset that no model wrote: hours of backbone pass are behind it by then."""
+    plan, backbone, written = glm
+    backbone, nobody = fresh(backbone, tmp_path / "pass"), torch.zeros_like(written)
+    plan = with_mtp(plan, "NVFP4")
+    found = mtp_pass(plan, backbone, written=nobody)
+    says = f"{plan.recipe.name}: the held-out text must resemble what the model writes; got not one token"
+    assert found.unmeasured.startswith(says)
+    assert [row.mtp for row in found.rows] == ["source", "source", "quantized"]
+    assert not any(row.acceptance for row in found.rows)
+    assert found.plan is plan and found.coverage and found.rows[1].perplexity > 1
+    refuse_statistics(found.plan, Statistics.open(backbone.folder / "statistics"))
+    known = mtp_pass(plan, fresh(backbone, tmp_path / "known"), written=written)
+    for name in files(backbone):
+        statistics = tmp_path / "known" / "statistics" / name
+        assert statistics.read_bytes() == (backbone.folder / "statistics" / name).read_bytes()
+    assert not known.unmeasured and known.coverage == found.coverage
+
+
+def test_auto_cannot_choose_by_text_that_says_nothing(glm, tmp_path):
+    plan, backbone, written = glm
+    with pytest.raises(RecipeError, match="the held-out text must resemble what the model writes"):
+        mtp_pass(auto(plan, "bf16"), fresh(backbone, tmp_path / "pass"), written=torch.zeros_like(written))
+
+
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 

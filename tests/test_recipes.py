@@ -65,13 +65,13 @@ def test_missing_key(tmp_path, key):
 
 
 def test_only_what_changes_no_number_has_a_default():
-    """What may be left out: exceptions, what only `mtp: auto` reads, and consents that start as no."""
+    """What may be left out: exceptions, what only `mtp: auto` reads, what data may lack, consents that start as no."""
 
     def optional(kind) -> set[str]:
         return {key for key, field in kind.model_fields.items() if not field.is_required()}
 
     assert optional(Recipe) == {"overrides", "keep", "mtp_auto"}
-    assert optional(Calibration) == {"subset", "model_code", "decorated_forward"}
+    assert optional(Calibration) == {"subset", "prompt_column", "model_code", "decorated_forward"}
     assert not optional(MtpAuto)
     assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == ("transformers", "refuse")
 
@@ -111,7 +111,9 @@ def test_calibration_that_is_not_needed(tmp_path):
     assert "calibration must be null where no scheme needs it; got a dataset" in message
 
 
-@pytest.mark.parametrize("key", ["samples", "held_out", "sequence_length", "batch_size", "column", "dataset", "seed"])
+@pytest.mark.parametrize(
+    "key", ["samples", "held_out", "sequence_length", "batch_size", "column", "prompt_column", "dataset", "seed"]
+)
 def test_values_that_no_run_could_use(tmp_path, key):
     value = -1 if isinstance(getattr(CALIBRATED.calibration, key), int) else ""
     message = refusal(tmp_path, calibration=CALIBRATED.calibration.model_dump() | {key: value})

@@ -129,12 +129,14 @@ class DataFact(_Part):
     subset: str
     split: str
     column: str
+    prompt_column: str = ""
     seed: _Count
     rows: _Count
     held_out_rows: _Count
     blank_rows: _Count
     tokens: _Count
     held_out_tokens: _Count
+    held_out_written_tokens: _Count | None = None
     row_numbers_sha256: str
     ids_sha256: str
     held_out_ids_sha256: str

@@ -100,9 +100,10 @@ def distinct_problems(count: int, *, held_out: bool, seed: int) -> list[Problem]
 
 
 def write_calibration_rows(path: Path) -> None:
-    """JSON lines with `text` as in training, drawn from the training side, so that the held-out side stays unseen."""
+    """JSON lines of `prompt` and `completion`, drawn from the training side, so that the held-out side stays unseen."""
     items = distinct_problems(NUM_CALIBRATION_ROWS, held_out=False, seed=CALIBRATION_SEED)
-    path.write_text("".join(json.dumps({"text": item.prompt + item.completion}) + "\n" for item in items))
+    rows = ({"prompt": item.prompt, "completion": item.completion} for item in items)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_answer(text: str) -> str | None:
