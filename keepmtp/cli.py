@@ -252,8 +252,9 @@ def _version(value: bool) -> None:
 def _common(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
-    # llm-compressor logs to standard output, some of it while it is imported.
-    os.environ.setdefault("LLM_COMPRESSOR_LOG_DISABLED", "true")
+    # llm-compressor logs to standard output, some of it while it is imported. Not LLM_COMPRESSOR_LOG_DISABLED: then it
+    # does not define its own level METRIC, at which GPTQ reports (0.14.0.1 logger.py).
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
 
 

@@ -189,3 +189,19 @@ def test_make_quantize_says_what_it_did(tmp_path):
     assert done.returncode == 0, done.stderr
     for wanted in ("quantize to W4A16", "keep BF16", "check passed", "vllm serve"):
         assert wanted in done.stdout
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["tiny-glm4-moe.w4a16-gptq", "tiny-glm4-moe.w4a16-awq", "tiny-glm4-moe.w8a8-smoothquant", "tiny-qwen3_5.fp8"],
+)
+def test_every_algorithm_through_the_command(recipe, tmp_path):
+    """A process of its own, as people start it: what llm-compressor logs and wants configured is part of it."""
+    words = [sys.executable, "-m", "keepmtp", "quantize", recipe, "--out", str(tmp_path / "out"), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["check"]["ok"]
+    rows = json.loads((tmp_path / "out" / "keepmtp.json").read_text())["calibration"]["rows"]
+    source, quantized = (row["acceptance"]["by_position"]["1"][0] for row in rows[:2])
+    assert source > 0.95 and quantized > 0.97 * source
+    assert rows[0]["perplexity"] < rows[1]["perplexity"] * 1.05
