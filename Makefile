@@ -72,6 +72,7 @@ benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/packing.py
 	$(VENV)/bin/python benchmarks/writing.py
 	$(VENV)/bin/python benchmarks/dryload.py
+	$(VENV)/bin/python benchmarks/calibrating.py
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) out build dist *.egg-info

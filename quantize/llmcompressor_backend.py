@@ -56,6 +56,8 @@ from torch import Tensor, nn
 
 from ..recipes.errors import CheckpointError, RecipeError, refuse
 from ..recipes.schemes import REWRITES, SCHEMES
+from . import dequantize
+from .pack import pack_alone
 from .smoothing import Smoothing, check_preserved, find_smoothings, observe
 from .weights import TORCH_DTYPES
 
@@ -240,10 +242,23 @@ def serving(model: Any) -> Iterator[None]:
         for module in model.modules():
             scheme = getattr(module, "quantization_scheme", None)
             if scheme is not None and scheme.weights is not None:
-                module.weight.data = forward_quantize(module, module.weight.data, "weight", scheme.weights)
+                module.weight.data = _rounded(module)
                 # What is compressed is not rounded again.
                 stack.enter_context(patch_attr(module, "quantization_status", QuantizationStatus.COMPRESSED))
         yield
+
+
+def _rounded(module: Any) -> Tensor:
+    """A weight as it will be served. NVFP4 by keepmtp's own kernel, which takes a tenth of compressed-tensors' time."""
+    scheme = module.quantization_scheme
+    if scheme.format == "nvfp4-pack-quantized":
+        packed = pack_alone(SCHEMES["NVFP4A16"], module.weight.data, module.weight_global_scale.data)
+        scale = packed["weight_scale"]
+        # Scales that an algorithm chose are not those of the largest magnitudes.
+        if torch.equal(scale.float(), module.weight_scale.data.float()):
+            parts = packed["weight_packed"], scale, packed["weight_global_scale"]
+            return dequantize.nvfp4(*parts, divisor=True).to(module.weight.dtype)
+    return forward_quantize(module, module.weight.data, "weight", scheme.weights)
 
 
 def check_fused(model: Any, fused: Iterable[tuple[str, ...]]) -> None:
