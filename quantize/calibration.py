@@ -6,10 +6,8 @@ policy decided, the statistics it takes its tensors from, and the figures that g
 Easy to get wrong: whatever can be refused is refused before the backbone pass, which may take hours.
 """
 
-import fcntl
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from ..recipes.schema import AUTO
 from .calibrate import Backbone, Watch, calibrate_backbone, fingerprint
 from .data import calibration_data
 from .mtp import MtpPass, mtp_pass, refuse_mtp
+from .output import held
 from .plan import Plan
 from .ranks import Ranks
 from .statistics import Statistics, refuse_statistics
@@ -66,7 +65,9 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, watch: Watch | None = N
             refuse(plan.recipe.name, "mtp: auto needs held-out text that a model writes", "none in the dataset's rows",
                    "Name one with assistant turns, or give calibration.prompt_column")
         )  # fmt: skip
-    with _held(folder, ranks):
+    folder.mkdir(parents=True, exist_ok=True)
+    rule = "only one run may calibrate for an output"
+    with held(folder, rule) if ranks.is_first else nullcontext():
         backbone = calibrate_backbone(plan, data, folder, device=ranks.device, ranks=ranks, watch=watch)
         mtp = mtp_pass(plan, backbone, written=data.held_out_written, watch=watch)
         ranks.wait()
@@ -88,22 +89,3 @@ def _coverage(backbone: Backbone) -> dict[str, Any]:
         "never_routed": [module for module, tokens in fewest if tokens == 0],
         "fewest_tokens": {"module": fewest[0][0], "tokens": fewest[0][1]} if fewest else None,
     }
-
-
-@contextmanager
-def _held(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """The folder held against other runs; the lock dies with the process."""
-    if not ranks.is_first:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RecipeError(refuse(folder, "only one run may calibrate for an output", "another run at work",
-                                     "Wait for it, or choose another OUT")) from error  # fmt: skip
-        yield
-    finally:
-        os.close(descriptor)

@@ -78,7 +78,7 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
 def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
     """The partial folder, marked as this plan's and held against other runs for as long as the context lasts.
 
-    The lock dies with the process, so a killed run leaves none behind. `calibration` is what `fingerprint` takes.
+    `calibration` is what `fingerprint` takes.
 
     Raises:
         RecipeError: another run holds it.
@@ -87,14 +87,25 @@ def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     write_text(_stamp(out), fingerprint(plan, calibration))
     partial.mkdir(exist_ok=True)
-    descriptor = os.open(partial, os.O_RDONLY)
+    with held(partial, "only one run may write an output"):
+        yield partial
+
+
+@contextmanager
+def held(folder: Path, rule: str) -> Iterator[None]:
+    """A folder held against other runs for as long as the context lasts; the lock dies with the process.
+
+    Raises:
+        RecipeError: another run holds it; says `rule`.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise RecipeError(refuse(partial, "only one run may write an output", "another run at work",
-                                     "Wait for it, or choose another OUT")) from error  # fmt: skip
-        yield partial
+            cure = "Wait for it, or choose another OUT"
+            raise RecipeError(refuse(folder, rule, "another run at work", cure)) from error
+        yield
     finally:
         os.close(descriptor)
 
