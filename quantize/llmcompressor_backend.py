@@ -44,6 +44,7 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.quantization.calibration import observe as observe_weights
 from llmcompressor.modifiers.quantization.calibration import update_qparams
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.modifiers.transform.awq.base import get_lowest_common_ancestor_with_avoid
 from llmcompressor.modifiers.transform.awq.mappings import ResolvedMapping
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.observers.fusion import FusionHandler
@@ -179,6 +180,9 @@ def calibrate(
                             model, run, rewritten=rewritten, untouchable={*frozen, *(schemes.keys() - {*rewritten})},
                             norms_only=algorithm == "smoothquant",
                         ))  # fmt: skip
+            if algorithm == "awq":
+                found, doubled = _one_a_parent(model, found)
+                left_out += doubled
             _restore(model, before)
             for name in (name for smoothing in found for name in (smoothing.smooth, *smoothing.balance)):
                 if name not in schemes:
@@ -595,6 +599,24 @@ def _first_batch(model: Any, batches: Batches) -> Callable[[], None]:
                                  "Raise calibration.samples"))  # fmt: skip
 
     return run
+
+
+def _one_a_parent(model: Any, found: Sequence[Smoothing]) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:
+    """AWQ replays the module around what it balances, and keeps that module's arguments for one smoothing only.
+
+    Source: llm-compressor 0.14.0.1 modifiers/transform/awq/base.py (`_parent_args_cache`), a KeyError otherwise.
+    """
+    kept: list[Smoothing] = []
+    left_out: list[str] = []
+    parents: set[str] = set()
+    for smoothing in found:
+        parent, _ = get_lowest_common_ancestor_with_avoid(iter(smoothing.balance), model)
+        if parent in parents:
+            left_out.append(f"{smoothing.smooth}: another smoothing is judged by {parent} already")
+        else:
+            parents.add(parent)
+            kept.append(smoothing)
+    return tuple(kept), tuple(left_out)
 
 
 def _agreed(

@@ -563,7 +563,7 @@ def _calibrated(recipe: Recipe, plans: list[TensorPlan]) -> list[TensorPlan]:
     return [
         replace(plan, may_change=True, reason=f"{plan.reason}; {algorithm} may rescale it")
         if (plan.part, plan.layer) in layers and plan.calibrated != "weights" and plan.role != "state"
-        and plan.fate in ("quantize", "keep", "dequantize") else plan
+        and (plan.fate in ("quantize", "dequantize") or (plan.fate == "keep" and plan.form == "plain")) else plan
         for plan in marked
     ]  # fmt: skip
 

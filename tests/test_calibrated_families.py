@@ -1,0 +1,53 @@
+"""The calibrated line over families whose layers differ most, tiny and random: calibrate both parts, write, check.
+
+What a release stores quantized (DeepSeek: FP8, MXFP4), experts stacked on disk, latent attention, hyper-connections.
+Of random weights there is nothing to accept: that the measurement is left out, in words, is part of it.
+"""
+
+import pytest
+import torch
+from checkpoints import source_layout, write_checkpoint
+from keepmtp.quantize import calibration
+from keepmtp.quantize.data import CalibrationData
+from keepmtp.quantize.output import claim
+from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.ranks import Ranks
+from keepmtp.quantize.source import open_source
+from keepmtp.quantize.writer import write
+from keepmtp.recipes.schema import Calibration, read_recipe, recipe_files
+from keepmtp.validate.static import check
+
+ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+RECIPES = {recipe.model: recipe for recipe in map(read_recipe, recipe_files()) if recipe.variant == "w4a16-fp8"}
+IDS = torch.randint(3, 300, (6, 24), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme", "algorithm"),
+    [
+        ("dsv4-flash", "NVFP4", "minmax"), ("dsv4-flash", "W4A16", "awq"), ("deepseek-v3.1", "W4A16", "awq"),
+        ("qwen3.5-397b", "W4A16", "gptq"), ("qwen3-next-80b", "NVFP4", "minmax"),
+    ],
+)  # fmt: skip
+def test_the_whole_line(model, scheme, algorithm, tmp_path, monkeypatch):
+    data = CalibrationData(ids=IDS[:4], held_out_ids=IDS[4:], provenance={"drawn": "by the test"})
+    monkeypatch.setattr(calibration, "calibration_data", lambda *_: data)
+    write_checkpoint(tmp_path / "source", *source_layout(model, size="tiny"), data="random")
+    block = Calibration(
+        algorithm=algorithm, dataset="none.jsonl", dataset_revision="local", split="train", column="text", samples=4,
+        held_out=2, sequence_length=24, batch_size=2, seed=0,
+    )  # fmt: skip
+    recipe = RECIPES[model]
+    words = {group: scheme if group == "experts" else word for group, word in recipe.backbone.items()}
+    mtp = {group: scheme if group == "experts" else "bf16" for group in recipe.backbone if group != "dense_mlp"}
+    mtp.pop("linear_attention", None)
+    recipe = recipe.model_copy(update={"calibration": block, "backbone": words, "mtp": mtp})
+    plan = make_plan(recipe, open_source(tmp_path / "source"))
+    run = calibration.calibrate(plan, tmp_path / "calibration", ranks=ALONE)
+    assert "must resemble what the model writes" in run.mtp.unmeasured or run.mtp.rows[0].acceptance
+    with claim(run.plan, tmp_path / "out", calibration=run.salt) as partial:
+        write(run.plan, partial, recipe_text="", threads=1, statistics=run.statistics, calibration=run.summary)
+        report = check(partial, source=plan.source)
+    assert report.ok, report.findings
+    parts = {tensor.part for tensor in plan.tensors if tensor.calibrated}
+    assert parts == {"backbone", "mtp"}
