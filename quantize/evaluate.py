@@ -101,8 +101,12 @@ class Acceptance:
         return sum(self.by_position(k)) / k
 
     def kept_of(self, other: "Acceptance") -> float:
-        """The least that is kept of another's share of accepted tokens, whatever a server drafts a step."""
-        return min(self.of_drafted(k) / other.of_drafted(k) for k in range(1, len(self.reached) + 1))
+        """The least that is kept of another's share of accepted tokens, whatever a server drafts a step.
+
+        Of nothing, all is kept: a released block that accepts no draft has nothing to lose.
+        """
+        shares = [(self.of_drafted(k), other.of_drafted(k)) for k in range(1, len(self.reached) + 1)]
+        return min((own / theirs if theirs else 1.0 for own, theirs in shares), default=1.0)
 
     def as_dict(self) -> dict[str, Any]:
         """By the number of tokens drafted a step."""

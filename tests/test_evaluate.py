@@ -169,3 +169,9 @@ def test_what_is_kept_is_the_least_over_all_lengths_of_a_draft():
     assert best.by_position(2) == pytest.approx((0.9, 0.81)) and best.mean_accepted_length(2) == pytest.approx(2.71)
     assert best.kept_of(best) == 1.0
     assert worse.of_drafted(1) == best.of_drafted(1) and worse.kept_of(best) == pytest.approx(0.9 / 1.71)
+
+
+def test_of_nothing_all_is_kept():
+    none, half = (Acceptance(num_slots=4, reached=((4.0,),), accepted=((accepted,),)) for accepted in (0.0, 2.0))
+    assert half.kept_of(none) == none.kept_of(none) == 1.0
+    assert none.kept_of(half) == 0.0
