@@ -212,17 +212,8 @@ class _Pass:
 
     def _record(self, index: int, found: backend.Calibrated, binding: Binding, path: str) -> None:
         """The statistics of a layer, and beside them who saw how many tokens."""
-        coverage = {
-            disk: each.tokens if each.routed is None else each.routed
-            for each in found.coverage
-            for disk in (piece.module for piece in binding[f"{each.module.removeprefix(path)}.weight"])
-        }
-        metadata = {
-            "fingerprint": (self.folder / "fingerprint").read_text(), "coverage": json.dumps(coverage),
-            "left_out": json.dumps(found.left_out), "rounded": json.dumps(found.rounded),
-        }  # fmt: skip
         file = self.folder / "statistics" / f"layer-{index:05d}.safetensors"
-        write_statistics(file, on_disk(found.tensors, binding, path), metadata)
+        record(file, found, binding, path, fingerprint=(self.folder / "fingerprint").read_text())
 
     def coverage(self) -> dict[HFName, int]:
         """Of all layers, in their order."""
@@ -279,6 +270,28 @@ class Arguments:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         return self.batches.run.skeleton.feed(self.batches.index, self.batches)
+
+
+def record(path: Path, found: backend.Calibrated, binding: Binding, module: str, *, fingerprint: str) -> None:
+    """Write the statistics of a decoder layer or MTP block, and beside them who saw how many tokens.
+
+    Args:
+        path: of the file.
+        found: what calibration found.
+        binding: of the layer or block.
+        module: its path in the model that was calibrated, with a dot; "" for the model itself.
+        fingerprint: of the run.
+    """
+    coverage = {
+        piece.module: each.tokens if each.routed is None else each.routed
+        for each in found.coverage
+        for piece in binding[f"{each.module.removeprefix(module)}.weight"]
+    }
+    metadata = {
+        "fingerprint": fingerprint, "coverage": json.dumps(coverage), "left_out": json.dumps(found.left_out),
+        "rounded": json.dumps(found.rounded),
+    }  # fmt: skip
+    write_statistics(path, on_disk(found.tensors, binding, module), metadata)
 
 
 # --- on disk --------------------------------------------------------------------------------------------------------

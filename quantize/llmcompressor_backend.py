@@ -56,7 +56,7 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from ..recipes.errors import CheckpointError, RecipeError, refuse
-from ..recipes.schemes import REWRITES, SCHEMES
+from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
 from . import dequantize
 from .pack import pack_alone
 from .smoothing import Smoothing, check_preserved, find_smoothings, observe
@@ -163,7 +163,7 @@ def calibrate(
         RecipeError: there is no batch.
     """
     rewritten = [name for name, scheme in schemes.items() if scheme in REWRITES[algorithm]]
-    smooths = bool(rewritten) and algorithm in ("awq", "smoothquant")
+    smooths = bool(rewritten) and algorithm in RESCALING
     before = _vectors(model)
     left_out: tuple[str, ...] = ()
     found = tuple(smoothings or ())
@@ -313,8 +313,13 @@ class _AWQ(AWQModifier):
         return (totals[0] / totals[1]).item()
 
 
+def _has_others() -> bool:
+    """Whether this process is one of several."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _sums_on_cpu() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1 and not torch.accelerator.is_available()
+    return _has_others() and not torch.accelerator.is_available()
 
 
 class _GPTQ(GPTQModifier):
@@ -414,7 +419,7 @@ def _share(model: Any, modifiers: Iterable[Any], schemes: Mapping[str, str]) -> 
 
     There, modules on the CPU are taken for offloaded ones in memory that the ranks share (utils/dist.py, skip_cpu).
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _has_others():
         return
     owned: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(owned, [name for m in modifiers if isinstance(m, _GPTQ) for name in m.own])
@@ -521,10 +526,8 @@ class _Watch:
     def finish(self, num_batches: int) -> None:
         """Sums over the ranks; raises RecipeError without batches, CheckpointError for a module never called."""
         if not num_batches:
-            raise RecipeError(
-                refuse("calibration", "there must be a batch for every rank", "none", "Raise calibration.samples")
-            )
-        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise _no_batch()
+        if _has_others():
             counts: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(counts, (self.tokens, {name: value.cpu() for name, value in self.routed.items()}))
             self.tokens = {name: sum(tokens.get(name, 0) for tokens, _ in counts) for name in self.schemes}
@@ -595,10 +598,14 @@ def _first_batch(model: Any, batches: Batches) -> Callable[[], None]:
         for batch in batches:
             model(**batch)
             return
-        raise RecipeError(refuse("calibration", "there must be a batch for every rank", "none",
-                                 "Raise calibration.samples"))  # fmt: skip
+        raise _no_batch()
 
     return run
+
+
+def _no_batch() -> RecipeError:
+    rule = "there must be a batch for every rank"
+    return RecipeError(refuse("calibration", rule, "none", "Raise calibration.samples"))
 
 
 def _one_a_parent(model: Any, found: Sequence[Smoothing]) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:
@@ -623,7 +630,7 @@ def _agreed(
     found: tuple[Smoothing, ...], left_out: tuple[str, ...]
 ) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:  # fmt: skip
     """What all ranks found: each looked at a batch of its own."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not _has_others():
         return found, left_out
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (found, left_out))

@@ -27,14 +27,13 @@ from ..recipes.errors import CheckpointError, GateError, RecipeError, refuse
 from ..recipes.family import HFName
 from ..recipes.schema import AUTO, Candidate, candidates_for
 from . import llmcompressor_backend as backend
-from .binding import Binding
-from .calibrate import Backbone, Progress, Stream, Watch, fitting, peak_memory
+from .calibrate import Backbone, Progress, Stream, Watch, fitting, peak_memory, record
 from .evaluate import Acceptance, Row, Target, acceptance, agreement, block_input, target
 from .mtp_block import MtpBlock, bind_block, build_block
 from .output import sync_folder, write_text
 from .plan import Plan, make_plan
-from .skeleton import Batch, frozen_in, fused_in, on_disk, schemes_in
-from .statistics import read_metadata, write_statistics
+from .skeleton import Batch, frozen_in, fused_in, schemes_in
+from .statistics import read_metadata
 
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
 # spec_step_idx at 0). For this family alone a proposer takes the next layer at each step (v1/spec_decode/step3p5.py).
@@ -359,19 +358,8 @@ class _Pass:
                 frozen=frozen_in(binding, ""),
             )  # fmt: skip
             if self.backbone.ranks.is_first:
-                write_statistics(file, on_disk(found.tensors, binding, ""), self._metadata(found, binding))
+                record(file, found, binding, "", fingerprint=(self.backbone.folder / "fingerprint").read_text())
         return blocks
-
-    def _metadata(self, found: backend.Calibrated, binding: Binding) -> dict[str, str]:
-        coverage = {
-            piece.module: each.tokens if each.routed is None else each.routed
-            for each in found.coverage
-            for piece in binding[f"{each.module}.weight"]
-        }
-        return {
-            "fingerprint": (self.backbone.folder / "fingerprint").read_text(), "coverage": json.dumps(coverage),
-            "left_out": json.dumps(found.left_out), "rounded": json.dumps(found.rounded),
-        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
