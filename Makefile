@@ -105,7 +105,12 @@ $(VENV)/.calibrate: $(VENV)/.quantize
 	$(PIP) install -qq -c constraints.txt -e ".[calibrate]"
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.calibrate
+$(VENV)/.evaluate: $(VENV)/.quantize
+	@echo "installing what evaluation needs"
+	$(PIP) install -qq -c constraints.txt -e ".[evaluate]"
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.calibrate $(VENV)/.evaluate
 	$(PIP) install -qq -c constraints.txt -e ".[quantize,report,test]"
 	@touch $@
 

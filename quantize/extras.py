@@ -17,6 +17,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "accelerate", "compressed_tensors", "datasets", "jinja2", "llmcompressor", "numpy", "safetensors", "torch",
         "transformers",
     ),
+    "evaluate": ("jinja2", "lm_eval", "matplotlib"),
 })  # fmt: skip
 """Extra -> the packages it brings, by the names that Python imports."""
 

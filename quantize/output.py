@@ -154,7 +154,8 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     folder = plan.source.folder
     files = {name: [size, (folder / name).stat().st_mtime_ns] for name, size in file_sizes(plan.source).items()}
     digest = hashlib.sha256()
-    for part in (plan.recipe.model_dump(mode="json"), output_config(plan), files, [__version__, _versions("torch")]):
+    recipe = plan.recipe.model_dump(mode="json", exclude={"evaluation", "gates"})  # they change no byte of a shard
+    for part in (recipe, output_config(plan), files, [__version__, _versions("torch")]):
         digest.update(json.dumps(part).encode() + b"\0")
     for tensor in plan.tensors:
         digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {tensor.outputs}\n".encode())

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 from .errors import RecipeError, refuse
 from .family import QUANTIZABLE_ROLES
+from .protocol import Evaluation, Gates
 from .schemes import REWRITES, SCHEMES
 
 MODELS = Path(__file__).parent / "models"
@@ -176,6 +177,8 @@ class Recipe(_Frozen):
         overrides: exceptions, first match wins; each must match something.
         keep: names (or `re:` regexes) of tensors outside the family table to carry over as they are.
         calibration: how batches are chosen; null for data-free recipes.
+        evaluation: how the result is scored; what it leaves out is as in `protocol.Evaluation`.
+        gates: what the result must keep of its source; what it leaves out is as in `protocol.Gates`.
     """
 
     model: str
@@ -191,6 +194,8 @@ class Recipe(_Frozen):
     mtp_auto: MtpAuto | None = None
     overrides: tuple[Override, ...] = ()
     keep: tuple[str, ...] = ()
+    evaluation: Evaluation = Evaluation()
+    gates: Gates = Gates()
 
     @property
     def name(self) -> str:
@@ -385,7 +390,8 @@ def _validated(raw: dict[str, Any], where: object) -> Recipe:
         key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "[key]")) or "recipe"
         if first["type"] == "extra_forbidden":
             *parents, last = (str(part) for part in first["loc"])
-            parts = {"calibration": Calibration, "overrides": Override, "mtp_auto": MtpAuto}
+            parts = {"calibration": Calibration, "overrides": Override, "mtp_auto": MtpAuto, "evaluation": Evaluation,
+                     "gates": Gates}  # fmt: skip
             known = (parts[parents[0]] if parents else Recipe).model_fields
             nearest = difflib.get_close_matches(last, known, n=1, cutoff=0.0)[0]
             message = refuse(where, f"{key} is not a key of a recipe", repr(first["input"]), f"Did you mean {nearest}?")

@@ -1,8 +1,9 @@
-"""report.json, version 2: everything that was found about one checkpoint.
+"""report.json, version 3: everything that was found about one checkpoint.
 
-In and out: the file itself. `report.py` fills it, `report_html.py` makes the page from it and from nothing else.
+In and out: the file itself. `report.py` fills it, `report_html.py` makes the page and `card.py` the model card from it
+and from nothing else.
 
-    schema, keepmtp, vllm, made_at      2, what wrote it, the vLLM that judged, when (UTC)
+    schema, keepmtp, vllm, made_at      3, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}     the checkpoint, and the sentence on top of the page
     facts                               family, dialect, counts, bytes, forms of the MTP block
     findings [...]                      origin (static, dry), severity, where, says, cure, rule, count
@@ -10,7 +11,11 @@ In and out: the file itself. `report.py` fills it, `report_html.py` makes the pa
     dry [...]                           gpu, tp, k, ok, failure, target, draft, seconds, ...: a pretended GPU each
     calibration {...}                   what keepmtp.json says: data, coverage, acceptance by rows, candidates
     serve {...}                         what `ServeReport.as_dict` gives: gates, source, checkpoint, runs by k
-    absent {part: sentence}             why sizes, dry, calibration or serve is empty
+    evaluation {...}                    GSM8K of source and checkpoint under one protocol, paired, with draft counters
+    judgement {...}                     the recipe's gates: pass, regression or infeasible, with a reason each
+    identity {...}                      the bytes that all of this was measured on, file by file
+    results {file: sha256}              result files beside this one that hold the same numbers
+    absent {part: sentence}             why sizes, dry, calibration, serve, evaluation or identity is empty
 
 Easy to get wrong: a field that is added, renamed or read otherwise is a new version; unknown fields are refused, so
 that a page never leaves out what it does not know.
@@ -21,11 +26,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..recipes.protocol import Evaluation, Gates
 from .acceptance import AsServed, Role
 from .acceptance import Verdict as GateVerdict
 from .findings import Severity
 
 Origin = Literal["static", "dry"]
+JudgementWord = Literal["pass", "regression", "infeasible"]
 # keepmtp.json may be anybody's: numbers that could not have been measured are refused before they are drawn.
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -358,6 +365,161 @@ class Serve(_Part):
         return (self.checkpoint,) if self.source is None else (self.source, self.checkpoint)
 
 
+class ScoreFact(_Part):
+    """Share of questions answered right, as one of lm-eval's filters reads the answers.
+
+    Attributes:
+        filter: strict-match wants "#### 12", flexible-extract takes the last number.
+        value: from 0 to 1.
+        stderr: of the mean over questions.
+    """
+
+    filter: str
+    value: _Share
+    stderr: _Figure
+
+
+class PairedFact(_Part):
+    """One filter's answers of source and checkpoint, question by question.
+
+    Attributes:
+        difference: checkpoint less source, as a share of all questions; negative is a loss.
+        stderr: of `difference`, from the pairs.
+        low, high: two-sided confidence interval of `difference` at `confidence`.
+        both, only_source, only_checkpoint, neither: questions that they answer right.
+    """
+
+    filter: str
+    difference: Annotated[float, Field(ge=-1, le=1)]
+    stderr: _Figure
+    low: Annotated[float, Field(ge=-1, le=1)]
+    high: Annotated[float, Field(ge=-1, le=1)]
+    confidence: _Share
+    both: _Count
+    only_source: _Count
+    only_checkpoint: _Count
+    neither: _Count
+
+
+class EvaluatedFact(_Part):
+    """One checkpoint's answers.
+
+    Attributes:
+        sha256: of the checkpoint's bytes, as `Identity.sha256`.
+        num_questions: that were asked and answered.
+        num_truncated: answers cut at max_tokens.
+        num_tokens: generated.
+        seconds: of asking, over all sittings if it was interrupted.
+        drafts, draft_tokens, accepted_tokens, accepted_per_position: vLLM's counters over the same questions; all zero
+            where k is 0. Steps in flight when a sitting was cut off are not in them.
+        sittings: servers that were started; more than one where a run was resumed.
+        samples: file with a line for each question, beside the report, and its SHA-256.
+    """
+
+    role: Role
+    path: str
+    sha256: str
+    as_served: AsServed
+    reason: str
+    scores: Annotated[tuple[ScoreFact, ...], Field(min_length=1)]
+    num_questions: Annotated[int, Field(gt=0)]
+    num_truncated: _Count
+    num_tokens: _Count
+    seconds: _Figure
+    drafts: _Count
+    draft_tokens: _Count
+    accepted_tokens: _Count
+    accepted_per_position: tuple[_Count, ...]
+    sittings: _Count
+    samples: str
+    samples_sha256: str
+
+    @property
+    def acceptance(self) -> float | None:
+        """Share of drafted tokens that were kept; None where nothing was drafted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Share of drafts whose token at each position was kept."""
+        return tuple(count / self.drafts for count in self.accepted_per_position) if self.drafts else ()
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens a step of the target, its own included; None where nothing was drafted."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
+
+    def score(self, name: str) -> ScoreFact:
+        """The score that one filter gives."""
+        return next(score for score in self.scores if score.filter == name)
+
+
+class EvaluationFact(_Part):
+    """GSM8K through real servers with method=mtp.
+
+    Attributes:
+        protocol: the recipe's `evaluation` block, defaults filled in.
+        dataset_sha256: of the questions and answers that were asked, in order.
+        source: what the checkpoint was made from; None where it was not evaluated.
+        paired: a row for each filter; empty without a source.
+        environment: versions of lm-eval, vLLM, torch, transformers, and the device.
+    """
+
+    protocol: Evaluation
+    dataset_sha256: str
+    source: EvaluatedFact | None
+    checkpoint: EvaluatedFact
+    paired: tuple[PairedFact, ...]
+    environment: Mapping[str, str]
+
+    @property
+    def evaluated(self) -> tuple[EvaluatedFact, ...]:
+        """Source first, then the checkpoint."""
+        return (self.checkpoint,) if self.source is None else (self.source, self.checkpoint)
+
+
+class ReasonFact(_Part):
+    """One gate's answer.
+
+    Attributes:
+        gate: findings, loads, acceptance or gsm8k.
+        says: a sentence with the figures.
+        needed: samples (questions or drafted tokens) with which it could be told; None where that is not the matter.
+    """
+
+    gate: str
+    verdict: JudgementWord
+    says: str
+    needed: Annotated[int, Field(gt=0)] | None = None
+
+
+class JudgementFact(_Part):
+    """The recipe's gates together: the worst of the reasons, regression before infeasible before pass."""
+
+    verdict: JudgementWord
+    gates: Gates
+    reasons: Annotated[tuple[ReasonFact, ...], Field(min_length=1)]
+
+
+class FileFact(_Part):
+    """One file of the checkpoint."""
+
+    num_bytes: _Count
+    sha256: str
+
+
+class Identity(_Part):
+    """Exactly these bytes.
+
+    Attributes:
+        sha256: over a line "sha256 bytes name" for each file, sorted by name: one number for the checkpoint.
+        files: every file of it, by path with forward slashes.
+    """
+
+    sha256: str
+    files: Mapping[str, FileFact]
+
+
 class VerdictFact(_Part):
     """The sentence on top, and how far the checkpoint came in a word or three."""
 
@@ -371,7 +533,7 @@ class FullReport(_Part):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
-    version: Literal[2] = Field(default=2, alias="schema")
+    version: Literal[3] = Field(default=3, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str
@@ -383,4 +545,8 @@ class FullReport(_Part):
     dry: tuple[DryLoad, ...] = ()
     calibration: CalibrationFact | None = None
     serve: Serve | None = None
+    evaluation: EvaluationFact | None = None
+    judgement: JudgementFact | None = None
+    identity: Identity | None = None
+    results: Mapping[str, str] = Field(default_factory=dict)
     absent: Mapping[str, str] = Field(default_factory=dict)

@@ -1,0 +1,89 @@
+"""How a checkpoint is evaluated, and what its results must be: the `evaluation` and `gates` blocks of a recipe.
+
+In: YAML. Out: frozen values. A recipe that leaves a block out is judged by the values here, so every default is part of
+the protocol: reports and model cards print each of them.
+
+Easy to get wrong: two scores compare only if every field of `Evaluation` is the same. GSM8K moves by several points with
+shots, chat template and the filter that reads the answer.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from .errors import refuse
+
+Task = Literal["gsm8k", "gsm8k_platinum"]
+Api = Literal["completions", "chat"]
+DatasetName = Annotated[str, Field(min_length=1)]
+
+_Count = Annotated[int, Field(gt=0)]
+_HUB = {"gsm8k": "openai/gsm8k", "gsm8k_platinum": "madrylab/gsm8k-platinum"}
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Evaluation(_Frozen):
+    """One protocol, for the source and for the checkpoint.
+
+    Attributes:
+        task: lm-evaluation-harness's; it gives prompt, stop words and both filters (strict-match, flexible-extract).
+        dataset: None for the task's own on the Hub, or a .jsonl file with the fields `question` and `answer`.
+        dataset_revision: Hub revision; None for its newest. A file has none.
+        shots: solved examples before each question. A file's come from its other rows.
+        api: `completions` sends the text as it is, `chat` sends messages through the model's chat template, with the
+            shots as earlier turns.
+        max_tokens: generated for each question, at most. Answers cut there are counted, not excluded.
+        k: speculative tokens a step (method=mtp).
+        concurrency: requests in flight.
+        limit: first questions only; None for all.
+        seed: of the shots drawn and of the server. Decoding is greedy.
+    """
+
+    task: Task = "gsm8k"
+    dataset: DatasetName | None = None
+    dataset_revision: str | None = None
+    shots: Annotated[int, Field(ge=0)] = 8
+    api: Api = "completions"
+    max_tokens: _Count = 1024
+    k: _Count = 1
+    concurrency: _Count = 32
+    limit: _Count | None = None
+    seed: Annotated[int, Field(ge=0)] = 1234
+
+    @property
+    def dataset_name(self) -> str:
+        """The file, or the task's repository on the Hub."""
+        return self.dataset or _HUB[self.task]
+
+    @model_validator(mode="after")
+    def _dataset_is_a_file(self) -> "Evaluation":
+        if self.dataset is not None and Path(self.dataset).suffix != ".jsonl":
+            raise ValueError(
+                refuse("dataset", f"must be a .jsonl file, or left out for {_HUB[self.task]}", repr(self.dataset),
+                       "Name a file with the fields question and answer")
+            )  # fmt: skip
+        if self.dataset is not None and self.dataset_revision is not None:
+            raise ValueError(refuse("dataset_revision", "must be left out for a file", repr(self.dataset_revision),
+                                    "Remove it"))  # fmt: skip
+        return self
+
+
+class Gates(_Frozen):
+    """What a checkpoint must keep of its source.
+
+    Attributes:
+        max_drop: of the GSM8K score, as a share of all questions (0.02: two points).
+        filter: whose score is judged; both are reported.
+        min_acceptance: share of the source's draft acceptance.
+        confidence: of both judgements, one-sided. A gate whose bound lies on the other side of the limit than its
+            estimate is neither passed nor failed: too few samples.
+    """
+
+    max_drop: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    filter: Literal["strict-match", "flexible-extract"] = "flexible-extract"
+    min_acceptance: Annotated[float, Field(gt=0, le=1)] = 0.97
+    confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
