@@ -4,6 +4,10 @@
 #   make plan ...     the same arguments: what would happen, nothing written
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
+#   make validate EVAL=gsm8k ...                             GSM8K of source and checkpoint with MTP on, and the gates
+#   make card [MODEL=...] [OUT=DIR]                          the model card, from the report
+#   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
+#   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1]
 #   make test         everything the project promises, on this machine
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
@@ -25,10 +29,10 @@ VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)")
 CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT)
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate ls vllm test lint matrix benchmark clean
+.PHONY: help quantize plan check validate card all publish ls vllm test lint matrix benchmark clean
 
 help:
-	@sed -n '3,9s/^# \{0,3\}//p' Makefile
+	@sed -n '3,13s/^# \{0,3\}//p' Makefile
 
 # A recipe that is calibrated installs .calibrate, any other no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
@@ -42,15 +46,29 @@ endif
 plan: $(VENV)/.base
 	@$(VENV)/bin/keepmtp plan "$(MODEL)" $(CHOICES)
 
-check: $(VENV)/.base $(if $(GPU),$(VENV_VLLM)/.vllm)
-	@$(VENV)/bin/keepmtp check "$(or $(OUT),out/$(MODEL))" $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp))
-
 # The checkpoint that `make quantize` with the same MODEL has written, unless OUT names one.
-MADE = $(filter-out %.partial %.sha256 %.serve-check %.calibration,$(wildcard out/$(MODEL) out/$(MODEL).*))
+BESIDE := %.partial %.sha256 %.report %.card %.hub %.calibration
+MADE = $(or $(OUT),$(firstword $(filter-out $(BESIDE),$(wildcard out/$(MODEL) out/$(MODEL).$(or $(SCHEME),*)))),out/$(MODEL))
 
-validate: $(VENV)/.test $(VENV_VLLM)/.vllm
-	@$(VENV)/bin/keepmtp serve-check "$(or $(OUT),$(firstword $(MADE)),out/$(MODEL))" \
-	$(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K))
+check: $(VENV)/.base $(if $(GPU),$(VENV_VLLM)/.vllm)
+	@$(VENV)/bin/keepmtp check "$(MADE)" $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp))
+
+validate: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
+ifneq ($(filter-out gsm8k,$(EVAL)),)
+	$(error EVAL: must be gsm8k, or left out for acceptance alone; got $(EVAL))
+endif
+	@$(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$(MADE)" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K))
+
+card: $(VENV)/.evaluate
+	@$(VENV)/bin/keepmtp card "$(MADE)"
+
+all: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
+	@extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(VARIANT)) && $(MAKE) --no-print-directory $(VENV)/.$$extra
+	@$(VENV)/bin/keepmtp all "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(NPROC),--nproc "$(NPROC)") \
+	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K))
+
+publish: $(VENV)/.evaluate $(if $(DRY_RUN),,$(VENV_VLLM)/.vllm)
+	@$(VENV)/bin/keepmtp publish "$(MADE)" --repo "$(REPO)" $(if $(PUBLIC),--public) $(if $(DRY_RUN),--dry-run)
 
 ls: $(VENV)/.base
 	@$(VENV)/bin/keepmtp ls

@@ -1,6 +1,7 @@
 """The `keepmtp` command: one call a verb, tables for people, `--json` for machines.
 
-Exit status: 0 good; 1 the checkpoint has findings or a gate is red; 2 bad input or environment.
+Exit status: 0 good; 1 the checkpoint has findings or a gate is red; 2 bad input or environment; 3 (`gate`,
+`eval`, `all`) too little was measured to tell.
 """
 
 import json
@@ -17,18 +18,24 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from . import __version__, calibrated, tables
+from .card import card
 from .doctor import doctor
+from .evaluate import evaluate
+from .everything import everything
+from .gate import gate
 from .progress import place_in_run, watching
+from .publish import publish
 from .quantize import run
 from .quantize.plan import Plan
 from .quantize.quant_config import quantization_config
 from .recipes.errors import GateError, KeepMTPError, RecipeError, refuse
 from .recipes.schema import find_recipe
+from .record import begin
 from .report import page, save
 from .serve_check import serve_check
+from .validate.check_data import calibration_fact
 from .validate.dry import GPU, GPUS
 from .validate.load import Checked, check_on
-from .validate.report import calibration_fact
 from .validate.report_html import require_extra
 from .validate.static import examine
 from .validate.vllm_env import TESTED, find_vllm
@@ -170,6 +177,8 @@ def check(
     draft: Annotated[str, typer.Option("--draft", help="The draft's own checkpoint, where it has one.")] = "",
     static_only: Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write report.json and report.html there.")] = None,
+    record: Annotated[bool, typer.Option("--record", help="Keep what is found, and of which bytes, in PATH.report: for "
+                                         "the checkpoint's report and card.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?
@@ -179,15 +188,22 @@ def check(
     classes and loaders judge too, on meta tensors for a GPU that need not be there: every parameter must be written,
     every tensor used, and each layer must get a kernel. Exit status 1 if any checkpoint has an error.
 
+    With --record, every byte of one local checkpoint is hashed, once, and check.json, report.json and report.html are
+    written beside it. What is measured later, by serve-check and eval, joins them if the bytes are the same.
+
     Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
+
+    Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm100 --record`
     """
     if not gpus and not static_only and (tps or num_drafts != 1 or draft):
         raise RecipeError(refuse("check", "--tp, -k and --draft need a GPU to pretend", "no --gpu", "Add --gpu sm100"))
     if html is not None:
         require_extra()
-    is_good = True
     is_dry = bool(gpus) and not static_only
-    for number, checked in enumerate(_loaded(paths, gpus or [], tps or [1], num_drafts, draft) if is_dry
+    chosen = _gpus(gpus or []) if is_dry else []
+    notes = begin(paths) if record else None
+    is_good = True
+    for number, checked in enumerate(_loaded(paths, chosen, tps or [1], num_drafts, draft) if is_dry
                                      else _checked(paths)):  # fmt: skip
         is_good &= checked.report.ok
         if html is not None:
@@ -198,6 +214,8 @@ def check(
             print_json(checked.report.as_dict(), indent=None)
         else:
             out.print(tables.report(checked.report))
+        if notes is not None:
+            err.print(f"recorded: {notes.keep(checked)}", highlight=False, soft_wrap=True)
     if not is_good:
         raise typer.Exit(1)
 
@@ -206,16 +224,19 @@ def _checked(paths: list[str]) -> Iterator[Checked]:
     return (Checked(*examine(path)) for path in paths)
 
 
-def _loaded(paths: list[str], gpus: list[str], tps: list[int], num_drafts: int, draft: str) -> Iterator[Checked]:
+def _gpus(gpus: list[str]) -> list[GPU]:
     if wrong := [gpu for gpu in gpus if gpu not in GPUS]:
         raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", wrong[0], "Take the nearest"))
-    chosen: list[GPU] = [gpu for gpu in GPUS if gpu in gpus]
+    return [gpu for gpu in GPUS if gpu in gpus]
+
+
+def _loaded(paths: list[str], gpus: list[GPU], tps: list[int], num_drafts: int, draft: str) -> Iterator[Checked]:
     vllm = find_vllm()
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err,
                   transient=True) as progress:  # fmt: skip
         task = progress.add_task("starting vLLM", total=None)
         yield from check_on(
-            paths, vllm=vllm, gpus=chosen, tps=tps, num_drafts=num_drafts, draft=draft,
+            paths, vllm=vllm, gpus=gpus, tps=tps, num_drafts=num_drafts, draft=draft,
             watch=lambda doing: progress.update(task, description=doing),
         )  # fmt: skip
 
@@ -258,9 +279,14 @@ def _common(
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
 
 
-app.command()(doctor)
 app.command("serve-check", context_settings={"allow_extra_args": True})(serve_check)
+app.command("eval", context_settings={"allow_extra_args": True})(evaluate)
+app.command()(gate)
+app.command()(card)
+app.command()(publish)
+app.command("all")(everything)
 app.command("report")(page)
+app.command()(doctor)
 
 
 def main() -> None:

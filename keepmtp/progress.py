@@ -9,6 +9,7 @@ one of calibration when packing begins, and whichever is left when the run does.
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -28,9 +30,11 @@ from rich.progress import (
 
 if TYPE_CHECKING:
     from .quantize.calibrate import Progress as Step
+    from .validate.asking import Step as Asked
 
 # What a step of calibration is made of.
 _PARTS = {"backbone": "layer", "mtp": "policy"}
+_LINE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +63,30 @@ def watching(console: Console, *, as_json: bool) -> AbstractContextManager[Watch
     if as_json:
         return nullcontext(Watch(calibration=_json_line, packing=None))
     return _bars(console)
+
+
+def bytes_bar(console: Console, label: str) -> Callable[[int], AbstractContextManager[Callable[[int], None]]]:
+    """A bar with rate and time left, for what is told the number of bytes first and then of bytes done.
+
+    What it gives fits packing (`quantize.run`), and hashing (`validate.identity.Watch`), from any thread.
+    """
+
+    @contextmanager
+    def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task(label, total=total_bytes)
+            yield lambda done: progress.advance(task, done)
+
+    return bar
+
+
+def asking(console: Console, *, as_json: bool) -> "AbstractContextManager[Callable[[Asked], None]]":
+    """What is told how far an evaluation is: a bar for each checkpoint, or lines, at most one in ten seconds."""
+    return _asking_bars(console) if console.is_terminal and not as_json else _asking_lines(console, as_json=as_json)
 
 
 def in_words(step: "Step") -> str:
@@ -92,18 +120,49 @@ def _bars(console: Console) -> Iterator[Watch]:
         if tasks:
             bars.stop()
 
-    @contextmanager
-    def packing(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    def packing(total_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
         stop()
-        columns = (
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )  # fmt: skip
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("packing", total=total_bytes)
-            yield lambda done: progress.advance(task, done)
+        return bytes_bar(console, "packing")(total_bytes)
 
     try:
         yield Watch(calibration=show, packing=packing)
     finally:
         stop()
+
+
+@contextmanager
+def _asking_bars(console: Console) -> "Iterator[Callable[[Asked], None]]":
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"))
+    tasks = dict[str, TaskID]()
+    with Progress(*columns, console=console) as bars:
+
+        def show(step: "Asked") -> None:
+            if step.role not in tasks:
+                tasks[step.role] = bars.add_task(step.role, total=step.total, told="")
+            bars.update(tasks[step.role], completed=step.done, told=escape(step.doing or _asked_in_words(step)))
+
+        yield show
+
+
+@contextmanager
+def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[Asked], None]]":
+    told: dict[str, float] = {}
+
+    def show(step: "Asked") -> None:
+        kind, now = f"{step.role}{bool(step.doing)}", time.monotonic()
+        if now - told.get(kind, -_LINE_SECONDS) < _LINE_SECONDS and step.done < step.total:
+            return
+        told[kind] = now
+        if as_json:
+            sys.stderr.write(json.dumps(asdict(step)) + "\n")
+            sys.stderr.flush()
+        else:
+            words = step.doing or _asked_in_words(step)
+            console.print(f"{step.role}  {words}", highlight=False, markup=False, soft_wrap=True)
+
+    yield show
+
+
+def _asked_in_words(step: "Asked") -> str:
+    left = "" if step.eta_seconds is None else f"  ETA {timedelta(seconds=round(step.eta_seconds))}"
+    return f"question {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s{left}"

@@ -1,42 +1,50 @@
 """`keepmtp report`: report.json and the page made from it, for `check --html`, `serve-check` and on its own.
 
-In: what the stations found, or an old report.json. Out: report.json and report.html in one folder.
+In: what the stations found, an evidence folder, or an old report.json. Out: report.json and report.html in one folder.
 
 Easy to get wrong: the page needs the `report` extra. Who is going to write one calls `require_extra` before the work,
 not after ten minutes of it.
 """
 
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .quantize.source import Source
-from .recipes.errors import RecipeError
-from .validate.acceptance import ServeReport
+from .validate.check_data import check_data
 from .validate.evidence import Evidence
 from .validate.findings import Report
-from .validate.report import assemble, calibration_of, read_json, sizes_by_group, write_json
-from .validate.report_html import write_html
+from .validate.report import assemble, read_json, refresh, write_json
+from .validate.report_html import require_extra, write_html
+from .validate.report_schema import Serve
+from .validate.results import TIME
 
 
 def page(
-    path: Annotated[Path, typer.Argument(help="A report.json.")],
+    path: Annotated[Path, typer.Argument(help="A report.json, or NAME.report, the results of the checkpoint NAME.")],
     folder: Annotated[Path | None, typer.Option("--out", help="Where report.html goes; default beside it.")] = None,
 ) -> None:
     """Make the HTML page of a report.json again: one file without scripts or requests, to send or to print.
 
-    The page holds what report.json holds and nothing else; nothing is checked again.
+    The page holds what report.json holds and nothing else; nothing is checked again. Of a folder NAME.report,
+    report.json is made anew first, from the results that the stations left there.
 
     Example: `keepmtp report out/report.json --out pages`
+
+    Example: `keepmtp report out/tiny-glm4-moe.w4a16-fp8.report`
     """
-    sys.stdout.write(f"{write_html(folder or path.parent, read_json(path))}\n")
+    require_extra()
+    full = refresh(path) if path.is_dir() else read_json(path)
+    beside = path if path.is_dir() else path.parent
+    sys.stdout.write(f"{write_html(folder or beside, full)}\n")
 
 
 def save(
     folder: Path, found: Report, *, vllm: str, evidence: Evidence | None = None, opened: Source | None = None,
-    source: Source | None = None, serve: ServeReport | None = None,
+    source: Source | None = None, serve: Serve | None = None,
 ) -> Path:  # fmt: skip
     """Write report.json and report.html of one checkpoint; returns the page's path.
 
@@ -46,22 +54,12 @@ def save(
         vllm: the version that judged, or that the rules describe.
         evidence, opened: the checkpoint's, from `validate.static.examine`; None where it could not be read.
         source: what it was made from, for sizes before and after.
-        serve: a real server's report.
+        serve: a real server's answers.
 
     Raises:
         RecipeError: the `report` extra is missing.
     """
-    sizes, calibration, absent = (), None, {}
-    try:
-        if opened is None:
-            absent["sizes"] = "No sizes: the checkpoint's headers could not be read."
-            absent["calibration"] = "Not known: the checkpoint could not be read."
-        else:
-            calibration, absent["calibration"] = calibration_of(opened)
-            sizes = sizes_by_group(opened, source)
-    except RecipeError as unknown:
-        absent["sizes"] = f"No sizes: {unknown}"
-    full = assemble(found, vllm=vllm, evidence=evidence, sizes=sizes, calibration=calibration, serve=serve,
-                    absent=absent)  # fmt: skip
+    data = check_data(found, vllm=vllm, evidence=evidence, opened=opened, source=source)
+    full = assemble(data, vllm=vllm, serve=serve, made_at=datetime.now(UTC).strftime(TIME))
     write_json(folder, full)
     return write_html(folder, full)

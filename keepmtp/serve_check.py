@@ -1,18 +1,20 @@
 """`keepmtp serve-check`: a checkpoint and its source in real vLLM servers, with and without method=mtp.
 
-In: two checkpoints. Out: a table, report.json and, with the `report` extra, report.html; beside them the servers' logs.
+In: two checkpoints. Out: a table, serve.json, report.json and, with the `report` extra, report.html; beside them the
+servers' logs.
 
-Easy to get wrong: the source has to be found before a server is started, and its record in keepmtp.json names only a
-folder. A folder of that name is taken only if its files have the recorded sizes.
+Easy to get wrong: whatever may be refused is refused before a server is started: a source that is not found, results of
+other bytes in the same folder.
 """
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich import box
@@ -21,20 +23,27 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from .made_from import recorded_source
+from .progress import bytes_bar
 from .quantize.source import Source, download, open_source
 from .recipes.errors import RecipeError, refuse
 from .recipes.families import find_family
 from .validate import measure
 from .validate import report as reports
 from .validate.acceptance import FLOOR, Run, Served, ServeReport
+from .validate.check_data import check_data, record_static
 from .validate.evidence import Evidence
+from .validate.identity import identify
 from .validate.measure import Check, ks_up_to
 from .validate.prompts import PROMPTS, read_prompts
-from .validate.report_html import NEEDS, write_html
+from .validate.report_html import HTML_FILE, NEEDS, write_html
+from .validate.report_schema import Identity, Serve
+from .validate.results import TIME, report_folder, write_result
 from .validate.serve import TIMEOUT_SECONDS, Watch
 from .validate.static import check_source
 from .validate.vllm_env import find_vllm
 
+_CURE = "Name it with --source, or leave acceptance unjudged with --source none"
 _COLOURS = {"passed": "green", "failed": "red", "not judged": "yellow"}
 
 
@@ -52,8 +61,8 @@ def serve_check(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated a prompt, at most.")] = 256,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the servers; default: a free one.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")] = TIMEOUT_SECONDS,
-    folder: Annotated[Path | None, typer.Option("--out", help="Folder for report and logs; default: beside the "
-                                                "checkpoint, NAME.serve-check.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for a report of this alone, and logs; default: "
+                                                "NAME.report beside the checkpoint, with all its results.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
 ) -> None:  # fmt: skip
     """Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.
@@ -69,9 +78,11 @@ def serve_check(
     vllm = find_vllm()
     asked = PROMPTS if prompts is None else read_prompts(prompts)
     checkpoint = download(open_source(path))
-    original = None if source == "none" else download(open_source(source or _recorded_source(checkpoint)))
+    original = None if source == "none" else download(
+        open_source(source or recorded_source(checkpoint, cure=_CURE)))
     assert checkpoint.folder is not None
-    out = folder or _beside(checkpoint.folder)
+    is_local = Path(path).is_dir()
+    out = folder or (report_folder(checkpoint.folder) if is_local else _named(checkpoint))
     view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
     check = Check(
         ks=ks_up_to(k, view.num_mtp_layers), out=out, prompts=asked, max_tokens=max_tokens, floor=floor, port=port,
@@ -80,13 +91,22 @@ def serve_check(
     if check.ks == (0,):
         raise RecipeError(refuse("-k", f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them", k,
                                  f"Use -k {view.num_mtp_layers}"))  # fmt: skip
+    identity = None
+    if folder is None and is_local:
+        identity = identify(checkpoint.folder, cache=out, watch=bytes_bar(Console(stderr=True), "reading"))
+        reports.refuse_stale(out, identity, but=("check", "serve"))
     with _status() as watch:
         report = measure.serve_check(checkpoint, original, vllm=vllm, check=check, watch=watch)
-    written = _write(report, checkpoint, original, out)
     if as_json:
         sys.stdout.write(json.dumps(report.as_dict()) + "\n")
     else:
         Console().print(table(report))
+    if identity is None:
+        _write(report, checkpoint, original, out)
+    else:
+        _record(report, checkpoint, original, out, identity)
+    if not as_json:
+        written = next(out / name for name in (HTML_FILE, reports.JSON_FILE) if (out / name).is_file())
         Console().print(f"Report: {written}; logs: {out / 'logs'}", highlight=False, soft_wrap=True)
     if not report.ok:
         raise typer.Exit(1)
@@ -154,51 +174,29 @@ def _status() -> Iterator[Watch]:
     yield once
 
 
-def _recorded_source(checkpoint: Source) -> str:
-    """The source that keepmtp.json names, where it is a folder here with the recorded files.
-
-    Raises:
-        RecipeError: no record, a Hub repository (whose download should be somebody's decision), or no such folder.
-    """
-    cure = "Name it with --source, or leave acceptance unjudged with --source none"
-    rule = "the source to compare with must be known"
-    assert checkpoint.folder is not None
-    record = checkpoint.folder / "keepmtp.json"
-    if not record.is_file():
-        raise RecipeError(refuse(checkpoint.where, rule, "no keepmtp.json", cure))
-    try:
-        told = json.loads(record.read_bytes())
-        named, recipe = told["source"], told["recipe"]
-        name, revision, files = str(named["name"]), named["revision"], dict(named["files"])
-        places = [Path(str(recipe["source"])), Path(name), Path("models") / name, checkpoint.folder.parent / name]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RecipeError(refuse(record, "must be keepmtp's own record", repr(error), cure)) from error
-    if revision == "local":
-        root = Path(__file__).parent.parent
-        for place in [*places, *(root / place for place in places[:3])]:
-            if place.is_dir() and _has_files(place, files):
-                return str(place)
-    got = f"{name} ({revision})"
-    raise RecipeError(refuse(record, rule, f"{got}, which is no folder with the recorded files here", cure))
+def _named(checkpoint: Source) -> Path:
+    """Where the results of a repository go: it is no folder of anybody's, so here."""
+    return Path(f"{checkpoint.where.rpartition('/')[2]}.report")
 
 
-def _has_files(folder: Path, files: Mapping[str, Any]) -> bool:
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+def _record(report: ServeReport, checkpoint: Source, source: Source | None, out: Path, identity: Identity) -> None:
+    """serve.json, and check.json if there is none of the same bytes; then the report of all results."""
+    record_static(out, checkpoint, identity, source=source)
+    data = Serve.model_validate(report.as_dict())
+    write_result(out, "serve", data, checkpoint=identity, vllm=report.environment["vllm"])
+    reports.refresh(out)
 
 
-def _beside(folder: Path) -> Path:
-    whole = folder.resolve()
-    return whole.with_name(f"{whole.name}.serve-check")
-
-
-def _write(report: ServeReport, checkpoint: Source, source: Source | None, out: Path) -> Path:
+def _write(report: ServeReport, checkpoint: Source, source: Source | None, out: Path) -> None:
     """report.json with the static check, sizes and calibration, and the page if what it needs is installed."""
     view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
-    calibration, why_none = reports.calibration_of(checkpoint)
-    full = reports.assemble(
-        check_source(checkpoint, source=source), vllm=report.environment["vllm"],
-        evidence=Evidence(source=checkpoint, view=view), sizes=reports.sizes_by_group(checkpoint, source),
-        calibration=calibration, serve=report, absent={"calibration": why_none},
+    vllm = report.environment["vllm"]
+    data = check_data(
+        check_source(checkpoint, source=source), vllm=vllm, evidence=Evidence(source=checkpoint, view=view),
+        opened=checkpoint, source=source,
     )  # fmt: skip
-    written = reports.write_json(out, full)
-    return write_html(out, full) if all(find_spec(name) is not None for name in NEEDS) else written
+    full = reports.assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME),
+                            serve=Serve.model_validate(report.as_dict()))  # fmt: skip
+    reports.write_json(out, full)
+    if all(find_spec(name) is not None for name in NEEDS):
+        write_html(out, full)

@@ -3,8 +3,8 @@
 In: YAML. Out: frozen values. A recipe that leaves a block out is judged by the values here, so every default is part of
 the protocol: reports and model cards print each of them.
 
-Easy to get wrong: two scores compare only if every field of `Evaluation` is the same. GSM8K moves by several points with
-shots, chat template and the filter that reads the answer.
+Easy to get wrong: two scores compare only if every field of `Evaluation` is the same. GSM8K moves by several points
+with shots, chat template and the filter that reads the answer.
 """
 
 from pathlib import Path

@@ -2,21 +2,21 @@
 
 import math
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from keepmtp.quantize.source import Source, open_source
 from keepmtp.validate.acceptance import Drafts, Output, Parting, Run, Served, ServeReport
+from keepmtp.validate.check_data import calibration_fact, check_data, sizes_by_group
 from keepmtp.validate.dry import GPU, Failure, Kernel, Misfit, Side, Verdict
 from keepmtp.validate.findings import Facts, Finding, Report
 from keepmtp.validate.load import with_verdicts
-from keepmtp.validate.report import assemble, calibration_fact, sizes_by_group
-from keepmtp.validate.report_schema import FullReport
+from keepmtp.validate.report import assemble
+from keepmtp.validate.report_schema import FullReport, Serve
 from keepmtp.validate.static import check, examine
 
 MODEL = Path(__file__).parent.parent / "models" / "tiny-glm4-moe"
-AT = datetime(2030, 1, 2, 3, 4, tzinfo=UTC)
+AT = "2030-01-02 03:04:05 UTC"
 VLLM = "0.32.0"
 SHARED = ("model.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
 CAST = Misfit(param="model.layers.3.mtp_block.mlp.shared_experts.down_proj.weight", given="bfloat16",
@@ -148,7 +148,8 @@ def summary(word: str = "") -> dict[str, Any]:
 def calibrated(**changed: Any) -> FullReport:
     """A calibrated checkpoint, checked and no more; `changed` are entries of the run's account."""
     fact = calibration_fact(summary() | changed, SETTINGS)
-    return assemble(check(MODEL), vllm=VLLM, calibration=fact, made_at=AT)
+    data = check_data(check(MODEL), vllm=VLLM).model_copy(update={"calibration": fact})
+    return assemble(data, vllm=VLLM, made_at=AT)
 
 
 def loaded(*verdicts: Verdict, before: Source | None = None, serve: ServeReport | None = None) -> FullReport:
@@ -156,8 +157,14 @@ def loaded(*verdicts: Verdict, before: Source | None = None, serve: ServeReport 
     report, opened, evidence = examine(MODEL)
     assert opened is not None
     judged = with_verdicts(report, evidence, verdicts, VLLM)
-    return assemble(replace(judged, findings=(*judged.findings, WARNED)), vllm=VLLM, evidence=evidence,
-                    sizes=sizes_by_group(opened, before), serve=serve, made_at=AT)  # fmt: skip
+    data = check_data(replace(judged, findings=(*judged.findings, WARNED)), vllm=VLLM, evidence=evidence, opened=opened,
+                      source=before)  # fmt: skip
+    return assemble(data, vllm=VLLM, serve=told(serve), made_at=AT)
+
+
+def told(serve: ServeReport | None) -> Serve | None:
+    """A server's report as report.json has it."""
+    return None if serve is None else Serve.model_validate(serve.as_dict())
 
 
 def hostile(word: str) -> FullReport:
@@ -176,11 +183,12 @@ def hostile(word: str) -> FullReport:
                          environment={word: word}, seconds=1.0)  # fmt: skip
     facts = Facts(family=word, dialect=word, mtp_forms=(word,))
     sizes = [row.model_copy(update={"group": word}) for row in sizes_by_group(open_source(MODEL))]
-    checked = Report(path=word, findings=(found,), facts=facts, dry=(load,))
+    checked = check_data(Report(path=word, findings=(found,), facts=facts, dry=(load,)), vllm=word)
     fact = calibration_fact(summary(word), SETTINGS | {"algorithm": word})
-    return assemble(checked, vllm=word, sizes=sizes, calibration=fact, serve=server, made_at=AT)
+    data = checked.model_copy(update={"sizes": tuple(sizes), "calibration": fact})
+    return assemble(data, vllm=word, serve=told(server), made_at=AT)
 
 
 def bare() -> FullReport:
     """Only the static check ran."""
-    return assemble(check(MODEL), vllm=VLLM, made_at=AT)
+    return assemble(check_data(check(MODEL), vllm=VLLM), vllm=VLLM, made_at=AT)

@@ -1,7 +1,9 @@
 """Recipes: what is refused and how, what a command line can ask for, and that every shipped one fits its model."""
 
 import importlib.util
+import json
 import sys
+import zlib
 from pathlib import Path
 
 import checkpoints
@@ -65,12 +67,15 @@ def test_missing_key(tmp_path, key):
 
 
 def test_only_what_changes_no_number_has_a_default():
-    """What may be left out: exceptions, what only `mtp: auto` reads, what data may lack, consents that start as no."""
+    """What may be left out: exceptions, what only `mtp: auto` reads, what data may lack, consents that start as no.
+
+    And how the result is judged, which changes no byte of it: reports and cards print every field of that.
+    """
 
     def optional(kind) -> set[str]:
         return {key for key, field in kind.model_fields.items() if not field.is_required()}
 
-    assert optional(Recipe) == {"overrides", "keep", "mtp_auto"}
+    assert optional(Recipe) == {"overrides", "keep", "mtp_auto", "evaluation", "gates"}
     assert optional(Calibration) == {"subset", "prompt_column", "model_code", "decorated_forward"}
     assert not optional(MtpAuto)
     assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == ("transformers", "refuse")
@@ -345,7 +350,8 @@ def test_shipped_recipe_fits_the_model_beside_it(name):
         assert_takes_effect(make_plan(recipe.resolved(policy), source))
 
 
-def test_the_calibration_text_is_what_its_generator_writes(tmp_path, monkeypatch):
+def test_the_rows_of_the_small_models_are_what_their_generator_writes(tmp_path, monkeypatch):
+    """And what they are evaluated on is nothing that they were trained or calibrated on."""
     models = Path(__file__).parent.parent / "models"
     if not (models / "train" / "problems.py").is_file():
         pytest.skip("models/train is not in this checkout")
@@ -355,6 +361,19 @@ def test_the_calibration_text_is_what_its_generator_writes(tmp_path, monkeypatch
     spec.loader.exec_module(problems)
     problems.write_calibration_rows(tmp_path / "problems.jsonl")
     assert (tmp_path / "problems.jsonl").read_bytes() == (models / "problems.jsonl").read_bytes()
+    problems.write_held_out_rows(tmp_path / "held_out.jsonl")
+    assert (tmp_path / "held_out.jsonl").read_bytes() == (models / "held_out.jsonl").read_bytes()
+    rows = [json.loads(line) for line in (models / "held_out.jsonl").read_text().splitlines()]
+    assert len({row["question"] for row in rows}) == len(rows) == 400
+    assert all(zlib.crc32(row["question"].encode()) % 10 == 0 for row in rows), "the held-out side"
+    calibrated = (models / "problems.jsonl").read_text()
+    assert not any(row["question"] in calibrated for row in rows)
+
+
+def test_the_small_models_are_evaluated_on_held_out_questions():
+    protocols = {name: find_recipe(name)[0].evaluation for name in SHIPPED if name.startswith("tiny-")}
+    assert {protocol.dataset for protocol in protocols.values()} == {"models/held_out.jsonl"}
+    assert len({protocol.model_dump_json() for protocol in protocols.values()}) == 1, "scores of variants compare"
 
 
 def assert_takes_effect(plan: Plan) -> None:

@@ -10,20 +10,24 @@ import tomllib
 from dataclasses import replace
 from pathlib import Path
 
+import evaluations
 import pytest
 import reports
 from browser import PROBE, contrast, look, opened
 from checkpoints import source_layout, write_checkpoint
 from keepmtp.quantize.source import open_source
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from keepmtp.validate import report_html, report_plots, report_schema, rules_dry
+from keepmtp.validate import canvas, report_html, report_plots, report_schema, rules_dry
 from keepmtp.validate.acceptance import ServeReport
+from keepmtp.validate.check_data import DRY_RULES, calibration_of, check_data, sizes_by_group
 from keepmtp.validate.dry import Verdict
 from keepmtp.validate.findings import Facts, Report
-from keepmtp.validate.report import DRY_RULES, assemble, calibration_of, places, read_json, sizes_by_group, write_json
+from keepmtp.validate.report import assemble, read_json, write_json
 from keepmtp.validate.report_html import render, write_html
 from keepmtp.validate.report_schema import FullReport
 from keepmtp.validate.static import check, examine
+from keepmtp.validate.verdict import places
+from PIL import Image
 from rich.console import Console
 
 from keepmtp import calibrated
@@ -36,7 +40,8 @@ POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 PAGES = {
     "whole": reports.whole, "native": lambda: reports.whole(is_copy=False), "dead": lambda: reports.whole(is_dead=True),
     "broken": reports.broken, "bare": reports.bare, "hostile": lambda: reports.hostile(SCRIPT),
-    "calibrated": reports.calibrated,
+    "calibrated": reports.calibrated, "evaluated": lambda: evaluations.judged(evaluations.evaluation()),
+    "strange": lambda: evaluations.hostile(SCRIPT),
 }  # fmt: skip
 
 
@@ -62,16 +67,16 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(name, pages, tmp_pa
     again = read_json(path)
     assert again == pages[name]
     assert render(again) == render(pages[name])
-    assert json.loads(path.read_text())["schema"] == 2
+    assert json.loads(path.read_text())["schema"] == 3
     assert list(path.parent.iterdir()) == [path], "nothing partial is left"
 
 
-def test_version_2_is_what_it_was():
+def test_version_3_is_what_it_was():
     """Other fields are another version: change `schema`, what reads it, and this digest, in one change."""
     defs = FullReport.model_json_schema()
     shape = {name: sorted(part.get("properties", {})) for name, part in {**defs["$defs"], "": defs}.items()}
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == "68c6d492c6b70f45", shape
+    assert digest[:16] == "edc10119d7bc2218", shape
 
 
 def test_report_json_keeps_every_word_of_the_server(pages):
@@ -84,7 +89,7 @@ def test_report_json_keeps_every_word_of_the_server(pages):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda told: told | {"schema": 1}, "schema"),
+        (lambda told: told | {"schema": 2}, "schema"),
         (lambda told: told | {"colour": "red"}, "colour"),
         (lambda told: {key: told[key] for key in told if key != "verdict"}, "verdict"),
     ],
@@ -92,7 +97,7 @@ def test_report_json_keeps_every_word_of_the_server(pages):
 def test_another_version_is_refused(change, says, pages, tmp_path):
     path = write_json(tmp_path, pages["whole"])
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(CheckpointError, match=rf"version 2; got {says}.*Run the check again"):
+    with pytest.raises(CheckpointError, match=rf"version 3; got {says}.*Run the check again"):
         read_json(path)
 
 
@@ -270,7 +275,8 @@ def test_a_chart_says_in_words_what_it_shows(pages):
 @pytest.mark.parametrize(
     ("name", "width", "is_dark"),
     [("whole", 390, False), ("whole", 1280, True), ("broken", 390, True), ("bare", 390, False), ("hostile", 390, False),
-     ("hostile", 1280, False), ("calibrated", 390, True), ("calibrated", 1280, False)],
+     ("hostile", 1280, False), ("calibrated", 390, True), ("calibrated", 1280, False), ("evaluated", 390, True),
+     ("evaluated", 1280, False), ("strange", 390, False), ("strange", 1280, False)],
 )  # fmt: skip
 def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
     """Nothing fetched, nothing sticking out, every table and chart there, and text that can be read."""
@@ -282,10 +288,10 @@ def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
     assert probe["fetched"] == [] and probe["title"] != "hit" and probe["scripts"] == 1
     assert seen.counts.get("img", 0) == 0 and not seen.console, seen.console
     parts = {row.part for row in full.sizes}
-    drawn = len(parts) + 2 * bool(full.serve) + 2 * bool(full.calibration)
+    drawn = len(parts) + 2 * bool(full.serve) + 2 * bool(full.calibration) + 3 * bool(full.evaluation)
     assert seen.counts.get("svg", 0) == drawn - (name == "hostile")
     assert probe["empty"] == 0
-    tables = {"whole": 7, "broken": 4, "bare": 0, "hostile": 9, "calibrated": 2}
+    tables = {"whole": 7, "broken": 4, "bare": 0, "hostile": 9, "calibrated": 2, "evaluated": 4, "strange": 4}
     assert seen.counts.get("table", 0) == tables[name]
     assert full.verdict.label in seen.text and full.verdict.says in seen.text
     assert all(reason.replace("`", "") in seen.text for reason in full.absent.values())
@@ -315,18 +321,86 @@ def test_the_browser_test_bites(pages, tmp_path):
     assert min(contrast(ink, seen.probe["sheet"]) for ink in seen.probe["inks"]) < 4.5
 
 
-def test_a_strangers_words_stay_words(pages):
+@pytest.mark.parametrize("name", ["hostile", "strange"])
+def test_a_strangers_words_stay_words(name, pages):
     """Without a browser: nothing that a checkpoint may choose opens an element, in text, attributes or charts."""
-    html = render(pages["hostile"])
+    html = render(pages[name])
     assert "<script" not in html and "<img" not in html
     assert html.count("&lt;script&gt;") > 20
+
+
+def test_an_evaluation_is_told_in_figures_and_in_the_words_of_its_charts(pages):
+    html = render(pages["evaluated"])
+    text = " ".join(re.sub(r"<[^>]*>", " ", html).split())
+    for words in ("68.9 % &plusmn; 1.27", "0.2 % (3)", "-0.08 points &plusmn; 0.34", "-0.74 to +0.59", "Gates pass",
+                  "at most 2 points of the source's GSM8K score", "79.3 % 120,000 3.38 171,470 620 s"):  # fmt: skip
+        assert words in text, words
+    labels = re.findall(r'role="img" aria-label="([^"]*)"', html)
+    assert [label.partition(":")[0] for label in labels] == [
+        "Right answers, two standard errors each way", "Difference, question by question",
+        "Acceptance by position over these questions, k=3",
+    ]  # fmt: skip
+    assert "checkpoint, flexible-extract: 68.9 %" in labels[0] and "limit: 2 points lost" in labels[1]
+    assert "source: 93.0 %, 81.0 %, 64.0 %; checkpoint: 93.0 %" in labels[2]
+    for words in ("limit: 2 points lost", "judged: 95 % one-sided", "floor: 97 % of the source", "(judged)"):
+        assert f">{words}</text>" in html
+
+
+def test_an_evaluation_without_a_source_or_drafts_claims_no_difference():
+    alone = evaluations.evaluation(has_source=False, checkpoint={"drafts": 0, "as_served": evaluations.COPY})
+    html = render(evaluations.judged(alone))
+    assert "so there is no difference to show" in html and ">infeasible<" in html and html.count("<svg") == 1
+    assert "NOT its own bytes" in html and "this checkpoint (BF16 copy)" in html
+
+
+def test_a_red_gate_is_red_on_the_page(pages):
+    """With the twin: the same page of a good checkpoint has no red pill."""
+    lost = evaluations.judged(evaluations.evaluation(evaluations.Answers(only_source=80)))
+    html = render(lost)
+    assert '<span class="pill bad">regression</span>' in html and "a drop of at least 4.01 points" in html
+    assert "pill bad" not in render(pages["evaluated"])
+
+
+# --- the card's pictures ----------------------------------------------------------------------------------------------
+
+
+def test_pictures_of_equal_reports_are_equal_bytes_and_name_no_date(pages):
+    for draw in (report_plots.gsm8k_png, report_plots.acceptance_png):
+        first, again = draw(pages["evaluated"]), draw(pages["evaluated"])
+        assert first is not None and first == again
+        picture = Image.open(io.BytesIO(first))
+        assert picture.format == "PNG" and set(picture.info) <= {"dpi"}
+        assert picture.width == 1100 and picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+        other = evaluations.evaluation(evaluations.Answers(only_source=80), checkpoint={"shares": (0.5, 0.4, 0.3)})
+        assert draw(evaluations.judged(other)) != first
+
+
+def test_pictures_use_the_inks_of_the_light_page(pages):
+    """Each bar's colour, and that of the limit: as the page's style sheet has it."""
+    style = render(pages["evaluated"]).partition("@media")[0]
+    for draw in (report_plots.gsm8k_png, report_plots.acceptance_png):
+        picture = Image.open(io.BytesIO(draw(pages["evaluated"]) or b"")).convert("RGB")
+        colours = picture.getcolors(picture.width * picture.height)
+        seen = {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in colours}
+        for ink in ("before", "after", "bad"):
+            (wanted,) = re.findall(rf"--{ink}: (#[0-9a-f]{{6}});", style)
+            assert wanted in seen, ink
+
+
+def test_acceptance_is_drawn_from_the_best_that_was_measured(pages):
+    drawn = {name: report_plots.acceptance_png(pages[name]) for name in ("whole", "calibrated", "evaluated", "bare")}
+    assert drawn.pop("bare") is None and None not in drawn.values() and len(set(drawn.values())) == 3
+    whole = pages["whole"]
+    both = whole.model_copy(update={"evaluation": pages["evaluated"].evaluation})
+    assert report_plots.acceptance_png(both) == drawn["evaluated"]
+    assert report_plots.gsm8k_png(whole) is None and report_plots.gsm8k_png(both) is not None
 
 
 def test_a_group_with_dollars_is_no_mathematics():
     """matplotlib would draw $x^2$ as a formula, and refuse $x^$."""
     group = "$x^2$ <b> $y^$ " + "z" * 50
     rows = [row.model_copy(update={"group": group}) for row in sizes_by_group(open_source(reports.MODEL))]
-    assert ">$x^2$ &lt;b&gt; $y^$ zz...</text>" in report_plots.sizes(rows)
+    assert ">$x^2$ &lt;b&gt; $y^$ zz...</text>" in canvas.svg(report_plots.sizes(rows))
 
 
 def test_how_a_model_was_served_is_said_three_times(pages):
@@ -336,11 +410,12 @@ def test_how_a_model_was_served_is_said_three_times(pages):
     assert "this checkpoint (BF16 copy)" in copied, "in the charts' legend too"
 
 
-def test_the_page_asks_for_nothing(pages):
-    """The only addresses in it are the names of SVG's namespaces."""
-    html = render(pages["whole"])
+@pytest.mark.parametrize("name", ["whole", "evaluated"])
+def test_the_page_asks_for_nothing(name, pages):
+    """The only addresses in it are the names of SVG's namespaces, and of a chart's own shapes."""
+    html = render(pages[name])
     assert set(re.findall(r"https?://[^\s\"'<>]+", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
-    assert set(re.findall(r"(?:src|href)=\"([^\"]*)\"", html)) == {"data:,"}
+    assert set(re.findall(r"(?:src|href)=\"([^\"#]*)[\"#]", html)) - {""} == {"data:,"}
     assert "@import" not in html and set(re.findall(r"url\(([^)]{2})", html)) <= {"#p"}
 
 
@@ -426,6 +501,7 @@ def test_an_empty_report_has_a_page():
     """A checkpoint with nothing in it, and a dry load that died before it built anything."""
     died = Verdict(path="x", gpu="sm90", tp=1, num_drafts=1, failure=reports.REFUSED, target=reports.Side(),
                    draft=reports.Side(), seconds={})  # fmt: skip
-    full = assemble(Report(path="", findings=(), facts=Facts(), dry=(died,)), vllm="0.32.0")
+    data = check_data(Report(path="", findings=(), facts=Facts(), dry=(died,)), vllm="0.32.0")
+    full = assemble(data, vllm="0.32.0", made_at=reports.AT)
     html = render(full)
     assert "not reached" in html and "KeyError" in full.verdict.says and "No load came as far as" in html

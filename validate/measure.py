@@ -11,7 +11,8 @@ damage, but that is a fault.
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -98,21 +99,36 @@ def serve(source: Source, role: Role, *, vllm: VLLM, check: Check, watch: Watch 
     runs: tuple[Run, ...] = ()
     if not reason:
         runs = _runs(source.folder.absolute(), role, vllm, check, watch)
-        error = next((run.error for run in runs if not run.loaded), "")
-        if vllm.build == "cpu" and any(words in error for words in NO_KERNEL):
-            reason = f"vLLM's CPU build refused it on this machine: {error}"
+        reason = lack_of_kernel(vllm, next((run.error for run in runs if not run.loaded), ""))
     if reason:
-        check.out.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=check.out, prefix=f"{role}-bf16-") as folder:
-            if watch is not None:
-                watch(f"{role}: writing a BF16 copy")
-            copy = write_copy(source, Path(folder) / "copy")
-            runs = _runs(copy.absolute(), role, vllm, check, watch)
+        with bf16_copy(source, role, out=check.out, watch=watch) as copy:
+            runs = _runs(copy, role, vllm, check, watch)
         reason = f"{reason}; {UNTRIED}"
     return Served(
         role=role, path=source.where, as_served=COPY if reason else "native", reason=reason, dtype=_forms(source),
         num_bytes=sum(entry.num_bytes for entry in source.entries.values()), runs=runs,
     )  # fmt: skip
+
+
+def lack_of_kernel(vllm: VLLM, error: str) -> str:
+    """Why a checkpoint that vLLM's CPU build refused is to be served as a copy; "" for any other error or build."""
+    is_lack = vllm.build == "cpu" and any(words in error for words in NO_KERNEL)
+    return f"vLLM's CPU build refused it on this machine: {error}" if is_lack else ""
+
+
+@contextmanager
+def bf16_copy(source: Source, role: Role, *, out: Path, watch: Watch | None = None) -> Iterator[Path]:
+    """A BF16 copy of a local checkpoint's weights, in a folder of `out` that is gone afterwards.
+
+    Raises:
+        VLLMError: no room for it.
+        CheckpointError: a weight cannot be read.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out, prefix=f"{role}-bf16-") as folder:
+        if watch is not None:
+            watch(f"{role}: writing a BF16 copy")
+        yield write_copy(source, Path(folder) / "copy").absolute()
 
 
 def ks_up_to(most: int, num_mtp_layers: int) -> tuple[int, ...]:

@@ -1,266 +1,248 @@
-"""report.json from what the stations found, and the one sentence it comes to.
+"""report.json: made from the result files of one checkpoint, and believed only as far as they bear it out.
 
-In: the values of the stations that ran (static check, sizes from headers, dry load, calibration, real server). Out: a
-`FullReport` (report_schema.py), written as report.json.
+In: what the stations left in the evidence folder (results.py), or their values. Out: a `FullReport` (report_schema.py),
+written as report.json.
 
-Easy to get wrong: a part that did not run is not a part that passed. Whatever is empty has a sentence in `absent`, and
-the verdict names what was not tried.
+Easy to get wrong: nothing is measured here, not even the time. The same result files give the same report to the byte,
+so a number that somebody changed in one of them, or in report.json, is a difference that can be named.
 """
 
 import json
-import os
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from .. import __version__
-from ..quantize.source import Source, small_file
-from ..recipes.errors import CheckpointError, KeepMTPError, refuse
-from ..recipes.families import find_family
-from .acceptance import ServeReport
-from .dry import Side, Verdict
-from .evidence import Evidence
-from .findings import Finding, Report
-from .report_schema import (
-    CalibrationFact,
-    CheckpointFacts,
-    DryLoad,
-    FindingFact,
-    FullReport,
-    GroupSize,
-    KernelUse,
-    LoadedModel,
-    LoadFailure,
-    Serve,
-    ServedFact,
-    VerdictFact,
+from ..quantize.source import open_source
+from ..recipes.errors import CheckpointError, refuse
+from ..recipes.protocol import Gates
+from .check_data import RECORD, record_static
+from .gates import judge
+from .identity import file_sha256, identify
+from .proof import refuse_unproved
+from .report_html import HTML_FILE, NEEDS, write_html
+from .report_schema import EvaluationFact, FullReport, Identity, JudgementFact, Serve
+from .results import (
+    STATIONS,
+    CheckData,
+    Result,
+    Station,
+    checkpoint_folder,
+    command,
+    file_of,
+    read_result,
+    write_whole,
 )
-from .rules_dry import DEFECT, RULE, findings
+from .verdict import verdict_of
 
 JSON_FILE = "report.json"
-RECORD = "keepmtp.json"
-DRY_RULES = (RULE, DEFECT, "no-kernel")
-"""Rules whose findings come from a dry load."""
 NOT_RUN = {
     "sizes": "No sizes: the headers were not measured.",
     "dry": "No dry load was run: whether vLLM's own classes take these tensors was not tried. "
            "`keepmtp check CHECKPOINT --gpu sm100` tries it, without a GPU.",
     "calibration": "No calibration: nobody looked for the checkpoint's own record.",
     "serve": "No server was run: acceptance and speed are unknown. `keepmtp serve-check CHECKPOINT` measures them.",
+    "evaluation": "GSM8K was not asked: what quantization costs in right answers is unknown. `keepmtp eval CHECKPOINT` "
+                  "measures it.",
+    "identity": "Not taken: this report is not bound to the checkpoint's bytes. `keepmtp check CHECKPOINT --record` "
+                "binds it.",
+}  # fmt: skip
+_MAX_WORDS = 120
+# Which station's file a part of the report is from.
+_STATION_OF: Mapping[str, Station] = {
+    **dict.fromkeys(("path", "facts", "findings", "sizes", "dry", "calibration"), "check"), "serve": "serve",
+    "evaluation": "gsm8k",
 }  # fmt: skip
 
 
 def assemble(
-    check: Report, *, vllm: str, evidence: Evidence | None = None, sizes: Iterable[GroupSize] = (),
-    calibration: CalibrationFact | None = None, serve: ServeReport | None = None,
-    absent: Mapping[str, str] | None = None, made_at: datetime | None = None,
+    check: CheckData, *, vllm: str, made_at: str, keepmtp: str = __version__, serve: Serve | None = None,
+    evaluation: EvaluationFact | None = None, judgement: JudgementFact | None = None,
+    identity: Identity | None = None, results: Mapping[str, str] | None = None,
 ) -> FullReport:  # fmt: skip
-    """One report from the stations that ran.
+    """One report from what the stations found.
 
     Args:
         check: the static check's, with the dry loads that were made.
         vllm: the version that judged; without a dry load or server the one whose behaviour the rules describe.
-        evidence: the static check's, to tell which dry load each finding belongs to; None for an unknown family.
-        sizes: from `sizes_by_group`.
-        calibration: from `calibration_of`.
-        serve: as `keepmtp serve-check` returns it.
-        absent: why a station did not run (sizes, dry, calibration, serve), where its caller knows better than the
-            general sentence.
-        made_at: default now.
+        made_at: UTC, in words.
+        keepmtp: version that measured.
+        serve, evaluation: of real servers.
+        judgement: the recipe's gates.
+        identity: the bytes; None where nothing was recorded.
+        results: SHA-256 of the result files by name.
     """
-    found = [
-        FindingFact(
-            origin="dry" if finding.rule in DRY_RULES else "static", severity=finding.severity, where=finding.where,
-            says=finding.says, cure=finding.cure, rule=finding.rule, count=finding.count,
-        )
-        for finding in check.findings
-    ]  # fmt: skip
-    dry = tuple(_dry_load(verdict, findings(verdict, evidence, version=vllm)) for verdict in check.dry)
-    sizes, served = tuple(sizes), None if serve is None else Serve.model_validate(serve.as_dict())
-    parts = {"sizes": sizes, "dry": dry, "calibration": calibration, "serve": served}
+    parts = {"sizes": check.sizes, "dry": check.dry, "calibration": check.calibration, "serve": serve,
+             "evaluation": evaluation, "identity": identity}  # fmt: skip
     return FullReport(
-        keepmtp=__version__, vllm=vllm, made_at=(made_at or datetime.now(UTC)).strftime("%Y-%m-%d %H:%M UTC"),
-        path=check.path, verdict=_verdict(found, dry, served, vllm), facts=CheckpointFacts(**asdict(check.facts)),
-        findings=tuple(found), sizes=sizes, dry=dry, calibration=calibration, serve=served,
-        absent={name: (absent or {}).get(name, NOT_RUN[name]) for name, part in parts.items() if not part},
+        keepmtp=keepmtp, vllm=vllm, made_at=made_at, path=check.path, facts=check.facts, findings=check.findings,
+        sizes=check.sizes, dry=check.dry, calibration=check.calibration, serve=serve, evaluation=evaluation,
+        judgement=judgement, identity=identity, results=results or {},
+        verdict=verdict_of(check, vllm=vllm, serve=serve, evaluation=evaluation, judgement=judgement),
+        absent={name: check.absent.get(name, NOT_RUN[name]) for name, part in parts.items() if not part},
     )  # fmt: skip
 
 
-def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[GroupSize, ...]:
-    """Bytes by part and module group, from headers, the largest first; `source` is what the checkpoint was made from.
-
-    Tensors without a place in the family table are the group "unknown" of the backbone.
+def from_results(folder: Path) -> FullReport:
+    """The report that the result files of an evidence folder make.
 
     Raises:
-        RecipeError: no family table for the model type.
+        CheckpointError: no check.json, a result of other bytes than the others, or a file that cannot be read.
     """
-    after = _measured(checkpoint)
-    before = None if source is None else _measured(source)
-    rows = [
-        GroupSize(
-            part=part, group=group, num_tensors=len(after.get((part, group), ())),
-            num_bytes=sum(after.get((part, group), ())),
-            num_bytes_before=None if before is None else sum(before.get((part, group), ())),
-        )
-        for part, group in after.keys() | (before or {}).keys()
-    ]  # fmt: skip
-    return tuple(sorted(rows, key=lambda row: (row.part, -max(row.num_bytes, row.num_bytes_before or 0), row.group)))
+    check, serve, gsm8k = read_result(folder, "check"), read_result(folder, "serve"), read_result(folder, "gsm8k")
+    if check is None:
+        raise CheckpointError(refuse(folder, "a report starts with the static check", "no check.json",
+                                     f"Run `{command('check', folder)}`"))  # fmt: skip
+    found: list[Result[Any]] = [result for result in (check, serve, gsm8k) if result]
+    for result in found[1:]:
+        _refuse_other(folder, result, check.checkpoint)
+    newest = max(found, key=lambda result: result.made_at)
+    told, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
+    judge_of = check if check.data.dry else serve or gsm8k or check
+    judgement = judge(gates=_gates(folder, check.checkpoint), check=check.data, serve=told, evaluation=answers)
+    files = [file_of(folder, result.station) for result in found]
+    return assemble(
+        check.data, vllm=judge_of.vllm, made_at=newest.made_at, keepmtp=newest.keepmtp, serve=told,
+        evaluation=answers, judgement=judgement, identity=check.checkpoint,
+        results={file.name: file_sha256(file) for file in files},
+    )  # fmt: skip
 
 
-def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
-    """What a checkpoint's keepmtp.json says of its calibration, or why there is nothing to show."""
-    try:
-        path = small_file(checkpoint, RECORD)
-        if path is None:
-            return None, f"Not known: the checkpoint has no {RECORD}."
-        told = json.loads(path.read_bytes())
-        if "calibration" not in told:
-            return None, "None: every value was computed from the weights alone, without batches."
-        return calibration_fact(told["calibration"], told["recipe"]["calibration"]), ""
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    except (KeepMTPError, OSError) as error:
-        why = str(error)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        why = repr(error)
-    return None, f"Not read: {RECORD} is not as this keepmtp writes it ({why})."
+def refresh(folder: Path) -> FullReport:
+    """Make report.json from the result files, and report.html where the `report` extra is installed.
 
-
-def calibration_fact(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> CalibrationFact:
-    """The report's part from a run's own summary (`quantize/calibration.py`) and its recipe's calibration block.
+    A checkpoint that was measured without having been checked gets its check.json first, from its headers.
 
     Raises:
-        ValidationError: it is not what version 2 has.
+        CheckpointError: as `from_results`.
     """
-    chosen = {key: settings[key] for key in ("algorithm", "sequence_length")}
-    return CalibrationFact.model_validate({**summary, **chosen})
+    if not file_of(folder, "check").is_file():
+        checkpoint = checkpoint_folder(folder)
+        record_static(folder, open_source(checkpoint), identify(checkpoint, cache=folder))
+    full = from_results(folder)
+    write_json(folder, full)
+    if all(find_spec(name) is not None for name in NEEDS):
+        write_html(folder, full)
+    else:
+        (folder / HTML_FILE).unlink(missing_ok=True)  # it would show older results
+    return full
+
+
+def verify(folder: Path) -> FullReport:
+    """The report of an evidence folder, if every number in it is what was measured.
+
+    Raises:
+        CheckpointError: a result file that changed after report.json was made from it, answers that do not give the
+            score, or a field of report.json that the result files do not give; the message names it.
+    """
+    path = folder / JSON_FILE
+    told = read_json(path)
+    again = f"Run `keepmtp report {folder}`"
+    for station in STATIONS:
+        name = file_of(folder, station).name
+        wanted, is_there = told.results.get(name), file_of(folder, station).is_file()
+        got = file_sha256(file_of(folder, station)) if is_there else "no such file"
+        if wanted is None and is_there:
+            raise CheckpointError(refuse(path, f"must be made from every result, {name} too", "a report without it",
+                                         again))  # fmt: skip
+        if wanted is not None and got != wanted:
+            raise CheckpointError(refuse(folder / name, f"must be the file that {JSON_FILE} was made from, {wanted}",
+                                         got, f"If it was not measured again, run `{command(station, folder)}`, else "
+                                         f"`keepmtp report {folder}`"))  # fmt: skip
+    full = from_results(folder)
+    for field, got, wanted in _differences(_plain(told), _plain(full)):
+        station = _STATION_OF.get(field.partition(".")[0])
+        whose = f"as {file_of(folder, station).name} has it" if station else "what the results come to"
+        raise CheckpointError(refuse(f"{path}: {field}", f"must be {whose}, {_short(wanted)}", _short(got), again))
+    if full.evaluation:
+        refuse_unproved(folder, full.evaluation)
+    return full
+
+
+def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) -> None:
+    """Refuse, before the work, to measure beside results of other bytes; those of `but` are measured now.
+
+    Raises:
+        CheckpointError: naming the file and both numbers.
+    """
+    for station in STATIONS:
+        if station not in but and (result := read_result(folder, station)):
+            _refuse_other(folder, result, identity)
 
 
 def write_json(folder: Path, report: FullReport) -> Path:
     """Write report.json into `folder`, which is made if need be; returns the file's path."""
-    text = json.dumps(report.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n"
     return write_whole(folder / JSON_FILE, text)
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write a text file so that a reader sees the old one or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-    return path
 
 
 def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 2 does not have.
+        CheckpointError: no such file, no JSON, another version, or a field that version 3 does not have.
     """
     try:
         return FullReport.model_validate_json(path.read_bytes())
     except OSError as error:
-        got, cure = error.strerror or str(error), f"Name a {JSON_FILE} that `keepmtp check --html` wrote"
+        got, cure = error.strerror or str(error), f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote"
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         got, cure = f"{place}: {first['msg']}", "Run the check again with this keepmtp"
-    raise CheckpointError(refuse(path, f"a report is a {JSON_FILE} of version 2", got, cure))
+    raise CheckpointError(refuse(path, f"a report is a {JSON_FILE} of version 3", got, cure))
 
 
-def places(loads: Iterable[DryLoad]) -> str:
-    """`sm90 and sm100 at TP 1 and 4`, or `sm90 at TP 1 and sm120 at TP 4` where the TP sizes differ."""
-    by_gpu: dict[str, list[int]] = defaultdict(list)
-    for load in loads:
-        if load.tp not in by_gpu[load.gpu]:
-            by_gpu[load.gpu].append(load.tp)
-    together: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for gpu, sizes in by_gpu.items():
-        together[tuple(sizes)].append(gpu)
-    return _listed([f"{_listed(gpus)} at TP {_listed(sizes)}" for sizes, gpus in together.items()])
+def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None:
+    mine, station = result.checkpoint.sha256, result.station
+    if mine != identity.sha256:
+        raise CheckpointError(refuse(
+            file_of(folder, station), f"must be measured on the same bytes as the others, {identity.sha256}", mine,
+            f"Remove it, and measure again with `{command(station, folder)}`",
+        ))  # fmt: skip
 
 
-def _dry_load(verdict: Verdict, found: Sequence[Finding]) -> DryLoad:
-    num_errors = sum(finding.severity == "error" for finding in found)
-    failure = None if verdict.failure is None else LoadFailure(**asdict(verdict.failure))
-    return DryLoad(
-        gpu=verdict.gpu, tp=verdict.tp, k=verdict.num_drafts, ok=not num_errors, num_errors=num_errors, failure=failure,
-        target=_loaded(verdict.target), draft=_loaded(verdict.draft), runner=verdict.runner,
-        seconds=round(sum(verdict.seconds.values()), 2), peak_mib=verdict.peak_mib,
-    )  # fmt: skip
+def _gates(folder: Path, identity: Identity) -> Gates:
+    """The recipe's, from the checkpoint's own record, if that is still the one that was measured."""
+    recorded = identity.files.get(RECORD)
+    if recorded is None:
+        return Gates()
+    path = checkpoint_folder(folder) / RECORD
+    cure = f"Run `{command('check', folder)}` on a whole checkpoint"
+    got = file_sha256(path) if path.is_file() else "no such file"
+    if got != recorded.sha256:
+        raise CheckpointError(refuse(path, f"must be the file that was measured, {recorded.sha256}", got, cure))
+    try:
+        told = json.loads(path.read_bytes())
+        recipe = told.get("recipe") if isinstance(told, dict) else None
+        return Gates.model_validate((recipe.get("gates") if isinstance(recipe, dict) else None) or {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, ("recipe", "gates", *first["loc"])))
+        raise CheckpointError(refuse(path, f"{place} must be a gate's limit", first["msg"], cure)) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(refuse(path, "must be JSON", repr(error), cure)) from error
 
 
-def _loaded(side: Side) -> LoadedModel:
-    return LoadedModel(
-        cls=side.cls, num_params=side.num_params, num_written=side.num_written, shared=side.shared,
-        kernels=tuple(KernelUse(**asdict(kernel)) for kernel in side.kernels),
-    )  # fmt: skip
+def _plain(report: FullReport) -> dict[str, Any]:
+    return report.model_dump(mode="json", by_alias=True)
 
 
-def _measured(source: Source) -> dict[tuple[str, str], list[int]]:
-    view = find_family(source.config, source.where).view(source.config)
-    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for entry in source.entries.values():
-        place = view.place(entry.name)
-        groups[("backbone", "unknown") if place is None else (place.part, place.role)].append(entry.num_bytes)
-    return groups
+def _differences(told: Any, wanted: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Fields by dotted path whose values differ: (field, told, wanted), the deepest that can be named."""
+    if isinstance(told, dict) and isinstance(wanted, dict):
+        for key in [*wanted, *(key for key in told if key not in wanted)]:
+            yield from _differences(told.get(key, "nothing"), wanted.get(key, "nothing"), f"{field}.{key}".lstrip("."))
+    elif isinstance(told, list) and isinstance(wanted, list) and len(told) == len(wanted):
+        for number, pair in enumerate(zip(told, wanted, strict=True)):
+            yield from _differences(*pair, f"{field}.{number}")
+    elif told != wanted:
+        yield field, told, wanted
 
 
-def _verdict(found: Sequence[FindingFact], dry: Sequence[DryLoad], serve: Serve | None, vllm: str) -> VerdictFact:
-    """The worst that is known, or else how far it was tried."""
-    errors = [fact for fact in found if fact.severity == "error"]
-    failed = [load for load in dry if load.failure]
-    if failed:
-        told = tuple(f"on {load.gpu} at TP {load.tp}: " for load in failed)
-        words = f"{told[0]}vLLM {vllm} raises {failed[0].failure.type if failed[0].failure else ''}"
-        says = next((fact.says for fact in errors if fact.says.startswith(told)), words)
-        return _not_ready(f"On {places(failed)} {says.partition(': ')[2]}")
-    if errors:
-        more = f" ({len(errors) - 1} more error{'s' * (len(errors) > 2)} below)" if errors[1:] else ""
-        says = f"{errors[0].where}: {errors[0].says}{more}"
-        return _not_ready(f"vLLM {vllm} would not run this checkpoint as it was meant: {says}")
-    gate = next((gate for gate in serve.gates if gate.verdict == "failed"), None) if serve else None
-    if gate:
-        return _not_ready(f"Served by vLLM {vllm}, it fails on {gate.name}: {gate.says.partition('; ')[0]}")
-    warnings = sum(fact.severity == "warning" for fact in found)
-    tried = (
-        f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {places(dry)}" if dry
-        else f"Nothing in config.json and the headers is in vLLM {vllm}'s way"
-    )  # fmt: skip
-    also = f", with {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
-    rest = _measured_words(serve) if serve else "no server was run" if dry else "it was neither dry-loaded nor served"
-    drafts = serve is not None and any(gate.name == "acceptance" and gate.verdict == "passed" for gate in serve.gates)
-    label = "Loads and drafts" if drafts else "Served" if serve else "Loads" if dry else "No fault found"
-    return VerdictFact(ok=True, label=label, says=f"{tried}{also}; {rest}.")
-
-
-def _measured_words(serve: Serve) -> str:
-    model = serve.checkpoint
-    runs = [run for run in model.drafting if run.acceptance is not None]
-    if not runs:
-        return "a server ran, but not with method=mtp"
-    run = max(runs, key=lambda run: run.speed_up or 0.0)
-    source = serve.source.run(run.k) if serve.source else None
-    against = f" (source: {source.acceptance:.1%})" if source and source.acceptance is not None else ""
-    faster = f" and decodes {run.speed_up:.2f} times as fast as without MTP" if run.speed_up else ""
-    return f"{_as_served(model)} with k={run.k}, it accepts {run.acceptance:.1%} of drafted tokens{against}{faster}"
-
-
-def _as_served(model: ServedFact) -> str:
-    """How a model was served, as words that start a clause."""
-    return "served natively" if model.as_served == "native" else "served as a BF16 copy of the same weights"
-
-
-def _not_ready(says: str) -> VerdictFact:
-    return VerdictFact(ok=False, label="Not ready", says=says if says.endswith(".") else f"{says}.")
-
-
-def _listed(words: Iterable[object]) -> str:
-    *most, last = [str(word) for word in words]
-    return f"{', '.join(most)} and {last}" if most else last
+def _short(value: Any) -> str:
+    words = str(value)
+    return words if len(words) <= _MAX_WORDS else f"{words[:_MAX_WORDS]}..."

@@ -1,130 +1,183 @@
-"""Charts of the report, as SVG for an HTML page.
+"""Charts of the report and of the model card.
 
-In: parts of a `FullReport`. Out: SVG elements as text, without fixed colours: inks are the page's CSS variables, so one
-drawing serves light, dark and paper. Text stays text, in the page's font.
+In: parts of a `FullReport`. Out: drawings (canvas.py), which become SVG on the page and PNG on the card; for the card
+also the PNG of each of its pictures.
 
-Easy to get wrong: matplotlib reads `$` in a label as mathematics and draws with a global state in pyplot. Neither is
-used: figures are made by hand, parsing is off, and every label is escaped by matplotlib's SVG writer.
+Easy to get wrong: a chart must claim no more than its gate. Where a limit is drawn, so is the bound that the gate
+judges, and a model that was served as a copy is called one in the legend.
 """
 
-import io
-import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from matplotlib import rc_context
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
-from matplotlib.typing import RcKeyType
+from matplotlib.ticker import MaxNLocator
 
-from .report_schema import CalibrationFact, GroupSize, RunFact, Serve, ServedFact
+from ..recipes.protocol import Gates
+from .canvas import Drawing, Inks, Series, bars, legend, png
+from .paired import one_sided
+from .report_schema import CalibrationFact, EvaluatedFact, EvaluationFact, FullReport, GroupSize, Serve, ServedFact
 
-# Drawn in these colours, which occur nowhere else, then replaced by CSS variables. Grey, blue and what lies between the
-# released model and this checkpoint differ in lightness, so they are told apart in print and by colour-blind readers.
-_INKS = {"#010101": "var(--ink)", "#020202": "var(--muted)", "#030303": "var(--grid)", "#040404": "var(--before)",
-         "#050505": "var(--after)", "#060606": "var(--bad)", "#070707": "var(--between)"}  # fmt: skip
-INK, MUTED, GRID, BEFORE, AFTER, BAD, BETWEEN = _INKS
-_STYLE: dict[RcKeyType, Any] = {
-    "svg.fonttype": "none", "svg.hashsalt": "keepmtp", "text.parse_math": False, "font.size": 11,
-    "font.family": "DejaVu Sans", "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID,
-    "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": MUTED, "ytick.labelcolor": INK,
-    "axes.spines.top": False, "axes.spines.right": False, "xtick.major.size": 0, "ytick.major.size": 0,
-}  # fmt: skip
-_WIDTH_INCHES = 5.0  # 360 points: about 1:1 on a phone
 _LABEL_LETTERS = 20
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Series:
-    """Bars of one colour."""
-
-    name: str
-    colour: str
-    values: Sequence[float]
-
-
-def sizes(rows: Sequence[GroupSize]) -> str:
+def sizes(rows: Sequence[GroupSize]) -> Drawing:
     """Bars of one part's module groups, before and after where a source is known, in one unit of bytes."""
     largest = max(max(row.num_bytes, row.num_bytes_before or 0) for row in rows)
     unit, divisor = next(((unit, size) for unit, size in _UNITS if largest >= size), _UNITS[-1])
     has_before = any(row.num_bytes_before is not None for row in rows)
     height = 0.38 if has_before else 0.6
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: Axes, inks: Inks) -> None:
         spots = range(len(rows))
         after = [row.num_bytes / divisor for row in rows]
         if has_before:
             before = [(row.num_bytes_before or 0) / divisor for row in rows]
-            bars = axes.barh([spot - height / 2 for spot in spots], before, height, color=BEFORE, label="before")
-            axes.bar_label(bars, fmt=_short, padding=3, fontsize=9.5, color=MUTED)
+            bars = axes.barh([spot - height / 2 for spot in spots], before, height, color=inks.before, label="before")
+            axes.bar_label(bars, fmt=_short, padding=3, fontsize=9.5, color=inks.muted)
         shift = height / 2 if has_before else 0.0
-        bars = axes.barh([spot + shift for spot in spots], after, height, color=AFTER, label="this checkpoint")
+        bars = axes.barh([spot + shift for spot in spots], after, height, color=inks.after, label="this checkpoint")
         axes.bar_label(bars, fmt=_short, padding=3, fontsize=9.5)
         axes.set_yticks(spots, [_label(row.group) for row in rows])
         axes.invert_yaxis()
         axes.set_xlabel(f"size on disk, scales included ({unit})")
-        axes.grid(axis="x", color=GRID, linewidth=0.6)
+        axes.grid(axis="x", color=inks.grid, linewidth=0.6)
         axes.margins(x=0.14)
         if has_before:
-            _legend(axes)
+            legend(axes)
 
-    return _drawn(draw, height=0.95 + (0.46 if has_before else 0.32) * len(rows))
+    return Drawing(draw=draw, height=0.95 + (0.46 if has_before else 0.32) * len(rows))
 
 
-def acceptance(serve: Serve, k: int) -> str:
+def acceptance(serve: Serve, k: int) -> Drawing:
     """Bars of the share of drafts accepted at each position, source beside checkpoint, with the floor."""
-
-    def draw(axes: Axes) -> None:
-        runs = _runs(serve, k)
-        series = [_series(model, [100 * share for share in run.acceptance_per_position]) for model, run in runs]
-        _bars(axes, series, range(k), "{:.1f}".format)
-        source = next((run for model, run in runs if model.role == "source"), None)
-        for spot, share in enumerate(source.acceptance_per_position if source else ()):
-            axes.hlines(100 * share * serve.floor, spot - 0.42, spot + 0.42, color=BAD, linewidth=1.2, linestyle="--",
-                        label=f"floor: {100 * serve.floor:g} % of the source" if spot == 0 else "_")  # fmt: skip
-        _positions(axes, k)
-
-    return _drawn(draw, height=3.3)
+    runs = [(model, run.acceptance_per_position) for model in serve.served if (run := model.run(k)) is not None]
+    return _by_position(runs, k, serve.floor)
 
 
-def calibrated_acceptance(calibration: CalibrationFact) -> str:
+def evaluated_acceptance(evaluation: EvaluationFact, gates: Gates) -> Drawing:
+    """The same over the questions of an evaluation."""
+    models = [(model, model.acceptance_per_position) for model in evaluation.evaluated if model.drafts]
+    return _by_position(models, evaluation.protocol.k, gates.min_acceptance)
+
+
+def scores(evaluation: EvaluationFact) -> Drawing:
+    """Bars of the share of right answers by filter, source beside checkpoint, with two standard errors each way."""
+    names = [score.filter for score in evaluation.checkpoint.scores]
+
+    def draw(axes: Axes, inks: Inks) -> None:
+        series = [
+            _series(model, [100 * model.score(name).value for name in names], inks,
+                    errors=[200 * model.score(name).stderr for name in names])
+            for model in evaluation.evaluated
+        ]  # fmt: skip
+        bars(axes, series, range(len(names)), "{:.1f}".format, inks.ink)
+        axes.set_xticks(range(len(names)), map(_label, names))
+        axes.tick_params(axis="x", labelcolor=inks.ink)
+        axes.set_ylabel("right answers (%)")
+        axes.set_ylim(0, 112)
+        axes.set_yticks(range(0, 101, 25))
+        axes.grid(axis="y", color=inks.grid, linewidth=0.6)
+        legend(axes)
+
+    return Drawing(draw=draw, height=3.0)
+
+
+def differences(evaluation: EvaluationFact, gates: Gates) -> Drawing:
+    """Checkpoint less source by filter, in points: the interval, the bounds that the gate judges, and its limit."""
+
+    def draw(axes: Axes, inks: Inks) -> None:
+        for spot, pair in enumerate(evaluation.paired):
+            sides = f"{100 * pair.confidence:g} % interval", f"judged: {100 * gates.confidence:g} % one-sided"
+            ends = (pair.low, pair.high), one_sided(pair, gates.confidence)
+            for (low, high), side, width in zip(ends, sides, (1.5, 5.0), strict=True):
+                axes.hlines(spot, 100 * low, 100 * high, color=inks.after, linewidth=width,
+                            label=side if not spot else "_")  # fmt: skip
+            axes.scatter([100 * pair.difference], [spot], s=44, color=inks.ink, zorder=3,
+                         label="_" if spot else "difference")  # fmt: skip
+            axes.annotate(f"{100 * pair.difference:+.2f}", (100 * pair.difference, spot), xytext=(0, 8),
+                          textcoords="offset points", ha="center", fontsize=9.5)  # fmt: skip
+        axes.axvline(0, color=inks.muted, linewidth=0.8)
+        axes.axvline(-100 * gates.max_drop, color=inks.bad, linewidth=1.2, linestyle="--",
+                     label=f"limit: {100 * gates.max_drop:g} points lost")  # fmt: skip
+        names = [_label(pair.filter) + "\n(judged)" * (pair.filter == gates.filter) for pair in evaluation.paired]
+        axes.set_yticks(range(len(names)), names)
+        axes.set_ylim(len(names) - 0.5, -0.6)
+        axes.set_xlabel("checkpoint less source (points)")
+        axes.margins(x=0.1)
+        axes.grid(axis="x", color=inks.grid, linewidth=0.6)
+        legend(axes)
+
+    return Drawing(draw=draw, height=1.35 + 0.6 * len(evaluation.paired))
+
+
+def gsm8k_png(report: FullReport) -> bytes | None:
+    """The card's picture of scores and their difference; None where there is no evaluation."""
+    evaluation = report.evaluation
+    if evaluation is None:
+        return None
+    task = evaluation.protocol.task
+    charts = [(f"{task}: {evaluation.checkpoint.num_questions:,} questions", scores(evaluation))]
+    if evaluation.paired:
+        charts.append(("Difference, question by question", differences(evaluation, gates_of(report))))
+    return png(*charts)
+
+
+def acceptance_png(report: FullReport) -> bytes | None:
+    """The card's picture of acceptance by position: GSM8K's, else serve-check's, else calibration's, or None."""
+    evaluation, serve, calibration = report.evaluation, report.serve, report.calibration
+    title = "Drafts accepted by position"
+    if evaluation and any(model.drafts for model in evaluation.evaluated):
+        words = f"{title}, {evaluation.protocol.task}, k={evaluation.protocol.k}"
+        return png((words, evaluated_acceptance(evaluation, gates_of(report))))
+    ks = {run.k for model in serve.served for run in model.drafting} if serve else set()
+    if serve and ks:
+        return png((f"{title}, {len(serve.prompts)} prompts, k={max(ks)}", acceptance(serve, max(ks))))
+    if calibration and calibration.measured:
+        return png((f"{title}, held-out text, k={calibration.k}", calibrated_acceptance(calibration)))
+    return None
+
+
+def gates_of(report: FullReport) -> Gates:
+    """The recipe's, or those of a recipe that names none."""
+    return report.judgement.gates if report.judgement else Gates()
+
+
+def calibrated_acceptance(calibration: CalibrationFact) -> Drawing:
     """Bars of the share of drafts accepted at each position on held-out text, a colour a row, released model first."""
     rows = calibration.measured
     num_steps = max(len(found.shares) for _, found in rows)
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: Axes, inks: Inks) -> None:
         series = []
         for row, found in rows:
-            name, colour = "MTP block as released", BETWEEN
+            name, colour = "MTP block as released", inks.between
             if row.backbone == "source":
-                name, colour = "released model", BEFORE
+                name, colour = "released model", inks.before
             elif row is rows[-1][0]:
-                name, colour = "this checkpoint", AFTER
-            series.append(_Series(name=name, colour=colour, values=[100 * share for share in found.shares]))
-        _bars(axes, series, range(num_steps), "{:.0f}".format if len(rows) > 2 else "{:.1f}".format)
-        _positions(axes, num_steps)
+                name, colour = "this checkpoint", inks.after
+            series.append(Series(name=name, colour=colour, values=[100 * share for share in found.shares]))
+        bars(axes, series, range(num_steps), "{:.0f}".format if len(rows) > 2 else "{:.1f}".format,
+             inks.ink)
+        _positions(axes, num_steps, inks)
 
-    return _drawn(draw, height=3.3)
+    return Drawing(draw=draw, height=3.3)
 
 
-def candidates(calibration: CalibrationFact) -> str:
+def candidates(calibration: CalibrationFact) -> Drawing:
     """Size of the MTP block against the acceptance it keeps, a mark a candidate by its number, with the budget."""
     tried = [(number, each) for number, each in enumerate(calibration.candidates, start=1) if each.acceptance]
     least = calibration.min_acceptance or 0.0
     largest = max(each.bytes for _, each in tried)
     unit, divisor = next(((unit, size) for unit, size in _UNITS if largest >= size), _UNITS[-1])
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: Axes, inks: Inks) -> None:
         kinds = (
-            ("chosen", AFTER, "o", AFTER, lambda each: each.chosen),
-            ("keeps enough, but is larger", AFTER, "o", "none", lambda each: not each.chosen and each.kept >= least),
-            ("keeps too little", BAD, "X", BAD, lambda each: not each.chosen and each.kept < least),
+            ("chosen", inks.after, "o", inks.after, lambda each: each.chosen),
+            ("keeps enough, but is larger", inks.after, "o", "none",
+             lambda each: not each.chosen and each.kept >= least),
+            ("keeps too little", inks.bad, "X", inks.bad, lambda each: not each.chosen and each.kept < least),
         )
         for name, colour, marker, face, belongs in kinds:
             spots = [(each.bytes / divisor, 100 * each.kept) for _, each in tried if belongs(each)]
@@ -140,109 +193,83 @@ def candidates(calibration: CalibrationFact) -> str:
             place, ha = ((-8, -4), "right") if (size, kept) == chosen else ((0, 7), "center")
             axes.annotate(", ".join(numbers), (size / divisor, 100 * kept), xytext=place, textcoords="offset points",
                           ha=ha, fontsize=9.5)  # fmt: skip
-        axes.axhline(100 * least, color=BAD, linewidth=1.2, linestyle="--", label=f"budget: {100 * least:g} %")
+        axes.axhline(100 * least, color=inks.bad, linewidth=1.2, linestyle="--", label=f"budget: {100 * least:g} %")
         axes.set_xlabel(f"size of the MTP block on disk ({unit})")
         axes.set_ylabel("acceptance kept (%)")
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.set_xlim(0, 1.12 * largest / divisor)
         axes.margins(y=0.18)
-        axes.grid(color=GRID, linewidth=0.6)
-        _legend(axes)
+        axes.grid(color=inks.grid, linewidth=0.6)
+        legend(axes)
 
-    return _drawn(draw, height=3.3)
+    return Drawing(draw=draw, height=3.3)
 
 
-def speed_up(serve: Serve) -> str:
+def speed_up(serve: Serve) -> Drawing:
     """Bars of output tokens a second over those without MTP, by k, source beside checkpoint."""
 
-    def draw(axes: Axes) -> None:
+    def draw(axes: Axes, inks: Inks) -> None:
         ks = sorted({run.k for model in serve.served for run in model.drafting})
         series = []
         for model in serve.served:
             runs = {run.k: run.speed_up or 0.0 for run in model.drafting}
-            series.append(_series(model, [runs.get(k, 0.0) for k in ks]))
-        _bars(axes, series, range(len(ks)), "{:.2f}".format)
-        axes.axhline(1, color=BAD, linewidth=1.2, linestyle="--", label="without MTP")
+            series.append(_series(model, [runs.get(k, 0.0) for k in ks], inks))
+        bars(axes, series, range(len(ks)), "{:.2f}".format, inks.ink)
+        axes.axhline(1, color=inks.bad, linewidth=1.2, linestyle="--", label="without MTP")
         axes.set_xticks(range(len(ks)), [str(k) for k in ks])
         axes.set_xlabel("k, draft tokens a step")
         axes.set_ylabel("times as fast as without MTP")
         axes.set_ylim(0, 1.18 * max(1.0, *(value for each in series for value in each.values)))
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.grid(axis="y", color=GRID, linewidth=0.6)
-        _legend(axes)
+        axes.grid(axis="y", color=inks.grid, linewidth=0.6)
+        legend(axes)
 
-    return _drawn(draw, height=3.3)
-
-
-def _runs(serve: Serve, k: int) -> list[tuple[ServedFact, RunFact]]:
-    return [(model, run) for model in serve.served if (run := model.run(k)) is not None]
+    return Drawing(draw=draw, height=3.3)
 
 
-def _series(model: ServedFact, values: Sequence[float]) -> _Series:
+def _by_position(
+    models: Sequence[tuple[ServedFact | EvaluatedFact, Sequence[float]]], k: int, floor: float
+) -> Drawing:
+    """Shares accepted at each position, and `floor` as a share of the source's."""
+
+    def draw(axes: Axes, inks: Inks) -> None:
+        series = [_series(model, [100 * share for share in shares], inks) for model, shares in models]
+        bars(axes, series, range(k), "{:.1f}".format, inks.ink)
+        source = next((shares for model, shares in models if model.role == "source"), ())
+        for spot, share in enumerate(source):
+            axes.hlines(100 * share * floor, spot - 0.42, spot + 0.42, color=inks.bad, linewidth=1.2, linestyle="--",
+                        label=f"floor: {100 * floor:g} % of the source" if spot == 0 else "_")  # fmt: skip
+        _positions(axes, k, inks)
+
+    return Drawing(draw=draw, height=3.3)
+
+
+def _series(
+    model: ServedFact | EvaluatedFact, values: Sequence[float], inks: Inks, *, errors: Sequence[float] | None = None
+) -> Series:
     name = "source" if model.role == "source" else "this checkpoint"
     how = "" if model.as_served == "native" else " (BF16 copy)"
-    return _Series(name=name + how, colour=BEFORE if model.role == "source" else AFTER, values=values)
+    colour = inks.before if model.role == "source" else inks.after
+    return Series(name=name + how, colour=colour, values=values, errors=errors)
 
 
-def _positions(axes: Axes, k: int) -> None:
+def _positions(axes: Axes, k: int, inks: Inks) -> None:
     """Axes of acceptance by position in the draft."""
     axes.set_xticks(range(k), [str(spot + 1) for spot in range(k)])
     axes.set_xlabel("position in the draft")
     axes.set_ylabel("drafts accepted (%)")
     axes.set_ylim(0, 112)
     axes.set_yticks(range(0, 101, 25))
-    axes.grid(axis="y", color=GRID, linewidth=0.6)
-    _legend(axes)
+    axes.grid(axis="y", color=inks.grid, linewidth=0.6)
+    legend(axes)
 
 
-def _bars(axes: Axes, series: Sequence[_Series], spots: Sequence[int], label: Callable[[float], str]) -> None:
-    width = 0.8 / max(1, len(series))
-    for number, each in enumerate(series):
-        shift = (number - (len(series) - 1) / 2) * width
-        bars = axes.bar([spot + shift for spot in spots[: len(each.values)]], each.values, width * 0.94,
-                        label=each.name, color=each.colour)  # fmt: skip
-        axes.bar_label(bars, fmt=label, padding=2, fontsize=9.5)
-    # A lone position would otherwise be one bar as wide as the chart.
-    axes.set_xlim(-0.5 - 0.4 * (len(spots) == 1), len(spots) - 0.5 + 0.4 * (len(spots) == 1))
-
-
-def _legend(axes: Axes) -> None:
-    """Above the axes, bars before lines, two a row so that it never widens the figure."""
-    pairs = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda pair: isinstance(pair[0], Artist))
-    handles, labels = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    axes.figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=9.5,
-                       handlelength=1.3, columnspacing=1.4, borderpad=0)  # fmt: skip
-
-
-def _label(group: str) -> str:
-    """A group's name, cut where it would leave no room for the bars."""
-    words = group.replace("_", " ")
+def _label(name: str) -> str:
+    """A group's or filter's name, cut where it would leave no room for the bars."""
+    words = name.replace("_", " ")
     return words if len(words) <= _LABEL_LETTERS else f"{words[: _LABEL_LETTERS - 3]}..."
 
 
 def _short(value: float) -> str:
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return "" if value == 0 else f"{value:,.{digits}f}" if value >= 0.01 else "<0.01"
-
-
-def _drawn(draw: Callable[[Axes], None], *, height: float) -> str:
-    """The figure as one `<svg>` element that takes the width it is given."""
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH_INCHES, height), layout="constrained")
-        figure.patch.set_visible(False)
-        axes = figure.add_subplot()
-        axes.patch.set_visible(False)
-        axes.set_axisbelow(True)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        draw(axes)
-        file = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :]
-    # The page has the title and the style; ids of groups repeat from figure to figure and nothing refers to them.
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = re.sub(r'^<svg [^>]*?(viewBox="[^"]*")[^>]*>', r'<svg \1 class="chart" aria-hidden="true">', svg)
-    for colour, variable in _INKS.items():
-        svg = svg.replace(colour, variable)
-    return svg

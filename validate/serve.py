@@ -15,13 +15,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -63,10 +63,14 @@ _MAX_WORDS = 600
 
 
 class ServerFailed(GateError):
-    """A server that did not come up, or died; `words` are vLLM's own, `log` is the file they stand in."""
+    """A server that did not come up, or died; `words` are vLLM's own, `log` is the file they stand in.
 
-    def __init__(self, words: str, log: Path):
-        super().__init__(refuse("vllm serve", "must come up and answer", words, f"Read {log}"))
+    `asked` says which request, and `cure` what to do besides reading the log, where that is known.
+    """
+
+    def __init__(self, words: str, log: Path, *, asked: str = "", cure: str = ""):
+        rule = f"must answer {asked}" if asked else "must come up and answer"
+        super().__init__(refuse("vllm serve", rule, words.rstrip("."), f"Read {log}{'; ' * bool(cure)}{cure}"))
         self.words = words
         self.log = log
 
@@ -75,6 +79,15 @@ class ServerFailed(GateError):
         """Names that vLLM's weight tracking refused for, sorted; empty for any other failure."""
         found = _UNWRITTEN.search(_read(self.log))
         return tuple(sorted(re.findall(r"'([^']+)'", found.group(1)))) if found else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One answer: its text, why it ended (stop, or length where it was cut), and its tokens."""
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +123,43 @@ class Server:
             top_logprobs=tuple({int(name.rpartition(":")[2]): value for name, value in row.items()} for row in top),
         )  # fmt: skip
 
+    def answer(
+        self, prompt: str | Sequence[Mapping[str, str]], *, max_tokens: int, stop: Sequence[str], seed: int,
+        timeout: float,
+    ) -> Reply:  # fmt: skip
+        """Greedy answer to a text, or to messages through the model's chat template.
+
+        Args:
+            prompt: text or messages.
+            max_tokens: of the answer.
+            stop: words that end it and are not part of it.
+            seed: of the request.
+            timeout: seconds.
+
+        Raises:
+            ServerFailed: the server died, refused the request, was silent for too long, or replied without an answer.
+        """
+        path, asked = ("completions", {"prompt": prompt}) if isinstance(prompt, str) else (
+            "chat/completions", {"messages": list(prompt)}
+        )  # fmt: skip
+        asked |= {"model": _NAME, "max_tokens": max_tokens, "temperature": 0.0, "seed": seed, "stop": list(stop)}
+        reply = self._ask("POST", f"/v1/{path}", json=asked, timeout=httpx.Timeout(timeout, connect=60.0))
+        try:
+            return _reply(reply.json())
+        except (ValueError, LookupError, TypeError) as error:
+            words = f"a reply without an answer ({error!r}): {reply.text[:_MAX_WORDS] or 'nothing'}"
+            raise ServerFailed(words, self.log) from error
+
     def drafts(self) -> Drafts:
         """vLLM's counters since the server started, once they stand still: they trail an answer by a moment."""
-        before, now = None, self._drafts()
+        before, now = None, self.drafts_now()
         while before != now:
             time.sleep(0.2)
-            before, now = now, self._drafts()
+            before, now = now, self.drafts_now()
         return now
 
-    def _drafts(self) -> Drafts:
+    def drafts_now(self) -> Drafts:
+        """The same while requests are in flight."""
         return read_counters(self._ask("GET", "/metrics").text)
 
     def _ask(self, method: str, path: str, **body: Any) -> httpx.Response:
@@ -139,7 +180,8 @@ class Server:
 @contextmanager
 def serving(
     vllm: VLLM, folder: Path, *, k: int, log: Path, is_tracked: bool = True, max_model_len: int = 2048,
-    port: int | None = None, timeout: float = TIMEOUT_SECONDS, extra: tuple[str, ...] = (), watch: Watch | None = None,
+    max_num_seqs: int = 4, port: int | None = None, timeout: float = TIMEOUT_SECONDS, extra: tuple[str, ...] = (),
+    watch: Watch | None = None,
 ) -> Iterator[Server]:  # fmt: skip
     """A server for as long as the context lasts; afterwards none of its processes is left.
 
@@ -150,6 +192,7 @@ def serving(
         log: file for everything the server prints, overwritten.
         is_tracked: switch on vLLM's weight tracking, which refuses parameters that no tensor wrote.
         max_model_len: tokens of prompt and answer together.
+        max_num_seqs: requests that are computed at once.
         port: a free one if None.
         timeout: seconds to a healthy server.
         extra: further words for `vllm serve`; they win over those here.
@@ -161,7 +204,8 @@ def serving(
     """
     port = _free_port(port)
     log.parent.mkdir(parents=True, exist_ok=True)
-    words = [str(vllm.python), "-c", _LEADER, *_words(vllm, folder, port, k, is_tracked, max_model_len), *extra]
+    words = [str(vllm.python), "-c", _LEADER, *_words(vllm, folder, port, k, is_tracked), "--max-model-len",
+             str(max_model_len), "--max-num-seqs", str(max_num_seqs), *extra]  # fmt: skip
     with TemporaryDirectory(prefix="keepmtp-") as plugin, open(log, "wb") as file, _signals_raise():
         environment = _environment(vllm, Path(plugin))
         start = time.monotonic()
@@ -171,7 +215,8 @@ def serving(
         )  # fmt: skip
         try:
             address = f"http://127.0.0.1:{port}"
-            with httpx.Client(base_url=address, timeout=httpx.Timeout(600.0, connect=5.0), trust_env=False) as client:
+            with httpx.Client(base_url=address, timeout=httpx.Timeout(600.0, connect=5.0), trust_env=False,
+                              limits=httpx.Limits(max_connections=None)) as client:  # fmt: skip
                 _wait(client, process, log, start, timeout, watch)
                 yield Server(client=client, process=process, seconds_to_health=time.monotonic() - start, log=log)
         finally:
@@ -215,16 +260,28 @@ def last_error(log: Path, returncode: int | None) -> str:
     return (ended + last)[:_MAX_WORDS]
 
 
+def _reply(told: Any) -> Reply:
+    """The one answer in a reply's JSON; ValueError, LookupError or TypeError where there is none."""
+    (choice,), num_tokens = told["choices"], told["usage"]["completion_tokens"]
+    reason, text = choice["finish_reason"], choice["text"] if "text" in choice else choice["message"]["content"]
+    if reason not in ("stop", "length"):
+        raise ValueError(f"finish_reason {reason}")
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ValueError(f"{num_tokens} tokens")
+    # A reasoning parser leaves no content of an answer that was cut while thinking.
+    whole = "" if text is None else str(text)
+    return Reply(text=whole.encode(errors="replace").decode(), finish_reason=reason, num_tokens=num_tokens)
+
+
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-def _words(vllm: VLLM, folder: Path, port: int, k: int, is_tracked: bool, max_model_len: int) -> list[str]:
+def _words(vllm: VLLM, folder: Path, port: int, k: int, is_tracked: bool) -> list[str]:
     # Without prefix caching a prompt is computed the same way whatever was asked before; and on a CPU the gated delta
     # net cannot combine it with drafting (vLLM 0.32). The model's own sampling defaults would not be greedy.
     words = [
         "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port),
-        "--served-model-name", _NAME, "--max-model-len", str(max_model_len), "--max-num-seqs", "4",
-        "--no-enable-prefix-caching", "--generation-config", "vllm", "--seed", "0",
+        "--served-model-name", _NAME, "--no-enable-prefix-caching", "--generation-config", "vllm", "--seed", "0",
     ]  # fmt: skip
     if k:
         words += ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": k})]

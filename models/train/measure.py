@@ -21,7 +21,7 @@ import tiny_glm4_moe
 import tiny_qwen3_5
 import torch
 from drafting import MTPBlock, draft_hidden, step_targets
-from problems import PAD_ID, Problem, distinct_problems, read_answer
+from problems import HELD_OUT_SEED, PAD_ID, Problem, distinct_problems, read_answer
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,7 +29,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 NUM_STEPS = 3
 MAX_NEW_TOKENS = 96
 BATCH_SIZE = 50
-HELD_OUT_SEED = 1000
 
 _FAMILIES: dict[str, ModuleType] = {"glm4_moe": tiny_glm4_moe, "qwen3_5_text": tiny_qwen3_5}
 

@@ -19,13 +19,12 @@ from typing import Any
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; read when vllm is imported
 
 import vllm
-from problems import distinct_problems, read_answer
+from problems import HELD_OUT_SEED, distinct_problems, read_answer
 from vllm import LLM, SamplingParams
 from vllm.v1.metrics.reader import Vector
 
 MAX_NUM_DRAFTS = 3
 MAX_NEW_TOKENS = 96
-HELD_OUT_SEED = 1000
 _COUNTER_PREFIX = "vllm:spec_decode_"
 
 

@@ -12,6 +12,7 @@ question modulo 10 is 0 for held-out and anything else for train, so no text can
 number fact ("6 * 7") does occur in both, with other names and things; only the whole question is new.
 
     python models/train/problems.py --out models/problems.jsonl      # the text that the tiny recipes calibrate on
+    python models/train/problems.py --held-out models/held_out.jsonl # the questions that they are evaluated on
 """
 
 import argparse
@@ -32,8 +33,10 @@ VOCAB_SIZE = 512
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 HELD_OUT_ONE_IN = 10
 QUESTION_WEIGHT = 0.1  # the question is mostly noise to predict; a little weight keeps its embeddings useful
-CALIBRATION_SEED = 1042  # training draws with seed 0, the held-out problems are drawn with 1000
+CALIBRATION_SEED = 1042  # training draws with seed 0
 NUM_CALIBRATION_ROWS = 600
+HELD_OUT_SEED = 1000
+NUM_HELD_OUT_ROWS = 400
 ANSWER_PATTERN = re.compile(r"#### (\-?[0-9\.\,]+)")
 
 # fmt: off
@@ -103,6 +106,13 @@ def write_calibration_rows(path: Path) -> None:
     """JSON lines of `prompt` and `completion`, drawn from the training side, so that the held-out side stays unseen."""
     items = distinct_problems(NUM_CALIBRATION_ROWS, held_out=False, seed=CALIBRATION_SEED)
     rows = ({"prompt": item.prompt, "completion": item.completion} for item in items)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_held_out_rows(path: Path) -> None:
+    """JSON lines of `question` and `answer` as GSM8K has them, of the held-out side: what `measure.py` asks too."""
+    items = distinct_problems(NUM_HELD_OUT_ROWS, held_out=True, seed=HELD_OUT_SEED)
+    rows = ({"question": item.question, "answer": f"{item.solution}\n#### {item.answer}"} for item in items)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -222,6 +232,11 @@ _KINDS = (_buy, _give, _boxes, _share, _buy_then_give, _boxes_and_more)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=write_calibration_rows.__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    write_calibration_rows(parser.parse_args().out)
+    parser = argparse.ArgumentParser(description="Write the rows that the recipes of the small models name.")
+    parser.add_argument("--out", type=Path, help=write_calibration_rows.__doc__)
+    parser.add_argument("--held-out", type=Path, help=write_held_out_rows.__doc__)
+    args = parser.parse_args()
+    if args.out:
+        write_calibration_rows(args.out)
+    if args.held_out:
+        write_held_out_rows(args.held_out)

@@ -16,8 +16,11 @@ import torch
 from keepmtp.quantize.run import plan_for, quantize
 from keepmtp.quantize.source import open_source
 from keepmtp.validate.acceptance import Drafts, Run, Served, ServeReport
+from keepmtp.validate.identity import identify
 from keepmtp.validate.measure import COPY, Check, serve
 from keepmtp.validate.prompts import PROMPTS
+from keepmtp.validate.report import verify
+from keepmtp.validate.results import report_folder
 from keepmtp.validate.vllm_env import find_vllm
 from safetensors.torch import load_file, save_file
 from twins import broken
@@ -164,14 +167,14 @@ def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
 
 
 def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
-    """One MLP is narrower than config.json says: vLLM's own words within the start, not a timeout."""
+    """One MLP is narrower than config.json says: vLLM's own words within the start, not a timeout, and kept."""
     bad = tmp_path / "bad"
     bad.mkdir()
     for path in QWEN.iterdir():
         (bad / path.name).write_bytes(path.read_bytes())
     config = json.loads((bad / "config.json").read_text())
     (bad / "config.json").write_text(json.dumps({**config, "intermediate_size": 512}))
-    words = [KEEPMTP, "serve-check", str(bad), "--source", "none", "--out", str(tmp_path / "out"), "--json"]
+    words = [KEEPMTP, "serve-check", str(bad), "--source", "none", "--json"]
     start = time.monotonic()
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
@@ -180,6 +183,10 @@ def test_a_server_that_dies_while_loading_is_quoted(tmp_path):
     (run,) = found["checkpoint"]["runs"]
     assert not run["loaded"] and "Error" in run["error"] and "Engine core" not in run["error"], run["error"]
     assert run["error"] in found["gates"][0]["says"] and run["error"].split(":")[0] in Path(run["log"]).read_text()
+    full = verify(report_folder(bad))
+    assert full.serve is not None and full.serve.checkpoint.runs[0].error == run["error"]
+    assert not full.verdict.ok and full.judgement is not None and full.judgement.verdict == "regression"
+    assert full.results.keys() == {"check.json", "serve.json"} and full.identity == identify(bad)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -1,0 +1,68 @@
+"""`keepmtp card`: the model card of a checkpoint, from what was measured of it.
+
+In: a checkpoint folder NAME with NAME.report beside it. Out: NAME.card with README.md, plots, report.json, report.html,
+and the score as the Hub's leaderboards want it.
+
+Easy to get wrong: a card does not say that a checkpoint is good. One that failed its gates gets a card as well, which
+says so first; `keepmtp publish` refuses it.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from .made_from import recorded_source
+from .progress import bytes_bar
+from .quantize.source import open_source
+from .recipes.errors import RecipeError
+from .validate import card as cards
+
+_COLOURS = {"pass": "green", "regression": "red", "infeasible": "yellow"}
+
+
+def card(
+    path: Annotated[Path, typer.Argument(help="The checkpoint's folder; what was measured lies in NAME.report.")],
+    base_model: Annotated[str | None, typer.Option("--base-model", help="ORG/NAME on the Hub that it was made from; "
+                                                   "default: its recipe's source, if that is on the Hub.")] = None,
+    license_id: Annotated[str | None, typer.Option("--license", help="As the Hub names it, like apache-2.0; default: "
+                                                   "what the source's own card says.")] = None,
+    source: Annotated[Path | None, typer.Option(help="Folder of what it was made from, for its license, language and "
+                                                "task; default: what keepmtp.json names, if that is here.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Where the card goes; default NAME.card.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of words.")] = False,
+) -> None:  # fmt: skip
+    """Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp publish`.
+
+    Every number is taken from the results beside the checkpoint, and one that they do not bear out makes no card. What
+    was not measured is said. A card is made whatever the gates say, and says what they say; exit status 0.
+
+    Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`
+    """
+    made, report = cards.build(
+        path, source=source or _source(path), base_model=base_model, license_id=license_id, out=folder,
+        watch=bytes_bar(Console(stderr=True), "reading"),
+    )  # fmt: skip
+    judged = report.judgement.verdict if report.judgement else "not judged"
+    files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
+    if as_json:
+        told = {"card": str(made), "files": files, "verdict": judged, "says": report.verdict.says}
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        return
+    out = Console()
+    out.print(f"{escape(str(made))}: {', '.join(files)}", highlight=False, soft_wrap=True)
+    out.print(f"It says: [{_COLOURS.get(judged, 'yellow')}]{judged}[/]. {escape(report.verdict.says)}", highlight=False)
+
+
+def _source(path: Path) -> Path | None:
+    """The folder that the checkpoint was made from, if it is still here."""
+    if not (path / "config.json").is_file():
+        return None
+    try:
+        return Path(recorded_source(open_source(path), cure=""))
+    except RecipeError:  # a card needs none
+        return None

@@ -1,0 +1,181 @@
+"""`keepmtp eval`: GSM8K of a checkpoint and its source through real vLLM servers with method=mtp.
+
+In: two checkpoints and a protocol, the recipe's with what the command line changes. Out: a table, gsm8k.json with the
+answers beside it, and the report made anew.
+
+Easy to get wrong: whatever may be refused is refused before a server is started, which may take half an hour: a row of
+the dataset, a chat template that is not there, a source that is not found, results of other bytes in the same folder.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+
+from .evaluated import table
+from .made_from import recorded_source
+from .progress import asking, bytes_bar
+from .quantize.extras import require_extra
+from .quantize.source import Source, download, open_source, small_file
+from .recipes.errors import CheckpointError, RecipeError, refuse
+from .recipes.protocol import Evaluation, Gates
+from .recipes.schema import find_recipe
+from .validate import report as reports
+from .validate.gates import judge
+from .validate.identity import identify
+from .validate.report_schema import JudgementFact
+from .validate.results import file_of, report_folder, write_result
+from .validate.serve import TIMEOUT_SECONDS
+from .validate.vllm_env import find_vllm
+
+_CURE = "Name it with --source, or leave the drop unjudged with --source none"
+_RECORD = "keepmtp.json"
+_HUB = "hub"
+_OWN_GATES = ("gsm8k", "acceptance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rules:
+    """A recipe's, as far as this command is concerned."""
+
+    evaluation: Evaluation
+    gates: Gates
+
+
+def evaluate(
+    context: typer.Context,
+    path: Annotated[str, typer.Argument(help="Checkpoint to evaluate: a folder or a Hub id.")],
+    source: Annotated[str | None, typer.Option(
+        help="What it was made from, folder or Hub id; default: what its keepmtp.json names, if that is a folder here. "
+        "`none`: the drop stays unjudged.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Whose protocol and gates to take: a model's name or a recipe "
+                                               "file; default: the recipe that the checkpoint was made by.")] = None,
+    task: Annotated[str | None, typer.Option(help="gsm8k or gsm8k_platinum.")] = None,
+    dataset: Annotated[str | None, typer.Option(help='A .jsonl file of {"question", "answer": "... #### 12"}; `hub`: '
+                                                "the task's own.")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="Solved examples before each question.")] = None,
+    api: Annotated[str | None, typer.Option(help="completions: the text as it is. chat: messages, through the model's "
+                                            "chat template.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, at most.")] = None,
+    k: Annotated[int | None, typer.Option("-k", "--num-speculative-tokens", min=1,
+                                          help="Tokens drafted a step.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None,
+    limit: Annotated[int | None, typer.Option(min=2, help="Ask the first so many questions only.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the shots drawn, and of the server.")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the servers; default: a free one.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")] = TIMEOUT_SECONDS,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for gsm8k.json and the answers alone; default: "
+                                                "NAME.report beside the checkpoint, with all its results.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
+) -> None:  # fmt: skip
+    """Score a checkpoint and its source on GSM8K, served by vLLM with method=mtp, under one protocol.
+
+    lm-evaluation-harness builds the prompts, reads the answers (strict-match and flexible-extract) and scores them;
+    vLLM's draft counters over the same questions give the acceptance. What is not given here is as in the recipe's
+    `evaluation` block. An error of the server ends the run and is never a wrong answer; the same command then asks only
+    what has no answer yet. Words after `--` go to `vllm serve`.
+
+    Exit status 1 if a server fails, or score or acceptance lost more than the recipe's gates allow; 3 if the questions
+    are too few to tell. It needs `pip install 'keepmtp[evaluate]'`.
+
+    Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 -- --tensor-parallel-size 8`
+    """
+    if context.args and not context.args[0].startswith("-"):
+        raise RecipeError(refuse("eval", "judges one checkpoint", f"also {context.args[0]}", "Run it for each"))
+    require_extra("keepmtp eval", "evaluate")
+    extra, err = tuple(context.args), Console(stderr=True)
+    from .validate import gsm8k, harness  # lm-eval and datasets, once they are known to be there
+
+    opened = open_source(path)
+    changed = {"task": task, "dataset": dataset, "shots": shots, "api": api, "max_tokens": max_tokens, "k": k,
+               "concurrency": concurrency, "limit": limit, "seed": seed}  # fmt: skip
+    rules = _rules(opened, recipe)
+    protocol = _protocol(rules.evaluation, {key: value for key, value in changed.items() if value is not None})
+    asked = harness.questions(protocol)
+    gsm8k.refuse_model(opened, protocol, extra)
+    checkpoint, original = download(opened), None
+    if source != "none":
+        original = open_source(source or recorded_source(checkpoint, cure=_CURE))
+        gsm8k.refuse_model(original, protocol, extra)
+        original = download(original)
+    vllm = find_vllm()
+    is_recorded = folder is None and Path(path).is_dir()
+    assert checkpoint.folder is not None
+    out = folder or (report_folder(checkpoint.folder) if is_recorded else Path(f"{Path(path).name}.report"))
+    reading = None if as_json else bytes_bar(err, "reading")
+    models = [
+        gsm8k.Model(role=role, source=one, identity=identify(one.folder, cache=out, watch=reading))
+        for role, one in (("source", original), ("checkpoint", checkpoint)) if one and one.folder
+    ]  # fmt: skip
+    if is_recorded:
+        reports.refuse_stale(out, models[-1].identity, but=("gsm8k",))
+    setup = gsm8k.Setup(
+        out=out, confidence=rules.gates.confidence, port=port, timeout=timeout, extra=extra,
+        set_aside=lambda kept: err.print(f"Answers to another protocol or other bytes are kept in {kept.name}."),
+    )  # fmt: skip
+    with asking(err, as_json=as_json) as watch:
+        fact = gsm8k.evaluate(models[-1], models[0] if original else None, asked, vllm=vllm, setup=setup, watch=watch)
+    write_result(out, "gsm8k", fact, checkpoint=models[-1].identity, vllm=vllm.version)
+    judged = reports.refresh(out).judgement if is_recorded else None
+    judged = judged or judge(gates=rules.gates, check=None, serve=None, evaluation=fact)
+    if as_json:
+        told = {"evaluation": fact.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
+        sys.stdout.write(json.dumps(told) + "\n")
+    else:
+        Console().print(table(fact, judged))
+        Console().print(f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}", highlight=False,
+                        soft_wrap=True)  # fmt: skip
+    if original is not None and (status := _status(judged)):
+        raise typer.Exit(status)
+
+
+def _rules(checkpoint: Source, recipe: str | None) -> _Rules:
+    """The named recipe's, or those in the checkpoint's record; without one the defaults."""
+    if recipe is not None:
+        found, _ = find_recipe(recipe)
+        return _Rules(evaluation=found.evaluation, gates=found.gates)
+    record = small_file(checkpoint, _RECORD)
+    if record is None:
+        return _Rules(evaluation=Evaluation(), gates=Gates())
+    where = f"{checkpoint.where}: {_RECORD}"
+    try:
+        made = json.loads(record.read_bytes())["recipe"]
+        return _Rules(
+            evaluation=Evaluation.model_validate(made.get("evaluation") or {}),
+            gates=Gates.model_validate(made.get("gates") or {}),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        got = repr(error)
+    raise CheckpointError(refuse(where, "must be keepmtp's own record", got, "Name a recipe with --recipe"))
+
+
+def _protocol(recipe: Evaluation, changed: Mapping[str, Any]) -> Evaluation:
+    """The recipe's with what the command line changes; a revision belongs to the dataset it was given with."""
+    told = recipe.model_dump() | dict(changed)
+    if {"dataset", "task"} & changed.keys():
+        told["dataset_revision"] = None
+    if told["dataset"] == _HUB:
+        told["dataset"] = None
+    try:
+        return Evaluation.model_validate(told)
+    except ValidationError as error:
+        first = error.errors()[0]
+        option = "--" + (".".join(map(str, first["loc"])) or "dataset").replace("_", "-")
+        if first["type"] == "value_error":
+            raise RecipeError(f"{option}: {first['msg'].removeprefix('Value error, ')}") from error
+        raise RecipeError(refuse(option, first["msg"], repr(first["input"]), "See `keepmtp eval --help`")) from error
+
+
+def _status(judged: JudgementFact) -> int:
+    """The exit status for what this command measures; findings and loads are other commands'."""
+    words = {reason.verdict for reason in judged.reasons if reason.gate in _OWN_GATES}
+    return 1 if "regression" in words else 3 if "infeasible" in words else 0

@@ -1,0 +1,130 @@
+"""`keepmtp all`: quantize, check, serve, evaluate, card; one command after the other, stopped by the first that is red.
+
+In: what `keepmtp quantize` takes. Out: a checkpoint, its report and its card, ready for `keepmtp publish`.
+
+Each station is a process of its own, the very command that is printed before it: what quantizing held in memory is free
+again before a server starts, and what was interrupted can be continued from here or by hand.
+
+Easy to get wrong: a finished checkpoint is never written again, so one that another recipe made must not be taken for
+this one's. Its own record is compared before anything runs.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .quantize import run
+from .quantize.extras import require_extra
+from .recipes.errors import RecipeError, refuse
+from .recipes.schema import AUTO, Recipe, find_recipe
+from .validate.identity import identify
+from .validate.report_schema import Serve
+from .validate.results import read_result, report_folder
+from .validate.vllm_env import find_vllm
+
+# What judges a checkpoint, and what a policy chosen by measurement replaces: neither is a choice about its bytes.
+_NOT_OF_THE_BYTES = ("evaluation", "gates")
+_CHOSEN = ("mtp", "mtp_auto", "calibration")
+
+
+def everything(
+    model: Annotated[str, typer.Argument(help="A model's name, a recipe's full name, or a recipe file.")],
+    source: Annotated[str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; "
+                                               "default: the recipe's.")] = None,
+    scheme: Annotated[str | None, typer.Option("--scheme", help="As for `keepmtp quantize`.")] = None,
+    mtp: Annotated[str | None, typer.Option("--mtp", help="As for `keepmtp quantize`.")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
+    gpus: Annotated[list[str] | None, typer.Option("--gpu", help="GPUs that the dry load pretends; default sm90 and "
+                                                   "sm100.")] = None,
+    tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel sizes of the dry load.")] = None,
+    k: Annotated[int, typer.Option("-k", min=1, help="Serve with 1 to k drafted tokens a step.")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes that quantize, one a GPU.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands and stop.")] = False,
+) -> None:  # fmt: skip
+    """Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.
+
+    A run that was interrupted is continued by the same command: what was measured on the same bytes is not measured
+    again. Exit status is the failing station's: 1 for a red gate, 3 where samples are too few to tell, 2 for bad input.
+
+    Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/GLM-4.7-NVFP4A16 --gpu sm100 -k 3`
+    """
+    recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)
+    out = folder or run.default_out(recipe)
+    is_made = out.exists()
+    choices = [*_option("--source", source), *_option("--scheme", scheme), *_option("--mtp", mtp)]
+    stations = {
+        "quantize": [] if is_made else ["quantize", model, *choices, "--out", str(out)],
+        "check": ["check", str(out), "--record", *_each("--gpu", gpus or ["sm90", "sm100"]), *_each("--tp", tps or [])],
+        "serve-check": ["serve-check", str(out), *_option("--source", source), "-k", str(k)],
+        "eval": ["eval", str(out), *_option("--source", source)],
+        "card": ["card", str(out)],
+    }
+    if dry_run:
+        for words in filter(None, stations.values()):
+            sys.stdout.write(f"keepmtp {shlex.join(words)}\n")
+        return
+    if is_made:
+        _refuse_another(out, recipe)
+    require_extra("keepmtp all", "evaluate")
+    find_vllm()
+    err = Console(stderr=True)
+    for name, words in stations.items():
+        if not words or (name == "serve-check" and _is_served(out, k)):
+            err.print(f"[dim]{name}: done before, for the same bytes[/]", highlight=False)
+            continue
+        err.print(f"[bold]$ keepmtp {shlex.join(words)}[/]", highlight=False, soft_wrap=True)
+        status = subprocess.run([*_interpreter(name, nproc), *words]).returncode  # noqa: S603 - our own verbs
+        if status:
+            raise typer.Exit(status if status > 0 else 128 - status)
+
+
+def _interpreter(station: str, nproc: int) -> list[str]:
+    if station == "quantize" and nproc > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+        return [sys.executable, *launcher, "-m", "keepmtp"]
+    return [sys.executable, "-m", "keepmtp"]
+
+
+def _option(name: str, value: object) -> list[str]:
+    return [] if value is None else [name, str(value)]
+
+
+def _each(name: str, values: list[Any]) -> list[str]:
+    return [word for value in values for word in (name, str(value))]
+
+
+def _refuse_another(out: Path, recipe: Recipe) -> None:
+    """A finished folder is taken for this run's output only if the same decisions made it."""
+    record = out / "keepmtp.json"
+    cure = "Choose another --out, or remove it"
+    try:
+        made = json.loads(record.read_bytes())["recipe"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError(refuse(out, "an existing output must be one of this recipe", f"no readable {record.name}",
+                                 cure)) from error  # fmt: skip
+    wanted = recipe.model_dump(mode="json", exclude=set(_NOT_OF_THE_BYTES))
+    for key in wanted:
+        if key in _CHOSEN and recipe.mtp == AUTO:
+            continue
+        if made.get(key) != wanted[key]:
+            rule = f"an existing output must be one of {recipe.name}, whose {key} is {wanted[key]}"
+            raise RecipeError(refuse(out, rule, made.get(key), cure))
+
+
+def _is_served(out: Path, k: int) -> bool:
+    """Whether real servers have judged exactly these bytes at every k up to this one, and passed them."""
+    folder = report_folder(out)
+    found = read_result(folder, "serve")
+    if found is None or not isinstance(found.data, Serve) or not found.data.ok:
+        return False
+    if max((each.k for each in found.data.checkpoint.runs), default=0) < k:
+        return False
+    return identify(out, cache=folder).sha256 == found.checkpoint.sha256
+
+

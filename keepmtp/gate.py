@@ -1,0 +1,78 @@
+"""`keepmtp gate`: the recipe's gates on what was measured of a checkpoint, as an exit status and a table of reasons.
+
+In: a checkpoint with its evidence folder NAME.report. Out: pass, regression or infeasible. Nothing is measured.
+
+Easy to get wrong: a verdict on numbers that somebody edited, or on bytes that have changed since, is none. Both are
+refused, with exit status 2, before anything is judged.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from .progress import bytes_bar
+from .recipes.errors import CheckpointError, refuse
+from .validate.identity import identify
+from .validate.report import JSON_FILE, refuse_stale, verify
+from .validate.report_schema import FullReport, JudgementWord
+from .validate.results import checkpoint_folder, report_folder
+
+EXITS: dict[JudgementWord, int] = {"pass": 0, "regression": 1, "infeasible": 3}
+_COLOURS: dict[JudgementWord, str] = {"pass": "green", "regression": "red", "infeasible": "yellow"}
+
+
+def gate(
+    path: Annotated[Path, typer.Argument(help="Folder of the checkpoint, or its NAME.report.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of a table.")] = False,
+) -> None:
+    """Judge a checkpoint by its recipe's gates: findings, loads, acceptance and GSM8K.
+
+    The limits are those of the `gates` block in the recipe that the checkpoint was made by. A gate passes if its limit
+    holds at the confidence named there, not if the estimate happens to lie on the right side. Where the answer is
+    infeasible, something was not measured, or too little to tell; the table says which, and how many samples would do.
+
+    Exit status 0: pass. 1: regression. 3: infeasible. 2: no result to judge, an altered one, or one of other bytes.
+
+    Example: `keepmtp gate out/tiny-glm4-moe.w4a16-fp8`
+    """
+    folder = path if path.suffix == ".report" else report_folder(path)
+    if not (folder / JSON_FILE).is_file():
+        checkpoint = folder.with_suffix("")
+        cure = f"Run `keepmtp check {checkpoint} --record` and `keepmtp eval {checkpoint}`"
+        raise CheckpointError(refuse(folder, "gates judge what was measured", f"no {JSON_FILE}", cure))
+    full = verify(folder)
+    bar = bytes_bar(Console(stderr=True), "reading")
+    refuse_stale(folder, identify(checkpoint_folder(folder), cache=folder, watch=bar), but=())
+    assert full.judgement is not None
+    if as_json:
+        sys.stdout.write(json.dumps(_told(full)) + "\n")
+    else:
+        Console().print(table(full))
+    if full.judgement.verdict != "pass":
+        raise typer.Exit(EXITS[full.judgement.verdict])
+
+
+def table(full: FullReport) -> RenderableType:
+    """The verdict, and a row for each gate."""
+    assert full.judgement is not None
+    judged = full.judgement
+    rows = Table(title=f"gate {escape(full.path)}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("gate", "verdict", "reason"):
+        rows.add_column(name, no_wrap=name != "reason", overflow="fold")
+    for reason in judged.reasons:
+        colour = _COLOURS[reason.verdict]
+        rows.add_row(reason.gate, f"[{colour}]{reason.verdict}[/]", escape(reason.says))
+    return Group(rows, f"[{_COLOURS[judged.verdict]}]{judged.verdict}[/]")
+
+
+def _told(full: FullReport) -> dict[str, object]:
+    assert full.judgement is not None
+    told = full.judgement.model_dump(mode="json")
+    return {"path": full.path, "sha256": full.identity.sha256 if full.identity else None, **told}

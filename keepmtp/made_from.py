@@ -1,0 +1,47 @@
+"""What a checkpoint was made from, as its own record says, where that is a folder on this machine.
+
+In: an opened checkpoint with keepmtp.json. Out: the source's folder.
+
+Easy to get wrong: the record names only a folder, which may hold another release by now. A folder of that name is taken
+only if its files have the recorded sizes.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .quantize.source import Source
+from .recipes.errors import RecipeError, refuse
+
+
+def recorded_source(checkpoint: Source, *, cure: str) -> str:
+    """The source that keepmtp.json names, where it is a folder here with the recorded files.
+
+    Raises:
+        RecipeError: no record, a Hub repository (whose download should be somebody's decision), or no such folder;
+            `cure` says what to do then.
+    """
+    rule = "the source to compare with must be known"
+    assert checkpoint.folder is not None
+    record = checkpoint.folder / "keepmtp.json"
+    if not record.is_file():
+        raise RecipeError(refuse(checkpoint.where, rule, "no keepmtp.json", cure))
+    try:
+        told = json.loads(record.read_bytes())
+        named, recipe = told["source"], told["recipe"]
+        name, revision, files = str(named["name"]), named["revision"], dict(named["files"])
+        places = [Path(str(recipe["source"])), Path(name), Path("models") / name, checkpoint.folder.parent / name]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecipeError(refuse(record, "must be keepmtp's own record", repr(error), cure)) from error
+    if revision == "local":
+        root = Path(__file__).parent.parent
+        for place in [*places, *(root / place for place in places[:3])]:
+            if place.is_dir() and _has_files(place, files):
+                return str(place)
+    got = f"{name} ({revision})"
+    raise RecipeError(refuse(record, rule, f"{got}, which is no folder with the recorded files here", cure))
+
+
+def _has_files(folder: Path, files: Mapping[str, Any]) -> bool:
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())

@@ -1,0 +1,201 @@
+"""`keepmtp publish`: a checkpoint and its card to the Hub, private unless asked, and checked there.
+
+In: a checkpoint with a green report and a card. Out: a table or JSON; on the Hub, a commit with exactly those files.
+
+Easy to get wrong: what is public cannot be taken back. The question is asked before the first byte, a new repository
+becomes public only after its bytes and its loading were checked there, and one that is public already asks as well.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from huggingface_hub import constants, get_token
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from . import tables
+from .progress import bytes_bar
+from .recipes.errors import GateError, RecipeError, refuse
+from .validate import publish as publishing
+from .validate.dry import GPU, GPUS
+from .validate.hub import Hub, Remote
+from .validate.parcel import Parcel, prepare
+from .validate.publish import Comparison, Sent
+
+err = Console(stderr=True)
+
+
+def publish(
+    path: Annotated[Path, typer.Argument(help="Folder of the checkpoint; its report and card lie beside it.")],
+    repo: Annotated[str, typer.Option("--repo", help="Repository on the Hub, ORG/NAME.")],
+    public: Annotated[bool, typer.Option("--public", help="Let everybody read it, once it is checked there.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask whether to go public.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Replace files that differ in a repository that exists. Its "
+                                         "history keeps them, and nothing is deleted.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent and stop.")] = False,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU that the dry load of the repository pretends; default: "
+                                            "the report's first.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
+) -> None:  # fmt: skip
+    """Upload a checkpoint and its card to the Hub, private by default, and check what arrived.
+
+    Nothing is sent unless the report is green, its numbers are those of the result files, the card is what the report
+    says, and every byte on disk hashes to what was measured. Only files of the report and of the card are sent.
+
+    Then sizes and hashes are compared with the Hub's, and the repository is dry-loaded by range requests (checked
+    without vLLM where there is none). A run that was interrupted is continued by the same command. The token is
+    HF_TOKEN or that of `hf auth login`.
+
+    Exit status 1 if the report is not green or the repository is not what was sent; 2 for anything else.
+
+    Example: `keepmtp publish /data/GLM-4.7-NVFP4A16 --repo my-org/GLM-4.7-NVFP4A16-MTP --dry-run`
+    """
+    publishing.check_name(repo)
+    chosen = _gpu(gpu)
+    token = get_token()
+    if token is None and not dry_run:
+        raise RecipeError(refuse("publish", "needs a token with write access", "none",
+                                 "Set HF_TOKEN, or run `hf auth login`"))  # fmt: skip
+    if public and not dry_run:
+        _refuse_unasked(f"{repo} would be public", yes=yes)
+    parcel = prepare(path, fresh=not dry_run, watch=bytes_bar(err, "hashing"))
+    if token is None:
+        _show(parcel, repo, None, "nothing was asked: no token", as_json=as_json)
+        return
+    hub = Hub(token, watch=_say)
+    with hub.discreet():
+        hub.sign_in()
+        before = hub.look(repo)
+        found = publishing.compare(parcel, before)
+        if dry_run:
+            _show(parcel, repo, found, _in_words(before), as_json=as_json)
+            return
+        if not update:
+            publishing.refuse_overwriting(repo, found)
+        _ask(parcel, repo, before, public=public, yes=yes)
+        _publish(parcel, hub, repo, before, public=public, update=update, gpu=chosen, as_json=as_json)
+
+
+def _publish(
+    parcel: Parcel, hub: Hub, repo: str, before: Remote | None, *, public: bool, update: bool, gpu: GPU | None,
+    as_json: bool,
+) -> None:  # fmt: skip
+    may_be_public = public or (before is not None and not before.is_private)
+    sent = publishing.send(parcel, hub, repo, update=update, may_be_public=may_be_public)
+    there = hub.look(repo, revision=sent.commit)
+    assert there is not None, "what was sent is there"
+    try:
+        publishing.verify(parcel, there, others=sent.others)
+        with err.status("") as status:
+            checked, how = publishing.load_remote(there, parcel, gpu=gpu,
+                                                  watch=lambda doing: status.update(escape(doing)))  # fmt: skip
+        if not checked.report.ok:
+            err.print(tables.report(checked.report))
+            worst = checked.report.findings[0]
+            raise GateError(refuse(f"{repo} at {there.commit}", "must pass the check there as it did here",
+                                   f"{worst.where}: {worst.says}", "Look at what the Hub holds"))  # fmt: skip
+    except GateError as error:
+        raise GateError(f"{error} It {'stays private' if there.is_private else 'is public, as it was'}.") from error
+    if public and there.is_private:
+        hub.make_public(repo)
+    done = _done(parcel, sent, there, how, is_private=there.is_private and not public)
+    if as_json:
+        sys.stdout.write(json.dumps(done) + "\n")
+    else:
+        Console().print(_told(done), highlight=False, soft_wrap=True)
+
+
+def _done(parcel: Parcel, sent: Sent, there: Remote, how: str, *, is_private: bool) -> dict[str, Any]:
+    return {
+        "repo": there.repo, "url": f"{constants.ENDPOINT}/{there.repo}", "commit": sent.commit, "private": is_private,
+        "files": _files(parcel), "uploaded_bytes": sent.num_bytes, "kept_files": list(sent.kept),
+        "other_files": list(sent.others), "verified": True, "loaded": how,
+    }  # fmt: skip
+
+
+def _told(done: dict[str, Any]) -> str:
+    count, kept = len(done["files"]), len(done["kept_files"])
+    lines = [
+        f"[green]published[/] {done['url']} ({'private' if done['private'] else 'public'}), commit {done['commit']}",
+        f"sent {count - kept} files, {tables.size_in_words(done['uploaded_bytes'])}; {kept} were there already"
+        if count > kept else f"all {count} files were there already",
+        f"checked there: sizes and hashes of {count} files; {done['loaded']}",
+    ]
+    if done["other_files"]:
+        lines.append(f"not ours and left alone: {escape(', '.join(done['other_files']))}")
+    return "\n".join(lines)
+
+
+def _ask(parcel: Parcel, repo: str, before: Remote | None, *, public: bool, yes: bool) -> None:
+    """Confirm that everybody may read it.
+
+    Raises:
+        RecipeError: nobody to ask, or the answer is no.
+    """
+    is_public = before is not None and not before.is_private
+    _say(f"{repo}: {len(parcel.files)} files, {tables.size_in_words(parcel.num_bytes)}; {_in_words(before)}")
+    if not public and not is_public:
+        return
+    what = f"{repo} is public, so what is sent can be read before it is checked" if is_public \
+        else f"{repo} would be public"  # fmt: skip
+    _refuse_unasked(what, yes=yes)
+    if not yes and not typer.confirm(f"{what}. Go on?", err=True):
+        raise RecipeError(refuse(repo, "going public must be confirmed", "no", "Nothing was sent"))
+
+
+def _refuse_unasked(what: str, *, yes: bool) -> None:
+    if not yes and not sys.stdin.isatty():
+        raise RecipeError(refuse("publish", "going public must be confirmed", f"no terminal to ask on, and {what}",
+                                 "Add --yes"))  # fmt: skip
+
+
+def _gpu(word: str | None) -> GPU | None:
+    if word is not None and word not in GPUS:
+        raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", word, "Take the nearest"))
+    return next((known for known in GPUS if known == word), None)
+
+
+def _show(parcel: Parcel, repo: str, found: Comparison | None, there: str, *, as_json: bool) -> None:
+    """The allow-list, and what the Hub holds of it where it was asked."""
+    if as_json:
+        told = {"repo": repo, "there": there, "files": _files(parcel, found), "bytes": parcel.num_bytes,
+                "other_files": list(found.others) if found else []}  # fmt: skip
+        sys.stdout.write(json.dumps(told) + "\n")
+        return
+    Console().print(_table(parcel, repo, found, there))
+
+
+def _table(parcel: Parcel, repo: str, found: Comparison | None, there: str) -> RenderableType:
+    rows = Table(title=f"would be sent to {repo}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    rows.add_column("file", overflow="fold")
+    rows.add_column("size", justify="right", no_wrap=True)
+    rows.add_column("on the Hub", no_wrap=True)
+    for name, local in parcel.files.items():
+        rows.add_row(escape(name), tables.size_in_words(local.num_bytes), found.states[name] if found else "not asked")
+    lines = [f"{len(parcel.files)} files, {tables.size_in_words(parcel.num_bytes)}. On the Hub: {there}."]
+    if found and found.others:
+        lines.append(f"There and not of this checkpoint: {escape(', '.join(found.others))}.")
+    return Group(rows, *lines)
+
+
+def _files(parcel: Parcel, found: Comparison | None = None) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "bytes": local.num_bytes, "sha256": local.sha256}
+        | ({"on_the_hub": found.states[name]} if found else {})
+        for name, local in parcel.files.items()
+    ]  # fmt: skip
+
+
+def _in_words(remote: Remote | None) -> str:
+    if remote is None:
+        return "a new private repository"
+    return f"{'a private' if remote.is_private else 'a PUBLIC'} repository with {len(remote.files)} files"
+
+
+def _say(words: str) -> None:
+    err.print(words, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,67 @@
+"""`keepmtp check --record`: what a check found, kept beside the checkpoint with the bytes it is about.
+
+In: one local checkpoint, and what `validate.static` or `validate.load` found of it. Out: check.json in NAME.report, and
+report.json and report.html of all results there.
+
+Easy to get wrong: the bytes are read before the check, so that a file that is written meanwhile cannot pass as checked,
+and results of other bytes are refused before that, not after a dry load.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from .made_from import recorded_source
+from .progress import bytes_bar
+from .quantize.source import Source, open_source
+from .recipes.errors import RecipeError, refuse
+from .validate import report as reports
+from .validate.check_data import check_data
+from .validate.identity import identify
+from .validate.load import Checked
+from .validate.report_schema import Identity
+from .validate.results import report_folder, write_result
+from .validate.vllm_env import TESTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A check that has begun: the evidence folder, and the bytes that are judged."""
+
+    folder: Path
+    identity: Identity
+
+    def keep(self, checked: Checked) -> Path:
+        """Write check.json and the report of all results; returns report.json's path."""
+        source = None if checked.source is None else _source_of(checked.source)
+        data = check_data(checked.report, vllm=TESTED[0], evidence=checked.evidence, opened=checked.source,
+                          source=source)  # fmt: skip
+        write_result(self.folder, "check", data, checkpoint=self.identity, vllm=TESTED[0])
+        reports.refresh(self.folder)
+        return self.folder / reports.JSON_FILE
+
+
+def begin(paths: list[str]) -> Record:
+    """Hash the one checkpoint that is going to be checked.
+
+    Raises:
+        RecipeError: several checkpoints, or a Hub id.
+        CheckpointError: the evidence folder holds results of other bytes.
+    """
+    if len(paths) != 1 or not Path(paths[0]).is_dir():
+        raise RecipeError(refuse("--record", "keeps the check of one folder", " ".join(paths), "Run it for each, on a "
+                                 "checkpoint that lies here"))  # fmt: skip
+    checkpoint = Path(paths[0])
+    folder = report_folder(checkpoint)
+    identity = identify(checkpoint, cache=folder, watch=bytes_bar(Console(stderr=True), "reading"))
+    reports.refuse_stale(folder, identity, but=("check",))
+    return Record(folder=folder, identity=identity)
+
+
+def _source_of(checkpoint: Source) -> Source | None:
+    """What it was made from, for sizes before and after, where its record names a folder here."""
+    try:
+        return open_source(recorded_source(checkpoint, cure=""))
+    except RecipeError:
+        return None  # not known, or not on this machine: the report then has no sizes before

@@ -1,0 +1,72 @@
+"""Quantized checkpoints with all their evidence beside them, and what a card is made from without any."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import measured
+import reports
+from keepmtp.quantize import run
+from keepmtp.quantize.source import Source, open_source
+from keepmtp.validate import report as full_reports
+from keepmtp.validate.card_page import Told
+from keepmtp.validate.check_data import check_data
+from keepmtp.validate.findings import Report
+from keepmtp.validate.identity import identify
+from keepmtp.validate.load import with_verdicts
+from keepmtp.validate.origin import groups_of, read_record, recipe_text
+from keepmtp.validate.report_schema import FullReport
+from keepmtp.validate.results import report_folder, write_result
+from keepmtp.validate.static import examine
+
+RECIPE = "tiny-glm4-moe.nvfp4a16-fp8"
+STATIONS = frozenset({"check", "serve", "gsm8k"})
+
+
+def checkpoint(folder: Path, recipe: str = RECIPE, **choices: Any) -> Path:
+    """A checkpoint as `keepmtp quantize` leaves it."""
+    made, text = run.plan_for(recipe, source=str(reports.MODEL), **choices)
+    run.quantize(made, text, out=folder)
+    return folder
+
+
+def evidence(folder: Path, *, stations: frozenset[str] = STATIONS, answers: measured.Answers = measured.ANSWERS,
+             is_copy: bool = False) -> Path:  # fmt: skip
+    """Results of these stations for the checkpoint in `folder`; returns its evidence folder, report.json in it."""
+    where, identity = report_folder(folder), identify(folder)
+    source = open_source(reports.MODEL)
+    report, opened, found = examine(str(folder), source=source)
+    checked = with_verdicts(report, found, [reports.verdict("sm90", 1), reports.verdict("sm100", 4)], reports.VLLM)
+    data = check_data(_warned(checked), vllm=reports.VLLM, evidence=found, opened=opened, source=source)
+    write_result(where, "check", data, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
+    if "serve" in stations:
+        serve = reports.told(reports.served(is_copy=is_copy))
+        assert serve is not None
+        write_result(where, "serve", serve, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
+    if "gsm8k" in stations:
+        asked = measured.asked(where, identity.sha256, answers)
+        write_result(where, "gsm8k", asked, checkpoint=identity, vllm=reports.VLLM, made_at=measured.ASKED_AT)
+    full_reports.refresh(where)
+    return where
+
+
+def told(folder: Path, report: FullReport, **changed: Any) -> Told:
+    """What a card of the checkpoint in `folder` is made from, with any report; `changed` are fields of it."""
+    record, opened = read_record(folder), open_source(folder)
+    fields: dict[str, Any] = {
+        "name": folder.name, "report": report, "record": record, "recipe": recipe_text(folder), "choices": (),
+        "groups": groups_of(opened, record), "base_model": "", "license": "", "plots": frozenset(),
+        "off_leaderboard": "",
+    }  # fmt: skip
+    return Told(**(fields | changed))
+
+
+def source_with_card(folder: Path, text: str) -> Source:
+    """A folder that holds a released checkpoint's card."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text(text)
+    return replace(open_source(reports.MODEL), folder=folder)
+
+
+def _warned(report: Report) -> Report:
+    return replace(report, findings=(*report.findings, reports.WARNED))

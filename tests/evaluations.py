@@ -1,0 +1,97 @@
+"""Evaluations as `keepmtp eval` would leave them, from counts that a test names."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import reports
+from keepmtp.recipes.protocol import Evaluation, Gates
+from keepmtp.validate.acceptance import AsServed, Role
+from keepmtp.validate.check_data import check_data
+from keepmtp.validate.gates import judge
+from keepmtp.validate.paired import paired
+from keepmtp.validate.report import assemble
+from keepmtp.validate.report_schema import EvaluatedFact, EvaluationFact, FullReport, Identity, ScoreFact
+from keepmtp.validate.static import check
+
+FILTERS = ("strict-match", "flexible-extract")
+COPY: AsServed = "BF16 copy of the same weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """Questions that both, only one, or none of two models gets right."""
+
+    both: int = 900
+    only_source: int = 10
+    only_checkpoint: int = 9
+    neither: int = 400
+
+    @property
+    def num(self) -> int:
+        return self.both + self.only_source + self.only_checkpoint + self.neither
+
+
+def evaluated(
+    role: Role, num_right: int, num: int, *, k: int = 3, shares: tuple[float, ...] = (0.93, 0.81, 0.64),
+    drafts: int = 40_000, **changed: Any,
+) -> EvaluatedFact:  # fmt: skip
+    """One model: `shares` of its drafts are accepted up to each position; `changed` are fields of the fact."""
+    accepted = tuple(round(share * drafts) for share in shares[:k])
+    value = num_right / num
+    score = {"value": value, "stderr": math.sqrt(value * (1 - value) / max(1, num - 1))}
+    fields = {
+        "role": role, "path": "models/tiny" if role == "source" else "out/tiny.nvfp4", "sha256": role[0] * 64,
+        "as_served": "native", "reason": "", "scores": tuple(ScoreFact(filter=name, **score) for name in FILTERS),
+        "num_questions": num, "num_truncated": 3 if num > 3 else 0, "num_tokens": 130 * num, "seconds": 620.4,
+        "drafts": drafts, "draft_tokens": k * drafts, "accepted_tokens": sum(accepted),
+        "accepted_per_position": accepted, "sittings": 1, "samples": f"gsm8k.{role}.jsonl", "samples_sha256": "f" * 64,
+    }  # fmt: skip
+    return EvaluatedFact(**(fields | changed))
+
+
+def evaluation(
+    answers: Answers | None = None, *, source: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None,
+    has_source: bool = True, protocol: dict[str, Any] | None = None, environment: dict[str, str] | None = None,
+) -> EvaluationFact:  # fmt: skip
+    """Both models on the same questions; `source` and `checkpoint` go to `evaluated`, `protocol` to `Evaluation`."""
+    told = answers or Answers()
+    pairs = (
+        [(True, True)] * told.both + [(True, False)] * told.only_source + [(False, True)] * told.only_checkpoint
+        + [(False, False)] * told.neither
+    )  # fmt: skip
+    before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    theirs = evaluated("source", sum(before), told.num, **(source or {}))
+    return EvaluationFact(
+        protocol=Evaluation(**({"k": 3} | (protocol or {}))), dataset_sha256="d" * 64,
+        source=theirs if has_source else None,
+        checkpoint=evaluated("checkpoint", sum(after), told.num, **(checkpoint or {})),
+        paired=tuple(paired(name, before, after) for name in FILTERS) if has_source else (),
+        environment=environment or {"lm-eval": "0.4.13", "vllm": "0.32.0", "device": "CPU: Xeon, 2 cores"},
+    )  # fmt: skip
+
+
+def judged(found: EvaluationFact, gates: Gates | None = None) -> FullReport:
+    """A report of a checkpoint that was checked, evaluated and judged."""
+    data = check_data(check(reports.MODEL), vllm=reports.VLLM)
+    judgement = judge(gates=gates or Gates(), check=data, serve=None, evaluation=found)
+    return assemble(data, vllm=reports.VLLM, made_at=reports.AT, evaluation=found, judgement=judgement,
+                    identity=Identity(sha256="e" * 64, files={}))  # fmt: skip
+
+
+def hostile(word: str) -> FullReport:
+    """Every string of an evaluation that a stranger may choose is `word`, names of filters included."""
+    fact = evaluation(
+        Answers(both=3, only_source=1, only_checkpoint=1, neither=1), environment={word: word},
+        source={"path": word, "reason": word}, checkpoint={"path": word, "reason": word, "as_served": COPY},
+        protocol={"dataset": f"{word}.jsonl", "limit": 6},
+    )  # fmt: skip
+    told = fact.model_dump() | {"dataset_sha256": word}
+    for model in (told["source"], told["checkpoint"]):
+        model["scores"][0]["filter"] = word
+    told["paired"][0]["filter"] = word
+    full = judged(EvaluationFact.model_validate(told))
+    assert full.judgement
+    reasons = tuple(reason.model_copy(update={"says": word, "gate": word}) for reason in full.judgement.reasons)
+    judgement = full.judgement.model_copy(update={"reasons": reasons})
+    return full.model_copy(update={"judgement": judgement, "identity": Identity(sha256=word, files={})})

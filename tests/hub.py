@@ -1,0 +1,369 @@
+"""A Hub on loopback that repositories can be made on, written to and read from, with faults on request.
+
+It speaks what huggingface_hub 1.33 asks with HF_HUB_DISABLE_XET=1: LFS in one piece or in parts, commits, settings,
+byte ranges. Xet's own protocol, which huggingface_hub prefers where hf_xet is installed, is not spoken here.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+TOKEN = "hf_loopbackSecretThatNobodyMayPrint"
+READ_ONLY = "hf_loopbackTokenForReading"
+_LARGE = (".safetensors", ".png")
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests whose "METHOD /path" the pattern `to` finds.
+
+    Attributes:
+        status: the answer; 0: none, the connection is cut after `after` bytes of the request's body.
+        headers: of the answer.
+        hold: cut only when this is set.
+    """
+
+    to: str
+    status: int = 0
+    times: int = 1
+    headers: Mapping[str, str] = field(default_factory=dict)
+    after: int = 0
+    hold: threading.Event | None = None
+
+
+@dataclass
+class Blob:
+    """A file of a commit: git's hash, and the SHA-256 of a large one."""
+
+    oid: str
+    size: int
+    sha256: str = ""
+
+
+class Repo:
+    """Commits, newest last."""
+
+    def __init__(self, *, private: bool) -> None:
+        self.private = private
+        self.commits: list[dict[str, Blob]] = []
+
+    @property
+    def head(self) -> str:
+        return self.name(len(self.commits) - 1)
+
+    def name(self, number: int) -> str:
+        return f"{number + 1:040x}"
+
+    def at(self, revision: str) -> dict[str, Blob]:
+        return self.commits[-1 if revision == "main" else int(revision, 16) - 1]
+
+
+class Hub:
+    """The server's state; stored bytes lie in `folder` by their hash.
+
+    Attributes:
+        writers: namespaces that TOKEN may write to.
+        part_bytes: larger files are sent in parts of this size.
+        faults: taken in order.
+        requests: "METHOD /path" of each.
+        put: body bytes that arrived for each large file, by SHA-256.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.repos: dict[str, Repo] = {}
+        self.writers = ["me", "org"]
+        self.part_bytes = 1 << 40
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []
+        self.put: Counter[str] = Counter()
+        self.endpoint = ""
+        self.lock = threading.Lock()
+
+    def add(self, name: str, *, private: bool = True) -> Repo:
+        """A repository as the Hub makes it: with a .gitattributes."""
+        repo = self.repos[name] = Repo(private=private)
+        self.commit(name, {".gitattributes": b"*.safetensors filter=lfs\n"})
+        return repo
+
+    def commit(self, name: str, files: Mapping[str, bytes]) -> str:
+        """Somebody's commit of small files."""
+        repo = self.repos[name]
+        repo.commits.append(dict(repo.commits[-1] if repo.commits else {}) | {
+            path: self.store(content) for path, content in files.items()
+        })  # fmt: skip
+        return repo.head
+
+    def store(self, content: bytes, *, large: bool = False) -> Blob:
+        """Keep bytes under their hash."""
+        sha256, size = hashlib.sha256(content).hexdigest(), len(content)
+        shown = b"version https://git-lfs.github.com/spec/v1\noid sha256:%b\nsize %d\n" % (sha256.encode(), size)
+        git = shown if large else content
+        oid = hashlib.sha1(b"blob %d\0%b" % (len(git), git)).hexdigest()
+        (self.folder / (sha256 if large else oid)).write_bytes(content)
+        return Blob(oid=oid, size=size, sha256=sha256 if large else "")
+
+    def read(self, name: str, path: str) -> bytes:
+        """A file as it is now."""
+        blob = self.repos[name].at("main")[path]
+        return (self.folder / (blob.sha256 or blob.oid)).read_bytes()
+
+    def spoil(self, name: str) -> None:
+        """The next upload of one file is stored with other bytes than were sent, as the Hub then says itself."""
+        self._spoilt = name
+
+    _spoilt = ""
+
+    def stored(self, path: str, blob: Blob) -> Blob:
+        if path != self._spoilt:
+            return blob
+        content = (self.folder / blob.sha256).read_bytes()
+        return self.store(content[:-1] + bytes([content[-1] ^ 1]), large=True)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[Hub]:
+    """A Hub whose `endpoint` is for HF_ENDPOINT."""
+    folder.mkdir(exist_ok=True)
+    hub = Hub(folder)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, hub=hub))
+    server.daemon_threads = True
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Cut(Exception):
+    """The connection is to be cut without an answer."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, *args: Any, hub: Hub, **kwargs: Any) -> None:
+        self.hub = hub
+        super().__init__(*args, **kwargs)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.path, _, self.query = self.path.partition("?")
+        self.path = unquote(self.path)
+        line = f"{self.command} {self.path}"
+        with self.hub.lock:
+            self.hub.requests.append(line)
+            fault = next((fault for fault in self.hub.faults if fault.times and re.search(fault.to, line)), None)
+            if fault:
+                fault.times -= 1
+        try:
+            body = self._body(fault)
+            if fault and fault.status:
+                echo = f"sent with {self.headers.get('Authorization')}"  # a server may say what it was told
+                return self._say(fault.status, {"error": echo}, {"X-HF-Warning": f"echo; {echo}", **fault.headers})
+            self._answer(body)
+        except _Cut:
+            self.close_connection = True
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def _body(self, fault: Fault | None) -> bytes:
+        left = int(self.headers.get("Content-Length", 0))
+        cut = fault is not None and not fault.status
+        sha256 = self.path.split("/")[2] if self.path.startswith("/lfs/") and self.command == "PUT" else ""
+        body = b""
+        while left and (chunk := self.rfile.read(min(left, 1 << 16))):
+            body += chunk
+            left -= len(chunk)
+            self.hub.put[sha256] += len(chunk)
+            if cut and len(body) >= fault.after:
+                break
+        if cut:
+            if fault.hold is not None:
+                fault.hold.wait(60)
+            raise _Cut
+        if left:
+            raise _Cut
+        return body
+
+    def _answer(self, body: bytes) -> None:
+        token = self._token()
+        if token not in ("", TOKEN, READ_ONLY):
+            return self._say(401, {"error": "Invalid credentials in Authorization header"},
+                             {"X-Error-Message": "Invalid credentials in Authorization header"})  # fmt: skip
+        for method, pattern, answer in _ROUTES:
+            if self.command in method and (found := re.fullmatch(pattern, self.path)):
+                told = found.groupdict()
+                if "repo" in told:
+                    repo = self.hub.repos.get(told["repo"])
+                    if repo is None or (repo.private and not token):
+                        return self._say(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+                    is_write = answer in (_Handler._preupload, _Handler._batch, _Handler._commit, _Handler._settings)
+                    if is_write and (token != TOKEN or told["repo"].split("/")[0] not in self.hub.writers):
+                        return self._say(403, {"error": "You have no write access"})
+                return answer(self, body, **told)
+        self._say(404, {"error": f"no route for {self.command} {self.path}"}, {"X-Error-Code": "EntryNotFound"})
+
+    def _token(self) -> str:
+        return self.headers.get("Authorization", "").removeprefix("Bearer ")
+
+    def _whoami(self, _: bytes) -> None:
+        role = "read" if self._token() == READ_ONLY else "write"
+        if not self._token():
+            return self._say(401, {"error": "Unauthorized"})
+        auth = {"type": "access_token", "accessToken": {"displayName": "t", "role": role}}
+        self._say(200, {"type": "user", "name": "me", "orgs": [{"name": "org"}], "auth": auth})
+
+    def _create(self, body: bytes) -> None:
+        asked = json.loads(body)
+        name = f"{asked['organization']}/{asked['name']}"
+        if asked["organization"] not in self.hub.writers:
+            return self._say(403, {"error": f"You don't have the rights to create a model under {name.split('/')[0]}"})
+        if name in self.hub.repos:
+            return self._say(409, {"error": "You already created this model repo"})
+        self.hub.add(name, private=asked.get("visibility") == "private")
+        self._say(200, {"url": f"{self.hub.endpoint}/{name}", "name": name, "id": name})
+
+    def _validate_yaml(self, _: bytes) -> None:
+        self._say(200, {"errors": [], "warnings": []})
+
+    def _info(self, _: bytes, *, repo: str, revision: str | None) -> None:
+        found, at = self.hub.repos[repo], revision or "main"
+        files = [{"rfilename": path} for path in found.at(at)]
+        self._say(200, {"id": repo, "sha": found.head if at == "main" else at, "siblings": files,
+                        "private": found.private, "tags": [], "downloads": 0, "likes": 0})  # fmt: skip
+
+    def _tree(self, _: bytes, *, repo: str, revision: str) -> None:
+        self._say(200, [
+            {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
+            | ({"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {})
+            for path, blob in self.hub.repos[repo].at(revision).items()
+        ])  # fmt: skip
+
+    def _preupload(self, body: bytes, *, repo: str, revision: str) -> None:
+        there = self.hub.repos[repo].at(revision)
+        self._say(200, {"files": [
+            {"path": file["path"], "uploadMode": "lfs" if file["path"].endswith(_LARGE) else "regular",
+             "shouldIgnore": False,
+             "oid": (there[file["path"]].sha256 or there[file["path"]].oid) if file["path"] in there else None}
+            for file in json.loads(body)["files"]
+        ]})  # fmt: skip
+
+    def _batch(self, body: bytes, *, repo: str) -> None:
+        asked, verify = json.loads(body)["objects"], {"href": f"{self.hub.endpoint}/lfs-verify"}
+        self._say(200, {"transfer": "basic", "objects": [
+            {"oid": file["oid"], "size": file["size"]}
+            | ({} if (self.hub.folder / file["oid"]).exists() else
+               {"actions": {"upload": self._upload_action(file["oid"], file["size"]), "verify": verify}})
+            for file in asked
+        ]})  # fmt: skip
+
+    def _upload_action(self, oid: str, size: int) -> dict[str, Any]:
+        # A presigned URL: its query is a secret of its own.
+        href, secret = f"{self.hub.endpoint}/lfs/{oid}", "X-Amz-Signature=presigned"
+        if size <= self.hub.part_bytes:
+            return {"href": f"{href}?{secret}"}
+        count = -(-size // self.hub.part_bytes)
+        parts = {f"{number:05d}": f"{href}/{number}?{secret}" for number in range(1, count + 1)}
+        return {"href": f"{href}/complete", "header": {"chunk_size": str(self.hub.part_bytes), **parts}}
+
+    def _put(self, body: bytes, *, oid: str, part: str | None) -> None:
+        if part is None:
+            self.hub.store(body, large=True)
+        else:
+            (self.hub.folder / f"{oid}.{part}").write_bytes(body)
+        self._say(200, {}, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
+
+    def _complete(self, body: bytes, *, oid: str) -> None:
+        parts = [self.hub.folder / f"{oid}.{part['partNumber']}" for part in json.loads(body)["parts"]]
+        self.hub.store(b"".join(part.read_bytes() for part in parts), large=True)
+        self._say(200, {})
+
+    def _verify(self, body: bytes) -> None:
+        asked = json.loads(body)
+        stored = self.hub.folder / asked["oid"]
+        is_whole = stored.exists() and stored.stat().st_size == asked["size"]
+        self._say(200 if is_whole else 422, {} if is_whole else {"error": "size or hash of the object is another"})
+
+    def _commit(self, body: bytes, *, repo: str, revision: str) -> None:
+        found = self.hub.repos[repo]
+        files = dict(found.at(revision))
+        for line in body.splitlines():
+            entry = json.loads(line)
+            told = entry["value"]
+            match entry["key"]:
+                case "header":
+                    if told.get("parentCommit", found.head) != found.head:
+                        return self._say(412, {"error": "A commit has happened since. Please refresh and try again."})
+                case "file":
+                    files[told["path"]] = self.hub.store(base64.b64decode(told["content"]))
+                case "lfsFile":
+                    content = (self.hub.folder / told["oid"]).read_bytes()
+                    files[told["path"]] = self.hub.stored(told["path"], self.hub.store(content, large=True))
+                case other:
+                    return self._say(400, {"error": f"{other} is never sent by keepmtp"})
+        found.commits.append(files)
+        self._say(200, {"success": True, "commitOid": found.head, "commitUrl": f"{self.hub.endpoint}/{repo}"})
+
+    def _settings(self, body: bytes, *, repo: str) -> None:
+        self.hub.repos[repo].private = json.loads(body)["visibility"] == "private"
+        self._say(200, {})
+
+    def _resolve(self, _: bytes, *, repo: str, revision: str, file: str) -> None:
+        found = self.hub.repos[repo]
+        blob = found.at(revision).get(file)
+        if blob is None:
+            return self._say(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
+        body, wanted = (self.hub.folder / (blob.sha256 or blob.oid)).read_bytes(), self.headers.get("Range")
+        headers = {"ETag": f'"{blob.sha256 or blob.oid}"', "X-Repo-Commit": revision}
+        if wanted:
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            end = min(int(last or len(body) - 1), len(body) - 1)
+            headers["Content-Range"] = f"bytes {first}-{end}/{len(body)}"
+            body = body[int(first) : end + 1]
+        self._send(206 if wanted else 200, body, headers)
+
+    def _say(self, status: int, told: object, headers: Mapping[str, str] | None = None) -> None:
+        self._send(status, json.dumps(told).encode(), {"Content-Type": "application/json", **(headers or {})})
+
+    def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+_REPO, _AT = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+_ROUTES = (
+    ("GET", r"/api/whoami-v2", _Handler._whoami),
+    ("POST", r"/api/repos/create", _Handler._create),
+    ("POST", r"/api/validate-yaml", _Handler._validate_yaml),
+    ("GET", rf"/api/models/{_REPO}(/revision/{_AT})?", _Handler._info),
+    ("GET", rf"/api/models/{_REPO}/tree/{_AT}", _Handler._tree),
+    ("POST", rf"/api/models/{_REPO}/preupload/{_AT}", _Handler._preupload),
+    ("POST", rf"/api/models/{_REPO}/commit/{_AT}", _Handler._commit),
+    ("PUT", rf"/api/models/{_REPO}/settings", _Handler._settings),
+    ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler._batch),
+    ("PUT", r"/lfs/(?P<oid>\w{64})(/(?P<part>\d+))?", _Handler._put),
+    ("POST", r"/lfs/(?P<oid>\w{64})/complete", _Handler._complete),
+    ("POST", r"/lfs-verify", _Handler._verify),
+    ("GET HEAD", rf"/{_REPO}/resolve/{_AT}/(?P<file>.+)", _Handler._resolve),
+)

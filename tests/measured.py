@@ -1,0 +1,72 @@
+"""A checkpoint with all its results beside it, as the stations leave them, small enough to be made in a moment."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import reports
+from checkpoints import source_layout, write_checkpoint
+from evaluations import FILTERS, Answers, evaluation
+from keepmtp.quantize.source import open_source
+from keepmtp.validate.acceptance import Role
+from keepmtp.validate.check_data import record_static
+from keepmtp.validate.identity import file_sha256, identify
+from keepmtp.validate.report_schema import EvaluationFact
+from keepmtp.validate.results import report_folder, write_result
+from keepmtp.validate.samples import Answer, Header, Samples, Sitting
+
+ANSWERS = Answers(both=50, only_source=2, only_checkpoint=3, neither=5)
+LAX = {"max_drop": 0.2, "min_acceptance": 0.9}
+SERVED_AT, ASKED_AT = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC), datetime(2030, 1, 2, 4, 0, 0, tzinfo=UTC)
+
+
+def checkpoint(folder: Path, *, record: dict[str, Any] | None = None) -> Path:
+    """A tiny checkpoint that passes the static check, with a record of its own."""
+    write_checkpoint(folder, *source_layout("glm-4.7", size="tiny"), data="random")
+    told = {"keepmtp": "0.1.0", "recipe": {"gates": LAX}} if record is None else record
+    (folder / "keepmtp.json").write_text(json.dumps(told))
+    return folder
+
+
+def measured(folder: Path, *, answers: Answers = ANSWERS) -> Path:
+    """Check, server and GSM8K of the checkpoint in `folder`, which is made; returns its evidence folder."""
+    checkpoint(folder)
+    evidence = report_folder(folder)
+    identity = identify(folder, cache=evidence)
+    record_static(evidence, open_source(folder), identity)
+    serve = reports.told(reports.served(is_copy=False))
+    assert serve is not None
+    write_result(evidence, "serve", serve, checkpoint=identity, vllm=reports.VLLM, made_at=SERVED_AT)
+    fact = asked(evidence, identity.sha256, answers)
+    write_result(evidence, "gsm8k", fact, checkpoint=identity, vllm=reports.VLLM, made_at=ASKED_AT)
+    return evidence
+
+
+def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:
+    """An evaluation and the files of answers that it follows from."""
+    fact = evaluation(answers, checkpoint={"sha256": sha256})
+    for model in fact.evaluated:
+        right = [True] * answers.both + [model.role == "source"] * answers.only_source
+        right += [model.role == "checkpoint"] * answers.only_checkpoint + [False] * answers.neither
+        header = Header(
+            role=model.role, protocol=fact.protocol, dataset_sha256=fact.dataset_sha256, num_questions=answers.num,
+            checkpoint_sha256=model.sha256, vllm=reports.VLLM, device="CPU",
+        )  # fmt: skip
+        path = evidence / model.samples
+        path.unlink(missing_ok=True)
+        samples = Samples(path, header)
+        for number in range(answers.num):
+            samples.add(Answer(
+                question=number, prompt_sha256="e" * 64, text="#### 8", num_tokens=model.num_tokens // answers.num,
+                finish_reason="length" if number < model.num_truncated else "stop",
+            ))  # fmt: skip
+        samples.add(Sitting(
+            sitting=1, as_served="native", reason="", seconds=model.seconds, drafts=model.drafts,
+            draft_tokens=model.draft_tokens, accepted_tokens=model.accepted_tokens,
+            accepted_per_position=model.accepted_per_position,
+        ))  # fmt: skip
+        samples.finish(dict.fromkeys(FILTERS, right))
+    sums: dict[Role, str] = {model.role: file_sha256(evidence / model.samples) for model in fact.evaluated}
+    return evaluation(answers, source={"samples_sha256": sums["source"]},
+                      checkpoint={"sha256": sha256, "samples_sha256": sums["checkpoint"]})  # fmt: skip

@@ -1,0 +1,581 @@
+"""The model card: every number measured, every string text, everything that is not known said."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import cards
+import evaluations
+import measured
+import pytest
+import reports
+import yaml
+from huggingface_hub import ModelCard, parse_eval_result_entries
+from keepmtp.quantize import extras
+from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
+from keepmtp.recipes.protocol import Gates
+from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.validate import card
+from keepmtp.validate import report as full_reports
+from keepmtp.validate.card_limits import limitations
+from keepmtp.validate.card_metadata import (
+    Metadata,
+    eval_results,
+    front_matter,
+    metadata_of,
+    off_leaderboard,
+    read_front_matter,
+)
+from keepmtp.validate.card_page import page
+from keepmtp.validate.gates import judge
+from keepmtp.validate.hardware import HARDWARE, where_they_run
+from keepmtp.validate.markdown import code, escaped, fenced, quoted, ticked
+from keepmtp.validate.origin import choices, groups_of, read_record
+from keepmtp.validate.portable import portable, shortened
+from keepmtp.validate.report_schema import FullReport
+from keepmtp.validate.results import report_folder
+from markdown_it import MarkdownIt
+
+HOSTILE = "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A quantized checkpoint with check, servers and GSM8K beside it, and its card."""
+    folder = cards.checkpoint(tmp_path_factory.mktemp("made") / "tiny")
+    cards.evidence(folder)
+    card.build(folder)
+    return folder
+
+
+@pytest.fixture
+def own(made, tmp_path) -> Path:
+    """A copy to be spoilt, with its card."""
+    for folder in (made, report_folder(made), card.card_folder(made)):
+        shutil.copytree(folder, tmp_path / folder.name)
+    return tmp_path / made.name
+
+
+def whole(**changed: Any) -> FullReport:
+    """Every part is there: dry loads, servers, calibration and GSM8K, and the verdict that they come to."""
+    report, asked = reports.whole(), evaluations.evaluation(**changed)
+    judgement = judge(gates=Gates(), check=report, serve=report.serve, evaluation=asked)
+    fact = reports.calibrated().calibration
+    return report.model_copy(update={"evaluation": asked, "calibration": fact, "judgement": judgement})
+
+
+def tables(text: str) -> Iterator[list[list[str]]]:
+    """Rows of cells of each table, as a Markdown parser sees them."""
+    rows: list[list[str]] = []
+    for token in MarkdownIt("commonmark").enable("table").parse(text):
+        if token.type == "table_open":
+            rows = []
+        elif token.type == "tr_open":
+            rows.append([])
+        elif token.type == "inline" and rows and token.level >= 4:
+            rows[-1].append("".join(child.content for child in token.children or []))
+        elif token.type == "table_close":
+            yield rows
+            rows = []
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+def test_a_card_is_the_same_each_time_and_is_verified(made, tmp_path):
+    first, report = card.build(made, out=tmp_path / "a.card")
+    old = card.card_folder(made)
+    files = {path.relative_to(first).as_posix(): path.read_bytes() for path in first.rglob("*") if path.is_file()}
+    assert set(files) == {"README.md", "acceptance.png", "gsm8k.png", "report.json", "report.html"}
+    assert all(files[name].startswith(b"\x89PNG") for name in files if name.endswith(".png"))
+    assert card.verify(made) == old and report.judgement is not None
+    assert files == {path.relative_to(old).as_posix(): path.read_bytes() for path in old.rglob("*") if path.is_file()}
+
+
+def test_an_older_card_is_replaced_whole(own):
+    folder = card.card_folder(own)
+    (folder / "README.md").write_text("old")
+    (folder / ".eval_results").mkdir()
+    (folder / ".eval_results" / "gsm8k.yaml").write_text("old")
+    left = folder.with_name(f"{folder.name}.partial")
+    left.mkdir()
+    (left / "README.md").write_text("a killed run's")
+    card.build(own)
+    assert card.verify(own) == folder == own.with_name("tiny.card")
+    assert sorted(path.name for path in own.parent.iterdir()) == ["tiny", "tiny.card", "tiny.report"]
+
+
+@pytest.mark.parametrize("place", ["mine", "mine.partial", "mine.old"])
+def test_a_folder_that_is_no_card_is_not_replaced(place, made, tmp_path):
+    (tmp_path / place).mkdir()
+    (tmp_path / place / "thesis.txt").write_text("years")
+    with pytest.raises(RecipeError, match=r"must be a card's folder, or not there; got .*thesis\.txt\. Choose another"):
+        card.build(made, out=tmp_path / "mine")
+    assert [path.name for path in tmp_path.rglob("*")] == [place, "thesis.txt"]
+
+
+def test_no_folder_of_this_machine_is_in_it(own):
+    for path in card.card_folder(own).rglob("*"):
+        if path.is_file():
+            assert str(own.parent).encode() not in path.read_bytes(), path.name
+    report = json.loads((card.card_folder(own) / "report.json").read_text())
+    assert report["path"] == "tiny" and report["serve"]["checkpoint"]["runs"][0]["log"] == "server.log"
+
+
+# --- what makes no card, and what is no card --------------------------------------------------------------------------
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text, f"{path.name} has no {old}"
+    path.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "says"),
+    [
+        ("tiny.report/report.json", '"difference": 0.01', '"difference": 0.02', r"evaluation\.paired\.0\.difference"),
+        ("tiny.report/gsm8k.json", '"difference": 0.01', '"difference": 0.02', r"gsm8k\.json: must be the file"),
+        ("tiny.report/gsm8k.checkpoint.jsonl", '"strict-match": false', '"strict-match": true', r"must be the answers"),
+        ("tiny/keepmtp.json", '"0.1.0"', '"9.1.0"', "keepmtp.json"),
+        ("tiny/recipe.yaml", "mtp: bf16", "mtp: FP8_BLOCK", r"must be the bytes .* got another recipe\.yaml"),
+    ],
+)  # fmt: skip
+def test_an_altered_number_makes_no_card(file, old, new, says, own):
+    edit(own.parent / file, old, new)
+    for make in (card.build, card.verify):
+        with pytest.raises(KeepMTPError, match=says):
+            make(own)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "says"),
+    [
+        ("README.md", "88.33 %", "98.33 %", r"README\.md: line \d+: must be .*88\.33 %.*; got .*98\.33 %"),
+        ("README.md", "- mtp\n", "", r"README\.md: line \d+: must be"),
+        ("README.md", "infeasible", "pass", r"README\.md: line \d+: must be .*infeasible.*; got .*pass"),
+        ("report.json", '"difference": 0.01', '"difference": 0.02', r"report\.json: line \d+: must be"),
+        ("report.html", "GSM8K", "GSM9K", r"report\.html: line \d+: must be"),
+    ],
+)  # fmt: skip
+def test_a_card_altered_by_hand_is_refused(file, old, new, says, own):
+    edit(card.card_folder(own) / file, old, new)
+    with pytest.raises(CheckpointError, match=f"{says}.* Run `keepmtp card .*tiny` again"):
+        card.verify(own)
+
+
+def test_a_card_with_another_picture_a_file_more_or_less_or_none_is_refused(own):
+    folder = card.card_folder(own)
+    picture = (folder / "gsm8k.png").read_bytes()
+    (folder / "gsm8k.png").write_bytes(picture[:-1])
+    with pytest.raises(CheckpointError, match=r"gsm8k\.png: must be the drawing that the report makes"):
+        card.verify(own)
+    (folder / "gsm8k.png").unlink()
+    with pytest.raises(CheckpointError, match=r"gsm8k\.png: a card holds what its report makes; got no such file"):
+        card.verify(own)
+    (folder / "gsm8k.png").write_bytes(picture)
+    (folder / "notes.txt").write_text("for me")
+    with pytest.raises(CheckpointError, match=r"notes\.txt: .* got a file that the report does not make"):
+        card.verify(own)
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match=r"tiny\.card: must hold the checkpoint's card; got no README\.md"):
+        card.verify(own)
+
+
+def test_license_and_language_may_be_mended_by_hand(own):
+    """They are claims, and stay what they are when the source is gone."""
+    edit(card.card_folder(own) / "README.md", "library_name", "language:\n- en\nlibrary_name")
+    card.verify(own)
+
+
+@pytest.mark.parametrize("what", ["report", "report.json", "checkpoint", "keepmtp.json"])
+def test_what_is_missing_is_said_in_a_sentence(what, own):
+    wrong = {"report": report_folder(own), "report.json": report_folder(own) / "report.json", "checkpoint": own,
+             "keepmtp.json": own / "keepmtp.json"}[what]  # fmt: skip
+    shutil.rmtree(wrong) if wrong.is_dir() else wrong.unlink()
+    says = {"checkpoint": r"no config\.json", "keepmtp.json": r"keepmtp\.json"}.get(what, r"no report\.json\. Run `")
+    with pytest.raises(CheckpointError, match=says):
+        card.build(own)
+
+
+def test_a_checkpoint_of_another_tool_has_no_card(tmp_path):
+    measured.measured(tmp_path / "strange")
+    full_reports.refresh(report_folder(tmp_path / "strange"))
+    with pytest.raises(CheckpointError, match=r"keepmtp\.json: must be keepmtp's own record; got .* Quantize with"):
+        card.build(tmp_path / "strange")
+
+
+def test_without_the_report_extra_nothing_is_begun(own, monkeypatch):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    for make in (card.build, card.verify):
+        with pytest.raises(RecipeError, match=r"needs keepmtp's `report` extra; got no jinja2 and no matplotlib"):
+            make(own)
+
+
+def test_the_command(own, tmp_path):
+    """JSON on standard output, words elsewhere, and a refusal in one line."""
+    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path)
+    keepmtp = Path(sys.executable).with_name("keepmtp")
+    done = run([keepmtp, "card", own, "--base-model", "org/Big", "--json"])
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["verdict"] == "infeasible" and told["card"].endswith("tiny.card") and "README.md" in told["files"]
+    assert "base_model: org/Big" in (card.card_folder(own) / "README.md").read_text()
+    shutil.rmtree(report_folder(own))
+    done = run([keepmtp, "card", own])
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert "a card is made from the checkpoint's report; got no report.json" in done.stderr
+
+
+# --- front matter -----------------------------------------------------------------------------------------------------
+
+
+def test_the_front_matter_is_what_the_hub_reads(made, tmp_path):
+    folder, _ = card.build(made, base_model="org/Big-Model", license_id="mit", out=tmp_path / "c")
+    data = ModelCard.load(folder / "README.md").data.to_dict()
+    assert data == {
+        "base_model": "org/Big-Model", "base_model_relation": "quantized", "license": "mit", "library_name": "vllm",
+        "pipeline_tag": "text-generation", "tags": ["compressed-tensors", "nvfp4", "fp8", "nvfp4a16", "fp8-block",
+                                                    "mtp", "speculative-decoding", "vllm", "moe", "keepmtp"],
+    }  # fmt: skip
+    assert "[org/Big-Model](https://huggingface.co/org/Big-Model)" in (folder / "README.md").read_text()
+    assert card.verify(made, out=folder) == folder
+
+
+def test_without_a_base_model_the_card_says_so(own):
+    text = (card.card_folder(own) / "README.md").read_text()
+    data = ModelCard.load(card.card_folder(own) / "README.md").data.to_dict()
+    assert "base_model" not in data and "base_model_relation" not in data and "license" not in data
+    assert "`base_model` is left out" in text and "| License | not stated here" in text
+
+
+def test_the_source_s_card_gives_license_language_and_task(made, tmp_path):
+    text = "---\nlicense: other\nlicense_name: glm-5\nlicense_link: LICENSE\nlanguage: [en, no]\nbase_model: a/b\n" \
+           "tags: [chat]\n---\n# Model\n"  # fmt: skip
+    opened = cards.source_with_card(tmp_path / "source", text)
+    folder, _ = card.build(made, source=tmp_path / "source", out=tmp_path / "c")
+    data = ModelCard.load(folder / "README.md").data.to_dict()
+    assert (data["license"], data["license_name"], data["license_link"]) == ("other", "glm-5", "LICENSE")
+    assert data["language"] == ["en", "no"] and "chat" not in data["tags"]
+    assert "base_model" not in data, "the source's own base model is not this checkpoint's"
+    chosen = metadata_of(read_record(made), opened, read_front_matter(folder), {"license": "mit"}, where="x")
+    assert (chosen.license, chosen.license_name, chosen.license_link) == ("mit", "", "")
+
+
+def test_a_source_of_the_hub_is_the_base_model(made, tmp_path):
+    record = read_record(made)
+    opened = cards.source_with_card(tmp_path, "")
+    seeing = replace(opened, config={**opened.config, "vision_config": {}})
+    theirs = record.source.model_copy(update={"name": "a/B", "revision": "f" * 40})
+    of_hub = record.model_copy(update={"source": theirs})
+    told = metadata_of(of_hub, seeing, {}, {}, where="x")
+    assert told == Metadata(base_model="a/B", pipeline_tag="image-text-to-text")
+    recipe = record.recipe.model_copy(update={"source": "zai-org/GLM-4.7", "revision": "main"})
+    copied = record.model_copy(update={"recipe": recipe})
+    assert metadata_of(copied, opened, {}, {}, where="x").base_model == "zai-org/GLM-4.7"
+
+
+@pytest.mark.parametrize(
+    ("front", "given", "says"),
+    [
+        ({}, {"base_model": "GLM-4.7"}, r"--base-model: must have the Hub's form; got 'GLM-4\.7'\. Choose"),
+        ({}, {"base_model": "../x"}, r"--base-model: must have"),
+        ({"license": "mit\ntags: [x]"}, {}, r"README\.md: license: must have the Hub's form"),
+        ({"language": ["en", "x: y"]}, {}, r"README\.md: language: must have"),
+    ],
+)  # fmt: skip
+def test_what_is_no_form_of_the_hub_s_is_refused(front, given, says, made, tmp_path):
+    opened = cards.source_with_card(tmp_path, "")
+    with pytest.raises(RecipeError, match=says):
+        metadata_of(read_record(made), opened, front, given, where="README.md")
+
+
+@pytest.mark.parametrize("text", ["---\n- a\n---\n", "---\na: [\n---\n", "\xff"])
+def test_a_front_matter_that_is_no_mapping_is_refused(text, tmp_path):
+    (tmp_path / "README.md").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"README\.md: front matter must be a YAML mapping"):
+        read_front_matter(tmp_path)
+
+
+# --- the leaderboard --------------------------------------------------------------------------------------------------
+
+
+def test_a_score_of_the_benchmark_is_an_entry_of_its_leaderboard(made):
+    report = whole(protocol={"dataset_revision": "a" * 40})
+    assert report.evaluation is not None and off_leaderboard(report.evaluation) == ""
+    text = eval_results(report)
+    assert text is not None
+    (entry,) = parse_eval_result_entries(yaml.safe_load(text))
+    assert (entry.dataset_id, entry.task_id, entry.dataset_revision) == ("openai/gsm8k", "gsm8k", "a" * 40)
+    assert entry.value == round(100 * report.evaluation.checkpoint.score("flexible-extract").value, 2)
+    assert entry.date == reports.AT[:10]
+    assert entry.notes and entry.notes.startswith("flexible-extract, 8-shot, completions, max_tokens 1024, standard ")
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"protocol": {"dataset": "questions.jsonl"}}, "from a file of gsm8k's form, `questions.jsonl`, not its own"),
+        ({"protocol": {"limit": 50}, "answers": measured.ANSWERS}, "60 questions were asked, and it has 1,319"),
+        ({"protocol": {"task": "gsm8k_platinum"}}, "does not know gsm8k_platinum as a benchmark"),
+        ({"checkpoint": {"as_served": evaluations.COPY}}, "a BF16 copy of the same weights answered, not these bytes"),
+    ],
+)  # fmt: skip
+def test_any_other_score_is_not_on_the_leaderboard_and_the_card_says_why(changed, says, made):
+    answers = changed.pop("answers", None)
+    report = whole(answers=answers, **changed)
+    assert report.evaluation is not None
+    why = off_leaderboard(report.evaluation)
+    assert says in why and eval_results(report) is None
+    shown = " ".join(page(cards.told(made, report, off_leaderboard=why)).split())
+    assert ticked(why) in shown
+    assert ("gsm8k form, flexible-extract" in shown) == ("file" in why), "other questions have no benchmark's name"
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def numbers_of(report: FullReport) -> set[str]:
+    """Every number of a report, and what the card computes from two of them, in every form the card prints."""
+    found: set[float] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            for inner in value.values():
+                walk(inner)
+        elif isinstance(value, list):
+            found.add(len(value))
+            for inner in value:
+                walk(inner)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found.add(value)
+
+    walk(report.model_dump(mode="json", by_alias=True))
+    counted = [run for model in report.serve.served for run in model.drafting] if report.serve else []
+    counted += report.evaluation.evaluated if report.evaluation else []
+    for each in counted:
+        found |= {each.acceptance or 0, each.mean_accepted_length or 0, *each.acceptance_per_position}
+    if report.evaluation and report.evaluation.source:
+        scores = [(report.evaluation.checkpoint.score(name).value, report.evaluation.source.score(name).value)
+                  for name in evaluations.FILTERS]  # fmt: skip
+        found |= {after / before for after, before in scores}
+    forms = set()
+    for number in found:
+        share = abs(100 * number)
+        forms |= {f"{number:,}", f"{number:.2f}", f"{number:.4g}", f"{share:.0f}", f"{share:.1f}", f"{share:.2f}"}
+        forms |= {f"{number / unit:,.1f}" for unit in (2**10, 2**20, 2**30)}
+    return forms
+
+
+def test_every_number_of_the_result_tables_is_in_the_report(made):
+    report = whole()
+    text = page(cards.told(made, report))
+    results = text[text.index("## Results") : text.index("## Gates")]
+    told = [cell for rows in tables(results) for row in rows[1:] for cell in row[1:]]
+    numbers = [number for cell in told for number in re.findall(r"(?<![\w.])\d[\d,]*(?:\.\d+)?", cell)]
+    assert len(numbers) > 100
+    strange = [number for number in numbers if number not in numbers_of(report)]
+    assert not strange
+    assert "88.34" not in numbers_of(report), "not just any number is in the report"
+
+
+def test_the_page_has_its_parts(made):
+    text = page(cards.told(made, whole(), plots=frozenset({"gsm8k.png", "acceptance.png"})))
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    assert headings == [
+        "tiny", "Serve", "What is quantized, what is kept, and why", "Results", "GSM8K", "Draft acceptance", "Gates",
+        "Limitations", "Made with",
+    ]  # fmt: skip
+    assert """vllm serve ORG/tiny --speculative-config '{"method":"mtp","num_speculative_tokens":3}'""" in text
+    assert "![Scores of source and checkpoint](gsm8k.png)" in text and "](acceptance.png)" in text
+    kept = next(rows for rows in tables(text) if rows[0][:2] == ["part", "modules"])
+    glue = next(row for row in kept if row[:2] == ["mtp", "glue"])
+    assert glue[2] == "BF16" and glue[5] == "vLLM builds eh_proj as a plain nn.Linear, which has no slot for scales"
+    experts = next(row for row in kept if row[:2] == ["backbone", "experts"])
+    assert experts[2] == "NVFP4A16" and experts[5] == "recipe: NVFP4A16"
+    scopes = next(rows for rows in tables(text) if rows[0][0] == "scheme")
+    assert [row[0] for row in scopes[1:]] == ["NVFP4A16", "FP8_BLOCK"]
+    assert (made / "recipe.yaml").read_text().strip() in text
+    assert "keepmtp quantize recipe.yaml --source tiny-glm4-moe --out tiny" in text
+    for rows in tables(text):
+        assert len({len(row) for row in rows}) == 1, rows
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: whole(), None),
+        (lambda: whole(answers=evaluations.Answers(both=900, only_source=120, only_checkpoint=9, neither=290)),
+         "[!CAUTION]\n> **Regression: this checkpoint failed its gates.**"),
+        (lambda: whole(answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)),
+         "[!WARNING]\n> **Undecided: too little was measured"),
+        (lambda: reports.bare(), "[!WARNING]\n> **Undecided"),
+        (lambda: reports.broken(), "[!CAUTION]"),
+    ],
+)  # fmt: skip
+def test_the_verdict_stands_on_top(make, says, made):
+    text = page(cards.told(made, make()))
+    assert ("> [!" not in text) if says is None else (says in text.partition("| | |")[0])
+
+
+def test_what_was_not_measured_is_said(made):
+    report = reports.bare()
+    text = page(cards.told(made, report))
+    results = text[text.index("## Results") : text.index("## Gates")]
+    assert [line for line in results.split("\n") if line] == [
+        "## Results", "### GSM8K", "Not measured.", "### Draft acceptance", "Not measured on a server.",
+    ]  # fmt: skip
+    assert "| GSM8K | not measured |" in text and "No dry load was made" in text and "Not judged." in text
+    limits = text[text.index("## Limitations") :]
+    for part in ("dry", "serve", "evaluation", "identity"):
+        assert ticked(report.absent[part]) in limits, part
+    assert "keepmtp eval" not in text[text.index("Again, from") :]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: whole(checkpoint={"as_served": evaluations.COPY, "reason": "no kernel."}),
+         "of the checkpoint were measured on a BF16 copy of the same weights: no kernel. What packed kernels"),
+        (lambda: whole(), "No GPU was used (CPU: Xeon, 2 cores)"),
+        (lambda: whole(has_source=False), "The source was not evaluated"),
+        (lambda: whole(), "3 of the source's 1,319 answers were cut at 1,024 tokens"),
+        (lambda: whole(), "how vLLM prepares weights for `MarlinExperts` on sm90"),
+        (lambda: whole(), "of the calibration data to 2 expert modules (`model.layers.2.mlp.experts.1.up_proj`"),
+        (lambda: whole(checkpoint={"drafts": 40}), "rests on no more than 120 drafted tokens"),
+        (lambda: whole(), "The check warns of config.json: older versions want aliases"),
+        (lambda: whole(answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)),
+         "The gate of gsm8k is undecided"),
+        (lambda: reports.calibrated(unmeasured="no draft class."), "could not measure acceptance: no draft class."),
+        (lambda: reports.bare(), "another vLLM than 0.32.0"),
+    ],
+)  # fmt: skip
+def test_limitations_follow_from_what_was_measured(make, says, made):
+    told = list(limitations(make(), read_record(made), ""))
+    assert any(says in sentence for sentence in told), told
+
+
+@pytest.mark.parametrize("make", [lambda: reports.hostile(HOSTILE), lambda: evaluations.hostile(HOSTILE)])
+def test_strings_of_strangers_are_text(make, made):
+    """No HTML, heading, link, picture or cell that the template did not write."""
+    report = make()
+    record = read_record(made)
+    recipe = record.recipe.model_copy(update={"summary": HOSTILE, "model": HOSTILE})
+    source = record.source.model_copy(update={"name": HOSTILE})
+    told = cards.told(made, report, name=HOSTILE, recipe=f"a: b\n```\n{HOSTILE}",
+                      record=record.model_copy(update={"recipe": recipe, "source": source}))  # fmt: skip
+    text = page(told)
+    tokens = [child for token in MarkdownIt("commonmark").enable("table").parse(text)
+              for child in (token, *(token.children or []))]  # fmt: skip
+    html = {token.content.strip() for token in tokens if token.type in ("html_block", "html_inline")}
+    assert all(re.fullmatch(r"(</?(details|summary)>[\w.', -]*)+", part) for part in html), html
+    leading = [token for token in tokens if token.type in ("link_open", "image")]
+    links = {token.attrs.get("href") or token.attrs.get("src") for token in leading}
+    assert links == {"https://github.com/vllm-project/vllm"}
+    headings = [token for token in tokens if token.type == "heading_open"]
+    assert len(headings) == 9
+    for rows in tables(text):
+        assert len({len(row) for row in rows}) == 1, rows
+    assert "\u202e" not in text
+
+
+def test_a_path_of_the_machine_in_a_recipe_is_shortened(made):
+    assert shortened("source: /data/models/GLM-4.7\nat vllm/a/b.py:3, models/x.jsonl") == (
+        "source: GLM-4.7\nat vllm/a/b.py:3, models/x.jsonl"
+    )
+    assert shortened("https://huggingface.co/a/b and /v1/completions, 3/4") == (
+        "https://huggingface.co/a/b and /v1/completions, 3/4"
+    )
+    assert shortened("in /my data/it/x.json", ["/my data/it/"]) == "in x.json"
+
+
+def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
+    report = reports.whole()
+    assert report.serve is not None
+    moved = report.model_copy(update={
+        "path": "/home of/me/out/tiny",
+        "serve": report.serve.model_copy(update={"prompts": ("Is /usr/bin/env a path?",)}),
+        "absent": {"evaluation": "Look at /home of/me/out/x.log"},
+    })  # fmt: skip
+    told = portable(moved)
+    assert told.path == "tiny" and told.absent == {"evaluation": "Look at x.log"}
+    assert told.serve is not None and told.serve.prompts == ("Is /usr/bin/env a path?",)
+    assert told.dry == report.dry and told.sizes == report.sizes and portable(told) == told
+
+
+# --- what lies in the checkpoint --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "chosen", "words", "mtp"),
+    [
+        ("tiny-glm4-moe.w4a16-fp8", {}, (), "bf16"),
+        ("tiny-glm4-moe", {"scheme": "NVFP4A16"}, ("--scheme", "NVFP4A16"), "bf16"),
+        ("tiny-glm4-moe", {"scheme": "MXFP4A16", "mtp": "FP8_DYNAMIC"},
+         ("--scheme", "MXFP4A16", "--mtp", "FP8_DYNAMIC"), "FP8_DYNAMIC"),
+    ],
+)  # fmt: skip
+def test_the_words_that_made_it_and_what_lies_in_it(recipe, chosen, words, mtp, tmp_path):
+    folder = cards.checkpoint(tmp_path / "made", recipe, **chosen)
+    record = read_record(folder)
+    assert choices(folder, record) == words
+    told = {(group.part, group.modules): group for group in groups_of(reports.open_source(folder), record)}
+    experts, drafts = told["backbone", "experts"], told["mtp", "experts"]
+    assert experts.schemes == (record.recipe.backbone["experts"],) and experts.decision == experts.schemes[0]
+    assert (drafts.schemes or ("bf16",)) == (mtp,) and drafts.decision == mtp
+    assert told["mtp", "glue"].decision == "" and told["mtp", "glue"].reasons
+
+
+def test_a_recipe_changed_by_hand_has_no_words(own):
+    edit(own / "recipe.yaml", "mtp: bf16", "mtp: FP8_BLOCK")
+    assert choices(own, read_record(own)) is None
+    (own / "recipe.yaml").write_text("- no recipe")
+    assert choices(own, read_record(own)) is None
+    assert "The recipe was changed" in page(cards.told(own, reports.bare(), choices=None))
+
+
+def test_every_scheme_says_where_it_runs():
+    assert set(HARDWARE) == set(SCHEMES)
+    assert [name for name, _ in where_they_run(["FP8", "source", "NVFP4"])] == ["NVFP4", "FP8"]
+
+
+def test_a_plain_checkpoint_has_tags_of_no_scheme(made):
+    told = cards.told(made, reports.bare(), groups=())
+    assert yaml.safe_load(front_matter(told, Metadata(pipeline_tag="text-generation")))["tags"] == [
+        reports.bare().facts.dialect, "mtp", "speculative-decoding", "vllm", "keepmtp",
+    ]  # fmt: skip
+
+
+# --- Markdown ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [
+    "# a", "- a", "+ a", "1. a", "12) a", "a_b _c_ *d*", "`a`", "[a](b) ![c](d)", "<b>a</b> & &amp; c", "a | b",
+    "~~a~~", "\\a \\", "=== ", "---", "https://a.b/c_d", "5.5 %", "-5 points",
+])  # fmt: skip
+def test_escaped_text_reads_as_it_is_written(text):
+    parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    table = "| x |\n|---|\n| {} |".format
+    for wrapped, kind in ((f"- {escaped(text)}", "list_item_open"), (table(escaped(text)), "table_open"),
+                          (table(code(text)), "table_open")):  # fmt: skip
+        tokens = parser.parse(wrapped)
+        inline = [token for token in tokens if token.type == "inline"][-1]
+        assert {child.type for child in inline.children or []} <= {"text", "code_inline", "text_special"}
+        assert "".join(child.content for child in inline.children or []) == " ".join(text.split())
+        assert kind in {token.type for token in tokens} and "heading_open" not in {token.type for token in tokens}
+
+
+def test_code_and_quotes():
+    assert ticked("Run `keepmtp eval A|B` or not_here_.") == "Run `keepmtp eval A\\|B` or not_here\\_."
+    assert ticked("one ` alone") == "one \\` alone"
+    assert quoted("a\n\"b\"") == '`"a\\n\\"b\\""`'
+    assert fenced("a\n```\nb\n", "yaml") == "````yaml\na\n```\nb\n````"
+    assert code("a`b") == "``a`b``" and code("`a") == "`` `a ``" and code("") == ""

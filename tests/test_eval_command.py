@@ -1,0 +1,137 @@
+"""`keepmtp eval` before a server is started: what it refuses; and afterwards: what it says."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from evaluations import Answers, evaluation
+from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.recipes.protocol import Evaluation, Gates
+from keepmtp.validate import gsm8k
+from keepmtp.validate.gates import judge
+from rich.console import Console
+from test_cli import keepmtp_without
+from typer.testing import CliRunner
+
+from keepmtp.cli import app
+from keepmtp.evaluated import table
+
+ROOT = Path(__file__).parent.parent
+GLM = ROOT / "models" / "tiny-glm4-moe"
+RECIPE = ("--recipe", "tiny-glm4-moe")
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch) -> Path:
+    """A checkpoint without a record, and no server that could be started."""
+
+    def start(*_, **__):
+        raise AssertionError("a server would have been started")
+
+    monkeypatch.setattr(gsm8k, "evaluate", start)
+    return Path(shutil.copytree(GLM, tmp_path / "made"))
+
+
+def record(checkpoint: Path, **recipe) -> None:
+    """What keepmtp writes beside a checkpoint, as far as it matters here."""
+    files = {path.name: path.stat().st_size for path in GLM.glob("*.safetensors")}
+    source = {"name": "tiny-glm4-moe", "revision": "local", "files": files}
+    told = {"source": source, "recipe": {"source": "models/tiny-glm4-moe", **recipe}}
+    (checkpoint / "keepmtp.json").write_text(json.dumps(told))
+
+
+def refusal(*words: object) -> str:
+    result = CliRunner().invoke(app, ["eval", *map(str, words)])
+    assert isinstance(result.exception, KeepMTPError), result.output + repr(result.exception)
+    message = str(result.exception)
+    assert "; got " in message and message.endswith((".", "?")) and "\n" not in message, message
+    return message
+
+
+def test_no_source(checkpoint):
+    message = refusal(checkpoint, *RECIPE)
+    assert "the source to compare with must be known; got no keepmtp.json. Name it with --source" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--api", "chat"), "needs a chat template for evaluation.api chat; got none beside the weights."),
+        (("--api", "talk"), "--api: Input should be 'completions' or 'chat'; got 'talk'"),
+        (("--task", "gsm9k"), "--task: Input should be 'gsm8k' or 'gsm8k_platinum'; got 'gsm9k'"),
+        (("--dataset", "none.jsonl"), "evaluation.dataset none.jsonl: must be a file; got no such file"),
+        (("--dataset", "openai/gsm8k"), "must be a .jsonl file, or left out for openai/gsm8k; got 'openai/gsm8k'"),
+        (("--shots", "400"), "must have more rows than evaluation.shots, 400; got 400. Use --shots 399 or fewer"),
+        (("--recipe", "glm-9"), "glm-9"),
+        (("other",), "judges one checkpoint; got also other"),
+    ],
+)
+def test_what_no_server_could_answer(checkpoint, words, says):
+    assert says in refusal(checkpoint, *RECIPE, "--source", GLM, *words)
+
+
+def test_the_source_needs_a_template_too(checkpoint):
+    (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
+    assert f"{GLM}: needs a chat template" in refusal(checkpoint, *RECIPE, "--source", GLM, "--api", "chat")
+
+
+def test_a_row_without_an_answer(checkpoint, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "1 + 2?"}\n')
+    message = refusal(checkpoint, "--source", GLM, "--dataset", tmp_path / "rows.jsonl", "--shots", 0)
+    assert "rows.jsonl: row 2: must have the field answer; got question." in message
+
+
+def test_a_checkpoint_without_a_draft(checkpoint):
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    assert "MTP" in refusal(checkpoint, *RECIPE, "--source", GLM)
+
+
+@pytest.mark.parametrize("evaluation", [{"shots": -1}, {"shot": 1}, 7])
+def test_a_record_with_a_protocol_that_is_none(checkpoint, evaluation):
+    record(checkpoint, evaluation=evaluation)
+    assert "keepmtp.json: must be keepmtp's own record" in refusal(checkpoint)
+
+
+def test_without_lm_eval(tmp_path):
+    done = keepmtp_without(("lm_eval",), "eval", str(GLM), cwd=tmp_path)
+    assert done.returncode == 2 and "pip install 'keepmtp[evaluate]'" in done.stderr, done.stderr
+
+
+def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, monkeypatch):
+    """The server that would have been asked gets the recipe's protocol, with the words given here."""
+    seen = []
+
+    def noted(protocol: Evaluation):
+        seen.append(protocol)
+        raise KeepMTPError("here; got far enough. Stop.")
+
+    monkeypatch.setattr("keepmtp.validate.harness.questions", noted)
+    own = Evaluation(dataset="models/held_out.jsonl", shots=0, k=2, max_tokens=96)
+    record(checkpoint, evaluation=own.model_dump(), gates={"max_drop": 0.1})
+    refusal(checkpoint)
+    refusal(checkpoint, "--limit", 50, "-k", 1, "--concurrency", 4, "--seed", 7, "--max-tokens", 64, "--shots", 2)
+    refusal(checkpoint, "--dataset", "hub", "--task", "gsm8k_platinum", "--api", "chat")
+    changed = {"limit": 50, "k": 1, "concurrency": 4, "seed": 7, "max_tokens": 64, "shots": 2}
+    assert seen[:2] == [own, own.model_copy(update=changed)]
+    assert seen[2] == own.model_copy(update={"dataset": None, "task": "gsm8k_platinum", "api": "chat"})
+
+
+def shown(told: object) -> str:
+    file = io.StringIO()
+    Console(file=file, width=80).print(told)
+    return file.getvalue()
+
+
+def test_the_table_says_what_was_measured_and_how():
+    fact = evaluation(Answers(both=900, only_source=30, only_checkpoint=9, neither=380))
+    text = shown(table(fact, judge(gates=Gates(), check=None, serve=None, evaluation=fact)))
+    assert "…" not in text, "nothing is cut at 80 columns"
+    words = " ".join(text.split())
+    share = 930 / 1319
+    assert f"source {100 * share:.1f} ±1.3 {100 * share:.1f} ±1.3 1319 3 79.3 93.0 81.0 64.0 3.38 " in words
+    assert "flexible-extract: -1.6 points, 95 % interval -2.5 to -0.7; 30 right by the source alone" in words
+    assert "gsm8k: " in words and "Judgement: " in words
+    assert "Protocol: gsm8k of lm-eval 0.4.13 on openai/gsm8k, 8 shots, completions, at most 1024 tokens" in words

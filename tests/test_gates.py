@@ -1,0 +1,302 @@
+"""Each gate on a good checkpoint, on one broken on purpose, and on too little to tell."""
+
+import math
+
+import pytest
+import reports
+from evaluations import COPY, Answers, evaluation
+from keepmtp.recipes.protocol import Evaluation, Gates
+from keepmtp.validate.gates import judge
+from keepmtp.validate.report_schema import (
+    CheckpointFacts,
+    DryLoad,
+    EvaluationFact,
+    FindingFact,
+    JudgementFact,
+    LoadedModel,
+    LoadFailure,
+    ReasonFact,
+    Serve,
+)
+from keepmtp.validate.results import CheckData
+
+GATES = Gates()
+SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)
+LOADED = DryLoad(gpu="sm100", tp=1, k=1, ok=True, target=SIDE, draft=SIDE)
+FINDING = FindingFact(origin="static", severity="error", where="config.json", says="no num_nextn_predict_layers",
+                      cure="Add it", rule="no-mtp")  # fmt: skip
+LAX = Gates(min_acceptance=0.5, max_drop=0.5)
+
+
+def checked(*findings: FindingFact, dry: tuple[DryLoad, ...] = (LOADED,)) -> CheckData:
+    return CheckData(path="out/tiny", facts=CheckpointFacts(), findings=findings, dry=dry)
+
+
+CHECKED = checked()
+
+
+def served(**choices: bool) -> Serve:
+    return Serve.model_validate(reports.served(**choices).as_dict())
+
+
+def judged(
+    gates: Gates = GATES, *, check: CheckData | None = CHECKED, serve: Serve | None = None,
+    evaluation: EvaluationFact | None = None,
+) -> JudgementFact:  # fmt: skip
+    return judge(gates=gates, check=check, serve=serve, evaluation=evaluation)
+
+
+def reason(judgement: JudgementFact, gate: str) -> ReasonFact:
+    assert [each.gate for each in judgement.reasons] == ["findings", "loads", "acceptance", "gsm8k"]
+    (found,) = [each for each in judgement.reasons if each.gate == gate]
+    assert found.says.endswith(".") and ".." not in found.says and "  " not in found.says, found.says
+    return found
+
+
+def test_a_good_checkpoint_passes_with_its_figures():
+    judgement = judged(serve=served(is_copy=False), evaluation=evaluation())
+    assert judgement.verdict == "pass" and judgement.gates == GATES
+    assert all(each.needed is None for each in judgement.reasons)
+    assert reason(judgement, "findings").says == "No error in config.json and the headers."
+    assert reason(judgement, "loads").says == (
+        "vLLM's own classes take every tensor on sm100 at TP 1. Its own bytes were served."
+    )
+    assert reason(judgement, "acceptance").says == (
+        "On 1,319 questions of gsm8k with k=3: 79.3 % of 120,000 drafted tokens accepted, 79.3 % of the source's "
+        "120,000. That is 100.0 % of it, at least 99.5 % at 95 % confidence; at least 97 % must be kept."
+    )
+    assert reason(judgement, "gsm8k").says == (
+        "flexible-extract: 68.9 % of 1,319 questions, the source 69.0 %: 0.08 points fewer (only the source gets 10 "
+        "right, only the checkpoint 9), a drop of at most 0.63 points at 95 % confidence; at most 2 points may be lost."
+    )
+
+
+def test_nothing_measured_is_infeasible_and_says_what_measures():
+    judgement = judged(check=None)
+    assert judgement.verdict == "infeasible"
+    for gate, command in (("findings", "check CHECKPOINT --record"), ("loads", "check CHECKPOINT --gpu sm100 --record"),
+                          ("acceptance", "eval CHECKPOINT"), ("gsm8k", "eval CHECKPOINT")):  # fmt: skip
+        found = reason(judgement, gate)
+        assert found.verdict == "infeasible" and f"`keepmtp {command}`" in found.says and found.needed is None
+
+
+# --- the twins: a fault for each gate, and its name in the reason -----------------------------------------------------
+
+FAILED = LOADED.model_copy(update={
+    "ok": False, "gpu": "sm90",
+    "failure": LoadFailure(stage="load", role="draft", type="KeyError", words="'model.layers.3.eh_proj.weight_scale'"),
+})  # fmt: skip
+CAST = FINDING.model_copy(update={"origin": "dry", "where": "down_proj", "says": "BF16 is cast into FP8."})
+SILENT = LOADED.model_copy(update={"ok": False, "num_errors": 1})
+DEAD = {"checkpoint": {"shares": (0.002, 0.0, 0.0)}}
+TWINS = {
+    "an error": ("findings", {"check": checked(FINDING)}, "config.json: no num_nextn_predict_layers."),
+    "two errors": ("findings", {"check": checked(FINDING, FINDING)}, ", and 1 more error."),
+    "a refused load": ("loads", {"check": checked(dry=(LOADED, FAILED))}, "on sm90 at TP 1: KeyError: 'model.layers"),
+    "a silent fault": ("loads", {"check": checked(CAST, dry=(SILENT,))}, "down_proj: BF16 is cast into FP8."),
+    "a dead draft": ("acceptance", {"evaluation": evaluation(**DEAD)}, "at most 0.1 % at 95 % confidence"),
+    "no draft": ("acceptance", {"evaluation": evaluation(checkpoint={"drafts": 0})}, "the checkpoint drafted nothing"),
+    "a dead draft of a server": ("acceptance", {"serve": served(is_dead=True)}, "2 prompts with k=3: 0.1 %"),
+    "wrong answers": ("gsm8k", {"evaluation": evaluation(Answers(only_source=80))}, "a drop of at least 4.01 points"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_fault_turns_its_gate_red_and_no_other(twin):
+    gate, broken, words = TWINS[twin]
+    judgement = judged(**({"serve": served(), "evaluation": None} | broken))
+    found = reason(judgement, gate)
+    assert judgement.verdict == found.verdict == "regression" and words in found.says, found.says
+    assert [each.gate for each in judgement.reasons if each.verdict == "regression"] == [gate]
+
+
+def test_a_server_that_dies_or_lacks_a_weight_is_red():
+    report = reports.served(is_copy=False).as_dict()
+    report["checkpoint"]["runs"][2] |= {"loaded": False, "error": "CUDA out of memory."}
+    found = reason(judged(serve=Serve.model_validate(report)), "loads")
+    assert (found.verdict, found.says) == ("regression", "The server with k=2 did not come up: CUDA out of memory.")
+    report = reports.served().as_dict()
+    report["checkpoint"]["runs"][1] |= {"unwritten": ["model.layers.3.enorm.weight"]}
+    assert "model.layers.3.enorm.weight unwritten" in reason(judged(serve=Serve.model_validate(report)), "loads").says
+    report = reports.served().as_dict()
+    report["source"]["runs"][0] |= {"loaded": False, "error": "a source may be dead"}
+    assert reason(judged(serve=Serve.model_validate(report)), "loads").verdict == "pass"
+
+
+def test_drafting_that_changes_what_is_written_is_a_finding():
+    report = reports.served().as_dict()
+    report["gates"][2] |= {"verdict": "failed", "says": "it leaves it in prompt 1 at token 17."}
+    found = reason(judged(serve=Serve.model_validate(report)), "findings")
+    assert found.verdict == "regression" and "prompt 1 at token 17" in found.says
+
+
+# --- too little to tell -----------------------------------------------------------------------------------------------
+
+
+def test_a_copy_alone_does_not_load_the_checkpoint():
+    found = reason(judged(check=checked(dry=()), serve=served()), "loads")
+    assert found.verdict == "infeasible" and "only a BF16 copy of the same weights was served" in found.says
+    assert reason(judged(check=checked(dry=()), serve=served(is_copy=False)), "loads").verdict == "pass"
+    assert reason(judged(serve=served()), "loads").says.endswith("Served was only a BF16 copy of the same weights.")
+
+
+def test_too_few_questions_say_how_many_are_needed():
+    few = evaluation(Answers(both=30, only_source=2, only_checkpoint=1, neither=20), protocol={"limit": 53})
+    found = reason(judged(evaluation=few), "gsm8k")
+    assert found.verdict == "infeasible" and found.needed is not None and found.needed > 53
+    assert f"it would pass with about {found.needed:,} questions." in found.says
+    whole = reason(judged(evaluation=few.model_copy(update={"protocol": Evaluation()})), "gsm8k")
+    assert whole.says.endswith(f"{found.needed:,} questions, more than this dataset has.")
+    answers = Answers(both=90, only_source=6, only_checkpoint=1, neither=20)
+    worse = reason(judged(evaluation=evaluation(answers)), "gsm8k")
+    assert worse.verdict == "infeasible" and f"it would fail with about {worse.needed:,}" in worse.says
+
+
+@pytest.mark.parametrize(
+    ("answers", "verdict"),
+    [
+        (Answers(both=20, only_source=3, only_checkpoint=3, neither=14), "pass"),
+        (Answers(both=20, only_source=5, only_checkpoint=2, neither=14), "regression"),
+    ],
+)
+def test_the_needed_number_is_one_that_settles_it(answers, verdict):
+    """The same shares in as many questions: the gate tells, and with a tenth less it does not."""
+    first = reason(judged(evaluation=evaluation(answers)), "gsm8k")
+    assert first.verdict == "infeasible" and first.needed is not None
+
+    def asked(num: float) -> str:
+        times = num / answers.num
+        more = Answers(**{name: round(times * getattr(answers, name)) for name in Answers.__dataclass_fields__})
+        return reason(judged(evaluation=evaluation(more)), "gsm8k").verdict
+
+    assert asked(first.needed) == verdict
+    assert asked(0.6 * first.needed) == "infeasible"
+
+
+def test_one_question_is_never_enough():
+    found = reason(judged(evaluation=evaluation(Answers(both=1, only_source=0, only_checkpoint=0, neither=0))), "gsm8k")
+    assert found.verdict == "infeasible" and found.needed
+
+
+def test_a_drop_exactly_at_the_limit_is_not_told_by_any_number():
+    """The middle of the interval lies on it: 98 questions, and the limit that their adjusted drop is."""
+    answers = Answers(both=50, only_source=4, only_checkpoint=2, neither=42)
+    found = reason(judged(Gates(max_drop=0.02), evaluation=evaluation(answers)), "gsm8k")
+    assert (found.verdict, found.needed) == ("infeasible", None)
+    assert "It lies on the limit itself: no number of samples tells." in found.says
+
+
+def test_a_gain_passes_and_is_called_one():
+    found = reason(judged(evaluation=evaluation(Answers(only_source=2, only_checkpoint=60))), "gsm8k")
+    assert found.verdict == "pass" and "points more" in found.says and "a gain of at least 3." in found.says
+    same = reason(judged(evaluation=evaluation(Answers(only_source=0, only_checkpoint=0))), "gsm8k")
+    assert same.verdict == "pass" and "as many (only the source gets 0 right" in same.says
+
+
+def test_a_source_that_was_not_evaluated_or_knows_nothing():
+    found = reason(judged(evaluation=evaluation(has_source=False)), "gsm8k")
+    assert found.verdict == "infeasible" and "--source" in found.says
+    ignorant = evaluation(Answers(both=0, only_source=20, only_checkpoint=0, neither=1299))
+    found = reason(judged(evaluation=ignorant), "gsm8k")
+    assert found.verdict == "infeasible" and "the source itself gets 1.5 % of 1,319" in found.says
+
+
+def test_few_drafted_tokens_say_how_many_are_needed_and_in_how_many_questions():
+    both = {"source": {"drafts": 200}, "checkpoint": {"drafts": 200}}
+    found = reason(judged(evaluation=evaluation(**both)), "acceptance")
+    assert found.verdict == "infeasible" and found.needed is not None and found.needed > 600
+    questions = math.ceil(found.needed / 600 * 1319)
+    assert f"it would pass with about {found.needed:,} drafted tokens, about {questions:,} questions." in found.says
+    drafts = math.ceil(found.needed / 3)
+    more = {name: {"drafts": math.ceil(1.01 * drafts)} for name in both}
+    assert reason(judged(evaluation=evaluation(**more)), "acceptance").verdict == "pass"
+    less = {name: {"drafts": math.floor(0.9 * drafts)} for name in both}
+    assert reason(judged(evaluation=evaluation(**less)), "acceptance").verdict == "infeasible"
+
+
+def test_the_smaller_of_two_counts_is_what_must_grow():
+    def asked(times: float) -> ReasonFact:
+        both = {"source": {"drafts": round(150 * times)}, "checkpoint": {"drafts": round(1500 * times)}}
+        return reason(judged(evaluation=evaluation(**both)), "acceptance")
+
+    first = asked(1)
+    assert first.verdict == "infeasible" and first.needed is not None
+    assert asked(1.02 * first.needed / 450).verdict == "pass"
+    assert asked(0.9 * first.needed / 450).verdict == "infeasible"
+
+
+def test_a_few_drafts_on_the_wrong_side_would_fail_with_more():
+    both = {"source": {"drafts": 40}, "checkpoint": {"drafts": 40, "shares": (0.86, 0.74, 0.58)}}
+    found = reason(judged(evaluation=evaluation(**both)), "acceptance")
+    assert found.verdict == "infeasible" and "at these figures it would fail with about" in found.says
+
+
+def test_every_draft_accepted_is_no_proof_either():
+    """Three drafts of three: a plain standard error would be zero."""
+    few = {"drafts": 3, "shares": (1.0, 1.0, 1.0)}
+    assert reason(judged(evaluation=evaluation(source=few, checkpoint=few)), "acceptance").verdict == "infeasible"
+    dead = {"drafts": 3, "shares": (0.0, 0.0, 0.0)}
+    found = reason(judged(evaluation=evaluation(source=few, checkpoint=dead)), "acceptance")
+    assert found.verdict == "regression" and "0.0 % of 9 drafted tokens" in found.says
+
+
+@pytest.mark.parametrize(
+    ("fact", "words"),
+    [
+        (evaluation(source={"shares": (0.0, 0.0, 0.0)}), "none of the source's own 120,000 drafted tokens"),
+        (evaluation(source={"drafts": 0}), "The source drafted nothing"),
+        (evaluation(source={"drafts": 0}, checkpoint={"drafts": 0}), "The source drafted nothing"),
+        (evaluation(has_source=False), "acceptance alone does not tell"),
+    ],
+)
+def test_a_source_without_drafts_leaves_nothing_to_keep(fact, words):
+    found = reason(judged(evaluation=fact), "acceptance")
+    assert found.verdict == "infeasible" and found.needed is None and words in found.says
+
+
+def test_a_server_is_asked_where_the_evaluation_has_no_counters():
+    found = reason(judged(serve=served(), evaluation=evaluation(has_source=False)), "acceptance")
+    assert "serve-check's 2 prompts with k=3" in found.says and "BF16 copy" in found.says
+
+
+# --- what a reader must know ------------------------------------------------------------------------------------------
+
+
+def test_two_measurements_that_disagree_are_both_told():
+    """The larger one judges; the other is in the sentence."""
+    judgement = judged(serve=served(is_dead=True, is_copy=False), evaluation=evaluation())
+    found = reason(judgement, "acceptance")
+    assert found.verdict == "pass" and "The other measurement says regression: On serve-check's 2 prompts" in found.says
+    assert "other measurement" not in reason(judged(serve=served(), evaluation=evaluation()), "acceptance").says
+
+
+def test_a_copy_is_said_to_be_one():
+    judgement = judged(evaluation=evaluation(checkpoint={"as_served": COPY, "reason": "no kernel"}))
+    for gate in ("acceptance", "gsm8k"):
+        assert "packed kernels and quantized activations were not tried" in reason(judgement, gate).says
+    assert "packed kernels" not in str(judged(evaluation=evaluation()).reasons)
+
+
+def test_answers_cut_short_are_told_where_they_could_be_the_drop():
+    found = reason(judged(evaluation=evaluation(checkpoint={"num_truncated": 200})), "gsm8k")
+    assert "Of its answers 15.2 % were cut at max_tokens, of the source's 0.2 %" in found.says
+    assert "max_tokens" in reason(judged(evaluation=evaluation(source={"num_truncated": 200})), "gsm8k").says
+    assert "max_tokens" not in reason(judged(evaluation=evaluation(checkpoint={"num_truncated": 20})), "gsm8k").says
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.999])
+def test_more_confidence_never_makes_a_verdict_of_none(confidence):
+    """What is told at a confidence is told at each lower one, and the other filter's score is not judged."""
+    fact = evaluation(Answers(only_source=22))
+    strict = Gates(filter="strict-match", confidence=confidence)
+    found = reason(judged(strict, evaluation=fact), "gsm8k")
+    assert found.says.startswith("strict-match: ") and f"at {100 * confidence:g} % confidence" in found.says
+    assert found.verdict == ("pass" if confidence < 0.99 else "infeasible")
+
+
+def test_loads_and_warnings_are_counted_together():
+    full = reports.whole(is_copy=False)
+    judgement = judged(LAX, check=checked(*full.findings, dry=full.dry), serve=full.serve, evaluation=evaluation())
+    assert judgement.verdict == "pass"
+    assert "sm90, sm100 and sm120 at TP 1 and 4" in reason(judgement, "loads").says
+    assert reason(judgement, "findings").says.endswith("; 1 warning.")

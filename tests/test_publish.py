@@ -1,0 +1,416 @@
+"""`keepmtp publish` against a Hub on loopback: what it refuses, what it sends, what it survives."""
+
+import io
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import cards
+import hub as loopback
+import measured
+import pytest
+import reports
+import yaml
+from hub import READ_ONLY, TOKEN, Fault, Hub
+from keepmtp.quantize import run
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.validate import card
+from keepmtp.validate import publish as publishing
+from keepmtp.validate.hub import Hub as Client
+from keepmtp.validate.identity import file_sha256
+from keepmtp.validate.parcel import LocalFile, prepare
+
+from keepmtp import cli
+
+REPO = "org/tiny-glm4-moe-MTP"
+SHARD = "model-00001-of-00005.safetensors"
+# httpx's word on how huggingface_hub 1.33 calls it to send a file.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+NO_VLLM = {"VLLM_PYTHON": "/nonexistent/python"}
+ROOT = Path(__file__).parent.parent
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+RECIPES = ROOT / "recipes" / "models"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A quantized checkpoint in five shards with report and card; gates as lax as its 60 questions need."""
+    folder = tmp_path_factory.mktemp("made") / "tiny.nvfp4a16-fp8"
+    recipe = yaml.safe_load((RECIPES / f"{cards.RECIPE}.yaml").read_text()) | {"gates": measured.LAX}
+    path = folder.parent / f"{cards.RECIPE}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    plan, text = run.plan_for(str(path), source=str(reports.MODEL))
+    run.quantize(replace(plan, shard_bytes=1 << 20), text, out=folder)
+    cards.evidence(folder)
+    card.build(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path) -> Path:
+    """A copy of `made` to publish, or to spoil."""
+    for suffix in ("", ".report", ".card"):
+        shutil.copytree(f"{made}{suffix}", tmp_path / f"{made.name}{suffix}")
+    return tmp_path / made.name
+
+
+@pytest.fixture
+def hub(tmp_path_factory, tmp_path) -> Iterator[Hub]:
+    with loopback.serving(tmp_path_factory.mktemp("hub")) as hub:
+        yield hub
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or TOKEN.encode() not in path.read_bytes(), f"the token is in {path}"
+
+
+def environment(hub: Hub, folder: Path, **more: str) -> dict[str, str]:
+    return os.environ | {
+        "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(folder.parent / "home"),
+        "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", **NO_VLLM, **more,
+    }  # fmt: skip
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "keepmtp", "publish", str(folder), "--repo", REPO, *more]
+
+
+def publish(hub: Hub, folder: Path, *more: str, **env: str) -> Ended:
+    """The real command, in a process of its own."""
+    done = subprocess.run(words(folder, *more), capture_output=True, text=True, env=environment(hub, folder, **env),
+                          stdin=subprocess.DEVNULL, timeout=300)  # fmt: skip
+    assert TOKEN not in done.stdout + done.stderr
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def publish_here(hub_at, hub, folder, monkeypatch, capsys) -> Callable[..., Ended]:
+    """The same command in this process, which is quicker where it is not the process that is tested."""
+    hub_at(hub.endpoint)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+
+    def run_here(*more: str, token: str = TOKEN, repo: str = REPO) -> Ended:
+        for name, value in {"HF_TOKEN": token, "HF_HOME": str(folder.parent / "home"), **NO_VLLM}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folder.parent / "home" / "token"))
+        monkeypatch.setattr("sys.argv", ["keepmtp", "publish", str(folder), "--repo", repo, *more])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        told = capsys.readouterr()
+        assert TOKEN not in told.out + told.err
+        return Ended(int(ended.value.code or 0), told.out, " ".join(told.err.split()))
+
+    return run_here
+
+
+def whole(hub: Hub, folder: Path) -> None:
+    """The repository holds the checkpoint and its card, byte for byte, and nothing else."""
+    local = {path.relative_to(place).as_posix(): path for place in (folder, card.card_folder(folder))
+             for path in place.rglob("*") if path.is_file()}  # fmt: skip
+    assert set(hub.repos[REPO].at("main")) == {*local, ".gitattributes"}
+    for name, path in local.items():
+        assert hub.read(REPO, name) == path.read_bytes(), name
+    assert not folder.with_name(f"{folder.name}.hub").exists()
+
+
+def put(hub: Hub, path: Path) -> int:
+    """Bytes that arrived for a file stored as a large one."""
+    return hub.put[file_sha256(path)]
+
+
+# --- What is refused before anything is sent --------------------------------------------------------------------------
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit": (lambda m: flip(m / SHARD), f"must be the bytes that its report is about; got {SHARD} is another"),
+    "another config": (lambda m: edit(m / "config.json", "{", "{ "), "config.json is another"),
+    "a file more": (lambda m: (m / "notes.txt").write_text("mine"), "notes.txt is new"),
+    "a file less": (lambda m: (m / "tokenizer.json").unlink(), "tokenizer.json is not there"),
+    "no report": (lambda m: shutil.rmtree(f"{m}.report"), "must hold the checkpoint's report; got no report.json"),
+    "a report altered": (lambda m: edit(Path(f"{m}.report/report.json"), '"accepted_tokens": ', '"accepted_tokens": 1'),
+                         "accepted_tokens"),
+    "no card": (lambda m: shutil.rmtree(f"{m}.card"), "no README.md"),
+    "a card altered": (lambda m: edit(Path(f"{m}.card/README.md"), "88.", "98."), "README.md: line"),
+    "a file beside the card": (lambda m: Path(f"{m}.card/.env").write_text("SECRET=1"), ".env"),
+    "no checkpoint": (lambda m: (m / "config.json").unlink(), "what is published is a checkpoint; got no config.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", SPOILT)
+def test_other_bytes_than_were_measured_are_refused_by_name(publish_here, hub, folder, fault):
+    spoil, says = SPOILT[fault]
+    spoil(folder)
+    ended = publish_here()
+    assert ended.code == 2 and says in ended.err, ended
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(("answers", "verdict"), [
+    (measured.Answers(both=20, only_source=35, only_checkpoint=0, neither=5), "regression"),
+    (measured.Answers(both=5, only_source=2, only_checkpoint=1, neither=1), "infeasible"),
+])  # fmt: skip
+def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, answers, verdict):
+    shutil.rmtree(f"{folder}.report")
+    cards.evidence(folder, answers=answers)
+    card.build(folder)
+    ended = publish_here("--public", "--yes")
+    assert ended.code == 1 and f"only a checkpoint that passes is published; got {verdict}" in ended.err, ended
+    assert hub.requests == []
+
+
+def test_without_a_server_nothing_is_published(publish_here, hub, folder):
+    shutil.rmtree(f"{folder}.report")
+    cards.evidence(folder, stations=frozenset({"check"}))
+    card.build(folder)
+    ended = publish_here()
+    assert ended.code == 1 and "got infeasible" in ended.err, ended
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", ["tiny", "a/b/c", "org/", "/x", "org/na me", "org/..", "org/a--b", "org/-a",
+                                  "org/a.git", "https://huggingface.co/org/x", "org/" + "a" * 97])  # fmt: skip
+def test_a_name_that_the_hub_does_not_take_is_refused(name):
+    with pytest.raises(RecipeError, match="--repo: must be ORG/NAME"):
+        publishing.check_name(name)
+
+
+def test_a_folder_of_the_same_name_is_not_checked_in_its_place(tmp_path, monkeypatch):
+    (tmp_path / REPO).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="must not be a folder here"):
+        publishing.check_name(REPO)
+
+
+def test_a_token_is_needed(publish_here, hub):
+    ended = publish_here(token="")
+    assert ended.code == 2 and "needs a token with write access; got none. Set HF_TOKEN, or run `hf auth login`." \
+        in ended.err, ended  # fmt: skip
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(("token", "says"), [
+    ("hf_nobodyKnowsThisOne", "the Hub: the Hub must know the token; got 401"),
+    (READ_ONLY, "the token must be allowed to write; got me's token for reading"),
+])  # fmt: skip
+def test_a_token_that_will_not_do_is_refused(publish_here, hub, token, says):
+    ended = publish_here(token=token)
+    assert ended.code == 2 and says in ended.err and token not in ended.err, ended
+    assert not hub.repos
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_namespace_that_the_token_may_not_write_to(publish_here, hub, exists):
+    if exists:
+        hub.add("stranger/model")
+    hub.writers.remove("org")
+    ended = publish_here(repo="stranger/model")
+    assert ended.code == 2 and "stranger/model: me's token must be allowed to write to stranger; got 403" in ended.err
+    assert not sum(hub.put[sha256] for sha256 in hub.put if sha256)
+
+
+# --- Repositories that exist ------------------------------------------------------------------------------------------
+
+
+def test_a_repository_of_somebody_elses_is_only_added_to_on_request(publish_here, hub, folder):
+    repo = hub.add(REPO)
+    before = hub.commit(REPO, {"README.md": b"mine", "notes.txt": b"mine too"})
+    ended = publish_here()
+    assert ended.code == 2 and "must be empty or hold this checkpoint; got another README.md, notes.txt" in ended.err
+    assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)
+    ended = publish_here("--update", "--json")
+    told = json.loads(ended.out)
+    assert ended.code == 0 and told["other_files"] == ["notes.txt"] and told["private"] is True, ended
+    assert hub.read(REPO, "README.md") == (card.card_folder(folder) / "README.md").read_bytes()
+    assert hub.read(REPO, "notes.txt") == b"mine too"
+    assert repo.at(before)["README.md"].size == 4, "the history keeps what was replaced"
+    again = json.loads(publish_here("--update", "--json").out)
+    assert again["commit"] == told["commit"] and again["uploaded_bytes"] == 0, "nothing is sent twice"
+    assert set(again["kept_files"]) == {file["name"] for file in again["files"]}
+
+
+def test_a_repository_that_is_public_already_asks(publish_here, hub):
+    hub.add(REPO, private=False)
+    ended = publish_here()
+    assert ended.code == 2 and "going public must be confirmed; got no terminal to ask on" in ended.err, ended
+    assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)
+    ended = publish_here("--yes", "--json")
+    assert ended.code == 0 and json.loads(ended.out)["private"] is False, ended
+
+
+def test_somebody_who_writes_at_the_same_time_is_not_overwritten(publish_here, hub):
+    hub.faults = [Fault("POST .*/commit/", status=412)]
+    ended = publish_here()
+    assert ended.code == 2 and "nobody else may write to it meanwhile; got 412" in ended.err, ended
+
+
+# --- What does not arrive as it was sent ------------------------------------------------------------------------------
+
+
+def test_a_shard_stored_otherwise_is_named_and_stays_private(publish_here, hub):
+    hub.spoil(SHARD)
+    ended = publish_here("--public", "--yes")
+    assert ended.code == 1 and f"{SHARD} is of another SHA-256 there than here" in ended.err, ended
+    assert "It stays private." in ended.err and hub.repos[REPO].private
+
+
+def test_a_repository_that_would_not_load_stays_private(publish_here, hub):
+    hub.add(REPO)
+    hub.commit(REPO, {"left-over.safetensors": b"no header"})
+    ended = publish_here("--update", "--public", "--yes")
+    assert ended.code == 1 and "must pass the check there as it did here" in ended.err, ended
+    assert "left-over.safetensors" in ended.err and hub.repos[REPO].private
+
+
+def test_hidden_files_of_the_card_are_sent_and_no_other(hub, hub_at, folder):
+    """The Hub reads scores from .eval_results; upload_folder must follow the links and take dot files."""
+    hub_at(hub.endpoint)
+    told = prepare(folder)
+    scores = folder.parent / "gsm8k.yaml"
+    scores.write_text("- value: 1")
+    name = ".eval_results/gsm8k.yaml"
+    local = LocalFile(name=name, path=scores, num_bytes=10, sha256=file_sha256(scores))
+    client = Client(TOKEN, watch=print)
+    (folder / "left-behind.txt").write_text("not of the report")
+    sent = publishing.send(replace(told, files={name: local}), client, REPO, update=False, may_be_public=False)
+    assert set(hub.repos[REPO].at(sent.commit)) == {".gitattributes", name}
+    assert hub.read(REPO, name) == b"- value: 1"
+
+
+# --- Faults of the network --------------------------------------------------------------------------------------------
+
+
+def test_faults_that_pass_lose_nothing(hub, folder):
+    """429 with Retry-After, 5xx before, during and after the upload, and a shard cut in the middle, twice."""
+    hub.part_bytes = 1 << 18
+    hub.faults = [
+        Fault("GET /api/whoami-v2", status=500),
+        Fault("POST /api/repos/create", status=429, headers={"Retry-After": "1"}),
+        Fault("GET .*/tree/", status=502),
+        Fault("PUT /lfs/.*/2$", after=100_000, times=2),
+        Fault("PUT /lfs/", status=500),
+        Fault("POST .*/commit/", status=503),
+    ]
+    ended = publish(hub, folder, "--json")
+    assert ended.code == 0, ended.err
+    assert not any(fault.times for fault in hub.faults), "every fault has happened"
+    assert "429: sent with Bearer <token>; trying again in 1 s" in ended.err
+    told = json.loads(ended.out)
+    assert told["url"] == f"{hub.endpoint}/{REPO}" and told["private"] is True and told["verified"] is True
+    assert told["commit"] == hub.repos[REPO].head
+    assert told["uploaded_bytes"] == sum(file["bytes"] for file in told["files"]) and told["kept_files"] == []
+    whole(hub, folder)
+
+
+def test_a_hub_that_does_not_recover_is_given_up_and_nothing_is_sent_twice(publish_here, hub, folder):
+    hub.faults = [Fault("POST .*/commit/", status=503, times=4, headers={"Retry-After": "0"})]
+    ended = publish_here()
+    assert ended.code == 2 and "the Hub must answer; got 503" in ended.err, ended
+    assert "what has arrived is not sent twice" in ended.err and not folder.with_name(f"{folder.name}.hub").exists()
+    sent = {name: count for name, count in hub.put.items() if name}
+    assert publish_here().code == 0
+    assert {name: count for name, count in hub.put.items() if name} == sent
+    whole(hub, folder)
+
+
+def test_a_run_that_is_killed_continues(hub, folder):
+    """kill -9 while one shard is under way: the others have arrived, and only that one is sent again."""
+    held, shard = threading.Event(), folder / SHARD
+    hub.faults = [Fault(f"PUT /lfs/{file_sha256(shard)}", after=200_000, hold=held)]
+    process = subprocess.Popen(words(folder), env=environment(hub, folder), stdin=subprocess.DEVNULL,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    others = [path for path in folder.glob("*.safetensors") if path != shard]
+    until(lambda: put(hub, shard) >= 200_000 and all((hub.folder / file_sha256(path)).exists() for path in others))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    held.set()
+    assert folder.with_name(f"{folder.name}.hub").exists() and len(hub.repos[REPO].commits) == 1
+    before = put(hub, shard)
+    ended = publish(hub, folder)
+    assert ended.code == 0, ended.err
+    assert [put(hub, path) for path in others] == [path.stat().st_size for path in others], "sent once"
+    assert put(hub, shard) - before == shard.stat().st_size
+    whole(hub, folder)
+
+
+def until(happens: Callable[[], bool], *, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < end, "it never happens"
+        time.sleep(0.05)
+
+
+# --- Going public, and looking only -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["n", "y"])
+def test_going_public_is_asked_before_and_done_after(hub, folder, answer):
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(words(folder, "--public"), env=environment(hub, folder), stdin=theirs,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    os.write(ours, f"{answer}\n".encode())
+    said = process.communicate(timeout=300)[0]
+    os.close(ours), os.close(theirs)
+    assert f"{REPO} would be public. Go on? [y/N]" in said and TOKEN not in said
+    if answer == "n":
+        assert process.returncode == 2 and "going public must be confirmed" in said and not hub.repos
+        return
+    assert process.returncode == 0, said
+    assert not hub.repos[REPO].private
+    settings = next(number for number, line in enumerate(hub.requests) if line.endswith("/settings"))
+    assert any("/tree/" in line for line in hub.requests[:settings]) and hub.requests[settings].startswith("PUT")
+    assert [line for line in hub.requests[:settings] if "/resolve/" in line], "checked before it is public"
+    assert not any("/lfs/" in line for line in hub.requests[settings:])
+
+
+def test_a_dry_run_shows_the_list_and_sends_nothing(publish_here, hub, folder):
+    ended = publish_here("--dry-run", "--public", "--json", token="")
+    told = json.loads(ended.out)
+    assert ended.code == 0 and told["there"] == "nothing was asked: no token" and hub.requests == []
+    names = {file["name"] for file in told["files"]}
+    assert {"config.json", SHARD, "keepmtp.json", "README.md", "report.json", "acceptance.png"} <= names
+    assert all(file["sha256"] and file["bytes"] for file in told["files"])
+    hub.add(REPO)
+    hub.commit(REPO, {"config.json": (folder / "config.json").read_bytes(), "README.md": b"old", "notes": b"mine"})
+    seen = json.loads(publish_here("--dry-run", "--json").out)
+    states = {file["name"]: file["on_the_hub"] for file in seen["files"]}
+    assert (states["config.json"], states["README.md"], states[SHARD]) == ("same", "differs", "new")
+    assert seen["other_files"] == ["notes"]
+    table = publish_here("--dry-run").out
+    assert SHARD in table and "differs" in table and "There and not of this checkpoint: notes." in table
+    assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment: make .venv-vllm, or set VLLM_PYTHON")
+def test_vllm_loads_what_the_repository_holds(hub, folder):
+    ended = publish(hub, folder, "--json", VLLM_PYTHON=str(VLLM_PYTHON))
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["loaded"].startswith("dry load on sm90 at TP 1 with vLLM 0.32")

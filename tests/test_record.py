@@ -1,0 +1,98 @@
+"""`check --record` and `report` on an evidence folder, as people type them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import measured
+import pytest
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.validate.identity import CACHE, identify
+from keepmtp.validate.report import JSON_FILE, read_json, verify
+from keepmtp.validate.results import file_of, read_result, report_folder
+
+from keepmtp.made_from import recorded_source
+
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+
+
+def keepmtp(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([KEEPMTP, *map(str, words)], capture_output=True, text=True, cwd=cwd)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return measured.checkpoint(tmp_path / "out" / "glm.nvfp4")
+
+
+def test_a_check_is_kept_with_the_bytes_it_is_about(folder, tmp_path):
+    done = keepmtp("check", "out/glm.nvfp4", "--record", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"], "standard output is as without --record"
+    evidence = report_folder(folder)
+    assert str(evidence / JSON_FILE) in done.stderr.replace("\n", "")
+    found = read_result(evidence, "check")
+    assert found is not None and found.data.path == "out/glm.nvfp4" and found.data.findings == ()
+    assert found.checkpoint == identify(folder)
+    full = verify(evidence)
+    assert full.identity == found.checkpoint and full.judgement is not None and full.judgement.verdict == "infeasible"
+    assert {path.name for path in evidence.iterdir()} <= {"check.json", JSON_FILE, "report.html", CACHE}
+    again = keepmtp("report", evidence)
+    assert again.returncode == 0 and again.stdout == f"{evidence / 'report.html'}\n", again.stderr
+    assert read_json(evidence / JSON_FILE) == full
+
+
+def test_a_checkpoint_with_errors_has_a_record_too(folder):
+    """Exit status 1, and the report says why."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    done = keepmtp("check", folder, "--record")
+    assert done.returncode == 1, done.stdout
+    full = verify(report_folder(folder))
+    assert not full.verdict.ok and full.judgement is not None and full.judgement.verdict == "regression"
+
+
+def test_results_of_other_bytes_are_refused_before_the_work(tmp_path):
+    """A checkpoint that was made anew under its name."""
+    folder = tmp_path / "glm"
+    evidence = measured.measured(folder)
+    (folder / "generation_config.json").write_text("{}")
+    done = keepmtp("check", folder, "--record")
+    assert done.returncode == 2 and done.stdout == "" and not (evidence / JSON_FILE).exists()
+    assert "serve.json: must be measured on the same bytes" in done.stderr and "Remove it, and measure" in done.stderr
+    for name in ("serve", "gsm8k"):
+        file_of(evidence, name).unlink()
+    assert keepmtp("check", folder, "--record").returncode == 0 and verify(evidence).absent.keys() >= {"serve"}
+
+
+@pytest.mark.parametrize("words", [("org/name",), ("a", "b")])
+def test_only_one_folder_is_recorded(words):
+    done = keepmtp("check", *words, "--record")
+    assert done.returncode == 2 and "--record: keeps the check of one folder; got" in done.stderr
+
+
+def test_a_wrong_gpu_is_refused_before_a_byte_is_read(folder):
+    done = keepmtp("check", folder, "--record", "--gpu", "sm70")
+    assert done.returncode == 2 and "--gpu: must be one of" in done.stderr and not report_folder(folder).exists()
+
+
+def test_an_evidence_folder_without_results(tmp_path):
+    (tmp_path / "glm.report").mkdir()
+    done = keepmtp("report", tmp_path / "glm.report")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
+def test_the_source_is_a_folder_with_the_recorded_files(folder, tmp_path):
+    source = measured.checkpoint(tmp_path / "GLM", record={})
+    files = {path.name: path.stat().st_size for path in source.iterdir()}
+    record = {"source": {"name": "GLM", "revision": "local", "files": files}, "recipe": {"source": str(source)}}
+    (folder / "keepmtp.json").write_text(json.dumps(record))
+    assert recorded_source(open_source(folder), cure="Name it") == str(source)
+    assert keepmtp("check", folder, "--record").returncode == 0
+    assert all(row.num_bytes_before for row in read_json(report_folder(folder) / JSON_FILE).sizes)
+    os.truncate(source / "config.json", 10)
+    with pytest.raises(RecipeError, match=r"no folder with the recorded files here\. Name it\.$"):
+        recorded_source(open_source(folder), cure="Name it")

@@ -1,0 +1,349 @@
+"""Results of one checkpoint meet in one report only if the bytes are the same, and every number is borne out."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import measured
+import pytest
+import reports
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.protocol import Gates
+from keepmtp.validate.check_data import record_static
+from keepmtp.validate.identity import file_sha256, identify
+from keepmtp.validate.report import JSON_FILE, from_results, read_json, refresh, refuse_stale, verify, write_json
+from keepmtp.validate.report_schema import FullReport
+from keepmtp.validate.results import (
+    STATIONS,
+    checkpoint_folder,
+    file_of,
+    read_result,
+    report_folder,
+    write_result,
+    write_whole,
+)
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """All three stations have run, and report.json is made of them."""
+    evidence = measured.measured(tmp_path_factory.mktemp("made") / "glm.nvfp4")
+    again(evidence)
+    return evidence.parent
+
+
+@pytest.fixture
+def evidence(made, tmp_path) -> Path:
+    """A copy that may be spoilt."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "glm.nvfp4.report"
+
+
+def again(evidence: Path) -> FullReport:
+    """report.json alone, as `refresh` makes it; drawing the page takes a second."""
+    full = from_results(evidence)
+    write_json(evidence, full)
+    return full
+
+
+def altered(path: Path, *place: str | int, value: Any) -> str:
+    """Change one value in a JSON file; returns its place in dots."""
+    told = json.loads(path.read_text())
+    inner = told
+    for key in place[:-1]:
+        inner = inner[key]
+    assert inner[place[-1]] != value
+    inner[place[-1]] = value
+    path.write_text(json.dumps(told))
+    return ".".join(map(str, place))
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def test_where_evidence_lies(tmp_path):
+    assert report_folder(tmp_path / "glm.w4a16-fp8") == tmp_path / "glm.w4a16-fp8.report"
+    assert checkpoint_folder(tmp_path / "glm.w4a16-fp8.report") == tmp_path / "glm.w4a16-fp8"
+    (tmp_path / "link").symlink_to(tmp_path / "glm")
+    assert report_folder(tmp_path / "link") == tmp_path / "glm.report", "one checkpoint has one folder"
+    with pytest.raises(CheckpointError, match=r"an evidence folder is NAME\.report"):
+        checkpoint_folder(tmp_path / "glm")
+
+
+def test_a_result_read_back_is_the_same(evidence):
+    for station in STATIONS:
+        before = file_of(evidence, station).read_bytes()
+        found = read_result(evidence, station)
+        assert found is not None and found.station == station and found.vllm == reports.VLLM
+        write_result(evidence, station, found.data, checkpoint=found.checkpoint, vllm=found.vllm)  # type: ignore[call-overload]
+        kept = read_result(evidence, station)
+        assert kept is not None and kept.data == found.data and kept.checkpoint == found.checkpoint
+        assert json.loads(before)["schema"] == 1
+    assert read_result(evidence.with_name("none.report"), "check") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda told: told | {"schema": 2}, "version 1; got schema"),
+        (lambda told: told | {"colour": "red"}, "version 1; got colour"),
+        (lambda told: told | {"station": "gsm8k"}, "must be a result of serve; got gsm8k"),
+        (lambda told: {key: told[key] for key in told if key != "checkpoint"}, "version 1; got checkpoint"),
+        (lambda told: told | {"data": told["data"] | {"floor": "high"}}, r"version 1; got data\.floor"),
+    ],
+)
+def test_a_file_that_is_no_result(change, says, evidence):
+    path = file_of(evidence, "serve")
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(CheckpointError, match=rf"serve\.json: .*{says}.*Run `keepmtp serve-check .*glm\.nvfp4` again"):
+        read_result(evidence, "serve")
+    with pytest.raises(CheckpointError):
+        from_results(evidence)
+
+
+def test_what_cannot_be_written_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="must be writable; got"):
+        write_whole(tmp_path / "file" / "check.json", "{}")
+
+
+# --- the report of them -----------------------------------------------------------------------------------------------
+
+
+def test_a_report_is_made_of_the_results_and_nothing_else(evidence):
+    """Not of the time either: twice the same to the byte."""
+    before = (evidence / JSON_FILE).read_bytes()
+    full = refresh(evidence)
+    assert (evidence / JSON_FILE).read_bytes() == before and verify(evidence) == full == read_json(evidence / JSON_FILE)
+    assert full.made_at == "2030-01-02 04:00:00 UTC", "when the newest was measured"
+    assert full.results == {f"{station}.json": file_sha256(file_of(evidence, station)) for station in STATIONS}
+    identity = identify(checkpoint_folder(evidence))
+    assert full.identity == identity and "keepmtp.json" in identity.files and not full.absent.keys() & {"identity"}
+    assert full.judgement is not None and full.judgement.gates == Gates(**measured.LAX), "the checkpoint's own recipe's"
+    assert full.verdict.ok and full.verdict.label == "Loads and drafts"
+    assert "it answers 88.3% of 60 questions of gsm8k right (source: 86.7%) by flexible-extract" in full.verdict.says
+    assert (evidence / "report.html").is_file() and not list(evidence.glob("*.partial"))
+
+
+def test_a_station_that_did_not_run_is_told(evidence):
+    for station in ("serve", "gsm8k"):
+        file_of(evidence, station).unlink()
+        full = again(evidence)
+        assert f"{station}.json" not in full.results and verify(evidence) == full
+    assert full.absent.keys() >= {"serve", "evaluation", "dry"} and full.verdict.label == "No fault found"
+    assert full.judgement is not None and full.judgement.verdict == "infeasible", "what was not measured did not pass"
+
+
+def test_what_was_never_checked_is_checked_from_its_headers(evidence):
+    file_of(evidence, "check").unlink()
+    with pytest.raises(CheckpointError, match=r"starts with the static check; got no check\.json. Run `keepmtp check"):
+        from_results(evidence)
+    assert refresh(evidence).facts.num_mtp_layers == 1 and verify(evidence).identity is not None
+
+
+def test_a_regression_is_no_green_report(tmp_path):
+    """The twin of the good one: half of the right answers lost."""
+    lost = measured.Answers(both=40, only_source=50, only_checkpoint=0, neither=10)
+    full = from_results(measured.measured(tmp_path / "glm", answers=lost))
+    assert full.judgement is not None and full.judgement.verdict == "regression"
+    assert not full.verdict.ok and full.verdict.label == "Not ready" and "gsm8k" in full.verdict.says
+
+
+def test_results_of_other_bytes_do_not_meet(evidence):
+    """Both numbers are named, and what to do; a station refuses before its work."""
+    folder = checkpoint_folder(evidence)
+    before = identify(folder).sha256
+    with open(next(folder.glob("*.safetensors")), "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    after = identify(folder, cache=evidence)
+    assert after.sha256 != before
+    cure = r"Remove it, and measure again with `keepmtp (serve-check|eval) .*glm\.nvfp4`"
+    says = rf"(serve|gsm8k)\.json: must be measured on the same bytes as the others, {after.sha256}; got {before}"
+    with pytest.raises(CheckpointError, match=rf"{says}\. {cure}"):
+        refuse_stale(evidence, after, but=("check",))
+    refuse_stale(evidence, after, but=STATIONS)
+    record_static(evidence, open_source(folder), after)
+    for make in (from_results, refresh, verify):
+        with pytest.raises(CheckpointError, match=says if make is not verify else r"check\.json: must be the file"):
+            make(evidence)
+
+
+def test_a_check_of_the_same_bytes_is_kept(evidence):
+    """It may hold dry loads, which a server's own check would lose."""
+    before = file_of(evidence, "check").read_bytes()
+    folder = checkpoint_folder(evidence)
+    record_static(evidence, open_source(folder), identify(folder))
+    assert file_of(evidence, "check").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"recipe": {"gates": {"max_drop": 2}}}, r"recipe\.gates\.max_drop must be a gate's limit"),
+        ({"recipe": {"gates": {"colour": 2}}}, r"recipe\.gates\.colour must be a gate's limit"),
+        ({"recipe": {}}, ""), ({"recipe": {"gates": None}}, ""), ({"recipe": 7}, ""), ([], ""),
+    ],
+)  # fmt: skip
+def test_gates_are_those_of_the_record(record, says, tmp_path):
+    folder = measured.checkpoint(tmp_path / "glm", record=record)
+    evidence = report_folder(folder)
+    record_static(evidence, open_source(folder), identify(folder))
+    if says:
+        with pytest.raises(CheckpointError, match=says):
+            from_results(evidence)
+        return
+    judgement = from_results(evidence).judgement
+    assert judgement is not None and judgement.gates == Gates()
+
+
+def test_a_changed_record_is_no_other_gate(evidence):
+    """Laxer limits, written into the checkpoint after it was measured."""
+    altered(checkpoint_folder(evidence) / "keepmtp.json", "recipe", "gates", "max_drop", value=0.9)
+    with pytest.raises(CheckpointError, match=r"keepmtp\.json: must be the file that was measured, [0-9a-f]{64}; got"):
+        verify(evidence)
+
+
+# --- altered by hand --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "whose"),
+    [
+        (("evaluation", "checkpoint", "scores", 0, "value"), 0.99, "as gsm8k.json has it, 0.88"),
+        (("evaluation", "paired", 1, "low"), 0.0, "as gsm8k.json has it"),
+        (("serve", "checkpoint", "runs", 1, "accepted_tokens"), 999, "as serve.json has it, 920"),
+        (("serve", "gates", 1, "says"), "All is well.", "as serve.json has it"),
+        (("facts", "num_bytes"), 7, "as check.json has it"),
+        (("sizes", 0, "num_bytes"), 1, "as check.json has it"),
+        (("judgement", "verdict"), "regression", "what the results come to, "),
+        (("judgement", "gates", "max_drop"), 0.9, "what the results come to, 0.2"),
+        (("verdict", "says"), "It is perfect.", "what the results come to"),
+        (("identity", "sha256"), "0" * 64, "what the results come to"),
+        (("made_at",), "2031-01-01 00:00:00 UTC", "what the results come to"),
+        (("absent", "dry"), "No need.", "what the results come to"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_a_number_altered_in_the_report_is_named(place, value, whose, evidence):
+    field = altered(evidence / JSON_FILE, *place, value=value)
+    says, cure = re.escape(f"report.json: {field}: must be {whose}"), re.escape(f"Run `keepmtp report {evidence}`")
+    with pytest.raises(CheckpointError, match=f"{says}.*; got .*{cure}"):
+        verify(evidence)
+
+
+@pytest.mark.parametrize("station", STATIONS)
+def test_a_result_altered_or_gone_or_new_is_refused(station, evidence):
+    path = file_of(evidence, station)
+    kept = path.read_text()
+    path.write_text(kept.replace('"vllm": "0.32.0"', '"vllm": "0.32.9"', 1))
+    with pytest.raises(CheckpointError, match=rf"{station}\.json: must be the file that report\.json was made from"):
+        verify(evidence)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=rf"{station}\.json: .*; got no such file"):
+        verify(evidence)
+    (refresh if station == "check" else again)(evidence)
+    path.write_text(kept)
+    with pytest.raises(CheckpointError, match=r"check\.json: must be the file" if station == "check" else
+                       rf"must be made from every result, {station}\.json too"):  # fmt: skip
+        verify(evidence)
+
+
+def test_answers_altered_in_their_file_are_refused(evidence):
+    path = evidence / "gsm8k.checkpoint.jsonl"
+    path.write_text(path.read_text().replace('"strict-match": false', '"strict-match": true', 1))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.jsonl: must be the answers that were counted, \w{64}; got"):
+        verify(evidence)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"checkpoint\.jsonl: .*; got no such file"):
+        verify(evidence)
+
+
+LINES: dict[str, tuple[str, str]] = {
+    "checkpoint.scores.0.value": ('"strict-match": false', '"strict-match": true'),
+    "checkpoint.scores.1.value": ('"flexible-extract": true', '"flexible-extract": false'),
+    "checkpoint.num_truncated": ('"finish_reason": "stop"', '"finish_reason": "length"'),
+    "checkpoint.num_tokens": ('"num_tokens": 130', '"num_tokens": 131'),
+    "checkpoint.accepted_tokens": ('"accepted_tokens": ', '"accepted_tokens": 1'),
+    "checkpoint.as_served": ('"as_served": "native"', '"as_served": "BF16 copy of the same weights"'),
+    "checkpoint.sha256": ('"checkpoint_sha256": "', '"checkpoint_sha256": "0'),
+    "checkpoint.protocol": ('"max_tokens": 1024', '"max_tokens": 512'),
+    "checkpoint.dataset_sha256": ('"dataset_sha256": "d', '"dataset_sha256": "e'),
+}
+
+
+@pytest.mark.parametrize("figure", LINES)
+def test_answers_that_do_not_give_the_score_are_refused(figure, evidence):
+    """Altered together with the hash in gsm8k.json, and the report made anew: the figure itself is computed again."""
+    path = evidence / "gsm8k.checkpoint.jsonl"
+    path.write_text(path.read_text().replace(*LINES[figure], 1))
+    altered(file_of(evidence, "gsm8k"), "data", "checkpoint", "samples_sha256", value=file_sha256(path))
+    again(evidence)
+    with pytest.raises(CheckpointError, match=re.escape(f"gsm8k.json: {figure}: must be what the answers give, ")):
+        verify(evidence)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("checkpoint", "scores", 0, "value"), 0.99), (("source", "scores", 1, "stderr"), 0.0),
+        (("paired", 0, "difference"), 0.5), (("paired", 1, "only_source"), 0), (("paired", 0, "high"), 1.0),
+        (("source", "drafts"), 1), (("checkpoint", "seconds"), 1.0), (("source", "num_questions"), 61),
+    ],
+)  # fmt: skip
+def test_a_figure_that_the_answers_do_not_give_is_refused(place, value, evidence):
+    """A better number in gsm8k.json and everything after it made to match."""
+    field = altered(file_of(evidence, "gsm8k"), "data", *place, value=value).removeprefix("data.")
+    again(evidence)
+    with pytest.raises(CheckpointError, match=re.escape(f"gsm8k.json: {field}: must be what the answers give, ")):
+        verify(evidence)
+
+
+def test_answers_lie_in_the_folder(evidence):
+    altered(file_of(evidence, "gsm8k"), "data", "checkpoint", "samples", value="../elsewhere.jsonl")
+    again(evidence)
+    with pytest.raises(CheckpointError, match=r"answers lie beside it; got \.\./elsewhere\.jsonl"):
+        verify(evidence)
+
+
+# --- killed -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_refresh_leaves_a_whole_report(evidence):
+    """Killed at three moments: what is read is always one whole report, and the next refresh is clean."""
+    code = (
+        "import sys; from pathlib import Path; from keepmtp.validate.report import refresh\n"
+        "while True: refresh(Path(sys.argv[1]))"
+    )
+    wanted = (evidence / JSON_FILE).read_bytes()
+    for moment in range(3):
+        (evidence / JSON_FILE).unlink()
+        with subprocess.Popen([sys.executable, "-c", code, str(evidence)]) as process:
+            seen = until(lambda: (evidence / JSON_FILE).is_file())
+            time.sleep(0.05 * moment)
+            os.kill(process.pid, signal.SIGKILL)
+        assert seen and (evidence / JSON_FILE).read_bytes() == wanted
+        assert verify(evidence).made_at == "2030-01-02 04:00:00 UTC"
+    refresh(evidence)
+    assert not list(evidence.glob("*.partial"))
+
+
+def until(happens: Callable[[], bool], *, seconds: float = 60) -> bool:
+    """Wait for something; False if it does not happen."""
+    deadline = time.monotonic() + seconds
+    while not happens():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

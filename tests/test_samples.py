@@ -1,0 +1,115 @@
+"""The file of answers: what goes on, what is set aside, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.protocol import Evaluation
+from keepmtp.validate.samples import Answer, Header, Samples, Sitting, open_samples, read_samples
+
+
+def header(**changed) -> Header:
+    return Header(**{
+        "role": "source", "protocol": Evaluation(), "dataset_sha256": "d", "num_questions": 3, "checkpoint_sha256": "c",
+        "vllm": "0.32.0", "device": "CPU", **changed,
+    })  # fmt: skip
+
+
+def answer(number: int, text: str = " it is 1\n#### 1") -> Answer:
+    return Answer(question=number, prompt_sha256="p", text=text, finish_reason="stop", num_tokens=4)
+
+
+def sitting(number: int, drafts: int, accepted: tuple[int, ...]) -> Sitting:
+    return Sitting(sitting=number, as_served="native", reason="", seconds=1.5, drafts=drafts, draft_tokens=2 * drafts,
+                   accepted_tokens=sum(accepted), accepted_per_position=accepted)  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "out" / "gsm8k.source.jsonl"
+
+
+def begun(path: Path, **changed) -> Samples:
+    samples, _ = open_samples(path, header(**changed))
+    for line in (answer(2), sitting(1, 5, (4, 1)), answer(0, "\u2028 odd \U0001f600 ends\x85"), sitting(1, 9, (8, 2))):
+        samples.add(line)
+    return samples
+
+
+def test_a_file_goes_on(path):
+    begun(path)
+    samples, aside = open_samples(path, header())
+    assert aside is None and samples.missing == (1,) and samples.answers[0].text == "\u2028 odd \U0001f600 ends\x85"
+    samples.add(answer(1))
+    samples.add(sitting(2, 1, (1,)))
+    assert not samples.missing and list(read_samples(path).answers) == [2, 0, 1]
+    drafts = read_samples(path).drafts
+    assert (drafts.drafts, drafts.draft_tokens, drafts.accepted_tokens) == (10, 20, 11)
+    assert drafts.accepted_per_position == (9, 2)
+
+
+def test_finished_it_is_in_order_and_changes_no_more(path):
+    samples = begun(path)
+    samples.add(answer(1))
+    right = {"strict-match": (True, False, True), "flexible-extract": (True, True, True)}
+    samples.finish(right)
+    before = path.read_bytes()
+    found = read_samples(path)
+    assert list(found.answers) == [0, 1, 2] and {name: found.correct(name) for name in right} == right
+    found.finish(right)
+    assert path.read_bytes() == before
+    kinds = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
+    assert kinds == ["samples", "question", "question", "question", "sitting"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"protocol": Evaluation(shots=5)}, {"protocol": Evaluation(limit=3)}, {"checkpoint_sha256": "e"},
+        {"vllm": "0.33.0"}, {"dataset_sha256": "e"}, {"device": "GPU"}, {"words": ("--tensor-parallel-size", "2")},
+        {"role": "checkpoint"},
+    ],
+)  # fmt: skip
+def test_answers_to_something_else_are_set_aside_and_taken_back(path, changed):
+    begun(path)
+    other, aside = open_samples(path, header(**changed))
+    assert not other.answers and aside is not None and aside.parent == path.parent and not path.exists()
+    other.add(answer(1))
+    mine, again = open_samples(path, header())
+    assert again is not None and again != aside and not aside.exists(), "taken back"
+    assert set(mine.answers) == {0, 2} and set(read_samples(again).answers) == {1}
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_line_that_a_crash_cut_is_asked_again(path, cut):
+    begun(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole.splitlines(keepends=True)[1][:cut])
+    with pytest.raises(CheckpointError, match="a part of a line"):
+        read_samples(path)
+    samples, _ = open_samples(path, header())
+    assert samples.missing == (1,) and path.read_bytes() == whole
+    path.write_bytes(whole[:cut])
+    assert open_samples(path, header())[0].missing == (0, 1, 2), "not even the first line"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (answer(0).model_dump_json(), "must answer one of 3 questions, each once; got question 0"),
+        (answer(3).model_dump_json(), "must answer one of 3 questions, each once; got question 3"),
+        ('{"question": 1}', "must be a line of answers (answer); got prompt_sha256: Field required"),
+        (answer(1).model_dump_json().replace('"stop"', '"abort"'), "finish_reason: Input should be 'stop' or 'length'"),
+        ('{"sitting": 0}', "must be a line of answers (sitting)"),
+        ("text", "must be a line of answers"),
+    ],
+)
+def test_a_line_that_is_none_is_named(path, line, says):
+    begun(path)
+    with open(path, "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(CheckpointError) as caught:
+        open_samples(path, header())
+    assert f"{path}:6: " in str(caught.value) and says in str(caught.value)
+    assert "Move the file away, and its questions are asked again." in str(caught.value)

@@ -1,0 +1,180 @@
+"""`keepmtp eval` with real vLLM servers on the CPU: a good checkpoint, a spoilt one, and a server that dies in between.
+
+A server takes 20 to 60 s to start, so five of them are all there are, and each later test takes from the first.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from keepmtp.quantize.run import plan_for, quantize
+from keepmtp.quantize.source import open_source
+from keepmtp.recipes.protocol import Evaluation
+from keepmtp.validate import gsm8k
+from keepmtp.validate.asking import Step
+from keepmtp.validate.harness import questions
+from keepmtp.validate.identity import identify
+from keepmtp.validate.measure import COPY
+from keepmtp.validate.report import verify
+from keepmtp.validate.samples import read_samples
+from keepmtp.validate.serve import Server, ServerFailed
+from keepmtp.validate.vllm_env import find_vllm
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+GLM = ROOT / "models" / "tiny-glm4-moe"
+NUM = 400
+NOISE = 1.0  # as a share of a scale, standard deviation
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def keepmtp_eval(made: Path) -> subprocess.CompletedProcess[str]:
+    """The recipe's own protocol."""
+    words = [KEEPMTP, "eval", str(made), "--timeout", "400", "--json"]
+    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    plan, text = plan_for("tiny-glm4-moe", source=str(GLM))
+    return quantize(plan, text, out=tmp_path_factory.mktemp("made") / "glm").out
+
+
+@pytest.fixture(scope="module")
+def found(made) -> dict:
+    """Source and checkpoint, by the command line."""
+    done = keepmtp_eval(made)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert '"role": "source", "doing": ""' in done.stderr and '"role": "checkpoint", "doing": ""' in done.stderr
+    return json.loads(done.stdout)
+
+
+def spoilt(made: Path, twin: Path) -> Path:
+    """The same checkpoint with noise in the scales of its routed experts: it loads, and it answers fluently."""
+    shutil.copytree(made, twin)
+    generator = torch.Generator().manual_seed(0)
+    for path in twin.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if ".experts." in name and name.endswith("weight_scale"):
+                noise = torch.randn(tensor.shape, generator=generator)
+                tensors[name] = (tensor.float() * (1 + NOISE * noise)).to(tensor.dtype)
+        save_file(tensors, path, metadata={"format": "pt"})
+    return twin
+
+
+def reasons(found: dict) -> dict[str, dict]:
+    return {reason["gate"]: reason for reason in found["judgement"]["reasons"]}
+
+
+def test_source_and_checkpoint_score_well_above_zero(made, found):
+    fact = found["evaluation"]
+    source, checkpoint = fact["source"], fact["checkpoint"]
+    for one in (source, checkpoint):
+        assert [score["filter"] for score in one["scores"]] == ["strict-match", "flexible-extract"]
+        assert all(0.85 < score["value"] < 1 and score["stderr"] > 0 for score in one["scores"])
+        assert one["num_questions"] == NUM and one["num_truncated"] == 0 and one["sittings"] == 1
+        assert len(one["accepted_per_position"]) == 3 and one["draft_tokens"] == 3 * one["drafts"] > 1000
+        assert one["accepted_tokens"] == sum(one["accepted_per_position"]) > 0.9 * one["draft_tokens"]
+        # Every token but each first one, and what a draft has beyond the end, is a target's or an accepted draft's.
+        assert one["num_tokens"] <= NUM + one["drafts"] + one["accepted_tokens"]
+    assert source["as_served"] == "native" and checkpoint["as_served"] == COPY and "W4A16" in checkpoint["reason"]
+    assert {pair["filter"] for pair in fact["paired"]} == {"strict-match", "flexible-extract"}
+    assert all(pair["low"] < pair["difference"] < pair["high"] for pair in fact["paired"])
+    protocol = Evaluation(dataset="models/held_out.jsonl", shots=0, max_tokens=96, k=3, concurrency=8)
+    assert fact["protocol"] == protocol.model_dump()
+    assert fact["environment"]["vllm"] == find_vllm().version and fact["environment"]["lm-eval"]
+    assert reasons(found)["acceptance"]["verdict"] == reasons(found)["gsm8k"]["verdict"] == "pass"
+    assert verify(made.with_name("glm.report")).evaluation is not None, "every figure follows from the answers"
+
+
+def test_the_same_again_starts_no_server(made, found):
+    logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
+    assert len(logs) == 2
+    done = keepmtp_eval(made)
+    assert json.loads(done.stdout)["evaluation"] == found["evaluation"], done.stderr
+    assert {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")} == logs
+
+
+def test_a_spoilt_twin_shows_a_drop(made, found, tmp_path):
+    """Judged against the source's answers, which are there already."""
+    twin = spoilt(made, tmp_path / "twin")
+    (tmp_path / "twin.report").mkdir()
+    shutil.copy(made.with_name("glm.report") / "gsm8k.source.jsonl", tmp_path / "twin.report")
+    done = keepmtp_eval(twin)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    assert told["evaluation"]["source"] == found["evaluation"]["source"]
+    assert not (tmp_path / "twin.report" / "logs" / "gsm8k.source.log").exists(), "not served again"
+    gate = reasons(told)["gsm8k"]
+    assert gate["verdict"] == told["judgement"]["verdict"] == "regression", gate
+    for pair in told["evaluation"]["paired"]:
+        assert pair["high"] < -0.02 and pair["only_source"] > pair["only_checkpoint"]
+
+
+def engines() -> list[int]:
+    """The engine processes of servers that this process has started: each leads a group of its own."""
+    groups = {int(one) for one in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()}
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"EngineCore" in (folder / "cmdline").read_bytes() and os.getpgid(int(folder.name)) in groups:
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it has ended since
+    return found
+
+
+def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, monkeypatch):
+    """Its engine is killed after some answers. Afterwards the answers are those of the run that nobody disturbed."""
+    asked = questions(Evaluation(**found["evaluation"]["protocol"]))
+    source = open_source(GLM)
+    model = gsm8k.Model(role="checkpoint", source=source, identity=identify(GLM))
+    setup = gsm8k.Setup(out=tmp_path, confidence=0.95, timeout=400)
+    prompts: list[str] = []
+    real = Server.answer
+
+    def answer(self, prompt, **settings):
+        reply = real(self, prompt, **settings)
+        prompts.append(prompt)
+        return reply
+
+    monkeypatch.setattr(Server, "answer", answer)
+
+    def kill(step: Step) -> None:
+        if not step.doing and step.done >= 50:
+            for process in engines():
+                os.kill(process, signal.SIGKILL)
+
+    with pytest.raises(ServerFailed) as caught:
+        gsm8k.evaluate(model, None, asked, vllm=find_vllm(), setup=setup, watch=kill)
+    samples = read_samples(tmp_path / "gsm8k.checkpoint.jsonl")
+    message = str(caught.value)
+    assert f" of {NUM} for the checkpoint; got " in message and f"only the {len(samples.missing)} that" in message
+    assert "Error" in message.partition("; got ")[2], "in vLLM's words"
+    assert 50 <= len(samples.answers) < NUM and samples.drafts.drafts >= 0
+
+    fact = gsm8k.evaluate(model, None, asked, vllm=find_vllm(), setup=setup)
+    assert sorted(prompts) == sorted(item.prompt for item in asked.items), "each was answered once"
+    undisturbed = found["evaluation"]["source"]
+    assert fact.checkpoint.sittings == 2 and fact.checkpoint.num_questions == NUM
+    assert [score.model_dump() for score in fact.checkpoint.scores] == undisturbed["scores"]
+    assert fact.checkpoint.num_tokens == undisturbed["num_tokens"]
+    assert fact.source is None and not fact.paired

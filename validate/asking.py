@@ -1,0 +1,144 @@
+"""Asks a server the questions of an evaluation that have no answer yet, several at once, and keeps every answer.
+
+In: a healthy `Server`, `Questions`, and the file that the answers go to. Out: the file, with all of them and a sitting.
+
+Easy to get wrong: a request that fails is no wrong answer. The first failure ends the sitting; what is in flight is
+waited for and kept, so that a question is asked again only if its answer never came.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ..recipes.protocol import Evaluation
+from .acceptance import AsServed, Drafts, Role
+from .harness import Question, Questions
+from .samples import Answer, Samples, Sitting
+from .serve import Reply, Server, ServerFailed
+
+COUNTERS_SECONDS = 2.0
+"""How often vLLM's counters are read while questions are asked: what a server that dies has counted since is lost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """How far one checkpoint is.
+
+    Attributes:
+        role: which one.
+        doing: what else than asking is going on; "" while questions are asked.
+        done, total: questions.
+        tokens_per_second: generated, of this sitting.
+        eta_seconds: at this sitting's rate; None where there is none yet.
+    """
+
+    role: Role
+    doing: str
+    done: int
+    total: int
+    tokens_per_second: float = 0.0
+    eta_seconds: float | None = None
+
+
+Watch = Callable[[Step], None]
+
+
+def request_seconds(protocol: Evaluation) -> float:
+    """How long one answer may take: ten minutes, and a second for each of its tokens."""
+    return 600.0 + protocol.max_tokens
+
+
+def ask(
+    server: Server, asked: Questions, samples: Samples, *, as_served: AsServed = "native", reason: str = "",
+    timeout: float | None = None, watch: Watch | None = None,
+) -> None:  # fmt: skip
+    """Ask what is missing in `samples`, and write down answers and vLLM's counters as they come.
+
+    Args:
+        server: fresh or not; only what it counts from here on is taken.
+        asked: all questions.
+        samples: of these questions.
+        as_served: whether `server` runs the checkpoint's own bytes, with `reason` where not.
+        timeout: seconds for one answer; default `request_seconds`.
+        watch: told after each answer.
+
+    Raises:
+        ServerFailed: a request failed, in the server's words, with the number of its question.
+    """
+    timeout = request_seconds(asked.protocol) if timeout is None else timeout
+    before, start = server.drafts(), time.monotonic()
+    number, num_known = len(samples.sittings) + 1, len(samples.answers)
+
+    def note(counters: Drafts) -> None:
+        drafts = counters.since(before)
+        samples.add(Sitting(
+            sitting=number, as_served=as_served, reason=reason, seconds=round(time.monotonic() - start, 3),
+            drafts=drafts.drafts, draft_tokens=drafts.draft_tokens, accepted_tokens=drafts.accepted_tokens,
+            accepted_per_position=drafts.accepted_per_position,
+        ))  # fmt: skip
+
+    num_tokens, read_at = 0, start
+    failed: tuple[Question, ServerFailed] | None = None
+    for item, reply in _replies(server, [asked.items[each] for each in samples.missing], asked.protocol, timeout):
+        if isinstance(reply, ServerFailed):
+            failed = failed or (item, reply)
+            continue
+        samples.add(Answer(
+            question=item.number, prompt_sha256=item.sha256, text=reply.text, finish_reason=reply.finish_reason,
+            num_tokens=reply.num_tokens,
+        ))  # fmt: skip
+        num_tokens += reply.num_tokens
+        if failed is None and time.monotonic() - read_at > COUNTERS_SECONDS:
+            note(server.drafts_now())
+            read_at = time.monotonic()
+        if watch is not None:
+            watch(_step(samples, num_tokens, len(samples.answers) - num_known, time.monotonic() - start))
+    if failed is None:
+        note(server.drafts())
+        return
+    with suppress(ServerFailed):  # it may be dead
+        note(server.drafts_now())
+    item, failure = failed
+    total = len(asked.items)
+    raise ServerFailed(
+        failure.words, failure.log, asked=f"question {item.number + 1} of {total} for the {samples.header.role}",
+        cure=f"nothing is lost: the same command asks only the {len(samples.missing)} that have no answer",
+    ) from failure  # fmt: skip
+
+
+def _replies(
+    server: Server, items: list[Question], protocol: Evaluation, timeout: float
+) -> Iterator[tuple[Question, Reply | ServerFailed]]:
+    """Answers and failures as they come; after the first failure nothing more is asked."""
+    failed = threading.Event()
+
+    def reply(item: Question) -> tuple[Question, Reply | ServerFailed] | None:
+        prompt = item.prompt if protocol.api == "completions" else item.messages
+        if failed.is_set():
+            return None
+        try:
+            return item, server.answer(
+                prompt, max_tokens=protocol.max_tokens, stop=item.stop, seed=protocol.seed, timeout=timeout
+            )
+        except ServerFailed as failure:
+            failed.set()
+            return item, failure
+
+    pool = ThreadPoolExecutor(protocol.concurrency)
+    try:
+        for future in as_completed([pool.submit(reply, item) for item in items]):
+            if (replied := future.result()) is not None:
+                yield replied
+    finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _step(samples: Samples, num_tokens: int, num_asked: int, seconds: float) -> Step:
+    total, done = samples.header.num_questions, len(samples.answers)
+    return Step(
+        role=samples.header.role, doing="", done=done, total=total, tokens_per_second=num_tokens / seconds,
+        eta_seconds=(total - done) * seconds / num_asked,
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""The model card of a checkpoint: `NAME.card` beside NAME, from its evidence and its own record, and from nothing else.
+
+In: a checkpoint folder with NAME.report. Out: a folder of what is uploaded beside the checkpoint's own files:
+
+    README.md                   front matter for the Hub, then `card_page.page`
+    acceptance.png, gsm8k.png   where there is something to draw
+    report.json, report.html    the whole evidence, with folders of this machine shortened to their last name
+    .eval_results/gsm8k.yaml    the score, where it is one that belongs on the benchmark's leaderboard
+
+Easy to get wrong: a number that is changed by hand after it was measured. A report that its result files do not bear
+out makes no card, and a card that differs from what its report makes is refused.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from itertools import zip_longest
+from pathlib import Path
+
+from ..quantize.extras import require_extra
+from ..quantize.source import Source, open_source
+from ..recipes.errors import CheckpointError, RecipeError, refuse
+from . import report as reports
+from .card_metadata import (
+    INHERITED,
+    README,
+    Metadata,
+    eval_results,
+    front_matter,
+    metadata_of,
+    off_leaderboard,
+    read_front_matter,
+)
+from .card_page import Told, page
+from .identity import Watch, identify
+from .origin import Record, choices, groups_of, read_record, recipe_text
+from .portable import portable, shortened
+from .report_schema import FullReport, Identity
+from .results import report_folder
+
+EVAL_RESULTS = ".eval_results/gsm8k.yaml"
+FILES = (README, "acceptance.png", "gsm8k.png", reports.JSON_FILE, "report.html", EVAL_RESULTS)
+"""Everything that a card folder may hold."""
+_SHOWN = 160
+
+
+def card_folder(checkpoint: Path) -> Path:
+    """Where a checkpoint's card lies: `NAME.card` beside NAME."""
+    whole = checkpoint.resolve()
+    return whole.with_name(f"{whole.name}.card")
+
+
+def build(
+    checkpoint: Path, *, source: Path | None = None, base_model: str | None = None, license_id: str | None = None,
+    out: Path | None = None, watch: Watch | None = None,
+) -> tuple[Path, FullReport]:  # fmt: skip
+    """Write a checkpoint's card, replacing an older one.
+
+    Args:
+        checkpoint: with its evidence beside it.
+        source: what it was made from, where that is here: its own card gives license, language and task.
+        base_model: Hub id; default the record's source, where that is on the Hub.
+        license_id: the license's name on the Hub; default the source's.
+        out: folder; default `card_folder`.
+        watch: a progress bar, where the checkpoint's bytes have to be read again.
+
+    Returns: the folder, and the report the card was made from.
+
+    Raises:
+        CheckpointError: no evidence, or evidence that does not bear out its report or is about other bytes.
+        RecipeError: the `report` extra is missing, or a choice that is none of the Hub's forms.
+    """
+    require_extra("keepmtp card", "report")
+    folder = out or card_folder(checkpoint)
+    for place in (folder, *_beside(folder)):
+        _refuse_strange(place)
+    told, opened = _verified(checkpoint, watch)
+    record = read_record(checkpoint)
+    given = {"base_model": base_model, "license": license_id}
+    theirs = read_front_matter(source) if source else {}
+    inherited = {key: theirs.get(key) for key in INHERITED}
+    metadata = metadata_of(record, opened, inherited, given, where=source / README if source else "keepmtp card")
+    _write(folder, _files(checkpoint, told, opened, record, metadata))
+    return folder, told
+
+
+def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
+    """The folder of a checkpoint's card, if it is what the evidence makes, file by file.
+
+    License, language, task and base model are taken as the card has them: they are claims, not measurements.
+
+    Raises:
+        CheckpointError: no card, or a file of it that differs; names the first line that does.
+    """
+    require_extra("keepmtp card", "report")
+    folder = out or card_folder(checkpoint)
+    cure = f"Run `keepmtp card {checkpoint}` again"
+    if not (folder / README).is_file():
+        raise CheckpointError(refuse(folder, "must hold the checkpoint's card", f"no {README}", cure))
+    told, opened = _verified(checkpoint)
+    record = read_record(checkpoint)
+    metadata = metadata_of(record, opened, read_front_matter(folder), {}, where=folder / README)
+    wanted = _files(checkpoint, told, opened, record, metadata)
+    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in found or name not in wanted:
+            got = "no such file" if name not in found else "a file that the report does not make"
+            raise CheckpointError(refuse(folder / name, "a card holds what its report makes", got, cure))
+        if (got := found[name].read_bytes()) != wanted[name]:
+            raise CheckpointError(_difference(folder / name, got, wanted[name], cure))
+    return folder
+
+
+def _verified(checkpoint: Path, watch: Watch | None = None) -> tuple[FullReport, Source]:
+    """The report, if its results bear it out and the checkpoint still is those bytes; paths shortened."""
+    if not (checkpoint / "config.json").is_file():
+        raise CheckpointError(refuse(checkpoint, "a card is made of a checkpoint's folder", "no config.json",
+                                     "Check PATH"))  # fmt: skip
+    evidence = report_folder(checkpoint)
+    if not (evidence / reports.JSON_FILE).is_file():
+        raise CheckpointError(refuse(evidence, "a card is made from the checkpoint's report", f"no {reports.JSON_FILE}",
+                                     f"Run `keepmtp check {checkpoint} --record`"))  # fmt: skip
+    told = reports.verify(evidence)
+    if told.identity is not None:
+        _refuse_other_bytes(checkpoint, told.identity, identify(checkpoint, cache=evidence, watch=watch))
+    return portable(told), open_source(checkpoint)
+
+
+def _refuse_other_bytes(checkpoint: Path, told: Identity, found: Identity) -> None:
+    if told.sha256 != found.sha256:
+        names = sorted(told.files.keys() | found.files.keys())
+        wrong = next(name for name in names if told.files.get(name) != found.files.get(name))
+        raise CheckpointError(refuse(checkpoint, "must be the bytes that its report is about", f"another {wrong}",
+                                     f"Restore it, or run `keepmtp check {checkpoint} --record` and what else is to be "
+                                     "on the card"))  # fmt: skip
+
+
+def _files(
+    checkpoint: Path, report: FullReport, opened: Source, record: Record, metadata: Metadata
+) -> dict[str, bytes]:  # fmt: skip
+    """Name -> bytes of everything in a card folder."""
+    from . import report_html, report_plots
+
+    plots = {"acceptance.png": report_plots.acceptance_png(report), "gsm8k.png": report_plots.gsm8k_png(report)}
+    drawn = {name: drawing for name, drawing in plots.items() if drawing}
+    told = Told(
+        name=checkpoint.resolve().name, report=report, record=record, recipe=recipe_text(checkpoint),
+        choices=choices(checkpoint, record), groups=groups_of(opened, record), base_model=metadata.base_model,
+        license=metadata.license_name or metadata.license, plots=frozenset(drawn),
+        off_leaderboard=off_leaderboard(report.evaluation) if report.evaluation else "",
+    )  # fmt: skip
+    text = json.dumps(report.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=False) + "\n"
+    files = {
+        README: f"---\n{front_matter(told, metadata)}\n---\n\n{shortened(page(told))}".encode(),
+        reports.JSON_FILE: text.encode(), report_html.HTML_FILE: report_html.render(report).encode(), **drawn,
+    }  # fmt: skip
+    if scores := eval_results(report):
+        files[EVAL_RESULTS] = scores.encode()
+    return files
+
+
+def _difference(path: Path, got: bytes, wanted: bytes, cure: str) -> str:
+    """A refusal that names the first line that differs, or the file where it has no lines."""
+    if path.suffix == ".png":
+        return refuse(path, "must be the drawing that the report makes", "another", cure)
+    lines = zip_longest(got.decode(errors="replace").split("\n"), wanted.decode().split("\n"), fillvalue="nothing")
+    number, (told, right) = next((number, pair) for number, pair in enumerate(lines, start=1) if pair[0] != pair[1])
+    at = next((at for at, (one, other) in enumerate(zip_longest(told, right)) if one != other), 0)
+    start = max(0, at - _SHOWN // 2)
+    told, right = (f"{'...' * bool(start)}{line[start : start + _SHOWN]}" for line in (told, right))
+    return refuse(f"{path}: line {number}", f"must be as the report makes it, {right!r}", repr(told), cure)
+
+
+def _refuse_strange(folder: Path) -> None:
+    """A folder with anything but a card in it is somebody's, and is not replaced."""
+    strange = [path for path in folder.rglob("*") if not path.is_dir()
+               and path.relative_to(folder).as_posix() not in FILES]  # fmt: skip
+    if strange or (folder.exists() and not folder.is_dir()):
+        got = strange[0] if strange else "a file"
+        raise RecipeError(refuse(folder, "must be a card's folder, or not there", got,
+                                 "Choose another --out, or move it away"))  # fmt: skip
+
+
+def _beside(folder: Path) -> tuple[Path, Path]:
+    """The unfinished card, and the one that it replaces."""
+    return folder.with_name(f"{folder.name}.partial"), folder.with_name(f"{folder.name}.old")
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a folder so that a reader sees the old card or the new one, never a mixture."""
+    partial, old = _beside(folder)
+    for left in (partial, old):
+        if left.exists():
+            shutil.rmtree(left)
+    for name, content in files.items():
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        with open(partial / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(partial, folder)
+    if old.exists():
+        shutil.rmtree(old)

@@ -1,0 +1,96 @@
+"""The limitations in a model card: what a reader could take for proven and is not.
+
+In: a report, and the checkpoint's own record. Out: sentences.
+
+Easy to get wrong: what nobody remembers to write. So they follow from what was measured and from what was not: a BF16
+copy, a CPU, kernels that were not judged, parts of the report that are absent.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from .acceptance import FEW_DRAFTS
+from .origin import Record
+from .report_schema import CalibrationFact, EvaluatedFact, EvaluationFact, FullReport, ServedFact
+
+_MAX_NAMED = 5
+
+
+def limitations(report: FullReport, record: Record, off_leaderboard: str) -> Iterator[str]:
+    """A sentence or two for each, the gravest first; `off_leaderboard` as in `card_page.Told`."""
+    for reason in report.judgement.reasons if report.judgement else ():
+        if reason.verdict == "infeasible":
+            yield f"The gate of {reason.gate} is undecided; it says above why."
+    yield from _served(report)
+    if report.evaluation:
+        yield from _evaluated(report.evaluation, off_leaderboard)
+    yield from _kernels(report)
+    yield from _drafts(report)
+    if report.calibration:
+        yield from _calibrated(report.calibration)
+    warned = [fact for fact in report.findings if fact.severity == "warning"]
+    yield from (f"The check warns of {fact.where}: {fact.says}" for fact in warned[:_MAX_NAMED])
+    if len(warned) > _MAX_NAMED:
+        yield f"The check has {len(warned) - _MAX_NAMED:,} further warnings; `report.json` lists them."
+    if record.source.revision == "local":
+        yield "The source was a local folder, identified by no more than its files' names and sizes in `keepmtp.json`."
+    yield from (sentence for part, sentence in report.absent.items() if part != "calibration")
+    yield f"Nothing here was tried with another vLLM than {report.vllm}."
+
+
+def _served(report: FullReport) -> Iterator[str]:
+    models: list[ServedFact | EvaluatedFact] = list(report.serve.served if report.serve else ())
+    models += report.evaluation.evaluated if report.evaluation else ()
+    copies = {(model.role, model.as_served, model.reason.rstrip(".")): None for model in models
+              if model.as_served != "native"}  # fmt: skip
+    for role, as_served, reason in copies:
+        why = f": {reason}" if reason else ""
+        yield (f"Scores and acceptance of the {role} were measured on a {as_served}{why}. What packed kernels and "
+               "quantized activations change is not in these numbers.")  # fmt: skip
+    parts = (report.serve, report.evaluation)
+    for device in dict.fromkeys(part.environment.get("device", "") for part in parts if part):
+        if device.startswith("CPU"):
+            yield f"No GPU was used ({device}): speed-ups measured there are not those of a GPU."
+
+
+def _evaluated(evaluation: EvaluationFact, off_leaderboard: str) -> Iterator[str]:
+    if off_leaderboard:
+        yield off_leaderboard
+    if evaluation.source is None:
+        yield "The source was not evaluated, so what quantization cost is not known."
+    for model in evaluation.evaluated:
+        if model.num_truncated:
+            yield (f"{model.num_truncated:,} of the {model.role}'s {model.num_questions:,} answers were cut at "
+                   f"{evaluation.protocol.max_tokens:,} tokens; they count as they stand.")  # fmt: skip
+
+
+def _kernels(report: FullReport) -> Iterator[str]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for load in report.dry:
+        for use in (*load.target.kernels, *load.draft.kernels):
+            name = use.kernel.partition(" ")[0]
+            if name and use.outcome.startswith("not judged") and load.gpu not in found[name]:
+                found[name].append(load.gpu)
+    if named := ", ".join(f"`{name}` on {' and '.join(gpus)}" for name, gpus in found.items() if gpus):
+        yield f"Not judged, because a dry load has no values: how vLLM prepares weights for {named}."
+    if report.dry:
+        yield "A dry load tells that every tensor finds its place, not that a kernel computes rightly."
+
+
+def _drafts(report: FullReport) -> Iterator[str]:
+    counts = [run.draft_tokens for model in report.serve.served for run in model.drafting] if report.serve else []
+    counts += [model.draft_tokens for model in report.evaluation.evaluated] if report.evaluation else []
+    few = min((count for count in counts if count), default=FEW_DRAFTS)
+    if few < FEW_DRAFTS:
+        yield f"An acceptance rate rests on no more than {few:,} drafted tokens: a few more or less would move it."
+
+
+def _calibrated(calibration: CalibrationFact) -> Iterator[str]:
+    never = calibration.coverage.never_routed
+    if never:
+        more = f" and {len(never) - _MAX_NAMED:,} more" if len(never) > _MAX_NAMED else ""
+        named = ", ".join(f"`{name}`" for name in never[:_MAX_NAMED])
+        yield (f"The router sent no token of the calibration data to {len(never):,} expert modules ({named}{more}), so "
+               "data decided nothing there.")  # fmt: skip
+    if calibration.unmeasured:
+        yield f"Calibration could not measure acceptance: {calibration.unmeasured}"

@@ -1,0 +1,166 @@
+"""A card's front matter and its entry on a leaderboard: what the Hub reads.
+
+In: a report, the checkpoint's record, the source's card if it is here, and what the command line says. Out: YAML,
+through huggingface_hub's own types.
+
+Easy to get wrong: a score of other questions, of the first fifty, or of a copy's answers looks just like one of the
+benchmark. It is told in the card, and is no entry of the leaderboard.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
+from ..quantize.source import Source
+from ..recipes.errors import CheckpointError, RecipeError, refuse
+from .card_page import Told, percent
+from .origin import Record
+from .report_schema import EvaluationFact, FullReport
+
+README = "README.md"
+INHERITED = ("license", "license_name", "license_link", "pipeline_tag", "language")
+"""What a checkpoint's card takes over from its source's. The source's own base model is not this checkpoint's."""
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+# The Hub's own forms; https://huggingface.co/docs/hub/model-cards#model-card-metadata.
+_WORD = re.compile(r"[\w.+-]{1,64}", re.ASCII)
+_TEXT = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
+_FORMS: Mapping[str, re.Pattern[str]] = {
+    "base_model": HUB_ID, "license": _WORD, "license_name": _TEXT, "license_link": _TEXT, "pipeline_tag": _WORD,
+    "language": _WORD,
+}  # fmt: skip
+_CURES = {"base_model": "Choose with --base-model ORG/NAME", "license": "Choose with --license, like apache-2.0"}
+# Benchmarks of the Hub (https://huggingface.co/docs/hub/eval-results): repository, task in its eval.yaml, questions.
+_BENCHMARKS = {"gsm8k": ("openai/gsm8k", "gsm8k", 1319)}
+_SHA = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metadata:
+    """What the front matter says that no measurement tells; "" or () where it is not known."""
+
+    base_model: str = ""
+    license: str = ""
+    license_name: str = ""
+    license_link: str = ""
+    pipeline_tag: str = ""
+    language: tuple[str, ...] = ()
+
+
+def read_front_matter(folder: Path) -> dict[str, Any]:
+    """The front matter of a folder's README.md; {} where there is none.
+
+    Raises:
+        CheckpointError: it is not a YAML mapping.
+    """
+    path = folder / README
+    if not path.is_file():
+        return {}
+    try:
+        block = REGEX_YAML_BLOCK.search(path.read_text(encoding="utf-8"))
+        told = yaml.safe_load(block[2]) if block else {}
+        if told is None or isinstance(told, dict):
+            return told or {}
+        got = f"a {type(told).__name__}"
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        got = " ".join(str(error).split())
+    raise CheckpointError(refuse(path, "front matter must be a YAML mapping", got, "Mend or remove it"))
+
+
+def metadata_of(
+    record: Record, opened: Source, front: Mapping[str, Any], given: Mapping[str, str | None], *, where: object
+) -> Metadata:  # fmt: skip
+    """What the command line says, else the front matter of a card, else what record and config.json tell.
+
+    Raises:
+        RecipeError: a value that is none of the Hub's forms.
+    """
+    found = dict(front) | {key: value for key, value in given.items() if value is not None}
+    if given.get("license") is not None:
+        found |= {"license_name": None, "license_link": None}
+    found["base_model"] = found.get("base_model") or _hub_id(record)
+    found["pipeline_tag"] = found.get("pipeline_tag") or (
+        "image-text-to-text" if "vision_config" in opened.config else "text-generation"
+    )
+    for key, form in _FORMS.items():
+        for value in _listed(found.get(key)):
+            if not form.fullmatch(value):
+                place = f"{where}: {key}" if given.get(key) is None else f"--{key.replace('_', '-')}"
+                cure = _CURES.get(key, "Mend the card")
+                raise RecipeError(refuse(place, "must have the Hub's form", repr(value), cure))
+    words = {key: next(iter(_listed(found.get(key))), "") for key in _FORMS if key != "language"}
+    return Metadata(**words, language=tuple(_listed(found.get("language"))))
+
+
+def front_matter(told: Told, metadata: Metadata) -> str:
+    """The card's YAML for the Hub, without its fences."""
+    schemes = [name.lower() for name in told.schemes]
+    roots = [re.sub(r"(?<=fp4)a(8|16)$|_(dynamic|block)$", "", name) for name in schemes]
+    has_experts = any(group.modules == "experts" for group in told.groups)
+    relation: dict[str, Any] = {"base_model_relation": "quantized"} if metadata.base_model else {}
+    data = ModelCardData(
+        base_model=metadata.base_model or None, license=metadata.license or None,
+        license_name=metadata.license_name or None, license_link=metadata.license_link or None,
+        language=list(metadata.language) or None, library_name="vllm", pipeline_tag=metadata.pipeline_tag,
+        tags=[told.report.facts.dialect, *roots, *(name.replace("_", "-") for name in schemes), "mtp",
+              "speculative-decoding", "vllm", *(["moe"] if has_experts else []), "keepmtp"],
+        **relation,
+    )  # fmt: skip
+    return data.to_yaml()
+
+
+def off_leaderboard(evaluation: EvaluationFact) -> str:
+    """Why a score is no entry of its benchmark's leaderboard, in a sentence; "" where it is one."""
+    protocol, never = evaluation.protocol, "The score is not on the benchmark's leaderboard"
+    if protocol.dataset:
+        return (f"The questions are from a file of {protocol.task}'s form, `{protocol.dataset}`, not its own: the "
+                "score compares with the source's beside it and with no other, and is on no leaderboard.")  # fmt: skip
+    if protocol.task not in _BENCHMARKS:
+        return f"{never}: keepmtp does not know {protocol.task} as a benchmark of the Hub."
+    asked, total = evaluation.checkpoint.num_questions, _BENCHMARKS[protocol.task][2]
+    if asked != total:
+        return f"{never}: {asked:,} questions were asked, and it has {total:,}."
+    if evaluation.checkpoint.as_served != "native":
+        return f"{never}: a {evaluation.checkpoint.as_served} answered, not these bytes."
+    return ""
+
+
+def eval_results(report: FullReport) -> str | None:
+    """`.eval_results/gsm8k.yaml`: the score of the filter that the gates judge, in percent; None where there is none.
+
+    Source: huggingface_hub 1.33 _eval_results.py; one variant a file, and how it was measured in `notes`.
+    """
+    evaluation = report.evaluation
+    if evaluation is None or off_leaderboard(evaluation):
+        return None
+    protocol = evaluation.protocol
+    dataset, task, _ = _BENCHMARKS[protocol.task]
+    name = report.judgement.gates.filter if report.judgement else evaluation.checkpoint.scores[0].filter
+    score, revision = evaluation.checkpoint.score(name), protocol.dataset_revision or ""
+    entry = EvalResultEntry(
+        dataset_id=dataset, task_id=task, value=round(100 * score.value, 2), date=report.made_at[:10],
+        dataset_revision=revision if _SHA.fullmatch(revision) else None,
+        notes=f"{name}, {protocol.shots}-shot, {protocol.api}, max_tokens {protocol.max_tokens}, "
+              f"standard error {percent(score.stderr)}, lm-evaluation-harness, vLLM {report.vllm} with method=mtp "
+              f"k={protocol.k}",
+    )  # fmt: skip
+    return yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _hub_id(record: Record) -> str:
+    """What the checkpoint was made from, where that has a place on the Hub."""
+    if record.source.revision != "local" and HUB_ID.fullmatch(record.source.name):
+        return record.source.name
+    is_there = record.recipe.revision != "local" and HUB_ID.fullmatch(record.recipe.source)
+    return record.recipe.source if is_there else ""
+
+
+def _listed(value: Any) -> list[str]:
+    """A value of a front matter as a list of words; YAML reads Norwegian, unquoted, as false."""
+    values = value if isinstance(value, (list, tuple)) else [] if value in (None, "") else [value]
+    return ["no" if each is False else str(each) for each in values]

@@ -1,0 +1,218 @@
+"""README.md below its front matter: what a model card says, from report.json, keepmtp.json and recipe.yaml alone.
+
+In: a `Told`. Out: Markdown. Needs the `report` extra (jinja2). Sentences are in templates/card.md.j2, here are the rows
+of its tables.
+
+Easy to get wrong: a number that is not in the report, or computed from numbers in it, has no place in a card.
+"""
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..recipes.protocol import Evaluation
+from ..recipes.schemes import SCHEMES
+from . import hardware
+from .acceptance import AsServed
+from .card_limits import limitations
+from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
+from .origin import Group, Record
+from .report_schema import DryLoad, EvaluatedFact, FullReport, GroupSize, LoadedModel, RunFact
+
+MAX_PROMPTS = 12
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Everything a card is made from.
+
+    Attributes:
+        name: of the checkpoint's folder.
+        report: with paths of the machine already shortened.
+        record, recipe: keepmtp.json and recipe.yaml.
+        choices: words for the command line that made the recorded recipe of recipe.yaml; None where none do.
+        groups: what lies in the checkpoint.
+        base_model: Hub id; "" where there is none.
+        license: its name on the Hub; "" where it is not known.
+        plots: files of drawings that lie beside the card.
+        off_leaderboard: why the score is no entry of the benchmark's leaderboard; "" where it is one.
+    """
+
+    name: str
+    report: FullReport
+    record: Record
+    recipe: str
+    choices: tuple[str, ...] | None
+    groups: tuple[Group, ...]
+    base_model: str
+    license: str
+    plots: frozenset[str]
+    off_leaderboard: str
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """Of the tensors on disk, in the order of the table of schemes."""
+        return self._schemes({"backbone", "mtp"})
+
+    @property
+    def mtp_schemes(self) -> tuple[str, ...]:
+        """Of the MTP block."""
+        return self._schemes({"mtp"})
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafted tokens a step to serve with: as evaluated, else as fast as it was measured, else one an MTP layer."""
+        if self.report.evaluation:
+            return self.report.evaluation.protocol.k
+        runs = self.report.serve.checkpoint.drafting if self.report.serve else ()
+        fastest = max(runs, key=lambda run: run.speed_up or 0.0, default=None)
+        return fastest.k if fastest else max(1, self.report.facts.num_mtp_layers)
+
+    def _schemes(self, parts: set[str]) -> tuple[str, ...]:
+        used = {scheme for group in self.groups if group.part in parts for scheme in group.schemes}
+        return (*(name for name in SCHEMES if name in used), *sorted(used - SCHEMES.keys()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A row of the acceptance table: one model under one way of asking."""
+
+    asked: str
+    model: str
+    k: int
+    concurrency: int
+    as_served: AsServed
+    counted: EvaluatedFact | RunFact
+    speed_up: float | None
+
+
+def page(told: Told) -> str:
+    """The card's text. Equal values give equal bytes."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, finalize=finalize,
+        autoescape=False,  # noqa: S701  `finalize` escapes, for Markdown
+    )  # fmt: skip
+    environment.filters |= {
+        "code": code, "ticked": ticked, "quoted": quoted, "fenced": fenced, "percent": percent, "points": points,
+        "size": size, "count": count, "codes": codes, "figure": figure, "bare": bare, "task_name": task_name,
+    }  # fmt: skip
+    report = told.report
+    return environment.get_template("card.md.j2").render(
+        told=told, report=report, record=told.record, groups=list(_group_rows(told)),
+        loads=list(_load_rows(report.dry)), hardware=hardware.where_they_run(told.schemes),
+        read_from=hardware.READ_FROM, max_prompts=MAX_PROMPTS, accepted=list(accepted_rows(report)),
+        commands=list(_commands(told)), address=shlex.quote(f"ORG/{told.name}"),
+        limitations=list(limitations(report, told.record, told.off_leaderboard)),
+    )  # fmt: skip
+
+
+def accepted_rows(report: FullReport) -> Iterator[Accepted]:
+    """GSM8K's run first, then serve-check's, source before checkpoint."""
+    evaluation, serve = report.evaluation, report.serve
+    for model in evaluation.evaluated if evaluation else ():
+        if evaluation and model.draft_tokens:
+            protocol = evaluation.protocol
+            asked = f"{task_name(protocol)}, {count(model.num_questions)} questions"
+            yield Accepted(asked=asked, model=model.role, k=protocol.k, concurrency=protocol.concurrency,
+                           as_served=model.as_served, counted=model, speed_up=None)  # fmt: skip
+    for model in serve.served if serve else ():
+        for run in model.drafting:
+            if serve and run.draft_tokens:
+                asked = f"serve-check, {count(len(serve.prompts))} prompts"
+                yield Accepted(asked=asked, model=model.role, k=run.k, concurrency=1,
+                               as_served=model.as_served, counted=run, speed_up=run.speed_up)  # fmt: skip
+
+
+def task_name(protocol: Evaluation) -> str:
+    """The task, or only its form where the questions are somebody's own."""
+    return f"{protocol.task} form" if protocol.dataset else protocol.task
+
+
+def percent(share: float | None, digits: int = 2) -> Md:
+    """A share of one."""
+    return Md("-" if share is None else f"{100 * share:.{digits}f} %")
+
+
+def points(share: float) -> Md:
+    """A difference of two shares, in percentage points."""
+    return Md(f"{100 * share:+.2f}")
+
+
+def count(number: int) -> Md:
+    """A whole number."""
+    return Md(f"{number:,}")
+
+
+def figure(value: float | None) -> Md:
+    """A ratio or a perplexity."""
+    return Md("-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.4g}")
+
+
+def size(num_bytes: int | None) -> Md:
+    """Bytes for people, in the unit that leaves two to four digits."""
+    if num_bytes is None:
+        return Md("-")
+    for unit, divisor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= divisor:
+            return Md(f"{num_bytes / divisor:,.1f} {unit}")
+    return Md(f"{num_bytes} bytes")
+
+
+def codes(words: Iterable[str]) -> Md:
+    """Names, each as code."""
+    return Md(", ".join(code(word) for word in words))
+
+
+def _group_rows(told: Told) -> Iterator[tuple[Group, GroupSize | None, str]]:
+    """Each group with its bytes and why it is stored as it is."""
+    sizes: Mapping[tuple[str, str], GroupSize] = {(row.part, row.group): row for row in told.report.sizes}
+    for group in told.groups:
+        says = list(group.reasons)
+        if group.decision:
+            says.insert(0, f"recipe: {group.decision}")
+        yield group, sizes.get((group.part, group.modules)), "; ".join(says)
+
+
+def _load_rows(loads: Iterable[DryLoad]) -> Iterator[tuple[str, str, str, str, str, str]]:
+    """(GPU, TP sizes, k, verdict, target's kernels, draft's kernels), TP sizes of one outcome together."""
+    found: dict[tuple[str, str, str, str, str], list[str]] = defaultdict(list)
+    for load in loads:
+        word = "loads" if load.ok else "fails"
+        found[load.gpu, str(load.k), word, _kernels(load.target), _kernels(load.draft)].append(str(load.tp))
+    for (gpu, k, word, target, draft), tps in found.items():
+        yield gpu, ", ".join(tps), k, word, target, draft
+
+
+def _kernels(model: LoadedModel) -> str:
+    """Layers by kernel; a question mark where its preparation needs values, which a dry load has not."""
+    counts: dict[str, int] = defaultdict(int)
+    for use in model.kernels:
+        if use.kernel:
+            mark = "" if use.outcome == "ok" else " (refused)" if use.outcome.startswith("refused") else " (?)"
+            counts[use.kernel.partition(" ")[0] + mark] += use.count
+    return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or "-"
+
+
+def _commands(told: Told) -> Iterator[str]:
+    """What repeats the run, with what it measured."""
+    report, out = told.report, shlex.quote(told.name)
+    extras = "calibrate,evaluate" if report.calibration else "quantize,evaluate"
+    source = shlex.quote(told.base_model or told.record.source.name)
+    yield f"pip install 'keepmtp[{extras}]=={told.record.keepmtp}'"
+    words = shlex.join(told.choices or ())
+    yield f"keepmtp quantize recipe.yaml --source {source} {words}{' ' * bool(words)}--out {out}"
+    pretended = "".join(f" --gpu {gpu}" for gpu in dict.fromkeys(load.gpu for load in report.dry))
+    sizes = "".join(f" --tp {tp}" for tp in dict.fromkeys(load.tp for load in report.dry))
+    yield f"keepmtp check {out} --record{pretended}{sizes}"
+    if report.serve:
+        most = max((run.k for run in report.serve.checkpoint.runs), default=1)
+        yield f"keepmtp serve-check {out} --source {source} -k {max(1, most)}"
+    if report.evaluation:
+        yield f"keepmtp eval {out} --source {source}"
+    yield f"keepmtp card {out}"

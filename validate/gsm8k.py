@@ -1,0 +1,198 @@
+"""GSM8K through real servers: source and checkpoint, each with method=mtp, asked the same questions the same way.
+
+In: two local checkpoints, a protocol and a `VLLM`. Out: an `EvaluationFact`, and the answers beside it, a line each.
+
+Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes. Answers carry all of that
+in their file's first line; a run goes on with those that have exactly its own, and a model whose answers are complete
+is not served again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..quantize.source import Source, small_file
+from ..recipes.errors import RecipeError, refuse
+from ..recipes.families import find_family
+from ..recipes.protocol import Evaluation
+from .acceptance import AsServed, Role
+from .asking import Step, Watch, ask
+from .decompress import why_no_kernel
+from .harness import VERSIONS, Questions, scores
+from .identity import file_sha256
+from .measure import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
+from .paired import paired
+from .report_schema import EvaluatedFact, EvaluationFact, Identity
+from .samples import Header, Samples, open_samples
+from .serve import TIMEOUT_SECONDS, ServerFailed, serving
+from .vllm_env import VLLM
+
+_TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
+# What a chat template adds to a message, and to a conversation (system prompts of releases), in tokens, at most.
+_TURN_TOKENS, _CHAT_TOKENS = 64, 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How to serve, and where to write.
+
+    Attributes:
+        out: evidence folder.
+        confidence: of the interval around the paired difference.
+        extra: further words for `vllm serve`.
+        timeout: seconds to a healthy server.
+        set_aside: called with a file of older answers to something else, which has been renamed.
+    """
+
+    out: Path
+    confidence: float
+    port: int | None = None
+    timeout: float = TIMEOUT_SECONDS
+    extra: tuple[str, ...] = ()
+    set_aside: Callable[[Path], None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """One checkpoint: its role, its files on this machine, and their identity."""
+
+    role: Role
+    source: Source
+    identity: Identity
+
+
+def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -> None:
+    """Refuse before anything is read at length or started.
+
+    Raises:
+        RecipeError: no MTP block that drafts k tokens, or messages without a template to put them in.
+    """
+    view = find_family(source.config, source.where).view(source.config)
+    num_layers = view.num_mtp_layers
+    if not num_layers:
+        raise RecipeError(refuse(source.where, "must have an MTP block to draft with", "none", "Name another"))
+    if protocol.k not in ks_up_to(protocol.k, num_layers):
+        rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
+        raise RecipeError(refuse("evaluation.k", rule, protocol.k, f"Use -k {num_layers}"))
+    has_template = bool({"chat_template.jinja", "chat_template.json"} & set(source.companions))
+    tokenizer = small_file(source, "tokenizer_config.json")
+    has_template |= tokenizer is not None and '"chat_template"' in tokenizer.read_text(encoding="utf-8")
+    told = any(word.partition("=")[0] in _TEMPLATE_WORDS for word in extra)
+    if protocol.api == "chat" and not (has_template or told):
+        rule, cure = "needs a chat template for evaluation.api chat", "Use --api completions or -- --chat-template FILE"
+        raise RecipeError(refuse(source.where, rule, "none beside the weights", cure))
+
+
+def evaluate(
+    checkpoint: Model, source: Model | None, asked: Questions, *, vllm: VLLM, setup: Setup, watch: Watch | None = None
+) -> EvaluationFact:
+    """Ask the source, then the checkpoint, what has no answer yet, and let lm-eval score all answers.
+
+    Args:
+        checkpoint: what is judged.
+        source: what it was made from; None leaves the difference unknown.
+        asked: from `harness.questions`.
+        vllm: where vLLM lives.
+        setup: how to serve, and where to write.
+        watch: told about progress.
+
+    Raises:
+        ServerFailed: a server did not come up, died, refused a request, or was silent.
+        VLLMError: the port is taken, or no room for a BF16 copy.
+        CheckpointError: answers that cannot be read, or weights that cannot be copied.
+    """
+    models = [model for model in (source, checkpoint) if model is not None]
+    answered = [_answered(model, asked, vllm, setup, watch) for model in models]
+    facts = [_fact(model, samples, asked) for model, samples in zip(models, answered, strict=True)]
+    filters = [score.filter for score in facts[-1].scores]
+    pairs = [paired(name, *(samples.correct(name) for samples in answered), confidence=setup.confidence)
+             for name in filters if source is not None]  # fmt: skip
+    return EvaluationFact(
+        protocol=asked.protocol, dataset_sha256=asked.dataset_sha256, source=facts[0] if source is not None else None,
+        checkpoint=facts[-1], paired=tuple(pairs),
+        environment={
+            **VERSIONS, "vllm": vllm.version, "torch": vllm.torch, "transformers": vllm.transformers,
+            "compressed_tensors": vllm.compressed_tensors, "build": vllm.build, "device": vllm.device,
+            "words": " ".join(setup.extra),
+        },
+    )  # fmt: skip
+
+
+def _answered(model: Model, asked: Questions, vllm: VLLM, setup: Setup, watch: Watch | None) -> Samples:
+    """All answers of one model; it is served only if one is missing."""
+    header = Header(
+        role=model.role, protocol=asked.protocol, dataset_sha256=asked.dataset_sha256, num_questions=len(asked.items),
+        checkpoint_sha256=model.identity.sha256, vllm=vllm.version, device=vllm.device, words=setup.extra,
+    )  # fmt: skip
+    samples, aside = open_samples(setup.out / f"gsm8k.{model.role}.jsonl", header)
+    if aside is not None and setup.set_aside is not None:
+        setup.set_aside(aside)
+    if samples.missing:
+        _serve_and_ask(model, asked, samples, vllm, setup, watch)
+    return samples
+
+
+def _serve_and_ask(
+    model: Model, asked: Questions, samples: Samples, vllm: VLLM, setup: Setup, watch: Watch | None
+) -> None:
+    """As it is, or as a BF16 copy where this CPU has no kernel for it."""
+
+    def sit(folder: Path, as_served: AsServed, reason: str) -> None:
+        log = (setup.out / "logs" / f"gsm8k.{model.role}.log").absolute()
+        with serving(
+            vllm, folder, k=asked.protocol.k, log=log, is_tracked=False, max_model_len=_room(asked, model.source),
+            max_num_seqs=asked.protocol.concurrency, port=setup.port, timeout=setup.timeout, extra=setup.extra,
+            watch=tell,
+        ) as server:  # fmt: skip
+            ask(server, asked, samples, as_served=as_served, reason=reason, watch=watch)
+
+    def tell(words: str) -> None:
+        if watch is not None:
+            words = words.removeprefix(f"{model.role}: ")
+            watch(Step(role=model.role, doing=words, done=len(samples.answers), total=len(asked.items)))
+
+    assert model.source.folder is not None, "download() first"
+    reason = why_no_kernel(model.source, vllm)
+    if not reason:
+        try:
+            return sit(model.source.folder.absolute(), "native", "")
+        except ServerFailed as failure:
+            reason = lack_of_kernel(vllm, failure.words)
+            if not reason:
+                raise
+    with bf16_copy(model.source, model.role, out=setup.out, watch=tell) as copy:
+        sit(copy, COPY, f"{reason}; {UNTRIED}")
+
+
+def _fact(model: Model, samples: Samples, asked: Questions) -> EvaluatedFact:
+    """One model's part, once all is answered; finishes the file."""
+    answers = samples.answers
+    found, correct = scores(asked, {number: answer.text for number, answer in answers.items()})
+    samples.finish(correct)
+    last = samples.sittings[max(samples.sittings)]
+    drafts = samples.drafts
+    return EvaluatedFact(
+        role=model.role, path=model.source.where, sha256=model.identity.sha256, as_served=last.as_served,
+        reason=last.reason, scores=found, num_questions=len(answers),
+        num_truncated=sum(answer.finish_reason == "length" for answer in answers.values()),
+        num_tokens=sum(answer.num_tokens for answer in answers.values()),
+        seconds=sum(sitting.seconds for sitting in samples.sittings.values()), drafts=drafts.drafts,
+        draft_tokens=drafts.draft_tokens, accepted_tokens=drafts.accepted_tokens,
+        accepted_per_position=drafts.accepted_per_position, sittings=len(samples.sittings), samples=samples.path.name,
+        samples_sha256=file_sha256(samples.path),
+    )  # fmt: skip
+
+
+def _room(asked: Questions, source: Source) -> int:
+    """Tokens of the longest prompt and its answer, at most: a token has at least one byte."""
+    if asked.protocol.api == "chat":
+        longest = max(
+            _CHAT_TOKENS + sum(len(turn["content"].encode()) + _TURN_TOKENS for turn in item.messages)
+            for item in asked.items
+        )
+    else:
+        longest = max(len(item.prompt.encode()) for item in asked.items)
+    config = source.config.get("text_config") or source.config
+    most = config.get("max_position_embeddings")
+    room = longest + asked.protocol.max_tokens + 16
+    return min(room, most) if isinstance(most, int) else room

@@ -1,0 +1,66 @@
+"""Where vLLM runs each scheme, for people who have a GPU and want to know before they download.
+
+In: names of schemes. Out: for each the compute capabilities on which vLLM 0.32.0 has kernels of its own for it, and
+what it does elsewhere.
+
+Easy to get wrong: that a checkpoint loads says little of the GPU. vLLM serves 4-bit and 8-bit floats on older ones too,
+by unpacking the weights inside the kernel and leaving activations at 16 bits: right answers, other speed, and not the
+numerics that NVFP4 or FP8 activations have.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+READ_FROM = "0.32.0"
+"""The vLLM release whose source this table was read from; older ones were not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Where one scheme runs.
+
+    Attributes:
+        native: compute capabilities whose kernels take weights and activations as the scheme means them.
+        elsewhere: what vLLM does on other GPUs; "" where it has nothing.
+        source: files of vLLM below vllm/model_executor that decide.
+    """
+
+    native: str
+    elsewhere: str = ""
+    source: str
+
+
+# Weight-only kernels take sm75 as well, where vLLM has no BF16 (platforms/cuda.py supported_dtypes).
+_MARLIN = "sm80 and newer: weights unpacked in the kernel, activations 16-bit (Marlin)"
+_FP8 = Hardware(
+    native="sm89 and newer", elsewhere=_MARLIN.replace("sm80 and newer", "sm80 and sm86"),
+    source="layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py, "
+           "compressed_tensors_w8a16_fp8.py, layers/fused_moe/oracle/fp8.py",
+)  # fmt: skip
+_NVFP4 = "kernels/linear/nvfp4/*.py, layers/fused_moe/oracle/nvfp4.py"
+_MXFP4 = "kernels/linear/mxfp4/*.py, layers/fused_moe/oracle/mxfp4.py"
+_INT = "kernels/linear/mixed_precision/*.py, layers/fused_moe/oracle/int_wna16.py"
+
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({
+    "NVFP4": Hardware(native="sm100, sm103, sm120 and sm121 (Blackwell)", elsewhere=_MARLIN, source=_NVFP4),
+    "NVFP4A16": Hardware(native="sm80 and newer", source=_NVFP4),
+    "MXFP4": Hardware(native="sm100 and newer (Blackwell)", elsewhere=_MARLIN, source=_MXFP4),
+    "MXFP4A8": Hardware(native="sm100 and newer (Blackwell)", elsewhere=_MARLIN, source=_MXFP4),
+    "MXFP4A16": Hardware(native="sm80 and newer; on sm100 and newer vLLM rounds activations to 4 bits",
+                         source=_MXFP4),
+    "FP8": _FP8,
+    "FP8_DYNAMIC": _FP8,
+    "FP8_BLOCK": _FP8,
+    "W4A16": Hardware(native="sm80 and newer; CPUs with AVX-512 for all but experts", source=_INT),
+    "W8A16": Hardware(native="sm80 and newer", source=_INT),
+    "W8A8": Hardware(native="sm75 to sm90; CPUs",
+                     source="kernels/linear/scaled_mm/*.py, layers/fused_moe/oracle/int8.py"),
+})  # fmt: skip
+"""Scheme -> where it runs. What each of them does on sm90, sm100 and sm120 was also seen in dry loads."""
+
+
+def where_they_run(schemes: Iterable[str]) -> tuple[tuple[str, Hardware], ...]:
+    """The rows of `HARDWARE` for these schemes, in its order; words that are no scheme are left out."""
+    wanted = set(schemes)
+    return tuple((name, row) for name, row in HARDWARE.items() if name in wanted)

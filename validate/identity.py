@@ -1,0 +1,208 @@
+"""Exactly which bytes a checkpoint is: SHA-256 of every file of its folder, and one number over all of them.
+
+In: a checkpoint folder. Out: an `Identity` (report_schema.py). What is measured is measured on one identity; results of
+different ones never meet in a report, and only files of the report's identity are uploaded.
+
+Easy to get wrong: hashes are remembered by size and time of change, so that 700 GB is read once. A file that changed
+just before it was read may change again without its time showing it, and is not remembered.
+"""
+
+import hashlib
+import json
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..recipes.errors import CheckpointError, refuse
+from .report_schema import FileFact, Identity
+from .results import write_whole
+
+Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Given the bytes to read, a context whose value is told about bytes read, from any thread."""
+
+CACHE = ".hashes.json"
+_BLOCK_BYTES = 1 << 20
+# Times of change are as coarse as the file system's clock: 2 s on FAT, a second on some network file systems.
+_SETTLED_NS = 3_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    """A file as it was found: `name` relative to the checkpoint, `path` on this machine."""
+
+    name: str
+    path: Path
+    num_bytes: int
+    mtime_ns: int
+
+
+class _Known(BaseModel):
+    """A hash in the cache, and the file's state when it was read."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_bytes: int
+    mtime_ns: int
+    sha256: str
+
+
+class _Cache(BaseModel):
+    """The cache file; `files` by absolute path, so that source and checkpoint may share one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: int
+    files: Mapping[str, _Known]
+
+
+def identify(
+    folder: Path, *, cache: Path | None = None, fresh: bool = False, threads: int | None = None,
+    watch: Watch | None = None,
+) -> Identity:  # fmt: skip
+    """The bytes of one checkpoint.
+
+    Every regular file counts, and links by what they lead to. Hidden files and folders and `*.partial` do not: they are
+    the tools', not the checkpoint's.
+
+    Args:
+        folder: with config.json.
+        cache: evidence folder whose `.hashes.json` remembers hashes; made if need be. None: nothing is remembered.
+        fresh: read every byte again, and remember that.
+        threads: files read side by side; default one a core.
+        watch: a progress bar; opened only if there is something to read.
+
+    Raises:
+        CheckpointError: no config.json, a link to nowhere or to a folder, or a file that changes while it is read.
+    """
+    settled = time.time_ns() - _SETTLED_NS
+    files = list(_files(folder))
+    known = {} if cache is None else _read_cache(cache / CACHE)
+    seen = {} if fresh else known
+    hashes = {file.name: entry.sha256 for file in files
+              if (entry := seen.get(_key(file))) and _is_same(entry, file)}  # fmt: skip
+    unread = [file for file in files if file.name not in hashes]
+    if unread:
+        hashes |= _read_all(unread, threads or os.cpu_count() or 1, watch)
+        if cache is not None:
+            found = {
+                _key(file): _Known(num_bytes=file.num_bytes, mtime_ns=file.mtime_ns, sha256=hashes[file.name])
+                for file in unread if file.mtime_ns < settled
+            }  # fmt: skip
+            kept = {key: entry for key, entry in known.items() if key not in {_key(file) for file in unread}}
+            _write_cache(cache / CACHE, kept | found)
+    return identity_of({file.name: FileFact(num_bytes=file.num_bytes, sha256=hashes[file.name]) for file in files})
+
+
+def identity_of(files: Mapping[str, FileFact]) -> Identity:
+    """The identity of files whose hashes are known, for instance a Hub's."""
+    ordered = dict(sorted(files.items()))
+    lines = "".join(f"{fact.sha256} {fact.num_bytes} {name}\n" for name, fact in ordered.items())
+    return Identity(sha256=hashlib.sha256(lines.encode()).hexdigest(), files=ordered)
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of one file, as 64 hexadecimal digits."""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(folder: Path) -> Iterator[_File]:
+    """Regular files by name, hidden ones left out."""
+    cure = "Name the folder of a checkpoint"
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(refuse(folder, "must hold a checkpoint", "no config.json", cure))
+    for root, folders, names in os.walk(folder, onerror=_raise):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in folders:
+            if (path := Path(root, name)).is_symlink():
+                raise CheckpointError(refuse(path, "must be a file or a folder of its own", "a link to a folder",
+                                             "Replace the link by what it leads to"))  # fmt: skip
+        for name in names:
+            if not name.startswith(".") and not name.endswith(".partial"):
+                yield _file(folder, Path(root, name))
+
+
+def _file(folder: Path, path: Path) -> _File:
+    try:
+        state = path.stat()
+    except FileNotFoundError as error:
+        raise CheckpointError(refuse(path, "must be a file", "a link to nowhere", "Restore or delete it")) from error
+    if not stat.S_ISREG(state.st_mode):
+        raise CheckpointError(refuse(path, "must be a regular file", "something else", "Move it away"))
+    name = path.relative_to(folder).as_posix()
+    if "\n" in name:
+        raise CheckpointError(refuse(repr(name), "a file's name must be one line", "a line break", "Rename it"))
+    return _File(name=name, path=path, num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+
+
+def _raise(error: OSError) -> None:
+    raise CheckpointError(refuse(error.filename, "must be readable", error.strerror, "Check its permissions"))
+
+
+def _key(file: _File) -> str:
+    return os.path.abspath(file.path)
+
+
+def _is_same(entry: _Known, file: _File) -> bool:
+    return (entry.num_bytes, entry.mtime_ns) == (file.num_bytes, file.mtime_ns)
+
+
+def _read_all(files: list[_File], threads: int, watch: Watch | None) -> dict[str, str]:
+    """Hash by name. The largest files come first, so that no thread is left with one at the end."""
+    ordered = sorted(files, key=lambda file: -file.num_bytes)
+    total = sum(file.num_bytes for file in files)
+    stop = threading.Event()
+    with (nullcontext(_ignore) if watch is None else watch(total)) as told, ThreadPoolExecutor(threads) as pool:
+        try:
+            sums = list(pool.map(lambda file: _read(file, told, stop), ordered))
+        finally:  # an error or Ctrl-C does not wait for terabytes
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    return {file.name: digest for file, digest in zip(ordered, sums, strict=True)}
+
+
+def _read(file: _File, told: Callable[[int], None], stop: threading.Event) -> str:
+    # Not hashlib.file_digest: a shard of 5 GB would be one step of the bar. Updates release the GIL likewise.
+    digest, block = hashlib.sha256(), bytearray(_BLOCK_BYTES)
+    view, done = memoryview(block), 0
+    try:
+        with open(file.path, "rb", buffering=0) as raw:
+            # One that grows as fast as it is read would never end.
+            while (count := raw.readinto(block)) and done <= file.num_bytes and not stop.is_set():
+                digest.update(view[:count])
+                told(count)
+                done += count
+            state = os.fstat(raw.fileno())
+    except OSError as error:
+        got = error.strerror or repr(error)
+        raise CheckpointError(refuse(file.path, "must be readable", got, "Check it")) from error
+    if (state.st_size, state.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
+        raise CheckpointError(refuse(file.path, "must not change while it is read", "another size or time",
+                                     "Wait until it is written, and run this again"))  # fmt: skip
+    return digest.hexdigest()
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+def _read_cache(path: Path) -> Mapping[str, _Known]:
+    """What is remembered; a cache that cannot be read remembers nothing, and is written anew."""
+    try:
+        cache = _Cache.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return {}
+    return cache.files if cache.version == 1 else {}
+
+
+def _write_cache(path: Path, files: Mapping[str, _Known]) -> None:
+    told = {"version": 1, "files": {key: entry.model_dump() for key, entry in sorted(files.items())}}
+    write_whole(path, json.dumps(told, indent=2) + "\n")

@@ -1,0 +1,81 @@
+"""Text for a model card: Markdown that says what it was given, whatever that is.
+
+In: strings of strangers' checkpoints, servers and recipes. Out: `Md`, Markdown in which they are text or code, never
+markup: no heading, link, image, HTML or table cell that the card's author did not write.
+
+Easy to get wrong: a template that forgets to escape. Here everything it prints is escaped unless it is `Md` already.
+"""
+
+import json
+import re
+from typing import Any
+
+# An underscore between letters is one: `eh_proj`.
+_MARKUP = re.compile(r"([\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
+# What makes a block where a line begins with it: list, heading, underline of a heading.
+_BLOCK = re.compile(r"^(\d{1,9}(?=[.)](?:\s|$))|(?=[-+](?:\s|$)|#|[-=]{2}))(.)")
+_ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
+
+
+class Md(str):
+    """Markdown that is printed as it is."""
+
+    __slots__ = ()
+
+
+def finalize(value: Any) -> Md:
+    """What a template prints for a value."""
+    return value if isinstance(value, Md) else escaped(str(value))
+
+
+def escaped(text: str) -> Md:
+    """Text on one line that reads as it is written, in a paragraph, a list or a table."""
+    words = _MARKUP.sub(r"\\\1", _line(text).translate(_ENTITIES))
+    return Md(_BLOCK.sub(lambda found: f"{found[1]}\\{found[2]}", words))
+
+
+def code(text: str) -> Md:
+    """Text on one line as code; a bar is escaped as tables want it."""
+    line = _line(text).replace("|", "\\|")
+    if not line:
+        return Md("")
+    fence = "`" * (max((len(run) for run in re.findall("`+", line)), default=0) + 1)
+    pad = " " if line.startswith("`") or line.endswith("`") else ""
+    return Md(f"{fence}{pad}{line}{pad}{fence}")
+
+
+def ticked(words: str) -> Md:
+    """A sentence in which what stands between backticks is code."""
+    parts = words.split("`")
+    if len(parts) % 2 == 0:
+        return escaped(words)
+    spaced = [(code(part) if spot % 2 else _inner(part)) for spot, part in enumerate(parts)]
+    return Md("".join(spaced))
+
+
+def quoted(text: str) -> Md:
+    """Text of a model or for one, as code with its line ends and quotes visible."""
+    return code(json.dumps(text, ensure_ascii=False))
+
+
+def fenced(text: str, language: str) -> Md:
+    """A block of code, verbatim but for marks that cannot be seen."""
+    text = "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
+    fence = "`" * max(3, max((len(run) for run in re.findall("`+", text)), default=0) + 1)
+    return Md(f"{fence}{language}\n{text.rstrip()}\n{fence}")
+
+
+def bare(text: str) -> Md:
+    """Text on one line as it is, for a line of a code block that begins with something else."""
+    return Md(_line(text))
+
+
+def _inner(part: str) -> str:
+    """A part of a sentence, with the spaces at its ends."""
+    before, after = part[: len(part) - len(part.lstrip())], part[len(part.rstrip()):] if part.strip() else ""
+    return f"{' ' * bool(before)}{escaped(part)}{' ' * bool(after)}"
+
+
+def _line(text: str) -> str:
+    """One line without control characters, marks that turn its direction, or halves of surrogate pairs."""
+    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())

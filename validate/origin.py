@@ -1,0 +1,213 @@
+"""What made a checkpoint, and what lies in it: keepmtp.json, recipe.yaml, and every module group by stored form.
+
+In: the folder of a checkpoint that keepmtp wrote. Out: a `Record`, the words that repeat the run, and a row for each
+module group, read from the headers and not from what the recipe wished for.
+
+Easy to get wrong: the recipe that was run is the one in keepmtp.json. recipe.yaml is the file it came from, before
+`--scheme`, `--mtp` and what `mtp: auto` chose.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..quantize.source import Source
+from ..recipes.errors import CheckpointError, RecipeError, refuse
+from ..recipes.families import find_family
+from ..recipes.schema import AUTO, Recipe, read_recipe
+from ..recipes.schemes import SCHEMES
+from .evidence import Evidence
+
+RECORD = "keepmtp.json"
+RECIPE = "recipe.yaml"
+# What judges a checkpoint, and what a policy chosen by measurement replaces: neither tells which words were typed.
+_NOT_OF_THE_BYTES = frozenset({"evaluation", "gates"})
+_CHOSEN = frozenset({"mtp", "mtp_auto", "calibration"})
+
+
+class _Told(BaseModel):
+    """A part of keepmtp.json; what is of no use here is passed over."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class SourceTold(_Told):
+    """What a checkpoint was made from: a Hub id and its commit, or a folder's name and "local"."""
+
+    name: str
+    revision: str
+    files: Mapping[str, int]
+
+
+class RecipeTold(_Told):
+    """The recipe as it was run; `whole` is all of it."""
+
+    model: str
+    variant: str
+    summary: str
+    source: str
+    revision: str
+    backbone: Mapping[str, str]
+    mtp: str | Mapping[str, str]
+    whole: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """`<model>.<variant>`."""
+        return f"{self.model}.{self.variant}"
+
+
+class BytesTold(_Told):
+    """Of all tensors."""
+
+    before: int
+    after: int
+
+
+class Record(_Told):
+    """keepmtp.json: what made a checkpoint, with which versions."""
+
+    keepmtp: str
+    recipe: RecipeTold
+    source: SourceTold
+    tensors: Mapping[str, int]
+    bytes: BytesTold
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Modules of one kind.
+
+    Attributes:
+        part: backbone or mtp.
+        modules: their group in the recipe's words.
+        schemes: of their weights; none where all are plain.
+        plain: dtypes of the weights, biases and states that are not quantized.
+        decision: the recipe's word for the group; "" where it has none.
+        reasons: of the family table, for what no recipe quantizes.
+    """
+
+    part: str
+    modules: str
+    schemes: tuple[str, ...]
+    plain: tuple[str, ...]
+    decision: str
+    reasons: tuple[str, ...]
+
+
+def read_record(folder: Path) -> Record:
+    """A checkpoint's keepmtp.json.
+
+    Raises:
+        CheckpointError: there is none, or not one that this keepmtp can read.
+    """
+    path = folder / RECORD
+    rule, cure = "must be keepmtp's own record", "Quantize with `keepmtp quantize`, which writes it"
+    try:
+        told = json.loads(path.read_bytes())
+        return Record.model_validate(told | {"recipe": told["recipe"] | {"whole": told["recipe"]}})
+    except OSError as error:
+        got = error.strerror or repr(error)
+    except ValidationError as error:
+        first = error.errors()[0]
+        got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        got = repr(error)
+    raise CheckpointError(refuse(path, rule, got, cure))
+
+
+def recipe_text(folder: Path) -> str:
+    """A checkpoint's recipe.yaml, as it is.
+
+    Raises:
+        CheckpointError: there is none, or it is not text.
+    """
+    path = folder / RECIPE
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(refuse(path, "a checkpoint of keepmtp's holds its recipe", str(error),
+                                     "Restore the file, or quantize again")) from error  # fmt: skip
+
+
+def choices(folder: Path, record: Record) -> tuple[str, ...] | None:
+    """The `--scheme` and `--mtp` that make the recorded recipe of recipe.yaml; None where no such words do."""
+    try:
+        recipe = read_recipe(folder / RECIPE)
+    except RecipeError:
+        return None
+    made = record.recipe
+    schemes = [None, *sorted(set(made.backbone.values()) & SCHEMES.keys())]
+    policies = [None, made.mtp, AUTO] if isinstance(made.mtp, str) else [None, AUTO]
+    for scheme in schemes:
+        for mtp in policies:
+            if _makes(recipe, scheme, mtp, made.whole):
+                words = (("--scheme", scheme), ("--mtp", mtp))
+                return tuple(word for name, value in words if value for word in (name, value))
+    return None
+
+
+def groups_of(checkpoint: Source, record: Record) -> tuple[Group, ...]:
+    """Every module group of a checkpoint, backbone first, quantized ones before the others.
+
+    Raises:
+        RecipeError: no family table for its model type.
+    """
+    view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
+    found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
+    for key, *stored in _stored(Evidence(source=checkpoint, view=view), record):
+        found[key].append((stored[0], stored[1], stored[2]))
+    rows = [
+        Group(
+            part=part, modules=modules, schemes=_unique(scheme for scheme, _, _ in stored),
+            plain=_unique(dtype for _, dtype, _ in stored), reasons=_unique(reason for _, _, reason in stored),
+            decision=_decision(record, part, modules),
+        )
+        for (part, modules), stored in found.items()
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=lambda row: (row.part, not row.schemes, row.modules)))
+
+
+def _stored(evidence: Evidence, record: Record) -> Iterator[tuple[tuple[str, str], str, str, str]]:
+    """((part, group), scheme or "", dtype or "" where it has a scheme, why it is kept): each weight and parameter."""
+    mtp = record.recipe.mtp
+    words = {*record.recipe.backbone.values(), *([mtp] if isinstance(mtp, str) else mtp.values())}
+    # One layout serves three schemes, which differ in what vLLM does with activations.
+    mx = next((word for word in ("MXFP4", "MXFP4A16") if word in words), "MXFP4A8")
+    for module, weight in evidence.weights.items():
+        place = evidence.placed.get(module)
+        key = ("backbone", "unknown") if place is None else (place.part, place.role)
+        scheme = mx if weight.form == "mxfp4" else weight.scheme or ("" if weight.form == "plain" else weight.form)
+        yield key, scheme, "" if scheme else weight.weight.dtype, place.row.why_kept if place and not scheme else ""
+    for entry in evidence.others:
+        place = evidence.placed.get(entry.name)
+        key = ("backbone", "unknown") if place is None else (place.part, place.role)
+        bias = "a bias, not a matrix" if place and place.leaf == "bias" else ""
+        yield key, "", entry.dtype, (place.row.why_kept or bias) if place else ""
+
+
+def _decision(record: Record, part: str, modules: str) -> str:
+    policy = record.recipe.backbone if part == "backbone" else record.recipe.mtp
+    if isinstance(policy, str):
+        return policy if modules in record.recipe.backbone else ""
+    return policy.get(modules, "")
+
+
+def _makes(recipe: Recipe, scheme: str | None, mtp: str | None, wanted: Mapping[str, Any]) -> bool:
+    try:
+        made = recipe.with_choices(scheme=scheme, mtp=mtp) if scheme or mtp else recipe
+    except RecipeError:
+        return False
+    passed_over = _NOT_OF_THE_BYTES | (_CHOSEN if made.mtp == AUTO else frozenset())
+    told = made.model_dump(mode="json", exclude=set(passed_over))
+    return all(wanted.get(key) == value for key, value in told.items())
+
+
+def _unique(words: Iterator[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(filter(None, words))))

@@ -1,0 +1,128 @@
+"""What `keepmtp publish` may send: exactly the files that a green report and its card are about, or a refusal.
+
+In: a checkpoint folder with its evidence (NAME.report) and card (NAME.card). Out: a `Parcel`: name in the repository ->
+file here, bytes, hash.
+
+Easy to get wrong: the list is made from the report, never from what happens to lie in a folder, and a file's time of
+change proves nothing: every byte is read again before it is sent.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..recipes.errors import CheckpointError, GateError, refuse
+from . import card, report
+from .identity import Watch, file_sha256, identify
+from .report_schema import FullReport, Identity
+from .results import report_folder
+
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFile:
+    """A file to send; `name` is its path in the repository, `path` on this machine."""
+
+    name: str
+    path: Path
+    num_bytes: int
+    sha256: str
+
+    def git_hash(self) -> str:
+        """What git calls these bytes, which is all that the Hub tells of a small file."""
+        digest = hashlib.sha1(b"blob %d\0" % self.num_bytes, usedforsecurity=False)
+        with open(self.path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """What may be sent: these files and no other."""
+
+    folder: Path
+    report: FullReport
+    files: Mapping[str, LocalFile]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return total_bytes(self.files.values())
+
+
+def prepare(folder: Path, *, fresh: bool = True, watch: Watch | None = None) -> Parcel:
+    """What would be sent, or why nothing will be.
+
+    Args:
+        folder: the checkpoint.
+        fresh: read every byte again; else files with known size and time of change are taken to be what they were.
+        watch: a progress bar for that.
+
+    Raises:
+        CheckpointError: no checkpoint, report or card; one of them altered; or bytes that the report is not about.
+        GateError: the report is red, or does not tell.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(refuse(folder, "what is published is a checkpoint", "no config.json", "Check PATH"))
+    evidence = report_folder(folder)
+    if not (evidence / report.JSON_FILE).is_file():
+        raise CheckpointError(refuse(evidence, "must hold the checkpoint's report", f"no {report.JSON_FILE}",
+                                     f"Run `keepmtp check {folder} --record`, serve-check, eval and card"))  # fmt: skip
+    told = report.verify(evidence)
+    _refuse_red(told, evidence)
+    if told.identity is None:
+        raise CheckpointError(refuse(evidence / report.JSON_FILE, "must say which bytes it is about", "no identity",
+                                     f"Run `keepmtp check {folder} --record`"))  # fmt: skip
+    _refuse_other_bytes(folder, told.identity, identify(folder, cache=evidence, fresh=fresh, watch=watch))
+    files = {name: LocalFile(name=name, path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
+             for name, fact in told.identity.files.items()}  # fmt: skip
+    for local in _card_files(folder):
+        if local.name in files:
+            raise CheckpointError(refuse(folder / local.name, "the card has a file of this name", "one of the "
+                                         "checkpoint's", "Move it away and check again"))  # fmt: skip
+        files[local.name] = local
+    return Parcel(folder=folder, report=told, files=dict(sorted(files.items())))
+
+
+def total_bytes(files: Iterable[LocalFile]) -> int:
+    """Of these files."""
+    return sum(local.num_bytes for local in files)
+
+
+def listed(words: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(words) - _MAX_NAMED} more" if len(words) > _MAX_NAMED else ""
+    return ", ".join(words[:_MAX_NAMED]) + more
+
+
+def _refuse_red(told: FullReport, evidence: Path) -> None:
+    where, cure = evidence / report.JSON_FILE, f"Run `keepmtp gate {evidence.with_suffix('')}` for the whole story"
+    rule = "only a checkpoint that passes is published"
+    if told.judgement is None:
+        raise GateError(refuse(where, rule, "no judgement", cure))
+    if told.judgement.verdict != "pass":
+        why = next(reason.says for reason in told.judgement.reasons if reason.verdict == told.judgement.verdict)
+        raise GateError(refuse(where, rule, f"{told.judgement.verdict} ({why.rstrip('.')})", cure))
+    if not told.verdict.ok:
+        raise GateError(refuse(where, rule, f"{told.verdict.label.lower()} ({told.verdict.says.rstrip('.')})", cure))
+
+
+def _refuse_other_bytes(folder: Path, told: Identity, found: Identity) -> None:
+    if told.sha256 == found.sha256:
+        return
+    wrong = [f"{name} is {'not there' if name not in found.files else 'another'}" for name, fact in told.files.items()
+             if found.files.get(name) != fact]  # fmt: skip
+    wrong += [f"{name} is new" for name in found.files if name not in told.files]
+    cure = "Restore them, or measure these: `keepmtp check --record`, `serve-check`, `eval` and `card`"
+    raise CheckpointError(refuse(folder, "must be the bytes that its report is about", listed(wrong), cure))
+
+
+def _card_files(folder: Path) -> Iterator[LocalFile]:
+    place = card.verify(folder)
+    for path in sorted(place.rglob("*")):
+        if path.is_file():
+            name = path.relative_to(place).as_posix()
+            yield LocalFile(name=name, path=path, num_bytes=path.stat().st_size, sha256=file_sha256(path))

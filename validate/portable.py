@@ -1,0 +1,55 @@
+"""A report for other people: what it says of folders of this machine, shortened to their last name.
+
+In: a `FullReport`, or any text. Out: the same without a path that begins at the root. Numbers and everything that a
+model wrote or was asked stay as they are.
+
+Easy to get wrong: a name with a space in it. Folders that the report itself names as paths are removed first, as they
+are; the rest is told from text by its slashes.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from .report_schema import FullReport
+
+# Not behind a letter, which is a relative path, nor behind a slash or colon, which is an address; not a server's /v1/.
+_PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`,;:()<>|])")
+_PATH_FIELDS = frozenset({"path", "log", "samples"})
+# Text of a model, or for one.
+_TEXT_FIELDS = frozenset({"prompts", "outputs"})
+
+
+def portable(report: FullReport) -> FullReport:
+    """The report without this machine's folders; equal reports give equal ones."""
+    told = report.model_dump(mode="json", by_alias=True)
+    folders = {f"{PurePosixPath(path).parent}/" for path in _paths(told) if path.startswith("/")} - {"//"}
+    return FullReport.model_validate(_walk(told, sorted(folders, key=lambda folder: (-len(folder), folder))))
+
+
+def shortened(text: str, folders: Sequence[str] = ()) -> str:
+    """Text whose absolute paths are their last name; `folders`, with a slash at their ends, are removed first."""
+    for folder in folders:
+        text = text.replace(folder, "")
+    return _PATH.sub("", text)
+
+
+def _paths(value: Any, field: str = "") -> Iterator[str]:
+    """Every value of a field that is a path."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _paths(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _paths(inner, field)
+    elif field in _PATH_FIELDS and isinstance(value, str):
+        yield value
+
+
+def _walk(value: Any, folders: Sequence[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: inner if key in _TEXT_FIELDS else _walk(inner, folders) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_walk(inner, folders) for inner in value]
+    return shortened(value, folders) if isinstance(value, str) else value

@@ -1,0 +1,187 @@
+"""The result files of one checkpoint: what each station measured, with the bytes it measured it on.
+
+In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json` and `gsm8k.json` in the evidence
+folder, `NAME.report` beside the checkpoint NAME; read back by `report.py`, which makes report.json of them.
+
+    station, schema                 check, serve or gsm8k; 1
+    keepmtp, vllm, made_at          what measured, and when (UTC)
+    checkpoint                      `Identity`: the bytes, file by file
+    data                            `CheckData`, `Serve` or `EvaluationFact`
+
+Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The identity is taken before
+the measurement and stands in the file, not beside it.
+"""
+
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .. import __version__
+from ..recipes.errors import CheckpointError, refuse
+from .report_schema import (
+    CalibrationFact,
+    CheckpointFacts,
+    DryLoad,
+    EvaluationFact,
+    FindingFact,
+    GroupSize,
+    Identity,
+    Serve,
+)
+
+Station = Literal["check", "serve", "gsm8k"]
+STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k")
+COMMANDS: Mapping[Station, str] = {
+    "check": "keepmtp check {} --record", "serve": "keepmtp serve-check {}", "gsm8k": "keepmtp eval {}",
+}  # fmt: skip
+"""What measures, with the checkpoint's place left open."""
+TIME = "%Y-%m-%d %H:%M:%S UTC"
+
+
+class CheckData(BaseModel):
+    """The static check and the dry loads; `absent` says why sizes, dry or calibration is empty, where that is known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str
+    facts: CheckpointFacts
+    findings: tuple[FindingFact, ...]
+    sizes: tuple[GroupSize, ...] = ()
+    dry: tuple[DryLoad, ...] = ()
+    calibration: CalibrationFact | None = None
+    absent: Mapping[str, str] = Field(default_factory=dict)
+
+
+Data = TypeVar("Data", CheckData, Serve, EvaluationFact)
+
+
+class Result(BaseModel, Generic[Data]):
+    """One result file; see the module's docstring."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+
+    station: Station
+    version: Literal[1] = Field(default=1, alias="schema")
+    keepmtp: str
+    vllm: str
+    made_at: str
+    checkpoint: Identity
+    data: Data
+
+
+def report_folder(checkpoint: Path) -> Path:
+    """The evidence folder of a checkpoint folder: `NAME.report` beside NAME."""
+    whole = checkpoint.resolve()
+    return whole.with_name(f"{whole.name}.report")
+
+
+def checkpoint_folder(evidence: Path) -> Path:
+    """The checkpoint of an evidence folder; the folder itself need not be there.
+
+    Raises:
+        CheckpointError: the name does not end in .report.
+    """
+    whole = evidence.resolve()
+    if whole.suffix != ".report":
+        raise CheckpointError(refuse(evidence, "an evidence folder is NAME.report, beside the checkpoint NAME",
+                                     whole.name, "Name the checkpoint's"))  # fmt: skip
+    return whole.with_suffix("")
+
+
+def command(station: Station, folder: Path) -> str:
+    """What a person types to measure again what an evidence folder holds."""
+    name = folder.with_suffix("") if folder.suffix == ".report" else "CHECKPOINT"
+    return COMMANDS[station].format(name)
+
+
+def file_of(folder: Path, station: Station) -> Path:
+    """Where a station's result lies in an evidence folder."""
+    return folder / f"{station}.json"
+
+
+@overload
+def write_result(folder: Path, station: Literal["check"], data: CheckData, *, checkpoint: Identity, vllm: str,
+                 made_at: datetime | None = None) -> Path: ...  # fmt: skip
+@overload
+def write_result(folder: Path, station: Literal["serve"], data: Serve, *, checkpoint: Identity, vllm: str,
+                 made_at: datetime | None = None) -> Path: ...  # fmt: skip
+@overload
+def write_result(folder: Path, station: Literal["gsm8k"], data: EvaluationFact, *, checkpoint: Identity, vllm: str,
+                 made_at: datetime | None = None) -> Path: ...  # fmt: skip
+def write_result(
+    folder: Path, station: Station, data: CheckData | Serve | EvaluationFact, *, checkpoint: Identity, vllm: str,
+    made_at: datetime | None = None,
+) -> Path:  # fmt: skip
+    """Write a station's result over an older one; returns the file's path.
+
+    Args:
+        folder: evidence folder, from `report_folder`; made if need be.
+        station: which file.
+        data: what was measured.
+        checkpoint: the bytes it was measured on, from `identity.identify`.
+        vllm: the version that judged or served.
+        made_at: default now.
+    """
+    when = (made_at or datetime.now(UTC)).strftime(TIME)
+    result = _FORMS[station](
+        station=station, keepmtp=__version__, vllm=vllm, made_at=when, checkpoint=checkpoint, data=data
+    )
+    return write_whole(file_of(folder, station), result.model_dump_json(indent=2, by_alias=True) + "\n")
+
+
+@overload
+def read_result(folder: Path, station: Literal["check"]) -> Result[CheckData] | None: ...
+@overload
+def read_result(folder: Path, station: Literal["serve"]) -> Result[Serve] | None: ...
+@overload
+def read_result(folder: Path, station: Literal["gsm8k"]) -> Result[EvaluationFact] | None: ...
+def read_result(folder: Path, station: Station) -> Result[Any] | None:
+    """A station's result, or None if it left none.
+
+    Raises:
+        CheckpointError: no JSON, another version or station, a figure that could not have been measured.
+    """
+    path = file_of(folder, station)
+    cure = f"Run `{command(station, folder)}` again"
+    try:
+        result = _FORMS[station].model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(refuse(path, "must be readable", error.strerror or repr(error), cure)) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        got = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+        raise CheckpointError(refuse(path, "must be a result of version 1", got, cure)) from error
+    if result.station != station:
+        raise CheckpointError(refuse(path, f"must be a result of {station}", result.station, cure))
+    return result
+
+
+def write_whole(path: Path, text: str) -> Path:
+    """Write a text file so that a reader sees the old one or the new one, never a part, also after a power cut.
+
+    Raises:
+        CheckpointError: the folder cannot be written to.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        got = error.strerror or repr(error)
+        raise CheckpointError(refuse(path, "must be writable", got, "Make room, or choose another folder")) from error
+    return path
+
+
+_FORMS: Mapping[Station, type[Result[Any]]] = {
+    "check": Result[CheckData], "serve": Result[Serve], "gsm8k": Result[EvaluationFact],
+}  # fmt: skip

@@ -1,0 +1,234 @@
+"""The answers to an evaluation, a line each: written as they come, read back to go on, proof of the score at the end.
+
+In and out: `gsm8k.source.jsonl` and `gsm8k.checkpoint.jsonl` in the evidence folder. JSON lines, three kinds:
+
+    {"samples": 1, role, protocol, dataset_sha256, num_questions, checkpoint_sha256, vllm, device, words}    the first
+    {"question": 0, prompt_sha256, text, finish_reason, num_tokens, correct}        a question, numbered from 0
+    {"sitting": 1, as_served, reason, seconds, drafts, draft_tokens, accepted_tokens, accepted_per_position}
+
+A server is a sitting; its last line counts. `correct`, by filter, is there once all are answered; the file is then in
+order and changes no more.
+
+Easy to get wrong: answers of another protocol, of other bytes or from another vLLM never meet in one file. An older
+file is set aside under the number of its first line, and taken back when the same is asked again.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..recipes.errors import CheckpointError, refuse
+from ..recipes.protocol import Evaluation
+from .acceptance import AsServed, Drafts, Role
+from .results import write_whole
+
+FinishReason = Literal["stop", "length"]
+
+_Count = Annotated[int, Field(ge=0)]
+_CURE = "Move the file away, and its questions are asked again"
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Header(_Line):
+    """What was asked of what, and by which vLLM; equal headers may share a file.
+
+    Attributes:
+        dataset_sha256: of questions and reference answers.
+        checkpoint_sha256: as `Identity.sha256`.
+        words: further words for `vllm serve`.
+    """
+
+    samples: Literal[1] = 1
+    role: Role
+    protocol: Evaluation
+    dataset_sha256: str
+    num_questions: Annotated[int, Field(gt=0)]
+    checkpoint_sha256: str
+    vllm: str
+    device: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def number(self) -> str:
+        """Eight hexadecimal digits that tell headers apart."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
+
+
+class Answer(_Line):
+    """What a server wrote; `num_tokens` of it, and whether it ended by itself (stop) or was cut (length)."""
+
+    question: _Count
+    prompt_sha256: str
+    text: str
+    finish_reason: FinishReason
+    num_tokens: _Count
+    correct: Mapping[str, bool] = Field(default_factory=dict)
+
+
+class Sitting(_Line):
+    """One server: how it was served, seconds of asking, and vLLM's counters over them, as far as they were read."""
+
+    sitting: Annotated[int, Field(gt=0)]
+    as_served: AsServed
+    reason: str
+    seconds: Annotated[float, Field(ge=0)]
+    drafts: _Count
+    draft_tokens: _Count
+    accepted_tokens: _Count
+    accepted_per_position: tuple[_Count, ...]
+
+
+_Kind = TypeVar("_Kind", Header, Answer, Sitting)
+
+
+class Samples:
+    """One file and what stands in it.
+
+    Attributes:
+        answers: by question.
+        sittings: by number, the last line of each.
+    """
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path = path
+        self.header = header
+        self.answers: dict[int, Answer] = {}
+        self.sittings: dict[int, Sitting] = {}
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Questions without an answer, ascending."""
+        return tuple(number for number in range(self.header.num_questions) if number not in self.answers)
+
+    @property
+    def drafts(self) -> Drafts:
+        """vLLM's counters over all sittings."""
+        sums: tuple[int, ...] = ()
+        for one in self.sittings.values():
+            longer, shorter = sorted((sums, one.accepted_per_position), key=len, reverse=True)
+            shorter += (0,) * (len(longer) - len(shorter))
+            sums = tuple(a + b for a, b in zip(longer, shorter, strict=True))
+        return Drafts(
+            drafts=sum(one.drafts for one in self.sittings.values()),
+            draft_tokens=sum(one.draft_tokens for one in self.sittings.values()),
+            accepted_tokens=sum(one.accepted_tokens for one in self.sittings.values()), accepted_per_position=sums,
+        )  # fmt: skip
+
+    def correct(self, name: str) -> tuple[bool, ...]:
+        """Right or not by one filter, in the questions' order, once the file is finished."""
+        return tuple(self.answers[number].correct[name] for number in range(self.header.num_questions))
+
+    def add(self, line: Answer | Sitting) -> None:
+        """Append one line; it is on the disk when this returns."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            if not file.tell():
+                file.write(_text(self.header))
+            file.write(_text(line))
+            file.flush()
+            os.fsync(file.fileno())
+        self._take(line)
+
+    def finish(self, correct: Mapping[str, Sequence[bool]]) -> None:
+        """Put the lines in order, with what each filter says of every answer."""
+        for number, answer in sorted(self.answers.items()):
+            told = {name: right[number] for name, right in correct.items()}
+            self.answers[number] = answer.model_copy(update={"correct": told})
+        lines: list[BaseModel] = [self.header]
+        lines += [self.answers[number] for number in sorted(self.answers)]
+        lines += [self.sittings[number] for number in sorted(self.sittings)]
+        text = "".join(map(_text, lines))
+        if self.path.read_text(encoding="utf-8") != text:
+            write_whole(self.path, text)
+
+    def _take(self, line: Answer | Sitting) -> None:
+        if isinstance(line, Sitting):
+            self.sittings[line.sitting] = line
+        else:
+            self.answers[line.question] = line
+
+
+def open_samples(path: Path, header: Header) -> tuple[Samples, Path | None]:
+    """The file to go on with, and where one with another header has been set aside to.
+
+    A line that a crash has left without its end, the last, is cut off.
+
+    Raises:
+        CheckpointError: a file that cannot be read as samples.
+    """
+    aside = None
+    if _is_begun(path):
+        found = read_samples(path)
+        if found.header == header:
+            return found, None
+        aside = _aside(path, found.header)
+        os.replace(path, aside)
+    kept = _aside(path, header)
+    if kept.is_file():
+        os.replace(kept, path)
+        return read_samples(path), aside
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Samples(path, header), aside
+
+
+def read_samples(path: Path) -> Samples:
+    """Every line of a file.
+
+    Raises:
+        CheckpointError: no such file, a line that is none of the three kinds, or a question answered twice.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines, which knows a dozen other ends
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(refuse(path, "must be a file of answers", str(error), _CURE)) from error
+    if lines.pop():
+        raise CheckpointError(refuse(path, "must end with a line's end", "a part of a line", _CURE))
+    found = Samples(path, _read(Header, lines[0] if lines else "", f"{path}:1"))
+    for number, line in enumerate(lines[1:], 2):
+        where = f"{path}:{number}"
+        if line.startswith('{"sitting"'):
+            found._take(_read(Sitting, line, where))
+            continue
+        answer = _read(Answer, line, where)
+        if answer.question in found.answers or answer.question >= found.header.num_questions:
+            rule = f"must answer one of {found.header.num_questions} questions, each once"
+            raise CheckpointError(refuse(where, rule, f"question {answer.question}", _CURE))
+        found._take(answer)
+    return found
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether there is a whole line; a part of one at the end is cut off."""
+    try:
+        whole = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    end = whole.rfind(b"\n") + 1
+    if end != len(whole):
+        os.truncate(path, end)
+    return end > 0
+
+
+def _read(kind: type[_Kind], line: str, where: str) -> _Kind:
+    try:
+        return kind.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        got = f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"
+        rule = f"must be a line of answers ({kind.__name__.lower()})"
+        raise CheckpointError(refuse(where, rule, got, _CURE)) from error
+
+
+def _text(line: BaseModel) -> str:
+    return json.dumps(line.model_dump(mode="json")) + "\n"
+
+
+def _aside(path: Path, header: Header) -> Path:
+    return path.with_name(f"{path.stem}.{header.number}{path.suffix}")

@@ -1,0 +1,123 @@
+"""The one sentence that a report comes to.
+
+In: what the stations found. Out: a `VerdictFact`: the worst that is known, or else how far the checkpoint was tried.
+
+Easy to get wrong: a part that did not run is not a part that passed. The sentence names what was not tried, and a gate
+for which there are too few samples is told as that.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from .report_schema import (
+    DryLoad,
+    EvaluationFact,
+    FindingFact,
+    JudgementFact,
+    ReasonFact,
+    Serve,
+    ServedFact,
+    VerdictFact,
+)
+from .results import CheckData
+
+
+def verdict_of(
+    check: CheckData, *, vllm: str, serve: Serve | None = None, evaluation: EvaluationFact | None = None,
+    judgement: JudgementFact | None = None,
+) -> VerdictFact:  # fmt: skip
+    """The sentence, from the stations that ran; `vllm` is the version that judged."""
+    fault = _fault(check, serve, judgement, vllm)
+    if fault:
+        return VerdictFact(ok=False, label="Not ready", says=fault if fault.endswith(".") else f"{fault}.")
+    warnings = sum(fact.severity == "warning" for fact in check.findings)
+    tried = (
+        f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {places(check.dry)}" if check.dry
+        else f"Nothing in config.json and the headers is in vLLM {vllm}'s way"
+    )  # fmt: skip
+    also = f", with {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
+    measured = [_drafts(serve)] if serve else []
+    if evaluation:
+        measured.append(_answers(evaluation, judgement))
+    unmeasured = "no server was run" if check.dry else "it was neither dry-loaded nor served"
+    drafts = serve is not None and any(gate.name == "acceptance" and gate.verdict == "passed" for gate in serve.gates)
+    drafts |= any(reason.gate == "acceptance" and reason.verdict == "pass" for reason in _reasons(judgement))
+    label = "Loads and drafts" if drafts else "Served" if measured else "Loads" if check.dry else "No fault found"
+    return VerdictFact(ok=True, label=label, says=f"{tried}{also}; {'; '.join(measured) or unmeasured}.")
+
+
+def places(loads: Iterable[DryLoad]) -> str:
+    """`sm90 and sm100 at TP 1 and 4`, or `sm90 at TP 1 and sm120 at TP 4` where the TP sizes differ."""
+    by_gpu: dict[str, list[int]] = defaultdict(list)
+    for load in loads:
+        if load.tp not in by_gpu[load.gpu]:
+            by_gpu[load.gpu].append(load.tp)
+    together: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for gpu, sizes in by_gpu.items():
+        together[tuple(sizes)].append(gpu)
+    return _listed([f"{_listed(gpus)} at TP {_listed(sizes)}" for sizes, gpus in together.items()])
+
+
+def _fault(check: CheckData, serve: Serve | None, judgement: JudgementFact | None, vllm: str) -> str:
+    """The worst that is known; "" if nothing is wrong."""
+    errors = [fact for fact in check.findings if fact.severity == "error"]
+    failed = [load for load in check.dry if load.failure]
+    if failed:
+        return _refused(failed, errors, vllm)
+    if errors:
+        more = f" ({len(errors) - 1} more error{'s' * (len(errors) > 2)} below)" if errors[1:] else ""
+        says = f"{errors[0].where}: {errors[0].says}{more}"
+        return f"vLLM {vllm} would not run this checkpoint as it was meant: {says}"
+    gate = next((gate for gate in serve.gates if gate.verdict == "failed"), None) if serve else None
+    if gate and serve:
+        server = serve.environment.get("vllm", vllm)
+        return f"Served by vLLM {server}, it fails on {gate.name}: {gate.says.partition('; ')[0]}"
+    lost = next((reason for reason in _reasons(judgement) if reason.verdict == "regression"), None)
+    return f"It fails its recipe's gate for {lost.gate}: {lost.says}" if lost else ""
+
+
+def _refused(failed: Sequence[DryLoad], errors: Sequence[FindingFact], vllm: str) -> str:
+    told = tuple(f"on {load.gpu} at TP {load.tp}: " for load in failed)
+    words = f"{told[0]}vLLM {vllm} raises {failed[0].failure.type if failed[0].failure else ''}"
+    says = next((fact.says for fact in errors if fact.says.startswith(told)), words)
+    return f"On {places(failed)} {says.partition(': ')[2]}"
+
+
+def _drafts(serve: Serve) -> str:
+    model = serve.checkpoint
+    runs = [run for run in model.drafting if run.acceptance is not None]
+    if not runs:
+        return "a server ran, but not with method=mtp"
+    run = max(runs, key=lambda run: run.speed_up or 0.0)
+    source = serve.source.run(run.k) if serve.source else None
+    against = f" (source: {source.acceptance:.1%})" if source and source.acceptance is not None else ""
+    faster = f" and decodes {run.speed_up:.2f} times as fast as without MTP" if run.speed_up else ""
+    return f"{_as_served(model)} with k={run.k}, it accepts {run.acceptance:.1%} of drafted tokens{against}{faster}"
+
+
+def _as_served(model: ServedFact) -> str:
+    """How a model was served, as words that start a clause."""
+    return "served natively" if model.as_served == "native" else "served as a BF16 copy of the same weights"
+
+
+def _answers(evaluation: EvaluationFact, judgement: JudgementFact | None) -> str:
+    """The score that the recipe judges, or the first, and whether it can be judged."""
+    mine = evaluation.checkpoint
+    name = judgement.gates.filter if judgement else mine.scores[0].filter
+    source = f" (source: {evaluation.source.score(name).value:.1%})" if evaluation.source else ""
+    reason = next((reason for reason in _reasons(judgement) if reason.gate == "gsm8k"), None)
+    words = {"pass": ", within its recipe's gate", "infeasible": ", which its recipe's gate cannot judge yet"}
+    judged = words.get(reason.verdict, "") if reason else ""
+    return (
+        f"it answers {mine.score(name).value:.1%} of {mine.num_questions} questions of {evaluation.protocol.task} "
+        f"right{source} by {name}{judged}"
+    )
+
+
+def _reasons(judgement: JudgementFact | None) -> tuple[ReasonFact, ...]:
+    return judgement.reasons if judgement else ()
+
+
+def _listed(words: Iterable[object]) -> str:
+    *most, last = [str(word) for word in words]
+    return f"{', '.join(most)} and {last}" if most else last
