@@ -28,8 +28,8 @@ from .recipes.protocol import Evaluation, Gates
 from .recipes.schema import find_recipe
 from .validate import report as reports
 from .validate.gates import judge
-from .validate.identity import identify
-from .validate.report_schema import JudgementFact
+from .validate.identity import Watch, identify
+from .validate.report_schema import EvaluationFact, Identity, JudgementFact
 from .validate.results import file_of, report_folder, write_result
 from .validate.serve import TIMEOUT_SECONDS
 from .validate.vllm_env import find_vllm
@@ -37,6 +37,7 @@ from .validate.vllm_env import find_vllm
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _RECORD = "keepmtp.json"
 _HUB = "hub"
+_SECRETS = ("--api-key", "--hf-token")
 _OWN_GATES = ("gsm8k", "acceptance")
 
 
@@ -88,6 +89,9 @@ def evaluate(
     """
     if context.args and not context.args[0].startswith("-"):
         raise RecipeError(refuse("eval", "judges one checkpoint", f"also {context.args[0]}", "Run it for each"))
+    if secret := next((word for word in context.args if word.partition("=")[0] in _SECRETS), ""):
+        raise RecipeError(refuse("eval", "words for vllm serve stand in its results", secret.partition("=")[0],
+                                 "Give vLLM the secret through the environment"))  # fmt: skip
     require_extra("keepmtp eval", "evaluate")
     extra, err = tuple(context.args), Console(stderr=True)
     from .validate import gsm8k, harness  # lm-eval and datasets, once they are known to be there
@@ -109,21 +113,23 @@ def evaluate(
     assert checkpoint.folder is not None
     out = folder or (report_folder(checkpoint.folder) if is_recorded else Path(f"{Path(path).name}.report"))
     reading = None if as_json else bytes_bar(err, "reading")
-    models = [
-        gsm8k.Model(role=role, source=one, identity=identify(one.folder, cache=out, watch=reading))
-        for role, one in (("source", original), ("checkpoint", checkpoint)) if one and one.folder
-    ]  # fmt: skip
+    judged = gsm8k.Model(role="checkpoint", source=checkpoint, identity=_identity(checkpoint, out, reading))
     if is_recorded:
-        reports.refuse_stale(out, models[-1].identity, but=("gsm8k",))
+        reports.refuse_stale(out, judged.identity, but=("gsm8k",))
+    compared = original and gsm8k.Model(role="source", source=original, identity=_identity(original, out, reading))
     setup = gsm8k.Setup(
         out=out, confidence=rules.gates.confidence, port=port, timeout=timeout, extra=extra,
         set_aside=lambda kept: err.print(f"Answers to another protocol or other bytes are kept in {kept.name}."),
     )  # fmt: skip
     with asking(err, as_json=as_json) as watch:
-        fact = gsm8k.evaluate(models[-1], models[0] if original else None, asked, vllm=vllm, setup=setup, watch=watch)
-    write_result(out, "gsm8k", fact, checkpoint=models[-1].identity, vllm=vllm.version)
-    judged = reports.refresh(out).judgement if is_recorded else None
-    judged = judged or judge(gates=rules.gates, check=None, serve=None, evaluation=fact)
+        fact = gsm8k.evaluate(judged, compared, asked, vllm=vllm, setup=setup, watch=watch)
+    write_result(out, "gsm8k", fact, checkpoint=judged.identity, vllm=vllm.version)
+    judgement = reports.refresh(out).judgement if is_recorded else None
+    _show(fact, judgement or judge(gates=rules.gates, check=None, serve=None, evaluation=fact), out, as_json=as_json)
+
+
+def _show(fact: EvaluationFact, judged: JudgementFact, out: Path, *, as_json: bool) -> None:
+    """Print what was found, and end with the status it comes to."""
     if as_json:
         told = {"evaluation": fact.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
         sys.stdout.write(json.dumps(told) + "\n")
@@ -131,8 +137,13 @@ def evaluate(
         Console().print(table(fact, judged))
         Console().print(f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}", highlight=False,
                         soft_wrap=True)  # fmt: skip
-    if original is not None and (status := _status(judged)):
+    if fact.source is not None and (status := _status(judged)):
         raise typer.Exit(status)
+
+
+def _identity(source: Source, out: Path, reading: Watch | None) -> Identity:
+    assert source.folder is not None
+    return identify(source.folder, cache=out, watch=reading)
 
 
 def _rules(checkpoint: Source, recipe: str | None) -> _Rules:

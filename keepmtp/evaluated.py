@@ -23,7 +23,7 @@ def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:
     rows = Table(title=f"eval {escape(fact.checkpoint.path)}", title_justify="left", box=box.SIMPLE_HEAD,
                  pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
     filters = [score.filter.partition("-")[0] for score in fact.checkpoint.scores]
-    for name in ("", *filters, "n", "cut", "kept", "by position", "len", "tok/s"):
+    for name in ("", *filters, "n", "kept", "by position", "len", "tok/s"):
         rows.add_column(name, justify="right" if name else "left", no_wrap=True)
     for one in fact.evaluated:
         rows.add_row(one.role, *_cells(one))
@@ -39,8 +39,8 @@ def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:
 def _cells(one: EvaluatedFact) -> tuple[str, ...]:
     length = one.mean_accepted_length
     return (
-        *(f"{100 * score.value:.1f} ±{100 * score.stderr:.1f}" for score in one.scores), f"{one.num_questions}",
-        f"{one.num_truncated}", "-" if one.acceptance is None else f"{100 * one.acceptance:.1f}",
+        *(f"{100 * score.value:.2f} ±{100 * score.stderr:.2f}" for score in one.scores), f"{one.num_questions}",
+        "-" if one.acceptance is None else f"{100 * one.acceptance:.1f}",
         " ".join(f"{100 * share:.1f}" for share in one.acceptance_per_position) or "-",
         f"{length:.2f}" if length else "-", f"{one.num_tokens / one.seconds:.0f}" if one.seconds else "-",
     )  # fmt: skip
@@ -49,8 +49,8 @@ def _cells(one: EvaluatedFact) -> tuple[str, ...]:
 def _difference(pair: PairedFact) -> str:
     low, high = 100 * pair.low, 100 * pair.high
     return (
-        f"{pair.filter}: {100 * pair.difference:+.1f} points, {100 * pair.confidence:g} % interval {low:+.1f} to "
-        f"{high:+.1f}; {pair.only_source} right by the source alone, {pair.only_checkpoint} by the checkpoint alone."
+        f"{pair.filter}: {100 * pair.difference:+.2f} points, {100 * pair.confidence:g} % interval {low:+.2f} to "
+        f"{high:+.2f}; {pair.only_source} right by the source alone, {pair.only_checkpoint} by the checkpoint alone."
     )
 
 
@@ -62,12 +62,13 @@ def _notes(fact: EvaluationFact) -> Iterator[str]:
             yield f"The {one.role} was asked in {one.sittings} sittings."
     protocol, environment = fact.protocol, fact.environment
     yield (
-        f"Protocol: {protocol.task} of lm-eval {environment['lm-eval']} on {protocol.dataset_name}, "
+        f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on {protocol.dataset_name}, "
         f"{protocol.shots} shots, {protocol.api}, at most {protocol.max_tokens} tokens, greedy, method=mtp with "
         f"k={protocol.k}, {protocol.concurrency} requests in flight, seed {protocol.seed}."
     )
+    cut = " and ".join(f"{one.num_truncated} of the {one.role}'s" for one in fact.evaluated)
+    yield f"Cut at the limit of tokens: {cut} answers."
     yield (
-        f"vLLM {environment['vllm']} on {environment['device']}. Scores in %, ±: standard error; cut: answers "
-        "that ended at the limit of tokens; kept: drafted tokens that were accepted, in %; len: mean accepted length, "
-        "tokens a step of the target."
+        f"vLLM {environment['vllm']} on {environment['device']}. Scores in %, ±: standard error; kept: drafted tokens "
+        "that were accepted, in %, also by position; len: mean accepted length, tokens a step of the target."
     )

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from .quantize import run
 from .quantize.extras import require_extra
+from .quantize.plan import Plan
 from .recipes.errors import RecipeError, refuse
 from .recipes.schema import AUTO, Recipe, find_recipe
 from .validate.identity import identify
@@ -45,6 +46,9 @@ def everything(
     tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel sizes of the dry load.")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="Serve with 1 to k drafted tokens a step.")] = 1,
     nproc: Annotated[int, typer.Option(min=1, help="Processes that quantize, one a GPU.")] = 1,
+    serving: Annotated[bool, typer.Option("--serve-check/--no-serve-check", help="Also serve both without drafting and "
+                                          "with 1 to k tokens, for speed-up and equal outputs: 2 * (k + 1) servers "
+                                          "more.")] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands and stop.")] = False,
 ) -> None:  # fmt: skip
     """Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.
@@ -57,26 +61,31 @@ def everything(
     recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)
     out = folder or run.default_out(recipe)
     is_made = out.exists()
-    choices = [*_option("--source", source), *_option("--scheme", scheme), *_option("--mtp", mtp)]
+    original = _option("--source", source)
+    choices = [*original, *_option("--scheme", scheme), *_option("--mtp", mtp)]
     stations = {
         "quantize": [] if is_made else ["quantize", model, *choices, "--out", str(out)],
         "check": ["check", str(out), "--record", *_each("--gpu", gpus or ["sm90", "sm100"]), *_each("--tp", tps or [])],
-        "serve-check": ["serve-check", str(out), *_option("--source", source), "-k", str(k)],
-        "eval": ["eval", str(out), *_option("--source", source)],
+        "serve-check": ["serve-check", str(out), *original, "-k", str(k)] if serving else [],
+        "eval": ["eval", str(out), *original],
         "card": ["card", str(out)],
     }
+    if is_made:
+        _refuse_another(out, recipe)
     if dry_run:
         for words in filter(None, stations.values()):
             sys.stdout.write(f"keepmtp {shlex.join(words)}\n")
         return
-    if is_made:
-        _refuse_another(out, recipe)
     require_extra("keepmtp all", "evaluate")
     find_vllm()
+    if not is_made:
+        _refuse_evaluation(run.plan_for(model, source=source, scheme=scheme, mtp=mtp)[0])
     err = Console(stderr=True)
     for name, words in stations.items():
-        if not words or (name == "serve-check" and _is_served(out, k)):
-            err.print(f"[dim]{name}: done before, for the same bytes[/]", highlight=False)
+        if (name == "quantize" and is_made) or (name == "serve-check" and words and _is_served(out, k)):
+            err.print(f"[dim]{name}: done before[/]", highlight=False)
+            continue
+        if not words:
             continue
         err.print(f"[bold]$ keepmtp {shlex.join(words)}[/]", highlight=False, soft_wrap=True)
         status = subprocess.run([*_interpreter(name, nproc), *words]).returncode  # noqa: S603 - our own verbs
@@ -99,12 +108,20 @@ def _each(name: str, values: list[Any]) -> list[str]:
     return [word for value in values for word in (name, str(value))]
 
 
+def _refuse_evaluation(plan: Plan) -> None:
+    """What would stop the evaluation, known before hours of quantizing."""
+    from .validate import gsm8k, harness  # lm-eval and datasets, once they are known to be there
+
+    harness.questions(plan.recipe.evaluation)
+    gsm8k.refuse_model(plan.source, plan.recipe.evaluation, ())
+
+
 def _refuse_another(out: Path, recipe: Recipe) -> None:
     """A finished folder is taken for this run's output only if the same decisions made it."""
     record = out / "keepmtp.json"
     cure = "Choose another --out, or remove it"
     try:
-        made = json.loads(record.read_bytes())["recipe"]
+        made = dict(json.loads(record.read_bytes())["recipe"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(refuse(out, "an existing output must be one of this recipe", f"no readable {record.name}",
                                  cure)) from error  # fmt: skip

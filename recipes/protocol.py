@@ -59,6 +59,11 @@ class Evaluation(_Frozen):
         """The file, or the task's repository on the Hub."""
         return self.dataset or _HUB[self.task]
 
+    @property
+    def title(self) -> str:
+        """The task, or only its form where the questions are somebody's own."""
+        return f"{self.task} form" if self.dataset else self.task
+
     @model_validator(mode="after")
     def _dataset_is_a_file(self) -> "Evaluation":
         if self.dataset is not None and Path(self.dataset).suffix != ".jsonl":

@@ -65,6 +65,7 @@ def test_no_source(checkpoint):
         (("--dataset", "openai/gsm8k"), "must be a .jsonl file, or left out for openai/gsm8k; got 'openai/gsm8k'"),
         (("--shots", "400"), "must have more rows than evaluation.shots, 400; got 400. Use --shots 399 or fewer"),
         (("--recipe", "glm-9"), "glm-9"),
+        (("--", "--hf-token=hf_abc"), "stand in its results; got --hf-token. Give vLLM the secret through the env"),
         (("other",), "judges one checkpoint; got also other"),
     ],
 )
@@ -131,7 +132,9 @@ def test_the_table_says_what_was_measured_and_how():
     assert "…" not in text, "nothing is cut at 80 columns"
     words = " ".join(text.split())
     share = 930 / 1319
-    assert f"source {100 * share:.1f} ±1.3 {100 * share:.1f} ±1.3 1319 3 79.3 93.0 81.0 64.0 3.38 " in words
-    assert "flexible-extract: -1.6 points, 95 % interval -2.5 to -0.7; 30 right by the source alone" in words
+    score = f"{100 * share:.2f} ±1.26"
+    assert f"source {score} {score} 1319 79.3 93.0 81.0 64.0 3.38 " in words
+    assert "Cut at the limit of tokens: 3 of the source's and 3 of the checkpoint's answers." in words
+    assert "flexible-extract: -1.59 points, 95 % interval -2.52 to -0.66; 30 right by the source alone" in words
     assert "gsm8k: " in words and "Judgement: " in words
-    assert "Protocol: gsm8k of lm-eval 0.4.13 on openai/gsm8k, 8 shots, completions, at most 1024 tokens" in words
+    assert " by lm-eval 0.4.13 on openai/gsm8k, 8 shots, completions, at most 1024 tokens, greedy" in words

@@ -31,7 +31,7 @@ def test_a_good_checkpoint_passes(good):
     for words in ((good,), (report_folder(good),)):
         done = gate(*words)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "flexible-extract: 88.3 % of 60 questions" in done.stdout and done.stdout.split()[-1] == "pass"
+        assert "flexible-extract: 88.33 % of 60 questions" in done.stdout and done.stdout.split()[-1] == "pass"
         rows = [line.split()[:2] for line in done.stdout.splitlines() if " pass " in line]
         assert rows == [[name, "pass"] for name in ("findings", "loads", "acceptance", "gsm8k")]
     told = json.loads(gate(good, "--json").stdout)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from keepmtp.progress import in_words, place_in_run, watching
+from keepmtp.progress import asking, in_words, place_in_run, watching
 
 
 @dataclass(frozen=True)
@@ -75,3 +75,46 @@ def test_other_processes_are_silent(monkeypatch):
     assert place_in_run() == (3, 8)
     with watching(Console(), as_json=False) as watch:
         assert watch.calibration is None and watch.packing is None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """As `validate/asking.py` tells it, without its lm-eval."""
+
+    role: str = "source"
+    doing: str = ""
+    done: int = 700
+    total: int = 1319
+    tokens_per_second: float = 1480.2
+    eta_seconds: float | None = 70.4
+
+
+def test_the_fields_are_those_of_the_evaluation():
+    from keepmtp.validate.asking import Step as Real
+
+    assert set(Real.__dataclass_fields__) == set(Asked.__dataclass_fields__)
+
+
+def test_a_log_of_an_evaluation_has_few_lines():
+    file = io.StringIO()
+    with asking(Console(file=file, width=40), as_json=False) as show:
+        for doing in ("starting, 0 s", "starting, 1 s", "", "", ""):
+            show(Asked(doing=doing))
+        show(Asked(done=1319, eta_seconds=0.0))
+        show(Asked(role="checkpoint", doing="writing a BF16 copy [x]", eta_seconds=None))
+    assert file.getvalue().splitlines() == [
+        "source  starting, 0 s", "source  question 700 of 1,319  1,480 tok/s  ETA 0:01:10",
+        "source  question 1,319 of 1,319  1,480 tok/s  ETA 0:00:00", "checkpoint  writing a BF16 copy [x]",
+    ]  # fmt: skip
+
+
+def test_an_evaluation_on_a_terminal_and_for_machines(capsys):
+    file = io.StringIO()
+    with asking(Console(file=file, force_terminal=True, width=120), as_json=False) as show:
+        show(Asked(doing="starting [x]"))
+        show(Asked())
+    assert "question 700 of 1,319" in file.getvalue()
+    with asking(Console(stderr=True, force_terminal=True), as_json=True) as show:
+        show(Asked())
+    out, err = capsys.readouterr()
+    assert out == "" and json.loads(err) == Asked().__dict__

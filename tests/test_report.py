@@ -114,7 +114,7 @@ def test_every_rule_of_the_dry_load_is_told_as_one():
 @pytest.mark.parametrize(
     ("name", "label", "words"),
     [
-        ("whole", "Loads and drafts", ["sm90, sm100 and sm120 at TP 1 and 4", "BF16 copy", "78.2%", "(source: 79.3%)"]),
+        ("whole", "Loads and drafts", ["on sm90, sm100 and sm120", "BF16 copy", "78.2 %", "(source: 79.3 %)"]),
         ("native", "Loads and drafts", ["served natively with k=3", "1.90 times as fast"]),
         ("dead", "Not ready", ["acceptance", "0.1 %", "below the floor of 97 %"]),
         ("broken", "Not ready", ["On sm100 at TP 1 and 4", "KeyError: 'model.layers.3.eh_proj.weight_scale'"]),

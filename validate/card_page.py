@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..recipes.protocol import Evaluation
 from ..recipes.schemes import SCHEMES
 from . import hardware
 from .acceptance import AsServed
@@ -100,7 +99,7 @@ def page(told: Told) -> str:
     )  # fmt: skip
     environment.filters |= {
         "code": code, "ticked": ticked, "quoted": quoted, "fenced": fenced, "percent": percent, "points": points,
-        "size": size, "count": count, "codes": codes, "figure": figure, "bare": bare, "task_name": task_name,
+        "size": size, "count": count, "codes": codes, "figure": figure, "bare": bare,
     }  # fmt: skip
     report = told.report
     return environment.get_template("card.md.j2").render(
@@ -118,7 +117,7 @@ def accepted_rows(report: FullReport) -> Iterator[Accepted]:
     for model in evaluation.evaluated if evaluation else ():
         if evaluation and model.draft_tokens:
             protocol = evaluation.protocol
-            asked = f"{task_name(protocol)}, {count(model.num_questions)} questions"
+            asked = f"{protocol.title}, {count(model.num_questions)} questions"
             yield Accepted(asked=asked, model=model.role, k=protocol.k, concurrency=protocol.concurrency,
                            as_served=model.as_served, counted=model, speed_up=None)  # fmt: skip
     for model in serve.served if serve else ():
@@ -127,11 +126,6 @@ def accepted_rows(report: FullReport) -> Iterator[Accepted]:
                 asked = f"serve-check, {count(len(serve.prompts))} prompts"
                 yield Accepted(asked=asked, model=model.role, k=run.k, concurrency=1,
                                as_served=model.as_served, counted=run, speed_up=run.speed_up)  # fmt: skip
-
-
-def task_name(protocol: Evaluation) -> str:
-    """The task, or only its form where the questions are somebody's own."""
-    return f"{protocol.task} form" if protocol.dataset else protocol.task
 
 
 def percent(share: float | None, digits: int = 2) -> Md:

@@ -122,7 +122,7 @@ def _drafted_in_evaluation(evaluation: EvaluationFact | None) -> _Drafted | None
     if evaluation is None or evaluation.source is None or not evaluation.source.draft_tokens:
         return None
     num, k = evaluation.checkpoint.num_questions, evaluation.protocol.k
-    return _Drafted(what=f"{num:,} questions of {evaluation.protocol.task}", unit="questions", k=k, num_asked=num,
+    return _Drafted(what=f"{num:,} questions of {evaluation.protocol.title}", unit="questions", k=k, num_asked=num,
                     is_native=evaluation.checkpoint.as_served == "native", source=evaluation.source,
                     checkpoint=evaluation.checkpoint)  # fmt: skip
 
@@ -205,14 +205,14 @@ def _gsm8k(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
     before, after = evaluation.source.score(gates.filter).value, evaluation.checkpoint.score(gates.filter).value
     num = evaluation.checkpoint.num_questions
     if before <= gates.max_drop:
-        return _reason("gsm8k", "infeasible", f"{gates.filter}: the source itself gets {_percent(before)} of {num:,} "
+        return _reason("gsm8k", "infeasible", f"{gates.filter}: the source itself gets {_score(before)} of {num:,} "
                        f"questions, so a drop of {_points(gates.max_drop)} could not be seen.")  # fmt: skip
     low, high = one_sided(pair, gates.confidence)
     middle, reach = (low + high) / 2, (high - low) / 2
     verdict, needed = _told(gates.max_drop + middle, reach, num)
     bound = f"a drop of at least {_points(-high)}" if verdict == "regression" else _at_most(-low)
     says = (
-        f"{gates.filter}: {_percent(after)} of {num:,} questions, the source {_percent(before)}: {_change(pair)} (only "
+        f"{gates.filter}: {_score(after)} of {num:,} questions, the source {_score(before)}: {_change(pair)} (only "
         f"the source gets {pair.only_source:,} right, only the checkpoint {pair.only_checkpoint:,}), {bound} at "
         f"{100 * gates.confidence:g} % confidence; at most {_points(gates.max_drop)} may be lost."
     )
@@ -299,6 +299,10 @@ def _points(share: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def _score(share: float) -> str:
+    return f"{100 * share:.2f} %"
 
 
 def _more(count: int, what: str) -> str:

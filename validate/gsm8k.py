@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..quantize.output import held
 from ..quantize.source import Source, small_file
 from ..recipes.errors import RecipeError, refuse
 from ..recipes.families import find_family
@@ -97,13 +98,16 @@ def evaluate(
         watch: told about progress.
 
     Raises:
+        RecipeError: another run is at work there.
         ServerFailed: a server did not come up, died, refused a request, or was silent.
         VLLMError: the port is taken, or no room for a BF16 copy.
         CheckpointError: answers that cannot be read, or weights that cannot be copied.
     """
     models = [model for model in (source, checkpoint) if model is not None]
-    answered = [_answered(model, asked, vllm, setup, watch) for model in models]
-    facts = [_fact(model, samples, asked) for model, samples in zip(models, answered, strict=True)]
+    setup.out.mkdir(parents=True, exist_ok=True)
+    with held(setup.out, "only one run may evaluate into a folder"):
+        answered = [_answered(model, asked, vllm, setup, watch) for model in models]
+        facts = [_fact(model, samples, asked) for model, samples in zip(models, answered, strict=True)]
     filters = [score.filter for score in facts[-1].scores]
     pairs = [paired(name, *(samples.correct(name) for samples in answered), confidence=setup.confidence)
              for name in filters if source is not None]  # fmt: skip

@@ -12,41 +12,27 @@ import hashlib
 import io
 import json
 import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
-import datasets
 import lm_eval.tasks
 import yaml
 from datasets import Dataset
-from datasets.exceptions import DatasetsError
-from httpx import HTTPError
-from huggingface_hub.errors import HfHubHTTPError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
-from ..recipes.errors import RecipeError, refuse
 from ..recipes.protocol import Evaluation
 from .report_schema import ScoreFact
+from .rows import FIELDS, Rows, read_rows
 
 VERSIONS = {"lm-eval": version("lm_eval"), "datasets": version("datasets")}
 METRIC = "exact_match"
-
-_HUB_SUBSET = "main"
-_FIELDS = ("question", "answer")
-_ANSWER = re.compile(r"#### -?\$?[0-9.,]*[0-9]")
-_WHOLE_ANSWER = re.compile(_ANSWER.pattern + r"\.?\Z")  # lm-eval compares all that follows "#### "
-_BESIDE_THE_PACKAGE = Path(__file__).parent.parent
-_UNREADABLE = (DatasetsError, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +80,10 @@ def questions(protocol: Evaluation) -> Questions:
     Raises:
         RecipeError: no such dataset, a row without question or readable answer, or too few rows for the shots.
     """
-    splits, asked, shown = _splits(protocol)
-    _refuse_few_rows(protocol, len(splits[asked]), len(splits[shown]), is_shared=asked == shown)
+    config = _config(protocol)
     with _quiet():
-        task = _task(protocol, splits, asked, shown)
+        rows = read_rows(protocol, asked=config["test_split"], shown=config["fewshot_split"])
+        task = _task(protocol, rows)
         task.build_all_requests(
             limit=protocol.limit, apply_chat_template=protocol.api == "chat", fewshot_as_multiturn=True,
             chat_template=_Recorded({}).apply_chat_template if protocol.api == "chat" else None,
@@ -107,7 +93,7 @@ def questions(protocol: Evaluation) -> Questions:
         Question(number=number, prompt=args[0], sha256=_sum(args[0]), stop=tuple(args[1]["until"]))
         for number, args in enumerate(requests)
     )
-    pairs = (json.dumps([row[field] for field in _FIELDS]) for row in splits[asked][: len(items)])
+    pairs = (json.dumps([row[field] for field in FIELDS]) for row in rows.asked[: len(items)])
     return Questions(protocol=protocol, items=items, dataset_sha256=_sum("\n".join(pairs)), task=task)
 
 
@@ -173,13 +159,14 @@ class _Recorded(LM):
         raise NotImplementedError
 
 
-def _task(protocol: Evaluation, splits: Mapping[str, Sequence[Row]], asked: str, shown: str) -> ConfigurableTask:
+def _task(protocol: Evaluation, rows: Rows) -> ConfigurableTask:
     """lm-eval's own task with nothing replaced but where its rows come from, and the number of shots."""
-    config = _config(protocol)
-    tables = {name: Dataset.from_list([dict(row) for row in rows]) for name, rows in splits.items()}
-    task = ConfigurableTask(config=config | {
-        "custom_dataset": lambda **_: tables, "test_split": asked, "fewshot_split": shown, "training_split": None,
-        "num_fewshot": protocol.shots,
+    splits = {"asked": Dataset.from_list([dict(row) for row in rows.asked])}
+    # It leaves a question out of its own shots only where both are of one split.
+    splits["shown"] = splits["asked"] if rows.is_shared else Dataset.from_list([dict(row) for row in rows.shown])
+    task = ConfigurableTask(config=_config(protocol) | {
+        "custom_dataset": lambda **_: splits, "test_split": "asked",
+        "fewshot_split": "asked" if rows.is_shared else "shown", "training_split": None, "num_fewshot": protocol.shots,
     })  # fmt: skip
     task.set_fewshot_seed(protocol.seed)
     return task
@@ -204,92 +191,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-# --- the dataset ------------------------------------------------------------------------------------------------------
-
-
-def _splits(protocol: Evaluation) -> tuple[dict[str, Sequence[Row]], str, str]:
-    """Rows by split, the split that is asked, and the one that shots are drawn from."""
-    if protocol.dataset is not None:
-        return {"test": _file_rows(protocol.dataset)}, "test", "test"
-    config = _config(protocol)
-    asked, shown = config["test_split"], config["fewshot_split"]
-    splits = _hub_splits(protocol)
-    for name in (asked, shown):
-        if name not in splits:
-            rule, got = f"must have the splits {asked} and {shown}", ", ".join(splits)
-            raise RecipeError(refuse(protocol.dataset_name, rule, got, "Correct dataset_revision"))
-        for number, row in enumerate(splits[name]):
-            _refuse_row(row, f"{protocol.dataset_name} {name} row {number}")
-    return {name: splits[name] for name in (asked, shown)}, asked, shown
-
-
-def _hub_splits(protocol: Evaluation) -> dict[str, Sequence[Row]]:
-    try:
-        with _quiet():
-            found = datasets.load_dataset(protocol.dataset_name, _HUB_SUBSET, revision=protocol.dataset_revision)
-    except _UNREADABLE as error:
-        got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300] or type(error).__name__
-        cure = ("Correct evaluation.dataset_revision, or, where the Hub is out of reach, name a .jsonl file with the "
-                "fields question and answer (--dataset)")  # fmt: skip
-        raise RecipeError(refuse(protocol.dataset_name, "must be a dataset that can be read", got, cure)) from error
-    return {str(name): split.to_list() for name, split in found.items()}
-
-
-def _file_rows(name: str) -> list[Row]:
-    path = next((path for path in (Path(name), _BESIDE_THE_PACKAGE / name) if path.is_file()), None)
-    cure = 'Name a .jsonl file of {"question": ..., "answer": "... #### 12"} lines'
-    if path is None:
-        raise RecipeError(refuse(f"evaluation.dataset {name}", "must be a file", "no such file", cure))
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(refuse(path, "must be a text file", str(error), cure)) from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise RecipeError(refuse(f"{path}: row {number}", "must be a JSON object", str(error), cure)) from error
-        rows.append(_refuse_row(row, f"{path}: row {number}", _WHOLE_ANSWER))
-    if not rows:
-        raise RecipeError(refuse(path, "must hold questions", "none", cure))
-    return rows
-
-
-def _refuse_row(row: object, where: str, answer: re.Pattern[str] = _ANSWER) -> Row:
-    """The row's question and answer."""
-    cure = "Mend the row, or name another dataset"
-    if not isinstance(row, Mapping):
-        raise RecipeError(refuse(where, "must be an object with question and answer", _short(row), cure))
-    for field in _FIELDS:
-        if field not in row:
-            got = ", ".join(map(str, row)) or "no field"
-            raise RecipeError(refuse(where, f"must have the field {field}", got, cure))
-        if not isinstance(row[field], str) or not row[field].strip():
-            raise RecipeError(refuse(where, f"{field} must be a text", _short(row[field]), cure))
-    if not answer.search(row["answer"]):
-        raise RecipeError(refuse(where, 'answer must end with "#### " and a number', _short(row["answer"]), cure))
-    return {field: row[field] for field in _FIELDS}
-
-
-def _refuse_few_rows(protocol: Evaluation, num_asked: int, num_shown: int, *, is_shared: bool) -> None:
-    where = f"evaluation.dataset {protocol.dataset_name}"
-    most = num_shown - is_shared  # no question is its own example
-    if protocol.shots > most:
-        rule = f"must have more rows than evaluation.shots, {protocol.shots}"
-        raise RecipeError(refuse(where, rule, num_shown, f"Use --shots {most} or fewer, or a longer dataset"))
-    if min(num_asked, protocol.limit or num_asked) < 2:
-        raise RecipeError(refuse(where, "must be asked two questions or more, to have a standard error", 1,
-                                 "Raise --limit, or name a longer dataset"))  # fmt: skip
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
 
 
 def _sum(text: str) -> str:

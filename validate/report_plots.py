@@ -117,7 +117,7 @@ def gsm8k_png(report: FullReport) -> bytes | None:
     evaluation = report.evaluation
     if evaluation is None:
         return None
-    task = evaluation.protocol.task
+    task = evaluation.protocol.title
     charts = [(f"{task}: {evaluation.checkpoint.num_questions:,} questions", scores(evaluation))]
     if evaluation.paired:
         charts.append(("Difference, question by question", differences(evaluation, gates_of(report))))
@@ -129,7 +129,7 @@ def acceptance_png(report: FullReport) -> bytes | None:
     evaluation, serve, calibration = report.evaluation, report.serve, report.calibration
     title = "Drafts accepted by position"
     if evaluation and any(model.drafts for model in evaluation.evaluated):
-        words = f"{title}, {evaluation.protocol.task}, k={evaluation.protocol.k}"
+        words = f"{title}, {evaluation.protocol.title}, k={evaluation.protocol.k}"
         return png((words, evaluated_acceptance(evaluation, gates_of(report))))
     ks = {run.k for model in serve.served for run in model.drafting} if serve else set()
     if serve and ks:

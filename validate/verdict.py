@@ -90,9 +90,10 @@ def _drafts(serve: Serve) -> str:
         return "a server ran, but not with method=mtp"
     run = max(runs, key=lambda run: run.speed_up or 0.0)
     source = serve.source.run(run.k) if serve.source else None
-    against = f" (source: {source.acceptance:.1%})" if source and source.acceptance is not None else ""
+    against = f" (source: {100 * source.acceptance:.1f} %)" if source and source.acceptance is not None else ""
     faster = f" and decodes {run.speed_up:.2f} times as fast as without MTP" if run.speed_up else ""
-    return f"{_as_served(model)} with k={run.k}, it accepts {run.acceptance:.1%} of drafted tokens{against}{faster}"
+    kept = f"{100 * run.acceptance:.1f} % of drafted tokens{against}"
+    return f"{_as_served(model)} with k={run.k}, it accepts {kept}{faster}"
 
 
 def _as_served(model: ServedFact) -> str:
@@ -104,14 +105,12 @@ def _answers(evaluation: EvaluationFact, judgement: JudgementFact | None) -> str
     """The score that the recipe judges, or the first, and whether it can be judged."""
     mine = evaluation.checkpoint
     name = judgement.gates.filter if judgement else mine.scores[0].filter
-    source = f" (source: {evaluation.source.score(name).value:.1%})" if evaluation.source else ""
+    source = f" (source: {100 * evaluation.source.score(name).value:.2f} %)" if evaluation.source else ""
     reason = next((reason for reason in _reasons(judgement) if reason.gate == "gsm8k"), None)
     words = {"pass": ", within its recipe's gate", "infeasible": ", which its recipe's gate cannot judge yet"}
     judged = words.get(reason.verdict, "") if reason else ""
-    return (
-        f"it answers {mine.score(name).value:.1%} of {mine.num_questions} questions of {evaluation.protocol.task} "
-        f"right{source} by {name}{judged}"
-    )
+    asked = f"{mine.num_questions} questions of {evaluation.protocol.title}"
+    return f"it answers {100 * mine.score(name).value:.2f} % of {asked} right{source} by {name}{judged}"
 
 
 def _reasons(judgement: JudgementFact | None) -> tuple[ReasonFact, ...]:

@@ -1,0 +1,90 @@
+"""`keepmtp all`: what it would run, and what it refuses before it runs anything. Real runs: tests/vllm/test_gsm8k.py."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from keepmtp.quantize.run import plan_for, quantize
+
+ROOT = Path(__file__).parent.parent
+GLM = ROOT / "models" / "tiny-glm4-moe"
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+
+
+def run_all(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [KEEPMTP, "all", *words], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}
+    )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    plan, text = plan_for("tiny-glm4-moe", source=str(GLM), scheme="FP8_DYNAMIC")
+    return quantize(plan, text, out=tmp_path_factory.mktemp("made") / "glm").out
+
+
+def test_the_commands_in_their_order(tmp_path):
+    out = tmp_path / "out"
+    done = run_all("tiny-glm4-moe", "--mtp", "bf16", "--out", str(out), "--gpu", "sm90", "--tp", "2", "-k", "3",
+                   "--dry-run")  # fmt: skip
+    assert done.returncode == 0 and done.stdout.splitlines() == [
+        f"keepmtp quantize tiny-glm4-moe --mtp bf16 --out {out}",
+        f"keepmtp check {out} --record --gpu sm90 --tp 2",
+        f"keepmtp serve-check {out} -k 3",
+        f"keepmtp eval {out}",
+        f"keepmtp card {out}",
+    ]
+    assert not out.exists()
+
+
+def test_a_finished_output_is_not_quantized_again(made):
+    done = run_all("tiny-glm4-moe", "--scheme", "FP8_DYNAMIC", "--out", str(made), "--no-serve-check", "--dry-run")
+    assert [line.split()[1] for line in done.stdout.splitlines()] == ["check", "eval", "card"]
+
+
+def test_an_output_of_another_recipe_is_refused(made):
+    done = run_all("tiny-glm4-moe", "--out", str(made))
+    words = " ".join(done.stderr.split())
+    assert done.returncode == 2
+    assert "must be one of tiny-glm4-moe.w4a16-fp8, whose variant is w4a16-fp8; got fp8-dynamic" in words
+    assert "$ keepmtp" not in words, "before anything runs"
+
+
+@pytest.mark.parametrize("record", [None, "", '{"recipe": 1}'])
+def test_a_folder_of_somebody_else_is_refused(tmp_path, record):
+    if record is not None:
+        (tmp_path / "keepmtp.json").write_text(record)
+    done = run_all("tiny-glm4-moe", "--out", str(tmp_path))
+    assert done.returncode == 2 and "must be one of this recipe" in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_other_gates_do_not_make_another_checkpoint(made, tmp_path):
+    """They judge the bytes and change none; another scheme does."""
+    text = (made / "recipe.yaml").read_text()
+    recipe = tmp_path / "recipe.yaml"
+    words = (str(recipe), "--scheme", "FP8_DYNAMIC", "--out", str(made), "--dry-run")
+    recipe.write_text(text + "gates:\n  max_drop: 0.05\n")
+    done = run_all(*words)
+    assert done.returncode == 0, done.stderr
+    recipe.write_text(text.replace("dense_mlp: FP8_BLOCK", "dense_mlp: bf16"))
+    done = run_all(*words)
+    assert done.returncode == 2 and "whose backbone is" in " ".join(done.stderr.split())
+
+
+def test_what_evaluates_is_asked_before_anything_is_quantized(tmp_path):
+    """Neither a missing vLLM nor a dataset without answers is found out after hours."""
+    out = tmp_path / "out"
+    done = run_all("tiny-glm4-moe", "--out", str(out), VLLM_PYTHON=str(tmp_path / "none"))
+    assert done.returncode == 2 and "none" in done.stderr and not out.exists()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "1 + 1?", "reply": "#### 2"}) + "\n")
+    recipe = tmp_path / "recipe.yaml"
+    text = (ROOT / "recipes/models/tiny-glm4-moe.w4a16-fp8.yaml").read_text()
+    recipe.write_text(text.replace("models/held_out.jsonl", str(rows)))
+    done = run_all(str(recipe), "--out", str(out))
+    assert done.returncode == 2 and "row 1: must have the field answer" in " ".join(done.stderr.split()), done.stderr
+    assert not out.exists() and not out.with_name("out.partial").exists()

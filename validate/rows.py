@@ -1,0 +1,134 @@
+"""The questions of an evaluation and their reference answers: a file's, or a dataset's on the Hub.
+
+In: a protocol. Out: `Rows`, each with a question and an answer that ends as GSM8K's do, "... #### 12".
+
+Easy to get wrong: a row that lm-eval cannot read the answer of is never answered right, and looks like a weak model. So
+each row is read here first, and one that cannot be used is named.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+from datasets.exceptions import DatasetsError
+from httpx import HTTPError
+from huggingface_hub.errors import HfHubHTTPError
+
+from ..recipes.errors import RecipeError, refuse
+from ..recipes.protocol import Evaluation
+
+FIELDS = ("question", "answer")
+
+_HUB_SUBSET = "main"
+_ANSWER = re.compile(r"#### -?\$?[0-9.,]*[0-9]")
+_WHOLE_ANSWER = re.compile(_ANSWER.pattern + r"\.?\Z")  # lm-eval compares all that follows "#### "
+_BESIDE_THE_PACKAGE = Path(__file__).parent.parent
+_UNREADABLE = (DatasetsError, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """What is asked, and what shots are drawn from; the same rows of a file, where no row is its own shot."""
+
+    asked: Sequence[Row]
+    shown: Sequence[Row]
+    is_shared: bool
+
+
+def read_rows(protocol: Evaluation, *, asked: str, shown: str) -> Rows:
+    """The rows of a protocol.
+
+    Args:
+        protocol: says which dataset.
+        asked, shown: lm-eval's splits of the task's own dataset, for questions and for shots. A file has none.
+
+    Raises:
+        RecipeError: no such dataset, a row without question or readable answer, or too few rows.
+    """
+    if protocol.dataset is not None:
+        rows = _file_rows(protocol.dataset)
+        found = Rows(asked=rows, shown=rows, is_shared=True)
+    else:
+        splits = _hub_splits(protocol, (asked, shown))
+        found = Rows(asked=splits[asked], shown=splits[shown], is_shared=asked == shown)
+    _refuse_few(protocol, found)
+    return found
+
+
+def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Row]]:
+    where = protocol.dataset_name
+    try:
+        found = datasets.load_dataset(where, _HUB_SUBSET, revision=protocol.dataset_revision)
+    except _UNREADABLE as error:
+        got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300] or type(error).__name__
+        cure = ("Correct evaluation.dataset_revision, or, where the Hub is out of reach, name a .jsonl file with the "
+                "fields question and answer (--dataset)")  # fmt: skip
+        raise RecipeError(refuse(where, "must be a dataset that can be read", got, cure)) from error
+    splits = {str(name): split.to_list() for name, split in found.items()}
+    for name in names:
+        if name not in splits:
+            rule, got = f"must have the splits {' and '.join(dict.fromkeys(names))}", ", ".join(splits)
+            raise RecipeError(refuse(where, rule, got, "Correct evaluation.dataset_revision"))
+    return {
+        name: [_row(row, f"{where} {name} row {number}") for number, row in enumerate(splits[name])] for name in names
+    }
+
+
+def _file_rows(name: str) -> list[Row]:
+    path = next((path for path in (Path(name), _BESIDE_THE_PACKAGE / name) if path.is_file()), None)
+    cure = 'Name a .jsonl file of {"question": ..., "answer": "... #### 12"} lines'
+    if path is None:
+        raise RecipeError(refuse(f"evaluation.dataset {name}", "must be a file", "no such file", cure))
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(refuse(path, "must be a text file", str(error), cure)) from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise RecipeError(refuse(f"{path}: row {number}", "must be a JSON object", str(error), cure)) from error
+        rows.append(_row(row, f"{path}: row {number}", _WHOLE_ANSWER))
+    if not rows:
+        raise RecipeError(refuse(path, "must hold questions", "none", cure))
+    return rows
+
+
+def _row(row: object, where: str, answer: re.Pattern[str] = _ANSWER) -> Row:
+    """The row's question and answer."""
+    cure = "Mend the row, or name another dataset"
+    if not isinstance(row, Mapping):
+        raise RecipeError(refuse(where, "must be an object with question and answer", _short(row), cure))
+    for field in FIELDS:
+        if field not in row:
+            got = ", ".join(map(str, row)) or "no field"
+            raise RecipeError(refuse(where, f"must have the field {field}", got, cure))
+        if not isinstance(row[field], str) or not row[field].strip():
+            raise RecipeError(refuse(where, f"{field} must be a text", _short(row[field]), cure))
+    if not answer.search(row["answer"]):
+        raise RecipeError(refuse(where, 'answer must end with "#### " and a number', _short(row["answer"]), cure))
+    return {field: row[field] for field in FIELDS}
+
+
+def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
+    where = f"evaluation.dataset {protocol.dataset_name}"
+    num_asked, most = len(rows.asked), len(rows.shown) - rows.is_shared  # no question is its own example
+    if protocol.shots > most:
+        rule = f"must have more rows than evaluation.shots, {protocol.shots}"
+        raise RecipeError(refuse(where, rule, len(rows.shown), f"Use --shots {most} or fewer, or a longer dataset"))
+    if min(num_asked, protocol.limit or num_asked) < 2:
+        raise RecipeError(refuse(where, "must be asked two questions or more, to have a standard error", 1,
+                                 "Raise --limit, or name a longer dataset"))  # fmt: skip
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}"
