@@ -7,7 +7,7 @@
 #   make validate EVAL=gsm8k ...                             GSM8K of source and checkpoint with MTP on, and the gates
 #   make card [MODEL=...] [OUT=DIR]                          the model card, from the report
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
-#   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1]
+#   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
 #   make test         everything the project promises, on this machine
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
@@ -68,15 +68,16 @@ all: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
 	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K))
 
 publish: $(VENV)/.evaluate $(if $(DRY_RUN),,$(VENV_VLLM)/.vllm)
-	@$(VENV)/bin/keepmtp publish "$(MADE)" --repo "$(REPO)" $(if $(PUBLIC),--public) $(if $(DRY_RUN),--dry-run)
+	@$(VENV)/bin/keepmtp publish "$(MADE)" --repo "$(REPO)" $(if $(PUBLIC),--public) $(if $(UPDATE),--update) $(if $(DRY_RUN),--dry-run)
 
 ls: $(VENV)/.base
 	@$(VENV)/bin/keepmtp ls
 
 vllm: $(VENV_VLLM)/.vllm
 
+# A worker a core, each with whole files, in the order that tests/conftest.py gives. One process: TESTS="-n 0 PATH".
 test: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm
-	$(VENV)/bin/python -m pytest $(TESTS)
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check

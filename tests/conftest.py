@@ -1,6 +1,10 @@
-"""The Hub, spoken on loopback, for every test that reads a repository."""
+"""How the suite is shared among worker processes; and the Hub, spoken on loopback, for tests that read a repository.
+
+A file stays on one worker, since its fixtures are what takes long: `make test` says --dist loadfile.
+"""
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,6 +13,35 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+
+TESTS = Path(__file__).parent
+# Of a worker and what it starts: llm-compressor and two models in one, two vLLM servers of 1.5 GiB in another.
+WORKER_GIB = 5
+# What takes half a minute and more, longest first; the rest follows in order.
+LONG = (
+    "vllm/test_serve.py", "vllm/test_gsm8k.py", "vllm/test_matrix.py", "vllm/test_draft_logits.py",
+    "vllm/test_tiny_models.py", "vllm/test_acceptance_without_server.py", "vllm/test_check_on.py",
+    "vllm/test_dry_corpus.py", "vllm/test_dry_names.py", "test_publish.py", "test_calibrate.py",
+    "test_inference_mode.py", "test_ranks.py", "test_end_to_end.py", "test_llmcompressor_backend.py", "test_mtp.py",
+    "test_evaluate.py", "test_static.py",
+)  # fmt: skip
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before anything imports torch. Workers fill the cores by themselves, and what they start inherits this.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: one a core that this process may use, as many as memory holds."""
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(len(os.sched_getaffinity(0)), int(gib / WORKER_GIB)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first where workers share the suite: one that starts last leaves the others idle."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = {TESTS / name: place for place, name in enumerate(LONG)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 class Hub(SimpleHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""`keepmtp all`: what it would run, and what it refuses before it runs anything. Real runs: tests/vllm/test_gsm8k.py."""
+"""`keepmtp all`: what it would run, and what it refuses before it runs anything. Real: tests/vllm/test_gsm8k.py."""
 
 import json
 import os
