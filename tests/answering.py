@@ -47,7 +47,7 @@ class Answering(BaseHTTPRequestHandler):
         self.asked.append({"question": question, "path": self.path, **body})
         fault = self.fault(len(self.asked))
         if fault == "hang":
-            time.sleep(5)
+            time.sleep(30)
         if fault in ("cut", "hang"):
             if fault == "cut":
                 self.send_response(200)

@@ -156,7 +156,8 @@ def verify(folder: Path) -> FullReport:
     for field, got, wanted in _differences(_plain(told), _plain(full)):
         station = _STATION_OF.get(field.partition(".")[0])
         whose = f"as {file_of(folder, station).name} has it" if station else "what the results come to"
-        raise CheckpointError(refuse(f"{path}: {field}", f"must be {whose}, {_short(wanted)}", _short(got), again))
+        wanted, got = _around_the_difference(str(wanted), str(got))
+        raise CheckpointError(refuse(f"{path}: {field}", f"must be {whose}, {wanted}", got, again))
     if full.evaluation:
         refuse_unproved(folder, full.evaluation)
     return full
@@ -243,6 +244,13 @@ def _differences(told: Any, wanted: Any, field: str = "") -> Iterator[tuple[str,
         yield field, told, wanted
 
 
-def _short(value: Any) -> str:
-    words = str(value)
-    return words if len(words) <= _MAX_WORDS else f"{words[:_MAX_WORDS]}..."
+def _around_the_difference(one: str, other: str) -> tuple[str, str]:
+    """Two texts, of long ones the part in which they begin to differ."""
+    same = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
+    start = max(0, same - _MAX_WORDS // 4) if max(len(one), len(other)) > _MAX_WORDS else 0
+    cut = [text[start : start + _MAX_WORDS] for text in (one, other)]
+    first, second = (
+        f"{'...' * (start > 0)}{part}{'...' * (start + len(part) < len(text))}"
+        for part, text in zip(cut, (one, other), strict=True)
+    )
+    return first, second
