@@ -6,6 +6,7 @@ Easy to get wrong: a request that fails is no wrong answer. The first failure en
 waited for and kept, so that a question is asked again only if its answer never came.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,7 +81,7 @@ def ask(
             accepted_per_position=drafts.accepted_per_position,
         ))  # fmt: skip
 
-    num_tokens, read_at = 0, start
+    num_tokens, read_at = 0, -math.inf  # at the first answer: none is ever without a sitting
     failed: tuple[Question, ServerFailed] | None = None
     for item, reply in _replies(server, [asked.items[each] for each in samples.missing], asked.protocol, timeout):
         if isinstance(reply, ServerFailed):
@@ -92,7 +93,8 @@ def ask(
         ))  # fmt: skip
         num_tokens += reply.num_tokens
         if failed is None and time.monotonic() - read_at > COUNTERS_SECONDS:
-            note(server.drafts_now())
+            with suppress(ServerFailed):  # one that dies fails an answer too, which says more
+                note(server.drafts_now())
             read_at = time.monotonic()
         if watch is not None:
             watch(_step(samples, num_tokens, len(samples.answers) - num_known, time.monotonic() - start))

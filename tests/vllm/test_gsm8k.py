@@ -113,6 +113,44 @@ def test_the_same_again_starts_no_server(made, found):
     assert {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")} == logs
 
 
+def keepmtp_all(made: Path) -> subprocess.CompletedProcess[str]:
+    words = [KEEPMTP, "all", "tiny-glm4-moe", "--out", str(made), "--no-serve-check", "--gpu", "sm100"]
+    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+
+
+def test_all_goes_on_from_there_to_a_card_that_may_be_published(made, found):
+    """As after a run that was cut off behind the evaluation: what is there is not done again."""
+    logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
+    done = keepmtp_all(made)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert "quantize: done before" in done.stderr
+    commands = [line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")]
+    assert commands == ["check", "eval", "card"]
+    assert {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")} == logs
+    card = made.with_name("glm.card") / "README.md"
+    score = next(one for one in found["evaluation"]["checkpoint"]["scores"] if one["filter"] == "flexible-extract")
+    assert f"{100 * score['value']:.2f} %" in card.read_text() and "**pass**" in card.read_text()
+    words = [KEEPMTP, "publish", str(made), "--repo", "org/glm", "--dry-run", "--json"]
+    ready = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert ready.returncode == 0 and "model-00001-of-00001.safetensors" in ready.stdout, ready.stderr
+
+
+def test_all_stops_at_the_first_red_gate(made, tmp_path):
+    """The same bytes, their BF16 MTP layer claimed by the FP8 group: the check is red, and no server is started."""
+    twin = shutil.copytree(made, tmp_path / "twin")
+    config = json.loads((twin / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    for group in config["quantization_config"]["config_groups"].values():
+        if group["weights"]["num_bits"] == 8:
+            group["targets"].append(r"re:.*\.layers\.3\..*")
+    (twin / "config.json").write_text(json.dumps(config))
+    done = keepmtp_all(twin)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
+    assert [line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")] == ["check"]
+    assert "model.layers.3" in done.stdout
+    assert not (tmp_path / "twin.report" / "logs").exists() and not (tmp_path / "twin.card").exists()
+
+
 def test_a_spoilt_twin_shows_a_drop(made, found, tmp_path):
     """Judged against the source's answers, which are there already."""
     twin = spoilt(made, tmp_path / "twin")
