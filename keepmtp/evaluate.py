@@ -119,7 +119,7 @@ def evaluate(
     compared = original and gsm8k.Model(role="source", source=original, identity=_identity(original, out, reading))
     setup = gsm8k.Setup(
         out=out, confidence=rules.gates.confidence, port=port, timeout=timeout, extra=extra,
-        set_aside=lambda kept: err.print(f"Answers to another protocol or other bytes are kept in {kept.name}."),
+        say=lambda words: err.print(words, highlight=False),
     )  # fmt: skip
     with asking(err, as_json=as_json) as watch:
         fact = gsm8k.evaluate(judged, compared, asked, vllm=vllm, setup=setup, watch=watch)

@@ -1,18 +1,15 @@
-"""How the suite is shared among worker processes; and the Hub, spoken on loopback, for tests that read a repository.
+"""How the suite is shared among worker processes; and a Hub on loopback (hub.py) for tests that read a repository.
 
 A file stays on one worker, since its fixtures are what takes long: `make test` says --dist loadfile.
 """
 
-import json
 import os
-import threading
 from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
+from hub import serving
 
 TESTS = Path(__file__).parent
 # Of a worker and what it starts: llm-compressor and two models in one, two vLLM servers of 1.5 GiB in another.
@@ -44,60 +41,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
-class Hub(SimpleHTTPRequestHandler):
-    """The few routes of the Hub's API that reading a repository needs, with range requests."""
-
-    requests: ClassVar[list[str]] = []
-
-    def __init__(self, *args, root: Path, **kwargs):
-        self.root = root
-        super().__init__(*args, **kwargs)
-
-    def log_message(self, *_):
-        pass
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        path = self.path.split("?")[0]
-        if path.startswith("/api/models/org/model"):
-            files = [{"rfilename": str(p.relative_to(self.root))} for p in self.root.rglob("*") if p.is_file()]
-            if "/tree/" in path:
-                files = [{"type": "file", "path": f["rfilename"], "oid": "0" * 40,
-                          "size": (self.root / f["rfilename"]).stat().st_size} for f in files]  # fmt: skip
-                return self.reply(json.dumps(files).encode(), "application/json")
-            body = {"id": "org/model", "sha": "c" * 40, "siblings": files, "private": False, "tags": [],
-                    "downloads": 0, "likes": 0}  # fmt: skip
-            return self.reply(json.dumps(body).encode(), "application/json")
-        if path.startswith("/org/model/resolve/"):
-            file = self.root / path.split("/", 5)[5]
-            if file.is_file():
-                return self.reply(file.read_bytes(), "application/octet-stream", etag=f'"{file.name}"')
-        self.send_response(404)
-        self.send_header("X-Error-Code", "EntryNotFound" if path.startswith("/org/model") else "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def reply(self, body: bytes, kind: str, etag: str = ""):
-        wanted = self.headers.get("Range")
-        self.send_response(206 if wanted else 200)
-        if wanted:
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
-            end = min(int(last or len(body) - 1), len(body) - 1)
-            self.send_header("Content-Range", f"bytes {first}-{end}/{len(body)}")
-            body = body[int(first) : end + 1]
-        Hub.requests.append(f"{self.command} {self.path} {wanted or ''}")
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        if etag:
-            self.send_header("ETag", etag)
-            self.send_header("X-Repo-Commit", "c" * 40)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-
 @pytest.fixture
 def hub_at(monkeypatch, tmp_path):
     """Points huggingface_hub at an endpoint; its constants were read from the environment when it was imported."""
@@ -115,18 +58,14 @@ def hub_at(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def serve_hub(hub_at) -> Iterator[Callable[[Path], list[str]]]:
+def serve_hub(hub_at, tmp_path_factory) -> Iterator[Callable[[Path], list[str]]]:
     """Serves a folder as the repository org/model; returns the list that the requests are noted in."""
-    servers = []
+    with ExitStack() as servers:
 
-    def serve(folder: Path) -> list[str]:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, root=folder))
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        Hub.requests.clear()
-        hub_at(f"http://127.0.0.1:{server.server_port}")
-        return Hub.requests
+        def serve(folder: Path) -> list[str]:
+            hub = servers.enter_context(serving(tmp_path_factory.mktemp("hub")))
+            hub.mirror("org/model", folder)
+            hub_at(hub.endpoint)
+            return hub.requests
 
-    yield serve
-    for server in servers:
-        server.shutdown()
+        yield serve

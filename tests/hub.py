@@ -1,7 +1,8 @@
-"""A Hub on loopback that repositories can be made on, written to and read from, with faults on request.
+"""A Hub on loopback: repositories of models can be made, written to and read, datasets read, with faults on request.
 
-It speaks what huggingface_hub 1.33 asks with HF_HUB_DISABLE_XET=1: LFS in one piece or in parts, commits, settings,
-byte ranges. Xet's own protocol, which huggingface_hub prefers where hf_xet is installed, is not spoken here.
+It speaks what huggingface_hub 1.33 and `datasets` ask with HF_HUB_DISABLE_XET=1: LFS in one piece or in parts, commits,
+settings, trees, byte ranges. Xet's own protocol, which huggingface_hub prefers where hf_xet is installed, is not spoken
+here.
 """
 
 import base64
@@ -21,6 +22,8 @@ from urllib.parse import unquote
 
 TOKEN = "hf_loopbackSecretThatNobodyMayPrint"
 READ_ONLY = "hf_loopbackTokenForReading"
+FIRST_COMMIT = f"{1:040x}"
+"""Of every repository."""
 _LARGE = (".safetensors", ".png")
 
 
@@ -73,10 +76,11 @@ class Hub:
     """The server's state; stored bytes lie in `folder` by their hash.
 
     Attributes:
+        repos: by name, ORG/NAME, a dataset's with `datasets/` before it.
         writers: namespaces that TOKEN may write to.
         part_bytes: larger files are sent in parts of this size.
         faults: taken in order.
-        requests: "METHOD /path" of each.
+        requests: "METHOD /path" of each, and the range where one was asked for.
         put: body bytes that arrived for each large file, by SHA-256.
     """
 
@@ -96,6 +100,12 @@ class Hub:
         repo = self.repos[name] = Repo(private=private)
         self.commit(name, {".gitattributes": b"*.safetensors filter=lfs\n"})
         return repo
+
+    def mirror(self, name: str, folder: Path) -> str:
+        """A public repository that holds a folder's files as they are now; returns the commit."""
+        self.repos.setdefault(name, Repo(private=False))
+        files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        return self.commit(name, {path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
 
     def commit(self, name: str, files: Mapping[str, bytes]) -> str:
         """Somebody's commit of small files."""
@@ -167,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.path = unquote(self.path)
         line = f"{self.command} {self.path}"
         with self.hub.lock:
-            self.hub.requests.append(line)
+            self.hub.requests.append(" ".join(filter(None, (line, self.headers.get("Range")))))
             fault = next((fault for fault in self.hub.faults if fault.times and re.search(fault.to, line)), None)
             if fault:
                 fault.times -= 1
@@ -248,11 +258,19 @@ class _Handler(BaseHTTPRequestHandler):
         self._say(200, {"id": repo, "sha": found.head if at == "main" else at, "siblings": files,
                         "private": found.private, "tags": [], "downloads": 0, "likes": 0})  # fmt: skip
 
-    def _tree(self, _: bytes, *, repo: str, revision: str) -> None:
+    def _tree(self, _: bytes, *, repo: str, revision: str, below: str | None) -> None:
+        start = f"{below.strip('/')}/" if below and below.strip("/") else ""
+        files = {path: blob for path, blob in self.hub.repos[repo].at(revision).items() if path.startswith(start)}
+        folders: set[str] = set()
+        if "recursive=true" not in self.query.lower():
+            folders = {start + path.removeprefix(start).partition("/")[0] for path in files} - files.keys()
+            files = {path: blob for path, blob in files.items() if "/" not in path.removeprefix(start)}
         self._say(200, [
+            {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)
+        ] + [
             {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
             | ({"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {})
-            for path, blob in self.hub.repos[repo].at(revision).items()
+            for path, blob in files.items()
         ])  # fmt: skip
 
     def _preupload(self, body: bytes, *, repo: str, revision: str) -> None:
@@ -330,7 +348,8 @@ class _Handler(BaseHTTPRequestHandler):
         if blob is None:
             return self._say(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
         body, wanted = (self.hub.folder / (blob.sha256 or blob.oid)).read_bytes(), self.headers.get("Range")
-        headers = {"ETag": f'"{blob.sha256 or blob.oid}"', "X-Repo-Commit": revision}
+        commit = found.head if revision == "main" else revision
+        headers = {"ETag": f'"{blob.sha256 or blob.oid}"', "X-Repo-Commit": commit}
         if wanted:
             first, _, last = wanted.removeprefix("bytes=").partition("-")
             end = min(int(last or len(body) - 1), len(body) - 1)
@@ -351,13 +370,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-_REPO, _AT = r"(?P<repo>[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
+_REPO, _AT = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)", r"(?P<revision>[^/]+)"
 _ROUTES = (
     ("GET", r"/api/whoami-v2", _Handler._whoami),
     ("POST", r"/api/repos/create", _Handler._create),
     ("POST", r"/api/validate-yaml", _Handler._validate_yaml),
-    ("GET", rf"/api/models/{_REPO}(/revision/{_AT})?", _Handler._info),
-    ("GET", rf"/api/models/{_REPO}/tree/{_AT}", _Handler._tree),
+    ("GET", rf"/api/(?:models/)?{_REPO}(/revision/{_AT})?", _Handler._info),
+    ("GET", rf"/api/(?:models/)?{_REPO}/tree/{_AT}(?P<below>/.*)?", _Handler._tree),
     ("POST", rf"/api/models/{_REPO}/preupload/{_AT}", _Handler._preupload),
     ("POST", rf"/api/models/{_REPO}/commit/{_AT}", _Handler._commit),
     ("PUT", rf"/api/models/{_REPO}/settings", _Handler._settings),

@@ -50,8 +50,8 @@ def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:
         right = [True] * answers.both + [model.role == "source"] * answers.only_source
         right += [model.role == "checkpoint"] * answers.only_checkpoint + [False] * answers.neither
         header = Header(
-            role=model.role, protocol=fact.protocol, dataset_sha256=fact.dataset_sha256, num_questions=answers.num,
-            checkpoint_sha256=model.sha256, vllm=reports.VLLM, device="CPU",
+            role=model.role, protocol=fact.protocol, dataset_sha256=fact.dataset_sha256, prompts_sha256="",
+            num_questions=answers.num, checkpoint_sha256=model.sha256, vllm=reports.VLLM, device="CPU",
         )  # fmt: skip
         path = evidence / model.samples
         path.unlink(missing_ok=True)

@@ -39,6 +39,7 @@ def built(tmp_path: Path, **protocol) -> Questions:
 def header(asked: Questions, **changed) -> Header:
     return Header(**{
         "role": "checkpoint", "protocol": asked.protocol, "dataset_sha256": asked.dataset_sha256,
+        "prompts_sha256": asked.prompts_sha256,
         "num_questions": len(asked.items), "checkpoint_sha256": "0" * 64, "vllm": "0.32.0", "device": "CPU", **changed,
     })  # fmt: skip
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import dataset_hub
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hub import serving
 from keepmtp.quantize import data
 from keepmtp.quantize.data import CalibrationData, calibration_data
 from keepmtp.quantize.source import Source, open_source
@@ -524,15 +524,16 @@ def test_a_hub_dataset_is_streamed_and_gives_the_ids_of_a_local_copy(tmp_path, s
     (repository / "data").mkdir(parents=True)
     copy = write(repository / "data" / "train-00000-of-00001.parquet", texts())
     asked = calibration("org/data", dataset_revision="main")
-    with dataset_hub.serving(repository) as endpoint:
-        hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    with serving(tmp_path / "hub") as hub:
+        commit = hub.mirror("datasets/org/data", repository)
+        told = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
         code = [sys.executable, "-c", IN_ANOTHER_PROCESS, asked.model_dump_json(), str(source.folder)]
-        done = subprocess.run(code, env=os.environ | hub, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(code, env=os.environ | told, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     provenance, no_split, no_column, no_subset = map(json.loads, done.stdout.splitlines())
-    assert provenance["dataset_revision"] == dataset_hub.COMMIT
+    assert provenance["dataset_revision"] == commit
     local = dict(calibration_data(calibration(copy), source).provenance)
-    assert provenance == local | {"dataset": "org/data", "dataset_revision": dataset_hub.COMMIT}
+    assert provenance == local | {"dataset": "org/data", "dataset_revision": commit}
     assert "split must be one of train; got 'test'" in no_split
     assert "column must be one of number, text; got 'txt'" in no_column
     assert "calibration.subset" in no_subset and "default" in no_subset, "names what there is"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from dataset_hub import serving as dataset_hub
+from hub import serving
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.harness import Questions, questions, scores
@@ -137,7 +137,7 @@ def test_a_dataset_that_cannot_be_used(tmp_path, file):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch, hub_at):
-    """org/data on loopback as the task's own dataset, with a train and a test split; returns its folder."""
+    """org/data on loopback as the task's own dataset, with a train and a test split."""
     import datasets.config
     from keepmtp.recipes import protocol
 
@@ -150,14 +150,15 @@ def hub(tmp_path, monkeypatch, hub_at):
         "  - split: test\n    path: main/test.jsonl\n---\n"
     )
     monkeypatch.setattr(protocol, "_HUB", {"gsm8k": "org/data", "gsm8k_platinum": "org/data"})
-    with dataset_hub(folder) as endpoint:
-        hub_at(endpoint)
-        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
-        files = endpoint + "/datasets/{repo_id}/resolve/{revision}/{path}"
+    with serving(tmp_path / "hub") as served:
+        hub_at(served.endpoint)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", served.endpoint)
+        files = served.endpoint + "/datasets/{repo_id}/resolve/{revision}/{path}"
         monkeypatch.setattr(datasets.config, "HUB_DATASETS_URL", files)
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-        yield folder
+        served.mirror("datasets/org/data", folder)
+        yield served
 
 
 def test_the_tasks_own_dataset_is_read_from_the_hub(hub):
@@ -175,7 +176,7 @@ def test_platinum_draws_its_shots_from_the_questions(hub):
 
 
 def test_a_hub_dataset_without_the_fields(hub):
-    for split in ("train", "test"):
-        write(hub / "main" / f"{split}.jsonl", [{"question": "How many?", "solution": "1"}] * 4)
+    rows = json.dumps({"question": "How many?", "solution": "1"}) + "\n"
+    hub.commit("datasets/org/data", {f"main/{split}.jsonl": 4 * rows.encode() for split in ("train", "test")})
     with pytest.raises(RecipeError, match="org/data test row 0: must have the field answer; got question, solution"):
         questions(Evaluation(shots=3))

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.samples import Answer, Header, Samples, Sitting, open_samples, read_samples
+from keepmtp.validate.samples import Answer, Header, Samples, Sitting, open_samples, read_samples, take_from_sibling
 
 
 def header(**changed) -> Header:
     return Header(**{
-        "role": "source", "protocol": Evaluation(), "dataset_sha256": "d", "num_questions": 3, "checkpoint_sha256": "c",
-        "vllm": "0.32.0", "device": "CPU", **changed,
+        "role": "source", "protocol": Evaluation(), "dataset_sha256": "d", "prompts_sha256": "p",
+        "num_questions": 3, "checkpoint_sha256": "c", "vllm": "0.32.0", "device": "CPU", **changed,
     })  # fmt: skip
 
 
@@ -113,3 +113,21 @@ def test_a_line_that_is_none_is_named(path, line, says):
         open_samples(path, header())
     assert f"{path}:6: " in str(caught.value) and says in str(caught.value)
     assert "Move the file away, and its questions are asked again." in str(caught.value)
+
+
+def test_a_sibling_has_answered_already(tmp_path):
+    """One release, two checkpoints of it: a finished file of the very same questions to the same bytes is taken."""
+    made = tmp_path / "one.report" / "gsm8k.source.jsonl"
+    path = tmp_path / "two.report" / made.name
+    samples = begun(made)
+    assert take_from_sibling(path, header()) is None, "an unfinished one is another run's"
+    samples.add(answer(1))
+    others = ({"prompts_sha256": "q"}, {"checkpoint_sha256": "d"}, {"vllm": "0.33.0"}, {"words": ("--seed", "1")})
+    for changed in others:
+        assert take_from_sibling(path, header(**changed)) is None, changed
+    (tmp_path / "a.report").mkdir()
+    (tmp_path / "a.report" / made.name).write_text("torn")
+    assert not path.exists() and take_from_sibling(path, header()) == made.parent
+    assert path.read_bytes() == made.read_bytes() and not open_samples(path, header())[0].missing
+    assert take_from_sibling(path, header()) is None, "what is there stays"
+    assert take_from_sibling(tmp_path / "elsewhere" / made.name, header()) is None, "not an evidence folder"

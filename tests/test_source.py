@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import source_layout, write_checkpoint
+from hub import FIRST_COMMIT
 from keepmtp.quantize.source import INDEX, download, open_source, read
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.static import check
@@ -143,13 +144,13 @@ def hub(folder, serve_hub) -> list[str]:
 def test_hub_headers_come_by_range_requests(hub, folder):
     """A repository's tensors without its weights; then the same source, downloaded, equals the folder."""
     remote, local = open_source("org/model"), open_source(folder)
-    assert remote.revision == "c" * 40 and remote.folder is None
+    assert remote.revision == FIRST_COMMIT and remote.folder is None
     assert {n: (e.dtype, e.shape, e.num_bytes) for n, e in remote.entries.items()} == {
         n: (e.dtype, e.shape, e.num_bytes) for n, e in local.entries.items()
     }
     assert all("bytes=" in line for line in hub if ".safetensors " in line)
     fetched = download(remote)
-    assert fetched.folder is not None and fetched.revision == "c" * 40 and fetched.entries == local.entries
+    assert fetched.folder is not None and fetched.revision == FIRST_COMMIT and fetched.entries == local.entries
 
 
 def test_hub_repository_that_does_not_exist(hub):

@@ -24,7 +24,7 @@ from .identity import file_sha256
 from .measure import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
 from .paired import paired
 from .report_schema import EvaluatedFact, EvaluationFact, Identity
-from .samples import Header, Samples, open_samples
+from .samples import Header, Samples, open_samples, take_from_sibling
 from .serve import TIMEOUT_SECONDS, ServerFailed, serving
 from .vllm_env import VLLM
 
@@ -42,7 +42,7 @@ class Setup:
         confidence: of the interval around the paired difference.
         extra: further words for `vllm serve`.
         timeout: seconds to a healthy server.
-        set_aside: called with a file of older answers to something else, which has been renamed.
+        say: told, a sentence each, what became of answers that are there already.
     """
 
     out: Path
@@ -50,7 +50,7 @@ class Setup:
     port: int | None = None
     timeout: float = TIMEOUT_SECONDS
     extra: tuple[str, ...] = ()
-    set_aside: Callable[[Path], None] | None = None
+    say: Callable[[str], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +125,16 @@ def evaluate(
 def _answered(model: Model, asked: Questions, vllm: VLLM, setup: Setup, watch: Watch | None) -> Samples:
     """All answers of one model; it is served only if one is missing."""
     header = Header(
-        role=model.role, protocol=asked.protocol, dataset_sha256=asked.dataset_sha256, num_questions=len(asked.items),
-        checkpoint_sha256=model.identity.sha256, vllm=vllm.version, device=vllm.device, words=setup.extra,
+        role=model.role, protocol=asked.protocol, dataset_sha256=asked.dataset_sha256,
+        prompts_sha256=asked.prompts_sha256, num_questions=len(asked.items), checkpoint_sha256=model.identity.sha256,
+        vllm=vllm.version, device=vllm.device, words=setup.extra,
     )  # fmt: skip
-    samples, aside = open_samples(setup.out / f"gsm8k.{model.role}.jsonl", header)
-    if aside is not None and setup.set_aside is not None:
-        setup.set_aside(aside)
+    path, say = setup.out / f"gsm8k.{model.role}.jsonl", setup.say or (lambda _: None)
+    if sibling := take_from_sibling(path, header):
+        say(f"The {model.role} answered the same questions before: taken from {sibling.name}.")
+    samples, aside = open_samples(path, header)
+    if aside is not None:
+        say(f"Answers to another protocol or other bytes are kept in {aside.name}.")
     if samples.missing:
         _serve_and_ask(model, asked, samples, vllm, setup, watch)
     return samples

@@ -73,6 +73,11 @@ class Questions:
     dataset_sha256: str
     task: ConfigurableTask
 
+    @property
+    def prompts_sha256(self) -> str:
+        """Of all that is sent: what another lm-eval or datasets draws or words otherwise is not the same question."""
+        return _sum("\n".join(json.dumps([item.prompt, item.stop]) for item in self.items))
+
 
 def questions(protocol: Evaluation) -> Questions:
     """Read the dataset and let lm-eval build every request.

@@ -2,7 +2,7 @@
 
 In and out: `gsm8k.source.jsonl` and `gsm8k.checkpoint.jsonl` in the evidence folder. JSON lines, three kinds:
 
-    {"samples": 1, role, protocol, dataset_sha256, num_questions, checkpoint_sha256, vllm, device, words}    the first
+    {"samples": 1, role, protocol, dataset_sha256, prompts_sha256, num_questions, checkpoint_sha256, vllm, ...}
     {"question": 0, prompt_sha256, text, finish_reason, num_tokens, correct}        a question, numbered from 0
     {"sitting": 1, as_served, reason, seconds, drafts, draft_tokens, accepted_tokens, accepted_per_position}
 
@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -42,6 +43,7 @@ class Header(_Line):
 
     Attributes:
         dataset_sha256: of questions and reference answers.
+        prompts_sha256: of all that is sent.
         checkpoint_sha256: as `Identity.sha256`.
         words: further words for `vllm serve`.
     """
@@ -50,6 +52,7 @@ class Header(_Line):
     role: Role
     protocol: Evaluation
     dataset_sha256: str
+    prompts_sha256: str
     num_questions: Annotated[int, Field(gt=0)]
     checkpoint_sha256: str
     vllm: str
@@ -176,6 +179,24 @@ def open_samples(path: Path, header: Header) -> tuple[Samples, Path | None]:
         return read_samples(path), aside
     path.parent.mkdir(parents=True, exist_ok=True)
     return Samples(path, header), aside
+
+
+def take_from_sibling(path: Path, header: Header) -> Path | None:
+    """Copy a finished file of the same header from another checkpoint's evidence folder, where there is none here.
+
+    One release is quantized in several ways, and its answers are the same for all of them.
+
+    Returns: the folder it came from, or None.
+    """
+    if path.exists() or path.parent.suffix != ".report":
+        return None
+    for other in sorted(path.parent.parent.glob(f"*.report/{path.name}")):
+        with suppress(CheckpointError):  # another run may be writing it
+            found = read_samples(other)
+            if found.header == header and not found.missing:
+                write_whole(path, other.read_text(encoding="utf-8"))
+                return other.parent
+    return None
 
 
 def read_samples(path: Path) -> Samples:

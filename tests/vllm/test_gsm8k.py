@@ -151,16 +151,15 @@ def test_all_stops_at_the_first_red_gate(made, tmp_path):
     assert not (tmp_path / "twin.report" / "logs").exists() and not (tmp_path / "twin.card").exists()
 
 
-def test_a_spoilt_twin_shows_a_drop(made, found, tmp_path):
-    """Judged against the source's answers, which are there already."""
-    twin = spoilt(made, tmp_path / "twin")
-    (tmp_path / "twin.report").mkdir()
-    shutil.copy(made.with_name("glm.report") / "gsm8k.source.jsonl", tmp_path / "twin.report")
+def test_a_spoilt_twin_shows_a_drop(made, found):
+    """Judged against the source's answers to the first checkpoint's questions, which lie beside it."""
+    twin = spoilt(made, made.with_name("twin"))
     done = keepmtp_eval(twin)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
     told = json.loads(done.stdout)
     assert told["evaluation"]["source"] == found["evaluation"]["source"]
-    assert not (tmp_path / "twin.report" / "logs" / "gsm8k.source.log").exists(), "not served again"
+    assert "taken from glm.report" in done.stderr
+    assert not (made.with_name("twin.report") / "logs" / "gsm8k.source.log").exists(), "not served again"
     gate = reasons(told)["gsm8k"]
     assert gate["verdict"] == told["judgement"]["verdict"] == "regression", gate
     for pair in told["evaluation"]["paired"]:
