@@ -68,6 +68,7 @@ all: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
 	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K))
 
 publish: $(VENV)/.evaluate $(if $(DRY_RUN),,$(VENV_VLLM)/.vllm)
+	$(if $(REPO),,$(error REPO: must be the repository to publish to, as REPO=org/name; got none))
 	@$(VENV)/bin/keepmtp publish "$(MADE)" --repo "$(REPO)" $(if $(PUBLIC),--public) $(if $(UPDATE),--update) $(if $(DRY_RUN),--dry-run)
 
 ls: $(VENV)/.base

@@ -20,9 +20,8 @@ from .made_from import recorded_source
 from .progress import bytes_bar
 from .quantize.source import open_source
 from .recipes.errors import RecipeError
+from .tables import VERDICT_COLOURS
 from .validate import card as cards
-
-_COLOURS = {"pass": "green", "regression": "red", "infeasible": "yellow"}
 
 
 def card(
@@ -47,7 +46,9 @@ def card(
         path, source=source or _source(path), base_model=base_model, license_id=license_id, out=folder,
         watch=bytes_bar(Console(stderr=True), "reading"),
     )  # fmt: skip
-    judged = report.judgement.verdict if report.judgement else "not judged"
+    judged, colour = "not judged", "yellow"
+    if report.judgement:
+        judged, colour = report.judgement.verdict, VERDICT_COLOURS[report.judgement.verdict]
     files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
     if as_json:
         told = {"card": str(made), "files": files, "verdict": judged, "says": report.verdict.says}
@@ -55,7 +56,7 @@ def card(
         return
     out = Console()
     out.print(f"{escape(str(made))}: {', '.join(files)}", highlight=False, soft_wrap=True)
-    out.print(f"It says: [{_COLOURS.get(judged, 'yellow')}]{judged}[/]. {escape(report.verdict.says)}", highlight=False)
+    out.print(f"It says: [{colour}]{judged}[/]. {escape(report.verdict.says)}", highlight=False)
 
 
 def _source(path: Path) -> Path | None:

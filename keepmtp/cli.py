@@ -1,5 +1,9 @@
 """The `keepmtp` command: one call a verb, tables for people, `--json` for machines.
 
+In: words of a command line. Out: the answer on standard output, progress and refusals on standard error, and a status.
+
+Easy to get wrong: standard output is read by programs too. Whatever is not the answer goes to standard error.
+
 Exit status: 0 good; 1 the checkpoint has findings or a gate is red; 2 bad input or environment; 3 (`gate`,
 `eval`, `all`) too little was measured to tell.
 """
@@ -277,6 +281,7 @@ def _common(
     # does not define its own level METRIC, at which GPTQ reports (0.14.0.1 logger.py).
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and would say all twice
 
 
 app.command("serve-check", context_settings={"allow_extra_args": True})(serve_check)

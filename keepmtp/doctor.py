@@ -3,10 +3,12 @@
 In: this Python's package metadata, vLLM's environment, the machine. Out: tables, or JSON. Nothing heavy is imported.
 
 Easy to get wrong: what is not installed is not broken, since planning and checking need no torch and no vLLM. Broken is
-what somebody chose and cannot work: a VLLM_PYTHON without vLLM, a vLLM outside the supported range.
+what somebody chose and cannot work: a VLLM_PYTHON without vLLM, a vLLM outside the supported range. A token is found,
+never shown.
 """
 
 import json
+import os
 import platform
 import sys
 from dataclasses import asdict, dataclass
@@ -14,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
+from huggingface_hub import get_token
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -35,10 +38,13 @@ PACKAGES = {
     "llmcompressor": "calibrated recipes",
     "compressed-tensors": "calibrated recipes",
     "datasets": "calibrated recipes",
+    "lm-eval": "GSM8K",
 }
 _CALIBRATING = ("packing weights", "calibrated recipes")
+_TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _GET_VLLM = "make vllm"
 _GET_QUANTIZE = "pip install 'keepmtp[quantize]'"
+_GET_EVALUATE = "pip install 'keepmtp[evaluate]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,7 @@ class Diagnosis:
         vllm: the environment that was found, of any version; None if there is none.
         no_vllm: the refusal, if vLLM cannot be used.
         gpus, cpu, cpu_features: of this machine.
+        token: where a token of the Hub was found; "" if nowhere. Not the token.
         broken: what was chosen and cannot work, a sentence each.
     """
 
@@ -71,6 +78,7 @@ class Diagnosis:
     gpus: tuple[vllm_env.GPU, ...]
     cpu: str
     cpu_features: tuple[str, ...]
+    token: str
     abilities: tuple[Ability, ...]
     broken: tuple[str, ...]
 
@@ -88,7 +96,8 @@ def doctor(
 ) -> None:
     """Say what was found on this machine, what can be checked here, and what would enable the rest.
 
-    Looks at keepmtp's own environment, at vLLM's (VLLM_PYTHON, else .venv-vllm), at the processor and at NVIDIA GPUs.
+    Looks at keepmtp's own environment, at vLLM's (VLLM_PYTHON, else .venv-vllm), at the processor, at NVIDIA GPUs, and
+    whether there is a token for the Hub, which is neither shown nor tried.
     Exit status 2 if something that was chosen cannot work; what is merely not installed is none of it.
 
     Example: `VLLM_PYTHON=/opt/vllm/bin/python keepmtp doctor`
@@ -114,16 +123,16 @@ def diagnose() -> Diagnosis:
         no_vllm, is_broken = str(error), not str(error).startswith("vllm: ")
     gpus, (cpu, flags) = vllm_env.gpus_here(), vllm_env.cpu_here()
     features = tuple(flag for flag in vllm_env.CPU_FLAGS if flag in flags)
-    usable = vllm if not no_vllm else None
+    usable, token = vllm if not no_vllm else None, _where_token()
     return Diagnosis(
         keepmtp=__version__, python=f"{platform.python_version()} ({sys.executable})", packages=packages, vllm=vllm,
-        no_vllm=no_vllm, gpus=gpus, cpu=cpu, cpu_features=features, broken=(no_vllm,) if is_broken else (),
-        abilities=_abilities(packages, usable, gpus),
+        no_vllm=no_vllm, gpus=gpus, cpu=cpu, cpu_features=features, token=token,
+        broken=(no_vllm,) if is_broken else (), abilities=_abilities(packages, usable, gpus, token),
     )  # fmt: skip
 
 
 def _abilities(
-    packages: dict[str, str], vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]
+    packages: dict[str, str], vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...], token: str
 ) -> tuple[Ability, ...]:
     can_pack = bool(packages["torch"] and packages["numpy"])
     on_gpu = can_pack and bool(gpus) and not packages["torch"].endswith("+cpu")
@@ -134,6 +143,8 @@ def _abilities(
     can_copy = can_serve and can_pack
     page = [name for name in REPORT_NEEDS if not packages[name]]
     absent = [name for name, what in PACKAGES.items() if what in _CALIBRATING and not packages[name]]
+    scoring = [name for name in ("lm-eval", *REPORT_NEEDS) if not packages[name]]
+    can_score = can_serve and not scoring
     dry = f"vLLM {vllm.version} on meta tensors, no GPU needed" if vllm else no_vllm
     return (
         Ability(what="plan, static check", can=True, why="headers and config.json are enough",
@@ -156,6 +167,18 @@ def _abilities(
                 why="llm-compressor, transformers and datasets are here" if not absent
                 else f"needs {' and '.join(absent)}",
                 command="keepmtp quantize MODEL" if not absent else "pip install 'keepmtp[calibrate]'"),
+        Ability(what="GSM8K, with method=mtp", can=can_score,
+                why=f"needs {' and '.join(scoring)}" if scoring else f"lm-eval {packages['lm-eval']} asks vLLM's server"
+                if can_serve else "needs a real server",
+                command=_GET_EVALUATE if scoring else "keepmtp eval CHECKPOINT" if can_serve else get_server),
+        Ability(what="model card", can=not page, why="jinja2 and matplotlib are here" if not page
+                else f"needs {' and '.join(page)}",
+                command="keepmtp card CHECKPOINT" if not page else _GET_EVALUATE),
+        Ability(what="publishing to the Hub", can=bool(token) and not page,
+                why=f"needs {' and '.join(page)}" if page else f"a token from {token}, not tried" if token
+                else "needs a token with write access",
+                command=_GET_EVALUATE if page else "keepmtp publish CHECKPOINT --repo ORG/NAME" if token
+                else "hf auth login"),
     )  # fmt: skip
 
 
@@ -172,6 +195,12 @@ def _serving(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> tupl
         why = "this vLLM is built for CUDA, and no GPU is here"
         return why, why
     return f"on {', '.join(gpu.name for gpu in gpus)}", "where the GPU has no kernel for a scheme"
+
+
+def _where_token() -> str:
+    """Where huggingface_hub 1.33 finds one; the Hub is not asked what it is good for."""
+    named = next((name for name in _TOKEN_NAMES if os.environ.get(name, "").strip()), "")
+    return named or ("`hf auth login`" if get_token() else "")
 
 
 def _version(package: str) -> str:
@@ -201,6 +230,7 @@ def _show(found: Diagnosis, out: Console) -> None:
     else:
         table.add_row("vLLM", f"[yellow]none[/] ({supported})")
     table.add_section()
+    table.add_row("Hub token", f"from {found.token}" if found.token else "none")
     table.add_row("GPU", ", ".join(f"{gpu.name}, sm{gpu.capability.replace('.', '')}, {gpu.memory_gib:.0f} GiB"
                                    for gpu in found.gpus) or "none")  # fmt: skip
     table.add_row("CPU", escape(found.cpu or "unknown"))

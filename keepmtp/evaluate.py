@@ -19,23 +19,24 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from .evaluated import table
-from .made_from import recorded_source
+from .gate import EXITS
+from .made_from import recorded_source, refuse_stranger
 from .progress import asking, bytes_bar
 from .quantize.extras import require_extra
 from .quantize.source import Source, download, open_source, small_file
-from .recipes.errors import CheckpointError, RecipeError, refuse
+from .recipes.errors import CheckpointError, RecipeError, first_fault, refuse
 from .recipes.protocol import Evaluation, Gates
 from .recipes.schema import find_recipe
 from .validate import report as reports
-from .validate.gates import judge
+from .validate.gates import judge, worst
 from .validate.identity import Watch, identify
+from .validate.origin import RECORD
 from .validate.report_schema import EvaluationFact, Identity, JudgementFact
 from .validate.results import file_of, report_folder, write_result
 from .validate.serve import TIMEOUT_SECONDS
 from .validate.vllm_env import find_vllm
 
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
-_RECORD = "keepmtp.json"
 _HUB = "hub"
 _SECRETS = ("--api-key", "--hf-token")
 _OWN_GATES = ("gsm8k", "acceptance")
@@ -106,6 +107,7 @@ def evaluate(
     checkpoint, original = download(opened), None
     if source != "none":
         original = open_source(source or recorded_source(checkpoint, cure=_CURE))
+        refuse_stranger(opened, original)
         gsm8k.refuse_model(original, protocol, extra)
         original = download(original)
     vllm = find_vllm()
@@ -117,6 +119,9 @@ def evaluate(
     if is_recorded:
         reports.refuse_stale(out, judged.identity, but=("gsm8k",))
     compared = original and gsm8k.Model(role="source", source=original, identity=_identity(original, out, reading))
+    if compared is not None and compared.identity.sha256 == judged.identity.sha256:
+        rule = "must be what the checkpoint was made from, not the checkpoint itself"
+        raise RecipeError(refuse("--source", rule, f"the same bytes in {compared.source.where}", _CURE))
     setup = gsm8k.Setup(
         out=out, confidence=rules.gates.confidence, port=port, timeout=timeout, extra=extra,
         say=lambda words: err.print(words, highlight=False),
@@ -151,10 +156,10 @@ def _rules(checkpoint: Source, recipe: str | None) -> _Rules:
     if recipe is not None:
         found, _ = find_recipe(recipe)
         return _Rules(evaluation=found.evaluation, gates=found.gates)
-    record = small_file(checkpoint, _RECORD)
+    record = small_file(checkpoint, RECORD)
     if record is None:
         return _Rules(evaluation=Evaluation(), gates=Gates())
-    where = f"{checkpoint.where}: {_RECORD}"
+    where = f"{checkpoint.where}: {RECORD}"
     try:
         made = json.loads(record.read_bytes())["recipe"]
         return _Rules(
@@ -162,8 +167,7 @@ def _rules(checkpoint: Source, recipe: str | None) -> _Rules:
             gates=Gates.model_validate(made.get("gates") or {}),
         )
     except ValidationError as error:
-        first = error.errors()[0]
-        got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        got = first_fault(error)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         got = repr(error)
     raise CheckpointError(refuse(where, "must be keepmtp's own record", got, "Name a recipe with --recipe"))
@@ -182,11 +186,10 @@ def _protocol(recipe: Evaluation, changed: Mapping[str, Any]) -> Evaluation:
         first = error.errors()[0]
         option = "--" + (".".join(map(str, first["loc"])) or "dataset").replace("_", "-")
         if first["type"] == "value_error":
-            raise RecipeError(f"{option}: {first['msg'].removeprefix('Value error, ')}") from error
+            raise RecipeError(f"--{first['msg'].removeprefix('Value error, ')}") from error
         raise RecipeError(refuse(option, first["msg"], repr(first["input"]), "See `keepmtp eval --help`")) from error
 
 
 def _status(judged: JudgementFact) -> int:
     """The exit status for what this command measures; findings and loads are other commands'."""
-    words = {reason.verdict for reason in judged.reasons if reason.gate in _OWN_GATES}
-    return 1 if "regression" in words else 3 if "infeasible" in words else 0
+    return EXITS[worst(reason.verdict for reason in judged.reasons if reason.gate in _OWN_GATES)]

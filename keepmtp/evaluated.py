@@ -5,7 +5,7 @@ In: an `EvaluationFact` and a `JudgementFact`. Out: what rich prints.
 Easy to get wrong: a score without its protocol, its number of questions and its standard error is no score.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -13,9 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .validate.report_schema import EvaluatedFact, EvaluationFact, JudgementFact, JudgementWord, PairedFact
-
-_COLOURS: Mapping[JudgementWord, str] = {"pass": "green", "regression": "red", "infeasible": "yellow"}
+from .tables import VERDICT_COLOURS
+from .validate.report_schema import EvaluatedFact, EvaluationFact, JudgementFact, PairedFact
 
 
 def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:
@@ -29,9 +28,9 @@ def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:
         rows.add_row(one.role, *_cells(one))
     lines = [escape(_difference(pair)) for pair in fact.paired]
     for reason in judged.reasons:
-        colour = _COLOURS[reason.verdict]
+        colour = VERDICT_COLOURS[reason.verdict]
         lines.append(f"[{colour}]{reason.gate}: {reason.verdict}[/]  {escape(reason.says)}")
-    lines.append(f"[{_COLOURS[judged.verdict]}]Judgement: {judged.verdict}[/]")
+    lines.append(f"[{VERDICT_COLOURS[judged.verdict]}]Judgement: {judged.verdict}[/]")
     lines += [escape(note) for note in _notes(fact)]
     return Group(rows, Text.from_markup("\n".join(lines)))
 

@@ -23,15 +23,12 @@ from .quantize import run
 from .quantize.extras import require_extra
 from .quantize.plan import Plan
 from .recipes.errors import RecipeError, refuse
-from .recipes.schema import AUTO, Recipe, find_recipe
+from .recipes.schema import Recipe, find_recipe
 from .validate.identity import identify
-from .validate.report_schema import Serve
+from .validate.measure import ks_up_to
+from .validate.origin import RECORD, other_decision
 from .validate.results import read_result, report_folder
 from .validate.vllm_env import find_vllm
-
-# What judges a checkpoint, and what a policy chosen by measurement replaces: neither is a choice about its bytes.
-_NOT_OF_THE_BYTES = ("evaluation", "gates")
-_CHOSEN = ("mtp", "mtp_auto", "calibration")
 
 
 def everything(
@@ -118,30 +115,26 @@ def _refuse_evaluation(plan: Plan) -> None:
 
 def _refuse_another(out: Path, recipe: Recipe) -> None:
     """A finished folder is taken for this run's output only if the same decisions made it."""
-    record = out / "keepmtp.json"
+    record = out / RECORD
     cure = "Choose another --out, or remove it"
     try:
         made = dict(json.loads(record.read_bytes())["recipe"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecipeError(refuse(out, "an existing output must be one of this recipe", f"no readable {record.name}",
                                  cure)) from error  # fmt: skip
-    wanted = recipe.model_dump(mode="json", exclude=set(_NOT_OF_THE_BYTES))
-    for key in wanted:
-        if key in _CHOSEN and recipe.mtp == AUTO:
-            continue
-        if made.get(key) != wanted[key]:
-            rule = f"an existing output must be one of {recipe.name}, whose {key} is {wanted[key]}"
-            raise RecipeError(refuse(out, rule, made.get(key), cure))
+    if key := other_decision(recipe, made):
+        wanted = recipe.model_dump(mode="json")[key]
+        rule = f"an existing output must be one of {recipe.name}, whose {key} is {wanted}"
+        raise RecipeError(refuse(out, rule, made.get(key), cure))
 
 
 def _is_served(out: Path, k: int) -> bool:
     """Whether real servers have judged exactly these bytes at every k up to this one, and passed them."""
     folder = report_folder(out)
-    found = read_result(folder, "serve")
-    if found is None or not isinstance(found.data, Serve) or not found.data.ok:
+    checked, found = read_result(folder, "check"), read_result(folder, "serve")
+    if checked is None or found is None or not found.data.ok:
         return False
-    if max((each.k for each in found.data.checkpoint.runs), default=0) < k:
+    wanted = ks_up_to(k, checked.data.facts.num_mtp_layers)
+    if not set(wanted) <= {run.k for run in found.data.checkpoint.runs}:
         return False
     return identify(out, cache=folder).sha256 == found.checkpoint.sha256
-
-

@@ -19,13 +19,13 @@ from rich.table import Table
 
 from .progress import bytes_bar
 from .recipes.errors import CheckpointError, refuse
-from .validate.identity import identify
-from .validate.report import JSON_FILE, refuse_stale, verify
+from .tables import VERDICT_COLOURS
+from .validate.identity import identify, refuse_other_bytes
+from .validate.report import JSON_FILE, verify
 from .validate.report_schema import FullReport, JudgementWord
 from .validate.results import checkpoint_folder, report_folder
 
 EXITS: dict[JudgementWord, int] = {"pass": 0, "regression": 1, "infeasible": 3}
-_COLOURS: dict[JudgementWord, str] = {"pass": "green", "regression": "red", "infeasible": "yellow"}
 
 
 def gate(
@@ -42,6 +42,8 @@ def gate(
 
     Example: `keepmtp gate out/tiny-glm4-moe.w4a16-fp8`
     """
+    if path.suffix != ".report" and not (path / "config.json").is_file():
+        raise CheckpointError(refuse(path, "gates judge a checkpoint's folder", "no config.json", "Check PATH"))
     folder = path if path.suffix == ".report" else report_folder(path)
     if not (folder / JSON_FILE).is_file():
         checkpoint = folder.with_suffix("")
@@ -49,8 +51,9 @@ def gate(
         raise CheckpointError(refuse(folder, "gates judge what was measured", f"no {JSON_FILE}", cure))
     full = verify(folder)
     bar = bytes_bar(Console(stderr=True), "reading")
-    refuse_stale(folder, identify(checkpoint_folder(folder), cache=folder, watch=bar), but=())
-    assert full.judgement is not None
+    assert full.judgement is not None and full.identity is not None, "verify() has made both"
+    checkpoint = checkpoint_folder(folder)
+    refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
     if as_json:
         sys.stdout.write(json.dumps(_told(full)) + "\n")
     else:
@@ -67,9 +70,9 @@ def table(full: FullReport) -> RenderableType:
     for name in ("gate", "verdict", "reason"):
         rows.add_column(name, no_wrap=name != "reason", overflow="fold")
     for reason in judged.reasons:
-        colour = _COLOURS[reason.verdict]
+        colour = VERDICT_COLOURS[reason.verdict]
         rows.add_row(reason.gate, f"[{colour}]{reason.verdict}[/]", escape(reason.says))
-    return Group(rows, f"[{_COLOURS[judged.verdict]}]{judged.verdict}[/]")
+    return Group(rows, f"[{VERDICT_COLOURS[judged.verdict]}]{judged.verdict}[/]")
 
 
 def _told(full: FullReport) -> dict[str, object]:

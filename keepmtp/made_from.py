@@ -1,6 +1,6 @@
 """What a checkpoint was made from, as its own record says, where that is a folder on this machine.
 
-In: an opened checkpoint with keepmtp.json. Out: the source's folder.
+In: an opened checkpoint with keepmtp.json. Out: the source's folder. A source that was named is only looked at.
 
 Easy to get wrong: the record names only a folder, which may hold another release by now. A folder of that name is taken
 only if its files have the recorded sizes.
@@ -13,6 +13,11 @@ from typing import Any
 
 from .quantize.source import Source
 from .recipes.errors import RecipeError, refuse
+from .recipes.families import find_family
+from .validate.origin import RECORD
+
+# In config.json, and the same before and after quantizing.
+_KEPT = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 def recorded_source(checkpoint: Source, *, cure: str) -> str:
@@ -24,9 +29,9 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
     """
     rule = "the source to compare with must be known"
     assert checkpoint.folder is not None
-    record = checkpoint.folder / "keepmtp.json"
+    record = checkpoint.folder / RECORD
     if not record.is_file():
-        raise RecipeError(refuse(checkpoint.where, rule, "no keepmtp.json", cure))
+        raise RecipeError(refuse(checkpoint.where, rule, f"no {RECORD}", cure))
     try:
         told = json.loads(record.read_bytes())
         named, recipe = told["source"], told["recipe"]
@@ -41,6 +46,24 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
                 return str(place)
     got = f"{name} ({revision})"
     raise RecipeError(refuse(record, rule, f"{got}, which is no folder with the recorded files here", cure))
+
+
+def refuse_stranger(checkpoint: Source, source: Source) -> None:
+    """Refuse a source that the checkpoint cannot have been made from: what is lost against it would mean nothing.
+
+    Raises:
+        RecipeError: another family, or another size of what quantizing never changes.
+    """
+    ours, theirs = _marks(checkpoint), _marks(source)
+    for name, value in ours.items():
+        if theirs[name] != value:
+            rule = f"must be what {checkpoint.where} was made from, whose {name} is {value}"
+            raise RecipeError(refuse(source.where, rule, theirs[name], "Name another --source"))
+
+
+def _marks(opened: Source) -> Mapping[str, object]:
+    view = find_family(opened.config, opened.where).view(opened.config)
+    return {"family": view.family.model_type} | {name: view.text_config.get(name) for name in _KEPT}
 
 
 def _has_files(folder: Path, files: Mapping[str, Any]) -> bool:

@@ -122,7 +122,7 @@ def _told(done: dict[str, Any]) -> str:
     count, kept = len(done["files"]), len(done["kept_files"])
     lines = [
         f"[green]published[/] {done['url']} ({'private' if done['private'] else 'public'}), commit {done['commit']}",
-        f"sent {count - kept} files, {tables.size_in_words(done['uploaded_bytes'])}; {kept} were there already"
+        f"sent {_counted(count - kept)}, {tables.size_in_words(done['uploaded_bytes'])}; were there already: {kept}"
         if count > kept else f"all {count} files were there already",
         f"checked there: sizes and hashes of {count} files; {done['loaded']}",
     ]
@@ -194,7 +194,11 @@ def _files(parcel: Parcel, found: Comparison | None = None) -> list[dict[str, An
 def _in_words(remote: Remote | None) -> str:
     if remote is None:
         return "a new private repository"
-    return f"{'a private' if remote.is_private else 'a PUBLIC'} repository with {len(remote.files)} files"
+    return f"{'a private' if remote.is_private else 'a PUBLIC'} repository with {_counted(len(remote.files))}"
+
+
+def _counted(files: int) -> str:
+    return f"{files} file{'s' * (files != 1)}"
 
 
 def _say(words: str) -> None:

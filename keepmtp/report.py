@@ -17,7 +17,7 @@ from .quantize.source import Source
 from .validate.check_data import check_data
 from .validate.evidence import Evidence
 from .validate.findings import Report
-from .validate.report import assemble, read_json, refresh, write_json
+from .validate.report import assemble, read_json, refresh, write
 from .validate.report_html import require_extra, write_html
 from .validate.report_schema import Serve
 from .validate.results import TIME
@@ -46,7 +46,7 @@ def save(
     folder: Path, found: Report, *, vllm: str, evidence: Evidence | None = None, opened: Source | None = None,
     source: Source | None = None, serve: Serve | None = None,
 ) -> Path:  # fmt: skip
-    """Write report.json and report.html of one checkpoint; returns the page's path.
+    """Write report.json of one checkpoint, and report.html where it can be made; returns the one to look at.
 
     Args:
         folder: made if need be; an older report in it is replaced.
@@ -55,11 +55,6 @@ def save(
         evidence, opened: the checkpoint's, from `validate.static.examine`; None where it could not be read.
         source: what it was made from, for sizes before and after.
         serve: a real server's answers.
-
-    Raises:
-        RecipeError: the `report` extra is missing.
     """
     data = check_data(found, vllm=vllm, evidence=evidence, opened=opened, source=source)
-    full = assemble(data, vllm=vllm, serve=serve, made_at=datetime.now(UTC).strftime(TIME))
-    write_json(folder, full)
-    return write_html(folder, full)
+    return write(folder, assemble(data, vllm=vllm, serve=serve, made_at=datetime.now(UTC).strftime(TIME)))

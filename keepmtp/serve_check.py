@@ -11,8 +11,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -23,22 +21,23 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .made_from import recorded_source
+from .made_from import recorded_source, refuse_stranger
 from .progress import bytes_bar
 from .quantize.source import Source, download, open_source
 from .recipes.errors import RecipeError, refuse
 from .recipes.families import find_family
+from .report import save
 from .validate import measure
 from .validate import report as reports
 from .validate.acceptance import FLOOR, Run, Served, ServeReport
-from .validate.check_data import check_data, record_static
+from .validate.check_data import record_static
 from .validate.evidence import Evidence
 from .validate.identity import identify
 from .validate.measure import Check, ks_up_to
 from .validate.prompts import PROMPTS, read_prompts
-from .validate.report_html import HTML_FILE, NEEDS, write_html
+from .validate.report_html import HTML_FILE
 from .validate.report_schema import Identity, Serve
-from .validate.results import TIME, report_folder, write_result
+from .validate.results import report_folder, write_result
 from .validate.serve import TIMEOUT_SECONDS, Watch
 from .validate.static import check_source
 from .validate.vllm_env import find_vllm
@@ -78,8 +77,11 @@ def serve_check(
     vllm = find_vllm()
     asked = PROMPTS if prompts is None else read_prompts(prompts)
     checkpoint = download(open_source(path))
-    original = None if source == "none" else download(
-        open_source(source or recorded_source(checkpoint, cure=_CURE)))
+    original = None
+    if source != "none":
+        original = open_source(source or recorded_source(checkpoint, cure=_CURE))
+        refuse_stranger(checkpoint, original)
+        original = download(original)
     assert checkpoint.folder is not None
     is_local = Path(path).is_dir()
     out = folder or (report_folder(checkpoint.folder) if is_local else _named(checkpoint))
@@ -190,13 +192,6 @@ def _record(report: ServeReport, checkpoint: Source, source: Source | None, out:
 def _write(report: ServeReport, checkpoint: Source, source: Source | None, out: Path) -> None:
     """report.json with the static check, sizes and calibration, and the page if what it needs is installed."""
     view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
-    vllm = report.environment["vllm"]
-    data = check_data(
-        check_source(checkpoint, source=source), vllm=vllm, evidence=Evidence(source=checkpoint, view=view),
-        opened=checkpoint, source=source,
-    )  # fmt: skip
-    full = reports.assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME),
-                            serve=Serve.model_validate(report.as_dict()))  # fmt: skip
-    reports.write_json(out, full)
-    if all(find_spec(name) is not None for name in NEEDS):
-        write_html(out, full)
+    save(out, check_source(checkpoint, source=source), vllm=report.environment["vllm"],
+         evidence=Evidence(source=checkpoint, view=view), opened=checkpoint, source=source,
+         serve=Serve.model_validate(report.as_dict()))  # fmt: skip

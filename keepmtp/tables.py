@@ -21,8 +21,10 @@ from .recipes.schema import read_recipe, recipe_files
 from .recipes.schemes import SCHEMES, num_bytes
 from .validate.dry import Side, Verdict
 from .validate.findings import Report
+from .validate.report_schema import JudgementWord
 
 GIB = 2**30
+VERDICT_COLOURS: Mapping[JudgementWord, str] = {"pass": "green", "regression": "red", "infeasible": "yellow"}
 
 
 def listings() -> dict[str, list[dict[str, str]]]:

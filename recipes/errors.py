@@ -3,6 +3,8 @@
 Every message is one sentence and its cure: `<where>: <rule>; got <value>. <what to do>.`
 """
 
+from pydantic import ValidationError
+
 
 class KeepMTPError(ValueError):
     """What the command line prints as one line, without a traceback."""
@@ -28,3 +30,9 @@ def refuse(where: object, rule: str, got: object, cure: str) -> str:
     """The house form of a refusal: `<where>: <rule>; got <got>. <cure>.`"""
     stop = "" if cure.endswith(("?", ".")) else "."
     return f"{where}: {rule}; got {got}. {cure}{stop}"
+
+
+def first_fault(error: ValidationError) -> str:
+    """The first thing that is not as a file's form wants it, with its place: `recipe.revision: Field required`."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"

@@ -44,8 +44,9 @@ class Answering(BaseHTTPRequestHandler):
         is_chat = "messages" in body
         prompt = body["messages"][-1]["content"] if is_chat else body["prompt"]
         question = prompt.rpartition("Question: ")[2].removesuffix("\nAnswer:")
-        self.asked.append({"question": question, "path": self.path, **body})
-        fault = self.fault(len(self.asked))
+        request = {"question": question, "path": self.path, **body}
+        self.asked.append(request)
+        fault = self.fault(next(number for number, each in enumerate(self.asked, 1) if each is request))
         if fault == "hang":
             time.sleep(30)
         if fault in ("cut", "hang"):

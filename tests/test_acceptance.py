@@ -120,6 +120,13 @@ def test_the_innermost_error_is_quoted(tmp_path):
     assert last_error(log, 1) == "ValueError: Failed to find a kernel. Reasons: CpuKernel requires AMX"
 
 
+def test_what_the_front_end_says_next_is_no_part_of_an_error(tmp_path):
+    log = tmp_path / "log"
+    dead = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
+    log.write_text(f'{WORKER}{dead}\n(APIServer pid=1) INFO:     127.0.0.1:1 - "POST /v1/completions HTTP/1.1" 500\n')
+    assert last_error(log, None) == dead
+
+
 @pytest.mark.parametrize(
     ("text", "status", "says"),
     [

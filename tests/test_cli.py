@@ -264,3 +264,10 @@ def test_help_teaches():
         done = keepmtp(verb, "--help")
         assert done.returncode == 0 and len(done.stdout) > 300
     assert keepmtp("--version").stdout.startswith("keepmtp ")
+
+
+def test_what_the_hub_warns_of_is_said_once():
+    code = ("import logging; from keepmtp import cli; cli._common(); "
+            "logging.getLogger('huggingface_hub.x').warning('slow')")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("slow") == 1, done.stderr

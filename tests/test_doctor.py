@@ -108,7 +108,26 @@ def test_what_is_missing_is_said_with_its_cure(monkeypatch):
     monkeypatch.setattr(doctor, "PACKAGES", {**doctor.PACKAGES, "no-such-package": "nothing"})
     assert doctor.diagnose().packages["no-such-package"] == ""
     bare = dict.fromkeys(doctor.PACKAGES, "")
-    abilities = {ability.what: ability for ability in doctor._abilities(bare, None, ())}
+    abilities = {ability.what: ability for ability in doctor._abilities(bare, None, (), "HF_TOKEN")}
     assert abilities["HTML report"].command == "pip install 'keepmtp[report]'"
     assert abilities["packing weights, without data"].command == "pip install 'keepmtp[quantize]'"
+    for what in ("GSM8K, with method=mtp", "model card", "publishing to the Hub"):
+        assert abilities[what].command == "pip install 'keepmtp[evaluate]'"
     assert [ability.what for ability in abilities.values() if ability.can] == ["plan, static check"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("HF_TOKEN", "HF_TOKEN"), ("HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE"),
+                                            ("", "hf auth login")])  # fmt: skip
+def test_a_token_is_found_and_never_shown(name, says, tmp_path):
+    secret = "hf_loopbackSecretThatNobodyMayPrint"
+    home = {"HF_HOME": str(tmp_path), "HF_TOKEN_PATH": str(tmp_path / "token"), "COLUMNS": "160"}
+    none = {"HF_TOKEN": "", "HUGGING_FACE_HUB_TOKEN": ""}
+    without = json.loads(run("--json", **none, **home).stdout)
+    assert without["token"] == "" and without["ok"] and not can(without, "publishing to the Hub")
+    if not name:
+        (tmp_path / "token").write_text(secret)
+    for words in ((), ("--json",)):
+        done = run(*words, **none | home | ({name: secret} if name else {}))
+        assert done.returncode == 0 and secret not in done.stdout + done.stderr
+        assert says in done.stdout, done.stdout
+    assert can(json.loads(done.stdout), "publishing to the Hub")

@@ -62,7 +62,7 @@ def test_no_source(checkpoint):
         (("--api", "talk"), "--api: Input should be 'completions' or 'chat'; got 'talk'"),
         (("--task", "gsm9k"), "--task: Input should be 'gsm8k' or 'gsm8k_platinum'; got 'gsm9k'"),
         (("--dataset", "none.jsonl"), "evaluation.dataset none.jsonl: must be a file; got no such file"),
-        (("--dataset", "openai/gsm8k"), "must be a .jsonl file, or left out for openai/gsm8k; got 'openai/gsm8k'"),
+        (("--dataset", "openai/gsm8k"), "--dataset: must be a .jsonl file, or left out for openai/gsm8k; got 'open"),
         (("--shots", "400"), "must have more rows than evaluation.shots, 400; got 400. Use --shots 399 or fewer"),
         (("--recipe", "glm-9"), "glm-9"),
         (("--", "--hf-token=hf_abc"), "stand in its results; got --hf-token. Give vLLM the secret through the env"),
@@ -71,6 +71,24 @@ def test_no_source(checkpoint):
 )
 def test_what_no_server_could_answer(checkpoint, words, says):
     assert says in refusal(checkpoint, *RECIPE, "--source", GLM, *words)
+
+
+def test_another_model_is_no_source(checkpoint):
+    """Of another family, or of other sizes: whatever is lost against it, quantizing did not lose it."""
+    qwen = GLM.with_name("tiny-qwen3_5")
+    message = refusal(checkpoint, *RECIPE, "--source", qwen)
+    assert f"{qwen}: must be what {checkpoint} was made from, whose family is glm4_moe; got qwen3_5" in message
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
+    assert f"{GLM}: must be what {checkpoint} was made from, whose vocab_size is 64; got 512." in refusal(
+        checkpoint, *RECIPE, "--source", GLM)  # fmt: skip
+
+
+def test_a_checkpoint_is_not_its_own_source(checkpoint):
+    """Nothing would be lost, and a copy is no better."""
+    for source in (checkpoint, GLM):
+        message = refusal(checkpoint, *RECIPE, "--source", source)
+        assert f"made from, not the checkpoint itself; got the same bytes in {source}. Name it with --source" in message
 
 
 def test_the_source_needs_a_template_too(checkpoint):

@@ -75,6 +75,8 @@ def test_what_cannot_be_judged_is_refused(tmp_path):
     checkpoint(tmp_path / "bare")
     done = gate(tmp_path / "bare")
     assert done.returncode == 2 and "got no report.json. Run `keepmtp check" in done.stderr
+    done = gate(tmp_path / "nowhere")
+    assert done.returncode == 2 and "nowhere: gates judge a checkpoint's folder; got no config.json" in done.stderr
     folder = measured(tmp_path / "glm")
     refresh(folder)
     report = folder / "report.json"
@@ -87,5 +89,6 @@ def test_what_cannot_be_judged_is_refused(tmp_path):
         file.seek(-1, 2)
         file.write(b"\x7f")
     done = gate(tmp_path / "glm")
-    assert done.returncode == 2 and "must be measured on the same bytes" in done.stderr and not done.stdout
+    assert done.returncode == 2 and "must be the bytes that its report is about" in done.stderr and not done.stdout
+    assert ".safetensors is another" in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: ")

@@ -171,6 +171,7 @@ def test_other_bytes_than_were_measured_are_refused_by_name(publish_here, hub, f
     ended = publish_here()
     assert ended.code == 2 and says in ended.err, ended
     assert hub.requests == []
+    assert fault != "no card" or "hashing" not in ended.err, "known before every byte is read"
 
 
 @pytest.mark.parametrize(("answers", "verdict"), [

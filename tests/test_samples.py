@@ -49,6 +49,15 @@ def test_a_file_goes_on(path):
     assert drafts.accepted_per_position == (9, 2)
 
 
+def test_a_full_disk_is_said(tmp_path):
+    full = tmp_path / "gsm8k.source.jsonl"
+    full.symlink_to("/dev/full")
+    samples = Samples(full, header())
+    with pytest.raises(CheckpointError, match=r"must be writable; got No space left on device\. Make room: the same "):
+        samples.add(answer(0))
+    assert samples.missing == (0, 1, 2), "an answer counts once it is on the disk"
+
+
 def test_finished_it_is_in_order_and_changes_no_more(path):
     samples = begun(path)
     samples.add(answer(1))

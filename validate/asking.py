@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ..recipes.protocol import Evaluation
 from .acceptance import AsServed, Drafts, Role
@@ -74,11 +74,9 @@ def ask(
     number, num_known = len(samples.sittings) + 1, len(samples.answers)
 
     def note(counters: Drafts) -> None:
-        drafts = counters.since(before)
         samples.add(Sitting(
             sitting=number, as_served=as_served, reason=reason, seconds=round(time.monotonic() - start, 3),
-            drafts=drafts.drafts, draft_tokens=drafts.draft_tokens, accepted_tokens=drafts.accepted_tokens,
-            accepted_per_position=drafts.accepted_per_position,
+            **asdict(counters.since(before)),
         ))  # fmt: skip
 
     num_tokens, read_at = 0, -math.inf  # at the first answer: none is ever without a sitting

@@ -22,6 +22,7 @@ from ..quantize.extras import require_extra
 from ..quantize.source import Source, open_source
 from ..recipes.errors import CheckpointError, RecipeError, refuse
 from . import report as reports
+from . import report_html
 from .card_metadata import (
     INHERITED,
     README,
@@ -33,14 +34,14 @@ from .card_metadata import (
     read_front_matter,
 )
 from .card_page import Told, page
-from .identity import Watch, identify
+from .identity import Watch, identify, refuse_other_bytes
 from .origin import Record, choices, groups_of, read_record, recipe_text
 from .portable import portable, shortened
-from .report_schema import FullReport, Identity
+from .report_schema import FullReport
 from .results import report_folder
 
 EVAL_RESULTS = ".eval_results/gsm8k.yaml"
-FILES = (README, "acceptance.png", "gsm8k.png", reports.JSON_FILE, "report.html", EVAL_RESULTS)
+FILES = (README, "acceptance.png", "gsm8k.png", reports.JSON_FILE, report_html.HTML_FILE, EVAL_RESULTS)
 """Everything that a card folder may hold."""
 _SHOWN = 160
 
@@ -85,6 +86,17 @@ def build(
     return folder, told
 
 
+def refuse_none(folder: Path, checkpoint: Path) -> None:
+    """Refuse a folder without a card.
+
+    Raises:
+        CheckpointError: no README.md in it.
+    """
+    if not (folder / README).is_file():
+        cure = f"Run `keepmtp card {checkpoint}`"
+        raise CheckpointError(refuse(folder, "must hold the checkpoint's card", f"no {README}", cure))
+
+
 def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
     """The folder of a checkpoint's card, if it is what the evidence makes, file by file.
 
@@ -96,8 +108,7 @@ def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
     require_extra("keepmtp card", "report")
     folder = out or card_folder(checkpoint)
     cure = f"Run `keepmtp card {checkpoint}` again"
-    if not (folder / README).is_file():
-        raise CheckpointError(refuse(folder, "must hold the checkpoint's card", f"no {README}", cure))
+    refuse_none(folder, checkpoint)
     told, opened = _verified(checkpoint)
     record = read_record(checkpoint)
     metadata = metadata_of(record, opened, read_front_matter(folder), {}, where=folder / README)
@@ -123,24 +134,15 @@ def _verified(checkpoint: Path, watch: Watch | None = None) -> tuple[FullReport,
                                      f"Run `keepmtp check {checkpoint} --record`"))  # fmt: skip
     told = reports.verify(evidence)
     if told.identity is not None:
-        _refuse_other_bytes(checkpoint, told.identity, identify(checkpoint, cache=evidence, watch=watch))
+        refuse_other_bytes(checkpoint, told.identity, identify(checkpoint, cache=evidence, watch=watch))
     return portable(told), open_source(checkpoint)
-
-
-def _refuse_other_bytes(checkpoint: Path, told: Identity, found: Identity) -> None:
-    if told.sha256 != found.sha256:
-        names = sorted(told.files.keys() | found.files.keys())
-        wrong = next(name for name in names if told.files.get(name) != found.files.get(name))
-        raise CheckpointError(refuse(checkpoint, "must be the bytes that its report is about", f"another {wrong}",
-                                     f"Restore it, or run `keepmtp check {checkpoint} --record` and what else is to be "
-                                     "on the card"))  # fmt: skip
 
 
 def _files(
     checkpoint: Path, report: FullReport, opened: Source, record: Record, metadata: Metadata
 ) -> dict[str, bytes]:  # fmt: skip
     """Name -> bytes of everything in a card folder."""
-    from . import report_html, report_plots
+    from . import report_plots  # matplotlib, once it is known to be there
 
     plots = {"acceptance.png": report_plots.acceptance_png(report), "gsm8k.png": report_plots.gsm8k_png(report)}
     drawn = {name: drawing for name, drawing in plots.items() if drawing}

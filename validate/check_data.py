@@ -16,11 +16,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..quantize.source import Source, small_file
-from ..recipes.errors import KeepMTPError, RecipeError
+from ..recipes.errors import KeepMTPError, RecipeError, first_fault
 from ..recipes.families import find_family
 from .dry import Side, Verdict
 from .evidence import Evidence
 from .findings import Finding, Report
+from .origin import RECORD
 from .report_schema import (
     CalibrationFact,
     CheckpointFacts,
@@ -37,7 +38,6 @@ from .rules_dry import DEFECT, RULE, findings
 from .static import examine
 from .vllm_env import TESTED
 
-RECORD = "keepmtp.json"
 DRY_RULES = (RULE, DEFECT, "no-kernel")
 """Rules whose findings come from a dry load."""
 
@@ -111,8 +111,7 @@ def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
             return None, "None: every value was computed from the weights alone, without batches."
         return calibration_fact(told["calibration"], told["recipe"]["calibration"]), ""
     except ValidationError as error:
-        first = error.errors()[0]
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        why = first_fault(error)
     except (KeepMTPError, OSError) as error:
         why = str(error)
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -9,6 +9,7 @@ judges its bound at the recipe's confidence, one-sided, and says how many sample
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -30,7 +31,7 @@ from .report_schema import (
 from .results import CheckData
 from .verdict import places
 
-WORST: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")
+_WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")
 _ON_THE_LIMIT = 1e-9
 """An estimate that lies nearer to its limit than this lies on it: no number of samples tells."""
 
@@ -63,8 +64,12 @@ def judge(
         _findings(check, serve), _loads(check, serve, evaluation), _acceptance(gates, serve, evaluation),
         _gsm8k(gates, evaluation),
     )  # fmt: skip
-    worst = min(reasons, key=lambda reason: WORST.index(reason.verdict))
-    return JudgementFact(verdict=worst.verdict, gates=gates, reasons=reasons)
+    return JudgementFact(verdict=worst(reason.verdict for reason in reasons), gates=gates, reasons=reasons)
+
+
+def worst(verdicts: Iterable[JudgementWord]) -> JudgementWord:
+    """Regression before infeasible before pass."""
+    return min(verdicts, key=_WORST_FIRST.index)
 
 
 def _findings(check: CheckData | None, serve: Serve | None) -> ReasonFact:

@@ -40,6 +40,7 @@ class Setup:
     Attributes:
         out: evidence folder.
         confidence: of the interval around the paired difference.
+        port: of the servers; a free one if None.
         extra: further words for `vllm serve`.
         timeout: seconds to a healthy server.
         say: told, a sentence each, what became of answers that are there already.

@@ -13,7 +13,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 
 CACHE = ".hashes.json"
 _BLOCK_BYTES = 1 << 20
+_MAX_NAMED = 5
 # Times of change are as coarse as the file system's clock: 2 s on FAT, a second on some network file systems.
 _SETTLED_NS = 3_000_000_000
 
@@ -102,10 +103,33 @@ def identify(
 
 
 def identity_of(files: Mapping[str, FileFact]) -> Identity:
-    """The identity of files whose hashes are known, for instance a Hub's."""
+    """The identity of files whose hashes are known."""
     ordered = dict(sorted(files.items()))
     lines = "".join(f"{fact.sha256} {fact.num_bytes} {name}\n" for name, fact in ordered.items())
     return Identity(sha256=hashlib.sha256(lines.encode()).hexdigest(), files=ordered)
+
+
+def refuse_other_bytes(folder: Path, told: Identity, found: Identity) -> None:
+    """Refuse a checkpoint that is not what its report is about any more.
+
+    Raises:
+        CheckpointError: names the first files that changed, came or went.
+    """
+    if told.sha256 == found.sha256:
+        return
+    wrong = [f"{name} is {'not there' if name not in found.files else 'another'}" for name, fact in told.files.items()
+             if found.files.get(name) != fact]  # fmt: skip
+    wrong += [f"{name} is new" for name in found.files if name not in told.files]
+    raise CheckpointError(refuse(
+        folder, "must be the bytes that its report is about", listed(wrong),
+        f"Restore them, or measure these: `keepmtp check {folder} --record`, serve-check, eval and card",
+    ))  # fmt: skip
+
+
+def listed(words: Sequence[str]) -> str:
+    """The first few, and how many more."""
+    more = f" and {len(words) - _MAX_NAMED} more" if len(words) > _MAX_NAMED else ""
+    return ", ".join(words[:_MAX_NAMED]) + more
 
 
 def file_sha256(path: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..quantize.source import Source
-from ..recipes.errors import CheckpointError, RecipeError, refuse
+from ..recipes.errors import CheckpointError, RecipeError, first_fault, refuse
 from ..recipes.families import find_family
 from ..recipes.schema import AUTO, Recipe, read_recipe
 from ..recipes.schemes import SCHEMES
@@ -25,7 +25,7 @@ from .evidence import Evidence
 
 RECORD = "keepmtp.json"
 RECIPE = "recipe.yaml"
-# What judges a checkpoint, and what a policy chosen by measurement replaces: neither tells which words were typed.
+# What judges a checkpoint, and what a policy chosen by measurement replaces: neither is a choice about its bytes.
 _NOT_OF_THE_BYTES = frozenset({"evaluation", "gates"})
 _CHOSEN = frozenset({"mtp", "mtp_auto", "calibration"})
 
@@ -115,8 +115,7 @@ def read_record(folder: Path) -> Record:
     except OSError as error:
         got = error.strerror or repr(error)
     except ValidationError as error:
-        first = error.errors()[0]
-        got = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        got = first_fault(error)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         got = repr(error)
     raise CheckpointError(refuse(path, rule, got, cure))
@@ -151,6 +150,16 @@ def choices(folder: Path, record: Record) -> tuple[str, ...] | None:
                 words = (("--scheme", scheme), ("--mtp", mtp))
                 return tuple(word for name, value in words if value for word in (name, value))
     return None
+
+
+def other_decision(recipe: Recipe, made: Mapping[str, Any]) -> str | None:
+    """The first key of `recipe` that the recipe of a record has otherwise; None where both make the same bytes.
+
+    Evaluation and gates change no byte, and what `mtp: auto` has chosen is one of its own outcomes.
+    """
+    passed_over = _NOT_OF_THE_BYTES | (_CHOSEN if recipe.mtp == AUTO else frozenset())
+    told = recipe.model_dump(mode="json", exclude=set(passed_over))
+    return next((key for key, value in told.items() if made.get(key) != value), None)
 
 
 def groups_of(checkpoint: Source, record: Record) -> tuple[Group, ...]:
@@ -204,9 +213,7 @@ def _makes(recipe: Recipe, scheme: str | None, mtp: str | None, wanted: Mapping[
         made = recipe.with_choices(scheme=scheme, mtp=mtp) if scheme or mtp else recipe
     except RecipeError:
         return False
-    passed_over = _NOT_OF_THE_BYTES | (_CHOSEN if made.mtp == AUTO else frozenset())
-    told = made.model_dump(mode="json", exclude=set(passed_over))
-    return all(wanted.get(key) == value for key, value in told.items())
+    return other_decision(made, wanted) is None
 
 
 def _unique(words: Iterator[str]) -> tuple[str, ...]:

@@ -8,17 +8,15 @@ change proves nothing: every byte is read again before it is sent.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..recipes.errors import CheckpointError, GateError, refuse
 from . import card, report
-from .identity import Watch, file_sha256, identify
-from .report_schema import FullReport, Identity
+from .identity import Watch, file_sha256, identify, refuse_other_bytes
+from .report_schema import FullReport
 from .results import report_folder
-
-_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +71,11 @@ def prepare(folder: Path, *, fresh: bool = True, watch: Watch | None = None) -> 
                                      f"Run `keepmtp check {folder} --record`, serve-check, eval and card"))  # fmt: skip
     told = report.verify(evidence)
     _refuse_red(told, evidence)
+    card.refuse_none(card.card_folder(folder), folder)  # before every byte is read
     if told.identity is None:
         raise CheckpointError(refuse(evidence / report.JSON_FILE, "must say which bytes it is about", "no identity",
                                      f"Run `keepmtp check {folder} --record`"))  # fmt: skip
-    _refuse_other_bytes(folder, told.identity, identify(folder, cache=evidence, fresh=fresh, watch=watch))
+    refuse_other_bytes(folder, told.identity, identify(folder, cache=evidence, fresh=fresh, watch=watch))
     files = {name: LocalFile(name=name, path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
              for name, fact in told.identity.files.items()}  # fmt: skip
     for local in _card_files(folder):
@@ -92,12 +91,6 @@ def total_bytes(files: Iterable[LocalFile]) -> int:
     return sum(local.num_bytes for local in files)
 
 
-def listed(words: Sequence[str]) -> str:
-    """The first few, and how many more."""
-    more = f" and {len(words) - _MAX_NAMED} more" if len(words) > _MAX_NAMED else ""
-    return ", ".join(words[:_MAX_NAMED]) + more
-
-
 def _refuse_red(told: FullReport, evidence: Path) -> None:
     where, cure = evidence / report.JSON_FILE, f"Run `keepmtp gate {evidence.with_suffix('')}` for the whole story"
     rule = "only a checkpoint that passes is published"
@@ -108,16 +101,6 @@ def _refuse_red(told: FullReport, evidence: Path) -> None:
         raise GateError(refuse(where, rule, f"{told.judgement.verdict} ({why.rstrip('.')})", cure))
     if not told.verdict.ok:
         raise GateError(refuse(where, rule, f"{told.verdict.label.lower()} ({told.verdict.says.rstrip('.')})", cure))
-
-
-def _refuse_other_bytes(folder: Path, told: Identity, found: Identity) -> None:
-    if told.sha256 == found.sha256:
-        return
-    wrong = [f"{name} is {'not there' if name not in found.files else 'another'}" for name, fact in told.files.items()
-             if found.files.get(name) != fact]  # fmt: skip
-    wrong += [f"{name} is new" for name in found.files if name not in told.files]
-    cure = "Restore them, or measure these: `keepmtp check --record`, `serve-check`, `eval` and `card`"
-    raise CheckpointError(refuse(folder, "must be the bytes that its report is about", listed(wrong), cure))
 
 
 def _card_files(folder: Path) -> Iterator[LocalFile]:

@@ -21,8 +21,9 @@ from ..quantize.output import held
 from ..recipes.errors import CheckpointError, GateError, RecipeError, VLLMError, refuse
 from .dry import GPU, GPUS
 from .hub import Hub, HubError, Remote
+from .identity import listed
 from .load import Checked, check_on
-from .parcel import LocalFile, Parcel, listed, total_bytes
+from .parcel import LocalFile, Parcel, total_bytes
 from .static import examine
 from .vllm_env import find_vllm
 

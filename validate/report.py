@@ -9,21 +9,22 @@ so a number that somebody changed in one of them, or in report.json, is a differ
 
 import json
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from .. import __version__
+from ..quantize.extras import missing
 from ..quantize.source import open_source
-from ..recipes.errors import CheckpointError, refuse
+from ..recipes.errors import CheckpointError, first_fault, refuse
 from ..recipes.protocol import Gates
-from .check_data import RECORD, record_static
+from .check_data import record_static
 from .gates import judge
 from .identity import file_sha256, identify
+from .origin import RECORD
 from .proof import refuse_unproved
-from .report_html import HTML_FILE, NEEDS, write_html
+from .report_html import HTML_FILE, write_html
 from .report_schema import EvaluationFact, FullReport, Identity, JudgementFact, Serve
 from .results import (
     STATIONS,
@@ -123,11 +124,7 @@ def refresh(folder: Path) -> FullReport:
         checkpoint = checkpoint_folder(folder)
         record_static(folder, open_source(checkpoint), identify(checkpoint, cache=folder))
     full = from_results(folder)
-    write_json(folder, full)
-    if all(find_spec(name) is not None for name in NEEDS):
-        write_html(folder, full)
-    else:
-        (folder / HTML_FILE).unlink(missing_ok=True)  # it would show older results
+    write(folder, full)
     return full
 
 
@@ -174,6 +171,15 @@ def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) 
             _refuse_other(folder, result, identity)
 
 
+def write(folder: Path, report: FullReport) -> Path:
+    """Write report.json, and report.html where the `report` extra is installed; returns the one to look at."""
+    path = write_json(folder, report)
+    if missing("report"):
+        (folder / HTML_FILE).unlink(missing_ok=True)  # it would show an older report
+        return path
+    return write_html(folder, report)
+
+
 def write_json(folder: Path, report: FullReport) -> Path:
     """Write report.json into `folder`, which is made if need be; returns the file's path."""
     text = json.dumps(_plain(report), indent=2, ensure_ascii=False) + "\n"
@@ -191,9 +197,7 @@ def read_json(path: Path) -> FullReport:
     except OSError as error:
         got, cure = error.strerror or str(error), f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote"
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        got, cure = f"{place}: {first['msg']}", "Run the check again with this keepmtp"
+        got, cure = first_fault(error), "Run the check again with this keepmtp"
     raise CheckpointError(refuse(path, f"a report is a {JSON_FILE} of version 3", got, cure))
 
 

@@ -27,7 +27,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..recipes.protocol import Evaluation, Gates
-from .acceptance import AsServed, Role
+from .acceptance import AsServed, Drafts, Role
 from .acceptance import Verdict as GateVerdict
 from .findings import Severity
 
@@ -436,18 +436,23 @@ class EvaluatedFact(_Part):
 
     @property
     def acceptance(self) -> float | None:
-        """Share of drafted tokens that were kept; None where nothing was drafted."""
-        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
+        """As `Drafts.acceptance`."""
+        return self._counters.acceptance
 
     @property
     def acceptance_per_position(self) -> tuple[float, ...]:
-        """Share of drafts whose token at each position was kept."""
-        return tuple(count / self.drafts for count in self.accepted_per_position) if self.drafts else ()
+        """As `Drafts.acceptance_per_position`."""
+        return self._counters.acceptance_per_position
 
     @property
     def mean_accepted_length(self) -> float | None:
-        """Tokens a step of the target, its own included; None where nothing was drafted."""
-        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
+        """As `Drafts.mean_accepted_length`."""
+        return self._counters.mean_accepted_length
+
+    @property
+    def _counters(self) -> Drafts:
+        return Drafts(drafts=self.drafts, draft_tokens=self.draft_tokens, accepted_tokens=self.accepted_tokens,
+                      accepted_per_position=self.accepted_per_position)  # fmt: skip
 
     def score(self, name: str) -> ScoreFact:
         """The score that one filter gives."""

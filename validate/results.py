@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .. import __version__
-from ..recipes.errors import CheckpointError, refuse
+from ..recipes.errors import CheckpointError, first_fault, refuse
 from .report_schema import (
     CalibrationFact,
     CheckpointFacts,
@@ -154,9 +154,7 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
     except OSError as error:
         raise CheckpointError(refuse(path, "must be readable", error.strerror or repr(error), cure)) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        got = f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-        raise CheckpointError(refuse(path, "must be a result of version 1", got, cure)) from error
+        raise CheckpointError(refuse(path, "must be a result of version 1", first_fault(error), cure)) from error
     if result.station != station:
         raise CheckpointError(refuse(path, f"must be a result of {station}", result.station, cure))
     return result

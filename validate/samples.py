@@ -23,7 +23,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..recipes.errors import CheckpointError, refuse
+from ..recipes.errors import CheckpointError, first_fault, refuse
 from ..recipes.protocol import Evaluation
 from .acceptance import AsServed, Drafts, Role
 from .results import write_whole
@@ -130,13 +130,21 @@ class Samples:
         return tuple(self.answers[number].correct[name] for number in range(self.header.num_questions))
 
     def add(self, line: Answer | Sitting) -> None:
-        """Append one line; it is on the disk when this returns."""
-        with open(self.path, "a", encoding="utf-8") as file:
-            if not file.tell():
-                file.write(_text(self.header))
-            file.write(_text(line))
-            file.flush()
-            os.fsync(file.fileno())
+        """Append one line; it is on the disk when this returns.
+
+        Raises:
+            CheckpointError: the disk does not take it. What it took before stays.
+        """
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                if not file.tell():
+                    file.write(_text(self.header))
+                file.write(_text(line))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            got, cure = error.strerror or repr(error), "Make room: the same command goes on with what has no answer yet"
+            raise CheckpointError(refuse(self.path, "must be writable", got, cure)) from error
         self._take(line)
 
     def finish(self, correct: Mapping[str, Sequence[bool]]) -> None:
@@ -241,10 +249,8 @@ def _read(kind: type[_Kind], line: str, where: str) -> _Kind:
     try:
         return kind.model_validate_json(line)
     except ValidationError as error:
-        first = error.errors()[0]
-        got = f"{'.'.join(map(str, first['loc'])) or 'the line'}: {first['msg']}"
         rule = f"must be a line of answers ({kind.__name__.lower()})"
-        raise CheckpointError(refuse(where, rule, got, _CURE)) from error
+        raise CheckpointError(refuse(where, rule, first_fault(error), _CURE)) from error
 
 
 def _text(line: BaseModel) -> str:

@@ -58,7 +58,7 @@ _RAISED = re.compile(r"^(?:[a-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Interrup
 # What vLLM's outer processes say when an inner one has raised.
 _WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization failed", "Executor failed")
 _UNWRITTEN = re.compile(r"Following weights were not initialized from checkpoint: \{([^}]*)\}")
-_NEXT = ("Traceback", "During handling", "The above exception", "Process ", "[")
+_NEXT = ("Traceback", "During handling", "The above exception", "Process ", "[", "INFO: ", "WARNING: ", "ERROR: ")
 _MAX_WORDS = 600
 
 

@@ -85,14 +85,14 @@ def _refused(failed: Sequence[DryLoad], errors: Sequence[FindingFact], vllm: str
 
 def _drafts(serve: Serve) -> str:
     model = serve.checkpoint
-    runs = [run for run in model.drafting if run.acceptance is not None]
+    runs = [(run, run.acceptance) for run in model.drafting if run.acceptance is not None]
     if not runs:
         return "a server ran, but not with method=mtp"
-    run = max(runs, key=lambda run: run.speed_up or 0.0)
+    run, acceptance = max(runs, key=lambda pair: pair[0].speed_up or 0.0)
     source = serve.source.run(run.k) if serve.source else None
     against = f" (source: {100 * source.acceptance:.1f} %)" if source and source.acceptance is not None else ""
     faster = f" and decodes {run.speed_up:.2f} times as fast as without MTP" if run.speed_up else ""
-    kept = f"{100 * run.acceptance:.1f} % of drafted tokens{against}"
+    kept = f"{100 * acceptance:.1f} % of drafted tokens{against}"
     return f"{_as_served(model)} with k={run.k}, it accepts {kept}{faster}"
 
 

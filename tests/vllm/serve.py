@@ -1,8 +1,9 @@
-"""Runs in vLLM's environment: serve checkpoints with method=mtp on the CPU and print what was accepted, a line each.
+"""Runs in vLLM's environment: serve checkpoints with method=mtp on the CPU, print what was written and accepted.
 
     python serve.py '{"folder": ..., "prompts": [...], "num_drafts": 1}' ...
 
-One engine at a time. Prefix caching is off because Qwen3.5's delta nets cannot combine it with drafting on a CPU.
+A line each, one engine at a time, all prompts at once. Prefix caching is off because Qwen3.5's delta nets cannot
+combine it with drafting on a CPU.
 """
 
 import json
@@ -16,23 +17,23 @@ from vllm import LLM, SamplingParams
 
 
 def serve(folder: str, prompts: list[str], num_drafts: int) -> dict[str, object]:
-    """Greedy texts, and vLLM's counters of drafted and accepted tokens."""
+    """Greedy answers as texts and token ids; vLLM's counters of drafted and accepted tokens, also by position."""
     llm = LLM(
         model=folder, speculative_config={"method": "mtp", "num_speculative_tokens": num_drafts}, dtype="bfloat16",
         max_model_len=512, max_num_seqs=16, enable_prefix_caching=False, enforce_eager=True, disable_log_stats=False,
         seed=0,
     )  # fmt: skip
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
-    counters = {
-        metric.name.removeprefix("vllm:spec_decode_num_"): metric.value
-        for metric in llm.get_metrics()
-        if metric.name.startswith("vllm:spec_decode_num_") and hasattr(metric, "value")
-    }
+    found = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
     llm.llm_engine.engine_core.shutdown()
-    return {"texts": [output.outputs[0].text for output in outputs], **counters}
+    return {
+        "texts": [output.outputs[0].text for output in outputs],
+        "token_ids": [list(output.outputs[0].token_ids) for output in outputs],
+        **{name: found[name].value for name in ("drafts", "draft_tokens", "accepted_tokens")},
+        "accepted_per_position": found["accepted_tokens_per_pos"].values,
+    }
 
 
 if __name__ == "__main__":
     for job in map(json.loads, sys.argv[1:]):
-        result = serve(job["folder"], job["prompts"], job["num_drafts"])
-        print("RESULT " + json.dumps(result), flush=True)
+        print("RESULT " + json.dumps(serve(**job)), flush=True)

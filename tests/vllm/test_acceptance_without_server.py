@@ -63,7 +63,7 @@ def served(tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
     jobs = [json.dumps({"folder": str(folders[name]), "prompts": ASKED, "num_drafts": k})
             for name, (k, _) in CASES.items()]  # fmt: skip
     path = os.pathsep.join(map(str, (entry.parent, PLUGIN, PLUGIN / "stubs")))
-    words = [str(VLLM_PYTHON), str(Path(__file__).with_name("counters.py")), *jobs]
+    words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(CASES), done.stdout[-3000:] + done.stderr[-6000:]
@@ -73,13 +73,13 @@ def served(tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_what_vllm_counts(case, served, tmp_path):
     (k, row), (plan, counted) = CASES[case], served[case]
-    answers = [answer if answer[-1] == END else [*answer, END] for answer in counted["answers"]]
+    answers = [answer if answer[-1] == END else [*answer, END] for answer in counted["token_ids"]]
     assert plan.source.folder is not None
     held_out, written = laid_out(plan.source.folder, ASKED, answers)
     backbone = finished(plan, tmp_path / "pass", held_out=held_out, samples=32)
     found = mtp_pass(plan, backbone, written=written).rows[row].acceptance
     assert found is not None and counted["drafts"] > 200
-    rates = [accepted / counted["drafts"] for accepted in counted["accepted"]]
+    rates = [accepted / counted["drafts"] for accepted in counted["accepted_per_position"]]
     assert found.by_position(k) == pytest.approx(rates, abs=TOLERANCE), rates
     if "noise" in case:
         assert 0.3 < rates[-1] < 0.97, "neither all nor nothing"

@@ -13,6 +13,7 @@ from checkpoints import source_layout, write_checkpoint
 from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.dry import DryLoader
+from keepmtp.validate.findings import Report
 from keepmtp.validate.load import check_on
 from keepmtp.validate.vllm_env import find_vllm
 from layouts import gemma4_assistant
@@ -37,6 +38,36 @@ def silent(tmp_path_factory) -> Path:
     kept = [entry for entry in checkpoint.quantization["ignore"] if "layers.3" not in entry]
     checkpoint.quantization["ignore"] = kept
     return write(tmp_path_factory.mktemp("silent") / "glm", checkpoint)
+
+
+def renamed() -> Checkpoint:
+    checkpoint = ours("deepseek-r1", "NVFP4", "NVFP4")
+    checkpoint.rename(r"model\.layers\.3\.self_attn\.o_proj\.weight_packed", "model.layers.3.self_attn.o_proj.weights")
+    return checkpoint
+
+
+def of_type(model_type: str, architecture: str) -> Checkpoint:
+    checkpoint = released("glm-4.7")
+    checkpoint.config |= {"model_type": model_type, "architectures": [architecture]}
+    return checkpoint
+
+
+def without_norm() -> Checkpoint:
+    checkpoint = released("qwen3.5-text")
+    lose(r"mtp\.layers\.0\.self_attn\.q_norm\.weight")(checkpoint)
+    checkpoint.config["quantization_config"] = ours("qwen3.5-text", "FP8_DYNAMIC").quantization | {"config_groups": {}}
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def judged(silent, tmp_path_factory) -> dict[str, Report]:
+    """What is found on sm100; a vLLM takes 10 s to start, so one judges all."""
+    made = {"renamed": renamed(), "llama": of_type("llama", "LlamaForCausalLM"),
+            "unknown": of_type("never_seen", "NeverSeenForCausalLM"), "lost": without_norm()}  # fmt: skip
+    place = tmp_path_factory.mktemp("judged")
+    folders = {"silent": silent} | {name: write(place / name, checkpoint) for name, checkpoint in made.items()}
+    found = check_on([str(folder) for folder in folders.values()], vllm=find_vllm(), gpus=["sm100"])
+    return {name: checked.report for name, checked in zip(folders, found, strict=True)}
 
 
 def test_one_call_judges_all_checkpoints_on_all_gpus(good, silent):
@@ -70,34 +101,24 @@ def test_what_vllm_leaves_unsaid_is_found_by_the_account_alone(silent):
     assert (cast.given, cast.wanted) == ("bfloat16", "float8_e4m3fn")
 
 
-def test_findings_name_the_entry_on_disk_and_the_cure(silent):
-    [(report, *_)] = check_on([str(silent)], vllm=find_vllm(), gpus=["sm100"])
-    dry = [finding for finding in report.findings if finding.rule == "dry-load"]
+def test_findings_name_the_entry_on_disk_and_the_cure(judged):
+    dry = [finding for finding in judged["silent"].findings if finding.rule == "dry-load"]
     assert any(finding.where.startswith("model.layers.3.self_attn.") for finding in dry)
     assert all("on sm100 at TP 1" in finding.says and finding.cure for finding in dry)
     assert any("acceptance is near 0 %" in finding.says for finding in dry)
 
 
-def test_vllms_own_words_the_tensor_and_a_cure_where_it_raises(tmp_path):
-    checkpoint = ours("deepseek-r1", "NVFP4", "NVFP4")
-    checkpoint.rename(r"model\.layers\.3\.self_attn\.o_proj\.weight_packed", "model.layers.3.self_attn.o_proj.weights")
-    folder = write(tmp_path / "renamed", checkpoint)
-    [(report, *_)] = check_on([str(folder)], vllm=find_vllm(), gpus=["sm100"])
-    (found,) = [finding for finding in report.findings if finding.rule == "dry-load"]
+def test_vllms_own_words_the_tensor_and_a_cure_where_it_raises(judged):
+    (found,) = [finding for finding in judged["renamed"].findings if finding.rule == "dry-load"]
     assert found.where == "model.layers.3.self_attn.o_proj.weights"
     assert "KeyError" in found.says and "deepseek_mtp.py" in found.says and found.cure
 
 
-def test_an_architecture_without_a_family_is_loaded_all_the_same(tmp_path):
+def test_an_architecture_without_a_family_is_loaded_all_the_same(judged):
     """No table, so no static check and no names traced; vLLM's verdict and the account stand."""
-    checkpoint = released("glm-4.7")
-    checkpoint.config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    [(report, *_)] = check_on([str(write(tmp_path / "llama", checkpoint))], vllm=find_vllm(), gpus=["sm100"])
-    assert {finding.rule for finding in report.findings} >= {"family", "dry-load"}
-    unknown = released("glm-4.7")
-    unknown.config |= {"model_type": "never_seen", "architectures": ["NeverSeenForCausalLM"]}
-    [(report, *_)] = check_on([str(write(tmp_path / "unknown", unknown))], vllm=find_vllm(), gpus=["sm100"])
-    assert any("never_seen" in finding.says and finding.rule == "dry-load" for finding in report.findings)
+    assert {finding.rule for finding in judged["llama"].findings} >= {"family", "dry-load"}
+    found = judged["unknown"].findings
+    assert any("never_seen" in finding.says and finding.rule == "dry-load" for finding in found)
 
 
 def test_k_must_fit_the_mtp_layers(tmp_path):
@@ -110,17 +131,17 @@ def test_k_must_fit_the_mtp_layers(tmp_path):
 def test_tensor_parallel_sizes_that_do_not_divide_are_refused(tmp_path):
     config, tensors = source_layout("deepseek-r1", size="split")
     folder = write_checkpoint(tmp_path / "v3", config, tensors)
-    reports = {tp: next(check_on([str(folder)], vllm=find_vllm(), gpus=["sm100"], tps=[tp])).report for tp in (4, 8)}
-    assert reports[4].ok
-    (found,) = reports[8].findings
-    assert "not divisible by weight quantization block" in found.says and "--tensor-parallel-size" in found.cure
+    [(report, *_)] = check_on([str(folder)], vllm=find_vllm(), gpus=["sm100"], tps=[4, 8])
+    assert [verdict.failure is None for verdict in report.dry] == [True, False]
+    (found,) = report.findings
+    assert "at TP 8" in found.says and "not divisible by weight quantization block" in found.says
+    assert "--tensor-parallel-size" in found.cure
 
 
 def test_a_repository_is_judged_by_range_requests(good, serve_hub):
     """The verdict of the folder; of the weights' files nothing but the beginning is asked for."""
     requests = serve_hub(good)
-    [(remote, *_)] = check_on(["org/model"], vllm=find_vllm(), gpus=["sm100"])
-    [(local, *_)] = check_on([str(good)], vllm=find_vllm(), gpus=["sm100"])
+    [(remote, *_), (local, *_)] = check_on(["org/model", str(good)], vllm=find_vllm(), gpus=["sm100"])
     assert remote.ok and remote.dry[0].target == local.dry[0].target and remote.dry[0].draft == local.dry[0].draft
     weights = [line for line in requests if ".safetensors " in line]
     assert weights and all("bytes=0-" in line for line in weights)
@@ -154,13 +175,9 @@ def test_a_faulty_draft_of_its_own_is_told_by_its_names(assistant, tmp_path):
     assert not report.ok and any(lost in f"{finding.where} {finding.says}" for finding in report.findings)
 
 
-def test_a_lost_tensor_is_told_by_the_draft_and_by_nobody_else(tmp_path):
+def test_a_lost_tensor_is_told_by_the_draft_and_by_nobody_else(judged):
     """The static check has no evidence of a norm's shape; the account sees memory that nobody wrote."""
-    checkpoint: Checkpoint = released("qwen3.5-text")
-    lose(r"mtp\.layers\.0\.self_attn\.q_norm\.weight")(checkpoint)
-    checkpoint.config["quantization_config"] = ours("qwen3.5-text", "FP8_DYNAMIC").quantization | {"config_groups": {}}
-    [(report, *_)] = check_on([str(write(tmp_path / "lost", checkpoint))], vllm=find_vllm(), gpus=["sm100"])
-    assert any("q_norm" in finding.says for finding in report.findings if finding.rule == "dry-load")
+    assert any("q_norm" in finding.says for finding in judged["lost"].findings if finding.rule == "dry-load")
 
 
 # --- Bad input --------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ NUM_DRAFTS = 3
 # Short ones: at position 0 three families zero the embedding, and the fewer slots there are, the more it weighs.
 PROMPTS = [[5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8], [400, 3, 3, 17, 250], [71, 22, 154, 68, 90, 11, 45]]
 LEEWAY = 3.0
+BF16_STEP = 2**-7  # at most, relative
 SHIPPED = {"tiny-glm4-moe": "tiny-glm4-moe", "tiny-qwen3_5": "tiny-qwen3_5"}
 # CPU kernels of vLLM 0.32.0 want keys and values of one width, and rotary embeddings over a multiple of 16 of them.
 ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5}
@@ -160,14 +161,18 @@ def test_the_block_drafts_as_vllm_does(base, name):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_same_tokens_are_drafted(drafted, name):
-    """On trained models, in BF16, at every slot."""
-    seen = drafted[name]
-    logits = _logits(seen, seen.plan, torch.bfloat16)
-    for prompt, ours in zip(seen.prompts, logits, strict=True):
+    """On trained models, in BF16, at every slot but those few where the two likeliest are one step of BF16 apart."""
+    seen, num_ties = drafted[name], 0
+    ours, truth = (_logits(seen, seen.plan, dtype) for dtype in (torch.bfloat16, torch.float32))
+    for prompt, steps, exact in zip(seen.prompts, ours, truth, strict=True):
         length = len(prompt["positions"])
-        assert torch.equal(ours[0][:length].argmax(-1), prompt["first"].argmax(-1))
-        last = torch.stack([step[length - 1] for step in ours])
-        assert torch.equal(last.argmax(-1), prompt["last"].argmax(-1))
+        theirs = torch.cat([prompt["first"], prompt["last"]]).argmax(-1)
+        mine, right = (torch.cat([each[0][:length], *(step[length - 1 : length] for step in each)])
+                       for each in (steps, exact))  # fmt: skip
+        for row, one, other in zip(right, mine.argmax(-1), theirs, strict=True):
+            assert abs(row[one] - row[other]) <= BF16_STEP * row[one].abs(), row.topk(3)
+            num_ties += int(one != other)
+    assert num_ties <= 2
 
 
 @pytest.mark.parametrize("name", NOISE)
