@@ -26,7 +26,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate import card
 from keepmtp.validate import publish as publishing
 from keepmtp.validate.hub import Hub as Client
-from keepmtp.validate.identity import file_sha256
+from keepmtp.validate.identity import file_sha256, identify
 from keepmtp.validate.parcel import LocalFile, prepare
 
 from keepmtp import cli
@@ -172,6 +172,20 @@ def test_other_bytes_than_were_measured_are_refused_by_name(publish_here, hub, f
     assert ended.code == 2 and says in ended.err, ended
     assert hub.requests == []
     assert fault != "no card" or "hashing" not in ended.err, "known before every byte is read"
+
+
+def test_every_byte_is_read_again_before_one_is_sent(publish_here, hub, folder):
+    """A flipped bit under the old time of change: known once the Hub has taken the token, and before it gets a file."""
+    shard = folder / SHARD
+    was = shard.stat()
+    os.utime(shard, (0, 0))
+    identify(folder, cache=Path(f"{folder}.report"))  # an old file, whose hash is remembered
+    flip(shard)
+    os.utime(shard, (0, 0))
+    assert shard.stat().st_size == was.st_size
+    ended = publish_here()
+    assert ended.code == 2 and f"{SHARD} is another" in ended.err, ended
+    assert hub.requests and not hub.repos
 
 
 @pytest.mark.parametrize(("answers", "verdict"), [
