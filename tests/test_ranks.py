@@ -114,9 +114,9 @@ def test_two_ranks_find_what_one_finds(variant, tmp_path):
 
     Largest magnitudes have no order, so SmoothQuant and NVFP4 (above) come out to the bit. AWQ takes the best of 20
     candidates by a sum of squares; here the same wins. GPTQ's Hessians differ by an ulp, which moves codes that lie
-    between two steps, and each moves the rest of its row: 1 of 1000 in the first layer (measured: 1 of 5000). Later
-    layers see other inputs, so codes say nothing; their error stays (measured: within 5 %, as after changing
-    batch_size in one process).
+    between two steps, and each moves the rest of its row, so rows are counted: which ones part depends on the CPU
+    (measured in the first layer: none to 2 of 128, 3 of 256). Later layers see other inputs, so codes say nothing;
+    their error stays (measured: within 5 %, as after changing batch_size in one process).
     """
     recipe = small_recipe(tmp_path, f"tiny-glm4-moe.{variant}")
     one, two = tmp_path / "one", tmp_path / "two"
@@ -131,7 +131,8 @@ def test_two_ranks_find_what_one_finds(variant, tmp_path):
     first, other = (load_file(folder / "statistics" / "layer-00000.safetensors") for folder in (one, two))
     assert first.keys() == other.keys()
     for name in (name for name in first if name.endswith("weight_packed")):
-        assert (codes(first[name]) != codes(other[name])).float().mean() < 1e-3, name
+        parted = (codes(first[name]) != codes(other[name])).flatten(1).any(-1)
+        assert parted.float().mean() < 0.05, name
     assert error_of(two) == pytest.approx(error_of(one), rel=0.1)
 
 
