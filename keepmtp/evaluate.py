@@ -20,7 +20,7 @@ from rich.console import Console
 
 from .evaluated import table
 from .gate import EXITS
-from .made_from import recorded_source, refuse_stranger
+from .made_from import original_of
 from .progress import asking, bytes_bar
 from .quantize.extras import require_extra
 from .quantize.source import Source, download, open_source, small_file
@@ -104,10 +104,8 @@ def evaluate(
     protocol = _protocol(rules.evaluation, {key: value for key, value in changed.items() if value is not None})
     asked = harness.questions(protocol)
     gsm8k.refuse_model(opened, protocol, extra)
-    checkpoint, original = download(opened), None
-    if source != "none":
-        original = open_source(source or recorded_source(checkpoint, cure=_CURE))
-        refuse_stranger(opened, original)
+    checkpoint = download(opened)
+    if original := original_of(checkpoint, source, cure=_CURE):
         gsm8k.refuse_model(original, protocol, extra)
         original = download(original)
     vllm = find_vllm()

@@ -11,13 +11,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .quantize.source import Source
+from .quantize.source import Source, open_source
 from .recipes.errors import RecipeError, refuse
 from .recipes.families import find_family
 from .validate.origin import RECORD
 
 # In config.json, and the same before and after quantizing.
 _KEPT = ("vocab_size", "hidden_size", "num_hidden_layers")
+
+
+def original_of(checkpoint: Source, named: str | None, *, cure: str) -> Source | None:
+    """What a checkpoint is compared with, opened and not downloaded; None for `none`.
+
+    Args:
+        checkpoint: local, or named with its source.
+        named: by the user; None for what the record says.
+        cure: what to do where the record does not say.
+
+    Raises:
+        RecipeError: it is not known, or not what the checkpoint can have been made from.
+    """
+    if named == "none":
+        return None
+    original = open_source(named or recorded_source(checkpoint, cure=cure))
+    refuse_stranger(checkpoint, original)
+    return original
 
 
 def recorded_source(checkpoint: Source, *, cure: str) -> str:

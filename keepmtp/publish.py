@@ -24,7 +24,7 @@ from .recipes.errors import GateError, RecipeError, refuse
 from .validate import publish as publishing
 from .validate.dry import GPU, GPUS
 from .validate.hub import Hub, Remote
-from .validate.parcel import Parcel, prepare
+from .validate.parcel import Parcel, prepare, read_again
 from .validate.publish import Comparison, Sent
 
 err = Console(stderr=True)
@@ -63,7 +63,7 @@ def publish(
                                  "Set HF_TOKEN, or run `hf auth login`"))  # fmt: skip
     if public and not dry_run:
         _refuse_unasked(f"{repo} would be public", yes=yes)
-    parcel = prepare(path, fresh=False, watch=bytes_bar(err, "hashing"))
+    parcel = prepare(path, watch=bytes_bar(err, "hashing"))
     if token is None:
         _show(parcel, repo, None, "nothing was asked: no token", as_json=as_json)
         return
@@ -79,7 +79,7 @@ def publish(
             publishing.refuse_overwriting(repo, found)
         _ask(parcel, repo, before, public=public, yes=yes)
         # An hour for a terabyte, so a token that is wrong is known before.
-        parcel = prepare(path, fresh=True, watch=bytes_bar(err, "hashing"))
+        read_again(parcel, watch=bytes_bar(err, "hashing"))
         _publish(parcel, hub, repo, before, public=public, update=update, gpu=chosen, as_json=as_json)
 
 

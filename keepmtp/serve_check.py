@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .made_from import recorded_source, refuse_stranger
+from .made_from import original_of
 from .progress import bytes_bar
 from .quantize.source import Source, download, open_source
 from .recipes.errors import RecipeError, refuse
@@ -77,11 +77,8 @@ def serve_check(
     vllm = find_vllm()
     asked = PROMPTS if prompts is None else read_prompts(prompts)
     checkpoint = download(open_source(path))
-    original = None
-    if source != "none":
-        original = open_source(source or recorded_source(checkpoint, cure=_CURE))
-        refuse_stranger(checkpoint, original)
-        original = download(original)
+    original = original_of(checkpoint, source, cure=_CURE)
+    original = original and download(original)
     assert checkpoint.folder is not None
     is_local = Path(path).is_dir()
     out = folder or (report_folder(checkpoint.folder) if is_local else _named(checkpoint))

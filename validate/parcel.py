@@ -51,13 +51,14 @@ class Parcel:
         return total_bytes(self.files.values())
 
 
-def prepare(folder: Path, *, fresh: bool = True, watch: Watch | None = None) -> Parcel:
+def prepare(folder: Path, *, watch: Watch | None = None) -> Parcel:
     """What would be sent, or why nothing will be.
+
+    Files with known size and time of change are taken to be what they were, until `read_again`.
 
     Args:
         folder: the checkpoint.
-        fresh: read every byte again; else files with known size and time of change are taken to be what they were.
-        watch: a progress bar for that.
+        watch: a progress bar, where bytes have to be read.
 
     Raises:
         CheckpointError: no checkpoint, report or card; one of them altered; or bytes that the report is not about.
@@ -75,7 +76,7 @@ def prepare(folder: Path, *, fresh: bool = True, watch: Watch | None = None) -> 
     if told.identity is None:
         raise CheckpointError(refuse(evidence / report.JSON_FILE, "must say which bytes it is about", "no identity",
                                      f"Run `keepmtp check {folder} --record`"))  # fmt: skip
-    refuse_other_bytes(folder, told.identity, identify(folder, cache=evidence, fresh=fresh, watch=watch))
+    refuse_other_bytes(folder, told.identity, identify(folder, cache=evidence, watch=watch))
     files = {name: LocalFile(name=name, path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
              for name, fact in told.identity.files.items()}  # fmt: skip
     for local in _card_files(folder):
@@ -84,6 +85,17 @@ def prepare(folder: Path, *, fresh: bool = True, watch: Watch | None = None) -> 
                                          "checkpoint's", "Move it away and check again"))  # fmt: skip
         files[local.name] = local
     return Parcel(folder=folder, report=told, files=dict(sorted(files.items())))
+
+
+def read_again(parcel: Parcel, *, watch: Watch | None = None) -> None:
+    """Read every byte of the checkpoint, whatever its files' times of change say.
+
+    Raises:
+        CheckpointError: names the files that are not what was measured.
+    """
+    assert parcel.report.identity is not None, "prepare() refuses without"
+    found = identify(parcel.folder, cache=report_folder(parcel.folder), fresh=True, watch=watch)
+    refuse_other_bytes(parcel.folder, parcel.report.identity, found)
 
 
 def total_bytes(files: Iterable[LocalFile]) -> int:
