@@ -14,6 +14,7 @@ from typing import Any
 from .quantize.source import Source, open_source
 from .recipes.errors import RecipeError, refuse
 from .recipes.families import find_family
+from .recipes.shipped import find_path
 from .validate.origin import RECORD
 
 # In config.json, and the same before and after quantizing.
@@ -58,8 +59,7 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
     except (ValueError, KeyError, TypeError) as error:
         raise RecipeError(refuse(record, "must be keepmtp's own record", repr(error), cure)) from error
     if revision == "local":
-        root = Path(__file__).parent.parent
-        for place in [*places, *(root / place for place in places[:3])]:
+        for place in filter(None, map(find_path, places)):
             if place.is_dir() and _has_files(place, files):
                 return str(place)
     got = f"{name} ({revision})"

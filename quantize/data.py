@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ..recipes.errors import CheckpointError, RecipeError, refuse
 from ..recipes.schema import Calibration
+from ..recipes.shipped import find_path
 from .encode import UNENCODABLE, Answered, Encoders, Row, encoders
 from .source import Source
 
@@ -40,7 +41,6 @@ SHUFFLED_ROWS = 10_000
 """Rows are drawn in a seeded order from this many first ones of the split, then from as many next ones, and so on, so
 that a Hub dataset is read only as far as needed. One that is sorted by topic should be shuffled beforehand."""
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_BESIDE_THE_PACKAGE = Path(__file__).parent.parent
 _UNREADABLE = (DatasetsError, ArrowException, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
 
 
@@ -119,12 +119,12 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
 def _open_split(calibration: Calibration, where: str) -> tuple[IterableDataset, str]:
     """The split as a stream, and the revision it is of: a Hub commit, or "local"."""
     name = calibration.dataset
-    path = next((path for path in (Path(name), _BESIDE_THE_PACKAGE / name) if path.exists()), None)
+    path = find_path(name)
     is_file_name = Path(name).suffix in _READERS
     if path is None and (is_file_name or calibration.dataset_revision == "local" or name.count("/") > 1):
         raise RecipeError(
             refuse(where, f"must be a Hub id with its dataset_revision, or a folder or {', '.join(_READERS)} file",
-                   "no such file or folder", "Check the path, which is taken from the current folder")
+                   "no such file or folder", "Check the path, which is relative to the current folder")
         )  # fmt: skip
     if path is not None and path.is_file() and not is_file_name:
         got = path.suffix or "no suffix"

@@ -33,6 +33,7 @@ from huggingface_hub.errors import (
 from ..recipes.errors import CheckpointError, refuse
 from ..recipes.family import HFName
 from ..recipes.schemes import DTYPE_BITS, num_bytes
+from ..recipes.shipped import find_path
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -87,9 +88,10 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
     Raises:
         CheckpointError: nothing there, no config.json, an index naming a missing file, a truncated or corrupt shard.
     """
+    found = find_path(where)
+    if found is not None and found.is_dir():
+        return _open_folder(found, str(where))
     folder = Path(where)
-    if folder.is_dir():
-        return _open_folder(folder, str(where))
     if revision == "local" or folder.is_file() or folder.is_absolute() or str(where).count("/") != 1:
         raise CheckpointError(
             refuse(where, "a source is a folder with config.json or a Hub id ORG/NAME", "neither", "Check SOURCE")

@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import datasets
 from datasets.exceptions import DatasetsError
@@ -19,13 +18,13 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from ..recipes.errors import RecipeError, refuse
 from ..recipes.protocol import Evaluation
+from ..recipes.shipped import find_path
 
 FIELDS = ("question", "answer")
 
 _HUB_SUBSET = "main"
 _ANSWER = re.compile(r"#### -?\$?[0-9.,]*[0-9]")
 _WHOLE_ANSWER = re.compile(_ANSWER.pattern + r"\.?\Z")  # lm-eval compares all that follows "#### "
-_BESIDE_THE_PACKAGE = Path(__file__).parent.parent
 _UNREADABLE = (DatasetsError, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
 
 Row = Mapping[str, str]
@@ -80,9 +79,9 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
 
 
 def _file_rows(name: str) -> list[Row]:
-    path = next((path for path in (Path(name), _BESIDE_THE_PACKAGE / name) if path.is_file()), None)
+    path = find_path(name)
     cure = 'Name a .jsonl file of {"question": ..., "answer": "... #### 12"} lines'
-    if path is None:
+    if path is None or not path.is_file():
         raise RecipeError(refuse(f"evaluation.dataset {name}", "must be a file", "no such file", cure))
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
