@@ -23,24 +23,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import __version__
+from .quantize.extras import missing, requirements
 from .recipes.errors import VLLMError
 from .validate import vllm_env
 from .validate.dry import GPUS
-from .validate.report_html import NEEDS as REPORT_NEEDS
 
-# Package -> what keepmtp cannot do without it.
-PACKAGES = {
-    "torch": "packing weights",
-    "numpy": "packing weights",
-    "jinja2": "the HTML report",
-    "matplotlib": "the HTML report",
-    "transformers": "calibrated recipes",
-    "llmcompressor": "calibrated recipes",
-    "compressed-tensors": "calibrated recipes",
-    "datasets": "calibrated recipes",
-    "lm-eval": "GSM8K",
+# Extra -> what keepmtp cannot do without it. A package that several need is listed with the first.
+EXTRAS = {
+    "quantize": "packing weights",
+    "report": "the HTML report",
+    "calibrate": "calibrated recipes",
+    "evaluate": "GSM8K",
 }
-_CALIBRATING = ("packing weights", "calibrated recipes")
 _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _GET_VLLM = "make vllm"
 _GET_QUANTIZE = "pip install 'keepmtp[quantize]'"
@@ -113,7 +107,7 @@ def doctor(
 
 def diagnose() -> Diagnosis:
     """Look at this machine; asks vLLM's Python for versions, a second at most."""
-    packages = {name: _version(name) for name in PACKAGES}
+    packages = {needed.name: _version(needed.name) for extra in EXTRAS for needed in requirements(extra)}
     vllm, no_vllm, is_broken = None, "", False
     try:
         vllm = vllm_env.find_vllm(any_version=True)
@@ -127,23 +121,24 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         keepmtp=__version__, python=f"{platform.python_version()} ({sys.executable})", packages=packages, vllm=vllm,
         no_vllm=no_vllm, gpus=gpus, cpu=cpu, cpu_features=features, token=token,
-        broken=(no_vllm,) if is_broken else (), abilities=_abilities(packages, usable, gpus, token),
+        broken=(no_vllm,) if is_broken else (),
+        abilities=_abilities({extra: missing(extra) for extra in EXTRAS}, packages, usable, gpus, token),
     )  # fmt: skip
 
 
 def _abilities(
-    packages: dict[str, str], vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...], token: str
-) -> tuple[Ability, ...]:
-    can_pack = bool(packages["torch"] and packages["numpy"])
+    lacking: dict[str, list[str]], packages: dict[str, str], vllm: vllm_env.VLLM | None,
+    gpus: tuple[vllm_env.GPU, ...], token: str,
+) -> tuple[Ability, ...]:  # fmt: skip
+    can_pack = not lacking["quantize"]
+    no_packing = f"needs {' and '.join(lacking['quantize'])}"
     on_gpu = can_pack and bool(gpus) and not packages["torch"].endswith("+cpu")
     can_serve = vllm is not None and (vllm.build == "cpu" or bool(gpus))
     no_vllm = "needs vLLM's own classes, in an environment of their own"
     get_server = _GET_VLLM if vllm is None else "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
     natively, copied = _serving(vllm, gpus)
     can_copy = can_serve and can_pack
-    page = [name for name in REPORT_NEEDS if not packages[name]]
-    absent = [name for name, what in PACKAGES.items() if what in _CALIBRATING and not packages[name]]
-    scoring = [name for name in ("lm-eval", *REPORT_NEEDS) if not packages[name]]
+    page, absent, scoring = lacking["report"], lacking["calibrate"], lacking["evaluate"]
     can_score = can_serve and not scoring
     dry = f"vLLM {vllm.version} on meta tensors, no GPU needed" if vllm else no_vllm
     return (
@@ -153,13 +148,13 @@ def _abilities(
                   command=f"keepmtp check CHECKPOINT --gpu {gpu}" if vllm else _GET_VLLM) for gpu in GPUS),
         Ability(what="real server, natively", can=can_serve, why=natively,
                 command="keepmtp serve-check CHECKPOINT" if can_serve else get_server),
-        Ability(what="real server, on a BF16 copy", can=can_copy, why=copied if can_pack else "needs torch and numpy",
+        Ability(what="real server, on a BF16 copy", can=can_copy, why=copied if can_pack else no_packing,
                 command="keepmtp serve-check CHECKPOINT" if can_copy else _GET_QUANTIZE if can_serve else get_server),
         Ability(what="HTML report", can=not page, why="jinja2 and matplotlib are here" if not page
                 else f"needs {' and '.join(page)}",
                 command="keepmtp check CHECKPOINT --html FOLDER" if not page else "pip install 'keepmtp[report]'"),
         Ability(what="packing weights, without data", can=can_pack,
-                why=f"torch {packages['torch']}, on the CPU" if can_pack else "needs torch and numpy",
+                why=f"torch {packages['torch']}, on the CPU" if can_pack else no_packing,
                 command="keepmtp quantize MODEL" if can_pack else _GET_QUANTIZE),
         Ability(what="packing weights on a GPU", can=on_gpu, command="keepmtp quantize MODEL" if on_gpu else "",
                 why="one shard a GPU at a time" if on_gpu else "needs a GPU and torch built for CUDA"),
@@ -203,6 +198,10 @@ def _where_token() -> str:
     return named or ("`hf auth login`" if get_token() else "")
 
 
+def _use(package: str) -> str:
+    return next(what for extra, what in EXTRAS.items() if package in {needed.name for needed in requirements(extra)})
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -218,7 +217,7 @@ def _show(found: Diagnosis, out: Console) -> None:
     table.add_row("keepmtp", found.keepmtp)
     table.add_row("Python", escape(found.python))
     for name, number in found.packages.items():
-        table.add_row(name, number or f"[yellow]not installed:[/] no {PACKAGES[name]}")
+        table.add_row(name, number or f"[yellow]not installed:[/] no {_use(name)}")
     table.add_section()
     supported = f"supported: {vllm_env.SUPPORTED}.*, tested: {', '.join(vllm_env.TESTED)}"
     if found.vllm:

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from .made_from import original_of
 from .progress import bytes_bar
+from .quantize.extras import require_extra
 from .quantize.source import Source, download, open_source
 from .recipes.errors import RecipeError, refuse
 from .recipes.families import find_family
@@ -75,6 +76,8 @@ def serve_check(
     if context.args and not context.args[0].startswith("-"):
         raise RecipeError(refuse("serve-check", "judges one checkpoint", f"also {context.args[0]}", "Run it for each"))
     vllm = find_vllm()
+    if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them
+        require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
     asked = PROMPTS if prompts is None else read_prompts(prompts)
     checkpoint = download(open_source(path))
     original = original_of(checkpoint, source, cure=_CURE)

@@ -1,30 +1,33 @@
 """What pip must have installed for a job, asked before the job begins.
 
-In: the name of one of pyproject's extras. Out: nothing, or a refusal that says what to install. Nothing is imported, so
-that asking costs nothing.
+In: the name of one of keepmtp's extras. Out: nothing, or a refusal that says what to install. The list is the installed
+package's own metadata, so it cannot differ from what pip was told. Nothing is imported, so that asking costs little.
+
+Easy to get wrong: an extra may include another (`keepmtp[quantize]`), and a package of the wrong version is missing.
 """
 
-from collections.abc import Mapping
-from importlib.util import find_spec
-from types import MappingProxyType
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
 
 from ..recipes.errors import RecipeError, refuse
 
-EXTRAS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "quantize": ("numpy", "torch"),
-    "report": ("jinja2", "matplotlib"),
-    "calibrate": (
-        "accelerate", "compressed_tensors", "datasets", "jinja2", "llmcompressor", "numpy", "safetensors", "torch",
-        "transformers",
-    ),
-    "evaluate": ("jinja2", "lm_eval", "matplotlib"),
-})  # fmt: skip
-"""Extra -> the packages it brings, by the names that Python imports."""
+_PACKAGE = "keepmtp"
+
+
+def requirements(extra: str) -> list[Requirement]:
+    """What an extra adds to the base install, with what the extras that it includes add.
+
+    Args:
+        extra: a name from `project.optional-dependencies` of pyproject.toml.
+    """
+    return [needed for needed in _declared(extra) if needed.name != _PACKAGE]
 
 
 def missing(extra: str) -> list[str]:
-    """The packages of an extra that are not installed."""
-    return [name for name in EXTRAS[extra] if find_spec(name) is None]
+    """What an extra needs and is not there: "torch", or "torch>=2.8" where the version is another."""
+    return sorted({lack for needed in requirements(extra) if (lack := _lack(needed))})
 
 
 def require_extra(where: object, extra: str, *, otherwise: str = "") -> None:
@@ -41,3 +44,21 @@ def require_extra(where: object, extra: str, *, otherwise: str = "") -> None:
     if absent := missing(extra):
         cure = f"Run pip install 'keepmtp[{extra}]'" + (f", or {otherwise}" if otherwise else "")
         raise RecipeError(refuse(where, f"needs keepmtp's `{extra}` extra", f"no {' and no '.join(absent)}", cure))
+
+
+def _declared(extra: str) -> Iterator[Requirement]:
+    for line in requires(_PACKAGE) or ():
+        needed = Requirement(line)
+        if needed.marker is not None and needed.marker.evaluate({"extra": extra}):
+            yield needed
+            if needed.name == _PACKAGE:
+                for included in needed.extras:
+                    yield from _declared(included)
+
+
+def _lack(needed: Requirement) -> str:
+    try:
+        is_met = needed.specifier.contains(version(needed.name), prereleases=True)
+    except PackageNotFoundError:
+        return needed.name
+    return "" if is_met else f"{needed.name}{needed.specifier}"

@@ -19,9 +19,25 @@ def keepmtp(*words: str, cwd: Path | None = None, **environment: str) -> subproc
     return subprocess.run([KEEPMTP, *words], capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
 
 
+HIDE = """
+import importlib.metadata, sys
+known, hidden = importlib.metadata.version, {packages!r}
+
+def version(name):
+    if name in hidden:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
+
+importlib.metadata.version = version
+sys.modules |= dict.fromkeys(name.replace("-", "_") for name in hidden)
+from keepmtp.cli import main
+main()
+"""
+
+
 def keepmtp_without(packages: tuple[str, ...], *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The command where these packages are not installed."""
-    hide = f"import sys; sys.modules |= dict.fromkeys({packages!r}); from keepmtp.cli import main; main()"
+    hide = HIDE.format(packages=packages)
     return subprocess.run([sys.executable, "-c", hide, *words], capture_output=True, text=True, cwd=cwd)
 
 

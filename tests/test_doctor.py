@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from keepmtp.quantize import extras
 from keepmtp.validate import vllm_env
 
 from keepmtp import doctor
@@ -103,12 +104,12 @@ def test_a_vllm_for_cuda_without_a_gpu_cannot_serve(tmp_path, monkeypatch):
     assert abilities["real server, natively"].can == (has_gpu or is_cpu)
 
 
-def test_what_is_missing_is_said_with_its_cure(monkeypatch):
+def test_what_is_missing_is_said_with_its_cure():
     """keepmtp alone, without its extras."""
-    monkeypatch.setattr(doctor, "PACKAGES", {**doctor.PACKAGES, "no-such-package": "nothing"})
-    assert doctor.diagnose().packages["no-such-package"] == ""
-    bare = dict.fromkeys(doctor.PACKAGES, "")
-    abilities = {ability.what: ability for ability in doctor._abilities(bare, None, (), "HF_TOKEN")}
+    bare = {extra: [needed.name for needed in extras.requirements(extra)] for extra in doctor.EXTRAS}
+    found = doctor._abilities(bare, dict.fromkeys(doctor.diagnose().packages, ""), None, (), "HF_TOKEN")
+    abilities = {ability.what: ability for ability in found}
+    assert abilities["packing weights, without data"].why == "needs numpy and safetensors and torch"
     assert abilities["HTML report"].command == "pip install 'keepmtp[report]'"
     assert abilities["packing weights, without data"].command == "pip install 'keepmtp[quantize]'"
     for what in ("GSM8K, with method=mtp", "model card", "publishing to the Hub"):

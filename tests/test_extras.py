@@ -1,36 +1,49 @@
 """What is asked for before a job is what pip installs for it."""
 
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from keepmtp.quantize.extras import EXTRAS, missing, require_extra
+from keepmtp.quantize import extras
+from keepmtp.quantize.extras import missing, require_extra, requirements
 from keepmtp.recipes.errors import RecipeError
+from packaging.requirements import Requirement
 
 DECLARED = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+EXTRAS = DECLARED["optional-dependencies"]
 
 
 def declared(extra: str) -> set[str]:
-    """Import names of an extra's packages, those of the extras it includes too."""
+    """An extra's packages, those of the extras it includes too."""
     found = set()
-    for requirement in DECLARED["optional-dependencies"][extra]:
-        name, _, inner = requirement.partition(">=")[0].partition("[")
-        found |= declared(inner.rstrip("]")) if name == "keepmtp" else {name.replace("-", "_")}
+    for needed in map(Requirement, EXTRAS[extra]):
+        inner = set().union(*map(declared, needed.extras))
+        found |= inner if needed.name == "keepmtp" else {f"{needed.name}{needed.specifier}"}
     return found
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_an_extra_is_what_pyproject_says(extra):
-    assert set(EXTRAS[extra]) == declared(extra)
+    """Of the installed package's metadata; where this fails, the checkout is to be installed again."""
+    assert {f"{needed.name}{needed.specifier}" for needed in requirements(extra)} == declared(extra)
 
 
 def test_what_is_missing_is_named_with_its_cure(monkeypatch):
     assert missing("calibrate") == [], "the tests' own environment has everything"
-    monkeypatch.setitem(sys.modules, "datasets", None)
+    known = extras.version
+    monkeypatch.setattr(extras, "version", lambda name: absent(name) if name == "datasets" else known(name))
     with pytest.raises(RecipeError, match="got no datasets") as caught:
         require_extra("here", "calibrate", otherwise="do without")
     assert str(caught.value) == (
         "here: needs keepmtp's `calibrate` extra; got no datasets. Run pip install 'keepmtp[calibrate]', or do without."
     )
     require_extra("here", "quantize")
+
+
+def absent(name: str) -> str:
+    raise extras.PackageNotFoundError(name)
+
+
+def test_a_version_that_is_too_old_is_missing(monkeypatch):
+    monkeypatch.setattr(extras, "version", lambda name: "2.1.0")
+    assert missing("quantize") == ["torch>=2.8"]

@@ -15,6 +15,7 @@ import pytest
 import reports
 from browser import PROBE, contrast, look, opened
 from checkpoints import source_layout, write_checkpoint
+from keepmtp.quantize import extras
 from keepmtp.quantize.source import open_source
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.validate import canvas, report_html, report_plots, report_schema, rules_dry
@@ -450,9 +451,14 @@ def test_a_server_that_never_came_up_has_a_page(tmp_path):
     assert "No server came up with method=mtp" in html and "no output with and without MTP to compare" in html
 
 
+def without(name: str) -> str:
+    raise extras.PackageNotFoundError(name)
+
+
 @pytest.mark.parametrize("name", ["jinja2", "matplotlib"])
 def test_without_the_extra_it_is_one_sentence(name, pages, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, name, None)
+    known = extras.version
+    monkeypatch.setattr(extras, "version", lambda asked: without(name) if asked == name else known(asked))
     with pytest.raises(RecipeError, match=rf"got no {name}\. Run pip install 'keepmtp\[report\]'\.$"):
         write_html(tmp_path, pages["bare"])
     assert not list(tmp_path.iterdir())

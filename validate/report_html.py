@@ -31,7 +31,6 @@ _TEMPLATES = Path(__file__).parent / "templates"
 _ACTS = {"config": "reading the config of", "construct": "building", "load": "loading", "share": "sharing weights with",
          "process": "preparing the weights of", "world": "starting", "crash": "judging"}  # fmt: skip
 _GATE_PILLS = {"pass": "good", "regression": "bad", "infeasible": "warn"}
-NEEDS = extras.EXTRAS["report"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
