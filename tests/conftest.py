@@ -6,9 +6,11 @@ A file stays on one worker, since its fixtures are what takes long: `make test` 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
+import wheel
 from hub import serving
 
 TESTS = Path(__file__).parent
@@ -38,6 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {TESTS / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Path:
+    """keepmtp's wheel."""
+    return wheel.build(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="session")
+def installed(built, tmp_path_factory) -> Callable[[str], Path]:
+    """The bin folder of an environment that has one extra of the wheel and nothing else; made once for each."""
+    return cache(lambda extra: wheel.install(built, extra, tmp_path_factory.mktemp(extra or "none") / "env"))
 
 
 @pytest.fixture

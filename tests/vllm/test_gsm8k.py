@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,10 +26,10 @@ from keepmtp.validate.samples import read_samples
 from keepmtp.validate.serve import Server, ServerFailed
 from keepmtp.validate.vllm_env import find_vllm
 from safetensors.torch import load_file, save_file
+from wheel import stranger
 
 ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 GLM = ROOT / "models" / "tiny-glm4-moe"
 NUM = 400
 NOISE = 1.0  # as a share of a scale, standard deviation
@@ -45,10 +45,24 @@ def one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def keepmtp_eval(made: Path) -> subprocess.CompletedProcess[str]:
+Keepmtp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def keepmtp(installed) -> Keepmtp:
+    """The command of keepmtp's wheel, in an environment that has the extra `evaluate` and nothing else."""
+    command = str(installed("evaluate") / "keepmtp")
+
+    def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON), **changes)
+        return subprocess.run([command, *words], capture_output=True, text=True, env=environment, cwd=ROOT)
+
+    return run
+
+
+def evaluated(keepmtp: Keepmtp, made: Path) -> subprocess.CompletedProcess[str]:
     """The recipe's own protocol."""
-    words = [KEEPMTP, "eval", str(made), "--timeout", "400", "--json"]
-    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+    return keepmtp("eval", str(made), "--timeout", "400", "--json")
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +72,9 @@ def made(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(made) -> dict:
+def found(keepmtp, made) -> dict:
     """Source and checkpoint, by the command line."""
-    done = keepmtp_eval(made)
+    done = evaluated(keepmtp, made)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert '"role": "source", "doing": ""' in done.stderr and '"role": "checkpoint", "doing": ""' in done.stderr
     return json.loads(done.stdout)
@@ -105,23 +119,22 @@ def test_source_and_checkpoint_score_well_above_zero(made, found):
     assert verify(made.with_name("glm.report")).evaluation is not None, "every figure follows from the answers"
 
 
-def test_the_same_again_starts_no_server(made, found):
+def test_the_same_again_starts_no_server(keepmtp, made, found):
     logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
     assert len(logs) == 2
-    done = keepmtp_eval(made)
+    done = evaluated(keepmtp, made)
     assert json.loads(done.stdout)["evaluation"] == found["evaluation"], done.stderr
     assert {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")} == logs
 
 
-def keepmtp_all(made: Path) -> subprocess.CompletedProcess[str]:
-    words = [KEEPMTP, "all", "tiny-glm4-moe", "--out", str(made), "--no-serve-check", "--gpu", "sm100"]
-    return subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
+def run_all(keepmtp: Keepmtp, made: Path) -> subprocess.CompletedProcess[str]:
+    return keepmtp("all", "tiny-glm4-moe", "--out", str(made), "--no-serve-check", "--gpu", "sm100")
 
 
-def test_all_goes_on_from_there_to_a_card_that_may_be_published(made, found):
+def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, found):
     """As after a run that was cut off behind the evaluation: what is there is not done again."""
     logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
-    done = keepmtp_all(made)
+    done = run_all(keepmtp, made)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "quantize: done before" in done.stderr
     commands = [line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")]
@@ -130,12 +143,11 @@ def test_all_goes_on_from_there_to_a_card_that_may_be_published(made, found):
     card = made.with_name("glm.card") / "README.md"
     score = next(one for one in found["evaluation"]["checkpoint"]["scores"] if one["filter"] == "flexible-extract")
     assert f"{100 * score['value']:.2f} %" in card.read_text() and "**pass**" in card.read_text()
-    words = [KEEPMTP, "publish", str(made), "--repo", "org/glm", "--dry-run", "--json"]
-    ready = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    ready = keepmtp("publish", str(made), "--repo", "org/glm", "--dry-run", "--json", HF_HUB_OFFLINE="1")
     assert ready.returncode == 0 and "model-00001-of-00001.safetensors" in ready.stdout, ready.stderr
 
 
-def test_all_stops_at_the_first_red_gate(made, tmp_path):
+def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
     """The same bytes, their BF16 MTP layer claimed by the FP8 group: the check is red, and no server is started."""
     twin = shutil.copytree(made, tmp_path / "twin")
     config = json.loads((twin / "config.json").read_text())
@@ -144,17 +156,17 @@ def test_all_stops_at_the_first_red_gate(made, tmp_path):
         if group["weights"]["num_bits"] == 8:
             group["targets"].append(r"re:.*\.layers\.3\..*")
     (twin / "config.json").write_text(json.dumps(config))
-    done = keepmtp_all(twin)
+    done = run_all(keepmtp, twin)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
     assert [line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")] == ["check"]
     assert "model.layers.3" in done.stdout
     assert not (tmp_path / "twin.report" / "logs").exists() and not (tmp_path / "twin.card").exists()
 
 
-def test_a_spoilt_twin_shows_a_drop(made, found):
+def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
     """Judged against the source's answers to the first checkpoint's questions, which lie beside it."""
     twin = spoilt(made, made.with_name("twin"))
-    done = keepmtp_eval(twin)
+    done = evaluated(keepmtp, twin)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
     told = json.loads(done.stdout)
     assert told["evaluation"]["source"] == found["evaluation"]["source"]

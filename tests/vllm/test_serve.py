@@ -24,6 +24,7 @@ from keepmtp.validate.results import report_folder
 from keepmtp.validate.vllm_env import find_vllm
 from safetensors.torch import load_file, save_file
 from twins import broken
+from wheel import stranger
 
 ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -80,14 +81,19 @@ def members(group: int) -> list[int]:
     return found
 
 
-def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, tmp_path):
-    """The same bytes twice: the good one passes by the command line, its twin answers right and fails by acceptance."""
+def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed, tmp_path):
+    """The same bytes twice: the good one passes by the command line, its twin answers right and fails by acceptance.
+
+    The command is that of keepmtp's wheel with the extra `evaluate` and nothing else.
+    """
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ASKED))
     out = tmp_path / "out"
-    words = [KEEPMTP, "serve-check", str(fp8), "--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS), "--json",
+    keepmtp = str(installed("evaluate") / "keepmtp")
+    words = [keepmtp, "serve-check", str(fp8), "--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS), "--json",
              "--out", str(out), "--timeout", "400", "--", "--max-num-batched-tokens", "2048"]  # fmt: skip
-    done = subprocess.run(words, capture_output=True, text=True)
+    environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert {gate["name"]: gate["verdict"] for gate in found["gates"]} == {

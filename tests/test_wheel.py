@@ -1,0 +1,148 @@
+"""The wheel as strangers have it: each extra alone in an environment of its own, run from another folder.
+
+What `keepmtp eval` and `serve-check` do with real servers is run from such an environment in tests/vllm.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from wheel import stranger
+
+from keepmtp import __version__
+
+EXTRAS = ("", "quantize", "report", "calibrate", "evaluate")
+PACKING = ("quantize", "calibrate", "evaluate")
+PAGES = ("report", "evaluate")
+MODEL = "models/tiny-glm4-moe"  # ships in the wheel
+MADE = "out/tiny-glm4-moe.w4a16-fp8"
+PYRIGHT = Path(sys.executable).with_name("pyright")
+NO_VLLM = "neither VLLM_PYTHON"
+
+Keepmtp = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module", params=EXTRAS, ids=lambda extra: extra or "no-extra")
+def extra(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
+    """The command of that environment, in a folder of its own. What a test writes there, later ones find."""
+    command, folder = str(installed(extra) / "keepmtp"), tmp_path_factory.mktemp("elsewhere")
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run([command, *words], cwd=folder, capture_output=True, text=True,
+                              env=stranger(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"))  # fmt: skip
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    return run
+
+
+def good(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def refused(done: subprocess.CompletedProcess[str], *, install: str) -> None:
+    """One sentence that names the extra and what to install."""
+    assert done.returncode == 2 and not done.stdout, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert f"`{install}` extra; got no " in done.stderr
+    assert f"Run pip install 'keepmtp[{install}]'" in done.stderr, done.stderr
+
+
+def test_the_wheel_holds_one_package(built):
+    """With its recipes, its tiny models and its types, and nothing beside keepmtp."""
+    names = set(zipfile.ZipFile(built).namelist())
+    assert {name.split("/")[0] for name in names} == {"keepmtp", f"{built.name.split('-py3')[0]}.dist-info"}
+    assert names >= {
+        "keepmtp/py.typed", "keepmtp/cli.py", "keepmtp/quantize/plan.py", "keepmtp/validate/static.py",
+        "keepmtp/recipes/families/glm4_moe.py", "keepmtp/recipes/models/dsv4-flash.nvfp4-fp8.yaml",
+        "keepmtp/models/tiny-glm4-moe/model-00001-of-00002.safetensors", "keepmtp/models/problems.jsonl",
+    }  # fmt: skip
+    assert not [name for name in names if "/train/" in name or "/tests/" in name]
+
+
+def test_what_needs_no_extra_needs_none(keepmtp):
+    assert good(keepmtp("--version")) == f"keepmtp {__version__}\n"
+    assert "quantize" in good(keepmtp("--help"))
+    assert "tiny-glm4-moe" in good(keepmtp("ls"))
+    assert json.loads(good(keepmtp("doctor", "--json")))["ok"]
+    assert json.loads(good(keepmtp("plan", "tiny-glm4-moe", "--json")))["mtp_layers"] == 1
+    assert "no findings" in good(keepmtp("check", MODEL))
+
+
+def test_packing_a_shipped_model(keepmtp, extra):
+    """With `quantize` alone, data-free recipes of both models that the wheel has; with more, the default one."""
+    assert "packing weights" in good(keepmtp("quantize", "tiny-glm4-moe", "--dry-run")) or extra in PACKING
+    if extra not in PACKING:
+        refused(keepmtp("quantize", "tiny-glm4-moe"), install="quantize")
+        return
+    others = ("tiny-glm4-moe.nvfp4a16-fp8", "tiny-qwen3_5.fp8-dynamic", "tiny-qwen3_5.w4a16-fp8")
+    for recipe in ("tiny-glm4-moe", *(others if extra == "quantize" else ())):
+        assert "check passed" in good(keepmtp("quantize", recipe))
+    assert "no findings" in good(keepmtp("check", MADE))
+
+
+def test_calibrating_a_shipped_model(keepmtp, extra):
+    if extra != "calibrate":
+        refused(keepmtp("quantize", "tiny-glm4-moe.nvfp4"), install="calibrate")
+        return
+    for recipe in ("tiny-glm4-moe.nvfp4-mtp-auto", "tiny-qwen3_5.w4a16-gptq"):
+        assert "check passed" in good(keepmtp("quantize", recipe))
+
+
+def test_the_page_of_a_check(keepmtp, extra):
+    checked = keepmtp("check", MODEL, "--html", "page")
+    if extra not in PAGES:
+        refused(checked, install="report")
+        refused(keepmtp("report", "page"), install="report")
+        return
+    good(checked)
+    assert good(keepmtp("report", "page/report.json")) == "page/report.html\n"
+
+
+def test_serving_and_scoring(keepmtp, extra):
+    """Only what stops before a server: nobody has a vLLM here."""
+    assert NO_VLLM in keepmtp("serve-check", MODEL).stderr
+    if extra != "evaluate":
+        refused(keepmtp("eval", MODEL), install="evaluate")
+        refused(keepmtp("all", "tiny-glm4-moe", "--out", "all"), install="evaluate")
+        return
+    for words in (("eval", MADE), ("all", "tiny-glm4-moe", "--out", "all")):
+        done = keepmtp(*words)
+        assert done.returncode == 2 and NO_VLLM in done.stderr, done.stderr
+
+
+def test_what_is_judged_and_published_is_what_was_measured(keepmtp, extra):
+    """The stations behind the measurements, on a checkpoint that was only checked."""
+    if extra not in PACKING:
+        return
+    good(keepmtp("check", MADE, "--record"))
+    assert keepmtp("gate", MADE).returncode == 3, "too little was measured"
+    if extra not in PAGES:
+        refused(keepmtp("card", MADE), install="report")
+        return
+    assert re.search(r"; got [^.]+\. ", keepmtp("card", MADE).stderr + keepmtp("publish", MADE, "--repo", "a/b",
+                                                                             "--dry-run").stderr)  # fmt: skip
+
+
+def test_the_types_are_part_of_the_promise(installed, tmp_path):
+    """A caller's type checker sees keepmtp's annotations."""
+    python = installed("") / "python"
+    (tmp_path / "caller.py").write_text(
+        "from keepmtp.recipes.schema import find_recipe\nrecipe, text = find_recipe('tiny-glm4-moe')\n"
+        "reveal_type(recipe)\nreveal_type(text)\n"
+    )
+    words = [str(PYRIGHT), "--pythonpath", str(python), str(tmp_path / "caller.py")]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and '"Recipe"' in done.stdout and '"str"' in done.stdout, done.stdout
+

@@ -1,0 +1,48 @@
+"""keepmtp's wheel, built from what git tracks and installed with one extra alone into an environment of its own.
+
+What it needs comes from build/wheels, which `make test` fills: no index is asked, and uv links the files instead of
+copying them, so that an environment costs seconds.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+WHEELS = ROOT / "build" / "wheels"
+UV = str(Path(sys.executable).with_name("uv"))
+_OFFLINE = ("--no-index", "--find-links", str(WHEELS))
+
+
+def build(folder: Path) -> Path:
+    """The wheel of a copy of the checkout: what lies there untracked, or was built before, must not help."""
+    assert WHEELS.is_dir(), "run `make build/wheels/.wheels`, as `make test` does"
+    listed = _run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).stdout.splitlines()
+    for name in listed:
+        if (ROOT / name).is_file():
+            (folder / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "src" / name).write_bytes((ROOT / name).read_bytes())
+    _run(UV, "build", "-q", "--wheel", *_OFFLINE, "--out-dir", str(folder), str(folder / "src"))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, extra: str, folder: Path) -> Path:
+    """An environment with this extra of the wheel and nothing else ("" for none); returns its bin folder."""
+    wanted = f"keepmtp{f'[{extra}]' if extra else ''} @ {wheel.as_uri()}"
+    _run(UV, "venv", "-q", "--python", sys.executable, str(folder))
+    _run(UV, "pip", "install", "-q", *_OFFLINE, "--python", str(folder / "bin" / "python"), wanted)
+    return folder / "bin"
+
+
+def stranger(**changes: str) -> dict[str, str]:
+    """The environment of somebody who has installed keepmtp and nothing else."""
+    ours = ("PYTHONPATH", "VIRTUAL_ENV", "VLLM_PYTHON", "HF_TOKEN")
+    return {name: value for name, value in os.environ.items() if name not in ours} | changes
+
+
+def _run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}{done.stderr}"
+    return done
