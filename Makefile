@@ -38,7 +38,7 @@ help:
 # A recipe that is calibrated installs .calibrate, any other no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
 ifeq ($(DRY_RUN),)
-	@extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(VARIANT)) && $(MAKE) --no-print-directory $(VENV)/.$$extra
+	@extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(VARIANT)) && $(MAKE) -s --no-print-directory $(VENV)/.$$extra
 	@$(KEEPMTP) quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)")
 else
 	@$(VENV)/bin/keepmtp quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") --dry-run
@@ -64,7 +64,7 @@ card: $(VENV)/.evaluate
 	@$(VENV)/bin/keepmtp card "$(MADE)"
 
 all: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
-	@extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(VARIANT)) && $(MAKE) --no-print-directory $(VENV)/.$$extra
+	@extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(VARIANT)) && $(MAKE) -s --no-print-directory $(VENV)/.$$extra
 	@$(VENV)/bin/keepmtp all "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(NPROC),--nproc "$(NPROC)") \
 	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K))
 
