@@ -250,8 +250,11 @@ def test_bad_input_is_one_sentence(words, says, source, tmp_path):
     assert not list(tmp_path.iterdir()), "nothing is written before a refusal"
 
 
-def test_a_shipped_model_outside_a_checkout_is_no_hub_id(tmp_path):
-    refused("plan", "tiny-glm4-moe", says="models/tiny-glm4-moe: a source is a folder", cwd=tmp_path)
+def test_a_shipped_model_is_found_from_anywhere(tmp_path):
+    assert keepmtp("plan", "tiny-glm4-moe", cwd=tmp_path).returncode == 0
+    text = (ROOT / "recipes/models/tiny-glm4-moe.w4a16-fp8.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(text.replace("models/tiny-glm4-moe", "models/tiny-glm5"))
+    refused("plan", "mine.yaml", says="models/tiny-glm5: a source is a folder", cwd=tmp_path)
 
 
 def test_a_broken_recipe_file(source, tmp_path):
