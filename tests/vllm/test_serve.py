@@ -21,6 +21,7 @@ from keepmtp.validate.measure import COPY, Check, serve
 from keepmtp.validate.prompts import PROMPTS
 from keepmtp.validate.report import verify
 from keepmtp.validate.results import report_folder
+from keepmtp.validate.static import examine
 from keepmtp.validate.vllm_env import find_vllm
 from safetensors.torch import load_file, save_file
 from twins import broken
@@ -84,6 +85,8 @@ def members(group: int) -> list[int]:
 def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed, tmp_path):
     """The same bytes twice: the good one passes by the command line, its twin answers right and fails by acceptance.
 
+    vLLM loads the twin without a word; the static check names the tensors.
+
     The command is that of keepmtp's wheel with the extra `evaluate` and nothing else.
     """
     prompts = tmp_path / "prompts.jsonl"
@@ -115,7 +118,9 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     assert (out / "report.json").is_file() and not processes(str(fp8))
     assert "source, k=1" in done.stderr and "checkpoint, k=1" in done.stderr
 
-    twin = serve(open_source(broken(fp8, tmp_path / "twin")), "checkpoint", vllm=find_vllm(),
+    folder = broken(fp8, tmp_path / "twin")
+    assert any(finding.where.startswith("mtp.layers.0.") for finding in examine(folder)[0].findings)
+    twin = serve(open_source(folder), "checkpoint", vllm=find_vllm(),
                  check=check(tmp_path, 1, prompts=ASKED[:1]))  # fmt: skip
     (run,) = twin.runs
     assert run.loaded and "8" in run.outputs[0].text.rpartition("####")[2], "right answers all the same"
