@@ -3,7 +3,10 @@
 Every message is one sentence and its cure: `<where>: <rule>; got <value>. <what to do>.`
 """
 
-from pydantic import ValidationError
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # its callers have it; whoever only refuses does not need it
+    from pydantic import ValidationError
 
 
 class KeepMTPError(ValueError):
@@ -32,7 +35,7 @@ def refuse(where: object, rule: str, got: object, cure: str) -> str:
     return f"{where}: {rule}; got {got}. {cure}{stop}"
 
 
-def first_fault(error: ValidationError) -> str:
+def first_fault(error: "ValidationError") -> str:
     """The first thing that is not as a file's form wants it, with its place: `recipe.revision: Field required`."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"

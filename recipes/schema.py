@@ -16,10 +16,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 
 from .errors import RecipeError, refuse
 from .family import QUANTIZABLE_ROLES
+from .listing import recipe_files
 from .protocol import Evaluation, Gates
 from .schemes import REWRITES, SCHEMES
 
-MODELS = Path(__file__).parent / "models"
 KEEP_WORDS = ("source", "bf16")
 """`source`: stored as released. `bf16`: dequantized if the release is quantized, else as released."""
 AUTO = "auto"
@@ -167,7 +167,7 @@ class Recipe(_Frozen):
         model: name people type, shared by a model's recipes.
         variant: what distinguishes this recipe, also the middle of its file name.
         default: whether the bare model name means this recipe.
-        summary: one line for `keepmtp ls models`.
+        summary: one line for `keepmtp ls MODEL`.
         family: model_type of the family table.
         source: Hub id or local folder of the released checkpoint.
         revision: Hub revision; "local" for folders.
@@ -279,11 +279,6 @@ class Recipe(_Frozen):
 
     def _uses_batches(self) -> bool:
         return self.mtp == AUTO or bool(self.calibrated_schemes())
-
-
-def recipe_files() -> list[Path]:
-    """The recipes that ship with keepmtp."""
-    return sorted(MODELS.glob("*.yaml"))
 
 
 def read_recipe(path: Path) -> Recipe:

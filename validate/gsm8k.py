@@ -25,8 +25,8 @@ from .measure import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
 from .paired import paired
 from .report_schema import EvaluatedFact, EvaluationFact, Identity
 from .samples import Header, Samples, open_samples, take_from_sibling
-from .serve import TIMEOUT_SECONDS, ServerFailed, serving
-from .vllm_env import VLLM
+from .serve import ServerFailed, serving
+from .vllm_env import TIMEOUT_SECONDS, VLLM
 
 _TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
 # What a chat template adds to a message, and to a conversation (system prompts of releases), in tokens, at most.

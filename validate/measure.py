@@ -22,8 +22,8 @@ from ..quantize.stored import stored_weights
 from .acceptance import FLOOR, AsServed, Role, Run, Served, ServeReport, partings
 from .decompress import NO_KERNEL, why_no_kernel, write_copy
 from .prompts import PROMPTS
-from .serve import TIMEOUT_SECONDS, Server, ServerFailed, Watch, serving
-from .vllm_env import VLLM
+from .serve import Server, ServerFailed, Watch, serving
+from .vllm_env import TIMEOUT_SECONDS, VLLM
 
 COPY: AsServed = "BF16 copy of the same weights"
 UNTRIED = "only the rounding of its weights was tried: no kernel, no quantized activations, no quantization config"

@@ -27,9 +27,8 @@ import httpx
 
 from ..recipes.errors import GateError, VLLMError, refuse
 from .acceptance import Drafts, Output
-from .vllm_env import VLLM
+from .vllm_env import TIMEOUT_SECONDS, VLLM
 
-TIMEOUT_SECONDS = 1800.0
 TOP_LOGPROBS = 5
 
 Watch = Callable[[str], None]

@@ -21,6 +21,9 @@ SUPPORTED = "0.32"
 
 TESTED = ("0.32.0",)
 
+TIMEOUT_SECONDS = 1800.0
+"""How long a server may take to be healthy, where nothing else is said."""
+
 _HOW_TO_GET_ONE = f"Run `make vllm` in keepmtp's checkout, or set VLLM_PYTHON to the Python of a vLLM {SUPPORTED}"
 CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16")
 # The wheel for CPUs has a name of its own. `origin` tells an importable vllm from leftover metadata.
