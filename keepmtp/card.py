@@ -16,12 +16,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .made_from import recorded_source
 from .progress import bytes_bar
-from .quantize.source import open_source
 from .recipes.errors import RecipeError
 from .tables import VERDICT_COLOURS
-from .validate import card as cards
 
 
 def card(
@@ -42,6 +39,8 @@ def card(
 
     Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`
     """
+    from .validate import card as cards
+
     made, report = cards.build(
         path, source=source or _source(path), base_model=base_model, license_id=license_id, out=folder,
         watch=bytes_bar(Console(stderr=True), "reading"),
@@ -61,6 +60,9 @@ def card(
 
 def _source(path: Path) -> Path | None:
     """The folder that the checkpoint was made from, if it is still here."""
+    from .made_from import recorded_source
+    from .quantize.source import open_source
+
     if not (path / "config.json").is_file():
         return None
     try:

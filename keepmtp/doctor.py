@@ -16,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
-from huggingface_hub import get_token
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -26,7 +25,6 @@ from . import __version__
 from .quantize.extras import missing, requirements
 from .recipes.errors import VLLMError
 from .validate import vllm_env
-from .validate.dry import GPUS
 
 # Extra -> what keepmtp cannot do without it. A package that several need is listed with the first.
 EXTRAS = {
@@ -130,6 +128,8 @@ def _abilities(
     lacking: dict[str, list[str]], packages: dict[str, str], vllm: vllm_env.VLLM | None,
     gpus: tuple[vllm_env.GPU, ...], token: str,
 ) -> tuple[Ability, ...]:  # fmt: skip
+    from .validate.dry import GPUS
+
     can_pack = not lacking["quantize"]
     no_packing = f"needs {' and '.join(lacking['quantize'])}"
     on_gpu = can_pack and bool(gpus) and not packages["torch"].endswith("+cpu")
@@ -194,6 +194,8 @@ def _serving(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> tupl
 
 def _where_token() -> str:
     """Where huggingface_hub 1.33 finds one; the Hub is not asked what it is good for."""
+    from huggingface_hub import get_token
+
     named = next((name for name in _TOKEN_NAMES if os.environ.get(name, "").strip()), "")
     return named or ("`hf auth login`" if get_token() else "")
 

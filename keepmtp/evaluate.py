@@ -12,29 +12,22 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 
-from .evaluated import table
 from .gate import EXITS
-from .made_from import original_of
 from .progress import asking, bytes_bar
 from .quantize.extras import require_extra
-from .quantize.source import Source, download, open_source, small_file
 from .recipes.errors import CheckpointError, RecipeError, first_fault, refuse
-from .recipes.protocol import Evaluation, Gates
-from .recipes.schema import find_recipe
-from .validate import report as reports
-from .validate.gates import judge, worst
-from .validate.identity import Watch, identify
-from .validate.origin import RECORD
-from .validate.report_schema import EvaluationFact, Identity, JudgementFact
-from .validate.results import file_of, report_folder, write_result
-from .validate.serve import TIMEOUT_SECONDS
-from .validate.vllm_env import find_vllm
+from .validate.vllm_env import TIMEOUT_SECONDS, find_vllm
+
+if TYPE_CHECKING:
+    from .quantize.source import Source
+    from .recipes.protocol import Evaluation, Gates
+    from .validate.identity import Watch
+    from .validate.report_schema import EvaluationFact, Identity, JudgementFact
 
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _HUB = "hub"
@@ -46,8 +39,8 @@ _OWN_GATES = ("gsm8k", "acceptance")
 class _Rules:
     """A recipe's, as far as this command is concerned."""
 
-    evaluation: Evaluation
-    gates: Gates
+    evaluation: "Evaluation"
+    gates: "Gates"
 
 
 def evaluate(
@@ -88,6 +81,12 @@ def evaluate(
 
     Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 -- --tensor-parallel-size 8`
     """
+    from .made_from import original_of
+    from .quantize.source import download, open_source
+    from .validate import report as reports
+    from .validate.gates import judge
+    from .validate.results import report_folder, write_result
+
     if context.args and not context.args[0].startswith("-"):
         raise RecipeError(refuse("eval", "judges one checkpoint", f"also {context.args[0]}", "Run it for each"))
     if secret := next((word for word in context.args if word.partition("=")[0] in _SECRETS), ""):
@@ -131,8 +130,11 @@ def evaluate(
     _show(fact, judgement or judge(gates=rules.gates, check=None, serve=None, evaluation=fact), out, as_json=as_json)
 
 
-def _show(fact: EvaluationFact, judged: JudgementFact, out: Path, *, as_json: bool) -> None:
+def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json: bool) -> None:
     """Print what was found, and end with the status it comes to."""
+    from .evaluated import table
+    from .validate.results import file_of
+
     if as_json:
         told = {"evaluation": fact.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
         sys.stdout.write(json.dumps(told) + "\n")
@@ -144,13 +146,22 @@ def _show(fact: EvaluationFact, judged: JudgementFact, out: Path, *, as_json: bo
         raise typer.Exit(status)
 
 
-def _identity(source: Source, out: Path, reading: Watch | None) -> Identity:
+def _identity(source: "Source", out: Path, reading: "Watch | None") -> "Identity":
+    from .validate.identity import identify
+
     assert source.folder is not None
     return identify(source.folder, cache=out, watch=reading)
 
 
-def _rules(checkpoint: Source, recipe: str | None) -> _Rules:
+def _rules(checkpoint: "Source", recipe: str | None) -> _Rules:
     """The named recipe's, or those in the checkpoint's record; without one the defaults."""
+    from pydantic import ValidationError
+
+    from .quantize.source import small_file
+    from .recipes.protocol import Evaluation, Gates
+    from .recipes.schema import find_recipe
+    from .validate.origin import RECORD
+
     if recipe is not None:
         found, _ = find_recipe(recipe)
         return _Rules(evaluation=found.evaluation, gates=found.gates)
@@ -171,8 +182,12 @@ def _rules(checkpoint: Source, recipe: str | None) -> _Rules:
     raise CheckpointError(refuse(where, "must be keepmtp's own record", got, "Name a recipe with --recipe"))
 
 
-def _protocol(recipe: Evaluation, changed: Mapping[str, Any]) -> Evaluation:
+def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
     """The recipe's with what the command line changes; a revision belongs to the dataset it was given with."""
+    from pydantic import ValidationError
+
+    from .recipes.protocol import Evaluation
+
     told = recipe.model_dump() | dict(changed)
     if {"dataset", "task"} & changed.keys():
         told["dataset_revision"] = None
@@ -188,6 +203,8 @@ def _protocol(recipe: Evaluation, changed: Mapping[str, Any]) -> Evaluation:
         raise RecipeError(refuse(option, first["msg"], repr(first["input"]), "See `keepmtp eval --help`")) from error
 
 
-def _status(judged: JudgementFact) -> int:
+def _status(judged: "JudgementFact") -> int:
     """The exit status for what this command measures; findings and loads are other commands'."""
+    from .validate.gates import worst
+
     return EXITS[worst(reason.verdict for reason in judged.reasons if reason.gate in _OWN_GATES)]

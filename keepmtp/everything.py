@@ -14,21 +14,18 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from .quantize import run
 from .quantize.extras import require_extra
-from .quantize.plan import Plan
 from .recipes.errors import RecipeError, refuse
-from .recipes.schema import Recipe, find_recipe
-from .validate.identity import identify
-from .validate.measure import ks_up_to
-from .validate.origin import RECORD, other_decision
-from .validate.results import read_result, report_folder
 from .validate.vllm_env import find_vllm
+
+if TYPE_CHECKING:
+    from .quantize.plan import Plan
+    from .recipes.schema import Recipe
 
 
 def everything(
@@ -55,6 +52,9 @@ def everything(
 
     Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/GLM-4.7-NVFP4A16 --gpu sm100 -k 3`
     """
+    from .quantize import run
+    from .recipes.schema import find_recipe
+
     recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)
     out = folder or run.default_out(recipe)
     is_made = out.exists()
@@ -105,7 +105,7 @@ def _each(name: str, values: list[Any]) -> list[str]:
     return [word for value in values for word in (name, str(value))]
 
 
-def _refuse_evaluation(plan: Plan) -> None:
+def _refuse_evaluation(plan: "Plan") -> None:
     """What would stop the evaluation, known before hours of quantizing."""
     from .validate import gsm8k, harness  # lm-eval and datasets, once they are known to be there
 
@@ -113,8 +113,10 @@ def _refuse_evaluation(plan: Plan) -> None:
     gsm8k.refuse_model(plan.source, plan.recipe.evaluation, ())
 
 
-def _refuse_another(out: Path, recipe: Recipe) -> None:
+def _refuse_another(out: Path, recipe: "Recipe") -> None:
     """A finished folder is taken for this run's output only if the same decisions made it."""
+    from .validate.origin import RECORD, other_decision
+
     record = out / RECORD
     cure = "Choose another --out, or remove it"
     try:
@@ -130,6 +132,10 @@ def _refuse_another(out: Path, recipe: Recipe) -> None:
 
 def _is_served(out: Path, k: int) -> bool:
     """Whether real servers have judged exactly these bytes at every k up to this one, and passed them."""
+    from .validate.identity import identify
+    from .validate.measure import ks_up_to
+    from .validate.results import read_result, report_folder
+
     folder = report_folder(out)
     checked, found = read_result(folder, "check"), read_result(folder, "serve")
     if checked is None or found is None or not found.data.ok:

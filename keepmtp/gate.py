@@ -9,7 +9,7 @@ refused, with exit status 2, before anything is judged.
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -20,12 +20,11 @@ from rich.table import Table
 from .progress import bytes_bar
 from .recipes.errors import CheckpointError, refuse
 from .tables import VERDICT_COLOURS
-from .validate.identity import identify, refuse_other_bytes
-from .validate.report import JSON_FILE, verify
-from .validate.report_schema import FullReport, JudgementWord
-from .validate.results import checkpoint_folder, report_folder
 
-EXITS: dict[JudgementWord, int] = {"pass": 0, "regression": 1, "infeasible": 3}
+if TYPE_CHECKING:
+    from .validate.report_schema import FullReport, JudgementWord
+
+EXITS: "dict[JudgementWord, int]" = {"pass": 0, "regression": 1, "infeasible": 3}
 
 
 def gate(
@@ -42,6 +41,10 @@ def gate(
 
     Example: `keepmtp gate out/tiny-glm4-moe.w4a16-fp8`
     """
+    from .validate.identity import identify, refuse_other_bytes
+    from .validate.report import JSON_FILE, verify
+    from .validate.results import checkpoint_folder, report_folder
+
     if path.suffix != ".report" and not (path / "config.json").is_file():
         raise CheckpointError(refuse(path, "gates judge a checkpoint's folder", "no config.json", "Check PATH"))
     folder = path if path.suffix == ".report" else report_folder(path)
@@ -62,7 +65,7 @@ def gate(
         raise typer.Exit(EXITS[full.judgement.verdict])
 
 
-def table(full: FullReport) -> RenderableType:
+def table(full: "FullReport") -> RenderableType:
     """The verdict, and a row for each gate."""
     assert full.judgement is not None
     judged = full.judgement
@@ -75,7 +78,7 @@ def table(full: FullReport) -> RenderableType:
     return Group(rows, f"[{VERDICT_COLOURS[judged.verdict]}]{judged.verdict}[/]")
 
 
-def _told(full: FullReport) -> dict[str, object]:
+def _told(full: "FullReport") -> dict[str, object]:
     assert full.judgement is not None
     told = full.judgement.model_dump(mode="json")
     return {"path": full.path, "sha256": full.identity.sha256 if full.identity else None, **told}

@@ -9,10 +9,9 @@ becomes public only after its bytes and its loading were checked there, and one 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from huggingface_hub import constants, get_token
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
@@ -21,11 +20,12 @@ from rich.table import Table
 from . import tables
 from .progress import bytes_bar
 from .recipes.errors import GateError, RecipeError, refuse
-from .validate import publish as publishing
-from .validate.dry import GPU, GPUS
-from .validate.hub import Hub, Remote
-from .validate.parcel import Parcel, prepare, read_again
-from .validate.publish import Comparison, Sent
+
+if TYPE_CHECKING:
+    from .validate.dry import GPU
+    from .validate.hub import Hub, Remote
+    from .validate.parcel import Parcel
+    from .validate.publish import Comparison, Sent
 
 err = Console(stderr=True)
 
@@ -55,6 +55,12 @@ def publish(
 
     Example: `keepmtp publish /data/GLM-4.7-NVFP4A16 --repo my-org/GLM-4.7-NVFP4A16-MTP --dry-run`
     """
+    from huggingface_hub import get_token
+
+    from .validate import publish as publishing
+    from .validate.hub import Hub
+    from .validate.parcel import prepare, read_again
+
     publishing.check_name(repo)
     chosen = _gpu(gpu)
     token = get_token()
@@ -84,9 +90,11 @@ def publish(
 
 
 def _publish(
-    parcel: Parcel, hub: Hub, repo: str, before: Remote | None, *, public: bool, update: bool, gpu: GPU | None,
+    parcel: "Parcel", hub: "Hub", repo: str, before: "Remote | None", *, public: bool, update: bool, gpu: "GPU | None",
     as_json: bool,
 ) -> None:  # fmt: skip
+    from .validate import publish as publishing
+
     may_be_public = public or (before is not None and not before.is_private)
     sent = publishing.send(parcel, hub, repo, update=update, may_be_public=may_be_public)
     there = hub.look(repo, revision=sent.commit)
@@ -112,7 +120,9 @@ def _publish(
         Console().print(_told(done), highlight=False, soft_wrap=True)
 
 
-def _done(parcel: Parcel, sent: Sent, there: Remote, how: str, *, is_private: bool) -> dict[str, Any]:
+def _done(parcel: "Parcel", sent: "Sent", there: "Remote", how: str, *, is_private: bool) -> dict[str, Any]:
+    from huggingface_hub import constants
+
     return {
         "repo": there.repo, "url": f"{constants.ENDPOINT}/{there.repo}", "commit": sent.commit, "private": is_private,
         "files": _files(parcel), "uploaded_bytes": sent.num_bytes, "kept_files": list(sent.kept),
@@ -133,7 +143,7 @@ def _told(done: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _ask(parcel: Parcel, repo: str, before: Remote | None, *, public: bool, yes: bool) -> None:
+def _ask(parcel: "Parcel", repo: str, before: "Remote | None", *, public: bool, yes: bool) -> None:
     """Confirm that everybody may read it.
 
     Raises:
@@ -156,13 +166,15 @@ def _refuse_unasked(what: str, *, yes: bool) -> None:
                                  "Add --yes"))  # fmt: skip
 
 
-def _gpu(word: str | None) -> GPU | None:
+def _gpu(word: str | None) -> "GPU | None":
+    from .validate.dry import GPUS
+
     if word is not None and word not in GPUS:
         raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", word, "Take the nearest"))
     return next((known for known in GPUS if known == word), None)
 
 
-def _show(parcel: Parcel, repo: str, found: Comparison | None, there: str, *, as_json: bool) -> None:
+def _show(parcel: "Parcel", repo: str, found: "Comparison | None", there: str, *, as_json: bool) -> None:
     """The allow-list, and what the Hub holds of it where it was asked."""
     if as_json:
         told = {"repo": repo, "there": there, "files": _files(parcel, found), "bytes": parcel.num_bytes,
@@ -172,7 +184,7 @@ def _show(parcel: Parcel, repo: str, found: Comparison | None, there: str, *, as
     Console().print(_table(parcel, repo, found, there))
 
 
-def _table(parcel: Parcel, repo: str, found: Comparison | None, there: str) -> RenderableType:
+def _table(parcel: "Parcel", repo: str, found: "Comparison | None", there: str) -> RenderableType:
     rows = Table(title=f"would be sent to {repo}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     rows.add_column("file", overflow="fold")
     rows.add_column("size", justify="right", no_wrap=True)
@@ -185,7 +197,7 @@ def _table(parcel: Parcel, repo: str, found: Comparison | None, there: str) -> R
     return Group(rows, *lines)
 
 
-def _files(parcel: Parcel, found: Comparison | None = None) -> list[dict[str, Any]]:
+def _files(parcel: "Parcel", found: "Comparison | None" = None) -> list[dict[str, Any]]:
     return [
         {"name": name, "bytes": local.num_bytes, "sha256": local.sha256}
         | ({"on_the_hub": found.states[name]} if found else {})
@@ -193,7 +205,7 @@ def _files(parcel: Parcel, found: Comparison | None = None) -> list[dict[str, An
     ]  # fmt: skip
 
 
-def _in_words(remote: Remote | None) -> str:
+def _in_words(remote: "Remote | None") -> str:
     if remote is None:
         return "a new private repository"
     return f"{'a private' if remote.is_private else 'a PUBLIC'} repository with {_counted(len(remote.files))}"

@@ -9,18 +9,15 @@ not after ten minutes of it.
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .quantize.source import Source
-from .validate.check_data import check_data
-from .validate.evidence import Evidence
-from .validate.findings import Report
-from .validate.report import assemble, read_json, refresh, write
-from .validate.report_html import require_extra, write_html
-from .validate.report_schema import Serve
-from .validate.results import TIME
+if TYPE_CHECKING:
+    from .quantize.source import Source
+    from .validate.evidence import Evidence
+    from .validate.findings import Report
+    from .validate.report_schema import Serve
 
 
 def page(
@@ -36,6 +33,9 @@ def page(
 
     Example: `keepmtp report out/tiny-glm4-moe.w4a16-fp8.report`
     """
+    from .validate.report import read_json, refresh
+    from .validate.report_html import require_extra, write_html
+
     require_extra()
     full = refresh(path) if path.is_dir() else read_json(path)
     beside = path if path.is_dir() else path.parent
@@ -43,8 +43,8 @@ def page(
 
 
 def save(
-    folder: Path, found: Report, *, vllm: str, evidence: Evidence | None = None, opened: Source | None = None,
-    source: Source | None = None, serve: Serve | None = None,
+    folder: Path, found: "Report", *, vllm: str, evidence: "Evidence | None" = None, opened: "Source | None" = None,
+    source: "Source | None" = None, serve: "Serve | None" = None,
 ) -> Path:  # fmt: skip
     """Write report.json of one checkpoint, and report.html where it can be made; returns the one to look at.
 
@@ -56,5 +56,9 @@ def save(
         source: what it was made from, for sizes before and after.
         serve: a real server's answers.
     """
+    from .validate.check_data import check_data
+    from .validate.report import assemble, write
+    from .validate.results import TIME
+
     data = check_data(found, vllm=vllm, evidence=evidence, opened=opened, source=source)
     return write(folder, assemble(data, vllm=vllm, serve=serve, made_at=datetime.now(UTC).strftime(TIME)))

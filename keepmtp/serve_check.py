@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -21,27 +21,19 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .made_from import original_of
 from .progress import bytes_bar
 from .quantize.extras import require_extra
-from .quantize.source import Source, download, open_source
 from .recipes.errors import RecipeError, refuse
 from .recipes.families import find_family
 from .report import save
-from .validate import measure
-from .validate import report as reports
 from .validate.acceptance import FLOOR, Run, Served, ServeReport
-from .validate.check_data import record_static
-from .validate.evidence import Evidence
-from .validate.identity import identify
-from .validate.measure import Check, ks_up_to
 from .validate.prompts import PROMPTS, read_prompts
-from .validate.report_html import HTML_FILE
-from .validate.report_schema import Identity, Serve
-from .validate.results import report_folder, write_result
-from .validate.serve import TIMEOUT_SECONDS, Watch
-from .validate.static import check_source
-from .validate.vllm_env import find_vllm
+from .validate.vllm_env import TIMEOUT_SECONDS, find_vllm
+
+if TYPE_CHECKING:
+    from .quantize.source import Source
+    from .validate.report_schema import Identity
+    from .validate.serve import Watch
 
 _CURE = "Name it with --source, or leave acceptance unjudged with --source none"
 _COLOURS = {"passed": "green", "failed": "red", "not judged": "yellow"}
@@ -73,6 +65,14 @@ def serve_check(
 
     Example: `keepmtp serve-check /data/out --source /data/GLM-4.7 -k 3 -- --tensor-parallel-size 8`
     """
+    from .made_from import original_of
+    from .quantize.source import download, open_source
+    from .validate import measure
+    from .validate import report as reports
+    from .validate.identity import identify
+    from .validate.report_html import HTML_FILE
+    from .validate.results import report_folder
+
     if context.args and not context.args[0].startswith("-"):
         raise RecipeError(refuse("serve-check", "judges one checkpoint", f"also {context.args[0]}", "Run it for each"))
     vllm = find_vllm()
@@ -86,9 +86,9 @@ def serve_check(
     is_local = Path(path).is_dir()
     out = folder or (report_folder(checkpoint.folder) if is_local else _named(checkpoint))
     view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
-    check = Check(
-        ks=ks_up_to(k, view.num_mtp_layers), out=out, prompts=asked, max_tokens=max_tokens, floor=floor, port=port,
-        timeout=timeout, extra=tuple(context.args),
+    check = measure.Check(
+        ks=measure.ks_up_to(k, view.num_mtp_layers), out=out, prompts=asked, max_tokens=max_tokens, floor=floor,
+        port=port, timeout=timeout, extra=tuple(context.args),
     )  # fmt: skip
     if check.ks == (0,):
         raise RecipeError(refuse("-k", f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them", k,
@@ -158,7 +158,7 @@ def _notes(served: Served) -> Iterator[str]:
 
 
 @contextmanager
-def _status() -> Iterator[Watch]:
+def _status() -> "Iterator[Watch]":
     """One changing line on a terminal's standard error; in a log, a line for each new server."""
     console = Console(stderr=True)
     if console.is_terminal:
@@ -176,21 +176,32 @@ def _status() -> Iterator[Watch]:
     yield once
 
 
-def _named(checkpoint: Source) -> Path:
+def _named(checkpoint: "Source") -> Path:
     """Where the results of a repository go: it is no folder of anybody's, so here."""
     return Path(f"{checkpoint.where.rpartition('/')[2]}.report")
 
 
-def _record(report: ServeReport, checkpoint: Source, source: Source | None, out: Path, identity: Identity) -> None:
+def _record(
+    report: ServeReport, checkpoint: "Source", source: "Source | None", out: Path, identity: "Identity"
+) -> None:
     """serve.json, and check.json if there is none of the same bytes; then the report of all results."""
+    from .validate import report as reports
+    from .validate.check_data import record_static
+    from .validate.report_schema import Serve
+    from .validate.results import write_result
+
     record_static(out, checkpoint, identity, source=source)
     data = Serve.model_validate(report.as_dict())
     write_result(out, "serve", data, checkpoint=identity, vllm=report.environment["vllm"])
     reports.refresh(out)
 
 
-def _write(report: ServeReport, checkpoint: Source, source: Source | None, out: Path) -> None:
+def _write(report: ServeReport, checkpoint: "Source", source: "Source | None", out: Path) -> None:
     """report.json with the static check, sizes and calibration, and the page if what it needs is installed."""
+    from .validate.evidence import Evidence
+    from .validate.report_schema import Serve
+    from .validate.static import check_source
+
     view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
     save(out, check_source(checkpoint, source=source), vllm=report.environment["vllm"],
          evidence=Evidence(source=checkpoint, view=view), opened=checkpoint, source=source,

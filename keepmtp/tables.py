@@ -1,12 +1,15 @@
-"""What people see: plans, listings and reports as rich tables, and the same values as JSON.
+"""What people see: plans and reports as rich tables, and the same values as JSON.
 
-In: values of the other stations. Out: renderables and plain dictionaries. Nothing is decided here.
+In: values of the other stations. Out: renderables, plain dictionaries, and JSON on standard output. Nothing is decided
+here, and no station is loaded: a listing has the same look and needs none.
 """
 
+import json
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -14,68 +17,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from .quantize.plan import Plan, TensorPlan
-from .quantize.quant_config import quantization_config
-from .recipes.families import families
-from .recipes.schema import read_recipe, recipe_files
-from .recipes.schemes import SCHEMES, num_bytes
-from .validate.dry import Side, Verdict
-from .validate.findings import Report
-from .validate.report_schema import JudgementWord
+if TYPE_CHECKING:
+    from .quantize.plan import Plan, TensorPlan
+    from .validate.dry import Side, Verdict
+    from .validate.findings import Report
+    from .validate.report_schema import JudgementWord
 
 GIB = 2**30
-VERDICT_COLOURS: Mapping[JudgementWord, str] = {"pass": "green", "regression": "red", "infeasible": "yellow"}
+VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {"pass": "green", "regression": "red", "infeasible": "yellow"}
 
 
-def listings() -> dict[str, list[dict[str, str]]]:
-    """What `keepmtp ls` shows: rows of plain strings by listing."""
-    recipes = [read_recipe(path) for path in recipe_files()]
-    unique = {(family.model_type, family.architectures): family for family in families().values()}
-    return {
-        "models": [
-            {
-                "recipe": f"{recipe.name}{' *' if recipe.default else ''}",
-                "batches": "needed" if recipe.calibration else "-", "what": recipe.summary,
-            }
-            for recipe in sorted(recipes, key=lambda recipe: (recipe.model, not recipe.default))
-        ],
-        "schemes": [
-            {
-                "scheme": scheme.name, "bits": f"{bits_per_weight(scheme.name):.2f}",
-                "batches": "needed" if scheme.needs_calibration else "-",
-                "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
-            }
-            for scheme in SCHEMES.values()
-        ],
-        "families": [
-            {
-                "family": ", ".join((family.model_type, *family.also))
-                + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
-                "what": family.notes,
-            }
-            for _, family in sorted(unique.items())
-        ],
-    }  # fmt: skip
-
-
-def bits_per_weight(scheme: str) -> float:
-    """Bits on disk per weight, scales included, for a 4096 x 4096 matrix."""
-    specs = SCHEMES[scheme].tensors(4096, 4096)
-    return 8 * sum(num_bytes(spec.dtype, spec.shape) for spec in specs) / 4096**2
-
-
-def listing(name: str, rows: list[dict[str, str]]) -> Table:
-    """One of `listings` as a table."""
-    titles = {"models": "models (* what the bare model name means)", "schemes": "schemes (bits: per weight, on disk)"}
-    table = plain_table(titles.get(name, name))
-    for column in rows[0]:
-        table.add_column(column, no_wrap=column in ("recipe", "scheme", "bits"))
-    for row in rows:
-        table.add_row(*map(escape, row.values()))
-    return table
-
-
-def plan_summary(plan: Plan) -> RenderableType:
+def plan_summary(plan: "Plan") -> RenderableType:
     """Fate by module group with sizes before and after, the reasons, and the totals."""
     table = plain_table(f"{plan.recipe.name}: {plan.recipe.summary}")
     for column in ("part", "modules", "fate"):
@@ -146,22 +98,7 @@ def config_listing(config: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """A plan for machines: totals, rows by module group, and the quantization_config."""
-    return {
-        "recipe": plan.recipe.model_dump(mode="json"),
-        "source": {"name": plan.source.where, "revision": plan.source.revision},
-        "tensors": {"before": len(plan.entries), "after": sum(len(tensor.outputs) for tensor in plan.tensors)},
-        "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
-        "shards": len(plan.shards),
-        "mtp_layers": plan.view.num_mtp_layers,
-        "needs_calibration": plan.needs_calibration,
-        "groups": plan_rows(plan),
-        "quantization_config": quantization_config(plan),
-    }
-
-
-def report(found: Report) -> RenderableType:
+def report(found: "Report") -> RenderableType:
     """A check's findings, or that there are none, and what vLLM did with it on every pretended GPU."""
     parts: list[RenderableType] = [_findings(found)]
     if found.dry:
@@ -169,7 +106,7 @@ def report(found: Report) -> RenderableType:
     return Group(*parts)
 
 
-def _findings(found: Report) -> RenderableType:
+def _findings(found: "Report") -> RenderableType:
     if not found.findings:
         return Text.from_markup(f"[green]check passed[/] {escape(str(found.path))}: no findings")
     table = plain_table(f"check {found.path}")
@@ -184,7 +121,7 @@ def _findings(found: Report) -> RenderableType:
     return table
 
 
-def _dry_loads(verdicts: Sequence[Verdict]) -> RenderableType:
+def _dry_loads(verdicts: "Sequence[Verdict]") -> RenderableType:
     table = plain_table("dry load: vLLM's own classes and loaders on meta tensors")
     for column in ("GPU", "TP", "", "class", "filled", "shared with the target", "kernels"):
         table.add_column(column, overflow="fold")
@@ -202,7 +139,7 @@ def _dry_loads(verdicts: Sequence[Verdict]) -> RenderableType:
     return table
 
 
-def _kernels(side: Side) -> str:
+def _kernels(side: "Side") -> str:
     """Kernels by name with their number of layers; one whose preparation needs values is marked."""
     counts: dict[str, int] = defaultdict(int)
     for kernel in side.kernels:
@@ -216,7 +153,7 @@ def _more(count: int) -> str:
     return f" and {count - 1:,} more" if count > 1 else ""
 
 
-def next_steps(plan: Plan, folder: Path) -> Text:
+def next_steps(plan: "Plan", folder: Path) -> Text:
     """Where the result is, and how it is served."""
     speculative = f'{{"method":"mtp","num_speculative_tokens":{max(1, plan.view.num_mtp_layers)}}}'
     return Text(
@@ -225,12 +162,12 @@ def next_steps(plan: Plan, folder: Path) -> Text:
     )
 
 
-def _mtp_word(plan: Plan) -> str:
+def _mtp_word(plan: "Plan") -> str:
     schemes = sorted({t.scheme or "plain" for t in plan.tensors if t.part == "mtp" and len(t.shape) >= 2})
     return "kept in BF16" if schemes == ["plain"] else f"stored as {', '.join(schemes)}"
 
 
-def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+def plan_rows(plan: "Plan") -> list[dict[str, Any]]:
     """The plan by part, module group, fate and reason, with counts and bytes."""
     groups: dict[tuple[str, ...], list[TensorPlan]] = defaultdict(list)
     for tensor in plan.tensors:
@@ -252,3 +189,8 @@ def size_in_words(size: int) -> str:
     """Bytes for people: GiB, or MiB and KiB for small ones."""
     unit, divisor = next(((u, d) for u, d in (("GiB", GIB), ("MiB", 2**20)) if size >= d // 10), ("KiB", 1024))
     return f"{size / divisor:,.1f} {unit}" if size else "-"
+
+
+def print_json(value: object, indent: int | None = 2) -> None:
+    """One JSON value on standard output, nothing else."""
+    sys.stdout.write(json.dumps(value, indent=indent) + "\n")

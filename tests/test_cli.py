@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from checkpoints import source_layout, write_checkpoint
 
+from keepmtp import __version__
+
 ROOT = Path(__file__).parent.parent
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 AUTO = "tiny-glm4-moe.nvfp4-mtp-auto"
@@ -222,15 +224,6 @@ def test_a_calibrated_run_for_machines(tmp_path):
     assert "Candidates for the MTP block" in (tmp_path / "page" / "report.html").read_text()
 
 
-def test_listings():
-    listing = json.loads(keepmtp("ls", "--json").stdout)
-    assert {"models", "schemes", "families"} == set(listing)
-    names = {row["recipe"].split(".")[0] for row in listing["models"]} | {r["recipe"] for r in listing["models"]}
-    assert {"dsv4-flash", "tiny-glm4-moe"} <= names
-    assert "NVFP4A16" in keepmtp("ls", "schemes").stdout
-    refused("ls", "colours", says="must be one of models, schemes, families")
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -282,7 +275,21 @@ def test_help_teaches():
     for verb in ("ls", "plan", "quantize", "check"):
         done = keepmtp(verb, "--help")
         assert done.returncode == 0 and len(done.stdout) > 300
-    assert keepmtp("--version").stdout.startswith("keepmtp ")
+        assert keepmtp(verb, "-h").stdout == done.stdout
+    assert "--mtp auto`" in taught and "--nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8" in taught, "unbroken"
+    assert "[-- VLLM_OPTIONS]" in keepmtp("eval", "--help").stdout
+    assert keepmtp("--version").stdout == keepmtp("-V").stdout == f"keepmtp {__version__}\n"
+    assert keepmtp("--help").stdout == keepmtp().stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["qantize"], "Did you mean 'quantize'"), (["plan", "glm-4.7", "--sceme", "x"], "No such option: --sceme")],
+)
+def test_a_word_that_is_not_known_is_said_plainly(words, says):
+    done = keepmtp(*words)
+    assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
+    assert says in done.stderr and "--help' for help" in done.stderr
 
 
 def test_what_the_hub_warns_of_is_said_once():

@@ -18,7 +18,10 @@ def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def test_planning_and_checking_import_no_torch():
     """The base install has no model stack: ls, plan and check must run without one."""
     code = (
-        "import sys; import keepmtp.cli, keepmtp.quantize.run, keepmtp.validate.load;"
+        "import importlib, pkgutil, sys, keepmtp.quantize.run, keepmtp.validate.load;"
+        "import keepmtp.validate.card, keepmtp.validate.measure, keepmtp.validate.publish;"
+        "names = {module.name for module in pkgutil.iter_modules(keepmtp.__path__)} - {'__main__'};"
+        "[importlib.import_module(f'keepmtp.{name}') for name in names];"
         "heavy = {'torch', 'transformers', 'llmcompressor', 'vllm', 'safetensors'} & set(sys.modules); print(heavy);"
         "sys.exit(bool(heavy))"
     )

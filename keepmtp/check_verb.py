@@ -1,0 +1,110 @@
+"""`keepmtp check`: will vLLM load a checkpoint, and will its MTP draft be real?
+
+In: checkpoints, ours or anyone's. Out: a table or a JSON line for each; exit status 1 if one has an error.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from . import tables
+from .options import JsonOption
+from .recipes.errors import RecipeError, refuse
+from .validate.vllm_env import TESTED, find_vllm
+
+if TYPE_CHECKING:
+    from .validate.dry import GPU
+    from .validate.load import Checked
+
+
+def check(
+    paths: Annotated[list[str], typer.Argument(help="Checkpoints: folders or Hub ids, ours or anyone's.")],
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", help="Also let vLLM load it, on a pretended sm90, sm100 or sm120; may be repeated."),
+    ] = None,
+    tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel size; may be repeated.")] = None,
+    num_drafts: Annotated[int, typer.Option("-k", min=1, help="num_speculative_tokens.")] = 1,
+    draft: Annotated[str, typer.Option("--draft", help="The draft's own checkpoint, where it has one.")] = "",
+    static_only: Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write report.json and report.html there.")] = None,
+    record: Annotated[bool, typer.Option("--record", help="Keep what is found, and of which bytes, in PATH.report: for "
+                                         "the checkpoint's report and card.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?
+
+    Reads compressed-tensors, modelopt and native FP8 dialects; a Hub id is judged by range requests, not downloaded.
+    Each finding says what will happen at serve time and what to do about it. With --gpu, vLLM's own target and draft
+    classes and loaders judge too, on meta tensors for a GPU that need not be there: every parameter must be written,
+    every tensor used, and each layer must get a kernel. Exit status 1 if any checkpoint has an error.
+
+    With --record, every byte of one local checkpoint is hashed, once, and check.json, report.json and report.html are
+    written beside it. What is measured later, by serve-check and eval, joins them if the bytes are the same.
+
+    Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
+
+    Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm100 --record`
+    """
+    from .record import begin
+    from .report import save
+    from .validate.report_html import require_extra
+
+    out, err = Console(), Console(stderr=True)
+    if not gpus and not static_only and (tps or num_drafts != 1 or draft):
+        raise RecipeError(refuse("check", "--tp, -k and --draft need a GPU to pretend", "no --gpu", "Add --gpu sm100"))
+    if html is not None:
+        require_extra()
+    is_dry = bool(gpus) and not static_only
+    chosen = _gpus(gpus or []) if is_dry else []
+    notes = begin(paths) if record else None
+    is_good = True
+    found = _loaded(paths, chosen, tps or [1], num_drafts, draft, err) if is_dry else _checked(paths)
+    for number, checked in enumerate(found):
+        is_good &= checked.report.ok
+        if html is not None:
+            folder = html if len(paths) == 1 else html / f"{number + 1}-{Path(paths[number]).name}"
+            page = save(folder, checked.report, vllm=TESTED[0], evidence=checked.evidence, opened=checked.source)
+            err.print(f"report: {page}", highlight=False)
+        if as_json:
+            tables.print_json(checked.report.as_dict(), indent=None)
+        else:
+            out.print(tables.report(checked.report))
+        if notes is not None:
+            err.print(f"recorded: {notes.keep(checked)}", highlight=False, soft_wrap=True)
+    if not is_good:
+        raise typer.Exit(1)
+
+
+def _checked(paths: list[str]) -> "Iterator[Checked]":
+    from .validate.load import Checked
+    from .validate.static import examine
+
+    return (Checked(*examine(path)) for path in paths)
+
+
+def _gpus(gpus: list[str]) -> "list[GPU]":
+    from .validate.dry import GPUS
+
+    if wrong := [gpu for gpu in gpus if gpu not in GPUS]:
+        raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", wrong[0], "Take the nearest"))
+    return [gpu for gpu in GPUS if gpu in gpus]
+
+
+def _loaded(
+    paths: list[str], gpus: "list[GPU]", tps: list[int], num_drafts: int, draft: str, err: Console
+) -> "Iterator[Checked]":
+    from .validate.load import check_on
+
+    vllm = find_vllm()
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err,
+                  transient=True) as progress:  # fmt: skip
+        task = progress.add_task("starting vLLM", total=None)
+        yield from check_on(
+            paths, vllm=vllm, gpus=gpus, tps=tps, num_drafts=num_drafts, draft=draft,
+            watch=lambda doing: progress.update(task, description=doing),
+        )  # fmt: skip

@@ -1,0 +1,177 @@
+"""`keepmtp ls`: the models that have recipes on one screen; or one model, every recipe, the schemes, the families.
+
+In: nothing, a model's name, or the name of a listing. Out: plain lines, a table, or JSON.
+
+Easy to get wrong: this is the first thing that people type, so it answers at once. Recipes are listed without being
+validated, and the word that says what to list is read here: typer 0.29 loads pydantic to take a word for a word.
+"""
+
+import difflib
+import textwrap
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from shutil import get_terminal_size
+from typing import Any
+
+import typer
+
+from .options import JsonOption
+from .recipes.errors import RecipeError, refuse
+from .recipes.listing import Listed, listed
+
+# Listing -> the columns of its table.
+COLUMNS = {
+    "models": ("recipe", "batches", "what"),
+    "schemes": ("scheme", "bits", "batches", "what"),
+    "families": ("family", "what"),
+}
+_TITLES = {"models": "models (* what the bare model name means)", "schemes": "schemes (bits: per weight, on disk)"}
+_LEAST_WIDTH = 40
+
+
+def ls(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the models that have recipes, with their variants; or one model, the schemes, the families.
+
+    WHAT is a model's name: its variants, what each one does, and the command that runs it. Or it is a listing: models
+    (every recipe in a row), schemes, or families. Without it there is a row for each model.
+
+    With --json and without WHAT, all three listings are printed for machines.
+
+    Example: `keepmtp ls glm-4.7`
+    """
+    what = _one_word(context.args)
+    recipes = listed()
+    chosen = [recipe for recipe in recipes if what in (recipe.model, recipe.name)]
+    if what and not chosen and what not in COLUMNS:
+        raise RecipeError(_unknown(what, recipes))
+    if as_json:
+        names = ["models"] if chosen else [what] if what else list(COLUMNS)
+        _print_json({name: rows(name, chosen or recipes) for name in names})
+    elif what in COLUMNS:
+        _print_table(what, rows(what, recipes))
+    else:
+        width = max(_LEAST_WIDTH, get_terminal_size().columns)
+        typer.echo("\n".join(details(chosen, width) if chosen else screen(recipes, width)))
+
+
+def screen(recipes: Iterable[Listed], width: int) -> list[str]:
+    """A line a model: its name, and its variants side by side."""
+    table = {"model": ["variants (* what the bare model name means)"]}
+    for model, variants in groupby(recipes, key=lambda recipe: recipe.model):
+        table[model] = [f"{each.variant}{'*' * each.is_default}" for each in variants]
+    indent = max(map(len, table)) + 2
+    lines = [
+        line for model, variants in table.items()
+        for line in _wrapped("  ".join(variants), width, first=f"{model:<{indent}}", then=" " * indent)
+    ]  # fmt: skip
+    more = "One of them: keepmtp ls MODEL. More: keepmtp ls models, schemes or families."
+    return [*lines, "", *_wrapped(more, width)]
+
+
+def details(variants: Sequence[Listed], width: int) -> list[str]:
+    """One model: where it comes from, and of each variant what it does and the command that runs it."""
+    model = variants[0]
+    lines = [model.model, f"  family  {model.family}", f"  source  {model.source}"]
+    for each in variants:
+        batches = "batches needed" if each.needs_batches else "no batches needed"
+        lines += [
+            "", f"{each.variant}{' (default)' * each.is_default}: {batches}",
+            *_wrapped(each.summary, width, "  ", "  "),
+            f"  keepmtp quantize {each.model if each.is_default else each.name}",
+        ]  # fmt: skip
+    if any(each.needs_batches for each in variants):
+        lines += ["", *_wrapped("Batches are text that the model is run on first, to calibrate it. That needs", width)]
+        lines += ["  pip install 'keepmtp[calibrate]'"]
+    return lines
+
+
+def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
+    """A listing for machines; what its table shows is among it."""
+    if listing == "models":
+        return [
+            {
+                "recipe": each.name, "model": each.model, "variant": each.variant, "default": each.is_default,
+                "family": each.family, "source": each.source, "batches": _batches(each.needs_batches),
+                "what": each.summary,
+            }
+            for each in recipes
+        ]  # fmt: skip
+    return _schemes() if listing == "schemes" else _families()
+
+
+def bits_per_weight(scheme: str) -> float:
+    """Bits on disk per weight, scales included, for a 4096 x 4096 matrix."""
+    from .recipes.schemes import SCHEMES, num_bytes
+
+    specs = SCHEMES[scheme].tensors(4096, 4096)
+    return 8 * sum(num_bytes(spec.dtype, spec.shape) for spec in specs) / 4096**2
+
+
+def _schemes() -> list[dict[str, Any]]:
+    from .recipes.schemes import SCHEMES
+
+    return [
+        {
+            "scheme": scheme.name, "bits": f"{bits_per_weight(scheme.name):.2f}",
+            "batches": _batches(scheme.needs_calibration), "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
+        }
+        for scheme in SCHEMES.values()
+    ]  # fmt: skip
+
+
+def _families() -> list[dict[str, Any]]:
+    from .recipes.families import families
+
+    unique = {(family.model_type, family.architectures): family for family in families().values()}
+    return [
+        {
+            "family": ", ".join((family.model_type, *family.also))
+            + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
+            "what": family.notes,
+        }
+        for _, family in sorted(unique.items())
+    ]
+
+
+def _batches(are_needed: bool) -> str:
+    return "needed" if are_needed else "-"
+
+
+def _print_json(value: object) -> None:
+    from .tables import print_json
+
+    print_json(value)
+
+
+def _print_table(listing: str, found: Iterable[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    from .tables import plain_table
+
+    table = plain_table(_TITLES.get(listing, listing))
+    for column in COLUMNS[listing]:
+        table.add_column(column, no_wrap=column in ("recipe", "scheme", "bits"))
+    for row in found:
+        first, *others = (escape(row[column]) for column in COLUMNS[listing])
+        table.add_row(f"{first}{' *' * row.get('default', False)}", *others)
+    Console().print(table)
+
+
+def _one_word(words: Sequence[str]) -> str:
+    if len(words) > 1:
+        raise RecipeError(refuse("ls", "shows one model or listing", " ".join(words), "Run it for each"))
+    return words[0] if words else ""
+
+
+def _unknown(what: str, recipes: Iterable[Listed]) -> str:
+    names = [*COLUMNS, *dict.fromkeys(recipe.model for recipe in recipes)]
+    nearest = difflib.get_close_matches(what, names, n=1, cutoff=0.0)[0]
+    rule = f"must be one of {', '.join(COLUMNS)}, or a model's name"
+    return refuse("ls", rule, repr(what), f"Did you mean {nearest}?")
+
+
+def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:
+    """Lines of at most so many columns, broken between words only: names hold hyphens."""
+    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False,
+                         break_long_words=False)  # fmt: skip

@@ -1,0 +1,18 @@
+"""The words that several verbs take, as they stand in each one's help."""
+
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Argument(help="A model's name, a recipe's full name, or a recipe file. See `keepmtp ls`.")]
+SourceOption = Annotated[
+    str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; default: the recipe's.")
+]
+SchemeOption = Annotated[
+    str | None, typer.Option("--scheme", help="Another variant of the model, or a scheme for every quantized group.")
+]
+MtpOption = Annotated[
+    str | None, typer.Option("--mtp", help="MTP block: `source`, `bf16`, a scheme, or `auto`: the smallest that "
+                                    "keeps enough acceptance, measured during the run; default: the recipe's.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]

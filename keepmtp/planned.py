@@ -1,0 +1,44 @@
+"""What people and machines see of a plan: fates, calibration, config.json's entries, and what would stop the run.
+
+In: a plan. Out: tables on standard output, or one JSON value. Nothing is decided here.
+"""
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from . import calibrated, tables
+from .quantize import run
+from .quantize.plan import Plan
+from .quantize.quant_config import quantization_config
+
+
+def show(made: Plan, *, as_json: bool) -> None:
+    """Print a plan, and for people also what would stop it from running."""
+    if as_json:
+        tables.print_json(told(made))
+        return
+    out = Console()
+    out.print(tables.plan_summary(made))
+    if run.needs_calibration(made):
+        out.print(calibrated.will_do(made))
+    out.print(tables.config_listing(quantization_config(made)))
+    for refusal in run.refusals(made):
+        out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False)
+
+
+def told(plan: Plan) -> dict[str, Any]:
+    """A plan for machines: totals, rows by module group, the quantization_config, and the calibration."""
+    return {
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "source": {"name": plan.source.where, "revision": plan.source.revision},
+        "tensors": {"before": len(plan.entries), "after": sum(len(tensor.outputs) for tensor in plan.tensors)},
+        "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
+        "shards": len(plan.shards),
+        "mtp_layers": plan.view.num_mtp_layers,
+        "needs_calibration": plan.needs_calibration,
+        "groups": tables.plan_rows(plan),
+        "quantization_config": quantization_config(plan),
+        "calibration": calibrated.will_do_json(plan),
+    }

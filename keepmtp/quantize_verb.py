@@ -1,0 +1,99 @@
+"""`keepmtp quantize`: a checkpoint, quantized as a recipe says, with its MTP block.
+
+In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; progress on standard error.
+
+Easy to get wrong: under torchrun every process runs this, and only the first may speak.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from . import tables
+from .options import JsonOption, Model, MtpOption, SchemeOption, SourceOption
+from .progress import place_in_run, watching
+
+if TYPE_CHECKING:
+    from .quantize.run import Result
+
+
+def quantize(
+    model: Model, source: SourceOption = None, scheme: SchemeOption = None, mtp: MtpOption = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Shards written side by side; default one a core.")] = None,
+    keep_calibration: Annotated[bool, typer.Option(
+        "--keep-calibration", help="Leave OUT.calibration behind. Renamed to another run's, it saves the pass over the "
+        "backbone where only --mtp differs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Quantize a checkpoint and keep its MTP block, as the model's recipe says.
+
+    The output appears under its name only when it is whole and has passed the static check. A killed run is resumed by
+    running the same command again; the result is the same byte for byte.
+
+    A recipe with a calibration block (`keepmtp ls models`: batches needed) is calibrated first, one decoder layer at a
+    time, so that neither GPU nor memory has to hold the model; then the MTP block is calibrated, and its acceptance is
+    measured on held-out text. It needs `pip install 'keepmtp[calibrate]'`. Several GPUs share the batches under
+    torchrun. Progress goes to standard error, with --json as a JSON line a step.
+
+    Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out /data/GLM-4.7-NVFP4A16`
+
+    Example: `keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7 --mtp auto`
+
+    Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7`
+    """
+    from . import calibrated, planned
+    from .quantize import run
+
+    out = Console()
+    made, text = run.plan_for(model, source=source, scheme=scheme, mtp=mtp)
+    rank, _ = place_in_run()
+    if dry_run:
+        if not rank:
+            planned.show(made, as_json=as_json)
+        return
+    target = folder or run.default_out(made.recipe)
+    run.refuse(made, target)
+    if not (as_json or rank):
+        out.print(tables.plan_summary(made))
+        if run.needs_calibration(made):
+            out.print(calibrated.will_do(made))
+    with watching(Console(stderr=True), as_json=as_json) as watch:
+        result = run.quantize(
+            made, text, out=target, threads=threads, keep_calibration=keep_calibration, watch=watch.packing,
+            watch_calibration=watch.calibration,
+        )  # fmt: skip
+    if not rank:
+        _show_result(result, as_json=as_json)
+
+
+def _show_result(result: "Result", *, as_json: bool) -> None:
+    from . import calibrated, planned
+    from .validate.check_data import calibration_fact
+
+    settings, fact = result.plan.recipe.calibration, None
+    if result.calibration and settings:
+        fact = calibration_fact(result.calibration.summary, settings.model_dump())
+    if as_json:
+        tables.print_json({
+            "out": str(result.out), "plan": planned.told(result.plan), "check": result.report.as_dict(),
+            "calibration": fact.model_dump(mode="json") if fact else None,
+        })  # fmt: skip
+        return
+    out = Console()
+    if fact:
+        out.print(calibrated.found(fact))
+    out.print(tables.report(result.report))
+    out.print(tables.next_steps(result.plan, result.out))
+
+
+def extra(model: Model, scheme: SchemeOption = None, mtp: MtpOption = None) -> None:
+    """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate."""
+    from .recipes.schema import find_recipe
+
+    recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)
+    sys.stdout.write("calibrate\n" if recipe.calibration else "quantize\n")

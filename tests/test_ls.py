@@ -1,0 +1,94 @@
+"""`keepmtp ls`: one screen of models, one model in full, and the listings."""
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import termios
+
+import pytest
+from keepmtp.recipes.listing import listed
+from keepmtp.recipes.schema import find_recipe
+from test_cli import KEEPMTP, keepmtp, refused
+
+from keepmtp.ls import details, screen
+
+MODELS = {row.model for row in listed()}
+
+
+def on_a_terminal(*words: str, columns: int) -> list[str]:
+    """The lines that the command prints on a terminal of that width."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    running = subprocess.Popen([KEEPMTP, *words], stdin=slave, stdout=slave, stderr=slave, env=env)
+    os.close(slave)
+    told = b""
+    while True:
+        try:
+            told += os.read(master, 1 << 16)
+        except OSError:  # Linux's word for the end of a terminal
+            break
+    os.close(master)
+    assert running.wait() == 0, told
+    return told.decode().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 80, 132])
+def test_one_line_a_model_in_the_width_there_is(width):
+    lines = screen(listed(), width)
+    assert max(map(len, lines)) <= width
+    assert {line.split()[0] for line in lines[1:] if line[:1].strip()} >= MODELS
+    names = " ".join(lines).split()
+    assert all(row.variant + "*" * row.is_default in names for row in listed())
+
+
+def test_the_screen_fits_80_columns_in_a_pipe_and_on_a_terminal():
+    piped = keepmtp("ls", COLUMNS="").stdout.splitlines()
+    assert piped == keepmtp("ls", COLUMNS="80").stdout.splitlines() == on_a_terminal("ls", columns=80)
+    assert max(map(len, piped)) <= 80 and len(piped) < len(MODELS) + 12
+    assert "\x1b" not in "".join(piped)
+    assert next(line for line in piped if line.startswith("glm-4.7 ")).split()[1] == "nvfp4a16-fp8*"
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+def test_a_model_in_full(model):
+    variants = [row for row in listed() if row.model == model]
+    lines = details(variants, 80)
+    assert max(map(len, lines)) <= 80
+    told = " ".join(" ".join(lines).split())
+    assert variants[0].family in told and variants[0].source in told
+    assert all(" ".join(row.summary.split()) in told for row in variants)
+    assert told.count("no batches needed") == sum(not row.needs_batches for row in variants)
+    assert told.count(": batches needed") == sum(row.needs_batches for row in variants)
+    commands = [line.split()[-1] for line in lines if line.startswith("  keepmtp quantize ")]
+    assert [find_recipe(word)[0].name for word in commands] == [row.name for row in variants]
+
+
+def test_a_model_or_one_of_its_recipes_is_asked_for_by_name():
+    whole, one = keepmtp("ls", "mimo-7b").stdout, keepmtp("ls", "mimo-7b.w4a16").stdout
+    assert "keepmtp quantize mimo-7b\n" in whole and "keepmtp quantize mimo-7b.w4a16\n" in whole
+    assert "keepmtp quantize mimo-7b.w4a16\n" in one and "fp8-dynamic" not in one
+    (only,) = json.loads(keepmtp("ls", "mimo-7b.w4a16", "--json").stdout)["models"]
+    assert (only["model"], only["variant"], only["default"]) == ("mimo-7b", "w4a16", False)
+
+
+def test_listings():
+    listing = json.loads(keepmtp("ls", "--json").stdout)
+    assert {"models", "schemes", "families"} == set(listing)
+    assert [row["recipe"] for row in listing["models"]] == [row.name for row in listed()]
+    assert {row["model"] for row in listing["models"]} >= {"dsv4-flash", "tiny-glm4-moe"}
+    for name, rows in listing.items():
+        assert json.loads(keepmtp("ls", name, "--json").stdout) == {name: rows}
+        assert rows[0]["what"].split()[0] in keepmtp("ls", name).stdout
+    assert "glm-4.7.nvfp4a16-fp8 *" in keepmtp("ls", "models").stdout
+    assert "NVFP4A16" in keepmtp("ls", "schemes").stdout
+    assert "glm4_moe" in keepmtp("ls", "families").stdout
+
+
+def test_what_is_not_there_is_one_sentence():
+    refused("ls", "colours", says="must be one of models, schemes, families")
+    refused("ls", "glm4.7", says="Did you mean glm-4.7?")
+    refused("ls", "glm-4.7", "glm-5", says="one model or listing")
