@@ -213,7 +213,10 @@ def test_a_checkpoint_of_another_tool_has_no_card(tmp_path):
 
 
 def test_without_the_report_extra_nothing_is_begun(own, monkeypatch):
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    def absent(name: str) -> str:
+        raise extras.PackageNotFoundError(name)
+
+    monkeypatch.setattr(extras, "version", absent)
     for make in (card.build, card.verify):
         with pytest.raises(RecipeError, match=r"needs keepmtp's `report` extra; got no jinja2 and no matplotlib"):
             make(own)
