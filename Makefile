@@ -9,6 +9,7 @@
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
 #   make test         everything the project promises, on this machine
+#   make picture      docs/check.svg and the README's table of families      make dist   sdist and wheel in dist/, checked
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
 
@@ -24,16 +25,16 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check
-# NPROC processes share batches and shards, one a GPU; on several nodes start torchrun by hand (README).
+# NPROC processes share batches and shards, one a GPU; on several nodes start torchrun by hand (docs/calibration.md).
 KEEPMTP = $(VENV)/bin/$(if $(NPROC),torchrun --standalone --nproc-per-node "$(NPROC)" -m keepmtp,keepmtp)
 VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)")
 CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT)
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate card all publish ls vllm test lint matrix benchmark clean
+.PHONY: help quantize plan check validate card all publish ls vllm test lint matrix picture benchmark dist clean
 
 help:
-	@sed -n '3,13s/^# \{0,3\}//p' Makefile
+	@sed -n '3,14s/^# \{0,3\}//p' Makefile
 
 # A recipe that is calibrated installs .calibrate, any other no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
@@ -89,11 +90,20 @@ lint: $(VENV)/.test
 matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
 	PYTHONPATH=tests $(VENV)/bin/python tests/matrix.py
 
+picture: $(VENV)/.test
+	@PYTHONPATH=tests $(VENV)/bin/python tests/readme.py
+
 benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/packing.py
 	$(VENV)/bin/python benchmarks/writing.py
 	$(VENV)/bin/python benchmarks/dryload.py
 	$(VENV)/bin/python benchmarks/calibrating.py
+
+# The wheel is built from the sdist. A release is this and a tag (CONTRIBUTING.md).
+dist: $(VENV)/.test
+	@rm -rf dist keepmtp.egg-info/SOURCES.txt
+	$(VENV)/bin/python -m build -o dist
+	$(VENV)/bin/twine check --strict dist/*
 
 clean:
 	rm -rf $(VENV) $(VENV_VLLM) out build dist *.egg-info

@@ -1,4 +1,4 @@
-"""keepmtp's wheel, built from what git tracks and installed with one extra alone into an environment of its own.
+"""keepmtp's sdist, made of what git tracks, its wheel, and environments that have one extra of it and nothing else.
 
 What it needs comes from build/wheels, which `make test` fills: no index is asked, and uv links the files instead of
 copying them, so that an environment costs seconds.
@@ -16,16 +16,32 @@ _OFFLINE = ("--no-index", "--find-links", str(WHEELS))
 
 
 def build(folder: Path) -> Path:
-    """The wheel of a copy of the checkout: what lies there untracked, or was built before, must not help."""
+    """The sdist of a copy of the checkout, and the wheel that is built from it; returns the wheel.
+
+    A copy: files that git does not know, and files that were built before, must not help.
+    """
     assert WHEELS.is_dir(), "run `make build/wheels/.wheels`, as `make test` does"
-    listed = _run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).stdout.splitlines()
-    for name in listed:
-        if (ROOT / name).is_file():
-            (folder / "src" / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / "src" / name).write_bytes((ROOT / name).read_bytes())
-    _run(UV, "build", "-q", "--wheel", *_OFFLINE, "--out-dir", str(folder), str(folder / "src"))
+    for name in tracked():
+        (folder / "src" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "src" / name).write_bytes((ROOT / name).read_bytes())
+    _run(UV, "build", "-q", *_OFFLINE, "--out-dir", str(folder), str(folder / "src"))
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def sdist_of(wheel: Path) -> Path:
+    """The sdist that `build` made the wheel from."""
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    return sdist
+
+
+def tracked() -> list[str]:
+    """The files of the checkout that git has or would take; in an unpacked sdist, those that its own list names."""
+    if (ROOT / ".git").exists():
+        listed = _run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).stdout.splitlines()
+    else:
+        listed = (ROOT / "keepmtp.egg-info" / "SOURCES.txt").read_text().splitlines()
+    return [name for name in listed if (ROOT / name).is_file() and not name.startswith("keepmtp.egg-info/")]
 
 
 def install(wheel: Path, extra: str, folder: Path) -> Path:

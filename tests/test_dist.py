@@ -1,0 +1,78 @@
+"""What `make dist` makes: an sdist with everything, the wheel built from it, and a page for the package index."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+from readme_renderer import markdown
+from wheel import ROOT, sdist_of, tracked
+
+from keepmtp import __version__
+
+GENERATED = {"PKG-INFO", "setup.cfg"}
+
+
+@pytest.fixture(scope="module")
+def description(built) -> str:
+    """The long description, as HTML, as the package index renders it."""
+    (name,) = [name for name in zipfile.ZipFile(built).namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = message_from_bytes(zipfile.ZipFile(built).read(name))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    html = markdown.render(str(metadata.get_payload(decode=True), "utf-8"))
+    assert html
+    return html
+
+
+def test_the_sdist_holds_what_git_tracks(built):
+    """Tests, models, docs and the Makefile too: who unpacks it can run `make test`."""
+    with tarfile.open(sdist_of(built)) as archive:
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert {name for name in names if not name.startswith("keepmtp.egg-info/")} == set(tracked()) | GENERATED
+
+
+def test_the_index_would_take_both(built):
+    words = [sys.executable, "-m", "twine", "check", "--strict", str(built), str(sdist_of(built))]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_page_of_the_index_has_no_link_to_a_file(description):
+    """Nothing but the page is there: no picture, no docs/."""
+    targets = re.findall(r'(?:href|src)="([^"]*)"', description)
+    assert not [target for target in targets if not target.startswith(("https://", "#"))]
+    assert "<table>" in description and "<code>docs/usage.md</code>" in description
+
+
+@pytest.mark.parametrize(
+    ("readme", "shown"),
+    [
+        ("![a picture](docs/a.svg)\n\ntext", "text"),
+        ("![a picture](https://a.b/c.svg)\n\ntext", "![a picture](https://a.b/c.svg)\n\ntext"),
+        ("see [docs/a.md](docs/a.md), [there](https://a.b) and [below](#below)",
+         "see `docs/a.md`, [there](https://a.b) and [below](#below)"),
+    ],
+)  # fmt: skip
+def test_links_to_files_become_their_text(readme, shown):
+    spec = importlib.util.spec_from_file_location("keepmtp_setup", ROOT / "setup.py")
+    assert spec and spec.loader
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    assert setup.long_description(readme) == shown
+
+
+def test_links_in_the_docs_lead_somewhere():
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target}"
+
+
+def test_the_changelog_knows_this_version():
+    """Its headings are in the order of Keep a Changelog: unreleased changes, then versions, newest first."""
+    headings = re.findall(r"^## \[([^]]+)\]", Path(ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == "Unreleased" and headings[1] == __version__
