@@ -23,6 +23,7 @@ from keepmtp.validate.report import verify
 from keepmtp.validate.results import report_folder
 from keepmtp.validate.static import examine
 from keepmtp.validate.vllm_env import find_vllm
+from readme import ACCEPTED
 from safetensors.torch import load_file, save_file
 from twins import broken
 from wheel import stranger
@@ -125,6 +126,9 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     (run,) = twin.runs
     assert run.loaded and "8" in run.outputs[0].text.rpartition("####")[2], "right answers all the same"
     assert run.drafts.draft_tokens > 20 and run.drafts.accepted_tokens == 0
+    shown = {name: accepted / drafted for name, (accepted, drafted) in ACCEPTED.items()}  # in the README's picture
+    served = {"right": found["checkpoint"]["runs"][1]["acceptance"], "wrong": run.drafts.acceptance}
+    assert shown == pytest.approx(served, abs=0.05)
     assert any("mtp_block" in name or "weight_scale" in name for name in run.unwritten), run.unwritten
     original = source["runs"][1]
     drafts = Drafts(drafts=original["drafts"], draft_tokens=original["draft_tokens"],
