@@ -84,14 +84,13 @@ test: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check
-	@rm -rf build/types && $(PIP) install -q --no-deps --target build/types .
 	$(VENV)/bin/pyright
 
 matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
-	PYTHONPATH=tests $(VENV)/bin/python tests/matrix.py
+	PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/matrix.py
 
 picture: $(VENV)/.test
-	@PYTHONPATH=tests $(VENV)/bin/python tests/readme.py
+	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/readme.py
 
 benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/packing.py

@@ -1,6 +1,6 @@
 """keepmtp: quantize large models for vLLM and keep their MTP block usable.
 
-The library follows one line: recipe -> family -> source -> plan -> write -> check. `keepmtp.quantize.run.quantize`
+The library follows one line: recipe -> family -> source -> plan -> write -> check. `keepmtp.cli.pipeline.quantize`
 is that line on one screen; the plan (`keepmtp.quantize.plan.make_plan`) is the value everything else reads.
 """
 

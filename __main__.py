@@ -1,5 +1,5 @@
 """`python -m keepmtp`, which is what torchrun starts on each device."""
 
-from .cli import main
+from .cli.main import main
 
 main()

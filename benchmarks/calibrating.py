@@ -23,9 +23,9 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from checkpoints import source_layout, write_checkpoint
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from keepmtp.recipes.schema import Recipe, find_recipe
+from releases import source_layout, write_checkpoint
 
 ROOT = Path(__file__).parent.parent
 REPEATS = 3
@@ -49,7 +49,7 @@ OURS = (
 import json, re, sys
 from pathlib import Path
 sys.argv[0] = "keepmtp"
-from keepmtp.cli import app
+from keepmtp.cli.main import app
 """
     + PEAK
     + """
@@ -65,8 +65,8 @@ import torch
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from keepmtp.quantize.data import calibration_data
-from keepmtp.quantize.source import open_source
+from keepmtp.quantize.calibrate.data import calibration_data
+from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.schema import read_recipe
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM

@@ -16,11 +16,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import checkpoints
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+import releases
+from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.output import output_config
 from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.source import open_source
 from keepmtp.recipes.schema import find_recipe
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
@@ -35,13 +35,13 @@ LIMIT_BEND = 1.25
 def full_size(folder: Path, num_layers: int) -> Path:
     """What keepmtp writes for DeepSeek-V4-Flash with that many decoder layers, headers over holes."""
     recipe, _ = find_recipe(FULL)
-    ratios = checkpoints.MODELS[recipe.model]["compress_ratios"]
+    ratios = releases.MODELS[recipe.model]["compress_ratios"]
     changes = {"num_hidden_layers": num_layers, "compress_ratios": [*ratios[:num_layers], 0]}
-    config, tensors = checkpoints.source_layout(recipe.model, size="full", changes=changes)
-    source = checkpoints.write_checkpoint(folder / f"source-{num_layers}", config, tensors, num_shards=None)
+    config, tensors = releases.source_layout(recipe.model, size="full", changes=changes)
+    source = releases.write_checkpoint(folder / f"source-{num_layers}", config, tensors, num_shards=None)
     plan = make_plan(recipe, open_source(source))
     outputs = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
-    return checkpoints.write_checkpoint(folder / f"{num_layers}", output_config(plan), outputs, num_shards=None)
+    return releases.write_checkpoint(folder / f"{num_layers}", output_config(plan), outputs, num_shards=None)
 
 
 def check(*folders: Path) -> tuple[float, float, list[dict]]:
@@ -82,8 +82,8 @@ def main() -> int:
         bend = ((full - half) / (tensors[2] - tensors[1])) / ((half - quarter) / (tensors[1] - tensors[0]))
         rows.append(("seconds a tensor, half to full over quarter to half", f"{bend:.2f}x", f"{LIMIT_BEND}x",
                      bend <= LIMIT_BEND))  # fmt: skip
-        layouts = {model: checkpoints.source_layout(model, size="tiny") for model in TINY}
-        tiny = [checkpoints.write_checkpoint(Path(scratch) / model, *layout) for model, layout in layouts.items()]
+        layouts = {model: releases.source_layout(model, size="tiny") for model in TINY}
+        tiny = [releases.write_checkpoint(Path(scratch) / model, *layout) for model, layout in layouts.items()]
         first, *_ = check(tiny[0])
         together, *_ = check(*tiny)
         further = (together - first) / (len(tiny) - 1)

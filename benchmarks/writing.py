@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from checkpoints import source_layout, write_checkpoint
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 from keepmtp.quantize.output import partial_folder
+from releases import source_layout, write_checkpoint
 
 SCHEMES = ("NVFP4A16", "FP8_BLOCK", "W4A16")
 REPEATS = 3
@@ -32,7 +32,7 @@ source, out, model, scheme, threads, num_cores = sys.argv[1:]
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(num_cores)])
 from keepmtp.quantize.output import claim
 from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.source import open_source
+from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.schema import find_recipe
 def peak():
     # Not ru_maxrss: a child starts with its parent's. VmHWM begins anew with exec.

@@ -9,8 +9,8 @@ compressed-tensors and a multiplier in modelopt; E8M0 scales (byte e stands for 
 plain uint8. Of two 4-bit codes in a byte, the low nibble is the even column.
 
 Source: compressed-tensors 0.19.0 compressors/* (decompress) and entrypoints/convert/converters
-(fp8block_dequantizer.py, modelopt_nvfp4.py). tests/test_dequantize.py holds these functions against both and against
-float64 arithmetic.
+(fp8block_dequantizer.py, modelopt_nvfp4.py). tests/checkpoints/test_dequantize.py holds these functions against both
+and against float64 arithmetic.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..quantize.pack import row_ranges
 from ..recipes.errors import CheckpointError, refuse
-from .pack import row_ranges
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 

@@ -1,7 +1,7 @@
 """Exactly which bytes a checkpoint is: SHA-256 of every file of its folder, and one number over all of them.
 
-In: a checkpoint folder. Out: an `Identity` (report_schema.py). What is measured is measured on one identity; results of
-different ones never meet in a report, and only files of the report's identity are uploaded.
+In: a checkpoint folder. Out: an `Identity` (validate/report/schema.py). What is measured is measured on one identity;
+results of different ones never meet in a report, and only files of the report's identity are uploaded.
 
 Easy to get wrong: hashes are remembered by size and time of change, so that 700 GB is read once. A file that changed
 just before it was read may change again without its time showing it, and is not remembered.
@@ -22,8 +22,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..recipes.errors import CheckpointError, refuse
-from .report_schema import FileFact, Identity
-from .results import write_whole
+from ..validate.report.results import write_whole
+from ..validate.report.schema import FileFact, Identity
 
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Given the bytes to read, a context whose value is told about bytes read, from any thread."""

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .quantize.extras import require_extra
-from .recipes.errors import RecipeError, refuse
-from .validate.vllm_env import find_vllm
+from ..recipes.errors import RecipeError, refuse
+from ..recipes.extras import require_extra
+from ..validate.serving.vllm_env import find_vllm
 
 if TYPE_CHECKING:
-    from .quantize.plan import Plan
-    from .recipes.schema import Recipe
+    from ..quantize.plan import Plan
+    from ..recipes.schema import Recipe
 
 
 def everything(
@@ -52,8 +52,8 @@ def everything(
 
     Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/GLM-4.7-NVFP4A16 --gpu sm100 -k 3`
     """
-    from .quantize import run
-    from .recipes.schema import find_recipe
+    from ..recipes.schema import find_recipe
+    from . import pipeline as run
 
     recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)
     out = folder or run.default_out(recipe)
@@ -107,15 +107,15 @@ def _each(name: str, values: list[Any]) -> list[str]:
 
 def _refuse_evaluation(plan: "Plan") -> None:
     """What would stop the evaluation, known before hours of quantizing."""
-    from .validate import gsm8k, harness  # lm-eval and datasets, once they are known to be there
+    from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
 
-    harness.questions(plan.recipe.evaluation)
+    lm_eval_task.questions(plan.recipe.evaluation)
     gsm8k.refuse_model(plan.source, plan.recipe.evaluation, ())
 
 
 def _refuse_another(out: Path, recipe: "Recipe") -> None:
     """A finished folder is taken for this run's output only if the same decisions made it."""
-    from .validate.origin import RECORD, other_decision
+    from ..validate.publish.provenance import RECORD, other_decision
 
     record = out / RECORD
     cure = "Choose another --out, or remove it"
@@ -132,9 +132,9 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
 
 def _is_served(out: Path, k: int) -> bool:
     """Whether real servers have judged exactly these bytes at every k up to this one, and passed them."""
-    from .validate.identity import identify
-    from .validate.measure import ks_up_to
-    from .validate.results import read_result, report_folder
+    from ..checkpoints.identity import identify
+    from ..validate.report.results import read_result, report_folder
+    from ..validate.serving.serve_check import ks_up_to
 
     folder = report_folder(out)
     checked, found = read_result(folder, "check"), read_result(folder, "serve")

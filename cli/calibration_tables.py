@@ -11,12 +11,12 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from .quantize.plan import Plan, TensorPlan
-from .quantize.run import needs_calibration
-from .recipes.schema import AUTO
-from .recipes.schemes import RESCALING, REWRITES
+from ..quantize.plan import Plan, TensorPlan
+from ..recipes.schema import AUTO
+from ..recipes.schemes import RESCALING, REWRITES
+from ..validate.report.schema import CalibrationFact
+from .pipeline import needs_calibration
 from .tables import plain_table, size_in_words
-from .validate.report_schema import CalibrationFact
 
 
 def will_do(plan: Plan) -> RenderableType:

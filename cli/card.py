@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..recipes.errors import RecipeError
 from .progress import bytes_bar
-from .recipes.errors import RecipeError
 from .tables import VERDICT_COLOURS
 
 
@@ -39,7 +39,7 @@ def card(
 
     Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`
     """
-    from .validate import card as cards
+    from ..validate.publish import card as cards
 
     made, report = cards.build(
         path, source=source or _source(path), base_model=base_model, license_id=license_id, out=folder,
@@ -60,8 +60,8 @@ def card(
 
 def _source(path: Path) -> Path | None:
     """The folder that the checkpoint was made from, if it is still here."""
-    from .made_from import recorded_source
-    from .quantize.source import open_source
+    from ..checkpoints.source import open_source
+    from .source_of import recorded_source
 
     if not (path / "config.json").is_file():
         return None

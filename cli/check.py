@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from ..recipes.errors import RecipeError, refuse
+from ..validate.serving.vllm_env import TESTED, find_vllm
 from . import tables
 from .options import JsonOption
-from .recipes.errors import RecipeError, refuse
-from .validate.vllm_env import TESTED, find_vllm
 
 if TYPE_CHECKING:
-    from .validate.dry import GPU
-    from .validate.load import Checked
+    from ..validate.dryload.check_on import Checked
+    from ..validate.dryload.loader import GPU
 
 
 def check(
@@ -50,9 +50,9 @@ def check(
 
     Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm100 --record`
     """
+    from ..validate.report.html import require_extra
     from .record import begin
     from .report import save
-    from .validate.report_html import require_extra
 
     out, err = Console(), Console(stderr=True)
     if not gpus and not static_only and (tps or num_drafts != 1 or draft):
@@ -81,14 +81,14 @@ def check(
 
 
 def _checked(paths: list[str]) -> "Iterator[Checked]":
-    from .validate.load import Checked
-    from .validate.static import examine
+    from ..validate.check.check import examine
+    from ..validate.dryload.check_on import Checked
 
     return (Checked(*examine(path)) for path in paths)
 
 
 def _gpus(gpus: list[str]) -> "list[GPU]":
-    from .validate.dry import GPUS
+    from ..validate.dryload.loader import GPUS
 
     if wrong := [gpu for gpu in gpus if gpu not in GPUS]:
         raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", wrong[0], "Take the nearest"))
@@ -98,7 +98,7 @@ def _gpus(gpus: list[str]) -> "list[GPU]":
 def _loaded(
     paths: list[str], gpus: "list[GPU]", tps: list[int], num_drafts: int, draft: str, err: Console
 ) -> "Iterator[Checked]":
-    from .validate.load import check_on
+    from ..validate.dryload.check_on import check_on
 
     vllm = find_vllm()
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err,

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from . import __version__
-from .quantize.extras import missing, requirements
-from .recipes.errors import VLLMError
-from .validate import vllm_env
+from .. import __version__
+from ..recipes.errors import VLLMError
+from ..recipes.extras import missing, requirements
+from ..validate.serving import vllm_env
 
 # Extra -> what keepmtp cannot do without it. A package that several need is listed with the first.
 EXTRAS = {
@@ -128,7 +128,7 @@ def _abilities(
     lacking: dict[str, list[str]], packages: dict[str, str], vllm: vllm_env.VLLM | None,
     gpus: tuple[vllm_env.GPU, ...], token: str,
 ) -> tuple[Ability, ...]:  # fmt: skip
-    from .validate.dry import GPUS
+    from ..validate.dryload.loader import GPUS
 
     can_pack = not lacking["quantize"]
     no_packing = f"needs {' and '.join(lacking['quantize'])}"

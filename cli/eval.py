@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ..recipes.errors import CheckpointError, RecipeError, first_fault, refuse
+from ..recipes.extras import require_extra
+from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
 from .gate import EXITS
 from .progress import asking, bytes_bar
-from .quantize.extras import require_extra
-from .recipes.errors import CheckpointError, RecipeError, first_fault, refuse
-from .validate.vllm_env import TIMEOUT_SECONDS, find_vllm
 
 if TYPE_CHECKING:
-    from .quantize.source import Source
-    from .recipes.protocol import Evaluation, Gates
-    from .validate.identity import Watch
-    from .validate.report_schema import EvaluationFact, Identity, JudgementFact
+    from ..checkpoints.identity import Watch
+    from ..checkpoints.source import Source
+    from ..recipes.protocol import Evaluation, Gates
+    from ..validate.report.schema import EvaluationFact, Identity, JudgementFact
 
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _HUB = "hub"
@@ -81,11 +81,11 @@ def evaluate(
 
     Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 -- --tensor-parallel-size 8`
     """
-    from .made_from import original_of
-    from .quantize.source import download, open_source
-    from .validate import report as reports
-    from .validate.gates import judge
-    from .validate.results import report_folder, write_result
+    from ..checkpoints.source import download, open_source
+    from ..validate.report import report as reports
+    from ..validate.report.gates import judge
+    from ..validate.report.results import report_folder, write_result
+    from .source_of import original_of
 
     if context.args and not context.args[0].startswith("-"):
         raise RecipeError(refuse("eval", "judges one checkpoint", f"also {context.args[0]}", "Run it for each"))
@@ -94,14 +94,14 @@ def evaluate(
                                  "Give vLLM the secret through the environment"))  # fmt: skip
     require_extra("keepmtp eval", "evaluate")
     extra, err = tuple(context.args), Console(stderr=True)
-    from .validate import gsm8k, harness  # lm-eval and datasets, once they are known to be there
+    from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
 
     opened = open_source(path)
     changed = {"task": task, "dataset": dataset, "shots": shots, "api": api, "max_tokens": max_tokens, "k": k,
                "concurrency": concurrency, "limit": limit, "seed": seed}  # fmt: skip
     rules = _rules(opened, recipe)
     protocol = _protocol(rules.evaluation, {key: value for key, value in changed.items() if value is not None})
-    asked = harness.questions(protocol)
+    asked = lm_eval_task.questions(protocol)
     gsm8k.refuse_model(opened, protocol, extra)
     checkpoint = download(opened)
     if original := original_of(checkpoint, source, cure=_CURE):
@@ -132,8 +132,8 @@ def evaluate(
 
 def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json: bool) -> None:
     """Print what was found, and end with the status it comes to."""
-    from .evaluated import table
-    from .validate.results import file_of
+    from ..validate.report.results import file_of
+    from .eval_tables import table
 
     if as_json:
         told = {"evaluation": fact.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
@@ -147,7 +147,7 @@ def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json
 
 
 def _identity(source: "Source", out: Path, reading: "Watch | None") -> "Identity":
-    from .validate.identity import identify
+    from ..checkpoints.identity import identify
 
     assert source.folder is not None
     return identify(source.folder, cache=out, watch=reading)
@@ -157,10 +157,10 @@ def _rules(checkpoint: "Source", recipe: str | None) -> _Rules:
     """The named recipe's, or those in the checkpoint's record; without one the defaults."""
     from pydantic import ValidationError
 
-    from .quantize.source import small_file
-    from .recipes.protocol import Evaluation, Gates
-    from .recipes.schema import find_recipe
-    from .validate.origin import RECORD
+    from ..checkpoints.source import small_file
+    from ..recipes.protocol import Evaluation, Gates
+    from ..recipes.schema import find_recipe
+    from ..validate.publish.provenance import RECORD
 
     if recipe is not None:
         found, _ = find_recipe(recipe)
@@ -186,7 +186,7 @@ def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
     """The recipe's with what the command line changes; a revision belongs to the dataset it was given with."""
     from pydantic import ValidationError
 
-    from .recipes.protocol import Evaluation
+    from ..recipes.protocol import Evaluation
 
     told = recipe.model_dump() | dict(changed)
     if {"dataset", "task"} & changed.keys():
@@ -205,6 +205,6 @@ def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
 
 def _status(judged: "JudgementFact") -> int:
     """The exit status for what this command measures; findings and loads are other commands'."""
-    from .validate.gates import worst
+    from ..validate.report.gates import worst
 
     return EXITS[worst(reason.verdict for reason in judged.reasons if reason.gate in _OWN_GATES)]

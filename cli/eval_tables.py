@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..validate.report.schema import EvaluatedFact, EvaluationFact, JudgementFact, PairedFact
 from .tables import VERDICT_COLOURS
-from .validate.report_schema import EvaluatedFact, EvaluationFact, JudgementFact, PairedFact
 
 
 def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:

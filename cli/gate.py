@@ -17,12 +17,12 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from ..recipes.errors import CheckpointError, refuse
 from .progress import bytes_bar
-from .recipes.errors import CheckpointError, refuse
 from .tables import VERDICT_COLOURS
 
 if TYPE_CHECKING:
-    from .validate.report_schema import FullReport, JudgementWord
+    from ..validate.report.schema import FullReport, JudgementWord
 
 EXITS: "dict[JudgementWord, int]" = {"pass": 0, "regression": 1, "infeasible": 3}
 
@@ -41,9 +41,9 @@ def gate(
 
     Example: `keepmtp gate out/tiny-glm4-moe.w4a16-fp8`
     """
-    from .validate.identity import identify, refuse_other_bytes
-    from .validate.report import JSON_FILE, verify
-    from .validate.results import checkpoint_folder, report_folder
+    from ..checkpoints.identity import identify, refuse_other_bytes
+    from ..validate.report.report import JSON_FILE, verify
+    from ..validate.report.results import checkpoint_folder, report_folder
 
     if path.suffix != ".report" and not (path / "config.json").is_file():
         raise CheckpointError(refuse(path, "gates judge a checkpoint's folder", "no config.json", "Check PATH"))

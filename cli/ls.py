@@ -15,9 +15,9 @@ from typing import Any
 
 import typer
 
+from ..recipes.errors import RecipeError, refuse
+from ..recipes.listing import Listed, listed
 from .options import JsonOption
-from .recipes.errors import RecipeError, refuse
-from .recipes.listing import Listed, listed
 
 # Listing -> the columns of its table.
 COLUMNS = {
@@ -101,14 +101,14 @@ def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
 
 def bits_per_weight(scheme: str) -> float:
     """Bits on disk per weight, scales included, for a 4096 x 4096 matrix."""
-    from .recipes.schemes import SCHEMES, num_bytes
+    from ..recipes.schemes import SCHEMES, num_bytes
 
     specs = SCHEMES[scheme].tensors(4096, 4096)
     return 8 * sum(num_bytes(spec.dtype, spec.shape) for spec in specs) / 4096**2
 
 
 def _schemes() -> list[dict[str, Any]]:
-    from .recipes.schemes import SCHEMES
+    from ..recipes.schemes import SCHEMES
 
     return [
         {
@@ -120,7 +120,7 @@ def _schemes() -> list[dict[str, Any]]:
 
 
 def _families() -> list[dict[str, Any]]:
-    from .recipes.families import families
+    from ..recipes.families import families
 
     unique = {(family.model_type, family.architectures): family for family in families().values()}
     return [

@@ -23,8 +23,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from . import __version__
-from .recipes.errors import GateError, KeepMTPError
+from .. import __version__
+from ..recipes.errors import GateError, KeepMTPError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +51,19 @@ VERBS: Mapping[str, Verb] = MappingProxyType({
         help="List the models that have recipes, with their variants; or one model, the schemes, the families.",
     ),
     "plan": Verb(
-        module="plan_verb", function="plan",
+        module="plan", function="plan",
         help="Show what would become of every tensor, from headers alone: no weight is read, nothing is written.",
     ),
     "quantize": Verb(
-        module="quantize_verb", function="quantize",
+        module="quantize", function="quantize",
         help="Quantize a checkpoint and keep its MTP block, as the model's recipe says.",
     ),
     "extra": Verb(
-        module="quantize_verb", function="extra", is_hidden=True,
+        module="quantize", function="extra", is_hidden=True,
         help="Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate.",
     ),
     "check": Verb(
-        module="check_verb", function="check",
+        module="check", function="check",
         help="Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?",
     ),
     "serve-check": Verb(
@@ -71,7 +71,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType({
         help="Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.",
     ),
     "eval": Verb(
-        module="evaluate", function="evaluate", words="[-- VLLM_OPTIONS]",
+        module="eval", function="evaluate", words="[-- VLLM_OPTIONS]",
         help="Score a checkpoint and its source on GSM8K, served by vLLM with method=mtp, under one protocol.",
     ),
     "gate": Verb(
@@ -87,7 +87,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType({
         help="Upload a checkpoint and its card to the Hub, private by default, and check what arrived.",
     ),
     "all": Verb(
-        module="everything", function="everything",
+        module="all", function="everything",
         help="Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.",
     ),
     "report": Verb(

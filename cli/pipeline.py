@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoints.source import Source, download, open_source
+from ..quantize.output import claim, partial_folder, publish, refuse_output
+from ..quantize.plan import Plan, make_plan
 from ..recipes.errors import GateError, RecipeError
 from ..recipes.errors import refuse as refuse_in_words
+from ..recipes.extras import require_extra
 from ..recipes.schema import AUTO, Recipe, data_free_alternative, find_recipe
-from ..validate.static import Report, check
-from .extras import require_extra
-from .output import claim, partial_folder, publish, refuse_output
-from .plan import Plan, make_plan
-from .source import Source, download, open_source
+from ..validate.check.check import Report, check
 
 if TYPE_CHECKING:  # they bring torch and llm-compressor, which planning does without
-    from .calibrate import Watch
-    from .calibration import CalibrationRun
-    from .ranks import Ranks
+    from ..quantize.calibrate.backbone import Watch
+    from ..quantize.calibrate.ranks import Ranks
+    from ..quantize.calibrate.run import CalibrationRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,8 @@ def quantize(
         GateError: no MTP policy of `mtp: auto` is good enough, or the written checkpoint does not pass its own static
             check; it stays under its partial name.
     """
-    from .ranks import joined  # torch is imported here, when there is work for it
-    from .writer import write
+    from ..quantize.calibrate.ranks import joined  # torch is imported here, when there is work for it
+    from ..quantize.writer import write
 
     refuse(plan, out)
     local = download(plan.source)
@@ -187,7 +187,7 @@ def needs_calibration(plan: Plan) -> bool:
 def _calibrate(plan: Plan, out: Path, ranks: "Ranks", watch: "Watch | None") -> "CalibrationRun | None":
     if not needs_calibration(plan):
         return None
-    from .calibration import calibrate
+    from ..quantize.calibrate.run import calibrate
 
     return calibrate(plan, calibration_folder(out), ranks=ranks, watch=watch)
 

@@ -17,8 +17,7 @@ def plan(
 
     Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
     """
-    from . import planned
-    from .quantize import run
+    from . import pipeline, plan_tables
 
-    made, _ = run.plan_for(model, source=source, scheme=scheme, mtp=mtp)
-    planned.show(made, as_json=as_json)
+    made, _ = pipeline.plan_for(model, source=source, scheme=scheme, mtp=mtp)
+    plan_tables.show(made, as_json=as_json)

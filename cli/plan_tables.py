@@ -8,10 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from . import calibrated, tables
-from .quantize import run
-from .quantize.plan import Plan
-from .quantize.quant_config import quantization_config
+from ..quantize.plan import Plan
+from ..quantize.quant_config import quantization_config
+from . import calibration_tables, pipeline, tables
 
 
 def show(made: Plan, *, as_json: bool) -> None:
@@ -21,10 +20,10 @@ def show(made: Plan, *, as_json: bool) -> None:
         return
     out = Console()
     out.print(tables.plan_summary(made))
-    if run.needs_calibration(made):
-        out.print(calibrated.will_do(made))
+    if pipeline.needs_calibration(made):
+        out.print(calibration_tables.will_do(made))
     out.print(tables.config_listing(quantization_config(made)))
-    for refusal in run.refusals(made):
+    for refusal in pipeline.refusals(made):
         out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False)
 
 
@@ -40,5 +39,5 @@ def told(plan: Plan) -> dict[str, Any]:
         "needs_calibration": plan.needs_calibration,
         "groups": tables.plan_rows(plan),
         "quantization_config": quantization_config(plan),
-        "calibration": calibrated.will_do_json(plan),
+        "calibration": calibration_tables.will_do_json(plan),
     }

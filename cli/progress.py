@@ -29,8 +29,8 @@ from rich.progress import (
 )
 
 if TYPE_CHECKING:
-    from .quantize.calibrate import Progress as Step
-    from .validate.asking import Step as Asked
+    from ..quantize.calibrate.backbone import Progress as Step
+    from ..validate.evaluation.ask import Step as Asked
 
 # What a step of calibration is made of.
 _PARTS = {"backbone": "layer", "mtp": "policy"}
@@ -68,7 +68,7 @@ def watching(console: Console, *, as_json: bool) -> AbstractContextManager[Watch
 def bytes_bar(console: Console, label: str) -> Callable[[int], AbstractContextManager[Callable[[int], None]]]:
     """A bar with rate and time left, for what is told the number of bytes first and then of bytes done.
 
-    What it gives fits packing (`quantize.run`), and hashing (`validate.identity.Watch`), from any thread.
+    What it gives fits packing (`cli.pipeline`), and hashing (`checkpoints.identity.Watch`), from any thread.
     """
 
     @contextmanager

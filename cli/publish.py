@@ -17,15 +17,15 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from ..recipes.errors import GateError, RecipeError, refuse
 from . import tables
 from .progress import bytes_bar
-from .recipes.errors import GateError, RecipeError, refuse
 
 if TYPE_CHECKING:
-    from .validate.dry import GPU
-    from .validate.hub import Hub, Remote
-    from .validate.parcel import Parcel
-    from .validate.publish import Comparison, Sent
+    from ..validate.dryload.loader import GPU
+    from ..validate.publish.hub import Hub, Remote
+    from ..validate.publish.upload import Comparison, Sent
+    from ..validate.publish.upload_set import Parcel
 
 err = Console(stderr=True)
 
@@ -57,9 +57,9 @@ def publish(
     """
     from huggingface_hub import get_token
 
-    from .validate import publish as publishing
-    from .validate.hub import Hub
-    from .validate.parcel import prepare, read_again
+    from ..validate.publish import upload as publishing
+    from ..validate.publish.hub import Hub
+    from ..validate.publish.upload_set import prepare, read_again
 
     publishing.check_name(repo)
     chosen = _gpu(gpu)
@@ -93,7 +93,7 @@ def _publish(
     parcel: "Parcel", hub: "Hub", repo: str, before: "Remote | None", *, public: bool, update: bool, gpu: "GPU | None",
     as_json: bool,
 ) -> None:  # fmt: skip
-    from .validate import publish as publishing
+    from ..validate.publish import upload as publishing
 
     may_be_public = public or (before is not None and not before.is_private)
     sent = publishing.send(parcel, hub, repo, update=update, may_be_public=may_be_public)
@@ -167,7 +167,7 @@ def _refuse_unasked(what: str, *, yes: bool) -> None:
 
 
 def _gpu(word: str | None) -> "GPU | None":
-    from .validate.dry import GPUS
+    from ..validate.dryload.loader import GPUS
 
     if word is not None and word not in GPUS:
         raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", word, "Take the nearest"))

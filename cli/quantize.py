@@ -17,7 +17,7 @@ from .options import JsonOption, Model, MtpOption, SchemeOption, SourceOption
 from .progress import place_in_run, watching
 
 if TYPE_CHECKING:
-    from .quantize.run import Result
+    from .pipeline import Result
 
 
 def quantize(
@@ -46,24 +46,23 @@ def quantize(
 
     Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7`
     """
-    from . import calibrated, planned
-    from .quantize import run
+    from . import calibration_tables, pipeline, plan_tables
 
     out = Console()
-    made, text = run.plan_for(model, source=source, scheme=scheme, mtp=mtp)
+    made, text = pipeline.plan_for(model, source=source, scheme=scheme, mtp=mtp)
     rank, _ = place_in_run()
     if dry_run:
         if not rank:
-            planned.show(made, as_json=as_json)
+            plan_tables.show(made, as_json=as_json)
         return
-    target = folder or run.default_out(made.recipe)
-    run.refuse(made, target)
+    target = folder or pipeline.default_out(made.recipe)
+    pipeline.refuse(made, target)
     if not (as_json or rank):
         out.print(tables.plan_summary(made))
-        if run.needs_calibration(made):
-            out.print(calibrated.will_do(made))
+        if pipeline.needs_calibration(made):
+            out.print(calibration_tables.will_do(made))
     with watching(Console(stderr=True), as_json=as_json) as watch:
-        result = run.quantize(
+        result = pipeline.quantize(
             made, text, out=target, threads=threads, keep_calibration=keep_calibration, watch=watch.packing,
             watch_calibration=watch.calibration,
         )  # fmt: skip
@@ -72,28 +71,28 @@ def quantize(
 
 
 def _show_result(result: "Result", *, as_json: bool) -> None:
-    from . import calibrated, planned
-    from .validate.check_data import calibration_fact
+    from ..validate.report.check_data import calibration_fact
+    from . import calibration_tables, plan_tables
 
     settings, fact = result.plan.recipe.calibration, None
     if result.calibration and settings:
         fact = calibration_fact(result.calibration.summary, settings.model_dump())
     if as_json:
         tables.print_json({
-            "out": str(result.out), "plan": planned.told(result.plan), "check": result.report.as_dict(),
+            "out": str(result.out), "plan": plan_tables.told(result.plan), "check": result.report.as_dict(),
             "calibration": fact.model_dump(mode="json") if fact else None,
         })  # fmt: skip
         return
     out = Console()
     if fact:
-        out.print(calibrated.found(fact))
+        out.print(calibration_tables.found(fact))
     out.print(tables.report(result.report))
     out.print(tables.next_steps(result.plan, result.out))
 
 
 def extra(model: Model, scheme: SchemeOption = None, mtp: MtpOption = None) -> None:
     """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate."""
-    from .recipes.schema import find_recipe
+    from ..recipes.schema import find_recipe
 
     recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)
     sys.stdout.write("calibrate\n" if recipe.calibration else "quantize\n")

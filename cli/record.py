@@ -1,7 +1,7 @@
 """`keepmtp check --record`: what a check found, kept beside the checkpoint with the bytes it is about.
 
-In: one local checkpoint, and what `validate.static` or `validate.load` found of it. Out: check.json in NAME.report, and
-report.json and report.html of all results there.
+In: one local checkpoint, and what `validate.check.check` or `validate.dryload.check_on` found of it. Out: check.json in
+NAME.report, and report.json and report.html of all results there.
 
 Easy to get wrong: the bytes are read before the check, so that a file that is written meanwhile cannot pass as checked,
 and results of other bytes are refused before that, not after a dry load.
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from .made_from import recorded_source
+from ..checkpoints.identity import identify
+from ..checkpoints.source import Source, open_source
+from ..recipes.errors import RecipeError, refuse
+from ..validate.dryload.check_on import Checked
+from ..validate.report import report as reports
+from ..validate.report.check_data import check_data
+from ..validate.report.results import report_folder, write_result
+from ..validate.report.schema import Identity
+from ..validate.serving.vllm_env import TESTED
 from .progress import bytes_bar
-from .quantize.source import Source, open_source
-from .recipes.errors import RecipeError, refuse
-from .validate import report as reports
-from .validate.check_data import check_data
-from .validate.identity import identify
-from .validate.load import Checked
-from .validate.report_schema import Identity
-from .validate.results import report_folder, write_result
-from .validate.vllm_env import TESTED
+from .source_of import recorded_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from .quantize.source import Source
-    from .validate.evidence import Evidence
-    from .validate.findings import Report
-    from .validate.report_schema import Serve
+    from ..checkpoints.source import Source
+    from ..validate.check.findings import Report
+    from ..validate.check.runtime_view import Evidence
+    from ..validate.report.schema import Serve
 
 
 def page(
@@ -33,8 +33,8 @@ def page(
 
     Example: `keepmtp report out/tiny-glm4-moe.w4a16-fp8.report`
     """
-    from .validate.report import read_json, refresh
-    from .validate.report_html import require_extra, write_html
+    from ..validate.report.html import require_extra, write_html
+    from ..validate.report.report import read_json, refresh
 
     require_extra()
     full = refresh(path) if path.is_dir() else read_json(path)
@@ -52,13 +52,13 @@ def save(
         folder: made if need be; an older report in it is replaced.
         found: the check's report, dry loads included.
         vllm: the version that judged, or that the rules describe.
-        evidence, opened: the checkpoint's, from `validate.static.examine`; None where it could not be read.
+        evidence, opened: the checkpoint's, from `validate.check.check.examine`; None where it could not be read.
         source: what it was made from, for sizes before and after.
         serve: a real server's answers.
     """
-    from .validate.check_data import check_data
-    from .validate.report import assemble, write
-    from .validate.results import TIME
+    from ..validate.report.check_data import check_data
+    from ..validate.report.report import assemble, write
+    from ..validate.report.results import TIME
 
     data = check_data(found, vllm=vllm, evidence=evidence, opened=opened, source=source)
     return write(folder, assemble(data, vllm=vllm, serve=serve, made_at=datetime.now(UTC).strftime(TIME)))

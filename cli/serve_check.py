@@ -21,19 +21,19 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..recipes.errors import RecipeError, refuse
+from ..recipes.extras import require_extra
+from ..recipes.families import find_family
+from ..validate.serving.acceptance import FLOOR, Run, Served, ServeReport
+from ..validate.serving.prompts import PROMPTS, read_prompts
+from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
 from .progress import bytes_bar
-from .quantize.extras import require_extra
-from .recipes.errors import RecipeError, refuse
-from .recipes.families import find_family
 from .report import save
-from .validate.acceptance import FLOOR, Run, Served, ServeReport
-from .validate.prompts import PROMPTS, read_prompts
-from .validate.vllm_env import TIMEOUT_SECONDS, find_vllm
 
 if TYPE_CHECKING:
-    from .quantize.source import Source
-    from .validate.report_schema import Identity
-    from .validate.serve import Watch
+    from ..checkpoints.source import Source
+    from ..validate.report.schema import Identity
+    from ..validate.serving.server import Watch
 
 _CURE = "Name it with --source, or leave acceptance unjudged with --source none"
 _COLOURS = {"passed": "green", "failed": "red", "not judged": "yellow"}
@@ -65,13 +65,13 @@ def serve_check(
 
     Example: `keepmtp serve-check /data/out --source /data/GLM-4.7 -k 3 -- --tensor-parallel-size 8`
     """
-    from .made_from import original_of
-    from .quantize.source import download, open_source
-    from .validate import measure
-    from .validate import report as reports
-    from .validate.identity import identify
-    from .validate.report_html import HTML_FILE
-    from .validate.results import report_folder
+    from ..checkpoints.identity import identify
+    from ..checkpoints.source import download, open_source
+    from ..validate.report import report as reports
+    from ..validate.report.html import HTML_FILE
+    from ..validate.report.results import report_folder
+    from ..validate.serving import serve_check as measure
+    from .source_of import original_of
 
     if context.args and not context.args[0].startswith("-"):
         raise RecipeError(refuse("serve-check", "judges one checkpoint", f"also {context.args[0]}", "Run it for each"))
@@ -185,10 +185,10 @@ def _record(
     report: ServeReport, checkpoint: "Source", source: "Source | None", out: Path, identity: "Identity"
 ) -> None:
     """serve.json, and check.json if there is none of the same bytes; then the report of all results."""
-    from .validate import report as reports
-    from .validate.check_data import record_static
-    from .validate.report_schema import Serve
-    from .validate.results import write_result
+    from ..validate.report import report as reports
+    from ..validate.report.check_data import record_static
+    from ..validate.report.results import write_result
+    from ..validate.report.schema import Serve
 
     record_static(out, checkpoint, identity, source=source)
     data = Serve.model_validate(report.as_dict())
@@ -198,9 +198,9 @@ def _record(
 
 def _write(report: ServeReport, checkpoint: "Source", source: "Source | None", out: Path) -> None:
     """report.json with the static check, sizes and calibration, and the page if what it needs is installed."""
-    from .validate.evidence import Evidence
-    from .validate.report_schema import Serve
-    from .validate.static import check_source
+    from ..validate.check.check import check_source
+    from ..validate.check.runtime_view import Evidence
+    from ..validate.report.schema import Serve
 
     view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
     save(out, check_source(checkpoint, source=source), vllm=report.environment["vllm"],

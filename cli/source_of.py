@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .quantize.source import Source, open_source
-from .recipes.errors import RecipeError, refuse
-from .recipes.families import find_family
-from .recipes.shipped import find_path
-from .validate.origin import RECORD
+from ..checkpoints.source import Source, open_source
+from ..recipes.errors import RecipeError, refuse
+from ..recipes.families import find_family
+from ..recipes.shipped import find_path
+from ..validate.publish.provenance import RECORD
 
 # In config.json, and the same before and after quantizing.
 _KEPT = ("vocab_size", "hidden_size", "num_hidden_layers")

@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from .quantize.plan import Plan, TensorPlan
-    from .validate.dry import Side, Verdict
-    from .validate.findings import Report
-    from .validate.report_schema import JudgementWord
+    from ..quantize.plan import Plan, TensorPlan
+    from ..validate.check.findings import Report
+    from ..validate.dryload.loader import Side, Verdict
+    from ..validate.report.schema import JudgementWord
 
 GIB = 2**30
 VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {"pass": "green", "regression": "red", "infeasible": "yellow"}

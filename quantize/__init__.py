@@ -1,1 +1,1 @@
-"""HOW: source, plan, pack, write. One file a station; `run.py` is the whole line on one screen."""
+"""HOW: source, plan, pack, write. One file a station; `cli/pipeline.py` is the whole line on one screen."""

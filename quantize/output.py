@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..checkpoints.source import INDEX, file_sizes
 from ..recipes.errors import RecipeError, refuse
 from .plan import Plan
 from .quant_config import quantization_config
-from .source import INDEX, file_sizes
 
 # Calibrated values depend on their versions.
 _CALIBRATING = ("llmcompressor", "compressed-tensors", "transformers")

@@ -16,7 +16,8 @@ BF16, and F16 counts as the same values in F32 (NVFP4's global scale overflows F
 
 Source: compressed-tensors 0.19.0 quantization/utils/helpers.py (calculate_qparams, generate_gparam),
 quantization/utils/mxfp_utils.py, quantization/lifecycle/forward_helpers.py (_quantize on CPU) and compressors/*;
-llm-compressor 0.14.0.1 entrypoints/model_free and observers/min_max.py. tests/test_pack.py runs both side by side.
+llm-compressor 0.14.0.1 entrypoints/model_free and observers/min_max.py. tests/quantize/test_pack.py runs both side by
+side.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from ..checkpoints.source import Entry, Source
+from ..checkpoints.stored import OTHER_LEAVES, Form, StoredWeight, stored_weights
 from ..recipes.errors import CheckpointError, RecipeError, refuse
 from ..recipes.families import find_family
 from ..recipes.family import FamilyView, HFName, Part, Place, Role, VLLMName
 from ..recipes.schema import Recipe
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES, Scheme, num_bytes
-from .source import Entry, Source
-from .stored import OTHER_LEAVES, Form, StoredWeight, stored_weights
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
 Calibrated = Literal["", "scales", "weights"]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import dequantize
+from ..checkpoints import dequantize
+from ..checkpoints.source import Entry, read
 from .plan import Plan, TensorPlan
-from .source import Entry, read
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

@@ -25,16 +25,16 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.source import Entry
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.schemes import SCHEMES, Scheme
+from .calibrate.ranks import Ranks
+from .calibrate.statistics import Statistics, refuse_statistics
+from .mxfp4_to_nvfp4 import mxfp4_as_nvfp4
 from .output import finish, sync_folder
 from .pack import pack
 from .plan import Output, Plan, Shard, TensorPlan
-from .ranks import Ranks
-from .reencode import mxfp4_as_nvfp4
-from .source import Entry
-from .statistics import Statistics, refuse_statistics
 from .weights import TORCH_DTYPES, load, load_expert, parts, read_bytes, scale_of, stored, typed, weight_of
 
 _COPY_BYTES = 32 * 2**20

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from ..recipes.errors import RecipeError, refuse
+from .errors import RecipeError, refuse
 
 _PACKAGE = "keepmtp"
 

@@ -10,10 +10,9 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from keepmtp import __version__
 from readme_renderer import markdown
 from wheel import ROOT, sdist_of, tracked
-
-from keepmtp import __version__
 
 GENERATED = {"PKG-INFO", "setup.cfg"}
 

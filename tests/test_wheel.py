@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from wheel import stranger
-
 from keepmtp import __version__
+from wheel import stranger
 
 EXTRAS = ("", "quantize", "report", "calibrate", "evaluate")
 PACKING = ("quantize", "calibrate", "evaluate")
@@ -64,7 +63,7 @@ def test_the_wheel_holds_one_package(built):
     names = set(zipfile.ZipFile(built).namelist())
     assert {name.split("/")[0] for name in names} == {"keepmtp", f"{built.name.split('-py3')[0]}.dist-info"}
     assert names >= {
-        "keepmtp/py.typed", "keepmtp/cli.py", "keepmtp/quantize/plan.py", "keepmtp/validate/static.py",
+        "keepmtp/py.typed", "keepmtp/cli/main.py", "keepmtp/quantize/plan.py", "keepmtp/validate/check/check.py",
         "keepmtp/recipes/families/glm4_moe.py", "keepmtp/recipes/models/dsv4-flash.nvfp4-fp8.yaml",
         "keepmtp/models/tiny-glm4-moe/model-00001-of-00002.safetensors", "keepmtp/models/problems.jsonl",
     }  # fmt: skip

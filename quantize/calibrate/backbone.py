@@ -1,7 +1,7 @@
 """The backbone pass: batches in, statistics and rewritten weights out, a file a decoder layer.
 
 In: a plan over a local source, and the batches. Out: a folder with what calibration found (`statistics.py` reads it),
-and the hidden states behind the last layer, from which the MTP pass and the figures of `evaluate.py` are made.
+and the hidden states behind the last layer, from which the MTP pass and the figures of `held_out.py` are made.
 
 Each decoder layer is a small model of its own: its weights come from the source, its inputs are what the layer before
 it left on disk, llm-compressor's modifiers see it in one basic pass, and its outputs become the next layer's inputs.
@@ -31,18 +31,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from .. import __version__
-from ..recipes.errors import RecipeError, refuse
-from ..recipes.family import HFName
-from . import llmcompressor_backend as backend
+from ... import __version__
+from ...checkpoints.source import file_sizes
+from ...recipes.errors import RecipeError, refuse
+from ...recipes.family import HFName
+from ..output import sync_folder, write_text
+from ..plan import Plan
+from . import layer as backend
 from .binding import Binding
 from .data import CalibrationData
 from .inference_mode import guard
-from .output import sync_folder, write_text
-from .plan import Plan
 from .ranks import Ranks
 from .skeleton import Batch, Skeleton, frozen_in, fused_in, on_disk, schemes_in
-from .source import file_sizes
 from .statistics import read_metadata, write_statistics
 
 Stream = Literal["calibration", "source", "served"]

@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightTransform
 
-from ..recipes.errors import CheckpointError, refuse
-from ..recipes.family import HFName
-from .plan import Plan, TensorPlan
-from .weights import load, load_expert
+from ...recipes.errors import CheckpointError, refuse
+from ...recipes.family import HFName
+from ..plan import Plan, TensorPlan
+from ..weights import load, load_expert
 
 # What families call the projections of one expert, and what llm-compressor's linear experts do.
 _EXPERT_LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

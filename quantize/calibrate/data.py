@@ -31,11 +31,11 @@ from huggingface_hub.errors import (
 from pyarrow import ArrowException
 from torch import Tensor
 
-from ..recipes.errors import CheckpointError, RecipeError, refuse
-from ..recipes.schema import Calibration
-from ..recipes.shipped import find_path
-from .encode import UNENCODABLE, Answered, Encoders, Row, encoders
-from .source import Source
+from ...checkpoints.source import Source
+from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.schema import Calibration
+from ...recipes.shipped import find_path
+from .tokenize import UNENCODABLE, Answered, Encoders, Row, encoders
 
 SHUFFLED_ROWS = 10_000
 """Rows are drawn in a seeded order from this many first ones of the split, then from as many next ones, and so on, so

@@ -32,10 +32,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..recipes.errors import RecipeError, refuse
-from ..recipes.family import HFName
-from . import llmcompressor_backend as backend
-from .calibrate import Backbone, Stream
+from ...recipes.errors import RecipeError, refuse
+from ...recipes.family import HFName
+from . import layer as backend
+from .backbone import Backbone, Stream
 from .mtp_block import MtpBlock, draft_steps
 from .skeleton import Batch
 from .statistics import write_statistics

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..recipes.errors import CheckpointError, refuse
+from ...recipes.errors import CheckpointError, refuse
 
 Kind = Literal["decorator", "within", "other wrapper"]
 _RULE = (

@@ -16,7 +16,7 @@ Easy to get wrong:
 - everything runs under no_grad, never inference_mode (llm-compressor #2745).
 
 Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0; equality with `oneshot(pipeline="sequential")` is tested in
-tests/test_llmcompressor_backend.py.
+tests/quantize/calibrate/test_layer.py.
 """
 
 import os
@@ -55,12 +55,12 @@ from loguru import logger as loguru_logger
 from pydantic import PrivateAttr
 from torch import Tensor, nn
 
-from ..recipes.errors import CheckpointError, RecipeError, refuse
-from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
-from . import dequantize
-from .pack import pack_alone
+from ...checkpoints import dequantize
+from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.schemes import RESCALING, REWRITES, SCHEMES
+from ..pack import pack_alone
+from ..weights import TORCH_DTYPES
 from .smoothing import Smoothing, check_preserved, find_smoothings, observe
-from .weights import TORCH_DTYPES
 
 # It logs by the line for every module; what matters of it is in `Calibrated`.
 for _name in ("llmcompressor", "compressed_tensors"):

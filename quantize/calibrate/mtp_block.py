@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from ..recipes.errors import RecipeError, refuse
-from ..recipes.family import Draft, FamilyView, HFName
+from ...recipes.errors import RecipeError, refuse
+from ...recipes.family import Draft, FamilyView, HFName
+from ..plan import Plan, TensorPlan
 from .binding import Binding, Names, bind
-from .llmcompressor_backend import linear_experts
-from .plan import Plan, TensorPlan
+from .layer import linear_experts
 
 # Keys of config.json that say nothing about the computation of a layer, or say it of other classes.
 _NOT_THE_LAYER = frozenset({"quantization_config", "architectures", "auto_map", "model_type"})

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recipes.errors import CheckpointError, GateError, RecipeError, refuse
-from ..recipes.family import HFName
-from ..recipes.schema import AUTO, Candidate, candidates_for
-from . import llmcompressor_backend as backend
-from .calibrate import Backbone, Progress, Stream, Watch, fitting, peak_memory, record
-from .evaluate import Acceptance, Row, Target, acceptance, agreement, block_input, target
+from ...recipes.errors import CheckpointError, GateError, RecipeError, refuse
+from ...recipes.family import HFName
+from ...recipes.schema import AUTO, Candidate, candidates_for
+from ..output import sync_folder, write_text
+from ..plan import Plan, make_plan
+from . import layer as backend
+from .backbone import Backbone, Progress, Stream, Watch, fitting, peak_memory, record
+from .held_out import Acceptance, Row, Target, acceptance, agreement, block_input, target
 from .mtp_block import MtpBlock, bind_block, build_block
-from .output import sync_folder, write_text
-from .plan import Plan, make_plan
 from .skeleton import Batch, frozen_in, fused_in, schemes_in
 from .statistics import read_metadata
 

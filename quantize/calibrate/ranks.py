@@ -19,7 +19,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ..recipes.errors import RecipeError, refuse
+from ...recipes.errors import RecipeError, refuse
 
 TIMEOUT = timedelta(hours=2)  # a GPTQ layer of a large model may keep one rank busy for long
 _RESUME = "Read what the other processes said; the same command goes on where this run stopped"

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..recipes.errors import RecipeError, refuse
-from ..recipes.schema import AUTO
-from .calibrate import Backbone, Watch, calibrate_backbone, fingerprint
+from ...recipes.errors import RecipeError, refuse
+from ...recipes.schema import AUTO
+from ..output import held
+from ..plan import Plan
+from .backbone import Backbone, Watch, calibrate_backbone, fingerprint
 from .data import calibration_data
-from .mtp import MtpPass, mtp_pass, refuse_mtp
-from .output import held
-from .plan import Plan
+from .mtp_pass import MtpPass, mtp_pass, refuse_mtp
 from .ranks import Ranks
 from .statistics import Statistics, refuse_statistics
 

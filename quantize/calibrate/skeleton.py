@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from ..recipes.errors import CheckpointError, RecipeError, refuse
-from ..recipes.family import HFName
-from ..recipes.schemes import SCHEMES
+from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.family import HFName
+from ...recipes.schemes import SCHEMES
+from ..plan import Plan, TensorPlan
 from .binding import Binding, Names, Piece, bind, fill
-from .llmcompressor_backend import linear_experts
-from .plan import Plan, TensorPlan
+from .layer import linear_experts
 
 State = tuple[Tensor | None, ...]
 """What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more for the next one."""

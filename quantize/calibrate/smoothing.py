@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..recipes.errors import CheckpointError, refuse
+from ...recipes.errors import CheckpointError, refuse
 
 # Rows kept of each module's output: enough to see any wrong channel, and 256 experts stay below a GiB.
 _ROWS = 64

@@ -23,13 +23,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..recipes.errors import CheckpointError, RecipeError, refuse
-from ..recipes.family import HFName
-from ..recipes.schemes import SCHEMES
-from .output import sync_folder
-from .plan import Output, Plan, TensorPlan
-from .source import Entry, read_header
-from .weights import typed
+from ...checkpoints.source import Entry, read_header
+from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.family import HFName
+from ...recipes.schemes import SCHEMES
+from ..output import sync_folder
+from ..plan import Output, Plan, TensorPlan
+from ..weights import typed
 
 _TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale")
 _CURE = "Remove this file, and run again: its layer is then calibrated anew"

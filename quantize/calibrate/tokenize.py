@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..recipes.errors import CheckpointError, RecipeError, refuse
-from .source import Source
+from ...checkpoints.source import Source
+from ...recipes.errors import CheckpointError, RecipeError, refuse
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json", "*.tiktoken",

@@ -1,8 +1,8 @@
-"""quantize/dequantize.py against compressed-tensors' readers and against plain float64 arithmetic."""
+"""checkpoints/dequantize.py against compressed-tensors' readers and against plain float64 arithmetic."""
 
 import pytest
 import torch
-from keepmtp.quantize import dequantize
+from keepmtp.checkpoints import dequantize
 from keepmtp.quantize import pack as pack_module
 from keepmtp.quantize.pack import pack
 from keepmtp.recipes.errors import CheckpointError

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from keepmtp.checkpoints.identity import CACHE, identify, identity_of
 from keepmtp.recipes.errors import CheckpointError
-from keepmtp.validate.identity import CACHE, identify, identity_of
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import source_layout, write_checkpoint
 from hub import FIRST_COMMIT
-from keepmtp.quantize.source import INDEX, download, open_source, read
+from keepmtp.checkpoints.source import INDEX, download, open_source, read
 from keepmtp.recipes.errors import CheckpointError
-from keepmtp.validate.static import check
+from keepmtp.validate.check.check import check
+from releases import source_layout, write_checkpoint
 
 
 @pytest.fixture

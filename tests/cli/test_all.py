@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from keepmtp.quantize.run import plan_for, quantize
+from keepmtp.cli.pipeline import plan_for, quantize
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 GLM = ROOT / "models" / "tiny-glm4-moe"
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 

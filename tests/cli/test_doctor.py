@@ -8,12 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from keepmtp.quantize import extras
-from keepmtp.validate import vllm_env
+from keepmtp.cli import doctor
+from keepmtp.recipes import extras
+from keepmtp.validate.serving import vllm_env
 
-from keepmtp import doctor
-
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 VLLM_SITE = next((ROOT / ".venv-vllm").glob("lib/python*/site-packages"), None)
 
@@ -85,7 +84,7 @@ def test_the_supported_range(number, is_good, tmp_path):
 def test_without_vllm_nothing_is_broken(tmp_path, monkeypatch):
     """A person who only plans and checks: exit status 0, and the command that would enable the rest."""
     monkeypatch.delenv("VLLM_PYTHON", raising=False)
-    monkeypatch.setattr(vllm_env, "__file__", str(tmp_path / "validate" / "vllm_env.py"))
+    monkeypatch.setattr(vllm_env, "__file__", str(tmp_path / "validate" / "serving" / "vllm_env.py"))
     monkeypatch.chdir(tmp_path)
     found = doctor.diagnose()
     assert found.vllm is None and found.broken == () and "VLLM_PYTHON" in found.no_vllm

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from keepmtp.cli.pipeline import plan_for, quantize
 from keepmtp.quantize.plan import Plan
-from keepmtp.quantize.run import plan_for, quantize
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PROMPTS = (
     "Question: Tom has 5 apples. Tom buys 7 more apples. How many apples does Tom have now?\nAnswer:",
     "Question: Ann has 14 books. Ann gives away 6 books. How many books are left?\nAnswer:",

@@ -6,19 +6,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import keepmtp_without
 from evaluations import Answers, evaluation
+from keepmtp.cli.eval_tables import table
+from keepmtp.cli.main import app
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation, Gates
-from keepmtp.validate import gsm8k
-from keepmtp.validate.gates import judge
+from keepmtp.validate.evaluation import gsm8k
+from keepmtp.validate.report.gates import judge
 from rich.console import Console
-from test_cli import keepmtp_without
 from typer.testing import CliRunner
 
-from keepmtp.cli import app
-from keepmtp.evaluated import table
-
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 GLM = ROOT / "models" / "tiny-glm4-moe"
 RECIPE = ("--recipe", "tiny-glm4-moe")
 
@@ -127,7 +126,7 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, mon
         seen.append(protocol)
         raise KeepMTPError("here; got far enough. Stop.")
 
-    monkeypatch.setattr("keepmtp.validate.harness.questions", noted)
+    monkeypatch.setattr("keepmtp.validate.evaluation.lm_eval_task.questions", noted)
     own = Evaluation(dataset="models/held_out.jsonl", shots=0, k=2, max_tokens=96)
     record(checkpoint, evaluation=own.model_dump(), gates={"max_drop": 0.1})
     refusal(checkpoint)

@@ -9,11 +9,10 @@ import subprocess
 import termios
 
 import pytest
+from commands import KEEPMTP, keepmtp, refused
+from keepmtp.cli.ls import details, screen
 from keepmtp.recipes.listing import listed
 from keepmtp.recipes.schema import find_recipe
-from test_cli import KEEPMTP, keepmtp, refused
-
-from keepmtp.ls import details, screen
 
 MODELS = {row.model for row in listed()}
 

@@ -1,60 +1,24 @@
 """The command as people type it: exit status, one-sentence errors, JSON for machines."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import source_layout, write_checkpoint
-
+from commands import keepmtp, keepmtp_without, refused
 from keepmtp import __version__
+from releases import source_layout, write_checkpoint
 
-ROOT = Path(__file__).parent.parent
-KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+ROOT = Path(__file__).parent.parent.parent
 AUTO = "tiny-glm4-moe.nvfp4-mtp-auto"
-
-
-def keepmtp(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([KEEPMTP, *words], capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
-
-
-HIDE = """
-import importlib.metadata, sys
-known, hidden = importlib.metadata.version, {packages!r}
-
-def version(name):
-    if name in hidden:
-        raise importlib.metadata.PackageNotFoundError(name)
-    return known(name)
-
-importlib.metadata.version = version
-sys.modules |= dict.fromkeys(name.replace("-", "_") for name in hidden)
-from keepmtp.cli import main
-main()
-"""
-
-
-def keepmtp_without(packages: tuple[str, ...], *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The command where these packages are not installed."""
-    hide = HIDE.format(packages=packages)
-    return subprocess.run([sys.executable, "-c", hide, *words], capture_output=True, text=True, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     config, tensors = source_layout("glm-4.7", size="tiny")
     return write_checkpoint(tmp_path_factory.mktemp("cli") / "source", config, tensors, data="random")
-
-
-def refused(*words: str, says: str, status: int = 2, cwd: Path | None = None) -> None:
-    done = keepmtp(*words, cwd=cwd)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    assert "; got " in done.stderr and done.stderr.rstrip().endswith((".", "?"))
-    assert says in done.stderr
 
 
 def test_quantize_then_check(source, tmp_path):
@@ -251,7 +215,7 @@ def test_a_shipped_model_is_found_from_anywhere(tmp_path):
 
 
 def test_a_broken_recipe_file(source, tmp_path):
-    shipped = Path(__file__).parent.parent / "recipes/models/glm-4.7.w4a16-fp8.yaml"
+    shipped = Path(__file__).parent.parent.parent / "recipes" / "models" / "glm-4.7.w4a16-fp8.yaml"
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(shipped.read_text().replace("backbone:", "backbones:"))
     refused("plan", str(recipe), "--source", str(source), says="Did you mean backbone?")
@@ -293,7 +257,7 @@ def test_a_word_that_is_not_known_is_said_plainly(words, says):
 
 
 def test_what_the_hub_warns_of_is_said_once():
-    code = ("import logging; from keepmtp import cli; cli._common(); "
+    code = ("import logging; from keepmtp.cli import main as cli; cli._common(); "
             "logging.getLogger('huggingface_hub.x').warning('slow')")  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.count("slow") == 1, done.stderr

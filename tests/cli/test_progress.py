@@ -5,14 +5,13 @@ import json
 from dataclasses import dataclass
 
 import pytest
+from keepmtp.cli.progress import asking, in_words, place_in_run, watching
 from rich.console import Console
-
-from keepmtp.progress import asking, in_words, place_in_run, watching
 
 
 @dataclass(frozen=True)
 class Step:
-    """As `quantize/calibrate.py` tells it, without its torch."""
+    """As `quantize/calibrate/backbone.py` tells it, without its torch."""
 
     step: str = "backbone"
     done: int = 12
@@ -31,7 +30,7 @@ def test_the_step_in_words():
 
 
 def test_the_fields_are_those_of_the_run():
-    from keepmtp.quantize.calibrate import Progress
+    from keepmtp.quantize.calibrate.backbone import Progress
 
     assert set(Progress.__dataclass_fields__) == set(Step.__dataclass_fields__)
 
@@ -79,7 +78,7 @@ def test_other_processes_are_silent(monkeypatch):
 
 @dataclass(frozen=True)
 class Asked:
-    """As `validate/asking.py` tells it, without its lm-eval."""
+    """As `validate/evaluation/ask.py` tells it, without its lm-eval."""
 
     role: str = "source"
     doing: str = ""
@@ -90,7 +89,7 @@ class Asked:
 
 
 def test_the_fields_are_those_of_the_evaluation():
-    from keepmtp.validate.asking import Step as Real
+    from keepmtp.validate.evaluation.ask import Step as Real
 
     assert set(Real.__dataclass_fields__) == set(Asked.__dataclass_fields__)
 

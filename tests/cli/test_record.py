@@ -8,13 +8,12 @@ from pathlib import Path
 
 import measured
 import pytest
-from keepmtp.quantize.source import open_source
+from keepmtp.checkpoints.identity import CACHE, identify
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.source_of import recorded_source
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.identity import CACHE, identify
-from keepmtp.validate.report import JSON_FILE, read_json, verify
-from keepmtp.validate.results import file_of, read_result, report_folder
-
-from keepmtp.made_from import recorded_source
+from keepmtp.validate.report.report import JSON_FILE, read_json, verify
+from keepmtp.validate.report.results import file_of, read_result, report_folder
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 

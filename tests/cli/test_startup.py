@@ -10,8 +10,7 @@ import sys
 from importlib import import_module
 
 import pytest
-
-from keepmtp.cli import VERBS
+from keepmtp.cli.main import VERBS
 
 SLOW = {
     "datasets", "httpx", "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "numpy", "pydantic", "requests", "rich",
@@ -19,7 +18,7 @@ SLOW = {
 }  # fmt: skip
 HARNESS = """
 import json, sys
-from keepmtp.cli import main
+from keepmtp.cli.main import main
 try:
     main()
 finally:
@@ -42,7 +41,7 @@ def test_help_and_version_load_no_verb(words):
     modules, said = loaded(*words)
     assert said and not slow(modules)
     ours = {name for name in modules if name.partition(".")[0] == "keepmtp"}
-    assert ours == {"keepmtp", "keepmtp.cli", "keepmtp.recipes", "keepmtp.recipes.errors"}
+    assert ours == {"keepmtp", "keepmtp.cli", "keepmtp.cli.main", "keepmtp.recipes", "keepmtp.recipes.errors"}
 
 
 @pytest.mark.parametrize("words", [["ls"], ["ls", "glm-4.7"], ["ls", "--help"]], ids=" ".join)
@@ -68,7 +67,7 @@ def test_the_help_of_a_verb_loads_no_station(verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_table_says_what_the_docstrings_say(verb):
-    called = getattr(import_module(f"keepmtp.{VERBS[verb].module}"), VERBS[verb].function)
+    called = getattr(import_module(f"keepmtp.cli.{VERBS[verb].module}"), VERBS[verb].function)
     first, _, _ = str(inspect.getdoc(called)).partition("\n\n")
     assert VERBS[verb].help == " ".join(first.split())
 

@@ -4,14 +4,14 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from checkpoints import source_layout, write_checkpoint
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.calibrate.statistics import Statistics, write_statistics
 from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import Plan, TensorPlan, make_plan
-from keepmtp.quantize.source import open_source
-from keepmtp.quantize.statistics import Statistics, write_statistics
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schema import Recipe, find_recipe
 from keepmtp.recipes.schemes import SCHEMES
+from releases import source_layout, write_checkpoint
 
 
 def planned(

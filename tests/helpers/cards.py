@@ -6,18 +6,18 @@ from typing import Any
 
 import measured
 import reports
-from keepmtp.quantize import run
-from keepmtp.quantize.source import Source, open_source
-from keepmtp.validate import report as full_reports
-from keepmtp.validate.card_page import Told
-from keepmtp.validate.check_data import check_data
-from keepmtp.validate.findings import Report
-from keepmtp.validate.identity import identify
-from keepmtp.validate.load import with_verdicts
-from keepmtp.validate.origin import groups_of, read_record, recipe_text
-from keepmtp.validate.report_schema import FullReport
-from keepmtp.validate.results import report_folder, write_result
-from keepmtp.validate.static import examine
+from keepmtp.checkpoints.identity import identify
+from keepmtp.checkpoints.source import Source, open_source
+from keepmtp.cli import pipeline
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.check.findings import Report
+from keepmtp.validate.dryload.check_on import with_verdicts
+from keepmtp.validate.publish.card_page import Told
+from keepmtp.validate.publish.provenance import groups_of, read_record, recipe_text
+from keepmtp.validate.report import report as full_reports
+from keepmtp.validate.report.check_data import check_data
+from keepmtp.validate.report.results import report_folder, write_result
+from keepmtp.validate.report.schema import FullReport
 
 RECIPE = "tiny-glm4-moe.nvfp4a16-fp8"
 STATIONS = frozenset({"check", "serve", "gsm8k"})
@@ -25,8 +25,8 @@ STATIONS = frozenset({"check", "serve", "gsm8k"})
 
 def checkpoint(folder: Path, recipe: str = RECIPE, **choices: Any) -> Path:
     """A checkpoint as `keepmtp quantize` leaves it."""
-    made, text = run.plan_for(recipe, source=str(reports.MODEL), **choices)
-    run.quantize(made, text, out=folder)
+    made, text = pipeline.plan_for(recipe, source=str(reports.MODEL), **choices)
+    pipeline.quantize(made, text, out=folder)
     return folder
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepmtp.quantize.source import Entry, Source
+from keepmtp.checkpoints.source import Entry, Source
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import SCHEMES, num_bytes
 

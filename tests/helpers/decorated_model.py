@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from checkpoints import source_layout, write_checkpoint
+from releases import source_layout, write_checkpoint
 from safetensors.torch import save_file
 
 Form = Literal["plain", "decorated", "with"]

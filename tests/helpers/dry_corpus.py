@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import checkpoints
+import releases
 from broken import BROKEN, GOOD
 from checkpoint_files import (
     Change,
@@ -74,7 +74,7 @@ def good_cases() -> Iterator[DryCase]:
     separate = [f"released {model}" for model in SEPARATE]
     yield from (DryCase(name=name, build=build) for name, build in GOOD.items() if name not in separate)
     schemes = [scheme for scheme in SCHEMES if scheme != "NVFP4"]
-    for number, model in enumerate(model for model in checkpoints.MODELS if model not in (*TWINS, *SEPARATE)):
+    for number, model in enumerate(model for model in releases.MODELS if model not in (*TWINS, *SEPARATE)):
         scheme = schemes[number % len(schemes)]
         algorithm = [each for each in ALGORITHMS if each not in LINEAR_ONLY][number % 3]
         forms: dict[str, Callable[[], Checkpoint]] = {

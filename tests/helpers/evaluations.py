@@ -6,13 +6,13 @@ from typing import Any
 
 import reports
 from keepmtp.recipes.protocol import Evaluation, Gates
-from keepmtp.validate.acceptance import AsServed, Role
-from keepmtp.validate.check_data import check_data
-from keepmtp.validate.gates import judge
-from keepmtp.validate.paired import paired
-from keepmtp.validate.report import assemble
-from keepmtp.validate.report_schema import EvaluatedFact, EvaluationFact, FullReport, Identity, ScoreFact
-from keepmtp.validate.static import check
+from keepmtp.validate.check.check import check
+from keepmtp.validate.report.check_data import check_data
+from keepmtp.validate.report.gates import judge
+from keepmtp.validate.report.paired import paired
+from keepmtp.validate.report.report import assemble
+from keepmtp.validate.report.schema import EvaluatedFact, EvaluationFact, FullReport, Identity, ScoreFact
+from keepmtp.validate.serving.acceptance import AsServed, Role
 
 FILTERS = ("strict-match", "flexible-extract")
 COPY: AsServed = "BF16 copy of the same weights"

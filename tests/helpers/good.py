@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import checkpoints
+import releases
 from checkpoint_files import Checkpoint, as_source
 from keepmtp.quantize.output import output_config
 from keepmtp.quantize.plan import Plan, make_plan
@@ -32,7 +32,7 @@ _COMPANIONS = {"dots3_note": {"added_tokens.json": {"<|imgpad|>": 500, "<|audiop
 
 def released(model: str, **changes: Any) -> Checkpoint:
     """The original release, tiny."""
-    config, tensors = checkpoints.source_layout(model, size="tiny", changes=changes)
+    config, tensors = releases.source_layout(model, size="tiny", changes=changes)
     return Checkpoint(config=config, tensors=dict(tensors), json_files=companions(config))
 
 
@@ -44,7 +44,7 @@ def companions(config: dict[str, Any]) -> dict[str, Any]:
 @cache
 def planned(model: str, scheme: str, mtp: str, size: str = "tiny", **changes: Any) -> Plan:
     """Our plan for a model: one scheme for the whole backbone, and a policy for the MTP block."""
-    config, tensors = checkpoints.source_layout(model, size=size, changes=changes)
+    config, tensors = releases.source_layout(model, size=size, changes=changes)
     source = as_source(Checkpoint(config=config, tensors=dict(tensors)), Path("/nonexistent"))
     view = find_family(config, model).view(config)
     places = [view.place(HFName(name)) for name in tensors]
@@ -198,7 +198,7 @@ def native_bf16_mtp() -> Checkpoint:
 
 
 GOOD: dict[str, Callable[[], Checkpoint]] = {
-    **{f"released {model}": (lambda model=model: released(model)) for model in checkpoints.MODELS},
+    **{f"released {model}": (lambda model=model: released(model)) for model in releases.MODELS},
     "dsv4 bf16": lambda: ours("dsv4-flash", "NVFP4"),
     "dsv4 block": lambda: ours("dsv4-flash", "FP8_BLOCK", "source"),
     "dsv4 published": published_flash,

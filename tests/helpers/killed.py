@@ -30,7 +30,7 @@ def small_recipe(folder: Path, name: str, **changes: Any) -> Path:
 
 def forks() -> ForkServerContext:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["killed", "keepmtp.quantize.run", "keepmtp.quantize.calibrate"])
+    context.set_forkserver_preload(["killed", "keepmtp.cli.pipeline", "keepmtp.quantize.calibrate.backbone"])
     return context
 
 
@@ -78,10 +78,10 @@ def backbone_pass(
     """
     os.environ.update({key: str(value) for key, value in environment.items()})
     import torch
-    from keepmtp.quantize import calibrate
-    from keepmtp.quantize.data import calibration_data
-    from keepmtp.quantize.ranks import joined
-    from keepmtp.quantize.run import plan_for
+    from keepmtp.cli.pipeline import plan_for
+    from keepmtp.quantize.calibrate import backbone as calibrate
+    from keepmtp.quantize.calibrate.data import calibration_data
+    from keepmtp.quantize.calibrate.ranks import joined
     from keepmtp.recipes.errors import KeepMTPError
 
     torch.set_num_threads(1)

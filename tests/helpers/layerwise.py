@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from keepmtp.quantize.llmcompressor_backend import Calibrated, calibrate, linear_experts, propagating
+from keepmtp.quantize.calibrate.layer import Calibrated, calibrate, linear_experts, propagating
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -2,8 +2,8 @@
 
     make matrix        runs all of it and writes docs/matrix.md
 
-In: the layouts of tests/layouts and tests/checkpoints. Out: a cell for each checkpoint, GPU and TP size: "loads", or
-what the report says instead.
+In: the layouts of tests/helpers/layouts and tests/helpers/releases. Out: a cell for each checkpoint, GPU and TP size:
+"loads", or what the report says instead.
 """
 
 import os
@@ -13,28 +13,28 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import checkpoints
+import releases
 from checkpoint_files import Checkpoint, write
 from dry_corpus import SEPARATE
 from good import companions, ours
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_family
-from keepmtp.validate.dry import GPU, GPUS, DryLoader, Job
-from keepmtp.validate.findings import Report
-from keepmtp.validate.load import with_verdicts
-from keepmtp.validate.static import examine
-from keepmtp.validate.vllm_env import find_vllm
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.check.findings import Report
+from keepmtp.validate.dryload.check_on import with_verdicts
+from keepmtp.validate.dryload.loader import GPU, GPUS, DryLoader, Job
+from keepmtp.validate.serving.vllm_env import find_vllm
 from layouts import gemma4_assistant
 from modelopt_form import modelopt
 
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
 INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules do not take it
 TPS = (1, 4)
-DOCS = Path(__file__).parent.parent / "docs" / "matrix.md"
+DOCS = Path(__file__).parent.parent.parent / "docs" / "matrix.md"
 
 
 def _released(model: str) -> Checkpoint:
-    config, tensors = checkpoints.source_layout(model, size="split")
+    config, tensors = releases.source_layout(model, size="split")
     return Checkpoint(config=config, tensors=dict(tensors), json_files=companions(config))
 
 
@@ -116,12 +116,12 @@ def _target(model: str, folder: Path) -> Path | None:
     """A target for a draft that has a checkpoint of its own."""
     if model not in SEPARATE:
         return None
-    config, tensors = gemma4_assistant.target(checkpoints.source_layout(model, size="split")[0])
-    return checkpoints.write_checkpoint(folder.with_name(f"{folder.name}-target"), config, tensors)
+    config, tensors = gemma4_assistant.target(releases.source_layout(model, size="split")[0])
+    return releases.write_checkpoint(folder.with_name(f"{folder.name}-target"), config, tensors)
 
 
 def family_of(model: str) -> str:
-    return find_family(checkpoints.MODELS[model], model).model_type
+    return find_family(releases.MODELS[model], model).model_type
 
 
 def markdown(cells: list[Cell], version: str) -> str:
@@ -136,7 +136,7 @@ def markdown(cells: list[Cell], version: str) -> str:
     lines = [
         "# What vLLM builds and loads", "",
         f"Written by `make matrix`: vLLM {version}'s own target and draft classes and loaders on meta tensors, from",
-        "tiny checkpoints in published names (tests/layouts, tests/checkpoints.py). *loads* means: both constructed",
+        "tiny checkpoints in published names (tests/helpers/layouts). *loads* means: both constructed",
         "and loaded, every parameter written over all its elements, every tensor used, no number cast, and a kernel",
         f"for every layer that could be judged. Quantized is {SCHEME} for backbone and, where said, MTP block, and",
         f"{INSTEAD} where keepmtp refuses {SCHEME} for the family.",
@@ -156,7 +156,7 @@ def plain(reason: str) -> str:
 
 
 def main() -> None:
-    models = sys.argv[1:] or list(checkpoints.MODELS)
+    models = sys.argv[1:] or list(releases.MODELS)
     cells = []
     for cell in run(models):
         cells.append(cell)

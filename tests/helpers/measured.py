@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import reports
-from checkpoints import source_layout, write_checkpoint
 from evaluations import FILTERS, Answers, evaluation
-from keepmtp.quantize.source import open_source
-from keepmtp.validate.acceptance import Role
-from keepmtp.validate.check_data import record_static
-from keepmtp.validate.identity import file_sha256, identify
-from keepmtp.validate.report_schema import EvaluationFact
-from keepmtp.validate.results import report_folder, write_result
-from keepmtp.validate.samples import Answer, Header, Samples, Sitting
+from keepmtp.checkpoints.identity import file_sha256, identify
+from keepmtp.checkpoints.source import open_source
+from keepmtp.validate.evaluation.answers import Answer, Header, Samples, Sitting
+from keepmtp.validate.report.check_data import record_static
+from keepmtp.validate.report.results import report_folder, write_result
+from keepmtp.validate.report.schema import EvaluationFact
+from keepmtp.validate.serving.acceptance import Role
+from releases import source_layout, write_checkpoint
 
 ANSWERS = Answers(both=50, only_source=2, only_checkpoint=3, neither=5)
 LAX = {"max_drop": 0.2, "min_acceptance": 0.9}

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from keepmtp.quantize.calibrate import Backbone, calibrate_backbone
-from keepmtp.quantize.data import CalibrationData, calibration_data
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.pipeline import plan_before_measuring
+from keepmtp.quantize.calibrate.backbone import Backbone, calibrate_backbone
+from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.plan import Plan
-from keepmtp.quantize.ranks import Ranks
-from keepmtp.quantize.run import plan_before_measuring
-from keepmtp.quantize.source import open_source
 from keepmtp.recipes.schema import Recipe, find_recipe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 END = 2
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 

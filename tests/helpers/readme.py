@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from keepmtp.quantize.run import plan_for, quantize
+from keepmtp.cli.pipeline import plan_for, quantize
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family import Family
 from keepmtp.recipes.schema import read_recipe, recipe_files
@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from twins import broken
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 README, PICTURE, MATRIX = ROOT / "README.md", ROOT / "docs" / "check.svg", ROOT / "docs" / "matrix.md"
 MARKERS = "<!-- families -->", "<!-- end of families -->"
 COLUMNS = 118

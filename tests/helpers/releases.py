@@ -4,7 +4,7 @@ In: a model's name (the recipes' `model`). Out: its config.json and {tensor name
 files: holes instead of weights at full size, small finite numbers at tiny size.
 
 The names come from published indexes and from transformers' save_pretrained, never from keepmtp's own tables: this
-file is what those tables are tested against. A new family is one file in tests/layouts/.
+file is what those tables are tested against. A new family is one file in tests/helpers/layouts/.
 """
 
 import json

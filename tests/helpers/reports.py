@@ -5,17 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from keepmtp.quantize.source import Source, open_source
-from keepmtp.validate.acceptance import Drafts, Output, Parting, Run, Served, ServeReport
-from keepmtp.validate.check_data import calibration_fact, check_data, sizes_by_group
-from keepmtp.validate.dry import GPU, Failure, Kernel, Misfit, Side, Verdict
-from keepmtp.validate.findings import Facts, Finding, Report
-from keepmtp.validate.load import with_verdicts
-from keepmtp.validate.report import assemble
-from keepmtp.validate.report_schema import FullReport, Serve
-from keepmtp.validate.static import check, examine
+from keepmtp.checkpoints.source import Source, open_source
+from keepmtp.validate.check.check import check, examine
+from keepmtp.validate.check.findings import Facts, Finding, Report
+from keepmtp.validate.dryload.check_on import with_verdicts
+from keepmtp.validate.dryload.loader import GPU, Failure, Kernel, Misfit, Side, Verdict
+from keepmtp.validate.report.check_data import calibration_fact, check_data, sizes_by_group
+from keepmtp.validate.report.report import assemble
+from keepmtp.validate.report.schema import FullReport, Serve
+from keepmtp.validate.serving.acceptance import Drafts, Output, Parting, Run, Served, ServeReport
 
-MODEL = Path(__file__).parent.parent / "models" / "tiny-glm4-moe"
+MODEL = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
 AT = "2030-01-02 03:04:05 UTC"
 VLLM = "0.32.0"
 SHARED = ("model.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
@@ -100,7 +100,7 @@ def broken() -> FullReport:
 
 
 def accepted(*rates: float) -> dict[str, Any]:
-    """A figure as `quantize/evaluate.py` gives it: `rates` are of the drafts that reach a position."""
+    """A figure as `quantize/calibrate/held_out.py` gives it: `rates` are of the drafts that reach a position."""
     shares = [round(math.prod(rates[: step + 1]), 5) for step in range(len(rates))]
     ks = range(1, len(rates) + 1)
     return {"num_slots": 1320, "by_position": {str(k): shares[:k] for k in ks},

@@ -1,6 +1,7 @@
 """Pieces that layouts are put together from: name -> (dtype, shape), as safetensors headers have it.
 
-In: sizes from a config.json. Out: `Tensors`. Used by tests/checkpoints.py and the families in tests/layouts/.
+In: sizes from a config.json. Out: `Tensors`. Used by tests/helpers/releases.py and the families in
+tests/helpers/layouts/.
 """
 
 import math

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 WHEELS = ROOT / "build" / "wheels"
 UV = str(Path(sys.executable).with_name("uv"))
 _OFFLINE = ("--no-index", "--find-links", str(WHEELS))

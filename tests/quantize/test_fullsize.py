@@ -10,13 +10,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import checkpoints
 import pytest
+import releases
+from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.output import output_config
 from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.source import open_source
 from keepmtp.recipes.schema import find_recipe
-from keepmtp.validate.static import check
+from keepmtp.validate.check.check import check
 
 # recipe: (tensors in, GB in, tensors out, bytes out)
 FULL_SIZE = {
@@ -35,8 +35,8 @@ FULL_SIZE = {
 def plan(request, tmp_path_factory) -> Plan:
     recipe, _ = find_recipe(request.param)
     folder = tmp_path_factory.mktemp(recipe.model)
-    config, tensors = checkpoints.source_layout(recipe.model, size="full")
-    checkpoints.write_checkpoint(folder, config, tensors, num_shards=None)
+    config, tensors = releases.source_layout(recipe.model, size="full")
+    releases.write_checkpoint(folder, config, tensors, num_shards=None)
     return make_plan(recipe, open_source(folder))
 
 
@@ -86,7 +86,7 @@ def test_only_the_mtp_block_and_what_is_kept_stay_plain(plan):
 def test_release_and_result_check_green(plan, tmp_path):
     """The static check on the release as it is, and on what the plan will write, headers over holes."""
     tensors = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
-    out = checkpoints.write_checkpoint(tmp_path / "out", output_config(plan), tensors, num_shards=None)
+    out = releases.write_checkpoint(tmp_path / "out", output_config(plan), tensors, num_shards=None)
     for report in (check(plan.source.folder), check(out, source=plan.source)):
         assert not report.findings, report.findings[:3]
         assert report.facts.num_mtp_layers == 1
@@ -105,7 +105,7 @@ MEASURED = """
 import json, re, sys
 from pathlib import Path
 from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.source import open_source
+from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.schema import find_recipe
 plan = make_plan(find_recipe(sys.argv[1])[0], open_source(sys.argv[2]))
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss counts the parent's
@@ -119,7 +119,7 @@ def test_planning_takes_little_memory(plan):
     """In a process of its own, as `keepmtp plan` runs: from files to plan, without torch. Seconds: benchmarks/."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, plan.recipe.name, str(plan.source.folder)],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parent,
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent / "helpers",
     )  # fmt: skip
     measured = json.loads(done.stdout)
     assert measured["tensors"] == len(plan.tensors)

@@ -5,11 +5,11 @@ import shutil
 from collections import Counter
 
 import pytest
-from checkpoints import source_layout, write_checkpoint
+from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.source import open_source
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import Recipe, find_recipe
+from releases import source_layout, write_checkpoint
 
 
 def recipe_for(model: str, **changes: object) -> Recipe:

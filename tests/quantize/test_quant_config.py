@@ -4,11 +4,11 @@ import random
 import re
 
 import pytest
-from checkpoints import source_layout, write_checkpoint
+from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.quantize.quant_config import number_regex, quantization_config, runtime_modules
-from keepmtp.quantize.source import open_source
 from keepmtp.recipes.schema import find_recipe, read_recipe, recipe_files
+from releases import source_layout, write_checkpoint
 
 RECIPES = [path.name.removesuffix(".yaml") for path in recipe_files() if not path.name.startswith("tiny-")]
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import source_layout, write_checkpoint
+from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.output import claim, output_config, partial_folder, publish, refuse_output
 from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.source import open_source
 from keepmtp.quantize.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
+from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file
 
 SHARD = 2_000_000  # many shards, so that there is something between them
@@ -124,7 +124,7 @@ import sys
 from pathlib import Path
 from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.source import open_source
+from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.output import claim, publish, refuse_output
 from keepmtp.quantize.writer import write
 from keepmtp.recipes.schema import find_recipe

@@ -4,12 +4,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from keepmtp.quantize import extras
-from keepmtp.quantize.extras import missing, require_extra, requirements
+from keepmtp.recipes import extras
 from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.extras import missing, require_extra, requirements
 from packaging.requirements import Requirement
 
-DECLARED = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+DECLARED = tomllib.loads((Path(__file__).parent.parent.parent / "pyproject.toml").read_text())["project"]
 EXTRAS = DECLARED["optional-dependencies"]
 
 

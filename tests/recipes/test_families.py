@@ -1,4 +1,4 @@
-"""Family tables against what makers publish (tests/checkpoints.py) and against the names vLLM 0.32.0 asks for.
+"""Family tables against what makers publish (tests/helpers/releases.py) and against the names vLLM 0.32.0 asks for.
 
 The prefixes below were recorded by constructing vLLM's draft classes with a quantization config that writes down every
 question, or read in their source where they do not build on a CPU. They are spelled out here on purpose;
@@ -11,22 +11,22 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-import checkpoints
 import layouts
 import pytest
-from keepmtp.quantize.stored import SCALE_LEAVES
+import releases
+from keepmtp.checkpoints.stored import SCALE_LEAVES
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import families, find_family
 from keepmtp.recipes.family import FamilyView, HFName
 from tensors import ITEM_BYTES, Tensors, num_bytes
 
-MODELS = tuple(checkpoints.MODELS)
+MODELS = tuple(releases.MODELS)
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @cache
 def view_of(model: str, size: str = "tiny") -> tuple[FamilyView, Tensors]:
-    config, tensors = checkpoints.source_layout(model, size=size)
+    config, tensors = releases.source_layout(model, size=size)
     return find_family(config, model).view(config), tensors
 
 
@@ -49,8 +49,8 @@ def test_every_tensor_has_a_place(model, size):
 
 
 def test_every_family_has_a_fixture():
-    """A new family comes with a layout in tests/layouts/: no table goes untested."""
-    covered = {find_family(config, model).model_type for model, config in checkpoints.MODELS.items()}
+    """A new family comes with a layout in tests/helpers/layouts/: no table goes untested."""
+    covered = {find_family(config, model).model_type for model, config in releases.MODELS.items()}
     assert covered == {family.model_type for family in families().values()}
 
 
@@ -67,8 +67,8 @@ MTP_WEIGHTS = {
 def test_the_mtp_block_is_all_of_what_is_published(model):
     # Four layers deep: the MTP block is the same, the backbone is not what this counts.
     depth = {"num_hidden_layers": 4}
-    changes = {"text_config": depth} if "text_config" in checkpoints.MODELS[model] else depth
-    config, tensors = checkpoints.source_layout(model, size="full", changes=changes)
+    changes = {"text_config": depth} if "text_config" in releases.MODELS[model] else depth
+    config, tensors = releases.source_layout(model, size="full", changes=changes)
     view = find_family(config, model).view(config)
     found = [name for name in map(HFName, tensors) if view.is_mtp(name)]
     num_layers = layouts.PUBLISHED[model].num_mtp_layers if model in layouts.PUBLISHED else 1
@@ -120,7 +120,7 @@ INDEXES = [
 
 @pytest.mark.parametrize(("model", "changes", "prefix", "count", "size"), INDEXES)
 def test_fixtures_have_the_published_index(model, changes, prefix, count, size):
-    _, tensors = checkpoints.source_layout(model, size="full", changes=changes)
+    _, tensors = releases.source_layout(model, size="full", changes=changes)
     chosen = [spec for name, spec in tensors.items() if name.startswith(prefix)]
     assert len(chosen) == (count or len(chosen))
     assert sum(num_bytes(*spec) for spec in chosen) == size
@@ -300,7 +300,7 @@ def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
     assert message.startswith("somewhere/config.json: ")
     assert "DeepSeek V4.1 has no classic-MTP draft" in message
     assert "Use speculative method 'dspark' instead of 'mtp'" in message
-    python = os.environ.get("VLLM_PYTHON", str(Path(__file__).parent.parent / ".venv-vllm" / "bin" / "python"))
+    python = os.environ.get("VLLM_PYTHON", str(Path(__file__).parent.parent.parent / ".venv-vllm" / "bin" / "python"))
     found = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm/config/speculative.py")
     for source in found:  # where vLLM is installed: word by word
         strings = re.findall(r'"([^"]*)"', source.read_text())

@@ -1,7 +1,7 @@
 """Layouts whose published names transformers reads but does not write: it must load all of them, and miss nothing."""
 
-import checkpoints
 import pytest
+import releases
 
 # save_pretrained of these classes spells some names in another way than the release (transformers 5.17).
 READ_NOT_WRITTEN = ("minimax-m3", "hy4-preview", "qwen3.8-flash-next")
@@ -11,8 +11,8 @@ READ_NOT_WRITTEN = ("minimax-m3", "hy4-preview", "qwen3.8-flash-next")
 def test_transformers_loads_the_published_names(model, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
-    config, tensors = checkpoints.source_layout(model, size="tiny")
-    checkpoints.write_checkpoint(tmp_path, config, tensors, data="random")
+    config, tensors = releases.source_layout(model, size="tiny")
+    releases.write_checkpoint(tmp_path, config, tensors, data="random")
     model_class = getattr(transformers, config["architectures"][0])
     _, told = model_class.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.bfloat16)
     assert {key: sorted(names) for key, names in told.items() if names} == {}
@@ -20,9 +20,9 @@ def test_transformers_loads_the_published_names(model, tmp_path):
 
 def test_a_wrong_name_is_noticed(tmp_path):
     transformers = pytest.importorskip("transformers")
-    config, tensors = checkpoints.source_layout("hy4-preview", size="tiny")
+    config, tensors = releases.source_layout("hy4-preview", size="tiny")
     wrong = {name.replace("linear_gate", "gate"): spec for name, spec in tensors.items()}
-    checkpoints.write_checkpoint(tmp_path, config, wrong, data="random")
+    releases.write_checkpoint(tmp_path, config, wrong, data="random")
     model_class = getattr(transformers, config["architectures"][0])
     _, told = model_class.from_pretrained(tmp_path, output_loading_info=True)
     assert any("gate_proj" in name for name in told["missing_keys"])

@@ -6,11 +6,11 @@ import sys
 import zlib
 from pathlib import Path
 
-import checkpoints
 import pytest
+import releases
 import yaml
+from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.source import open_source
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schema import (
     DEFAULT_AUTO,
@@ -334,7 +334,7 @@ def test_shipped_recipe_fits_its_model(name, tmp_path):
     """At the model's true widths: every group is decided, every scheme fits, every fused module agrees."""
     recipe, _ = find_recipe(name)
     plan = make_plan(
-        recipe, open_source(checkpoints.write_checkpoint(tmp_path, *checkpoints.thin_layout(recipe.model)))
+        recipe, open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout(recipe.model)))
     )
     assert_takes_effect(plan)
 
@@ -342,7 +342,7 @@ def test_shipped_recipe_fits_its_model(name, tmp_path):
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("tiny-")])
 def test_shipped_recipe_fits_the_model_beside_it(name):
     recipe, _ = find_recipe(name)
-    folder = Path(__file__).parent.parent / recipe.source
+    folder = Path(__file__).parent.parent.parent / recipe.source
     if not (folder / "config.json").is_file():
         pytest.skip(f"{recipe.source} is not in this checkout")
     source = open_source(folder)
@@ -352,7 +352,7 @@ def test_shipped_recipe_fits_the_model_beside_it(name):
 
 def test_the_rows_of_the_small_models_are_what_their_generator_writes(tmp_path, monkeypatch):
     """And what they are evaluated on is nothing that they were trained or calibrated on."""
-    models = Path(__file__).parent.parent / "models"
+    models = Path(__file__).parent.parent.parent / "models"
     if not (models / "train" / "problems.py").is_file():
         pytest.skip("models/train is not in this checkout")
     spec = importlib.util.spec_from_file_location("problems", models / "train" / "problems.py")
@@ -394,7 +394,7 @@ def planned(tmp_path: Path, **changes) -> Plan:
     raw = find_recipe("glm-4.7")[0].model_dump() | changes
     source = tmp_path / "source"
     if not source.exists():
-        checkpoints.write_checkpoint(source, *checkpoints.source_layout("glm-4.7", size="tiny"))
+        releases.write_checkpoint(source, *releases.source_layout("glm-4.7", size="tiny"))
     return make_plan(Recipe.model_validate(raw), open_source(source))
 
 
@@ -473,7 +473,7 @@ def test_widths_a_scheme_cannot_take(model, backbone, says, tmp_path):
     """GLM-4.5-Air's dense layer is 10944 wide: 85.5 blocks of 128."""
     recipe = find_recipe(model)[0]
     recipe = recipe.model_copy(update={"backbone": recipe.backbone | backbone})
-    source = open_source(checkpoints.write_checkpoint(tmp_path, *checkpoints.thin_layout(model)))
+    source = open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout(model)))
     with pytest.raises(RecipeError) as caught:
         make_plan(recipe, source)
     assert says in message_of(caught)
@@ -482,6 +482,6 @@ def test_widths_a_scheme_cannot_take(model, backbone, says, tmp_path):
 def test_the_narrow_last_shard_may_end_in_a_part_block(tmp_path):
     """kv_a_proj_with_mqa is 576 wide and the last of its fused module, which vLLM's block check allows."""
     recipe = find_recipe("glm-5", scheme="fp8-block")[0]
-    plan = make_plan(recipe, open_source(checkpoints.write_checkpoint(tmp_path, *checkpoints.thin_layout("glm-5"))))
+    plan = make_plan(recipe, open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout("glm-5"))))
     shapes = {t.name: t.outputs[1].shape for t in plan.tensors if "kv_a_proj_with_mqa" in t.name and t.scheme}
     assert set(shapes.values()) == {(5, 48)}

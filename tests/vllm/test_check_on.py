@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import Checkpoint, lose, write
-from checkpoints import source_layout, write_checkpoint
 from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
-from keepmtp.validate.dry import DryLoader
-from keepmtp.validate.findings import Report
-from keepmtp.validate.load import check_on
-from keepmtp.validate.vllm_env import find_vllm
+from keepmtp.validate.check.findings import Report
+from keepmtp.validate.dryload.check_on import check_on
+from keepmtp.validate.dryload.loader import DryLoader
+from keepmtp.validate.serving.vllm_env import find_vllm
 from layouts import gemma4_assistant
+from releases import source_layout, write_checkpoint
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 pytestmark = pytest.mark.vllm

@@ -17,7 +17,7 @@ import pytest
 import torch
 from decorated_model import CONFIGURATION
 from drafts import changed, filled, lively, plan_over, weights_of
-from keepmtp.quantize.mtp_block import draft_steps
+from keepmtp.quantize.calibrate.mtp_block import draft_steps
 from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.families import families
 from safetensors.torch import load_file
@@ -75,7 +75,7 @@ def drafted(tmp_path_factory) -> dict[str, Drafted]:
         for name, folder in folders.items()
     ]  # fmt: skip
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("dump_drafts.py")), *jobs]
-    stubs = str(ROOT / "validate" / "vllm_plugin" / "stubs")
+    stubs = str(ROOT / "validate" / "serving" / "plugin" / "stubs")
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
     assert done.stdout.count("DUMPED ") == len(jobs), done.stdout[-2000:] + done.stderr[-6000:]
     found = {}
@@ -191,7 +191,7 @@ def test_a_wrong_table_parts_them(drafted, base, name, field):
 def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
     """The twin of the positions: each step at the one before it."""
     arange = torch.arange
-    monkeypatch.setattr("keepmtp.quantize.mtp_block._positions", lambda ids, step: arange(ids.shape[1]))
+    monkeypatch.setattr("keepmtp.quantize.calibrate.mtp_block._positions", lambda ids, step: arange(ids.shape[1]))
     apart = parted(drafted[name])[1]
     assert apart > LEEWAY * base[name][1][1]
 

@@ -12,11 +12,11 @@ import pytest
 from checkpoint_files import write
 from dry_corpus import DryCase, broken_cases, good_cases
 from keepmtp.recipes.errors import VLLMError
-from keepmtp.validate.dry import DryLoader, Job
-from keepmtp.validate.findings import Finding
-from keepmtp.validate.load import with_verdicts
-from keepmtp.validate.static import examine
-from keepmtp.validate.vllm_env import VLLM, find_vllm
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.check.findings import Finding
+from keepmtp.validate.dryload.check_on import with_verdicts
+from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.serving.vllm_env import VLLM, find_vllm
 
 GPU = "sm100"
 DRY_RULES = ("dry-load", "no-kernel")

@@ -8,22 +8,22 @@ import json
 from functools import cache
 from pathlib import Path
 
-import checkpoints
 import pytest
+import releases
 from checkpoint_files import write
 from dry_corpus import SEPARATE
 from good import ours, planned
 from keepmtp.quantize.quant_config import runtime_modules
 from keepmtp.recipes.families import find_family
 from keepmtp.recipes.family import FamilyView, HFName
-from keepmtp.validate.defects import known_defect
-from keepmtp.validate.dry import DryLoader, Job, Question, Verdict
-from keepmtp.validate.vllm_env import find_vllm
+from keepmtp.validate.dryload.defects import known_defect
+from keepmtp.validate.dryload.loader import DryLoader, Job, Question, Verdict
+from keepmtp.validate.serving.vllm_env import find_vllm
 
 SCHEME = "FP8_DYNAMIC"  # the one that every family's modules take
 MTP = ("bf16", SCHEME)
 # A draft with a checkpoint of its own has no target to be built beside.
-MODELS = [model for model in checkpoints.MODELS if model not in SEPARATE]
+MODELS = [model for model in releases.MODELS if model not in SEPARATE]
 # What is asked about its cache, or for whole-number formats only.
 NOT_A_MATRIX = ("Attention", "VocabParallelEmbedding", "MambaMixer2")
 
@@ -55,7 +55,7 @@ def questions(verdict: Verdict, part: str) -> list[Question]:
 @cache
 def table(model: str, part: str) -> dict[str, bool]:
     """Runtime name of every matrix of a part -> whether the family's table says that vLLM asks about it."""
-    config, tensors = checkpoints.source_layout(model, size="tiny")
+    config, tensors = releases.source_layout(model, size="tiny")
     view = find_family(config, model).view(config)
     used = view.family.loader.num_layers_used or view.num_mtp_layers
     names: dict[str, bool] = {}
@@ -74,7 +74,7 @@ def table(model: str, part: str) -> dict[str, bool]:
 def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, verdicts):
     """Every name that vLLM asks about is in the table, and vLLM asks about every name that the table says it does."""
     asked = questions(verdicts[model, "bf16"], part)
-    config, _ = checkpoints.source_layout(model, size="tiny")
+    config, _ = releases.source_layout(model, size="tiny")
     view = find_family(config, model).view(config)
     opaque = tuple(runtime for _, runtime, _ in view.layout.opaque)
     matrices = {q.prefix for q in asked if q.layer != "ParallelLMHead" and not (opaque and q.prefix.startswith(opaque))}

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.quantize.run import plan_for, quantize
-from keepmtp.quantize.source import open_source
+from keepmtp.checkpoints.identity import identify
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.pipeline import plan_for, quantize
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate import gsm8k
-from keepmtp.validate.asking import Step
-from keepmtp.validate.harness import questions
-from keepmtp.validate.identity import identify
-from keepmtp.validate.measure import COPY
-from keepmtp.validate.report import verify
-from keepmtp.validate.samples import read_samples
-from keepmtp.validate.serve import Server, ServerFailed
-from keepmtp.validate.vllm_env import find_vllm
+from keepmtp.validate.evaluation import gsm8k
+from keepmtp.validate.evaluation.answers import read_samples
+from keepmtp.validate.evaluation.ask import Step
+from keepmtp.validate.evaluation.lm_eval_task import questions
+from keepmtp.validate.report.report import verify
+from keepmtp.validate.serving.serve_check import COPY
+from keepmtp.validate.serving.server import Server, ServerFailed
+from keepmtp.validate.serving.vllm_env import find_vllm
 from safetensors.torch import load_file, save_file
 from wheel import stranger
 

@@ -2,9 +2,9 @@
 
 import re
 
-import checkpoints
 import pytest
-from keepmtp.validate.dry import GPU
+import releases
+from keepmtp.validate.dryload.loader import GPU
 from matrix import DOCS, VARIANTS, Cell, plain, run
 
 BF16 = "compressed-tensors, MTP BF16"
@@ -27,7 +27,7 @@ def written() -> dict[tuple[str, str, str, int], str]:
 
 
 def test_every_family_and_variant_is_there(written):
-    wanted = {(model, variant) for model in checkpoints.MODELS for variant in VARIANTS}
+    wanted = {(model, variant) for model in releases.MODELS for variant in VARIANTS}
     assert {(model, variant) for model, variant, _, _ in written} == wanted
 
 
@@ -35,7 +35,7 @@ def test_every_family_and_variant_is_there(written):
     ("gpu", "tps", "variants"), [("sm100", (1, 4), tuple(VARIANTS)), ("sm90", (4,), (BF16,)), ("sm120", (4,), (BF16,))]
 )
 def test_the_matrix_is_what_vllm_does(written, gpu: GPU, tps, variants):
-    told: list[Cell] = list(run(checkpoints.MODELS, (gpu,), tps, variants))
+    told: list[Cell] = list(run(releases.MODELS, (gpu,), tps, variants))
     wrong = {(cell.model, cell.variant, cell.gpu, cell.tp): plain(cell.text) for cell in told
              if written[cell.model, cell.variant, cell.gpu, cell.tp] != plain(cell.text)}  # fmt: skip
     assert not wrong

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.quantize.run import plan_for, quantize
-from keepmtp.quantize.source import open_source
-from keepmtp.validate.acceptance import Drafts, Run, Served, ServeReport
-from keepmtp.validate.identity import identify
-from keepmtp.validate.measure import COPY, Check, serve
-from keepmtp.validate.prompts import PROMPTS
-from keepmtp.validate.report import verify
-from keepmtp.validate.results import report_folder
-from keepmtp.validate.static import examine
-from keepmtp.validate.vllm_env import find_vllm
+from keepmtp.checkpoints.identity import identify
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.report.report import verify
+from keepmtp.validate.report.results import report_folder
+from keepmtp.validate.serving.acceptance import Drafts, Run, Served, ServeReport
+from keepmtp.validate.serving.prompts import PROMPTS
+from keepmtp.validate.serving.serve_check import COPY, Check, serve
+from keepmtp.validate.serving.vllm_env import find_vllm
 from readme import ACCEPTED
 from safetensors.torch import load_file, save_file
 from twins import broken

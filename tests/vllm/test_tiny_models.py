@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from keepmtp.quantize.run import plan_for, quantize
+from keepmtp.cli.pipeline import plan_for, quantize
 
 ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -46,7 +46,7 @@ def served(tmp_path_factory) -> dict[str, dict]:
         folders[name] = quantize(plan, text, out=made / name).out
     jobs = [json.dumps({"folder": str(f), "prompts": PROMPTS, "num_drafts": 1}) for f in folders.values()]
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
-    stubs = str(ROOT / "validate" / "vllm_plugin" / "stubs")
+    stubs = str(ROOT / "validate" / "serving" / "plugin" / "stubs")
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
     lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(folders), done.stdout[-3000:] + done.stderr[-6000:]

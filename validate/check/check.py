@@ -11,12 +11,12 @@ warning.
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..quantize.source import Source, open_source
-from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.families import find_family
+from ...checkpoints.source import Source, open_source
+from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.families import find_family
 from . import rules_config, rules_forms, rules_mtp, rules_source
-from .evidence import Evidence
 from .findings import Facts, Finding, Report, grouped
+from .runtime_view import Evidence
 
 Rule = Callable[[Evidence], Iterator[Finding]]
 RULES: tuple[Rule, ...] = (*rules_mtp.RULES, *rules_forms.RULES, *rules_config.RULES)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from .dry import Side, Verdict
+from ..dryload.loader import Side, Verdict
 
 Severity = Literal["error", "warning"]
 

@@ -5,8 +5,8 @@ In: what vLLM builds, and a stored weight that has all the tensors for it. Out: 
 Easy to get wrong: vLLM's `copy_` never complains about a dtype. FP8 bytes kept as U8 become the numbers 0 to 255.
 """
 
-from ..quantize.stored import FLOATS, StoredWeight
-from .built import Built
+from ...checkpoints.stored import FLOATS, StoredWeight
+from .vllm_module import Built
 
 _SCALAR = ((), (1,))
 

@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..recipes.family import HFName, VLLMName
-from .built import Entry, Unknown
-from .dialects import quantization_of, read_dialect
-from .evidence import HF_QUANT_CONFIG, Evidence
+from ...recipes.family import HFName, VLLMName
+from .dialects.choose import quantization_of, read_dialect
+from .dialects.fp8 import Fp8
+from .dialects.modelopt import ALGORITHMS, ModelOpt
 from .findings import Finding
-from .fp8 import Fp8
-from .modelopt import ALGORITHMS, ModelOpt
+from .runtime_view import HF_QUANT_CONFIG, Evidence
+from .vllm_module import Entry, Unknown
 
 _SIZE_TOLERANCE = 0.01
 

@@ -10,15 +10,15 @@ written.
 from collections import Counter
 from collections.abc import Iterator
 
-from ..quantize.stored import FP8, StoredWeight
-from ..recipes.family import FamilyView, HFName, VLLMName
-from .built import Built
-from .compressed_tensors import CompressedTensors
-from .evidence import Evidence, Member, Module
+from ...checkpoints.stored import FP8, StoredWeight
+from ...recipes.family import FamilyView, HFName, VLLMName
+from .dialects.compressed_tensors import CompressedTensors
+from .dialects.fp8 import Fp8
+from .dialects.modelopt import ModelOpt
 from .findings import Finding
-from .fp8 import Fp8
 from .layouts import layout_problem
-from .modelopt import ModelOpt
+from .runtime_view import Evidence, Member, Module
+from .vllm_module import Built
 
 
 def fused_modules_are_uniform(evidence: Evidence) -> Iterator[Finding]:

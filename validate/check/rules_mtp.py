@@ -10,12 +10,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..quantize.stored import KV_SCALE_LEAVES, OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
-from ..recipes.family import HFName, Part, Place
-from .built import Unknown
-from .evidence import Evidence
+from ...checkpoints.stored import KV_SCALE_LEAVES, OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
+from ...recipes.family import HFName, Part, Place
+from .dialects.fp8 import Fp8
 from .findings import Finding
-from .fp8 import Fp8
+from .runtime_view import Evidence
+from .vllm_module import Unknown
 
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")

@@ -8,10 +8,10 @@ logical shape, and a float32 tensor never its dtype.
 
 from collections.abc import Iterator
 
-from ..quantize.stored import FLOATS, StoredWeight
-from ..recipes.family import HFName
-from .evidence import Evidence
+from ...checkpoints.stored import FLOATS, StoredWeight
+from ...recipes.family import HFName
 from .findings import Finding
+from .runtime_view import Evidence
 
 
 def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[Finding]:

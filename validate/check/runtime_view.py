@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..quantize.source import INDEX, Entry, Source, small_file
-from ..quantize.stored import StoredWeight, stored_weights
-from ..recipes.family import FamilyView, HFName, Part, Place, Role, Row, VLLMName
-from .built import PLAIN, Dialect, Kind, Resolution
-from .dialects import read_dialect
-from .modelopt import ModelOpt
+from ...checkpoints.source import INDEX, Entry, Source, small_file
+from ...checkpoints.stored import StoredWeight, stored_weights
+from ...recipes.family import FamilyView, HFName, Part, Place, Role, Row, VLLMName
+from .dialects.choose import read_dialect
+from .dialects.modelopt import ModelOpt
+from .vllm_module import PLAIN, Dialect, Kind, Resolution
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
 

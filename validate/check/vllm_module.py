@@ -1,7 +1,7 @@
 """The words of the static check: what vLLM builds for a module, which entry decided, and what a dialect must answer.
 
 In and out: values only. A dialect is one way of writing a quantization config; each has a file of its own
-(compressed_tensors.py, modelopt.py, fp8.py), and dialects.py picks one.
+(dialects/compressed_tensors.py, dialects/modelopt.py, dialects/fp8.py), and dialects/choose.py picks one.
 
 Easy to get wrong: `Built` is what vLLM registers, not what is on disk; that the two differ is what the check is for.
 """
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, Protocol
 
-from ..quantize.stored import Form
-from ..recipes.family import VLLMName
+from ...checkpoints.stored import Form
+from ...recipes.family import VLLMName
 
 Kind = Literal["linear", "experts", "head"]
 

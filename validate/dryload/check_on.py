@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ..quantize.source import Source
-from ..recipes.errors import CheckpointError, RecipeError, refuse
-from .dry import GPU, DryLoader, Job, Verdict, headers_of
-from .evidence import Evidence
-from .findings import Report, grouped
-from .rules_dry import findings
-from .static import examine
-from .vllm_env import VLLM
+from ...checkpoints.source import Source
+from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ..check.check import examine
+from ..check.findings import Report, grouped
+from ..check.runtime_view import Evidence
+from ..serving.vllm_env import VLLM
+from .loader import GPU, DryLoader, Job, Verdict, headers_of
+from .verdict_findings import findings
 
 
 class Checked(NamedTuple):

@@ -7,7 +7,7 @@ version, so that nobody looks for the fault in the checkpoint.
 import re
 from dataclasses import dataclass
 
-from .dry import Failure
+from .loader import Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The dry load, seen from keepmtp's side: vLLM's verdict on a checkpoint for a GPU that is not there.
 
 In: checkpoints (folders, or Hub repositories by their headers), a GPU, a TP size, a number of drafts. Out: `Verdict`s.
-The work is done by validate/dryload in vLLM's own environment, one process for a GPU, reached by JSON lines.
+The work is done by validate/dryload/in_vllm in vLLM's own environment, one process for a GPU, reached by JSON lines.
 
 Easy to get wrong: nothing of vLLM is imported here, and a checkpoint from the Hub is not downloaded: vLLM reads files
 that have its headers, and holes where the weights would be.
@@ -19,15 +19,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from ..quantize.source import INDEX, SINGLE, Entry, Source, small_file
-from ..recipes.errors import VLLMError, refuse
-from .vllm_env import VLLM
+from ...checkpoints.source import INDEX, SINGLE, Entry, Source, small_file
+from ...recipes.errors import VLLMError, refuse
+from ..serving.vllm_env import VLLM
 
 GPU = Literal["sm90", "sm100", "sm120"]
 GPUS: tuple[GPU, ...] = get_args(GPU)
 # What vLLM's config classes read beside config.json.
 SMALL_FILES = ("hf_quant_config.json", "generation_config.json", "added_tokens.json", "preprocessor_config.json")
-_PACKAGE = Path(__file__).parent / "dryload"
+_PACKAGE = Path(__file__).parent / "in_vllm"
 _LAUNCH = (
     "import importlib.util as u, sys; p = sys.argv.pop(1); "
     "s = u.spec_from_file_location('dryload', p + '/__init__.py', submodule_search_locations=[p]); "

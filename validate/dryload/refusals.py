@@ -3,13 +3,13 @@
 In: a `Failure`. Out: the first `Refusal` whose words match "<exception>: <message> [<file:line>]", or None.
 
 Easy to get wrong: order. A general exception (KeyError, AssertionError) stands behind every message that says more.
-Source: met in vLLM 0.32.0, each by a broken checkpoint of tests/broken.py or tests/dry_corpus.py.
+Source: met in vLLM 0.32.0, each by a broken checkpoint of tests/helpers/broken.py or tests/helpers/dry_corpus.py.
 """
 
 import re
 from dataclasses import dataclass
 
-from .dry import Failure
+from .loader import Failure
 
 INDEX = "model.safetensors.index.json"
 

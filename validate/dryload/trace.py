@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 
-from ..recipes.family import HFName
-from .dry import Fault, Side
-from .evidence import Evidence
+from ...recipes.family import HFName
+from ..check.runtime_view import Evidence
+from .loader import Fault, Side
 
 # Experts' parameters carry their half in their name.
 _HALF = re.compile(r"^(w13|w2)_")

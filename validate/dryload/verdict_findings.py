@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..recipes.family import HFName, Place
+from ...recipes.family import HFName, Place
+from ..check.findings import Finding
+from ..check.runtime_view import Evidence
 from .defects import NAMELESS_HEAD, known_defect
-from .dry import Failure, Fault, Misfit, Side, Verdict
-from .evidence import Evidence
-from .findings import Finding
+from .loader import Failure, Fault, Misfit, Side, Verdict
 from .refusals import known_refusal
 from .trace import Trace
 

@@ -23,10 +23,10 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..recipes.errors import CheckpointError, first_fault, refuse
-from ..recipes.protocol import Evaluation
-from .acceptance import AsServed, Drafts, Role
-from .results import write_whole
+from ...recipes.errors import CheckpointError, first_fault, refuse
+from ...recipes.protocol import Evaluation
+from ..report.results import write_whole
+from ..serving.acceptance import AsServed, Drafts, Role
 
 FinishReason = Literal["stop", "length"]
 

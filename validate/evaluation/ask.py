@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from ..recipes.protocol import Evaluation
-from .acceptance import AsServed, Drafts, Role
-from .harness import Question, Questions
-from .samples import Answer, Samples, Sitting
-from .serve import Reply, Server, ServerFailed
+from ...recipes.protocol import Evaluation
+from ..serving.acceptance import AsServed, Drafts, Role
+from ..serving.server import Reply, Server, ServerFailed
+from .answers import Answer, Samples, Sitting
+from .lm_eval_task import Question, Questions
 
 COUNTERS_SECONDS = 2.0
 """How often vLLM's counters are read while questions are asked: what a server that dies has counted since is lost."""

@@ -16,9 +16,9 @@ from datasets.exceptions import DatasetsError
 from httpx import HTTPError
 from huggingface_hub.errors import HfHubHTTPError
 
-from ..recipes.errors import RecipeError, refuse
-from ..recipes.protocol import Evaluation
-from ..recipes.shipped import find_path
+from ...recipes.errors import RecipeError, refuse
+from ...recipes.protocol import Evaluation
+from ...recipes.shipped import find_path
 
 FIELDS = ("question", "answer")
 

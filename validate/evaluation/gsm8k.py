@@ -11,22 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..quantize.output import held
-from ..quantize.source import Source, small_file
-from ..recipes.errors import RecipeError, refuse
-from ..recipes.families import find_family
-from ..recipes.protocol import Evaluation
-from .acceptance import AsServed, Role
-from .asking import Step, Watch, ask
-from .decompress import why_no_kernel
-from .harness import VERSIONS, Questions, scores
-from .identity import file_sha256
-from .measure import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
-from .paired import paired
-from .report_schema import EvaluatedFact, EvaluationFact, Identity
-from .samples import Header, Samples, open_samples, take_from_sibling
-from .serve import ServerFailed, serving
-from .vllm_env import TIMEOUT_SECONDS, VLLM
+from ...checkpoints.identity import file_sha256
+from ...checkpoints.source import Source, small_file
+from ...quantize.output import held
+from ...recipes.errors import RecipeError, refuse
+from ...recipes.families import find_family
+from ...recipes.protocol import Evaluation
+from ..report.paired import paired
+from ..report.schema import EvaluatedFact, EvaluationFact, Identity
+from ..serving.acceptance import AsServed, Role
+from ..serving.bf16_copy import why_no_kernel
+from ..serving.serve_check import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
+from ..serving.server import ServerFailed, serving
+from ..serving.vllm_env import TIMEOUT_SECONDS, VLLM
+from .answers import Header, Samples, open_samples, take_from_sibling
+from .ask import Step, Watch, ask
+from .lm_eval_task import VERSIONS, Questions, scores
 
 _TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
 # What a chat template adds to a message, and to a conversation (system prompts of releases), in tokens, at most.

@@ -1,7 +1,7 @@
 """lm-evaluation-harness at both ends of an evaluation: it builds the requests, and it reads and scores the answers.
 
 In: a protocol. Out: `Questions`, which any server may be asked; then, from their answers, lm-eval's scores. Prompt,
-shots, stop words, filters and scores are lm-eval's own; between its two ends the requests are ours (`asking.py`).
+shots, stop words, filters and scores are lm-eval's own; between its two ends the requests are ours (`ask.py`).
 
 Easy to get wrong: lm-eval's own HTTP models drop `finish_reason`, retry, and can score a failed request as an empty
 answer. Here its model only repeats recorded answers, found by the very prompt they were given to; a prompt without one
@@ -27,9 +27,9 @@ from lm_eval.api.model import LM
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
-from ..recipes.protocol import Evaluation
-from .report_schema import ScoreFact
-from .rows import FIELDS, Rows, read_rows
+from ...recipes.protocol import Evaluation
+from ..report.schema import ScoreFact
+from .dataset import FIELDS, Rows, read_rows
 
 VERSIONS = {"lm-eval": version("lm_eval"), "datasets": version("datasets")}
 METRIC = "exact_match"

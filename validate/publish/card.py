@@ -18,11 +18,15 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 
-from ..quantize.extras import require_extra
-from ..quantize.source import Source, open_source
-from ..recipes.errors import CheckpointError, RecipeError, refuse
-from . import report as reports
-from . import report_html
+from ...checkpoints.identity import Watch, identify, refuse_other_bytes
+from ...checkpoints.source import Source, open_source
+from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.extras import require_extra
+from ..report import html as report_html
+from ..report import report as reports
+from ..report.portable import portable, shortened
+from ..report.results import report_folder
+from ..report.schema import FullReport
 from .card_metadata import (
     INHERITED,
     README,
@@ -34,11 +38,7 @@ from .card_metadata import (
     read_front_matter,
 )
 from .card_page import Told, page
-from .identity import Watch, identify, refuse_other_bytes
-from .origin import Record, choices, groups_of, read_record, recipe_text
-from .portable import portable, shortened
-from .report_schema import FullReport
-from .results import report_folder
+from .provenance import Record, choices, groups_of, read_record, recipe_text
 
 EVAL_RESULTS = ".eval_results/gsm8k.yaml"
 FILES = (README, "acceptance.png", "gsm8k.png", reports.JSON_FILE, report_html.HTML_FILE, EVAL_RESULTS)
@@ -142,7 +142,7 @@ def _files(
     checkpoint: Path, report: FullReport, opened: Source, record: Record, metadata: Metadata
 ) -> dict[str, bytes]:  # fmt: skip
     """Name -> bytes of everything in a card folder."""
-    from . import report_plots  # matplotlib, once it is known to be there
+    from ..report import plots as report_plots  # matplotlib, once it is known to be there
 
     plots = {"acceptance.png": report_plots.acceptance_png(report), "gsm8k.png": report_plots.gsm8k_png(report)}
     drawn = {name: drawing for name, drawing in plots.items() if drawing}

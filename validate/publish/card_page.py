@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..recipes.schemes import SCHEMES
+from ...recipes.schemes import SCHEMES
+from ..report.schema import DryLoad, EvaluatedFact, FullReport, GroupSize, LoadedModel, RunFact
+from ..serving.acceptance import AsServed
 from . import hardware
-from .acceptance import AsServed
 from .card_limits import limitations
 from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
-from .origin import Group, Record
-from .report_schema import DryLoad, EvaluatedFact, FullReport, GroupSize, LoadedModel, RunFact
+from .provenance import Group, Record
 
 MAX_PROMPTS = 12
 _TEMPLATES = Path(__file__).parent / "templates"

@@ -23,7 +23,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNot
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import parse_ratelimit_headers
 
-from ..recipes.errors import KeepMTPError, refuse
+from ...recipes.errors import KeepMTPError, refuse
 
 WAITS_SECONDS = (2, 10, 30)
 """Between attempts, where the Hub does not say how long."""

@@ -16,12 +16,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..quantize.source import Source
-from ..recipes.errors import CheckpointError, RecipeError, first_fault, refuse
-from ..recipes.families import find_family
-from ..recipes.schema import AUTO, Recipe, read_recipe
-from ..recipes.schemes import SCHEMES
-from .evidence import Evidence
+from ...checkpoints.source import Source
+from ...recipes.errors import CheckpointError, RecipeError, first_fault, refuse
+from ...recipes.families import find_family
+from ...recipes.schema import AUTO, Recipe, read_recipe
+from ...recipes.schemes import SCHEMES
+from ..check.runtime_view import Evidence
 
 RECORD = "keepmtp.json"
 RECIPE = "recipe.yaml"

@@ -1,6 +1,6 @@
 """A checkpoint with its card on the Hub: sent where it is not there yet, compared with what arrived, loaded from there.
 
-In: a `Parcel` (parcel.py) and a repository's name. Out: the commit that holds exactly these files, compared hash by
+In: a `Parcel` (upload_set.py) and a repository's name. Out: the commit that holds exactly these files, compared hash by
 hash and checked by range requests.
 
 Easy to get wrong: a repository that exists is somebody's. What is there and differs is replaced only on request,
@@ -17,15 +17,15 @@ from typing import Literal
 
 from huggingface_hub.hf_api import RepoFile
 
-from ..quantize.output import held
-from ..recipes.errors import CheckpointError, GateError, RecipeError, VLLMError, refuse
-from .dry import GPU, GPUS
+from ...checkpoints.identity import listed
+from ...quantize.output import held
+from ...recipes.errors import CheckpointError, GateError, RecipeError, VLLMError, refuse
+from ..check.check import examine
+from ..dryload.check_on import Checked, check_on
+from ..dryload.loader import GPU, GPUS
+from ..serving.vllm_env import find_vllm
 from .hub import Hub, HubError, Remote
-from .identity import listed
-from .load import Checked, check_on
-from .parcel import LocalFile, Parcel, total_bytes
-from .static import examine
-from .vllm_env import find_vllm
+from .upload_set import LocalFile, Parcel, total_bytes
 
 State = Literal["new", "same", "differs"]
 # The Hub writes this file into every new repository, and after that by itself.

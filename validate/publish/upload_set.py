@@ -12,11 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..recipes.errors import CheckpointError, GateError, refuse
-from . import card, report
-from .identity import Watch, file_sha256, identify, refuse_other_bytes
-from .report_schema import FullReport
-from .results import report_folder
+from ...checkpoints.identity import Watch, file_sha256, identify, refuse_other_bytes
+from ...recipes.errors import CheckpointError, GateError, refuse
+from ..report import report
+from ..report.results import report_folder
+from ..report.schema import FullReport
+from . import card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,14 +15,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..quantize.source import Source, small_file
-from ..recipes.errors import KeepMTPError, RecipeError, first_fault
-from ..recipes.families import find_family
-from .dry import Side, Verdict
-from .evidence import Evidence
-from .findings import Finding, Report
-from .origin import RECORD
-from .report_schema import (
+from ...checkpoints.source import Source, small_file
+from ...recipes.errors import KeepMTPError, RecipeError, first_fault
+from ...recipes.families import find_family
+from ..check.check import examine
+from ..check.findings import Finding, Report
+from ..check.runtime_view import Evidence
+from ..dryload.loader import Side, Verdict
+from ..dryload.verdict_findings import DEFECT, RULE, findings
+from ..publish.provenance import RECORD
+from ..serving.vllm_env import TESTED
+from .results import CheckData, read_result, write_result
+from .schema import (
     CalibrationFact,
     CheckpointFacts,
     DryLoad,
@@ -33,10 +37,6 @@ from .report_schema import (
     LoadedModel,
     LoadFailure,
 )
-from .results import CheckData, read_result, write_result
-from .rules_dry import DEFECT, RULE, findings
-from .static import examine
-from .vllm_env import TESTED
 
 DRY_RULES = (RULE, DEFECT, "no-kernel")
 """Rules whose findings come from a dry load."""
@@ -120,7 +120,7 @@ def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
 
 
 def calibration_fact(summary: Mapping[str, Any], settings: Mapping[str, Any]) -> CalibrationFact:
-    """The report's part from a run's own summary (`quantize/calibration.py`) and its recipe's calibration block.
+    """The report's part from a run's own summary (`quantize/calibrate/run.py`) and its recipe's calibration block.
 
     Raises:
         ValidationError: it is not what report.json has.

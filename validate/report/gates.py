@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from ..recipes.protocol import Gates
+from ...recipes.protocol import Gates
+from .headline import places
 from .paired import one_sided
-from .report_schema import (
+from .results import CheckData
+from .schema import (
     DryLoad,
     EvaluatedFact,
     EvaluationFact,
@@ -28,8 +30,6 @@ from .report_schema import (
     RunFact,
     Serve,
 )
-from .results import CheckData
-from .verdict import places
 
 _WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")
 _ON_THE_LIMIT = 1e-9

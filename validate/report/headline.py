@@ -9,17 +9,8 @@ for which there are too few samples is told as that.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from .report_schema import (
-    DryLoad,
-    EvaluationFact,
-    FindingFact,
-    JudgementFact,
-    ReasonFact,
-    Serve,
-    ServedFact,
-    VerdictFact,
-)
 from .results import CheckData
+from .schema import DryLoad, EvaluationFact, FindingFact, JudgementFact, ReasonFact, Serve, ServedFact, VerdictFact
 
 
 def verdict_of(

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..quantize import extras
-from .report_schema import DryLoad, FullReport, KernelUse, RunFact
+from ...recipes import extras
+from .headline import places
 from .results import write_whole
-from .verdict import places
+from .schema import DryLoad, FullReport, KernelUse, RunFact
 
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-    from .canvas import Drawing
+    from .svg import Drawing
 
 HTML_FILE = "report.html"
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -84,7 +84,7 @@ def render(report: FullReport) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
-    from . import canvas
+    from . import svg
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
@@ -99,7 +99,7 @@ def render(report: FullReport) -> str:
         report=report, name=Path(report.path).name or report.path, kernels=_kernels(report.dry),
         shared=_shared(report.dry), size_charts=_size_charts(report), serve_charts=_serve_charts(report),
         calibration_charts=_calibration_charts(report), evaluation_charts=_evaluation_charts(report),
-        svg=lambda drawing: Markup(canvas.svg(drawing)),  # noqa: S704 - our own chart, its labels escaped
+        svg=lambda drawing: Markup(svg.svg(drawing)),  # noqa: S704 - our own chart, its labels escaped
         partings=[(role, run.k, one) for role, run in runs for one in run.partings or ()], notes=_notes(runs),
         acts=_ACTS, gate_pills=_GATE_PILLS,
         num_compared=sum(len(run.outputs) for _, run in runs if run.partings is not None),
@@ -107,19 +107,19 @@ def render(report: FullReport) -> str:
 
 
 def _size_charts(report: FullReport) -> list[_Chart]:
-    from . import report_plots
+    from . import plots
 
     titles = {"backbone": "Backbone", "mtp": "MTP block (a scale of its own)"}
     charts = []
     for part in dict.fromkeys(row.part for row in report.sizes):
         rows = [row for row in report.sizes if row.part == part]
         alt = "; ".join(f"{row.group} {_size(row.num_bytes)}" for row in rows)
-        charts.append(_Chart(title=titles.get(part, part), drawing=report_plots.sizes(rows), alt=alt))
+        charts.append(_Chart(title=titles.get(part, part), drawing=plots.sizes(rows), alt=alt))
     return charts
 
 
 def _serve_charts(report: FullReport) -> list[_Chart]:
-    from . import report_plots
+    from . import plots
 
     serve = report.serve
     ks = sorted({run.k for model in serve.served for run in model.drafting}) if serve else []
@@ -132,14 +132,14 @@ def _serve_charts(report: FullReport) -> list[_Chart]:
     )
     timed = [(model.role, run) for model in serve.served for run in model.drafting if run.speed_up]
     faster = "; ".join(f"{role}, k={run.k}: {run.speed_up:.2f}" for role, run in timed)
-    charts = [_Chart(title=f"Acceptance by position, k={k}", drawing=report_plots.acceptance(serve, k), alt=shares)]
+    charts = [_Chart(title=f"Acceptance by position, k={k}", drawing=plots.acceptance(serve, k), alt=shares)]
     if faster:
-        charts.append(_Chart(title="Speed-up by k", drawing=report_plots.speed_up(serve), alt=faster))
+        charts.append(_Chart(title="Speed-up by k", drawing=plots.speed_up(serve), alt=faster))
     return charts
 
 
 def _calibration_charts(report: FullReport) -> list[_Chart]:
-    from . import report_plots
+    from . import plots
 
     found = report.calibration
     charts: list[_Chart] = []
@@ -150,34 +150,34 @@ def _calibration_charts(report: FullReport) -> list[_Chart]:
             f"{row.title}: {', '.join(map(_percent, acceptance.shares))}" for row, acceptance in found.measured
         )
         charts.append(_Chart(title=f"Acceptance by position, held-out text, k={found.k}",
-                             drawing=report_plots.calibrated_acceptance(found), alt=shares))  # fmt: skip
+                             drawing=plots.calibrated_acceptance(found), alt=shares))  # fmt: skip
     if any(each.acceptance for each in found.candidates):
         sizes = "; ".join(
             f"{number}. {each.title}: {_size(each.bytes)}, keeps {_percent(each.kept)}" + ", chosen" * each.chosen
             for number, each in enumerate(found.candidates, start=1) if each.acceptance
         )  # fmt: skip
         title = "Candidates for the MTP block, numbered as below"
-        charts.append(_Chart(title=title, drawing=report_plots.candidates(found), alt=sizes))
+        charts.append(_Chart(title=title, drawing=plots.candidates(found), alt=sizes))
     return charts
 
 
 def _evaluation_charts(report: FullReport) -> list[_Chart]:
-    from . import report_plots
+    from . import plots
 
     found = report.evaluation
     if found is None:
         return []
-    gates = report_plots.gates_of(report)
+    gates = plots.gates_of(report)
     told = "; ".join(
         f"{model.role}, {score.filter}: {_percent(score.value)}" for model in found.evaluated for score in model.scores
     )
-    charts = [_Chart(title="Right answers, two standard errors each way", drawing=report_plots.scores(found), alt=told)]
+    charts = [_Chart(title="Right answers, two standard errors each way", drawing=plots.scores(found), alt=told)]
     if found.paired:
         told = "; ".join(
             f"{pair.filter}: {_points(pair.difference)}, from {_points(pair.low)} to {_points(pair.high)}"
             for pair in found.paired
         )
-        charts.append(_Chart(title="Difference, question by question", drawing=report_plots.differences(found, gates),
+        charts.append(_Chart(title="Difference, question by question", drawing=plots.differences(found, gates),
                              alt=f"{told}; limit: {100 * gates.max_drop:g} points lost"))  # fmt: skip
     drafting = [model for model in found.evaluated if model.drafts]
     if drafting:
@@ -185,7 +185,7 @@ def _evaluation_charts(report: FullReport) -> list[_Chart]:
             f"{model.role}: {', '.join(map(_percent, model.acceptance_per_position))}" for model in drafting
         )
         charts.append(_Chart(title=f"Acceptance by position over these questions, k={found.protocol.k}",
-                             drawing=report_plots.evaluated_acceptance(found, gates), alt=told))  # fmt: skip
+                             drawing=plots.evaluated_acceptance(found, gates), alt=told))  # fmt: skip
     return charts
 
 

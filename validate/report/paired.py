@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from math import sqrt
 from statistics import NormalDist
 
-from .report_schema import PairedFact
+from .schema import PairedFact
 
 _ADDED = 0.5
 """Questions added to each of the four cells."""

@@ -1,6 +1,6 @@
 """Charts of the report and of the model card.
 
-In: parts of a `FullReport`. Out: drawings (canvas.py), which become SVG on the page and PNG on the card; for the card
+In: parts of a `FullReport`. Out: drawings (svg.py), which become SVG on the page and PNG on the card; for the card
 also the PNG of each of its pictures.
 
 Easy to get wrong: a chart must claim no more than its gate. Where a limit is drawn, so is the bound that the gate
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from ..recipes.protocol import Gates
-from .canvas import Drawing, Inks, Series, bars, legend, png
+from ...recipes.protocol import Gates
 from .paired import one_sided
-from .report_schema import CalibrationFact, EvaluatedFact, EvaluationFact, FullReport, GroupSize, Serve, ServedFact
+from .schema import CalibrationFact, EvaluatedFact, EvaluationFact, FullReport, GroupSize, Serve, ServedFact
+from .svg import Drawing, Inks, Series, bars, legend, png
 
 _LABEL_LETTERS = 20
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))

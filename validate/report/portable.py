@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from .report_schema import FullReport
+from .schema import FullReport
 
 # Not behind a letter, which is a relative path, nor behind a slash or colon, which is an address; not a server's /v1/.
 _PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`,;:()<>|])")

@@ -1,6 +1,7 @@
 """Whether the answers on disk give the score that a report tells.
 
-In: an `EvaluationFact` and the files of answers beside it (samples.py). Out: nothing, or a refusal that names a figure.
+In: an `EvaluationFact` and the files of answers beside it (validate/evaluation/answers.py). Out: nothing, or a refusal
+that names a figure.
 
 Easy to get wrong: the hash of a file of answers proves only that it is the one that was named. Every figure that
 follows from the answers, the paired difference too, is computed from them again.
@@ -12,12 +13,12 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from ..recipes.errors import CheckpointError, refuse
-from .identity import file_sha256
+from ...checkpoints.identity import file_sha256
+from ...recipes.errors import CheckpointError, refuse
+from ..evaluation.answers import Samples, read_samples
 from .paired import paired
-from .report_schema import EvaluatedFact, EvaluationFact
 from .results import command, file_of
-from .samples import Samples, read_samples
+from .schema import EvaluatedFact, EvaluationFact
 
 Figures = Iterator[tuple[str, object, object]]
 """Name, as it is told, as the answers give it."""

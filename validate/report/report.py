@@ -1,6 +1,6 @@
 """report.json: made from the result files of one checkpoint, and believed only as far as they bear it out.
 
-In: what the stations left in the evidence folder (results.py), or their values. Out: a `FullReport` (report_schema.py),
+In: what the stations left in the evidence folder (results.py), or their values. Out: a `FullReport` (schema.py),
 written as report.json.
 
 Easy to get wrong: nothing is measured here, not even the time. The same result files give the same report to the byte,
@@ -14,18 +14,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .. import __version__
-from ..quantize.extras import missing
-from ..quantize.source import open_source
-from ..recipes.errors import CheckpointError, first_fault, refuse
-from ..recipes.protocol import Gates
+from ... import __version__
+from ...checkpoints.identity import file_sha256, identify
+from ...checkpoints.source import open_source
+from ...recipes.errors import CheckpointError, first_fault, refuse
+from ...recipes.extras import missing
+from ...recipes.protocol import Gates
+from ..publish.provenance import RECORD
 from .check_data import record_static
 from .gates import judge
-from .identity import file_sha256, identify
-from .origin import RECORD
-from .proof import refuse_unproved
-from .report_html import HTML_FILE, write_html
-from .report_schema import EvaluationFact, FullReport, Identity, JudgementFact, Serve
+from .headline import verdict_of
+from .html import HTML_FILE, write_html
+from .recount import refuse_unproved
 from .results import (
     STATIONS,
     CheckData,
@@ -37,7 +37,7 @@ from .results import (
     read_result,
     write_whole,
 )
-from .verdict import verdict_of
+from .schema import EvaluationFact, FullReport, Identity, JudgementFact, Serve
 
 JSON_FILE = "report.json"
 NOT_RUN = {

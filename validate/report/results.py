@@ -20,18 +20,9 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .. import __version__
-from ..recipes.errors import CheckpointError, first_fault, refuse
-from .report_schema import (
-    CalibrationFact,
-    CheckpointFacts,
-    DryLoad,
-    EvaluationFact,
-    FindingFact,
-    GroupSize,
-    Identity,
-    Serve,
-)
+from ... import __version__
+from ...recipes.errors import CheckpointError, first_fault, refuse
+from .schema import CalibrationFact, CheckpointFacts, DryLoad, EvaluationFact, FindingFact, GroupSize, Identity, Serve
 
 Station = Literal["check", "serve", "gsm8k"]
 STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k")

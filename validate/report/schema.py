@@ -1,7 +1,7 @@
 """report.json, version 3: everything that was found about one checkpoint.
 
-In and out: the file itself. `report.py` fills it, `report_html.py` makes the page and `card.py` the model card from it
-and from nothing else.
+In and out: the file itself. `report.py` fills it, `html.py` makes the page and `validate/publish/card.py` the model
+card from it and from nothing else.
 
     schema, keepmtp, vllm, made_at      3, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}     the checkpoint, and the sentence on top of the page
@@ -26,10 +26,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ..recipes.protocol import Evaluation, Gates
-from .acceptance import AsServed, Drafts, Role
-from .acceptance import Verdict as GateVerdict
-from .findings import Severity
+from ...recipes.protocol import Evaluation, Gates
+from ..check.findings import Severity
+from ..serving.acceptance import AsServed, Drafts, Role
+from ..serving.acceptance import Verdict as GateVerdict
 
 Origin = Literal["static", "dry"]
 JudgementWord = Literal["pass", "regression", "infeasible"]

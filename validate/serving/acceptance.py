@@ -1,6 +1,7 @@
 """What a real vLLM server did with a checkpoint and its source, with and without method=mtp, and whether that is good.
 
-In: for every server that was started, its outputs and vLLM's own draft counters (`validate/measure.py` collects them).
+In: for every server that was started, its outputs and vLLM's own draft counters (`validate/serving/serve_check.py`
+collects them).
 Out: a `ServeReport`: numbers by checkpoint and by k (speculative tokens a step), and three gates.
 
 Easy to get wrong: equal outputs say nothing about a draft. The target verifies every token, so a dead draft only costs

@@ -18,11 +18,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from ..quantize.source import INDEX, Entry, Source, read
-from ..quantize.stored import KV_SCALE_LEAVES, WEIGHT_LEAVES, StoredWeight, stored_weights
-from ..recipes.errors import CheckpointError, VLLMError, refuse
-from ..recipes.family import HFName
-from ..recipes.schemes import num_bytes
+from ...checkpoints.source import INDEX, Entry, Source, read
+from ...checkpoints.stored import KV_SCALE_LEAVES, WEIGHT_LEAVES, StoredWeight, stored_weights
+from ...recipes.errors import CheckpointError, VLLMError, refuse
+from ...recipes.family import HFName
+from ...recipes.schemes import num_bytes
 from .vllm_env import VLLM
 
 _COPY_BYTES = 32 * 2**20
@@ -186,7 +186,7 @@ def _dequantized(source: Source, stored: StoredWeight) -> memoryview:
     """One weight in BF16, as bytes."""
     import torch  # here, so that a check needs no torch where nothing has to be copied
 
-    from ..quantize import dequantize
+    from ...checkpoints import dequantize
 
     dtypes = {
         "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "I8": torch.int8,

@@ -7,7 +7,7 @@ out). Acceptance depends on the text: for a figure about your traffic, bring you
 import json
 from pathlib import Path
 
-from ..recipes.errors import RecipeError, refuse
+from ...recipes.errors import RecipeError, refuse
 
 _QUESTIONS = (
     "Ann has 33 stamps. Ann buys 18 more and then gives away 14. How many stamps are left?",

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ..quantize.source import Source
-from ..quantize.stored import stored_weights
+from ...checkpoints.source import Source
+from ...checkpoints.stored import stored_weights
 from .acceptance import FLOOR, AsServed, Role, Run, Served, ServeReport, partings
-from .decompress import NO_KERNEL, why_no_kernel, write_copy
+from .bf16_copy import NO_KERNEL, why_no_kernel, write_copy
 from .prompts import PROMPTS
-from .serve import Server, ServerFailed, Watch, serving
+from .server import Server, ServerFailed, Watch, serving
 from .vllm_env import TIMEOUT_SECONDS, VLLM
 
 COPY: AsServed = "BF16 copy of the same weights"

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import httpx
 
-from ..recipes.errors import GateError, VLLMError, refuse
+from ...recipes.errors import GateError, VLLMError, refuse
 from .acceptance import Drafts, Output
 from .vllm_env import TIMEOUT_SECONDS, VLLM
 
@@ -34,7 +34,7 @@ TOP_LOGPROBS = 5
 Watch = Callable[[str], None]
 """Called with one line about what is going on, several times a second."""
 
-_PLUGIN = Path(__file__).parent / "vllm_plugin"
+_PLUGIN = Path(__file__).parent / "plugin"
 _NAME = "checkpoint"  # what the server calls the model
 _STOP_SECONDS = 20.0
 # Leader of the server's process group. Its standard input is a pipe that ends when this process does, even by SIGKILL;

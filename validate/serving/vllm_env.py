@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ..recipes.errors import VLLMError, refuse
+from ...recipes.errors import VLLMError, refuse
 
 SUPPORTED = "0.32"
 """The release line whose loaders and kernels the rules here were read from."""
@@ -106,7 +106,7 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
     """
     named = os.environ.get("VLLM_PYTHON")
     # Not resolved: a virtual environment is recognized by the path of its interpreter's link.
-    places = (Path(__file__).parent.parent, Path.cwd())
+    places = (Path(__file__).parent.parent.parent, Path.cwd())
     candidates = [Path(named)] if named else [place / ".venv-vllm" / "bin" / "python" for place in places]
     python = next((path for path in candidates if path.is_file() and os.access(path, os.X_OK)), None)
     if python is None and named:

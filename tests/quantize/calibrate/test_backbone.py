@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import planned
-from checkpoints import source_layout, write_checkpoint
-from keepmtp.quantize import calibrate
-from keepmtp.quantize.calibrate import calibrate_backbone, fingerprint
-from keepmtp.quantize.data import CalibrationData, calibration_data
+from keepmtp.cli.pipeline import plan_for
+from keepmtp.quantize.calibrate import backbone
+from keepmtp.quantize.calibrate.backbone import calibrate_backbone, fingerprint
+from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.plan import Plan
-from keepmtp.quantize.ranks import Ranks
-from keepmtp.quantize.run import plan_for
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from killed import events, finished, small_recipe, start, statistics
+from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers.models.glm4_moe import modeling_glm4_moe
 
@@ -197,7 +197,7 @@ def test_layers_that_hand_on_more_than_states_can_be_resumed(tmp_path):
     plan, data = deep(tmp_path / "source", "glm-5", 4, 1)
     assert run(plan, data, tmp_path / "whole") == [1, 2, 3, 4]
 
-    def stop(step: calibrate.Progress) -> None:
+    def stop(step: backbone.Progress) -> None:
         if step.done == 2:
             raise KeyboardInterrupt
 

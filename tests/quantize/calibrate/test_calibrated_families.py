@@ -6,16 +6,16 @@ Of random weights there is nothing to accept: that the measurement is left out, 
 
 import pytest
 import torch
-from checkpoints import source_layout, write_checkpoint
-from keepmtp.quantize import calibration
-from keepmtp.quantize.data import CalibrationData
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.calibrate import run as calibration
+from keepmtp.quantize.calibrate.data import CalibrationData
+from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.output import claim
 from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.ranks import Ranks
-from keepmtp.quantize.source import open_source
 from keepmtp.quantize.writer import write
 from keepmtp.recipes.schema import Calibration, read_recipe, recipe_files
-from keepmtp.validate.static import check
+from keepmtp.validate.check.check import check
+from releases import source_layout, write_checkpoint
 
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 RECIPES = {recipe.model: recipe for recipe in map(read_recipe, recipe_files()) if recipe.variant == "w4a16-fp8"}

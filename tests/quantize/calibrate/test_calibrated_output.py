@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import made_up, planned, saved
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.calibrate.statistics import Statistics
 from keepmtp.quantize.output import claim, publish, refuse_output
 from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.source import open_source
-from keepmtp.quantize.statistics import Statistics
 from keepmtp.quantize.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schema import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.static import check
+from keepmtp.validate.check.check import check
 from safetensors.torch import load_file
 
-TINY = Path(__file__).parent.parent / "models" / "tiny-glm4-moe"
+TINY = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
 
 # A process of its own: llm-compressor's loader changes transformers' global registry of checkpoint conversions.
 ONESHOT = """
@@ -212,8 +212,8 @@ RANK = """
 import sys
 from pathlib import Path
 from calibrated import planned
-from keepmtp.quantize.ranks import joined
-from keepmtp.quantize.statistics import Statistics
+from keepmtp.quantize.calibrate.ranks import joined
+from keepmtp.quantize.calibrate.statistics import Statistics
 from keepmtp.quantize.writer import write
 source, statistics, partial = map(Path, sys.argv[1:])
 seen = []
@@ -235,7 +235,7 @@ def test_two_processes_write_what_one_writes(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-              "PYTHONPATH": str(Path(__file__).parent)}  # fmt: skip
+              "PYTHONPATH": str(Path(__file__).parent.parent.parent / "helpers")}  # fmt: skip
     command = [sys.executable, "-c", RANK, str(TINY), str(tmp_path / "statistics"), str(tmp_path / "two")]
     ranks = [
         subprocess.Popen(command, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}, cwd=tmp_path)

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from hub import serving
-from keepmtp.quantize import data
-from keepmtp.quantize.data import CalibrationData, calibration_data
-from keepmtp.quantize.source import Source, open_source
+from keepmtp.checkpoints.source import Source, open_source
+from keepmtp.quantize.calibrate import data
+from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import Calibration, find_recipe
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -187,7 +187,7 @@ def test_blank_rows_are_passed_over_and_counted(tmp_path, source):
 
 def test_relative_names_are_found_beside_the_package_too(tmp_path, monkeypatch):
     recipe = find_recipe("tiny-qwen3_5.nvfp4")[0]
-    source = open_source(Path(__file__).parent.parent / recipe.source)
+    source = open_source(Path(__file__).parents[3] / recipe.source)
     here = calibration_data(recipe.calibration, source)
     monkeypatch.chdir(tmp_path)
     assert calibration_data(recipe.calibration, source).provenance == here.provenance
@@ -386,7 +386,7 @@ def test_a_plain_text_is_nobodys(rows, source):
 
 def test_the_shipped_text_begins_to_count_behind_its_questions():
     recipe = find_recipe("tiny-glm4-moe.nvfp4")[0]
-    source = open_source(Path(__file__).parent.parent / recipe.source)
+    source = open_source(Path(__file__).parents[3] / recipe.source)
     made = calibration_data(recipe.calibration, source)
     tokenizer = AutoTokenizer.from_pretrained(source.folder)
     for ids, written in zip(made.held_out_ids, made.held_out_written, strict=True):
@@ -506,8 +506,8 @@ def test_a_dataset_that_the_hub_does_not_have(tmp_path, source, serve_hub):
 # Another process: datasets and huggingface_hub read where the Hub is when they are imported.
 IN_ANOTHER_PROCESS = """
 import json, sys
-from keepmtp.quantize.data import calibration_data
-from keepmtp.quantize.source import open_source
+from keepmtp.quantize.calibrate.data import calibration_data
+from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.schema import Calibration
 for changes in ({}, {"split": "test"}, {"column": "txt"}, {"subset": "small"}):
     try:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from drafts import changed
-from keepmtp.quantize.calibrate import Backbone
-from keepmtp.quantize.evaluate import Acceptance, acceptance, agreement, end_ids, judge, target
-from keepmtp.quantize.mtp_block import MtpBlock, bind_block, build_block
+from keepmtp.quantize.calibrate.backbone import Backbone
+from keepmtp.quantize.calibrate.held_out import Acceptance, acceptance, agreement, end_ids, judge, target
+from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, finished, greedy_answers, laid_out, plan_over, prompts
 from torch import Tensor

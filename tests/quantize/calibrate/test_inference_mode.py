@@ -1,4 +1,4 @@
-"""quantize/inference_mode.py against the crash it is there for: llm-compressor #2745, reproduced on a foreign model.
+"""inference_mode.py against the crash it is there for: llm-compressor #2745, reproduced on a foreign model.
 
 The crash needs all of: a decorated forward on a sequential target, weights that are loaded while it runs (here from
 disk; on a GPU, any CPU weight), and an algorithm that writes weights back (GPTQ). With weights that stay where they
@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 from decorated_model import write_foreign
-from keepmtp.quantize.inference_mode import decorated_forwards, guard, probe, unwrap_forwards
+from keepmtp.quantize.calibrate.inference_mode import decorated_forwards, guard, probe, unwrap_forwards
 from keepmtp.recipes.errors import CheckpointError
 from torch import nn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 # llm-compressor changes transformers' classes and keeps a session for the whole process, so it gets one of its own.
 # One import for all questions: it takes most of the time.
@@ -31,12 +31,12 @@ import torch
 import yaml
 from compressed_tensors.offload import offload_module
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from keepmtp.quantize.calibrate import calibrate_backbone
-from keepmtp.quantize.data import CalibrationData
-from keepmtp.quantize.inference_mode import decorated_forwards, guard, unwrap_forwards
+from keepmtp.quantize.calibrate.backbone import calibrate_backbone
+from keepmtp.quantize.calibrate.data import CalibrationData
+from keepmtp.quantize.calibrate.inference_mode import decorated_forwards, guard, unwrap_forwards
 from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.ranks import Ranks
-from keepmtp.quantize.source import open_source
+from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schema import Recipe
 from llmcompressor import oneshot

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from keepmtp.quantize import llmcompressor_backend as backend
-from keepmtp.quantize.llmcompressor_backend import calibrate, check_fused, propagating, serving
-from keepmtp.quantize.smoothing import Smoothing
+from keepmtp.quantize.calibrate import layer as backend
+from keepmtp.quantize.calibrate.layer import calibrate, check_fused, propagating, serving
+from keepmtp.quantize.calibrate.smoothing import Smoothing
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from layerwise import KEPT, Skeleton, layerwise
 from torch import Tensor, nn
 
-MODELS = Path(__file__).parent.parent / "models"
+MODELS = Path(__file__).parents[3] / "models"
 GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
 IGNORE = ["lm_head", *(f"re:.*{name.replace('.', '[.]')}$" for name in KEPT)]
 

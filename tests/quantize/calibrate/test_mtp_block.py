@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import MODELS, source_layout, write_checkpoint
 from drafts import changed, filled, lively, plan_over, weights_of
-from keepmtp.quantize.llmcompressor_backend import calibrate, linear_experts
-from keepmtp.quantize.mtp_block import MtpBlock, bind_block, build_block, draft_steps, step_mask, step_targets
+from keepmtp.quantize.calibrate.layer import calibrate, linear_experts
+from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block, draft_steps, step_mask, step_targets
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.families import families, find_family
+from releases import MODELS, source_layout, write_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 RECIPES = {"qwen3.5-text": "qwen3.5-27b"}  # a release without a recipe of its own
 IDS = torch.tensor([[5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8]])
 

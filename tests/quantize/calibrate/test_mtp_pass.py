@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.quantize import calibrate, evaluate, mtp
-from keepmtp.quantize.calibrate import Backbone
-from keepmtp.quantize.evaluate import Acceptance
-from keepmtp.quantize.mtp import MtpPass, mtp_pass, refuse_mtp
-from keepmtp.quantize.mtp_block import bind_block, build_block, draft_steps
+from keepmtp.quantize.calibrate import backbone as calibrate
+from keepmtp.quantize.calibrate import held_out as evaluate
+from keepmtp.quantize.calibrate import mtp_pass as mtp
+from keepmtp.quantize.calibrate.backbone import Backbone
+from keepmtp.quantize.calibrate.held_out import Acceptance
+from keepmtp.quantize.calibrate.mtp_block import bind_block, build_block, draft_steps
+from keepmtp.quantize.calibrate.mtp_pass import MtpPass, mtp_pass, refuse_mtp
+from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
 from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.recipes.schema import MtpAuto, find_recipe
 from passes import ROOT, finished, greedy_answers, laid_out, plan_over, prompts

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.quantize.ranks import joined
+from keepmtp.quantize.calibrate.ranks import joined
 from keepmtp.recipes.errors import RecipeError
 from killed import error, finished, small_recipe, start, statistics
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 TWO = (BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "keepmtp")
 ONE = (BIN / "keepmtp",)
@@ -70,7 +70,7 @@ def test_ranks_share_the_work_and_survive_none_of_them(whole, tmp_path):
     _, told = process.communicate(timeout=120)
     assert process.returncode != 0 and not out.exists()
     assert "rank 0 of 2: error: torchrun: all processes must stay until the end; got " in told
-    assert "keepmtp/cli.py" not in told, "no traceback of ours"
+    assert "cli/main.py" not in told, "no traceback of ours"
     again = command(out, TWO)
     said, told = again.communicate()
     assert again.returncode == 0, told

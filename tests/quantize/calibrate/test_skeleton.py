@@ -1,16 +1,16 @@
 import json
 import shutil
 
-import checkpoints
 import pytest
+import releases
 import torch
-from checkpoints import source_layout, write_checkpoint
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.pipeline import plan_for
+from keepmtp.quantize.calibrate.skeleton import Batch, Skeleton, fused_in, schemes_in
 from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.run import plan_for
-from keepmtp.quantize.skeleton import Batch, Skeleton, fused_in, schemes_in
-from keepmtp.quantize.source import open_source
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.recipes.schema import read_recipe, recipe_files
+from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -66,7 +66,7 @@ REFUSED = {
 ONLY_BOUND = ("qwen3.8-flash-next",)
 
 
-@pytest.mark.parametrize("model", sorted(checkpoints.MODELS.keys() & RECIPES))
+@pytest.mark.parametrize("model", sorted(releases.MODELS.keys() & RECIPES))
 def test_every_family_computes_or_is_refused(model, tmp_path):
     recipe = RECIPES[model]
     write_checkpoint(tmp_path / "source", *source_layout(model, size="tiny"), data="random")

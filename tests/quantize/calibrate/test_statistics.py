@@ -5,15 +5,15 @@ import os
 import pytest
 import torch
 from calibrated import made_up, planned, saved
-from checkpoints import source_layout, write_checkpoint
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.calibrate.statistics import Statistics, read_metadata, refuse_statistics, write_statistics
 from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.source import open_source
-from keepmtp.quantize.statistics import Statistics, read_metadata, refuse_statistics, write_statistics
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schema import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
+from releases import source_layout, write_checkpoint
 
 
 def test_what_was_written_is_read(tmp_path):

@@ -3,14 +3,14 @@
 import json
 import time
 
-import checkpoints
 import pytest
+import releases
 from broken import BROKEN, GOOD, Case
 from checkpoint_files import as_source, write
 from good import gptq, ours, planned, released
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.static import RULES, check, check_source
+from keepmtp.validate.check.check import RULES, check, check_source
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
 
 
@@ -23,7 +23,7 @@ def test_good_checkpoints_pass_without_a_word(name, tmp_path):
 
 @pytest.mark.parametrize("mtp", ["bf16", "source", "as backbone"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("model", checkpoints.MODELS)
+@pytest.mark.parametrize("model", releases.MODELS)
 def test_whatever_keepmtp_writes_passes_without_a_word(model, scheme, mtp, tmp_path):
     policy = scheme if mtp == "as backbone" else mtp
     try:
@@ -36,7 +36,7 @@ def test_whatever_keepmtp_writes_passes_without_a_word(model, scheme, mtp, tmp_p
 
 @pytest.mark.parametrize("mtp", ["bf16", "as backbone"])
 @pytest.mark.parametrize("scheme", [scheme for scheme in ALGORITHMS if scheme not in LINEAR_ONLY])
-@pytest.mark.parametrize("model", checkpoints.MODELS)
+@pytest.mark.parametrize("model", releases.MODELS)
 def test_the_same_told_as_modelopt_tells_it_passes(model, scheme, mtp, tmp_path):
     try:
         checkpoint = modelopt(model, scheme, scheme if mtp == "as backbone" else mtp)

@@ -9,17 +9,17 @@ import random
 import subprocess
 from pathlib import Path
 
-import checkpoints
 import pytest
+import releases
 from checkpoint_files import as_source
 from good import released
 from keepmtp.recipes.families import find_family
-from keepmtp.validate.built import Dialect
-from keepmtp.validate.dialects import read_dialect
-from keepmtp.validate.evidence import Evidence, Module
-from keepmtp.validate.modelopt import ModelOpt
+from keepmtp.validate.check.dialects.choose import read_dialect
+from keepmtp.validate.check.dialects.modelopt import ModelOpt
+from keepmtp.validate.check.runtime_view import Evidence, Module
+from keepmtp.validate.check.vllm_module import Dialect
 
-VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parent.parent / ".venv-vllm/bin/python"))
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
 PEER = r"""
 import json, sys
 from functools import cache
@@ -161,7 +161,7 @@ CPU_MODELS = ("deepseek-r1", "glm-4.7", "glm-4.7-flash", "qwen3-next-80b", "qwen
 def test_names_match_as_in_vllm():
     rng = random.Random(0)
     asked, questions = [], []
-    for model in checkpoints.MODELS:
+    for model in releases.MODELS:
         config, modules = released(model).config, modules_of(model)
         packed = {module.name.rpartition(".")[2]: [shard.rpartition(".")[2] for shard in module.shards]
                   for module in modules if module.shards and module.kind == "linear"}  # fmt: skip

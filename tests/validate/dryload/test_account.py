@@ -7,9 +7,9 @@ import random
 
 import pytest
 import torch
-from keepmtp.validate.dryload.account import Account, Construction, Written
-from keepmtp.validate.dryload.demands import Demands
-from keepmtp.validate.dryload.experts import Mapping
+from keepmtp.validate.dryload.in_vllm.account import Account, Construction, Written
+from keepmtp.validate.dryload.in_vllm.demands import Demands
+from keepmtp.validate.dryload.in_vllm.experts import Mapping
 
 META = torch.device("meta")
 

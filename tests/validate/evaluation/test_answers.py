@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.samples import Answer, Header, Samples, Sitting, open_samples, read_samples, take_from_sibling
+from keepmtp.validate.evaluation.answers import (
+    Answer,
+    Header,
+    Samples,
+    Sitting,
+    open_samples,
+    read_samples,
+    take_from_sibling,
+)
 
 
 def header(**changed) -> Header:

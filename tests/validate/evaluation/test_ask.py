@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from answering import FAULTS, OOM, TOO_LONG, answering
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.asking import Step, ask, request_seconds
-from keepmtp.validate.harness import Questions, questions, scores
-from keepmtp.validate.samples import Header, Samples, open_samples, read_samples
-from keepmtp.validate.serve import ServerFailed
+from keepmtp.validate.evaluation.answers import Header, Samples, open_samples, read_samples
+from keepmtp.validate.evaluation.ask import Step, ask, request_seconds
+from keepmtp.validate.evaluation.lm_eval_task import Questions, questions, scores
+from keepmtp.validate.serving.server import ServerFailed
 
 NUM = 30
 QUESTIONS = [f"Ann has {n} pens and buys {n}. How many?" for n in range(NUM)]
@@ -132,7 +132,7 @@ def test_a_server_that_dies_is_quoted_from_its_log(asked, tmp_path):
 
 def test_counters_survive_a_server_that_cannot_be_asked_any_more(asked, tmp_path, monkeypatch):
     """Read while asking; the last ones that were read stand."""
-    monkeypatch.setattr("keepmtp.validate.asking.COUNTERS_SECONDS", 0.0)
+    monkeypatch.setattr("keepmtp.validate.evaluation.ask.COUNTERS_SECONDS", 0.0)
     samples = opened(tmp_path, asked)
     with answering(ANSWERS, tmp_path / "log") as (server, requests):
         fault = ServerFailed("gone", tmp_path / "log")

@@ -7,7 +7,7 @@ import pytest
 from hub import serving
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.harness import Questions, questions, scores
+from keepmtp.validate.evaluation.lm_eval_task import Questions, questions, scores
 
 ROWS = [
     {"question": f"Tom has {n} coins and finds {n + 1} more. How many?", "answer": f"It is that.\n#### {2 * n + 1}"}

@@ -18,14 +18,13 @@ import pytest
 import reports
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
-from keepmtp.quantize import extras
+from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.recipes.protocol import Gates
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate import card
-from keepmtp.validate import report as full_reports
-from keepmtp.validate.card_limits import limitations
-from keepmtp.validate.card_metadata import (
+from keepmtp.validate.publish import card
+from keepmtp.validate.publish.card_limits import limitations
+from keepmtp.validate.publish.card_metadata import (
     Metadata,
     eval_results,
     front_matter,
@@ -33,14 +32,15 @@ from keepmtp.validate.card_metadata import (
     off_leaderboard,
     read_front_matter,
 )
-from keepmtp.validate.card_page import page
-from keepmtp.validate.gates import judge
-from keepmtp.validate.hardware import HARDWARE, where_they_run
-from keepmtp.validate.markdown import code, escaped, fenced, quoted, ticked
-from keepmtp.validate.origin import choices, groups_of, read_record
-from keepmtp.validate.portable import portable, shortened
-from keepmtp.validate.report_schema import FullReport
-from keepmtp.validate.results import report_folder
+from keepmtp.validate.publish.card_page import page
+from keepmtp.validate.publish.hardware import HARDWARE, where_they_run
+from keepmtp.validate.publish.markdown import code, escaped, fenced, quoted, ticked
+from keepmtp.validate.publish.provenance import choices, groups_of, read_record
+from keepmtp.validate.report import report as full_reports
+from keepmtp.validate.report.gates import judge
+from keepmtp.validate.report.portable import portable, shortened
+from keepmtp.validate.report.results import report_folder
+from keepmtp.validate.report.schema import FullReport
 from markdown_it import MarkdownIt
 
 HOSTILE = "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"

@@ -21,22 +21,20 @@ import pytest
 import reports
 import yaml
 from hub import READ_ONLY, TOKEN, Fault, Hub
-from keepmtp.quantize import run
+from keepmtp.checkpoints.identity import file_sha256, identify
+from keepmtp.cli import main, pipeline
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate import card
-from keepmtp.validate import publish as publishing
-from keepmtp.validate.hub import Hub as Client
-from keepmtp.validate.identity import file_sha256, identify
-from keepmtp.validate.parcel import LocalFile, prepare
-
-from keepmtp import cli
+from keepmtp.validate.publish import card
+from keepmtp.validate.publish import upload as publishing
+from keepmtp.validate.publish.hub import Hub as Client
+from keepmtp.validate.publish.upload_set import LocalFile, prepare
 
 REPO = "org/tiny-glm4-moe-MTP"
 SHARD = "model-00001-of-00005.safetensors"
 # httpx's word on how huggingface_hub 1.33 calls it to send a file.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 NO_VLLM = {"VLLM_PYTHON": "/nonexistent/python"}
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 RECIPES = ROOT / "recipes" / "models"
 
@@ -57,8 +55,8 @@ def made(tmp_path_factory) -> Path:
     recipe = yaml.safe_load((RECIPES / f"{cards.RECIPE}.yaml").read_text()) | {"gates": measured.LAX}
     path = folder.parent / f"{cards.RECIPE}.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    plan, text = run.plan_for(str(path), source=str(reports.MODEL))
-    run.quantize(replace(plan, shard_bytes=1 << 20), text, out=folder)
+    plan, text = pipeline.plan_for(str(path), source=str(reports.MODEL))
+    pipeline.quantize(replace(plan, shard_bytes=1 << 20), text, out=folder)
     cards.evidence(folder)
     card.build(folder)
     return folder
@@ -111,7 +109,7 @@ def publish_here(hub_at, hub, folder, monkeypatch, capsys) -> Callable[..., Ende
         monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folder.parent / "home" / "token"))
         monkeypatch.setattr("sys.argv", ["keepmtp", "publish", str(folder), "--repo", repo, *more])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         told = capsys.readouterr()
         assert TOKEN not in told.out + told.err
         return Ended(int(ended.value.code or 0), told.out, " ".join(told.err.split()))

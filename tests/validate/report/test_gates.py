@@ -6,8 +6,9 @@ import pytest
 import reports
 from evaluations import COPY, Answers, evaluation
 from keepmtp.recipes.protocol import Evaluation, Gates
-from keepmtp.validate.gates import judge
-from keepmtp.validate.report_schema import (
+from keepmtp.validate.report.gates import judge
+from keepmtp.validate.report.results import CheckData
+from keepmtp.validate.report.schema import (
     CheckpointFacts,
     DryLoad,
     EvaluationFact,
@@ -18,7 +19,6 @@ from keepmtp.validate.report_schema import (
     ReasonFact,
     Serve,
 )
-from keepmtp.validate.results import CheckData
 
 GATES = Gates()
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)

@@ -3,7 +3,7 @@
 from math import exp, lgamma, log
 
 import pytest
-from keepmtp.validate.paired import one_sided, paired
+from keepmtp.validate.report.paired import one_sided, paired
 
 
 def fact(both: int, only_source: int, only_checkpoint: int, neither: int, *, confidence: float = 0.95):

@@ -14,27 +14,28 @@ import evaluations
 import pytest
 import reports
 from browser import PROBE, contrast, look, opened
-from checkpoints import source_layout, write_checkpoint
-from keepmtp.quantize import extras
-from keepmtp.quantize.source import open_source
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli import calibration_tables
+from keepmtp.cli.report import save
+from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from keepmtp.validate import canvas, report_html, report_plots, report_schema, rules_dry
-from keepmtp.validate.acceptance import ServeReport
-from keepmtp.validate.check_data import DRY_RULES, calibration_of, check_data, sizes_by_group
-from keepmtp.validate.dry import Verdict
-from keepmtp.validate.findings import Facts, Report
-from keepmtp.validate.report import assemble, read_json, write_json
-from keepmtp.validate.report_html import render, write_html
-from keepmtp.validate.report_schema import FullReport
-from keepmtp.validate.static import check, examine
-from keepmtp.validate.verdict import places
+from keepmtp.validate.check.check import check, examine
+from keepmtp.validate.check.findings import Facts, Report
+from keepmtp.validate.dryload import verdict_findings
+from keepmtp.validate.dryload.loader import Verdict
+from keepmtp.validate.report import html as report_html
+from keepmtp.validate.report import plots, schema, svg
+from keepmtp.validate.report.check_data import DRY_RULES, calibration_of, check_data, sizes_by_group
+from keepmtp.validate.report.headline import places
+from keepmtp.validate.report.html import render, write_html
+from keepmtp.validate.report.report import assemble, read_json, write_json
+from keepmtp.validate.report.schema import FullReport
+from keepmtp.validate.serving.acceptance import ServeReport
 from PIL import Image
+from releases import source_layout, write_checkpoint
 from rich.console import Console
 
-from keepmtp import calibrated
-from keepmtp.report import save
-
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 SCRIPT = '<script>document.title="hit"</script><img src=x onerror=\'document.title="hit"\'>$x^2$ & "quoted"'
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
@@ -103,8 +104,8 @@ def test_another_version_is_refused(change, says, pages, tmp_path):
 
 
 def test_every_rule_of_the_dry_load_is_told_as_one():
-    named = set(re.findall(r"self\._finding\(\s*([\w\"-]+),", Path(rules_dry.__file__).read_text()))
-    values = {getattr(rules_dry, name, name.strip('"')) for name in named}
+    named = set(re.findall(r"self\._finding\(\s*([\w\"-]+),", Path(verdict_findings.__file__).read_text()))
+    values = {getattr(verdict_findings, name, name.strip('"')) for name in named}
     assert values == set(DRY_RULES)
     assert {fact.origin for fact in reports.broken().findings if fact.severity == "error"} == {"dry"}
 
@@ -143,9 +144,9 @@ def test_acceptance_without_a_source_is_no_proof():
 
 
 def test_places():
-    def load(gpu: str, tp: int) -> report_schema.DryLoad:
-        side = report_schema.LoadedModel(cls="", num_params=0, num_written=0)
-        return report_schema.DryLoad(gpu=gpu, tp=tp, k=1, ok=True, target=side, draft=side)
+    def load(gpu: str, tp: int) -> schema.DryLoad:
+        side = schema.LoadedModel(cls="", num_params=0, num_written=0)
+        return schema.DryLoad(gpu=gpu, tp=tp, k=1, ok=True, target=side, draft=side)
 
     assert places([load("sm90", 1), load("sm90", 1)]) == "sm90 at TP 1"
     assert places([load("sm90", 1), load("sm120", 4), load("sm100", 1)]) == "sm90 and sm100 at TP 1 and sm120 at TP 4"
@@ -200,7 +201,7 @@ def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
     page = save(tmp_path / "page", report, vllm="0.32.0", evidence=evidence, opened=opened)
     assert read_json(page.with_name("report.json")).calibration == found
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(calibrated.found(found))
+    console.print(calibration_tables.found(found))
     for words in ("97.8 %", "94.2 %", "3.292", "model.layers.2.mlp.experts.3.up_proj", "K must be a multiple of 128"):
         text = re.sub(r"<[^>]*>", "", page.read_text())
         assert words in text
@@ -257,7 +258,7 @@ def test_a_block_that_could_not_be_run_has_no_acceptance_and_says_why():
     html = render(reports.calibrated(**changed))
     assert "no class for it." in html and html.count(">not measured<") == 2 and "<svg" not in html
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(calibrated.found(reports.calibrated(**changed).calibration))
+    console.print(calibration_tables.found(reports.calibrated(**changed).calibration))
     assert "no acceptance: no class for it." in console.export_text()
 
 
@@ -366,7 +367,7 @@ def test_a_red_gate_is_red_on_the_page(pages):
 
 
 def test_pictures_of_equal_reports_are_equal_bytes_and_name_no_date(pages):
-    for draw in (report_plots.gsm8k_png, report_plots.acceptance_png):
+    for draw in (plots.gsm8k_png, plots.acceptance_png):
         first, again = draw(pages["evaluated"]), draw(pages["evaluated"])
         assert first is not None and first == again
         picture = Image.open(io.BytesIO(first))
@@ -379,7 +380,7 @@ def test_pictures_of_equal_reports_are_equal_bytes_and_name_no_date(pages):
 def test_pictures_use_the_inks_of_the_light_page(pages):
     """Each bar's colour, and that of the limit: as the page's style sheet has it."""
     style = render(pages["evaluated"]).partition("@media")[0]
-    for draw in (report_plots.gsm8k_png, report_plots.acceptance_png):
+    for draw in (plots.gsm8k_png, plots.acceptance_png):
         picture = Image.open(io.BytesIO(draw(pages["evaluated"]) or b"")).convert("RGB")
         colours = picture.getcolors(picture.width * picture.height)
         seen = {"#{:02x}{:02x}{:02x}".format(*colour) for _, colour in colours}
@@ -389,19 +390,19 @@ def test_pictures_use_the_inks_of_the_light_page(pages):
 
 
 def test_acceptance_is_drawn_from_the_best_that_was_measured(pages):
-    drawn = {name: report_plots.acceptance_png(pages[name]) for name in ("whole", "calibrated", "evaluated", "bare")}
+    drawn = {name: plots.acceptance_png(pages[name]) for name in ("whole", "calibrated", "evaluated", "bare")}
     assert drawn.pop("bare") is None and None not in drawn.values() and len(set(drawn.values())) == 3
     whole = pages["whole"]
     both = whole.model_copy(update={"evaluation": pages["evaluated"].evaluation})
-    assert report_plots.acceptance_png(both) == drawn["evaluated"]
-    assert report_plots.gsm8k_png(whole) is None and report_plots.gsm8k_png(both) is not None
+    assert plots.acceptance_png(both) == drawn["evaluated"]
+    assert plots.gsm8k_png(whole) is None and plots.gsm8k_png(both) is not None
 
 
 def test_a_group_with_dollars_is_no_mathematics():
     """matplotlib would draw $x^2$ as a formula, and refuse $x^$."""
     group = "$x^2$ <b> $y^$ " + "z" * 50
     rows = [row.model_copy(update={"group": group}) for row in sizes_by_group(open_source(reports.MODEL))]
-    assert ">$x^2$ &lt;b&gt; $y^$ zz...</text>" in canvas.svg(report_plots.sizes(rows))
+    assert ">$x^2$ &lt;b&gt; $y^$ zz...</text>" in svg.svg(plots.sizes(rows))
 
 
 def test_how_a_model_was_served_is_said_three_times(pages):
@@ -495,12 +496,14 @@ def test_an_unknown_family_has_a_report_without_sizes(tmp_path):
 
 
 def test_the_wheel_has_what_the_stations_read():
-    """Every file under validate/ that is no module of the package is matched by pyproject's package-data."""
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    folder = ROOT / "validate"
-    carried = {path for pattern in patterns["keepmtp.validate"] for path in folder.glob(pattern)}
-    held = {path for path in folder.rglob("*") if path.is_file() and path.parent != folder}
-    assert {path for path in held if "__pycache__" not in path.parts} <= carried
+    """Every file under validate/ that is no module of a package is matched by pyproject's package-data."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {name: ROOT.joinpath(*name.split(".")[1:]) for name in settings["packages"] if ".validate" in name}
+    carried = {path for folder in folders.values() for path in folder.glob("*.py")}
+    for name, folder in folders.items():
+        carried |= {path for pattern in settings["package-data"].get(name, ()) for path in folder.glob(pattern)}
+    held = {path for path in (ROOT / "validate").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    assert held <= carried
 
 
 def test_an_empty_report_has_a_page():

@@ -15,14 +15,13 @@ from typing import Any
 import measured
 import pytest
 import reports
-from keepmtp.quantize.source import open_source
+from keepmtp.checkpoints.identity import file_sha256, identify
+from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.check_data import record_static
-from keepmtp.validate.identity import file_sha256, identify
-from keepmtp.validate.report import JSON_FILE, from_results, read_json, refresh, refuse_stale, verify, write_json
-from keepmtp.validate.report_schema import FullReport
-from keepmtp.validate.results import (
+from keepmtp.validate.report.check_data import record_static
+from keepmtp.validate.report.report import JSON_FILE, from_results, read_json, refresh, refuse_stale, verify, write_json
+from keepmtp.validate.report.results import (
     STATIONS,
     checkpoint_folder,
     file_of,
@@ -31,8 +30,9 @@ from keepmtp.validate.results import (
     write_result,
     write_whole,
 )
+from keepmtp.validate.report.schema import FullReport
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +324,7 @@ def test_answers_lie_in_the_folder(evidence):
 def test_a_killed_refresh_leaves_a_whole_report(evidence):
     """Killed at three moments: what is read is always one whole report, and the next refresh is clean."""
     code = (
-        "import sys; from pathlib import Path; from keepmtp.validate.report import refresh\n"
+        "import sys; from pathlib import Path; from keepmtp.validate.report.report import refresh\n"
         "while True: refresh(Path(sys.argv[1]))"
     )
     wanted = (evidence / JSON_FILE).read_bytes()

@@ -6,10 +6,10 @@ import socket
 
 import pytest
 from keepmtp.recipes.errors import RecipeError, VLLMError
-from keepmtp.validate.acceptance import Drafts, Output, Run, Served, ServeReport, partings
-from keepmtp.validate.measure import explained, ks_up_to
-from keepmtp.validate.prompts import PROMPTS, read_prompts
-from keepmtp.validate.serve import _free_port, last_error, read_counters
+from keepmtp.validate.serving.acceptance import Drafts, Output, Run, Served, ServeReport, partings
+from keepmtp.validate.serving.prompts import PROMPTS, read_prompts
+from keepmtp.validate.serving.serve_check import explained, ks_up_to
+from keepmtp.validate.serving.server import _free_port, last_error, read_counters
 
 METRICS = """\
 # TYPE vllm:spec_decode_num_drafts_total counter

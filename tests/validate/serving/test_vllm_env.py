@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from keepmtp.recipes.errors import VLLMError
-from keepmtp.validate import vllm_env
-from keepmtp.validate.vllm_env import find_vllm, is_supported
+from keepmtp.validate.serving import vllm_env
+from keepmtp.validate.serving.vllm_env import find_vllm, is_supported
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 REAL = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 
 
@@ -38,7 +38,7 @@ def refused(monkeypatch, python: object, says: str) -> None:
 
 def test_none_to_be_found(monkeypatch, tmp_path):
     monkeypatch.delenv("VLLM_PYTHON", raising=False)
-    monkeypatch.setattr(vllm_env, "__file__", str(tmp_path / "validate" / "vllm_env.py"))
+    monkeypatch.setattr(vllm_env, "__file__", str(tmp_path / "validate" / "serving" / "vllm_env.py"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(VLLMError, match=r"needs an environment of its own; got .*Run `make vllm`"):
         find_vllm()

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..recipes.family import Part, VLLMName
-from .built import PLAIN, Dialect, Entry, Kind, Resolution, Unknown
+from ....recipes.family import Part, VLLMName
+from ..vllm_module import PLAIN, Dialect, Entry, Kind, Resolution, Unknown
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
 from .matching import renamer

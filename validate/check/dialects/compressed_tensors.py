@@ -7,16 +7,17 @@ by the three projections of expert 0; what no target matches is unquantized with
 experts too, but no head.
 
 Source: vLLM 0.32.0 quantization/compressed_tensors/{compressed_tensors,utils}.py,
-compressed_tensors_moe/compressed_tensors_moe.py; compared with the real functions by tests/test_dialects.py.
+compressed_tensors_moe/compressed_tensors_moe.py; compared with the real functions by
+tests/validate/check/test_dialects.py.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..quantize.stored import Form
-from ..recipes.family import VLLMName
-from .built import PLAIN, UNKNOWN, Built, Entry, Kind, Resolution
+from ....checkpoints.stored import Form
+from ....recipes.family import VLLMName
+from ..vllm_module import PLAIN, UNKNOWN, Built, Entry, Kind, Resolution
 from .matching import Renamer, equal_or_regex, first_match
 
 _SHARD_ERROR = "ValueError: Found different quantization schemes for the shards of {}"

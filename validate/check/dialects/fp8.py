@@ -6,7 +6,8 @@ Easy to get wrong: exceptions are whole names, without any pattern. DeepSeek-V4 
 MXFP4 whatever the config says of blocks, or NVFP4 with `moe_quant_algo`, and its scales are called `.scale` on disk.
 
 Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4 as well),
-models/deepseek_v4/nvidia/{model,mtp}.py for the names; compared with the real functions by tests/test_dialects.py.
+models/deepseek_v4/nvidia/{model,mtp}.py for the names; compared with the real functions by
+tests/validate/check/test_dialects.py.
 """
 
 import re
@@ -16,8 +17,8 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from ..recipes.family import VLLMName
-from .built import PLAIN, Built, Entry, Kind, Resolution
+from ....recipes.family import VLLMName
+from ..vllm_module import PLAIN, Built, Entry, Kind, Resolution
 from .matching import Renamer, is_layer_skipped
 from .modelopt import modelopt_built
 

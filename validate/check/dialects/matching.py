@@ -8,7 +8,7 @@ whole. The mapper also drops what it would not load, but not here: vLLM keeps su
 
 Source: vLLM 0.32.0 quantization/utils/{config_utils,quant_utils}.py, compressed_tensors/utils.py, modelopt.py,
 model_executor/models/{utils,qwen3_vl,qwen3_5,qwen3_next,mimo}.py, models/deepseek_v4/nvidia/model.py; compared with the
-real functions by tests/test_dialects.py.
+real functions by tests/validate/check/test_dialects.py.
 """
 
 import re
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ..recipes.families import families
-from ..recipes.family import Part, Renames
+from ....recipes.families import families
+from ....recipes.family import Part, Renames
 
 _MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are quantized"
 

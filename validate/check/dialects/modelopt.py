@@ -5,7 +5,7 @@ In: the quantization config. Out: a `ModelOpt`, or an `Unknown` for algorithms t
 Easy to get wrong: an entry excludes by whole name, then by substring, then as a glob, so `model.layers.1` also takes
 layers 10 to 19. Heads are quantized unless excluded, the draft's too.
 
-Source: vLLM 0.32.0 quantization/modelopt.py; compared with the real functions by tests/test_dialects.py.
+Source: vLLM 0.32.0 quantization/modelopt.py; compared with the real functions by tests/validate/check/test_dialects.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from ..recipes.family import VLLMName
-from .built import PLAIN, UNKNOWN, Built, Entry, Kind, Resolution, Unknown
+from ....recipes.family import VLLMName
+from ..vllm_module import PLAIN, UNKNOWN, Built, Entry, Kind, Resolution, Unknown
 from .matching import Renamer, is_layer_skipped
 
 

@@ -1,0 +1,42 @@
+"""The command, run as people type it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+
+
+def keepmtp(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([KEEPMTP, *words], capture_output=True, text=True, cwd=cwd, env=os.environ | environment)
+
+
+HIDE = """
+import importlib.metadata, sys
+known, hidden = importlib.metadata.version, {packages!r}
+
+def version(name):
+    if name in hidden:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return known(name)
+
+importlib.metadata.version = version
+sys.modules |= dict.fromkeys(name.replace("-", "_") for name in hidden)
+from keepmtp.cli.main import main
+main()
+"""
+
+
+def keepmtp_without(packages: tuple[str, ...], *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command where these packages are not installed."""
+    hide = HIDE.format(packages=packages)
+    return subprocess.run([sys.executable, "-c", hide, *words], capture_output=True, text=True, cwd=cwd)
+
+
+def refused(*words: str, says: str, status: int = 2, cwd: Path | None = None) -> None:
+    done = keepmtp(*words, cwd=cwd)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert "; got " in done.stderr and done.stderr.rstrip().endswith((".", "?"))
+    assert says in done.stderr

@@ -1,0 +1,1 @@
+"""What vLLM builds for a module, for each way of writing a quantization config."""

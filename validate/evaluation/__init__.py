@@ -1,0 +1,1 @@
+"""GSM8K through real servers: questions asked, answers kept and scored."""

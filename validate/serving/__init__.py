@@ -1,0 +1,1 @@
+"""Real vLLM servers: started, asked and measured, with and without method=mtp."""
