@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..quantize.pack import row_ranges
-from ..recipes.errors import CheckpointError, refuse
+from ..recipes.errors import CheckpointError
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -122,7 +122,7 @@ def int_packed(packed: Tensor, scale: Tensor, bits: int, shape: tuple[int, int])
     Raises: CheckpointError if a shape does not fit or codes straddle words (other widths than 4 and 8).
     """
     if bits not in (4, 8):
-        raise CheckpointError(refuse("weight_packed", "only 4 or 8 bits can be read", bits, "Use another source"))
+        raise CheckpointError("weight_packed", "only 4 or 8 bits can be read", got=bits, cure="Use another source")
     num_rows, num_columns = (int(size) for size in shape)
     _expect_shape("weight_packed", packed, (num_rows, -(-num_columns * bits // 32)))
     if scale.ndim != 2 or scale.shape[0] != num_rows or num_columns % scale.shape[1]:
@@ -190,7 +190,7 @@ def _look_up(table: Tensor, codes: Tensor) -> Tensor:
 def _byte_table(weight: Tensor) -> Tensor:
     """The F32 value of every byte read in the dtype of `weight`: [256]."""
     if weight.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
-        raise CheckpointError(refuse("weight", "only FP8 or INT8 can be read", weight.dtype, "Check the stored form"))
+        raise CheckpointError("weight", "only FP8 or INT8 can be read", got=weight.dtype, cure="Check the stored form")
     return torch.arange(256, dtype=torch.uint8, device=weight.device).view(weight.dtype).float()
 
 
@@ -210,4 +210,4 @@ def _expect_shape(what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a tensor that is not of this shape."""
     if tuple(tensor.shape) != shape:
         rule = f"this stored form has shape {list(shape)}"
-        raise CheckpointError(refuse(what, rule, list(tensor.shape), "Check the source's quantization config"))
+        raise CheckpointError(what, rule, got=list(tensor.shape), cure="Check the source's quantization config")

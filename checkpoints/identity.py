@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..recipes.errors import CheckpointError, refuse
+from ..recipes.errors import CheckpointError
 from ..validate.report.results import write_whole
 from ..validate.report.schema import FileFact, Identity
 
@@ -120,10 +120,7 @@ def refuse_other_bytes(folder: Path, told: Identity, found: Identity) -> None:
     wrong = [f"{name} is {'not there' if name not in found.files else 'another'}" for name, fact in told.files.items()
              if found.files.get(name) != fact]  # fmt: skip
     wrong += [f"{name} is new" for name in found.files if name not in told.files]
-    raise CheckpointError(refuse(
-        folder, "must be the bytes that its report is about", listed(wrong),
-        f"Restore them, or measure these: `keepmtp check {folder} --record`, serve-check, eval and card",
-    ))  # fmt: skip
+    raise CheckpointError(folder, "must be the bytes that its report is about", got=listed(wrong), cure=f"Restore them, or measure these: `keepmtp check {folder} --record`, serve-check, eval and card")  # fmt: skip
 
 
 def listed(words: Sequence[str]) -> str:
@@ -142,13 +139,12 @@ def _files(folder: Path) -> Iterator[_File]:
     """Regular files by name, hidden ones left out."""
     cure = "Name the folder of a checkpoint"
     if not (folder / "config.json").is_file():
-        raise CheckpointError(refuse(folder, "must hold a checkpoint", "no config.json", cure))
+        raise CheckpointError(folder, "must hold a checkpoint", got="no config.json", cure=cure)
     for root, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
             if (path := Path(root, name)).is_symlink():
-                raise CheckpointError(refuse(path, "must be a file or a folder of its own", "a link to a folder",
-                                             "Replace the link by what it leads to"))  # fmt: skip
+                raise CheckpointError(path, "must be a file or a folder of its own", got="a link to a folder", cure="Replace the link by what it leads to")  # fmt: skip
         for name in names:
             if not name.startswith(".") and not name.endswith(".partial"):
                 yield _file(folder, Path(root, name))
@@ -158,17 +154,17 @@ def _file(folder: Path, path: Path) -> _File:
     try:
         state = path.stat()
     except FileNotFoundError as error:
-        raise CheckpointError(refuse(path, "must be a file", "a link to nowhere", "Restore or delete it")) from error
+        raise CheckpointError(path, "must be a file", got="a link to nowhere", cure="Restore or delete it") from error
     if not stat.S_ISREG(state.st_mode):
-        raise CheckpointError(refuse(path, "must be a regular file", "something else", "Move it away"))
+        raise CheckpointError(path, "must be a regular file", got="something else", cure="Move it away")
     name = path.relative_to(folder).as_posix()
     if "\n" in name:
-        raise CheckpointError(refuse(repr(name), "a file's name must be one line", "a line break", "Rename it"))
+        raise CheckpointError(repr(name), "a file's name must be one line", got="a line break", cure="Rename it")
     return _File(name=name, path=path, num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
 
 
 def _raise(error: OSError) -> None:
-    raise CheckpointError(refuse(error.filename, "must be readable", error.strerror, "Check its permissions"))
+    raise CheckpointError(error.filename, "must be readable", got=error.strerror, cure="Check its permissions")
 
 
 def _key(file: _File) -> str:
@@ -207,10 +203,9 @@ def _read(file: _File, told: Callable[[int], None], stop: threading.Event) -> st
             state = os.fstat(raw.fileno())
     except OSError as error:
         got = error.strerror or repr(error)
-        raise CheckpointError(refuse(file.path, "must be readable", got, "Check it")) from error
+        raise CheckpointError(file.path, "must be readable", got=got, cure="Check it") from error
     if (state.st_size, state.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
-        raise CheckpointError(refuse(file.path, "must not change while it is read", "another size or time",
-                                     "Wait until it is written, and run this again"))  # fmt: skip
+        raise CheckpointError(file.path, "must not change while it is read", got="another size or time", cure="Wait until it is written, and run this again")  # fmt: skip
     return digest.hexdigest()
 
 

@@ -30,7 +30,7 @@ from huggingface_hub.errors import (
     SafetensorsParsingError,
 )
 
-from ..recipes.errors import CheckpointError, refuse
+from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.schemes import DTYPE_BITS, num_bytes
 from ..recipes.shipped import find_path
@@ -93,9 +93,7 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
         return _open_folder(found, str(where))
     folder = Path(where)
     if revision == "local" or folder.is_file() or folder.is_absolute() or str(where).count("/") != 1:
-        raise CheckpointError(
-            refuse(where, "a source is a folder with config.json or a Hub id ORG/NAME", "neither", "Check SOURCE")
-        )
+        raise CheckpointError(where, "a source is a folder with config.json or a Hub id ORG/NAME", got="neither", cure="Check SOURCE")
     return _open_hub(str(where), revision)
 
 
@@ -138,10 +136,7 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
         while view:
             count = file.readinto(view)
             if not count:
-                raise CheckpointError(
-                    refuse(f"{source.where}/{entry.file}", f"{entry.name} must be whole", "end of file",
-                           "Download the shard again")
-                )  # fmt: skip
+                raise CheckpointError(f"{source.where}/{entry.file}", f"{entry.name} must be whole", got="end of file", cure="Download the shard again")  # fmt: skip
             view = view[count:]
 
 
@@ -158,31 +153,23 @@ def read_header(path: Path, where: str) -> dict[HFName, Entry]:
         first = file.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
-            raise CheckpointError(refuse(where, "must start with a safetensors header", f"{size} bytes", cure))
+            raise CheckpointError(where, "must start with a safetensors header", got=f"{size} bytes", cure=cure)
         raw = file.read(length)
     try:
         header = json.loads(raw)
         entries = _entries_of(header, path.name, 8 + length)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(refuse(where, "must have a valid safetensors header", repr(error), cure)) from error
+        raise CheckpointError(where, "must have a valid safetensors header", got=repr(error), cure=cure) from error
     end = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: entry.start):
         if entry.dtype not in DTYPE_BITS:
-            raise CheckpointError(
-                refuse(where, f"{entry.name} must have a known dtype", entry.dtype, "Convert it with safetensors first")
-            )
+            raise CheckpointError(where, f"{entry.name} must have a known dtype", got=entry.dtype, cure="Convert it with safetensors first")
         if entry.num_bytes != num_bytes(entry.dtype, entry.shape) or entry.start != end:
-            raise CheckpointError(
-                refuse(where, f"{entry.name} must fill {entry.dtype}{list(entry.shape)} without gaps",
-                       f"{entry.num_bytes} bytes at {entry.start}", cure)
-            )  # fmt: skip
+            raise CheckpointError(where, f"{entry.name} must fill {entry.dtype}{list(entry.shape)} without gaps", got=f"{entry.num_bytes} bytes at {entry.start}", cure=cure)  # fmt: skip
         end = entry.start + entry.num_bytes
     if end != size:
         last = max(entries.values(), key=lambda entry: entry.start, default=None)
-        raise CheckpointError(
-            refuse(where, f"must be {end} bytes long to hold {last.name if last else 'its header'}",
-                   f"{size} bytes", cure)
-        )  # fmt: skip
+        raise CheckpointError(where, f"must be {end} bytes long to hold {last.name if last else 'its header'}", got=f"{size} bytes", cure=cure)  # fmt: skip
     return entries
 
 
@@ -254,17 +241,11 @@ def _assemble(
             # vLLM and transformers read whole files named by the index, so the file decides, not the index's line.
             target = entries if file in indexed else unindexed
             if name in entries and target is entries:
-                raise CheckpointError(
-                    refuse(f"{where}/{file}", f"{name} must be in one file only", f"also in {entries[name].file}",
-                           "Remove one of the two")
-                )  # fmt: skip
+                raise CheckpointError(f"{where}/{file}", f"{name} must be in one file only", got=f"also in {entries[name].file}", cure="Remove one of the two")  # fmt: skip
             target[name] = entry
     for name, file in (weight_map or {}).items():
         if HFName(name) not in headers[file]:
-            raise CheckpointError(
-                refuse(f"{where}/{file}", f"must hold {name}, which the index lists there", "no such tensor",
-                       "Download the shard again")
-            )  # fmt: skip
+            raise CheckpointError(f"{where}/{file}", f"must hold {name}, which the index lists there", got="no such tensor", cure="Download the shard again")  # fmt: skip
     return Source(
         where=where, revision=revision, folder=folder, config=config, entries=entries,
         unindexed={name: entry for name, entry in unindexed.items() if name not in entries}, companions=companions,
@@ -276,29 +257,24 @@ def _indexed_files(weight_map: Mapping[str, str] | None, present: list[str], whe
         files = sorted(set(weight_map.values()))
         for file in files:
             if file not in present:
-                raise CheckpointError(
-                    refuse(f"{where}/{INDEX}", "every file of the index must exist", f"{file} is missing",
-                           "Download it, or mend the index")
-                )  # fmt: skip
+                raise CheckpointError(f"{where}/{INDEX}", "every file of the index must exist", got=f"{file} is missing", cure="Download it, or mend the index")  # fmt: skip
         return tuple(files)
     if SINGLE in present:
         return (SINGLE,)
     if len(present) == 1:
         return (present[0],)
-    raise CheckpointError(
-        refuse(where, f"must have {SINGLE} or {INDEX}", f"{len(present)} safetensors files", "Check the download")
-    )
+    raise CheckpointError(where, f"must have {SINGLE} or {INDEX}", got=f"{len(present)} safetensors files", cure="Check the download")
 
 
 def _parse_config(path: Path, where: str) -> Mapping[str, Any]:
     if not path.is_file():
-        raise CheckpointError(refuse(where, "a checkpoint has a config.json", "none", "Check SOURCE"))
+        raise CheckpointError(where, "a checkpoint has a config.json", got="none", cure="Check SOURCE")
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
-        raise CheckpointError(refuse(path, "must be JSON", str(error), "Download it again")) from error
+        raise CheckpointError(path, "must be JSON", got=str(error), cure="Download it again") from error
     if not isinstance(config, dict):
-        raise CheckpointError(refuse(path, "must be a JSON object", type(config).__name__, "Download it again"))
+        raise CheckpointError(path, "must be a JSON object", got=type(config).__name__, cure="Download it again")
     return config
 
 
@@ -306,7 +282,7 @@ def _parse_index(raw: bytes, where: str) -> Mapping[str, str]:
     try:
         return dict(json.loads(raw)["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(refuse(where, "must have a weight_map", repr(error), "Download it again")) from error
+        raise CheckpointError(where, "must have a weight_map", got=repr(error), cure="Download it again") from error
 
 
 @contextmanager
@@ -315,7 +291,7 @@ def _hub_errors(repo: str, revision: str) -> Iterator[None]:
 
     def refusal(error: Exception, rule: str, cure: str) -> CheckpointError:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return CheckpointError(refuse(repo, rule, first_line, cure))
+        return CheckpointError(repo, rule, got=first_line, cure=cure)
 
     try:
         yield

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..recipes.errors import RecipeError, refuse
+from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..validate.serving.vllm_env import find_vllm
 
@@ -122,12 +122,11 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
     try:
         made = dict(json.loads(record.read_bytes())["recipe"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecipeError(refuse(out, "an existing output must be one of this recipe", f"no readable {record.name}",
-                                 cure)) from error  # fmt: skip
+        raise RecipeError(out, "an existing output must be one of this recipe", got=f"no readable {record.name}", cure=cure) from error  # fmt: skip
     if key := other_decision(recipe, made):
         wanted = recipe.model_dump(mode="json")[key]
         rule = f"an existing output must be one of {recipe.name}, whose {key} is {wanted}"
-        raise RecipeError(refuse(out, rule, made.get(key), cure))
+        raise RecipeError(out, rule, got=made.get(key), cure=cure)
 
 
 def _is_served(out: Path, k: int) -> bool:

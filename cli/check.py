@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..recipes.errors import RecipeError, refuse
+from ..recipes.errors import RecipeError
 from ..validate.serving.vllm_env import TESTED, find_vllm
 from . import tables
 from .options import JsonOption
@@ -56,7 +56,7 @@ def check(
 
     out, err = Console(), Console(stderr=True)
     if not gpus and not static_only and (tps or num_drafts != 1 or draft):
-        raise RecipeError(refuse("check", "--tp, -k and --draft need a GPU to pretend", "no --gpu", "Add --gpu sm100"))
+        raise RecipeError("check", "--tp, -k and --draft need a GPU to pretend", got="no --gpu", cure="Add --gpu sm100")
     if html is not None:
         require_extra()
     is_dry = bool(gpus) and not static_only
@@ -91,7 +91,7 @@ def _gpus(gpus: list[str]) -> "list[GPU]":
     from ..validate.dryload.loader import GPUS
 
     if wrong := [gpu for gpu in gpus if gpu not in GPUS]:
-        raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", wrong[0], "Take the nearest"))
+        raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=wrong[0], cure="Take the nearest")
     return [gpu for gpu in GPUS if gpu in gpus]
 
 

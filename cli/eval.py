@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..recipes.errors import CheckpointError, RecipeError, first_fault, refuse
+from ..recipes.errors import CheckpointError, RecipeError, first_fault
 from ..recipes.extras import require_extra
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
 from .gate import EXITS
@@ -88,10 +88,9 @@ def evaluate(
     from .source_of import original_of
 
     if context.args and not context.args[0].startswith("-"):
-        raise RecipeError(refuse("eval", "judges one checkpoint", f"also {context.args[0]}", "Run it for each"))
+        raise RecipeError("eval", "judges one checkpoint", got=f"also {context.args[0]}", cure="Run it for each")
     if secret := next((word for word in context.args if word.partition("=")[0] in _SECRETS), ""):
-        raise RecipeError(refuse("eval", "words for vllm serve stand in its results", secret.partition("=")[0],
-                                 "Give vLLM the secret through the environment"))  # fmt: skip
+        raise RecipeError("eval", "words for vllm serve stand in its results", got=secret.partition("=")[0], cure="Give vLLM the secret through the environment")  # fmt: skip
     require_extra("keepmtp eval", "evaluate")
     extra, err = tuple(context.args), Console(stderr=True)
     from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
@@ -118,7 +117,7 @@ def evaluate(
     compared = original and gsm8k.Model(role="source", source=original, identity=_identity(original, out, reading))
     if compared is not None and compared.identity.sha256 == judged.identity.sha256:
         rule = "must be what the checkpoint was made from, not the checkpoint itself"
-        raise RecipeError(refuse("--source", rule, f"the same bytes in {compared.source.where}", _CURE))
+        raise RecipeError("--source", rule, got=f"the same bytes in {compared.source.where}", cure=_CURE)
     setup = gsm8k.Setup(
         out=out, confidence=rules.gates.confidence, port=port, timeout=timeout, extra=extra,
         say=lambda words: err.print(words, highlight=False),
@@ -179,7 +178,7 @@ def _rules(checkpoint: "Source", recipe: str | None) -> _Rules:
         got = first_fault(error)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         got = repr(error)
-    raise CheckpointError(refuse(where, "must be keepmtp's own record", got, "Name a recipe with --recipe"))
+    raise CheckpointError(where, "must be keepmtp's own record", got=got, cure="Name a recipe with --recipe")
 
 
 def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
@@ -198,9 +197,10 @@ def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
     except ValidationError as error:
         first = error.errors()[0]
         option = "--" + (".".join(map(str, first["loc"])) or "dataset").replace("_", "-")
-        if first["type"] == "value_error":
-            raise RecipeError(f"--{first['msg'].removeprefix('Value error, ')}") from error
-        raise RecipeError(refuse(option, first["msg"], repr(first["input"]), "See `keepmtp eval --help`")) from error
+        if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
+            fault.where = f"--{fault.where}"
+            raise fault from error
+        raise RecipeError(option, first["msg"], got=repr(first["input"]), cure="See `keepmtp eval --help`") from error
 
 
 def _status(judged: "JudgementFact") -> int:

@@ -17,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from ..recipes.errors import CheckpointError, refuse
+from ..recipes.errors import CheckpointError
 from .progress import bytes_bar
 from .tables import VERDICT_COLOURS
 
@@ -46,12 +46,12 @@ def gate(
     from ..validate.report.results import checkpoint_folder, report_folder
 
     if path.suffix != ".report" and not (path / "config.json").is_file():
-        raise CheckpointError(refuse(path, "gates judge a checkpoint's folder", "no config.json", "Check PATH"))
+        raise CheckpointError(path, "gates judge a checkpoint's folder", got="no config.json", cure="Check PATH")
     folder = path if path.suffix == ".report" else report_folder(path)
     if not (folder / JSON_FILE).is_file():
         checkpoint = folder.with_suffix("")
         cure = f"Run `keepmtp check {checkpoint} --record` and `keepmtp eval {checkpoint}`"
-        raise CheckpointError(refuse(folder, "gates judge what was measured", f"no {JSON_FILE}", cure))
+        raise CheckpointError(folder, "gates judge what was measured", got=f"no {JSON_FILE}", cure=cure)
     full = verify(folder)
     bar = bytes_bar(Console(stderr=True), "reading")
     assert full.judgement is not None and full.identity is not None, "verify() has made both"

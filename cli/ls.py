@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from ..recipes.errors import RecipeError, refuse
+from ..recipes.errors import RecipeError
 from ..recipes.listing import Listed, listed
 from .options import JsonOption
 
@@ -43,7 +43,7 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
     recipes = listed()
     chosen = [recipe for recipe in recipes if what in (recipe.model, recipe.name)]
     if what and not chosen and what not in COLUMNS:
-        raise RecipeError(_unknown(what, recipes))
+        raise _unknown(what, recipes)
     if as_json:
         names = ["models"] if chosen else [what] if what else list(COLUMNS)
         _print_json({name: rows(name, chosen or recipes) for name in names})
@@ -160,15 +160,15 @@ def _print_table(listing: str, found: Iterable[dict[str, Any]]) -> None:
 
 def _one_word(words: Sequence[str]) -> str:
     if len(words) > 1:
-        raise RecipeError(refuse("ls", "shows one model or listing", " ".join(words), "Run it for each"))
+        raise RecipeError("ls", "shows one model or listing", got=" ".join(words), cure="Run it for each")
     return words[0] if words else ""
 
 
-def _unknown(what: str, recipes: Iterable[Listed]) -> str:
+def _unknown(what: str, recipes: Iterable[Listed]) -> RecipeError:
     names = [*COLUMNS, *dict.fromkeys(recipe.model for recipe in recipes)]
     nearest = difflib.get_close_matches(what, names, n=1, cutoff=0.0)[0]
     rule = f"must be one of {', '.join(COLUMNS)}, or a model's name"
-    return refuse("ls", rule, repr(what), f"Did you mean {nearest}?")
+    return RecipeError("ls", rule, got=repr(what), cure=f"Did you mean {nearest}?")
 
 
 def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:

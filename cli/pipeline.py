@@ -16,7 +16,6 @@ from ..checkpoints.source import Source, download, open_source
 from ..quantize.output import claim, partial_folder, publish, refuse_output
 from ..quantize.plan import Plan, make_plan
 from ..recipes.errors import GateError, RecipeError
-from ..recipes.errors import refuse as refuse_in_words
 from ..recipes.extras import require_extra
 from ..recipes.schema import AUTO, Recipe, data_free_alternative, find_recipe
 from ..validate.check.check import Report, check
@@ -112,8 +111,8 @@ def quantize(
             report = check(partial, source=local)
             if not report.ok:
                 first = report.findings[0]
-                rule = f"the written checkpoint must pass its own check; got {first.where} {first.says}"
-                raise GateError(f"{partial}: {rule}. {first.cure}.")
+                rule = "the written checkpoint must pass its own check"
+                raise GateError(partial, rule, got=f"{first.where} {first.says}", cure=first.cure)
             ranks.wait()
             if ranks.is_first:
                 publish(partial, out)
@@ -144,11 +143,7 @@ def refuse_no_draft(plan: Plan) -> None:
     family = plan.view.family
     is_measured = plan.recipe.mtp == AUTO or any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
     if is_measured and family.draft is None:
-        raise RecipeError(
-            refuse_in_words(plan.recipe.name, "an MTP block that is calibrated or chosen must be one that can be run",
-                            f"{family.model_type}: {family.no_draft}",
-                            "Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16")
-        )  # fmt: skip
+        raise RecipeError(plan.recipe.name, "an MTP block that is calibrated or chosen must be one that can be run", got=f"{family.model_type}: {family.no_draft}", cure="Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16")  # fmt: skip
 
 
 def refuse_missing_extra(plan: Plan) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from ..recipes.errors import GateError, RecipeError, refuse
+from ..recipes.errors import GateError, RecipeError
 from . import tables
 from .progress import bytes_bar
 
@@ -65,8 +65,7 @@ def publish(
     chosen = _gpu(gpu)
     token = get_token()
     if token is None and not dry_run:
-        raise RecipeError(refuse("publish", "needs a token with write access", "none",
-                                 "Set HF_TOKEN, or run `hf auth login`"))  # fmt: skip
+        raise RecipeError("publish", "needs a token with write access", got="none", cure="Set HF_TOKEN, or run `hf auth login`")  # fmt: skip
     if public and not dry_run:
         _refuse_unasked(f"{repo} would be public", yes=yes)
     parcel = prepare(path, watch=bytes_bar(err, "hashing"))
@@ -107,10 +106,10 @@ def _publish(
         if not checked.report.ok:
             err.print(tables.report(checked.report))
             worst = checked.report.findings[0]
-            raise GateError(refuse(f"{repo} at {there.commit}", "must pass the check there as it did here",
-                                   f"{worst.where}: {worst.says}", "Look at what the Hub holds"))  # fmt: skip
+            raise GateError(f"{repo} at {there.commit}", "must pass the check there as it did here", got=f"{worst.where}: {worst.says}", cure="Look at what the Hub holds")  # fmt: skip
     except GateError as error:
-        raise GateError(f"{error} It {'stays private' if there.is_private else 'is public, as it was'}.") from error
+        state = "stays private" if there.is_private else "is public, as it was"
+        raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
     if public and there.is_private:
         hub.make_public(repo)
     done = _done(parcel, sent, there, how, is_private=there.is_private and not public)
@@ -157,20 +156,19 @@ def _ask(parcel: "Parcel", repo: str, before: "Remote | None", *, public: bool, 
         else f"{repo} would be public"  # fmt: skip
     _refuse_unasked(what, yes=yes)
     if not yes and not typer.confirm(f"{what}. Go on?", err=True):
-        raise RecipeError(refuse(repo, "going public must be confirmed", "no", "Nothing was sent"))
+        raise RecipeError(repo, "going public must be confirmed", got="no", cure="Nothing was sent")
 
 
 def _refuse_unasked(what: str, *, yes: bool) -> None:
     if not yes and not sys.stdin.isatty():
-        raise RecipeError(refuse("publish", "going public must be confirmed", f"no terminal to ask on, and {what}",
-                                 "Add --yes"))  # fmt: skip
+        raise RecipeError("publish", "going public must be confirmed", got=f"no terminal to ask on, and {what}", cure="Add --yes")  # fmt: skip
 
 
 def _gpu(word: str | None) -> "GPU | None":
     from ..validate.dryload.loader import GPUS
 
     if word is not None and word not in GPUS:
-        raise RecipeError(refuse("--gpu", f"must be one of {', '.join(GPUS)}", word, "Take the nearest"))
+        raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure="Take the nearest")
     return next((known for known in GPUS if known == word), None)
 
 

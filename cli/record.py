@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..checkpoints.identity import identify
 from ..checkpoints.source import Source, open_source
-from ..recipes.errors import RecipeError, refuse
+from ..recipes.errors import RecipeError
 from ..validate.dryload.check_on import Checked
 from ..validate.report import report as reports
 from ..validate.report.check_data import check_data
@@ -50,8 +50,8 @@ def begin(paths: list[str]) -> Record:
         CheckpointError: the evidence folder holds results of other bytes.
     """
     if len(paths) != 1 or not Path(paths[0]).is_dir():
-        raise RecipeError(refuse("--record", "keeps the check of one folder", " ".join(paths), "Run it for each, on a "
-                                 "checkpoint that lies here"))  # fmt: skip
+        raise RecipeError("--record", "keeps the check of one folder", got=" ".join(paths), cure="Run it for each, on a "
+                                 "checkpoint that lies here")  # fmt: skip
     checkpoint = Path(paths[0])
     folder = report_folder(checkpoint)
     identity = identify(checkpoint, cache=folder, watch=bytes_bar(Console(stderr=True), "reading"))

@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..recipes.errors import RecipeError, refuse
+from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..recipes.families import find_family
 from ..validate.serving.acceptance import FLOOR, Run, Served, ServeReport
@@ -74,7 +74,7 @@ def serve_check(
     from .source_of import original_of
 
     if context.args and not context.args[0].startswith("-"):
-        raise RecipeError(refuse("serve-check", "judges one checkpoint", f"also {context.args[0]}", "Run it for each"))
+        raise RecipeError("serve-check", "judges one checkpoint", got=f"also {context.args[0]}", cure="Run it for each")
     vllm = find_vllm()
     if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them
         require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
@@ -91,8 +91,7 @@ def serve_check(
         port=port, timeout=timeout, extra=tuple(context.args),
     )  # fmt: skip
     if check.ks == (0,):
-        raise RecipeError(refuse("-k", f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them", k,
-                                 f"Use -k {view.num_mtp_layers}"))  # fmt: skip
+        raise RecipeError("-k", f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them", got=k, cure=f"Use -k {view.num_mtp_layers}")  # fmt: skip
     identity = None
     if folder is None and is_local:
         identity = identify(checkpoint.folder, cache=out, watch=bytes_bar(Console(stderr=True), "reading"))

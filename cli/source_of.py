@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.source import Source, open_source
-from ..recipes.errors import RecipeError, refuse
+from ..recipes.errors import RecipeError
 from ..recipes.families import find_family
 from ..recipes.shipped import find_path
 from ..validate.publish.provenance import RECORD
@@ -50,20 +50,20 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
     assert checkpoint.folder is not None
     record = checkpoint.folder / RECORD
     if not record.is_file():
-        raise RecipeError(refuse(checkpoint.where, rule, f"no {RECORD}", cure))
+        raise RecipeError(checkpoint.where, rule, got=f"no {RECORD}", cure=cure)
     try:
         told = json.loads(record.read_bytes())
         named, recipe = told["source"], told["recipe"]
         name, revision, files = str(named["name"]), named["revision"], dict(named["files"])
         places = [Path(str(recipe["source"])), Path(name), Path("models") / name, checkpoint.folder.parent / name]
     except (ValueError, KeyError, TypeError) as error:
-        raise RecipeError(refuse(record, "must be keepmtp's own record", repr(error), cure)) from error
+        raise RecipeError(record, "must be keepmtp's own record", got=repr(error), cure=cure) from error
     if revision == "local":
         for place in filter(None, map(find_path, places)):
             if place.is_dir() and _has_files(place, files):
                 return str(place)
     got = f"{name} ({revision})"
-    raise RecipeError(refuse(record, rule, f"{got}, which is no folder with the recorded files here", cure))
+    raise RecipeError(record, rule, got=f"{got}, which is no folder with the recorded files here", cure=cure)
 
 
 def refuse_stranger(checkpoint: Source, source: Source) -> None:
@@ -76,7 +76,7 @@ def refuse_stranger(checkpoint: Source, source: Source) -> None:
     for name, value in ours.items():
         if theirs[name] != value:
             rule = f"must be what {checkpoint.where} was made from, whose {name} is {value}"
-            raise RecipeError(refuse(source.where, rule, theirs[name], "Name another --source"))
+            raise RecipeError(source.where, rule, got=theirs[name], cure="Name another --source")
 
 
 def _marks(opened: Source) -> Mapping[str, object]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoints.source import INDEX, file_sizes
-from ..recipes.errors import RecipeError, refuse
+from ..recipes.errors import RecipeError
 from .plan import Plan
 from .quant_config import quantization_config
 
@@ -51,27 +51,23 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
         RecipeError: it exists, lies inside the source, its disk is too small, or its unfinished part is another run's.
     """
     if out.exists():
-        raise RecipeError(refuse(out, "an existing output is never overwritten", "a finished folder",
-                                 "Choose another OUT, or remove it"))  # fmt: skip
+        raise RecipeError(out, "an existing output is never overwritten", got="a finished folder", cure="Choose another OUT, or remove it")  # fmt: skip
     folder = plan.source.folder
     if folder is not None and out.resolve().is_relative_to(folder.resolve()):
-        raise RecipeError(refuse(out, "the output must lie outside the source", f"a folder in {folder}",
-                                 "Choose another OUT"))  # fmt: skip
+        raise RecipeError(out, "the output must lie outside the source", got=f"a folder in {folder}", cure="Choose another OUT")  # fmt: skip
     partial = partial_folder(out)
     done = sum((partial / s.file).stat().st_size for s in plan.shards if (partial / s.file).is_file())
     missing = plan.num_bytes_after - done
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(parent).free
     if missing > free:
-        raise RecipeError(refuse(out, f"{missing / 2**30:.1f} GiB must be free on its disk", f"{free / 2**30:.1f} GiB",
-                                 "Choose another OUT, or make room"))  # fmt: skip
+        raise RecipeError(out, f"{missing / 2**30:.1f} GiB must be free on its disk", got=f"{free / 2**30:.1f} GiB", cure="Choose another OUT, or make room")  # fmt: skip
     if folder is None or calibration is None or not partial.is_dir():
         return
     stamp = _stamp(out)
     if not stamp.is_file() or stamp.read_text() != fingerprint(plan, calibration):
-        raise RecipeError(refuse(partial, "an unfinished output can only be resumed with the same recipe, source, "
-                                 "calibration data and keepmtp version", "another plan",
-                                 "Remove it, or choose another OUT"))  # fmt: skip
+        raise RecipeError(partial, "an unfinished output can only be resumed with the same recipe, source, "
+                                 "calibration data and keepmtp version", got="another plan", cure="Remove it, or choose another OUT")  # fmt: skip
 
 
 @contextmanager
@@ -104,7 +100,7 @@ def held(folder: Path, rule: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             cure = "Wait for it, or choose another OUT"
-            raise RecipeError(refuse(folder, rule, "another run at work", cure)) from error
+            raise RecipeError(folder, rule, got="another run at work", cure=cure) from error
         yield
     finally:
         os.close(descriptor)

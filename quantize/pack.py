@@ -27,7 +27,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..recipes.errors import CheckpointError, RecipeError, refuse
+from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.schemes import Scheme
 
 # Elements worked on at a time. On a CPU enough to hide 2 us of overhead a call and little enough to stay in the cache:
@@ -96,10 +96,10 @@ def _check(scheme: Scheme, weight: Tensor) -> None:
     """Refuse what no kernel below is written for."""
     if weight.ndim != 2 or not weight.numel() or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         rule = "only a BF16, F16 or F32 matrix that is not empty can be quantized"
-        raise CheckpointError(refuse("weight", rule, f"{weight.dtype} {tuple(weight.shape)}", "Keep this tensor"))
+        raise CheckpointError("weight", rule, got=f"{weight.dtype} {tuple(weight.shape)}", cure="Keep this tensor")
     if weight.shape[1] % scheme.k_multiple():
         rule = f"{scheme.name} needs K divisible by {scheme.k_multiple()}"
-        raise RecipeError(refuse("weight", rule, f"K={weight.shape[1]}", "Keep this tensor or choose another scheme"))
+        raise RecipeError("weight", rule, got=f"K={weight.shape[1]}", cure="Keep this tensor or choose another scheme")
 
 
 def _pack_weight(scheme: Scheme, weight: Tensor, global_scale: Tensor | None) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ def _finite(amax_bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Magnitudes back in `dtype`, unless one of them is Inf or NaN."""
     infinity = 0xFF << _MANTISSA_BITS[dtype]
     if int(amax_bits.max()) >= infinity:
-        raise CheckpointError(refuse("weight", "every value must be finite", "NaN or Inf", "Get an intact checkpoint"))
+        raise CheckpointError("weight", "every value must be finite", got="NaN or Inf", cure="Get an intact checkpoint")
     return amax_bits.view(dtype)
 
 

@@ -208,7 +208,7 @@ class _Job:
             return pack(scheme, weights)
         except CheckpointError as error:
             names = ", ".join(tensor.name for tensor in self.unit)
-            raise CheckpointError(f"{self.plan.source.where}: {names}: {error}") from error
+            raise error.at(f"{self.plan.source.where}: {names}") from error
 
     def _carry(self, tensor: TensorPlan, progress: Progress) -> None:
         entries = [self.plan.entries[name] for name in tensor.inputs]

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from .errors import RecipeError, refuse
+from .errors import RecipeError
 
 _PACKAGE = "keepmtp"
 
@@ -43,7 +43,7 @@ def require_extra(where: object, extra: str, *, otherwise: str = "") -> None:
     """
     if absent := missing(extra):
         cure = f"Run pip install 'keepmtp[{extra}]'" + (f", or {otherwise}" if otherwise else "")
-        raise RecipeError(refuse(where, f"needs keepmtp's `{extra}` extra", f"no {' and no '.join(absent)}", cure))
+        raise RecipeError(where, f"needs keepmtp's `{extra}` extra", got=f"no {' and no '.join(absent)}", cure=cure)
 
 
 def _declared(extra: str) -> Iterator[Requirement]:

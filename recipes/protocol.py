@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .errors import refuse
+from .errors import RecipeError
 
 Task = Literal["gsm8k", "gsm8k_platinum"]
 Api = Literal["completions", "chat"]
@@ -67,13 +67,9 @@ class Evaluation(_Frozen):
     @model_validator(mode="after")
     def _dataset_is_a_file(self) -> "Evaluation":
         if self.dataset is not None and Path(self.dataset).suffix != ".jsonl":
-            raise ValueError(
-                refuse("dataset", f"must be a .jsonl file, or left out for {_HUB[self.task]}", repr(self.dataset),
-                       "Name a file with the fields question and answer")
-            )  # fmt: skip
+            raise RecipeError("dataset", f"must be a .jsonl file, or left out for {_HUB[self.task]}", got=repr(self.dataset), cure="Name a file with the fields question and answer")  # fmt: skip
         if self.dataset is not None and self.dataset_revision is not None:
-            raise ValueError(refuse("dataset_revision", "must be left out for a file", repr(self.dataset_revision),
-                                    "Remove it"))  # fmt: skip
+            raise RecipeError("dataset_revision", "must be left out for a file", got=repr(self.dataset_revision), cure="Remove it")  # fmt: skip
         return self
 
 

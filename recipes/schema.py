@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
-from .errors import RecipeError, refuse
+from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
 from .listing import recipe_files
 from .protocol import Evaluation, Gates
@@ -32,7 +32,8 @@ def _known_decision(word: str, *, besides: tuple[str, ...] = ()) -> str:
     if word in known.values():
         return word
     nearest = known[difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.0)[0]]
-    raise ValueError(f"must be one of {', '.join(known.values())}; got {word!r}. Did you mean {nearest}?")
+    rule = f"must be one of {', '.join(known.values())}"
+    raise RecipeError("", rule, got=repr(word), cure=f"Did you mean {nearest}?")
 
 
 def _known_policy(word: str) -> str:
@@ -44,7 +45,8 @@ def _known_role(word: str) -> str:
         return word
     nearest = difflib.get_close_matches(word, QUANTIZABLE_ROLES, n=1, cutoff=0.0)[0]
     groups = ", ".join(QUANTIZABLE_ROLES)
-    raise ValueError(f"must be one of the module groups {groups}; got {word!r}. Did you mean {nearest}?")
+    rule = f"must be one of the module groups {groups}"
+    raise RecipeError("", rule, got=repr(word), cure=f"Did you mean {nearest}?")
 
 
 Decision = Annotated[str, AfterValidator(_known_decision)]
@@ -125,7 +127,7 @@ class MtpAuto(_Frozen):
     def _each_once(self) -> "MtpAuto":
         for index, candidate in enumerate(self.candidates):
             if candidate in self.candidates[:index]:
-                raise ValueError(f"candidates must differ; got {candidate!r} twice. Remove one")
+                raise RecipeError("", "candidates must differ", got=f"{candidate!r} twice", cure="Remove one")
         return self
 
 
@@ -219,7 +221,7 @@ class Recipe(_Frozen):
         if (self.mtp == AUTO) != (self.mtp_auto is not None):
             rule = "must be given where mtp is auto" if self.mtp == AUTO else "must be left out where mtp is not auto"
             got = "nothing" if self.mtp_auto is None else f"mtp: {self.mtp}"
-            raise ValueError(f"mtp_auto {rule}; got {got}. It holds min_acceptance and candidates")
+            raise RecipeError("", f"mtp_auto {rule}", got=got, cure="It holds min_acceptance and candidates")
         return self
 
     @model_validator(mode="after")
@@ -227,24 +229,20 @@ class Recipe(_Frozen):
         words = sorted(self.decisions() & SCHEMES.keys())
         if self.calibration is None:
             if self.mtp == AUTO:
-                raise ValueError(
-                    "calibration must be given for mtp: auto; got null. Name a dataset to measure acceptance on, or "
-                    "choose a policy yourself"
-                )
+                cure = "Name a dataset to measure acceptance on, or choose a policy yourself"
+                raise RecipeError("", "calibration must be given for mtp: auto", got="null", cure=cure)
             if needing := self.calibrated_schemes():
-                raise ValueError(
-                    f"calibration must be given for {needing[0]}; got null. Name a dataset, or use "
-                    f"{SCHEMES[needing[0]].data_free}, which needs none"
-                )
+                cure = f"Name a dataset, or use {SCHEMES[needing[0]].data_free}, which needs none"
+                raise RecipeError("", f"calibration must be given for {needing[0]}", got="null", cure=cure)
             return self
         algorithm = self.calibration.algorithm
         if algorithm != "minmax" and not REWRITES[algorithm] & set(words):
-            raise ValueError(
-                f"calibration.algorithm {algorithm} rewrites weights of {', '.join(sorted(REWRITES[algorithm]))} only; "
-                f"got {', '.join(words) or 'no scheme'}. Use one of these schemes, or another algorithm"
-            )
+            rule = f"calibration.algorithm {algorithm} rewrites weights of {', '.join(sorted(REWRITES[algorithm]))} only"
+            got = ", ".join(words) or "no scheme"
+            raise RecipeError("", rule, got=got, cure="Use one of these schemes, or another algorithm")
         if not self._uses_batches():
-            raise ValueError("calibration must be null where no scheme needs it; got a dataset. Remove it")
+            rule = "calibration must be null where no scheme needs it"
+            raise RecipeError("", rule, got="a dataset", cure="Remove it")
         return self
 
     def resolved(self, mtp: str | dict[str, str]) -> "Recipe":
@@ -291,9 +289,9 @@ def read_recipe(path: Path) -> Recipe:
         raw = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         got = " ".join(str(error).split())
-        raise RecipeError(refuse(path, "a recipe is a YAML mapping", got, "Mend it")) from error
+        raise RecipeError(path, "a recipe is a YAML mapping", got=got, cure="Mend it") from error
     if not isinstance(raw, dict):
-        raise RecipeError(refuse(path, "a recipe is a YAML mapping", type(raw).__name__, "See recipes/models/"))
+        raise RecipeError(path, "a recipe is a YAML mapping", got=type(raw).__name__, cure="See recipes/models/")
     return _validated(raw, path)
 
 
@@ -310,15 +308,13 @@ def find_recipe(model: str, *, scheme: str | None = None, mtp: str | None = None
     """
     path = Path(model) if model.endswith((".yaml", ".yml")) else _shipped(model, scheme)
     if not path.is_file():
-        raise RecipeError(refuse("MODEL", "a recipe file must exist", path, "See `keepmtp ls models`"))
+        raise RecipeError("MODEL", "a recipe file must exist", got=path, cure="See `keepmtp ls models`")
     recipe = read_recipe(path)
     override = None if scheme in (None, recipe.variant) else scheme
     if override is not None and override not in SCHEMES:
         variants = [file.name.split(".yaml")[0][len(recipe.model) + 1 :] for file in _variants(recipe.model)]
-        raise RecipeError(
-            refuse("--scheme", f"must be a variant of {recipe.model} ({', '.join(variants)}) or a scheme "
-                   f"({', '.join(SCHEMES)})", repr(scheme), "See `keepmtp ls`")
-        )  # fmt: skip
+        raise RecipeError("--scheme", f"must be a variant of {recipe.model} ({', '.join(variants)}) or a scheme "
+                   f"({', '.join(SCHEMES)})", got=repr(scheme), cure="See `keepmtp ls`")  # fmt: skip
     if override is not None or mtp is not None:
         _refuse_batches_without_a_dataset(recipe, override, mtp)
         recipe = recipe.with_choices(scheme=override, mtp=mtp)
@@ -349,9 +345,7 @@ def _refuse_batches_without_a_dataset(recipe: Recipe, scheme: str | None, mtp: s
     )  # fmt: skip
     other = f"or use {needing[0].data_free}, without data" if needing else "or choose a policy yourself"
     what = needing[0].name if needing else "mtp: auto"
-    raise RecipeError(
-        refuse(recipe.name, f"calibration must be given for {what}", "a recipe without data", f"{start}, {other}")
-    )
+    raise RecipeError(recipe.name, f"calibration must be given for {what}", got="a recipe without data", cure=f"{start}, {other}")
 
 
 def _variants(model: str) -> list[Path]:
@@ -371,9 +365,7 @@ def _shipped(model: str, scheme: str | None) -> Path:
             return path
     models = sorted({recipe.model for recipe in recipes.values()})
     nearest = difflib.get_close_matches(model, models, n=1, cutoff=0.0)[0]
-    raise RecipeError(
-        refuse("MODEL", f"must be a recipe file or one of {', '.join(models)}", repr(model), f"Did you mean {nearest}?")
-    )
+    raise RecipeError("MODEL", f"must be a recipe file or one of {', '.join(models)}", got=repr(model), cure=f"Did you mean {nearest}?")
 
 
 def _validated(raw: dict[str, Any], where: object) -> Recipe:
@@ -389,12 +381,12 @@ def _validated(raw: dict[str, Any], where: object) -> Recipe:
                      "gates": Gates}  # fmt: skip
             known = (parts[parents[0]] if parents else Recipe).model_fields
             nearest = difflib.get_close_matches(last, known, n=1, cutoff=0.0)[0]
-            message = refuse(where, f"{key} is not a key of a recipe", repr(first["input"]), f"Did you mean {nearest}?")
+            rule, got, cure = f"{key} is not a key of a recipe", repr(first["input"]), f"Did you mean {nearest}?"
         elif first["type"] == "missing":
-            message = refuse(where, f"{key} must be given", "nothing", "Nothing that changes numbers has a default")
-        elif first["type"] == "value_error":
-            said = first["msg"].removeprefix("Value error, ")
-            message = f"{where}: {key}: {said}" + ("" if said.endswith(("?", ".")) else ".")
+            rule, got = f"{key} must be given", "nothing"
+            cure = "Nothing that changes numbers has a default"
+        elif isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
+            raise fault.at(f"{where}: {key}") from error
         else:
-            message = refuse(where, f"{key}: {first['msg']}", repr(first["input"]), "Correct it")
-        raise RecipeError(message) from error
+            rule, got, cure = f"{key}: {first['msg']}", repr(first["input"]), "Correct it"
+        raise RecipeError(where, rule, got=got, cure=cure) from error

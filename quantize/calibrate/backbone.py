@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...checkpoints.source import file_sizes
-from ...recipes.errors import RecipeError, refuse
+from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ..output import sync_folder, write_text
 from ..plan import Plan
@@ -315,29 +315,20 @@ def _claim(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> Non
     """Make the folder this pass's, or refuse another's."""
     wanted, stamp = fingerprint(plan, data, ranks.size), folder / "fingerprint"
     if stamp.is_file() and stamp.read_text() != wanted:
-        raise RecipeError(
-            refuse(folder, "an unfinished calibration can only be resumed with the same recipe, source, dataset, "
-                   "number of processes and versions", "another run", "Remove it, or choose another OUT")
-        )  # fmt: skip
+        raise RecipeError(folder, "an unfinished calibration can only be resumed with the same recipe, source, dataset, "
+                   "number of processes and versions", got="another run", cure="Remove it, or choose another OUT")  # fmt: skip
     calibration = plan.recipe.calibration
     assert calibration is not None
     fewest = min(len(data.ids), len(data.held_out_ids)) // calibration.batch_size
     if fewest < ranks.size:
-        raise RecipeError(
-            refuse(plan.recipe.name, "every process must have a batch of calibration and of held-out text",
-                   f"{fewest} batches of {calibration.batch_size} for {ranks.size} processes",
-                   "Raise calibration.samples and calibration.held_out, lower batch_size, or start fewer processes")
-        )  # fmt: skip
+        raise RecipeError(plan.recipe.name, "every process must have a batch of calibration and of held-out text", got=f"{fewest} batches of {calibration.batch_size} for {ranks.size} processes", cure="Raise calibration.samples and calibration.held_out, lower batch_size, or start fewer processes")  # fmt: skip
     ranks.wait()  # before the first writes: whoever refuses must see what an earlier run left, not this one
     if ranks.is_first and not stamp.is_file():
         (folder / "states").mkdir(parents=True, exist_ok=True)
         write_text(stamp, wanted)
     ranks.wait()
     if not stamp.is_file() or stamp.read_text() != wanted:
-        raise RecipeError(
-            refuse(folder, "all processes must see one folder and the same source", f"another or none on {ranks}",
-                   "Put the source and OUT where every node sees them, under the same path")
-        )  # fmt: skip
+        raise RecipeError(folder, "all processes must see one folder and the same source", got=f"another or none on {ranks}", cure="Put the source and OUT where every node sees them, under the same path")  # fmt: skip
 
 
 @contextmanager
@@ -346,10 +337,7 @@ def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RecipeError(
-            refuse(plan.recipe.name, f"{what} must fit {device}", "out of memory",
-                   "Lower calibration.batch_size or calibration.sequence_length, or free the device of other processes")
-        ) from error  # fmt: skip
+        raise RecipeError(plan.recipe.name, f"{what} must fit {device}", got="out of memory", cure="Lower calibration.batch_size or calibration.sequence_length, or free the device of other processes") from error  # fmt: skip
 
 
 def _write_state(path: Path, state: Sequence[Tensor | None]) -> None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter, WeightTransform
 
-from ...recipes.errors import CheckpointError, refuse
+from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
 from ..plan import Plan, TensorPlan
 from ..weights import load, load_expert
@@ -86,10 +86,7 @@ class Names:
                 if pattern is not None:
                     if not all(isinstance(step, Concatenate) and step.dim == 0 for step in transform.operations):
                         steps = " and ".join(type(step).__name__ for step in transform.operations)
-                        raise CheckpointError(
-                            refuse(name, "only concatenation can be undone after calibration", steps,
-                                   "Use a data-free scheme for this model (`keepmtp ls models`)")
-                        )  # fmt: skip
+                        raise CheckpointError(name, "only concatenation can be undone after calibration", got=steps, cure="Use a data-free scheme for this model (`keepmtp ls models`)")  # fmt: skip
                     return renamed, transform.source_patterns.index(pattern)
         return name, 0
 
@@ -120,16 +117,10 @@ def bind(
         path, turn = path_of(tensor)
         for target, piece in _targets(path, tensor, state):
             if target not in state:
-                raise CheckpointError(
-                    refuse(where, f"transformers' {type(module).__name__} must have a parameter for {tensor.name}",
-                           f"none called {target}", "Use a data-free scheme for this model (`keepmtp ls models`)")
-                )  # fmt: skip
+                raise CheckpointError(where, f"transformers' {type(module).__name__} must have a parameter for {tensor.name}", got=f"none called {target}", cure="Use a data-free scheme for this model (`keepmtp ls models`)")  # fmt: skip
             pieces[target].append((turn, piece))
     if missing := sorted(set(state) - set(pieces)):
-        raise CheckpointError(
-            refuse(where, f"every parameter of transformers' {type(module).__name__} must be on disk",
-                   f"nothing for {missing[0]}", "Check the download, or use a data-free scheme")
-        )  # fmt: skip
+        raise CheckpointError(where, f"every parameter of transformers' {type(module).__name__} must be on disk", got=f"nothing for {missing[0]}", cure="Check the download, or use a data-free scheme")  # fmt: skip
     return {
         target: tuple(piece for _, piece in sorted(found, key=lambda turned: turned[0]))
         for target, found in pieces.items()
@@ -173,10 +164,7 @@ def fill(
         parts = [_value(plan, piece, device) for piece in pieces]
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
         if value.shape != state[name].shape:
-            raise CheckpointError(
-                refuse(plan.source.where, f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}",
-                       list(value.shape), "Check config.json")
-            )  # fmt: skip
+            raise CheckpointError(plan.source.where, f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}", got=list(value.shape), cure="Check config.json")  # fmt: skip
         values[name] = value.to(device=device, dtype=dtype_of(name, state[name], value))
     module.load_state_dict(values, strict=True, assign=True)
 

@@ -32,7 +32,7 @@ from pyarrow import ArrowException
 from torch import Tensor
 
 from ...checkpoints.source import Source
-from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.schema import Calibration
 from ...recipes.shipped import find_path
 from .tokenize import UNENCODABLE, Answered, Encoders, Row, encoders
@@ -92,11 +92,7 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     found = len(used.ids) // length + len(held.ids) // length
     if found < samples + held_out:
         read, blank = len(used.numbers) + len(held.numbers), used.num_blank + held.num_blank
-        raise RecipeError(
-            refuse(where, f"must hold {samples} + {held_out} sequences of {length} tokens (samples + held_out)",
-                   f"{found}, from {read} different rows and {blank} blank ones",
-                   "Lower samples, held_out or sequence_length, or name a longer dataset")
-        )  # fmt: skip
+        raise RecipeError(where, f"must hold {samples} + {held_out} sequences of {length} tokens (samples + held_out)", got=f"{found}, from {read} different rows and {blank} blank ones", cure="Lower samples, held_out or sequence_length, or name a longer dataset")  # fmt: skip
     ids, held_out_ids = (torch.tensor(part.ids).view(-1, length) for part in (used, held))
     provenance: dict[str, str | int] = {
         "dataset": calibration.dataset, "dataset_revision": revision, "subset": calibration.subset or "",
@@ -122,13 +118,10 @@ def _open_split(calibration: Calibration, where: str) -> tuple[IterableDataset, 
     path = find_path(name)
     is_file_name = Path(name).suffix in _READERS
     if path is None and (is_file_name or calibration.dataset_revision == "local" or name.count("/") > 1):
-        raise RecipeError(
-            refuse(where, f"must be a Hub id with its dataset_revision, or a folder or {', '.join(_READERS)} file",
-                   "no such file or folder", "Check the path, which is relative to the current folder")
-        )  # fmt: skip
+        raise RecipeError(where, f"must be a Hub id with its dataset_revision, or a folder or {', '.join(_READERS)} file", got="no such file or folder", cure="Check the path, which is relative to the current folder")  # fmt: skip
     if path is not None and path.is_file() and not is_file_name:
         got = path.suffix or "no suffix"
-        raise RecipeError(refuse(where, f"a file must be one of {', '.join(_READERS)}", got, "Convert it"))
+        raise RecipeError(where, f"a file must be one of {', '.join(_READERS)}", got=got, cure="Convert it")
     revision = "local" if path is not None else _hub_commit(calibration, where)
     try:
         if path is not None and path.is_file():
@@ -138,13 +131,13 @@ def _open_split(calibration: Calibration, where: str) -> tuple[IterableDataset, 
         else:
             splits = load_dataset(name, calibration.subset, revision=revision, streaming=True)
     except StopIteration as error:  # datasets 5.2 looks for the columns of a JSON file's first row
-        raise RecipeError(refuse(where, "must hold rows", "none", "Name another file")) from error
+        raise RecipeError(where, "must hold rows", got="none", cure="Name another file") from error
     except _UNREADABLE as error:
         cure = "Give calibration.subset if it names several here, or else Parquet or JSON files"
-        raise RecipeError(refuse(where, "must be a dataset that can be read", _line(error), cure)) from error
+        raise RecipeError(where, "must be a dataset that can be read", got=_line(error), cure=cure) from error
     if calibration.split not in splits:
         rule = f"split must be one of {', '.join(map(str, splits))}"
-        raise RecipeError(refuse(where, rule, repr(calibration.split), "Correct calibration.split"))
+        raise RecipeError(where, rule, got=repr(calibration.split), cure="Correct calibration.split")
     return splits[calibration.split], revision
 
 
@@ -152,7 +145,7 @@ def _hub_commit(calibration: Calibration, where: str) -> str:
     name, revision = calibration.dataset, calibration.dataset_revision
 
     def refusal(error: Exception, rule: str, cure: str) -> RecipeError:
-        return RecipeError(refuse(where, rule, _line(error), cure))
+        return RecipeError(where, rule, got=_line(error), cure=cure)
 
     try:
         return HfApi().dataset_info(name, revision=revision).sha or revision
@@ -181,19 +174,17 @@ def _column(dataset: IterableDataset, calibration: Calibration, where: str) -> I
             row = next(rows, None)
         except _UNREADABLE as error:
             cure = "Mend the file, or download it again"
-            raise RecipeError(refuse(where, f"row {number} must be readable", _line(error), cure)) from error
+            raise RecipeError(where, f"row {number} must be readable", got=_line(error), cure=cure) from error
         if row is None:
             return
         for key, name in read.items():
             if name not in row:
                 rule = f"{key} must be one of {', '.join(row)}"
-                raise RecipeError(refuse(where, rule, repr(name), f"Correct calibration.{key}"))
+                raise RecipeError(where, rule, got=repr(name), cure=f"Correct calibration.{key}")
         value = row[column]
         if not (isinstance(value, str) or (isinstance(value, list) and all(map(_is_turn, value)))):
             rule = f"column {column} must hold a text or a list of {{role, content}}"
-            raise RecipeError(
-                refuse(f"{where}: row {number}", rule, _short(value), "Name another column, or mend the row")
-            )
+            raise RecipeError(f"{where}: row {number}", rule, got=_short(value), cure="Name another column, or mend the row")
         yield number, value if prompt_column is None else _answered(row, calibration, f"{where}: row {number}")
         number += 1
 
@@ -204,7 +195,7 @@ def _answered(row: Mapping[str, Any], calibration: Calibration, where: str) -> A
         if not isinstance(row[column], str):
             rule = f"column {column} must hold a text where there is a prompt_column"
             cure = "Name another column, or leave out calibration.prompt_column for conversations"
-            raise RecipeError(refuse(where, rule, _short(row[column]), cure))
+            raise RecipeError(where, rule, got=_short(row[column]), cure=cure)
     return Answered(row[calibration.prompt_column], row[calibration.column])
 
 
@@ -247,11 +238,11 @@ def _encoded(
             ids = encode()
         except UNENCODABLE as error:
             rule, cure = "must suit the model's chat format", "Mend the row, or name a column of texts"
-            raise RecipeError(refuse(f"{where}: row {number}", rule, _line(error), cure)) from error
+            raise RecipeError(f"{where}: row {number}", rule, got=_line(error), cure=cure) from error
         if vocab_size is not None and max(ids, default=0) >= vocab_size:
             rule = f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}"
             got = f"{max(ids)} in row {number}"
-            raise CheckpointError(refuse(encoding.source.where, rule, got, "Use the release's own tokenizer"))
+            raise CheckpointError(encoding.source.where, rule, got=got, cure="Use the release's own tokenizer")
         yield number, row, ids
 
 
@@ -303,7 +294,7 @@ def _refuse_long_sequences(calibration: Calibration, source: Source) -> None:
     longest = _text_config(source).get("max_position_embeddings")
     if longest is not None and calibration.sequence_length > longest:
         rule = f"must be at most the model's max_position_embeddings, {longest}"
-        raise RecipeError(refuse("calibration.sequence_length", rule, calibration.sequence_length, "Lower it"))
+        raise RecipeError("calibration.sequence_length", rule, got=calibration.sequence_length, cure="Lower it")
 
 
 def _sum(numbers: Sequence[int]) -> str:

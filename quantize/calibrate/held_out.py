@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ...recipes.errors import RecipeError, refuse
+from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from . import layer as backend
 from .backbone import Backbone, Stream
@@ -219,11 +219,7 @@ def acceptance(
             )  # fmt: skip
     slots, reached, accepted = backbone.ranks.sum(counts).tolist()
     if not slots[0][0]:
-        raise RecipeError(
-            refuse(backbone.skeleton.plan.recipe.name, "the held-out text must resemble what the model writes",
-                   "not one token that is the model's own choice",
-                   "Raise calibration.held_out, or name a dataset in the model's chat format")
-        )  # fmt: skip
+        raise RecipeError(backbone.skeleton.plan.recipe.name, "the held-out text must resemble what the model writes", got="not one token that is the model's own choice", cure="Raise calibration.held_out, or name a dataset in the model's chat format")  # fmt: skip
     return Acceptance(
         num_slots=int(slots[0][0]), reached=tuple(tuple(row[: k + 1]) for k, row in enumerate(reached)),
         accepted=tuple(tuple(row[: k + 1]) for k, row in enumerate(accepted)),

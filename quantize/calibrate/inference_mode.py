@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ...recipes.errors import CheckpointError, refuse
+from ...recipes.errors import CheckpointError
 
 Kind = Literal["decorator", "within", "other wrapper"]
 _RULE = (
@@ -123,7 +123,7 @@ def guard(
     decorated = [finding for finding in decorated_forwards(model) if finding.kind == "decorator"]
     if decorated and policy == "refuse":
         cure = f"Set calibration.decorated_forward: unwrap, or take the decorator out of {_files(decorated)}"
-        raise CheckpointError(refuse(_where(decorated), _RULE, f"@torch.inference_mode at {_modules(decorated)}", cure))
+        raise CheckpointError(_where(decorated), _RULE, got=f"@torch.inference_mode at {_modules(decorated)}", cure=cure)
     with unwrap_forwards(model):
         within = probe(model, batch) if batch is not None else []
         if within:
@@ -132,7 +132,7 @@ def guard(
                 "calibration.model_code: transformers if transformers has this architecture"
             )
             got = f"inference mode begun inside forward at {_modules(within)}"
-            raise CheckpointError(refuse(_where(within), _RULE, got, cure))
+            raise CheckpointError(_where(within), _RULE, got=got, cure=cure)
         yield decorated
 
 

@@ -56,7 +56,7 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from ...checkpoints import dequantize
-from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.schemes import RESCALING, REWRITES, SCHEMES
 from ..pack import pack_alone
 from ..weights import TORCH_DTYPES
@@ -119,10 +119,7 @@ def linear_experts(model: Any) -> None:
     for name, module in get_non_linearized_moes(model):
         experts_class: Any = LinearExperts2D.get_linear_experts_cls(cast(Any, type(module)))
         if experts_class.__init__ is not LinearExperts2D.__init__:
-            raise CheckpointError(
-                refuse(name, "experts must have the common layout to be calibrated", type(module).__name__,
-                       "Use a data-free scheme for this model")
-            )  # fmt: skip
+            raise CheckpointError(name, "experts must have the common layout to be calibrated", got=type(module).__name__, cure="Use a data-free scheme for this model")  # fmt: skip
         with torch.device("meta"):
             linear = experts_class(getattr(module, "config", model.config))
         for key, value in vars(module).items():  # what a family's gate reads of its experts (limits, slopes)
@@ -272,10 +269,7 @@ def check_fused(model: Any, fused: Iterable[tuple[str, ...]]) -> None:
         for suffix in _SHARED:
             values = {float(value) for module in modules if isinstance(value := getattr(module, suffix, None), Tensor)}
             if len(values) > 1:
-                raise CheckpointError(
-                    refuse(", ".join(group), f"modules that run fused must share one {suffix}", sorted(values),
-                           "Give all of them one scheme")
-                )  # fmt: skip
+                raise CheckpointError(", ".join(group), f"modules that run fused must share one {suffix}", got=sorted(values), cure="Give all of them one scheme")  # fmt: skip
 
 
 class _Cache(IntermediatesCache):
@@ -476,10 +470,7 @@ def _tensors(name: str, module: Any, scheme: str, *, whole: bool) -> dict[str, T
         # An input scale is a choice and may be rounded; weights were rounded by these very scales.
         exact = torch.equal(converted.double(), value.reshape(spec.shape).double())
         if not exact and spec.suffix.startswith("weight"):
-            raise CheckpointError(
-                refuse(f"{name}.{spec.suffix}", f"a scale must be exact in {spec.dtype}", str(value.dtype),
-                       "Load the layer as BF16")
-            )  # fmt: skip
+            raise CheckpointError(f"{name}.{spec.suffix}", f"a scale must be exact in {spec.dtype}", got=str(value.dtype), cure="Load the layer as BF16")  # fmt: skip
         tensors[f"{name}.{spec.suffix}"] = converted.cpu().contiguous().clone()
     return tensors
 
@@ -516,11 +507,7 @@ class _Watch:
         ok = torch.stack([flag for _, _, flag in self.finite]).tolist()
         for (name, side, _), good in zip(self.finite, ok, strict=True):
             if not good:
-                raise CheckpointError(
-                    refuse(name, "activations must be finite during calibration",
-                           f"NaN or infinity in its {side}, batch {num_batches}",
-                           "Look for a broken weight in this layer, or calibrate in BF16 instead of F16")
-                )  # fmt: skip
+                raise CheckpointError(name, "activations must be finite during calibration", got=f"NaN or infinity in its {side}, batch {num_batches}", cure="Look for a broken weight in this layer, or calibrate in BF16 instead of F16")  # fmt: skip
         self.finite.clear()
 
     def finish(self, num_batches: int) -> None:
@@ -534,10 +521,7 @@ class _Watch:
             self.routed = {name: sum(routed[name] for _, routed in counts) for name in self.routed}
         silent = [name for name in self.schemes if not self.tokens.get(name)]
         if silent:
-            raise CheckpointError(
-                refuse(silent[0], "every quantized module must be called during calibration",
-                       f"{len(silent)} modules without a token", "Keep them in the recipe")
-            )  # fmt: skip
+            raise CheckpointError(silent[0], "every quantized module must be called during calibration", got=f"{len(silent)} modules without a token", cure="Keep them in the recipe")  # fmt: skip
 
     def coverage(self) -> tuple[Coverage, ...]:
         entries = []
@@ -605,7 +589,7 @@ def _first_batch(model: Any, batches: Batches) -> Callable[[], None]:
 
 def _no_batch() -> RecipeError:
     rule = "there must be a batch for every rank"
-    return RecipeError(refuse("calibration", rule, "none", "Raise calibration.samples"))
+    return RecipeError("calibration", rule, got="none", cure="Raise calibration.samples")
 
 
 def _one_a_parent(model: Any, found: Sequence[Smoothing]) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:

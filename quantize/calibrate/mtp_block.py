@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from ...recipes.errors import RecipeError, refuse
+from ...recipes.errors import RecipeError
 from ...recipes.family import Draft, FamilyView, HFName
 from ..plan import Plan, TensorPlan
 from .binding import Binding, Names, bind
@@ -266,11 +266,8 @@ def draft_of(view: FamilyView) -> Draft:
         RecipeError: it cannot be run here.
     """
     if view.family.draft is None:
-        raise RecipeError(
-            refuse(f"family {view.family.model_type}", "keepmtp must be able to run an MTP block that it calibrates or "
-                   "measures", f"one that it cannot: {view.family.no_draft}",
-                   "Give `mtp` a word that needs no data (source, bf16, FP8_DYNAMIC, W4A16, ...)")
-        )  # fmt: skip
+        raise RecipeError(f"family {view.family.model_type}", "keepmtp must be able to run an MTP block that it calibrates or "
+                   "measures", got=f"one that it cannot: {view.family.no_draft}", cure="Give `mtp` a word that needs no data (source, bf16, FP8_DYNAMIC, W4A16, ...)")  # fmt: skip
     return view.family.draft
 
 

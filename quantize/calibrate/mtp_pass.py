@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...recipes.errors import CheckpointError, GateError, RecipeError, refuse
+from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schema import AUTO, Candidate, candidates_for
 from ..output import sync_folder, write_text
@@ -205,8 +205,7 @@ def _refuse_losses(run: "_Pass", tried: tuple[Tried, ...], chosen: Plan | None) 
     name, rule = run.plan.recipe.name, f"a candidate of mtp: auto must keep {auto.min_acceptance:.1%} of acceptance"
     measured = [each for each in tried if each.acceptance]
     if not measured:
-        raise GateError(refuse(name, rule, f"no candidate that fits the model: {tried[0].refused.removesuffix('.')}",
-                               "Give others in mtp_auto.candidates"))  # fmt: skip
+        raise GateError(name, rule, got=f"no candidate that fits the model: {tried[0].refused.removesuffix('.')}", cure="Give others in mtp_auto.candidates")  # fmt: skip
     best = max(measured, key=lambda each: each.kept)
     alone = run.unquantized().kept_of(run.released())
     cure = (
@@ -215,7 +214,7 @@ def _refuse_losses(run: "_Pass", tried: tuple[Tried, ...], chosen: Plan | None) 
         f"The quantized backbone keeps {alone:.1%} with the block as released: quantize less of it, or lower "
         "mtp_auto.min_acceptance"
     )  # fmt: skip
-    raise GateError(refuse(name, rule, f"{best.kept:.1%} at best, by {_in_words(best.policy)}", cure))
+    raise GateError(name, rule, got=f"{best.kept:.1%} at best, by {_in_words(best.policy)}", cure=cure)
 
 
 def _in_words(policy: Candidate) -> str:
@@ -251,10 +250,7 @@ def _why_not(plan: Plan) -> RecipeError | CheckpointError | None:
     """What stands against running the MTP block."""
     count = _num_blocks(plan)
     if not count:
-        return RecipeError(
-            refuse(plan.recipe.name, "an MTP block must be there to be calibrated or measured", "none in the source",
-                   "Set mtp: source")
-        )  # fmt: skip
+        return RecipeError(plan.recipe.name, "an MTP block must be there to be calibrated or measured", got="none in the source", cure="Set mtp: source")  # fmt: skip
     try:
         for index in range(count):
             bind_block(build_block(plan.view, index), plan)
@@ -329,7 +325,7 @@ class _Pass:
         try:
             return acceptance(self.backbone, stream, own, target, written=self.written)
         except RecipeError as error:
-            raise _NothingCounts(str(error)) from error
+            raise _NothingCounts(error.where, error.rule, got=error.got, cure=error.cure) from error
 
     def _filled(self, plan: Plan) -> list[MtpBlock]:
         """The blocks with the released weights."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...recipes.errors import RecipeError, refuse
+from ...recipes.errors import RecipeError
 from ...recipes.schema import AUTO
 from ..output import held
 from ..plan import Plan
@@ -61,10 +61,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, watch: Watch | None = N
     refuse_mtp(plan)
     data = calibration_data(calibration, plan.source)
     if plan.recipe.mtp == AUTO and data.held_out_written is not None and not data.held_out_written.any():
-        raise RecipeError(
-            refuse(plan.recipe.name, "mtp: auto needs held-out text that a model writes", "none in the dataset's rows",
-                   "Name one with assistant turns, or give calibration.prompt_column")
-        )  # fmt: skip
+        raise RecipeError(plan.recipe.name, "mtp: auto needs held-out text that a model writes", got="none in the dataset's rows", cure="Name one with assistant turns, or give calibration.prompt_column")  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():

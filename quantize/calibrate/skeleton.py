@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
 from ..plan import Plan, TensorPlan
@@ -259,10 +259,7 @@ def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[
             continue
         pieces = binding[f"{module}.weight"]
         if len(pieces) > 1 and not suffix.startswith("input_"):
-            raise CheckpointError(
-                refuse(pieces[0].tensor.name, "weights that transformers joins cannot be rewritten", module,
-                       "Set calibration.algorithm: minmax, or override this module")
-            )  # fmt: skip
+            raise CheckpointError(pieces[0].tensor.name, "weights that transformers joins cannot be rewritten", got=module, cure="Set calibration.algorithm: minmax, or override this module")  # fmt: skip
         for piece in pieces:
             found[HFName(f"{piece.module}.{suffix}")] = value
     return found
@@ -296,11 +293,8 @@ def _on_meta(plan: Plan) -> tuple[PreTrainedModel, TemporaryDirectory[str]]:
             )
     except (ValueError, KeyError, ImportError, AttributeError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise RecipeError(
-            refuse(plan.source.where, "calibration needs a class in transformers for this architecture", first_line,
-                   f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model}), or "
-                   "calibration.model_code: checkpoint if the checkpoint brings its own")
-        ) from error  # fmt: skip
+        raise RecipeError(plan.source.where, "calibration needs a class in transformers for this architecture", got=first_line, cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model}), or "
+                   "calibration.model_code: checkpoint if the checkpoint brings its own") from error  # fmt: skip
     scratch = TemporaryDirectory(prefix="keepmtp-config-")
     config.save_pretrained(scratch.name)
     model.config._name_or_path = model.name_or_path = scratch.name
@@ -313,6 +307,4 @@ def _decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == plan.view.num_layers:
             return module
     rule = f"transformers' {type(model).__name__} must have {plan.view.num_layers} decoder layers"
-    raise CheckpointError(
-        refuse(plan.source.where, rule, "no such list", "Use a data-free scheme (`keepmtp ls models`)")
-    )
+    raise CheckpointError(plan.source.where, rule, got="no such list", cure="Use a data-free scheme (`keepmtp ls models`)")

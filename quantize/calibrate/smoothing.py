@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...recipes.errors import CheckpointError, refuse
+from ...recipes.errors import CheckpointError
 
 # Rows kept of each module's output: enough to see any wrong channel, and 256 experts stay below a GiB.
 _ROWS = 64
@@ -128,13 +128,8 @@ def check_preserved(before: Outputs, after: Outputs, smoothings: Sequence[Smooth
             error = float((now.float() - was.float()).norm() / was.float().norm().clamp(min=1e-30))
             if not error <= tolerance:
                 blamed = [s.smooth for s in smoothings if name in s.balance] or sorted(smoothed)
-                raise CheckpointError(
-                    refuse(name or "the model",
-                           f"a layer must compute what it computed before {', '.join(blamed[:3])} was rescaled",
-                           f"a relative change of {error:.2g} (rounding explains {tolerance:.2g})",
-                           "Something that it feeds was not rescaled, or the layer is not linear there:"
-                           " calibrate with gptq or minmax")
-                )  # fmt: skip
+                raise CheckpointError(name or "the model", f"a layer must compute what it computed before {', '.join(blamed[:3])} was rescaled", got=f"a relative change of {error:.2g} (rounding explains {tolerance:.2g})", cure="Something that it feeds was not rescaled, or the layer is not linear there:"
+                           " calibrate with gptq or minmax")  # fmt: skip
 
 
 def _candidates(model: Any, run: Run, norms_only: bool) -> tuple[list[list[Smoothing]], dict[str, int]]:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...checkpoints.source import Entry, read_header
-from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
 from ..output import sync_folder
@@ -62,14 +62,10 @@ class Statistics:
         for path in sorted(folder.glob("*.safetensors")):
             metadata, found = _read(path)
             if fingerprint is not None and metadata.get("fingerprint") != fingerprint:
-                raise CheckpointError(
-                    refuse(path, "must come from this recipe, source and dataset", "statistics of another run", _CURE)
-                )
+                raise CheckpointError(path, "must come from this recipe, source and dataset", got="statistics of another run", cure=_CURE)
             for name, entry in found.items():
                 if name in entries:
-                    raise CheckpointError(
-                        refuse(path, f"{name} must be in one file only", f"also in {entries[name].file}", _CURE)
-                    )
+                    raise CheckpointError(path, f"{name} must be in one file only", got=f"also in {entries[name].file}", cure=_CURE)
                 entries[name] = entry
         return cls(folder=folder, entries=entries)
 
@@ -104,9 +100,7 @@ class Statistics:
         while view:
             count = file.readinto(view)
             if not count:
-                raise CheckpointError(
-                    refuse(self.folder / entry.file, f"{entry.name} must be whole", "end of file", _CURE)
-                )
+                raise CheckpointError(self.folder / entry.file, f"{entry.name} must be whole", got="end of file", cure=_CURE)
             view = view[count:]
         return typed(raw, entry.dtype, entry.shape)
 
@@ -149,10 +143,7 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
     """
     if statistics is None:
         if plan.needs_calibration:
-            raise RecipeError(
-                refuse(plan.recipe.name, f"{', '.join(plan.needs_calibration)} must be calibrated before it is written",
-                       "no statistics", "Run `keepmtp quantize`, which calibrates first, or use a data-free scheme")
-            )  # fmt: skip
+            raise RecipeError(plan.recipe.name, f"{', '.join(plan.needs_calibration)} must be calibrated before it is written", got="no statistics", cure="Run `keepmtp quantize`, which calibrates first, or use a data-free scheme")  # fmt: skip
         return
     allowed: dict[HFName, Output] = {}
     for unit in plan.units:
@@ -161,17 +152,11 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
             allowed |= _of_unit(tuple(changeable), statistics)
     for name in statistics:
         if name not in allowed:
-            raise CheckpointError(
-                refuse(statistics.folder / statistics.entries[name].file,
-                       "every tensor must be one that the plan takes from calibration", name, _CURE)
-            )  # fmt: skip
+            raise CheckpointError(statistics.folder / statistics.entries[name].file, "every tensor must be one that the plan takes from calibration", got=name, cure=_CURE)  # fmt: skip
     for name, output in allowed.items():
         entry = statistics.entries.get(name)
         if entry is not None and (entry.dtype, entry.shape) != (output.dtype, output.shape):
-            raise CheckpointError(
-                refuse(statistics.folder / entry.file, f"{name} must be {output.dtype}{list(output.shape)}",
-                       f"{entry.dtype}{list(entry.shape)}", _CURE)
-            )  # fmt: skip
+            raise CheckpointError(statistics.folder / entry.file, f"{name} must be {output.dtype}{list(output.shape)}", got=f"{entry.dtype}{list(entry.shape)}", cure=_CURE)  # fmt: skip
     _refuse_scales(plan, statistics)
 
 
@@ -183,10 +168,7 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     }
     for name, value in scales.items():
         if not 0 < value < math.inf:
-            raise CheckpointError(
-                refuse(statistics.folder / statistics.entries[name].file, f"{name} must be a positive number", value,
-                       "The activations or weights of this module are not finite: choose a data-free scheme for it")
-            )  # fmt: skip
+            raise CheckpointError(statistics.folder / statistics.entries[name].file, f"{name} must be a positive number", got=value, cure="The activations or weights of this module are not finite: choose a data-free scheme for it")  # fmt: skip
     for unit in plan.units:
         if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
             continue
@@ -196,11 +178,7 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
             group = output.name.rpartition(".")[0].rpartition(".")[0], _leaf(output.name)
             other = first.setdefault(group, output.name)
             if scales[other] != scales[output.name]:
-                raise CheckpointError(
-                    refuse(statistics.folder, f"{other} and {output.name} must be equal: vLLM fuses their modules",
-                           f"{scales[other]} and {scales[output.name]}",
-                           "Remove the file of their layer, and run again")
-                )  # fmt: skip
+                raise CheckpointError(statistics.folder, f"{other} and {output.name} must be equal: vLLM fuses their modules", got=f"{scales[other]} and {scales[output.name]}", cure="Remove the file of their layer, and run again")  # fmt: skip
 
 
 def _leaf(name: HFName) -> str:
@@ -217,10 +195,7 @@ def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFNam
         required |= optional
     for name in sorted(required):
         if name not in statistics:
-            raise CheckpointError(
-                refuse(statistics.folder, f"calibration must give {name}", "no such tensor",
-                       "Remove the file of its layer, and run again")
-            )  # fmt: skip
+            raise CheckpointError(statistics.folder, f"calibration must give {name}", got="no such tensor", cure="Remove the file of its layer, and run again")  # fmt: skip
     return {output.name: output for tensor in unit for output in tensor.outputs if output.name in required}
 
 
@@ -229,7 +204,7 @@ def _read(path: Path) -> tuple[Mapping[str, str], dict[HFName, Entry]]:
         entries = read_header(path, str(path))
     except CheckpointError as error:
         # The same finding as for a source, with another cure: this file can be made again.
-        raise CheckpointError(f"{str(error).removesuffix('.').rpartition('. ')[0]}. {_CURE}.") from error
+        raise error.with_cure(_CURE) from error
     with open(path, "rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     return header.get("__metadata__") or {}, entries

@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ...checkpoints.source import Source
-from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.errors import CheckpointError, RecipeError
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json", "*.tiktoken",
@@ -130,14 +130,14 @@ class Encoders:
         files = sorted(self.source.folder.glob("encoding/encoding*.py"))
         if not files:
             cure = "Put the release's chat_template.jinja beside tokenizer.json, or name a column of texts"
-            raise CheckpointError(refuse(where, rule, "none", cure))
+            raise CheckpointError(where, rule, got="none", cure=cure)
         if not self.may_run_code:
             cure = "Read it and set calibration.model_code: checkpoint to run it, or name a column of texts"
-            raise RecipeError(refuse(where, rule, f"encoding/{files[0].name}, which is the checkpoint's code", cure))
+            raise RecipeError(where, rule, got=f"encoding/{files[0].name}, which is the checkpoint's code", cure=cure)
         encode_messages = getattr(_imported(files[0]), "encode_messages", None)
         if encode_messages is None:
             cure = "Name a column of texts"
-            raise CheckpointError(refuse(files[0], "must have a function encode_messages", "none", cure))
+            raise CheckpointError(files[0], "must have a function encode_messages", got="none", cure=cure)
 
         def encode(row: Conversation, _: bool) -> list[int]:
             written = encode_messages(_turns(row), thinking_mode="chat")
@@ -160,7 +160,7 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
     rule = "a calibrated run needs the model's tokenizer beside the weights"
     copy = "Copy the release's tokenizer files there"
     if not any(path for pattern in _TOKENIZER_FILES for path in source.folder.glob(pattern)):
-        raise CheckpointError(refuse(source.where, rule, "no tokenizer.json", copy))
+        raise CheckpointError(source.where, rule, got="no tokenizer.json", cure=copy)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source.folder, local_files_only=True, trust_remote_code=may_run_code
@@ -168,7 +168,7 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
     except (OSError, ValueError, KeyError, ImportError) as error:
         got = " ".join(str(error).split()).rstrip(".")[:300]
         cure = f"{copy}, or set calibration.model_code: checkpoint if it is code of the checkpoint"
-        raise CheckpointError(refuse(source.where, rule, got, cure)) from error
+        raise CheckpointError(source.where, rule, got=got, cure=cure) from error
     return Encoders(tokenizer=tokenizer, source=source, may_run_code=may_run_code)
 
 

@@ -124,7 +124,7 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, mon
 
     def noted(protocol: Evaluation):
         seen.append(protocol)
-        raise KeepMTPError("here; got far enough. Stop.")
+        raise KeepMTPError("", "here", got="far enough", cure="Stop")
 
     monkeypatch.setattr("keepmtp.validate.evaluation.lm_eval_task.questions", noted)
     own = Evaluation(dataset="models/held_out.jsonl", shots=0, k=2, max_tokens=96)

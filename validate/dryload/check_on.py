@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...checkpoints.source import Source
-from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.errors import CheckpointError, RecipeError
 from ..check.check import examine
 from ..check.findings import Report, grouped
 from ..check.runtime_view import Evidence
@@ -63,8 +63,7 @@ def check_on(
                 yield Checked(report, None, None)
                 continue
             if evidence is not None and not evidence.view.family.num_layers_key:
-                raise RecipeError(refuse(path, "a draft is loaded beside its target", "no target",
-                                         f"Check the target: keepmtp check TARGET --draft {path}"))  # fmt: skip
+                raise RecipeError(path, "a draft is loaded beside its target", got="no target", cure=f"Check the target: keepmtp check TARGET --draft {path}")  # fmt: skip
             with headers_of(source) as folder:
                 own = beside.folder if beside else None
                 jobs = [Job(folder=folder, tp=tp, num_drafts=num_drafts, draft=own) for tp in tps]
@@ -91,7 +90,7 @@ class _Draft:
     def read(cls, where: str, stack: ExitStack) -> "_Draft":
         report, source, evidence = examine(where)
         if source is None:
-            raise CheckpointError(refuse(where, "the draft must be readable", report.findings[0].says, "Check --draft"))
+            raise CheckpointError(where, "the draft must be readable", got=report.findings[0].says, cure="Check --draft")
         return cls(folder=stack.enter_context(headers_of(source)), report=report, evidence=evidence)
 
     def joined(self, target: Report) -> Report:

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, get_args
 
 from ...checkpoints.source import INDEX, SINGLE, Entry, Source, small_file
-from ...recipes.errors import VLLMError, refuse
+from ...recipes.errors import VLLMError
 from ..serving.vllm_env import VLLM
 
 GPU = Literal["sm90", "sm100", "sm120"]
@@ -277,13 +277,7 @@ class DryLoader:
 
     def _refuse_death(self) -> None:
         self._process.wait()
-        raise VLLMError(
-            refuse(
-                self._vllm.python, f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}",
-                self._last_words() or f"exit status {self._process.returncode}",
-                "Run `keepmtp doctor`; versions that were tested are in constraints-vllm.txt",
-            )
-        )  # fmt: skip
+        raise VLLMError(self._vllm.python, f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}", got=self._last_words() or f"exit status {self._process.returncode}", cure="Run `keepmtp doctor`; versions that were tested are in constraints-vllm.txt")  # fmt: skip
 
     def _last_words(self) -> str:
         self._log.seek(0)

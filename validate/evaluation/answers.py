@@ -23,7 +23,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...recipes.errors import CheckpointError, first_fault, refuse
+from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
 from ..report.results import write_whole
 from ..serving.acceptance import AsServed, Drafts, Role
@@ -144,7 +144,7 @@ class Samples:
                 os.fsync(file.fileno())
         except OSError as error:
             got, cure = error.strerror or repr(error), "Make room: the same command goes on with what has no answer yet"
-            raise CheckpointError(refuse(self.path, "must be writable", got, cure)) from error
+            raise CheckpointError(self.path, "must be writable", got=got, cure=cure) from error
         self._take(line)
 
     def finish(self, correct: Mapping[str, Sequence[bool]]) -> None:
@@ -216,9 +216,9 @@ def read_samples(path: Path) -> Samples:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines, which knows a dozen other ends
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(refuse(path, "must be a file of answers", str(error), _CURE)) from error
+        raise CheckpointError(path, "must be a file of answers", got=str(error), cure=_CURE) from error
     if lines.pop():
-        raise CheckpointError(refuse(path, "must end with a line's end", "a part of a line", _CURE))
+        raise CheckpointError(path, "must end with a line's end", got="a part of a line", cure=_CURE)
     found = Samples(path, _read(Header, lines[0] if lines else "", f"{path}:1"))
     for number, line in enumerate(lines[1:], 2):
         where = f"{path}:{number}"
@@ -228,7 +228,7 @@ def read_samples(path: Path) -> Samples:
         answer = _read(Answer, line, where)
         if answer.question in found.answers or answer.question >= found.header.num_questions:
             rule = f"must answer one of {found.header.num_questions} questions, each once"
-            raise CheckpointError(refuse(where, rule, f"question {answer.question}", _CURE))
+            raise CheckpointError(where, rule, got=f"question {answer.question}", cure=_CURE)
         found._take(answer)
     return found
 
@@ -250,7 +250,7 @@ def _read(kind: type[_Kind], line: str, where: str) -> _Kind:
         return kind.model_validate_json(line)
     except ValidationError as error:
         rule = f"must be a line of answers ({kind.__name__.lower()})"
-        raise CheckpointError(refuse(where, rule, first_fault(error), _CURE)) from error
+        raise CheckpointError(where, rule, got=first_fault(error), cure=_CURE) from error
 
 
 def _text(line: BaseModel) -> str:

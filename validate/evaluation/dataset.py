@@ -16,7 +16,7 @@ from datasets.exceptions import DatasetsError
 from httpx import HTTPError
 from huggingface_hub.errors import HfHubHTTPError
 
-from ...recipes.errors import RecipeError, refuse
+from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
 from ...recipes.shipped import find_path
 
@@ -67,12 +67,12 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
         got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300] or type(error).__name__
         cure = ("Correct evaluation.dataset_revision, or, where the Hub is out of reach, name a .jsonl file with the "
                 "fields question and answer (--dataset)")  # fmt: skip
-        raise RecipeError(refuse(where, "must be a dataset that can be read", got, cure)) from error
+        raise RecipeError(where, "must be a dataset that can be read", got=got, cure=cure) from error
     splits = {str(name): split.to_list() for name, split in found.items()}
     for name in names:
         if name not in splits:
             rule, got = f"must have the splits {' and '.join(dict.fromkeys(names))}", ", ".join(splits)
-            raise RecipeError(refuse(where, rule, got, "Correct evaluation.dataset_revision"))
+            raise RecipeError(where, rule, got=got, cure="Correct evaluation.dataset_revision")
     return {
         name: [_row(row, f"{where} {name} row {number}") for number, row in enumerate(splits[name])] for name in names
     }
@@ -82,11 +82,11 @@ def _file_rows(name: str) -> list[Row]:
     path = find_path(name)
     cure = 'Name a .jsonl file of {"question": ..., "answer": "... #### 12"} lines'
     if path is None or not path.is_file():
-        raise RecipeError(refuse(f"evaluation.dataset {name}", "must be a file", "no such file", cure))
+        raise RecipeError(f"evaluation.dataset {name}", "must be a file", got="no such file", cure=cure)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(refuse(path, "must be a text file", str(error), cure)) from error
+        raise RecipeError(path, "must be a text file", got=str(error), cure=cure) from error
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -94,10 +94,10 @@ def _file_rows(name: str) -> list[Row]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise RecipeError(refuse(f"{path}: row {number}", "must be a JSON object", str(error), cure)) from error
+            raise RecipeError(f"{path}: row {number}", "must be a JSON object", got=str(error), cure=cure) from error
         rows.append(_row(row, f"{path}: row {number}", _WHOLE_ANSWER))
     if not rows:
-        raise RecipeError(refuse(path, "must hold questions", "none", cure))
+        raise RecipeError(path, "must hold questions", got="none", cure=cure)
     return rows
 
 
@@ -105,15 +105,15 @@ def _row(row: object, where: str, answer: re.Pattern[str] = _ANSWER) -> Row:
     """The row's question and answer."""
     cure = "Mend the row, or name another dataset"
     if not isinstance(row, Mapping):
-        raise RecipeError(refuse(where, "must be an object with question and answer", _short(row), cure))
+        raise RecipeError(where, "must be an object with question and answer", got=_short(row), cure=cure)
     for field in FIELDS:
         if field not in row:
             got = ", ".join(map(str, row)) or "no field"
-            raise RecipeError(refuse(where, f"must have the field {field}", got, cure))
+            raise RecipeError(where, f"must have the field {field}", got=got, cure=cure)
         if not isinstance(row[field], str) or not row[field].strip():
-            raise RecipeError(refuse(where, f"{field} must be a text", _short(row[field]), cure))
+            raise RecipeError(where, f"{field} must be a text", got=_short(row[field]), cure=cure)
     if not answer.search(row["answer"]):
-        raise RecipeError(refuse(where, 'answer must end with "#### " and a number', _short(row["answer"]), cure))
+        raise RecipeError(where, 'answer must end with "#### " and a number', got=_short(row["answer"]), cure=cure)
     return {field: row[field] for field in FIELDS}
 
 
@@ -122,10 +122,9 @@ def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
     num_asked, most = len(rows.asked), len(rows.shown) - rows.is_shared  # no question is its own example
     if protocol.shots > most:
         rule = f"must have more rows than evaluation.shots, {protocol.shots}"
-        raise RecipeError(refuse(where, rule, len(rows.shown), f"Use --shots {most} or fewer, or a longer dataset"))
+        raise RecipeError(where, rule, got=len(rows.shown), cure=f"Use --shots {most} or fewer, or a longer dataset")
     if min(num_asked, protocol.limit or num_asked) < 2:
-        raise RecipeError(refuse(where, "must be asked two questions or more, to have a standard error", 1,
-                                 "Raise --limit, or name a longer dataset"))  # fmt: skip
+        raise RecipeError(where, "must be asked two questions or more, to have a standard error", got=1, cure="Raise --limit, or name a longer dataset")  # fmt: skip
 
 
 def _short(value: object) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ...checkpoints.identity import file_sha256
 from ...checkpoints.source import Source, small_file
 from ...quantize.output import held
-from ...recipes.errors import RecipeError, refuse
+from ...recipes.errors import RecipeError
 from ...recipes.families import find_family
 from ...recipes.protocol import Evaluation
 from ..report.paired import paired
@@ -72,17 +72,17 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
     view = find_family(source.config, source.where).view(source.config)
     num_layers = view.num_mtp_layers
     if not num_layers:
-        raise RecipeError(refuse(source.where, "must have an MTP block to draft with", "none", "Name another"))
+        raise RecipeError(source.where, "must have an MTP block to draft with", got="none", cure="Name another")
     if protocol.k not in ks_up_to(protocol.k, num_layers):
         rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
-        raise RecipeError(refuse("evaluation.k", rule, protocol.k, f"Use -k {num_layers}"))
+        raise RecipeError("evaluation.k", rule, got=protocol.k, cure=f"Use -k {num_layers}")
     has_template = bool({"chat_template.jinja", "chat_template.json"} & set(source.companions))
     tokenizer = small_file(source, "tokenizer_config.json")
     has_template |= tokenizer is not None and '"chat_template"' in tokenizer.read_text(encoding="utf-8")
     told = any(word.partition("=")[0] in _TEMPLATE_WORDS for word in extra)
     if protocol.api == "chat" and not (has_template or told):
         rule, cure = "needs a chat template for evaluation.api chat", "Use --api completions or -- --chat-template FILE"
-        raise RecipeError(refuse(source.where, rule, "none beside the weights", cure))
+        raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
 
 
 def evaluate(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ...checkpoints.identity import Watch, identify, refuse_other_bytes
 from ...checkpoints.source import Source, open_source
-from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
 from ..report import html as report_html
 from ..report import report as reports
@@ -94,7 +94,7 @@ def refuse_none(folder: Path, checkpoint: Path) -> None:
     """
     if not (folder / README).is_file():
         cure = f"Run `keepmtp card {checkpoint}`"
-        raise CheckpointError(refuse(folder, "must hold the checkpoint's card", f"no {README}", cure))
+        raise CheckpointError(folder, "must hold the checkpoint's card", got=f"no {README}", cure=cure)
 
 
 def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
@@ -117,21 +117,19 @@ def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found or name not in wanted:
             got = "no such file" if name not in found else "a file that the report does not make"
-            raise CheckpointError(refuse(folder / name, "a card holds what its report makes", got, cure))
+            raise CheckpointError(folder / name, "a card holds what its report makes", got=got, cure=cure)
         if (got := found[name].read_bytes()) != wanted[name]:
-            raise CheckpointError(_difference(folder / name, got, wanted[name], cure))
+            raise _difference(folder / name, got, wanted[name], cure)
     return folder
 
 
 def _verified(checkpoint: Path, watch: Watch | None = None) -> tuple[FullReport, Source]:
     """The report, if its results bear it out and the checkpoint still is those bytes; paths shortened."""
     if not (checkpoint / "config.json").is_file():
-        raise CheckpointError(refuse(checkpoint, "a card is made of a checkpoint's folder", "no config.json",
-                                     "Check PATH"))  # fmt: skip
+        raise CheckpointError(checkpoint, "a card is made of a checkpoint's folder", got="no config.json", cure="Check PATH")  # fmt: skip
     evidence = report_folder(checkpoint)
     if not (evidence / reports.JSON_FILE).is_file():
-        raise CheckpointError(refuse(evidence, "a card is made from the checkpoint's report", f"no {reports.JSON_FILE}",
-                                     f"Run `keepmtp check {checkpoint} --record`"))  # fmt: skip
+        raise CheckpointError(evidence, "a card is made from the checkpoint's report", got=f"no {reports.JSON_FILE}", cure=f"Run `keepmtp check {checkpoint} --record`")  # fmt: skip
     told = reports.verify(evidence)
     if told.identity is not None:
         refuse_other_bytes(checkpoint, told.identity, identify(checkpoint, cache=evidence, watch=watch))
@@ -162,16 +160,17 @@ def _files(
     return files
 
 
-def _difference(path: Path, got: bytes, wanted: bytes, cure: str) -> str:
+def _difference(path: Path, got: bytes, wanted: bytes, cure: str) -> CheckpointError:
     """A refusal that names the first line that differs, or the file where it has no lines."""
     if path.suffix == ".png":
-        return refuse(path, "must be the drawing that the report makes", "another", cure)
+        return CheckpointError(path, "must be the drawing that the report makes", got="another", cure=cure)
     lines = zip_longest(got.decode(errors="replace").split("\n"), wanted.decode().split("\n"), fillvalue="nothing")
     number, (told, right) = next((number, pair) for number, pair in enumerate(lines, start=1) if pair[0] != pair[1])
     at = next((at for at, (one, other) in enumerate(zip_longest(told, right)) if one != other), 0)
     start = max(0, at - _SHOWN // 2)
     told, right = (f"{'...' * bool(start)}{line[start : start + _SHOWN]}" for line in (told, right))
-    return refuse(f"{path}: line {number}", f"must be as the report makes it, {right!r}", repr(told), cure)
+    rule = f"must be as the report makes it, {right!r}"
+    return CheckpointError(f"{path}: line {number}", rule, got=repr(told), cure=cure)
 
 
 def _refuse_strange(folder: Path) -> None:
@@ -180,8 +179,7 @@ def _refuse_strange(folder: Path) -> None:
                and path.relative_to(folder).as_posix() not in FILES]  # fmt: skip
     if strange or (folder.exists() and not folder.is_dir()):
         got = strange[0] if strange else "a file"
-        raise RecipeError(refuse(folder, "must be a card's folder, or not there", got,
-                                 "Choose another --out, or move it away"))  # fmt: skip
+        raise RecipeError(folder, "must be a card's folder, or not there", got=got, cure="Choose another --out, or move it away")  # fmt: skip
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:

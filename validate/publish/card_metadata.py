@@ -18,7 +18,7 @@ from huggingface_hub import EvalResultEntry, ModelCardData, eval_result_entries_
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from ...checkpoints.source import Source
-from ...recipes.errors import CheckpointError, RecipeError, refuse
+from ...recipes.errors import CheckpointError, RecipeError
 from ..report.schema import EvaluationFact, FullReport
 from .card_page import Told, percent
 from .provenance import Record
@@ -69,7 +69,7 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
         got = f"a {type(told).__name__}"
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         got = " ".join(str(error).split())
-    raise CheckpointError(refuse(path, "front matter must be a YAML mapping", got, "Mend or remove it"))
+    raise CheckpointError(path, "front matter must be a YAML mapping", got=got, cure="Mend or remove it")
 
 
 def metadata_of(
@@ -92,7 +92,7 @@ def metadata_of(
             if not form.fullmatch(value):
                 place = f"{where}: {key}" if given.get(key) is None else f"--{key.replace('_', '-')}"
                 cure = _CURES.get(key, "Mend the card")
-                raise RecipeError(refuse(place, "must have the Hub's form", repr(value), cure))
+                raise RecipeError(place, "must have the Hub's form", got=repr(value), cure=cure)
     words = {key: next(iter(_listed(found.get(key))), "") for key in _FORMS if key != "language"}
     return Metadata(**words, language=tuple(_listed(found.get("language"))))
 

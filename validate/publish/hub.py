@@ -23,7 +23,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNot
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import parse_ratelimit_headers
 
-from ...recipes.errors import KeepMTPError, refuse
+from ...recipes.errors import KeepMTPError
 
 WAITS_SECONDS = (2, 10, 30)
 """Between attempts, where the Hub does not say how long."""
@@ -79,8 +79,7 @@ class Hub:
         told = self._ask("the Hub", self._api.whoami)
         self._user = str(told.get("name", ""))
         if told.get("auth", {}).get("accessToken", {}).get("role") == "read":
-            raise HubError(refuse("the Hub", "the token must be allowed to write", f"{self._user}'s token for reading",
-                                  _NEW_TOKEN))  # fmt: skip
+            raise HubError("the Hub", "the token must be allowed to write", got=f"{self._user}'s token for reading", cure=_NEW_TOKEN)  # fmt: skip
 
     def look(self, repo: str, *, revision: str | None = None) -> Remote | None:
         """What a repository holds, at `revision` or now; None if there is none that this token may see."""
@@ -155,7 +154,7 @@ class Hub:
                 rule, cure = "the Hub must accept it", "Check --repo and its page"
             case _:
                 rule, cure = "the Hub must answer", _AGAIN
-        return HubError(refuse(repo, rule, self._words(error), cure))
+        return HubError(repo, rule, got=self._words(error), cure=cure)
 
     def _words(self, error: BaseException) -> str:
         status, told = _status(error), _root(error)

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...checkpoints.source import Source
-from ...recipes.errors import CheckpointError, RecipeError, first_fault, refuse
+from ...recipes.errors import CheckpointError, RecipeError, first_fault
 from ...recipes.families import find_family
 from ...recipes.schema import AUTO, Recipe, read_recipe
 from ...recipes.schemes import SCHEMES
@@ -118,7 +118,7 @@ def read_record(folder: Path) -> Record:
         got = first_fault(error)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         got = repr(error)
-    raise CheckpointError(refuse(path, rule, got, cure))
+    raise CheckpointError(path, rule, got=got, cure=cure)
 
 
 def recipe_text(folder: Path) -> str:
@@ -131,8 +131,7 @@ def recipe_text(folder: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(refuse(path, "a checkpoint of keepmtp's holds its recipe", str(error),
-                                     "Restore the file, or quantize again")) from error  # fmt: skip
+        raise CheckpointError(path, "a checkpoint of keepmtp's holds its recipe", got=str(error), cure="Restore the file, or quantize again") from error  # fmt: skip
 
 
 def choices(folder: Path, record: Record) -> tuple[str, ...] | None:

@@ -19,7 +19,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from ...checkpoints.identity import listed
 from ...quantize.output import held
-from ...recipes.errors import CheckpointError, GateError, RecipeError, VLLMError, refuse
+from ...recipes.errors import CheckpointError, GateError, RecipeError, VLLMError
 from ..check.check import examine
 from ..dryload.check_on import Checked, check_on
 from ..dryload.loader import GPU, GPUS
@@ -65,11 +65,9 @@ def check_name(repo: str) -> None:
     parts = repo.split("/")
     if len(parts) != 2 or not all(_NAME.fullmatch(part) and len(part) <= 96 for part in parts) \
             or ".." in repo or "--" in repo or parts[1].endswith(".git"):  # fmt: skip
-        raise RecipeError(refuse("--repo", "must be ORG/NAME with letters, digits, and single - _ . between them",
-                                 repr(repo), "Name it as on the Hub"))  # fmt: skip
+        raise RecipeError("--repo", "must be ORG/NAME with letters, digits, and single - _ . between them", got=repr(repo), cure="Name it as on the Hub")  # fmt: skip
     if Path(repo).is_dir():
-        raise RecipeError(refuse("--repo", "must not be a folder here, which would be checked in its place", repo,
-                                 "Run this from another folder"))  # fmt: skip
+        raise RecipeError("--repo", "must not be a folder here, which would be checked in its place", got=repo, cure="Run this from another folder")  # fmt: skip
 
 
 def compare(parcel: Parcel, remote: Remote | None) -> Comparison:
@@ -92,7 +90,7 @@ def refuse_overwriting(repo: str, found: Comparison) -> None:
     strange = [f"another {name}" for name in found.named("differs")] + list(found.others)
     if strange:
         cure = "Take another --repo, or add --update: its history keeps what is replaced, and nothing is deleted"
-        raise RecipeError(refuse(repo, "must be empty or hold this checkpoint", listed(strange), cure))
+        raise RecipeError(repo, "must be empty or hold this checkpoint", got=listed(strange), cure=cure)
 
 
 def send(parcel: Parcel, hub: Hub, repo: str, *, update: bool, may_be_public: bool) -> Sent:
@@ -113,9 +111,9 @@ def send(parcel: Parcel, hub: Hub, repo: str, *, update: bool, may_be_public: bo
         hub.create(repo)
     remote = hub.look(repo)
     if remote is None:
-        raise HubError(refuse(repo, "must be there once it is made", "nothing", "Look at its page on the Hub"))
+        raise HubError(repo, "must be there once it is made", got="nothing", cure="Look at its page on the Hub")
     if not remote.is_private and not may_be_public:
-        raise RecipeError(refuse(repo, "must be private, or --public", "a public repository", "Take another --repo"))
+        raise RecipeError(repo, "must be private, or --public", got="a public repository", cure="Take another --repo")
     found = compare(parcel, remote)
     if not update:
         refuse_overwriting(repo, found)
@@ -145,8 +143,7 @@ def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> Non
     wrong += [f"{name} is there, which was not sent" for name in found.others if name not in others]
     if wrong:
         where = f"{remote.repo} at {remote.commit}"
-        raise GateError(refuse(where, "must hold the bytes that were sent", listed(wrong),
-                               "Run the same command with --update to send them again"))  # fmt: skip
+        raise GateError(where, "must hold the bytes that were sent", got=listed(wrong), cure="Run the same command with --update to send them again")  # fmt: skip
 
 
 def load_remote(
@@ -177,8 +174,7 @@ def load_remote(
         (checked,) = check_on([remote.repo], vllm=vllm, gpus=chosen, tps=[tp], num_drafts=k, watch=watch)
         how = f"dry load on {asked[0]} at TP {tp} with vLLM {vllm.version}"
     if checked.source is not None and checked.source.revision != remote.commit:
-        raise HubError(refuse(remote.repo, "nobody else may write to it meanwhile", f"commit {checked.source.revision}",
-                              "Run the same command again"))  # fmt: skip
+        raise HubError(remote.repo, "nobody else may write to it meanwhile", got=f"commit {checked.source.revision}", cure="Run the same command again")  # fmt: skip
     return checked, how
 
 
@@ -214,6 +210,6 @@ def _staged(folder: Path, files: Sequence[LocalFile]) -> Iterator[Path]:
 def _clear(staging: Path) -> None:
     """Remove what a killed run has left: links, and folders of links."""
     if strange := [path for path in staging.rglob("*") if not path.is_symlink() and not path.is_dir()]:
-        raise CheckpointError(refuse(staging, "must hold links of `keepmtp publish` only", strange[0].name, "Move it"))
+        raise CheckpointError(staging, "must hold links of `keepmtp publish` only", got=strange[0].name, cure="Move it")
     if staging.exists():
         shutil.rmtree(staging)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...checkpoints.identity import Watch, file_sha256, identify, refuse_other_bytes
-from ...recipes.errors import CheckpointError, GateError, refuse
+from ...recipes.errors import CheckpointError, GateError
 from ..report import report
 from ..report.results import report_folder
 from ..report.schema import FullReport
@@ -66,24 +66,22 @@ def prepare(folder: Path, *, watch: Watch | None = None) -> Parcel:
         GateError: the report is red, or does not tell.
     """
     if not (folder / "config.json").is_file():
-        raise CheckpointError(refuse(folder, "what is published is a checkpoint", "no config.json", "Check PATH"))
+        raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Check PATH")
     evidence = report_folder(folder)
     if not (evidence / report.JSON_FILE).is_file():
-        raise CheckpointError(refuse(evidence, "must hold the checkpoint's report", f"no {report.JSON_FILE}",
-                                     f"Run `keepmtp check {folder} --record`, serve-check, eval and card"))  # fmt: skip
+        raise CheckpointError(evidence, "must hold the checkpoint's report", got=f"no {report.JSON_FILE}", cure=f"Run `keepmtp check {folder} --record`, serve-check, eval and card")  # fmt: skip
     told = report.verify(evidence)
     _refuse_red(told, evidence)
     card.refuse_none(card.card_folder(folder), folder)  # before every byte is read
     if told.identity is None:
-        raise CheckpointError(refuse(evidence / report.JSON_FILE, "must say which bytes it is about", "no identity",
-                                     f"Run `keepmtp check {folder} --record`"))  # fmt: skip
+        raise CheckpointError(evidence / report.JSON_FILE, "must say which bytes it is about", got="no identity", cure=f"Run `keepmtp check {folder} --record`")  # fmt: skip
     refuse_other_bytes(folder, told.identity, identify(folder, cache=evidence, watch=watch))
     files = {name: LocalFile(name=name, path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
              for name, fact in told.identity.files.items()}  # fmt: skip
     for local in _card_files(folder):
         if local.name in files:
-            raise CheckpointError(refuse(folder / local.name, "the card has a file of this name", "one of the "
-                                         "checkpoint's", "Move it away and check again"))  # fmt: skip
+            raise CheckpointError(folder / local.name, "the card has a file of this name", got="one of the "
+                                         "checkpoint's", cure="Move it away and check again")  # fmt: skip
         files[local.name] = local
     return Parcel(folder=folder, report=told, files=dict(sorted(files.items())))
 
@@ -108,12 +106,12 @@ def _refuse_red(told: FullReport, evidence: Path) -> None:
     where, cure = evidence / report.JSON_FILE, f"Run `keepmtp gate {evidence.with_suffix('')}` for the whole story"
     rule = "only a checkpoint that passes is published"
     if told.judgement is None:
-        raise GateError(refuse(where, rule, "no judgement", cure))
+        raise GateError(where, rule, got="no judgement", cure=cure)
     if told.judgement.verdict != "pass":
         why = next(reason.says for reason in told.judgement.reasons if reason.verdict == told.judgement.verdict)
-        raise GateError(refuse(where, rule, f"{told.judgement.verdict} ({why.rstrip('.')})", cure))
+        raise GateError(where, rule, got=f"{told.judgement.verdict} ({why.rstrip('.')})", cure=cure)
     if not told.verdict.ok:
-        raise GateError(refuse(where, rule, f"{told.verdict.label.lower()} ({told.verdict.says.rstrip('.')})", cure))
+        raise GateError(where, rule, got=f"{told.verdict.label.lower()} ({told.verdict.says.rstrip('.')})", cure=cure)
 
 
 def _card_files(folder: Path) -> Iterator[LocalFile]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ...checkpoints.identity import file_sha256
-from ...recipes.errors import CheckpointError, refuse
+from ...recipes.errors import CheckpointError
 from ..evaluation.answers import Samples, read_samples
 from .paired import paired
 from .results import command, file_of
@@ -38,8 +38,7 @@ def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
         samples = read[fact.role]
         _compare(folder, fact.role, _as_asked(evaluation, fact, samples))
         if samples.missing:
-            raise CheckpointError(refuse(samples.path, "must answer every question", f"{len(samples.missing)} missing",
-                                         _cure(folder)))  # fmt: skip
+            raise CheckpointError(samples.path, "must answer every question", got=f"{len(samples.missing)} missing", cure=_cure(folder))  # fmt: skip
         _compare(folder, fact.role, _figures(fact, samples))
         for number, score in enumerate(fact.scores):
             right = samples.correct(score.filter)
@@ -58,11 +57,11 @@ def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
 def _samples(folder: Path, fact: EvaluatedFact) -> Samples:
     path = folder / fact.samples
     if Path(fact.samples).name != fact.samples:
-        raise CheckpointError(refuse(file_of(folder, "gsm8k"), "answers lie beside it", fact.samples, _cure(folder)))
+        raise CheckpointError(file_of(folder, "gsm8k"), "answers lie beside it", got=fact.samples, cure=_cure(folder))
     got = file_sha256(path) if path.is_file() else "no such file"
     if got != fact.samples_sha256:
         rule = f"must be the answers that were counted, {fact.samples_sha256}"
-        raise CheckpointError(refuse(path, rule, got, _cure(folder)))
+        raise CheckpointError(path, rule, got=got, cure=_cure(folder))
     return read_samples(path)
 
 
@@ -99,7 +98,7 @@ def _compare(folder: Path, where: str, figures: Figures) -> None:
         close = isinstance(told, float) and isinstance(counted, (int, float)) and abs(told - counted) <= _TOLERANCE
         if told != counted and not close:
             place = f"{file_of(folder, 'gsm8k')}: {where}.{name}"
-            raise CheckpointError(refuse(place, f"must be what the answers give, {counted}", told, _cure(folder)))
+            raise CheckpointError(place, f"must be what the answers give, {counted}", got=told, cure=_cure(folder))
 
 
 def _cure(folder: Path) -> str:

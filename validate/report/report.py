@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from ... import __version__
 from ...checkpoints.identity import file_sha256, identify
 from ...checkpoints.source import open_source
-from ...recipes.errors import CheckpointError, first_fault, refuse
+from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
 from ..publish.provenance import RECORD
@@ -95,8 +95,7 @@ def from_results(folder: Path) -> FullReport:
     """
     check, serve, gsm8k = read_result(folder, "check"), read_result(folder, "serve"), read_result(folder, "gsm8k")
     if check is None:
-        raise CheckpointError(refuse(folder, "a report starts with the static check", "no check.json",
-                                     f"Run `{command('check', folder)}`"))  # fmt: skip
+        raise CheckpointError(folder, "a report starts with the static check", got="no check.json", cure=f"Run `{command('check', folder)}`")  # fmt: skip
     found: list[Result[Any]] = [result for result in (check, serve, gsm8k) if result]
     for result in found[1:]:
         _refuse_other(folder, result, check.checkpoint)
@@ -143,18 +142,16 @@ def verify(folder: Path) -> FullReport:
         wanted, is_there = told.results.get(name), file_of(folder, station).is_file()
         got = file_sha256(file_of(folder, station)) if is_there else "no such file"
         if wanted is None and is_there:
-            raise CheckpointError(refuse(path, f"must be made from every result, {name} too", "a report without it",
-                                         again))  # fmt: skip
+            raise CheckpointError(path, f"must be made from every result, {name} too", got="a report without it", cure=again)  # fmt: skip
         if wanted is not None and got != wanted:
-            raise CheckpointError(refuse(folder / name, f"must be the file that {JSON_FILE} was made from, {wanted}",
-                                         got, f"If it was not measured again, run `{command(station, folder)}`, else "
-                                         f"`keepmtp report {folder}`"))  # fmt: skip
+            raise CheckpointError(folder / name, f"must be the file that {JSON_FILE} was made from, {wanted}", got=got, cure=f"If it was not measured again, run `{command(station, folder)}`, else "
+                                         f"`keepmtp report {folder}`")  # fmt: skip
     full = from_results(folder)
     for field, got, wanted in _differences(_plain(told), _plain(full)):
         station = _STATION_OF.get(field.partition(".")[0])
         whose = f"as {file_of(folder, station).name} has it" if station else "what the results come to"
         wanted, got = _around_the_difference(str(wanted), str(got))
-        raise CheckpointError(refuse(f"{path}: {field}", f"must be {whose}, {wanted}", got, again))
+        raise CheckpointError(f"{path}: {field}", f"must be {whose}, {wanted}", got=got, cure=again)
     if full.evaluation:
         refuse_unproved(folder, full.evaluation)
     return full
@@ -198,16 +195,13 @@ def read_json(path: Path) -> FullReport:
         got, cure = error.strerror or str(error), f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote"
     except ValidationError as error:
         got, cure = first_fault(error), "Run the check again with this keepmtp"
-    raise CheckpointError(refuse(path, f"a report is a {JSON_FILE} of version 3", got, cure))
+    raise CheckpointError(path, f"a report is a {JSON_FILE} of version 3", got=got, cure=cure)
 
 
 def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None:
     mine, station = result.checkpoint.sha256, result.station
     if mine != identity.sha256:
-        raise CheckpointError(refuse(
-            file_of(folder, station), f"must be measured on the same bytes as the others, {identity.sha256}", mine,
-            f"Remove it, and measure again with `{command(station, folder)}`",
-        ))  # fmt: skip
+        raise CheckpointError(file_of(folder, station), f"must be measured on the same bytes as the others, {identity.sha256}", got=mine, cure=f"Remove it, and measure again with `{command(station, folder)}`")  # fmt: skip
 
 
 def _gates(folder: Path, identity: Identity) -> Gates:
@@ -219,7 +213,7 @@ def _gates(folder: Path, identity: Identity) -> Gates:
     cure = f"Run `{command('check', folder)}` on a whole checkpoint"
     got = file_sha256(path) if path.is_file() else "no such file"
     if got != recorded.sha256:
-        raise CheckpointError(refuse(path, f"must be the file that was measured, {recorded.sha256}", got, cure))
+        raise CheckpointError(path, f"must be the file that was measured, {recorded.sha256}", got=got, cure=cure)
     try:
         told = json.loads(path.read_bytes())
         recipe = told.get("recipe") if isinstance(told, dict) else None
@@ -227,9 +221,9 @@ def _gates(folder: Path, identity: Identity) -> Gates:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, ("recipe", "gates", *first["loc"])))
-        raise CheckpointError(refuse(path, f"{place} must be a gate's limit", first["msg"], cure)) from error
+        raise CheckpointError(path, f"{place} must be a gate's limit", got=first["msg"], cure=cure) from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(refuse(path, "must be JSON", repr(error), cure)) from error
+        raise CheckpointError(path, "must be JSON", got=repr(error), cure=cure) from error
 
 
 def _plain(report: FullReport) -> dict[str, Any]:

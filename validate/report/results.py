@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ... import __version__
-from ...recipes.errors import CheckpointError, first_fault, refuse
+from ...recipes.errors import CheckpointError, first_fault
 from .schema import CalibrationFact, CheckpointFacts, DryLoad, EvaluationFact, FindingFact, GroupSize, Identity, Serve
 
 Station = Literal["check", "serve", "gsm8k"]
@@ -78,8 +78,7 @@ def checkpoint_folder(evidence: Path) -> Path:
     """
     whole = evidence.resolve()
     if whole.suffix != ".report":
-        raise CheckpointError(refuse(evidence, "an evidence folder is NAME.report, beside the checkpoint NAME",
-                                     whole.name, "Name the checkpoint's"))  # fmt: skip
+        raise CheckpointError(evidence, "an evidence folder is NAME.report, beside the checkpoint NAME", got=whole.name, cure="Name the checkpoint's")  # fmt: skip
     return whole.with_suffix("")
 
 
@@ -143,11 +142,11 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(refuse(path, "must be readable", error.strerror or repr(error), cure)) from error
+        raise CheckpointError(path, "must be readable", got=error.strerror or repr(error), cure=cure) from error
     except ValidationError as error:
-        raise CheckpointError(refuse(path, "must be a result of version 1", first_fault(error), cure)) from error
+        raise CheckpointError(path, "must be a result of version 1", got=first_fault(error), cure=cure) from error
     if result.station != station:
-        raise CheckpointError(refuse(path, f"must be a result of {station}", result.station, cure))
+        raise CheckpointError(path, f"must be a result of {station}", got=result.station, cure=cure)
     return result
 
 
@@ -167,7 +166,7 @@ def write_whole(path: Path, text: str) -> Path:
         os.replace(partial, path)
     except OSError as error:
         got = error.strerror or repr(error)
-        raise CheckpointError(refuse(path, "must be writable", got, "Make room, or choose another folder")) from error
+        raise CheckpointError(path, "must be writable", got=got, cure="Make room, or choose another folder") from error
     return path
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from ...checkpoints.source import INDEX, Entry, Source, read
 from ...checkpoints.stored import KV_SCALE_LEAVES, WEIGHT_LEAVES, StoredWeight, stored_weights
-from ...recipes.errors import CheckpointError, VLLMError, refuse
+from ...recipes.errors import CheckpointError, VLLMError
 from ...recipes.family import HFName
 from ...recipes.schemes import num_bytes
 from .vllm_env import VLLM
@@ -80,8 +80,7 @@ def write_copy(source: Source, folder: Path, progress: Progress | None = None) -
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if needed > free:
-        raise VLLMError(refuse(folder, f"a BF16 copy needs {needed / 2**30:.1f} GiB of disk", f"{free / 2**30:.1f} GiB",
-                               "Choose another --out, or serve it on a GPU, where no copy is needed"))  # fmt: skip
+        raise VLLMError(folder, f"a BF16 copy needs {needed / 2**30:.1f} GiB of disk", got=f"{free / 2**30:.1f} GiB", cure="Choose another --out, or serve it on a GPU, where no copy is needed")  # fmt: skip
     folder.mkdir()
     for file, outputs in shards.items():
         _write_shard(source, folder / file, outputs, progress or _ignore)
@@ -145,13 +144,10 @@ def _planned_weight(where: str, weight: StoredWeight) -> _Output:
         entry = weight.weight
         return _Output(name=entry.name, dtype=entry.dtype, shape=entry.shape, made_of=weight)
     if weight.form == "unknown":
-        raise CheckpointError(refuse(f"{where}: {weight.module}", "must lie in a form that can be dequantized",
-                                     f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}",
-                                     "Run `keepmtp check` on it"))  # fmt: skip
+        raise CheckpointError(f"{where}: {weight.module}", "must lie in a form that can be dequantized", got=f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}", cure="Run `keepmtp check` on it")  # fmt: skip
     shape = weight.shape
     if "weight_g_idx" in weight.parts or "weight_zero_point" in weight.parts:
-        raise CheckpointError(refuse(f"{where}: {weight.module}", "zero points and group indices cannot be read",
-                                     ", ".join(sorted(weight.parts)), "Serve it on a GPU"))  # fmt: skip
+        raise CheckpointError(f"{where}: {weight.module}", "zero points and group indices cannot be read", got=", ".join(sorted(weight.parts)), cure="Serve it on a GPU")  # fmt: skip
     return _Output(name=HFName(f"{weight.module}.weight"), dtype="BF16", shape=shape, made_of=weight)
 
 

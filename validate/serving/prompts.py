@@ -7,7 +7,7 @@ out). Acceptance depends on the text: for a figure about your traffic, bring you
 import json
 from pathlib import Path
 
-from ...recipes.errors import RecipeError, refuse
+from ...recipes.errors import RecipeError
 
 _QUESTIONS = (
     "Ann has 33 stamps. Ann buys 18 more and then gives away 14. How many stamps are left?",
@@ -32,9 +32,9 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(refuse(path, "must be a text file with prompts", str(error), cure)) from error
+        raise RecipeError(path, "must be a text file with prompts", got=str(error), cure=cure) from error
     if not lines:
-        raise RecipeError(refuse(path, "must hold a prompt", "an empty file", cure))
+        raise RecipeError(path, "must hold a prompt", got="an empty file", cure=cure)
     if path.suffix != ".jsonl":
         return tuple(lines)
     prompts = []
@@ -42,8 +42,8 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         try:
             prompt = json.loads(line)["prompt"]
         except (ValueError, KeyError, TypeError) as error:
-            raise RecipeError(refuse(f"{path}:{number}", 'must be an object with "prompt"', line[:60], cure)) from error
+            raise RecipeError(f"{path}:{number}", 'must be an object with "prompt"', got=line[:60], cure=cure) from error
         if not isinstance(prompt, str) or not prompt:
-            raise RecipeError(refuse(f"{path}:{number}", '"prompt" must be a text', repr(prompt), cure))
+            raise RecipeError(f"{path}:{number}", '"prompt" must be a text', got=repr(prompt), cure=cure)
         prompts.append(prompt)
     return tuple(prompts)

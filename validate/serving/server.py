@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import httpx
 
-from ...recipes.errors import GateError, VLLMError, refuse
+from ...recipes.errors import GateError, VLLMError
 from .acceptance import Drafts, Output
 from .vllm_env import TIMEOUT_SECONDS, VLLM
 
@@ -69,7 +69,7 @@ class ServerFailed(GateError):
 
     def __init__(self, words: str, log: Path, *, asked: str = "", cure: str = ""):
         rule = f"must answer {asked}" if asked else "must come up and answer"
-        super().__init__(refuse("vllm serve", rule, words.rstrip("."), f"Read {log}{'; ' * bool(cure)}{cure}"))
+        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=f"Read {log}{'; ' * bool(cure)}{cure}")
         self.words = words
         self.log = log
 
@@ -326,8 +326,7 @@ def _free_port(port: int | None) -> int:
         try:
             listener.bind(("127.0.0.1", port or 0))
         except OSError as error:
-            raise VLLMError(refuse(f"port {port}", "must be free on 127.0.0.1", error.strerror or repr(error),
-                                   "Choose another --port, or leave it out")) from error  # fmt: skip
+            raise VLLMError(f"port {port}", "must be free on 127.0.0.1", got=error.strerror or repr(error), cure="Choose another --port, or leave it out") from error  # fmt: skip
         return listener.getsockname()[1]
 
 

