@@ -34,10 +34,18 @@ VARIANTS = ("nvfp4", "fp8", "w4a16-gptq")
 TIMED = ("nvfp4", "w4a16-gptq")
 # GLM-4.7's layout with 16 layers and narrow ones, 120 million weights, which take longer than an import.
 LAYOUT = {
-    "num_hidden_layers": 16, "first_k_dense_replace": 1, "hidden_size": 1024, "intermediate_size": 2048,
-    "moe_intermediate_size": 256, "n_routed_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 2048,
-}  # fmt: skip
+    "num_hidden_layers": 16,
+    "first_k_dense_replace": 1,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
 
 # Both children end by printing one JSON line. VmHWM, not ru_maxrss: a child starts with its parent's.
 PEAK = """
@@ -142,13 +150,16 @@ def quality(variant: str, folder: Path) -> list[dict]:
         {
             "what": f"{variant}: held-out perplexity (source {source['perplexity']:.3f})",
             "measured": f"{served['perplexity']:.3f}, llm-compressor {peer['perplexity']:.3f}",
-            "target": "within 1 %", "met": abs(served["perplexity"] / peer["perplexity"] - 1) <= 0.01,
+            "target": "within 1 %",
+            "met": abs(served["perplexity"] / peer["perplexity"] - 1) <= 0.01,
         },
         {
             "what": f"{variant}: acceptance kept with a BF16 MTP block",
-            "measured": f"{kept:.1%}", "target": ">= 97 %", "met": kept >= 0.97,
+            "measured": f"{kept:.1%}",
+            "target": ">= 97 %",
+            "met": kept >= 0.97,
         },
-    ]  # fmt: skip
+    ]
 
 
 def speed(variant: str, folder: Path) -> list[dict]:
@@ -173,15 +184,18 @@ def speed(variant: str, folder: Path) -> list[dict]:
     ours_memory, peer_memory = (statistics.median(memory[side]) / 2**30 for side in ("ours", "peer"))
     return [
         {
-            "what": f"{variant}: time end to end", "measured": f"{ours:.1f} s against {peer:.1f} s, {ours / peer:.2f}x",
-            "target": "<= 1x", "met": ours <= peer,
+            "what": f"{variant}: time end to end",
+            "measured": f"{ours:.1f} s against {peer:.1f} s, {ours / peer:.2f}x",
+            "target": "<= 1x",
+            "met": ours <= peer,
         },
         {
             "what": f"{variant}: peak memory",
-            "measured": f"{ours_memory:.2f} GiB against {peer_memory:.2f} GiB", "target": "lower",
+            "measured": f"{ours_memory:.2f} GiB against {peer_memory:.2f} GiB",
+            "target": "lower",
             "met": ours_memory < peer_memory,
         },
-    ]  # fmt: skip
+    ]
 
 
 def run_ours(recipe: Recipe, text: str, source: Path, out: Path) -> dict:

@@ -72,16 +72,25 @@ def main() -> int:
         for count, (took, worked, (report,)) in zip(tensors, runs, strict=True):
             peak = report["dry"][0]["peak_mib"]
             is_full = count == max(tensors)
-            rows.append((
-                f"DeepSeek-V4-Flash, {count:,} tensors", f"{took:.1f} s, {worked:.1f} s of work, {peak} MiB",
-                f"{LIMIT_SECONDS} s, {LIMIT_MIB:.0f} MiB" if is_full else "",
-                not is_full or (took <= LIMIT_SECONDS and peak <= LIMIT_MIB),
-            ))  # fmt: skip
+            rows.append(
+                (
+                    f"DeepSeek-V4-Flash, {count:,} tensors",
+                    f"{took:.1f} s, {worked:.1f} s of work, {peak} MiB",
+                    f"{LIMIT_SECONDS} s, {LIMIT_MIB:.0f} MiB" if is_full else "",
+                    not is_full or (took <= LIMIT_SECONDS and peak <= LIMIT_MIB),
+                )
+            )
         # Of the dry load alone: starting both processes costs the same at every size.
         quarter, half, full = (reports[0]["dry"][0]["seconds"] for *_, reports in runs)
         bend = ((full - half) / (tensors[2] - tensors[1])) / ((half - quarter) / (tensors[1] - tensors[0]))
-        rows.append(("seconds a tensor, half to full over quarter to half", f"{bend:.2f}x", f"{LIMIT_BEND}x",
-                     bend <= LIMIT_BEND))  # fmt: skip
+        rows.append(
+            (
+                "seconds a tensor, half to full over quarter to half",
+                f"{bend:.2f}x",
+                f"{LIMIT_BEND}x",
+                bend <= LIMIT_BEND,
+            )
+        )
         layouts = {model: releases.source_layout(model, size="tiny") for model in TINY}
         tiny = [releases.write_checkpoint(Path(scratch) / model, *layout) for model, layout in layouts.items()]
         first, *_ = check(tiny[0])

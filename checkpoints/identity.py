@@ -65,9 +65,13 @@ class _Cache(BaseModel):
 
 
 def identify(
-    folder: Path, *, cache: Path | None = None, fresh: bool = False, threads: int | None = None,
+    folder: Path,
+    *,
+    cache: Path | None = None,
+    fresh: bool = False,
+    threads: int | None = None,
     watch: Watch | None = None,
-) -> Identity:  # fmt: skip
+) -> Identity:
     """The bytes of one checkpoint.
 
     Every regular file counts, and links by what they lead to. Hidden files and folders and `*.partial` do not: they are
@@ -87,16 +91,16 @@ def identify(
     files = list(_files(folder))
     known = {} if cache is None else _read_cache(cache / CACHE)
     seen = {} if fresh else known
-    hashes = {file.name: entry.sha256 for file in files
-              if (entry := seen.get(_key(file))) and _is_same(entry, file)}  # fmt: skip
+    hashes = {file.name: entry.sha256 for file in files if (entry := seen.get(_key(file))) and _is_same(entry, file)}
     unread = [file for file in files if file.name not in hashes]
     if unread:
         hashes |= _read_all(unread, threads or os.cpu_count() or 1, watch)
         if cache is not None:
             found = {
                 _key(file): _Known(num_bytes=file.num_bytes, mtime_ns=file.mtime_ns, sha256=hashes[file.name])
-                for file in unread if file.mtime_ns < settled
-            }  # fmt: skip
+                for file in unread
+                if file.mtime_ns < settled
+            }
             kept = {key: entry for key, entry in known.items() if key not in {_key(file) for file in unread}}
             _write_cache(cache / CACHE, kept | found)
     return identity_of({file.name: FileFact(num_bytes=file.num_bytes, sha256=hashes[file.name]) for file in files})
@@ -117,10 +121,18 @@ def refuse_other_bytes(folder: Path, told: Identity, found: Identity) -> None:
     """
     if told.sha256 == found.sha256:
         return
-    wrong = [f"{name} is {'not there' if name not in found.files else 'another'}" for name, fact in told.files.items()
-             if found.files.get(name) != fact]  # fmt: skip
+    wrong = [
+        f"{name} is {'not there' if name not in found.files else 'another'}"
+        for name, fact in told.files.items()
+        if found.files.get(name) != fact
+    ]
     wrong += [f"{name} is new" for name in found.files if name not in told.files]
-    raise CheckpointError(folder, "must be the bytes that its report is about", got=listed(wrong), cure=f"Restore them, or measure these: `keepmtp check {folder} --record`, serve-check, eval and card")  # fmt: skip
+    raise CheckpointError(
+        folder,
+        "must be the bytes that its report is about",
+        got=listed(wrong),
+        cure=f"Restore them, or measure these: `keepmtp check {folder} --record`, serve-check, eval and card",
+    )
 
 
 def listed(words: Sequence[str]) -> str:
@@ -144,7 +156,12 @@ def _files(folder: Path) -> Iterator[_File]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
             if (path := Path(root, name)).is_symlink():
-                raise CheckpointError(path, "must be a file or a folder of its own", got="a link to a folder", cure="Replace the link by what it leads to")  # fmt: skip
+                raise CheckpointError(
+                    path,
+                    "must be a file or a folder of its own",
+                    got="a link to a folder",
+                    cure="Replace the link by what it leads to",
+                )
         for name in names:
             if not name.startswith(".") and not name.endswith(".partial"):
                 yield _file(folder, Path(root, name))
@@ -180,7 +197,7 @@ def _read_all(files: list[_File], threads: int, watch: Watch | None) -> dict[str
     ordered = sorted(files, key=lambda file: -file.num_bytes)
     total = sum(file.num_bytes for file in files)
     stop = threading.Event()
-    with (nullcontext(_ignore) if watch is None else watch(total)) as told, ThreadPoolExecutor(threads) as pool:
+    with nullcontext(_ignore) if watch is None else watch(total) as told, ThreadPoolExecutor(threads) as pool:
         try:
             sums = list(pool.map(lambda file: _read(file, told, stop), ordered))
         finally:  # an error or Ctrl-C does not wait for terabytes
@@ -205,7 +222,12 @@ def _read(file: _File, told: Callable[[int], None], stop: threading.Event) -> st
         got = error.strerror or repr(error)
         raise CheckpointError(file.path, "must be readable", got=got, cure="Check it") from error
     if (state.st_size, state.st_mtime_ns) != (file.num_bytes, file.mtime_ns):
-        raise CheckpointError(file.path, "must not change while it is read", got="another size or time", cure="Wait until it is written, and run this again")  # fmt: skip
+        raise CheckpointError(
+            file.path,
+            "must not change while it is read",
+            got="another size or time",
+            cure="Wait until it is written, and run this again",
+        )
     return digest.hexdigest()
 
 

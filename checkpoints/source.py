@@ -93,7 +93,9 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
         return _open_folder(found, str(where))
     folder = Path(where)
     if revision == "local" or folder.is_file() or folder.is_absolute() or str(where).count("/") != 1:
-        raise CheckpointError(where, "a source is a folder with config.json or a Hub id ORG/NAME", got="neither", cure="Check SOURCE")
+        raise CheckpointError(
+            where, "a source is a folder with config.json or a Hub id ORG/NAME", got="neither", cure="Check SOURCE"
+        )
     return _open_hub(str(where), revision)
 
 
@@ -107,9 +109,14 @@ def download(source: Source, *, to: Path | None = None) -> Source:
         )
     local = _open_folder(Path(folder), source.where)
     return Source(
-        where=local.where, revision=source.revision, folder=local.folder, config=local.config, entries=local.entries,
-        unindexed=local.unindexed, companions=local.companions,
-    )  # fmt: skip
+        where=local.where,
+        revision=source.revision,
+        folder=local.folder,
+        config=local.config,
+        entries=local.entries,
+        unindexed=local.unindexed,
+        companions=local.companions,
+    )
 
 
 def small_file(source: Source, name: str) -> Path | None:
@@ -136,7 +143,12 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
         while view:
             count = file.readinto(view)
             if not count:
-                raise CheckpointError(f"{source.where}/{entry.file}", f"{entry.name} must be whole", got="end of file", cure="Download the shard again")  # fmt: skip
+                raise CheckpointError(
+                    f"{source.where}/{entry.file}",
+                    f"{entry.name} must be whole",
+                    got="end of file",
+                    cure="Download the shard again",
+                )
             view = view[count:]
 
 
@@ -163,13 +175,28 @@ def read_header(path: Path, where: str) -> dict[HFName, Entry]:
     end = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: entry.start):
         if entry.dtype not in DTYPE_BITS:
-            raise CheckpointError(where, f"{entry.name} must have a known dtype", got=entry.dtype, cure="Convert it with safetensors first")
+            raise CheckpointError(
+                where,
+                f"{entry.name} must have a known dtype",
+                got=entry.dtype,
+                cure="Convert it with safetensors first",
+            )
         if entry.num_bytes != num_bytes(entry.dtype, entry.shape) or entry.start != end:
-            raise CheckpointError(where, f"{entry.name} must fill {entry.dtype}{list(entry.shape)} without gaps", got=f"{entry.num_bytes} bytes at {entry.start}", cure=cure)  # fmt: skip
+            raise CheckpointError(
+                where,
+                f"{entry.name} must fill {entry.dtype}{list(entry.shape)} without gaps",
+                got=f"{entry.num_bytes} bytes at {entry.start}",
+                cure=cure,
+            )
         end = entry.start + entry.num_bytes
     if end != size:
         last = max(entries.values(), key=lambda entry: entry.start, default=None)
-        raise CheckpointError(where, f"must be {end} bytes long to hold {last.name if last else 'its header'}", got=f"{size} bytes", cure=cure)  # fmt: skip
+        raise CheckpointError(
+            where,
+            f"must be {end} bytes long to hold {last.name if last else 'its header'}",
+            got=f"{size} bytes",
+            cure=cure,
+        )
     return entries
 
 
@@ -179,9 +206,13 @@ def _entries_of(header: Mapping[str, Any], file: str, data_start: int) -> dict[H
         if name != "__metadata__":
             start, end = info["data_offsets"]
             entries[HFName(name)] = Entry(
-                name=HFName(name), file=file, dtype=info["dtype"], shape=tuple(info["shape"]),
-                start=data_start + start, num_bytes=end - start,
-            )  # fmt: skip
+                name=HFName(name),
+                file=file,
+                dtype=info["dtype"],
+                shape=tuple(info["shape"]),
+                start=data_start + start,
+                num_bytes=end - start,
+            )
     return entries
 
 
@@ -219,11 +250,15 @@ def _open_hub(repo: str, revision: str) -> Source:
             # The parser leaves out where the data starts: only sizes and shapes matter until the file is downloaded.
             return {
                 HFName(name): Entry(
-                    name=HFName(name), file=file, dtype=tensor.dtype, shape=tuple(tensor.shape),
-                    start=tensor.data_offsets[0], num_bytes=tensor.data_offsets[1] - tensor.data_offsets[0],
+                    name=HFName(name),
+                    file=file,
+                    dtype=tensor.dtype,
+                    shape=tuple(tensor.shape),
+                    start=tensor.data_offsets[0],
+                    num_bytes=tensor.data_offsets[1] - tensor.data_offsets[0],
                 )
                 for name, tensor in parsed.tensors.items()
-            }  # fmt: skip
+            }
 
         with ThreadPoolExecutor(max_workers=16) as pool:
             headers = dict(zip(present, pool.map(header, present), strict=True))
@@ -231,9 +266,15 @@ def _open_hub(repo: str, revision: str) -> Source:
 
 
 def _assemble(
-    where: str, revision: str, folder: Path | None, config: Mapping[str, Any], weight_map: Mapping[str, str] | None,
-    indexed: tuple[str, ...], headers: Mapping[str, Mapping[HFName, Entry]], companions: tuple[str, ...],
-) -> Source:  # fmt: skip
+    where: str,
+    revision: str,
+    folder: Path | None,
+    config: Mapping[str, Any],
+    weight_map: Mapping[str, str] | None,
+    indexed: tuple[str, ...],
+    headers: Mapping[str, Mapping[HFName, Entry]],
+    companions: tuple[str, ...],
+) -> Source:
     entries: dict[HFName, Entry] = {}
     unindexed: dict[HFName, Entry] = {}
     for file in sorted(headers):
@@ -241,15 +282,30 @@ def _assemble(
             # vLLM and transformers read whole files named by the index, so the file decides, not the index's line.
             target = entries if file in indexed else unindexed
             if name in entries and target is entries:
-                raise CheckpointError(f"{where}/{file}", f"{name} must be in one file only", got=f"also in {entries[name].file}", cure="Remove one of the two")  # fmt: skip
+                raise CheckpointError(
+                    f"{where}/{file}",
+                    f"{name} must be in one file only",
+                    got=f"also in {entries[name].file}",
+                    cure="Remove one of the two",
+                )
             target[name] = entry
     for name, file in (weight_map or {}).items():
         if HFName(name) not in headers[file]:
-            raise CheckpointError(f"{where}/{file}", f"must hold {name}, which the index lists there", got="no such tensor", cure="Download the shard again")  # fmt: skip
+            raise CheckpointError(
+                f"{where}/{file}",
+                f"must hold {name}, which the index lists there",
+                got="no such tensor",
+                cure="Download the shard again",
+            )
     return Source(
-        where=where, revision=revision, folder=folder, config=config, entries=entries,
-        unindexed={name: entry for name, entry in unindexed.items() if name not in entries}, companions=companions,
-    )  # fmt: skip
+        where=where,
+        revision=revision,
+        folder=folder,
+        config=config,
+        entries=entries,
+        unindexed={name: entry for name, entry in unindexed.items() if name not in entries},
+        companions=companions,
+    )
 
 
 def _indexed_files(weight_map: Mapping[str, str] | None, present: list[str], where: str) -> tuple[str, ...]:
@@ -257,13 +313,20 @@ def _indexed_files(weight_map: Mapping[str, str] | None, present: list[str], whe
         files = sorted(set(weight_map.values()))
         for file in files:
             if file not in present:
-                raise CheckpointError(f"{where}/{INDEX}", "every file of the index must exist", got=f"{file} is missing", cure="Download it, or mend the index")  # fmt: skip
+                raise CheckpointError(
+                    f"{where}/{INDEX}",
+                    "every file of the index must exist",
+                    got=f"{file} is missing",
+                    cure="Download it, or mend the index",
+                )
         return tuple(files)
     if SINGLE in present:
         return (SINGLE,)
     if len(present) == 1:
         return (present[0],)
-    raise CheckpointError(where, f"must have {SINGLE} or {INDEX}", got=f"{len(present)} safetensors files", cure="Check the download")
+    raise CheckpointError(
+        where, f"must have {SINGLE} or {INDEX}", got=f"{len(present)} safetensors files", cure="Check the download"
+    )
 
 
 def _parse_config(path: Path, where: str) -> Mapping[str, Any]:

@@ -15,15 +15,32 @@ from ..recipes.family import HFName
 from .source import Entry
 
 Form = Literal[
-    "plain", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp4", "nvfp4", "nvfp4_modelopt", "int_packed", "int8",
-    "mxfp8", "unknown",
-]  # fmt: skip
+    "plain",
+    "fp8_block",
+    "fp8_channel",
+    "fp8_tensor",
+    "mxfp4",
+    "nvfp4",
+    "nvfp4_modelopt",
+    "int_packed",
+    "int8",
+    "mxfp8",
+    "unknown",
+]
 
 WEIGHT_LEAVES = ("weight", "weight_packed")
 SCALE_LEAVES = (
-    "weight_scale", "weight_scale_inv", "scale", "weight_scale_2", "weight_global_scale", "input_global_scale",
-    "input_scale", "weight_shape", "weight_zero_point", "weight_g_idx",
-)  # fmt: skip
+    "weight_scale",
+    "weight_scale_inv",
+    "scale",
+    "weight_scale_2",
+    "weight_global_scale",
+    "input_global_scale",
+    "input_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+)
 # What stands beside a weight in its module, or alone as a parameter ("").
 OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
 # Scales of the KV cache: they belong to an attention module, not to a weight.

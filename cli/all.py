@@ -30,21 +30,29 @@ if TYPE_CHECKING:
 
 def everything(
     model: Annotated[str, typer.Argument(help="A model's name, a recipe's full name, or a recipe file.")],
-    source: Annotated[str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; "
-                                               "default: the recipe's.")] = None,
+    source: Annotated[
+        str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; default: the recipe's.")
+    ] = None,
     scheme: Annotated[str | None, typer.Option("--scheme", help="As for `keepmtp quantize`.")] = None,
     mtp: Annotated[str | None, typer.Option("--mtp", help="As for `keepmtp quantize`.")] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
-    gpus: Annotated[list[str] | None, typer.Option("--gpu", help="GPUs that the dry load pretends; default sm90 and "
-                                                   "sm100.")] = None,
+    gpus: Annotated[
+        list[str] | None, typer.Option("--gpu", help="GPUs that the dry load pretends; default sm90 and sm100.")
+    ] = None,
     tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel sizes of the dry load.")] = None,
     k: Annotated[int, typer.Option("-k", min=1, help="Serve with 1 to k drafted tokens a step.")] = 1,
     nproc: Annotated[int, typer.Option(min=1, help="Processes that quantize, one a GPU.")] = 1,
-    serving: Annotated[bool, typer.Option("--serve-check/--no-serve-check", help="Also serve both without drafting and "
-                                          "with 1 to k tokens, for speed-up and equal outputs: 2 * (k + 1) servers "
-                                          "more.")] = True,
+    serving: Annotated[
+        bool,
+        typer.Option(
+            "--serve-check/--no-serve-check",
+            help="Also serve both without drafting and "
+            "with 1 to k tokens, for speed-up and equal outputs: 2 * (k + 1) servers "
+            "more.",
+        ),
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands and stop.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.
 
     A run that was interrupted is continued by the same command: what was measured on the same bytes is not measured
@@ -122,7 +130,9 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
     try:
         made = dict(json.loads(record.read_bytes())["recipe"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RecipeError(out, "an existing output must be one of this recipe", got=f"no readable {record.name}", cure=cure) from error  # fmt: skip
+        raise RecipeError(
+            out, "an existing output must be one of this recipe", got=f"no readable {record.name}", cure=cure
+        ) from error
     if key := other_decision(recipe, made):
         wanted = recipe.model_dump(mode="json")[key]
         rule = f"an existing output must be one of {recipe.name}, whose {key} is {wanted}"

@@ -36,18 +36,20 @@ def will_do(plan: Plan) -> RenderableType:
         f"{calibration.algorithm} on {calibration.samples:,} sequences of {calibration.sequence_length:,} tokens "
         f"({told['tokens']:,}) of {calibration.dataset} ({calibration.dataset_revision}{subset}, split "
         f"{calibration.split}, column {calibration.column}); {calibration.held_out:,} more are held out to measure on.",
-    ]  # fmt: skip
+    ]
     if told["candidates"]:
         lines.append(
             f"MTP block: auto. The smallest candidate that keeps {told['min_acceptance']:.1%} of the released model's "
             "acceptance is written; until then it is planned as bf16. Candidates: "
-            + "; ".join(_in_words(policy) for policy in told["candidates"]) + "."
-        )  # fmt: skip
+            + "; ".join(_in_words(policy) for policy in told["candidates"])
+            + "."
+        )
     possible = told["mtp_pass"]
     lines.append(
         "MTP pass: the block is run on the backbone's hidden states, and its acceptance is measured without a server."
-        if possible["possible"] else f"MTP pass: not possible, {possible['why']}; acceptance is not measured."
-    )  # fmt: skip
+        if possible["possible"]
+        else f"MTP pass: not possible, {possible['why']}; acceptance is not measured."
+    )
     return Group(*([table] if told["groups"] else []), Text("\n".join(lines) + "\n"))
 
 
@@ -58,8 +60,9 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
         return None
     found = Counter(
         (tensor.part, tensor.role, tensor.scheme or "plain", _from_batches(tensor, recipe.calibration.algorithm))
-        for tensor in plan.tensors if tensor.calibrated or tensor.may_change
-    )  # fmt: skip
+        for tensor in plan.tensors
+        if tensor.calibrated or tensor.may_change
+    )
     return {
         "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,
         "groups": [
@@ -69,7 +72,7 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
         "candidates": list(recipe.mtp_auto.candidates) if recipe.mtp_auto and recipe.mtp == AUTO else [],
         "min_acceptance": recipe.mtp_auto.min_acceptance if recipe.mtp_auto else None,
         "mtp_pass": {"possible": family.draft is not None, "why": family.no_draft},
-    }  # fmt: skip
+    }
 
 
 def found(fact: CalibrationFact) -> RenderableType:
@@ -121,8 +124,9 @@ def _candidates(fact: CalibrationFact) -> RenderableType:
             continue
         enough = fact.min_acceptance is None or each.kept >= fact.min_acceptance
         verdict = "[green]chosen[/]" if each.chosen else "keeps enough" if enough else "[red]keeps too little[/]"
-        table.add_row(escape(each.title), size_in_words(each.bytes), f"{each.kept:.1%}",
-                      f"{each.acceptance.length:.2f}", verdict)  # fmt: skip
+        table.add_row(
+            escape(each.title), size_in_words(each.bytes), f"{each.kept:.1%}", f"{each.acceptance.length:.2f}", verdict
+        )
     return table
 
 

@@ -23,15 +23,29 @@ from .tables import VERDICT_COLOURS
 
 def card(
     path: Annotated[Path, typer.Argument(help="The checkpoint's folder; what was measured lies in NAME.report.")],
-    base_model: Annotated[str | None, typer.Option("--base-model", help="ORG/NAME on the Hub that it was made from; "
-                                                   "default: its recipe's source, if that is on the Hub.")] = None,
-    license_id: Annotated[str | None, typer.Option("--license", help="As the Hub names it, like apache-2.0; default: "
-                                                   "what the source's own card says.")] = None,
-    source: Annotated[Path | None, typer.Option(help="Folder of what it was made from, for its license, language and "
-                                                "task; default: what keepmtp.json names, if that is here.")] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            "--base-model",
+            help="ORG/NAME on the Hub that it was made from; default: its recipe's source, if that is on the Hub.",
+        ),
+    ] = None,
+    license_id: Annotated[
+        str | None,
+        typer.Option(
+            "--license", help="As the Hub names it, like apache-2.0; default: what the source's own card says."
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of what it was made from, for its license, language and "
+            "task; default: what keepmtp.json names, if that is here."
+        ),
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Where the card goes; default NAME.card.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of words.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp publish`.
 
     Every number is taken from the results beside the checkpoint, and one that they do not bear out makes no card. What
@@ -42,9 +56,13 @@ def card(
     from ..validate.publish import card as cards
 
     made, report = cards.build(
-        path, source=source or _source(path), base_model=base_model, license_id=license_id, out=folder,
+        path,
+        source=source or _source(path),
+        base_model=base_model,
+        license_id=license_id,
+        out=folder,
         watch=bytes_bar(Console(stderr=True), "reading"),
-    )  # fmt: skip
+    )
     judged, colour = "not judged", "yellow"
     if report.judgement:
         judged, colour = report.judgement.verdict, VERDICT_COLOURS[report.judgement.verdict]

@@ -32,8 +32,13 @@ def check(
     draft: Annotated[str, typer.Option("--draft", help="The draft's own checkpoint, where it has one.")] = "",
     static_only: Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write report.json and report.html there.")] = None,
-    record: Annotated[bool, typer.Option("--record", help="Keep what is found, and of which bytes, in PATH.report: for "
-                                         "the checkpoint's report and card.")] = False,
+    record: Annotated[
+        bool,
+        typer.Option(
+            "--record",
+            help="Keep what is found, and of which bytes, in PATH.report: for the checkpoint's report and card.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?
@@ -101,10 +106,16 @@ def _loaded(
     from ..validate.dryload.check_on import check_on
 
     vllm = find_vllm()
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err,
-                  transient=True) as progress:  # fmt: skip
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True
+    ) as progress:
         task = progress.add_task("starting vLLM", total=None)
         yield from check_on(
-            paths, vllm=vllm, gpus=gpus, tps=tps, num_drafts=num_drafts, draft=draft,
+            paths,
+            vllm=vllm,
+            gpus=gpus,
+            tps=tps,
+            num_drafts=num_drafts,
+            draft=draft,
             watch=lambda doing: progress.update(task, description=doing),
-        )  # fmt: skip
+        )

@@ -80,7 +80,7 @@ class Diagnosis:
             "vllm": self.vllm.as_dict() if self.vllm else None,
             "supported_vllm": {"range": f"{vllm_env.SUPPORTED}.*", "tested": list(vllm_env.TESTED)},
             "ok": not self.broken,
-        }  # fmt: skip
+        }
 
 
 def doctor(
@@ -117,17 +117,27 @@ def diagnose() -> Diagnosis:
     features = tuple(flag for flag in vllm_env.CPU_FLAGS if flag in flags)
     usable, token = vllm if not no_vllm else None, _where_token()
     return Diagnosis(
-        keepmtp=__version__, python=f"{platform.python_version()} ({sys.executable})", packages=packages, vllm=vllm,
-        no_vllm=no_vllm, gpus=gpus, cpu=cpu, cpu_features=features, token=token,
+        keepmtp=__version__,
+        python=f"{platform.python_version()} ({sys.executable})",
+        packages=packages,
+        vllm=vllm,
+        no_vllm=no_vllm,
+        gpus=gpus,
+        cpu=cpu,
+        cpu_features=features,
+        token=token,
         broken=(no_vllm,) if is_broken else (),
         abilities=_abilities({extra: missing(extra) for extra in EXTRAS}, packages, usable, gpus, token),
-    )  # fmt: skip
+    )
 
 
 def _abilities(
-    lacking: dict[str, list[str]], packages: dict[str, str], vllm: vllm_env.VLLM | None,
-    gpus: tuple[vllm_env.GPU, ...], token: str,
-) -> tuple[Ability, ...]:  # fmt: skip
+    lacking: dict[str, list[str]],
+    packages: dict[str, str],
+    vllm: vllm_env.VLLM | None,
+    gpus: tuple[vllm_env.GPU, ...],
+    token: str,
+) -> tuple[Ability, ...]:
     from ..validate.dryload.loader import GPUS
 
     can_pack = not lacking["quantize"]
@@ -142,39 +152,88 @@ def _abilities(
     can_score = can_serve and not scoring
     dry = f"vLLM {vllm.version} on meta tensors, no GPU needed" if vllm else no_vllm
     return (
-        Ability(what="plan, static check", can=True, why="headers and config.json are enough",
-                command="keepmtp check CHECKPOINT"),
-        *(Ability(what=f"dry load on a pretended {gpu}", can=vllm is not None, why=dry,
-                  command=f"keepmtp check CHECKPOINT --gpu {gpu}" if vllm else _GET_VLLM) for gpu in GPUS),
-        Ability(what="real server, natively", can=can_serve, why=natively,
-                command="keepmtp serve-check CHECKPOINT" if can_serve else get_server),
-        Ability(what="real server, on a BF16 copy", can=can_copy, why=copied if can_pack else no_packing,
-                command="keepmtp serve-check CHECKPOINT" if can_copy else _GET_QUANTIZE if can_serve else get_server),
-        Ability(what="HTML report", can=not page, why="jinja2 and matplotlib are here" if not page
-                else f"needs {' and '.join(page)}",
-                command="keepmtp check CHECKPOINT --html FOLDER" if not page else "pip install 'keepmtp[report]'"),
-        Ability(what="packing weights, without data", can=can_pack,
-                why=f"torch {packages['torch']}, on the CPU" if can_pack else no_packing,
-                command="keepmtp quantize MODEL" if can_pack else _GET_QUANTIZE),
-        Ability(what="packing weights on a GPU", can=on_gpu, command="keepmtp quantize MODEL" if on_gpu else "",
-                why="one shard a GPU at a time" if on_gpu else "needs a GPU and torch built for CUDA"),
-        Ability(what="calibrated recipes, mtp: auto", can=not absent,
-                why="llm-compressor, transformers and datasets are here" if not absent
-                else f"needs {' and '.join(absent)}",
-                command="keepmtp quantize MODEL" if not absent else "pip install 'keepmtp[calibrate]'"),
-        Ability(what="GSM8K, with method=mtp", can=can_score,
-                why=f"needs {' and '.join(scoring)}" if scoring else f"lm-eval {packages['lm-eval']} asks vLLM's server"
-                if can_serve else "needs a real server",
-                command=_GET_EVALUATE if scoring else "keepmtp eval CHECKPOINT" if can_serve else get_server),
-        Ability(what="model card", can=not page, why="jinja2 and matplotlib are here" if not page
-                else f"needs {' and '.join(page)}",
-                command="keepmtp card CHECKPOINT" if not page else _GET_EVALUATE),
-        Ability(what="publishing to the Hub", can=bool(token) and not page,
-                why=f"needs {' and '.join(page)}" if page else f"a token from {token}, not tried" if token
-                else "needs a token with write access",
-                command=_GET_EVALUATE if page else "keepmtp publish CHECKPOINT --repo ORG/NAME" if token
-                else "hf auth login"),
-    )  # fmt: skip
+        Ability(
+            what="plan, static check",
+            can=True,
+            why="headers and config.json are enough",
+            command="keepmtp check CHECKPOINT",
+        ),
+        *(
+            Ability(
+                what=f"dry load on a pretended {gpu}",
+                can=vllm is not None,
+                why=dry,
+                command=f"keepmtp check CHECKPOINT --gpu {gpu}" if vllm else _GET_VLLM,
+            )
+            for gpu in GPUS
+        ),
+        Ability(
+            what="real server, natively",
+            can=can_serve,
+            why=natively,
+            command="keepmtp serve-check CHECKPOINT" if can_serve else get_server,
+        ),
+        Ability(
+            what="real server, on a BF16 copy",
+            can=can_copy,
+            why=copied if can_pack else no_packing,
+            command="keepmtp serve-check CHECKPOINT" if can_copy else _GET_QUANTIZE if can_serve else get_server,
+        ),
+        Ability(
+            what="HTML report",
+            can=not page,
+            why="jinja2 and matplotlib are here" if not page else f"needs {' and '.join(page)}",
+            command="keepmtp check CHECKPOINT --html FOLDER" if not page else "pip install 'keepmtp[report]'",
+        ),
+        Ability(
+            what="packing weights, without data",
+            can=can_pack,
+            why=f"torch {packages['torch']}, on the CPU" if can_pack else no_packing,
+            command="keepmtp quantize MODEL" if can_pack else _GET_QUANTIZE,
+        ),
+        Ability(
+            what="packing weights on a GPU",
+            can=on_gpu,
+            command="keepmtp quantize MODEL" if on_gpu else "",
+            why="one shard a GPU at a time" if on_gpu else "needs a GPU and torch built for CUDA",
+        ),
+        Ability(
+            what="calibrated recipes, mtp: auto",
+            can=not absent,
+            why="llm-compressor, transformers and datasets are here" if not absent else f"needs {' and '.join(absent)}",
+            command="keepmtp quantize MODEL" if not absent else "pip install 'keepmtp[calibrate]'",
+        ),
+        Ability(
+            what="GSM8K, with method=mtp",
+            can=can_score,
+            why=f"needs {' and '.join(scoring)}"
+            if scoring
+            else f"lm-eval {packages['lm-eval']} asks vLLM's server"
+            if can_serve
+            else "needs a real server",
+            command=_GET_EVALUATE if scoring else "keepmtp eval CHECKPOINT" if can_serve else get_server,
+        ),
+        Ability(
+            what="model card",
+            can=not page,
+            why="jinja2 and matplotlib are here" if not page else f"needs {' and '.join(page)}",
+            command="keepmtp card CHECKPOINT" if not page else _GET_EVALUATE,
+        ),
+        Ability(
+            what="publishing to the Hub",
+            can=bool(token) and not page,
+            why=f"needs {' and '.join(page)}"
+            if page
+            else f"a token from {token}, not tried"
+            if token
+            else "needs a token with write access",
+            command=_GET_EVALUATE
+            if page
+            else "keepmtp publish CHECKPOINT --repo ORG/NAME"
+            if token
+            else "hf auth login",
+        ),
+    )
 
 
 def _serving(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> tuple[str, str]:
@@ -232,8 +291,11 @@ def _show(found: Diagnosis, out: Console) -> None:
         table.add_row("vLLM", f"[yellow]none[/] ({supported})")
     table.add_section()
     table.add_row("Hub token", f"from {found.token}" if found.token else "none")
-    table.add_row("GPU", ", ".join(f"{gpu.name}, sm{gpu.capability.replace('.', '')}, {gpu.memory_gib:.0f} GiB"
-                                   for gpu in found.gpus) or "none")  # fmt: skip
+    table.add_row(
+        "GPU",
+        ", ".join(f"{gpu.name}, sm{gpu.capability.replace('.', '')}, {gpu.memory_gib:.0f} GiB" for gpu in found.gpus)
+        or "none",
+    )
     table.add_row("CPU", escape(found.cpu or "unknown"))
     table.add_row("  features", ", ".join(found.cpu_features) or "none that vLLM's CPU kernels ask for")
     out.print(table)

@@ -46,29 +46,48 @@ class _Rules:
 def evaluate(
     context: typer.Context,
     path: Annotated[str, typer.Argument(help="Checkpoint to evaluate: a folder or a Hub id.")],
-    source: Annotated[str | None, typer.Option(
-        help="What it was made from, folder or Hub id; default: what its keepmtp.json names, if that is a folder here. "
-        "`none`: the drop stays unjudged.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="Whose protocol and gates to take: a model's name or a recipe "
-                                               "file; default: the recipe that the checkpoint was made by.")] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="What it was made from, folder or Hub id; default: what its keepmtp.json names, if that is a folder "
+            "here. `none`: the drop stays unjudged."
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose protocol and gates to take: a model's name or a recipe "
+            "file; default: the recipe that the checkpoint was made by."
+        ),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="gsm8k or gsm8k_platinum.")] = None,
-    dataset: Annotated[str | None, typer.Option(help='A .jsonl file of {"question", "answer": "... #### 12"}; `hub`: '
-                                                "the task's own.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help='A .jsonl file of {"question", "answer": "... #### 12"}; `hub`: the task\'s own.')
+    ] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Solved examples before each question.")] = None,
-    api: Annotated[str | None, typer.Option(help="completions: the text as it is. chat: messages, through the model's "
-                                            "chat template.")] = None,
+    api: Annotated[
+        str | None,
+        typer.Option(help="completions: the text as it is. chat: messages, through the model's chat template."),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of an answer, at most.")] = None,
-    k: Annotated[int | None, typer.Option("-k", "--num-speculative-tokens", min=1,
-                                          help="Tokens drafted a step.")] = None,
+    k: Annotated[
+        int | None, typer.Option("-k", "--num-speculative-tokens", min=1, help="Tokens drafted a step.")
+    ] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None,
     limit: Annotated[int | None, typer.Option(min=2, help="Ask the first so many questions only.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the shots drawn, and of the server.")] = None,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the servers; default: a free one.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")] = TIMEOUT_SECONDS,
-    folder: Annotated[Path | None, typer.Option("--out", help="Folder for gsm8k.json and the answers alone; default: "
-                                                "NAME.report beside the checkpoint, with all its results.")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Folder for gsm8k.json and the answers alone; default: "
+            "NAME.report beside the checkpoint, with all its results.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Score a checkpoint and its source on GSM8K, served by vLLM with method=mtp, under one protocol.
 
     lm-evaluation-harness builds the prompts, reads the answers (strict-match and flexible-extract) and scores them;
@@ -90,14 +109,28 @@ def evaluate(
     if context.args and not context.args[0].startswith("-"):
         raise RecipeError("eval", "judges one checkpoint", got=f"also {context.args[0]}", cure="Run it for each")
     if secret := next((word for word in context.args if word.partition("=")[0] in _SECRETS), ""):
-        raise RecipeError("eval", "words for vllm serve stand in its results", got=secret.partition("=")[0], cure="Give vLLM the secret through the environment")  # fmt: skip
+        raise RecipeError(
+            "eval",
+            "words for vllm serve stand in its results",
+            got=secret.partition("=")[0],
+            cure="Give vLLM the secret through the environment",
+        )
     require_extra("keepmtp eval", "evaluate")
     extra, err = tuple(context.args), Console(stderr=True)
     from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
 
     opened = open_source(path)
-    changed = {"task": task, "dataset": dataset, "shots": shots, "api": api, "max_tokens": max_tokens, "k": k,
-               "concurrency": concurrency, "limit": limit, "seed": seed}  # fmt: skip
+    changed = {
+        "task": task,
+        "dataset": dataset,
+        "shots": shots,
+        "api": api,
+        "max_tokens": max_tokens,
+        "k": k,
+        "concurrency": concurrency,
+        "limit": limit,
+        "seed": seed,
+    }
     rules = _rules(opened, recipe)
     protocol = _protocol(rules.evaluation, {key: value for key, value in changed.items() if value is not None})
     asked = lm_eval_task.questions(protocol)
@@ -119,9 +152,13 @@ def evaluate(
         rule = "must be what the checkpoint was made from, not the checkpoint itself"
         raise RecipeError("--source", rule, got=f"the same bytes in {compared.source.where}", cure=_CURE)
     setup = gsm8k.Setup(
-        out=out, confidence=rules.gates.confidence, port=port, timeout=timeout, extra=extra,
+        out=out,
+        confidence=rules.gates.confidence,
+        port=port,
+        timeout=timeout,
+        extra=extra,
         say=lambda words: err.print(words, highlight=False),
-    )  # fmt: skip
+    )
     with asking(err, as_json=as_json) as watch:
         fact = gsm8k.evaluate(judged, compared, asked, vllm=vllm, setup=setup, watch=watch)
     write_result(out, "gsm8k", fact, checkpoint=judged.identity, vllm=vllm.version)
@@ -139,8 +176,9 @@ def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json
         sys.stdout.write(json.dumps(told) + "\n")
     else:
         Console().print(table(fact, judged))
-        Console().print(f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}", highlight=False,
-                        soft_wrap=True)  # fmt: skip
+        Console().print(
+            f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}", highlight=False, soft_wrap=True
+        )
     if fact.source is not None and (status := _status(judged)):
         raise typer.Exit(status)
 

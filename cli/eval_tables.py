@@ -19,8 +19,13 @@ from .tables import VERDICT_COLOURS
 
 def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:
     """One row a checkpoint, then the differences, the gates, and whatever a reader should know."""
-    rows = Table(title=f"eval {escape(fact.checkpoint.path)}", title_justify="left", box=box.SIMPLE_HEAD,
-                 pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+    rows = Table(
+        title=f"eval {escape(fact.checkpoint.path)}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     filters = [score.filter.partition("-")[0] for score in fact.checkpoint.scores]
     for name in ("", *filters, "n", "kept", "by position", "len", "tok/s"):
         rows.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -38,11 +43,13 @@ def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:
 def _cells(one: EvaluatedFact) -> tuple[str, ...]:
     length = one.mean_accepted_length
     return (
-        *(f"{100 * score.value:.2f} ±{100 * score.stderr:.2f}" for score in one.scores), f"{one.num_questions}",
+        *(f"{100 * score.value:.2f} ±{100 * score.stderr:.2f}" for score in one.scores),
+        f"{one.num_questions}",
         "-" if one.acceptance is None else f"{100 * one.acceptance:.1f}",
         " ".join(f"{100 * share:.1f}" for share in one.acceptance_per_position) or "-",
-        f"{length:.2f}" if length else "-", f"{one.num_tokens / one.seconds:.0f}" if one.seconds else "-",
-    )  # fmt: skip
+        f"{length:.2f}" if length else "-",
+        f"{one.num_tokens / one.seconds:.0f}" if one.seconds else "-",
+    )
 
 
 def _difference(pair: PairedFact) -> str:

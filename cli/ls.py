@@ -61,9 +61,10 @@ def screen(recipes: Iterable[Listed], width: int) -> list[str]:
         table[model] = [f"{each.variant}{'*' * each.is_default}" for each in variants]
     indent = max(map(len, table)) + 2
     lines = [
-        line for model, variants in table.items()
+        line
+        for model, variants in table.items()
         for line in _wrapped("  ".join(variants), width, first=f"{model:<{indent}}", then=" " * indent)
-    ]  # fmt: skip
+    ]
     more = "One of them: keepmtp ls MODEL. More: keepmtp ls models, schemes or families."
     return [*lines, "", *_wrapped(more, width)]
 
@@ -75,10 +76,11 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
     for each in variants:
         batches = "batches needed" if each.needs_batches else "no batches needed"
         lines += [
-            "", f"{each.variant}{' (default)' * each.is_default}: {batches}",
+            "",
+            f"{each.variant}{' (default)' * each.is_default}: {batches}",
             *_wrapped(each.summary, width, "  ", "  "),
             f"  keepmtp quantize {each.model if each.is_default else each.name}",
-        ]  # fmt: skip
+        ]
     if any(each.needs_batches for each in variants):
         lines += ["", *_wrapped("Batches are text that the model is run on first, to calibrate it. That needs", width)]
         lines += ["  pip install 'keepmtp[calibrate]'"]
@@ -90,12 +92,17 @@ def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
     if listing == "models":
         return [
             {
-                "recipe": each.name, "model": each.model, "variant": each.variant, "default": each.is_default,
-                "family": each.family, "source": each.source, "batches": _batches(each.needs_batches),
+                "recipe": each.name,
+                "model": each.model,
+                "variant": each.variant,
+                "default": each.is_default,
+                "family": each.family,
+                "source": each.source,
+                "batches": _batches(each.needs_batches),
                 "what": each.summary,
             }
             for each in recipes
-        ]  # fmt: skip
+        ]
     return _schemes() if listing == "schemes" else _families()
 
 
@@ -112,11 +119,13 @@ def _schemes() -> list[dict[str, Any]]:
 
     return [
         {
-            "scheme": scheme.name, "bits": f"{bits_per_weight(scheme.name):.2f}",
-            "batches": _batches(scheme.needs_calibration), "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
+            "scheme": scheme.name,
+            "bits": f"{bits_per_weight(scheme.name):.2f}",
+            "batches": _batches(scheme.needs_calibration),
+            "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
         }
         for scheme in SCHEMES.values()
-    ]  # fmt: skip
+    ]
 
 
 def _families() -> list[dict[str, Any]]:
@@ -173,5 +182,6 @@ def _unknown(what: str, recipes: Iterable[Listed]) -> RecipeError:
 
 def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:
     """Lines of at most so many columns, broken between words only: names hold hyphens."""
-    return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False,
-                         break_long_words=False)  # fmt: skip
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False, break_long_words=False
+    )

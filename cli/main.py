@@ -45,60 +45,80 @@ class Verb:
     words: str = ""
 
 
-VERBS: Mapping[str, Verb] = MappingProxyType({
-    "ls": Verb(
-        module="ls", function="ls", words="[WHAT]",
-        help="List the models that have recipes, with their variants; or one model, the schemes, the families.",
-    ),
-    "plan": Verb(
-        module="plan", function="plan",
-        help="Show what would become of every tensor, from headers alone: no weight is read, nothing is written.",
-    ),
-    "quantize": Verb(
-        module="quantize", function="quantize",
-        help="Quantize a checkpoint and keep its MTP block, as the model's recipe says.",
-    ),
-    "extra": Verb(
-        module="quantize", function="extra", is_hidden=True,
-        help="Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate.",
-    ),
-    "check": Verb(
-        module="check", function="check",
-        help="Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?",
-    ),
-    "serve-check": Verb(
-        module="serve_check", function="serve_check", words="[-- VLLM_OPTIONS]",
-        help="Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.",
-    ),
-    "eval": Verb(
-        module="eval", function="evaluate", words="[-- VLLM_OPTIONS]",
-        help="Score a checkpoint and its source on GSM8K, served by vLLM with method=mtp, under one protocol.",
-    ),
-    "gate": Verb(
-        module="gate", function="gate",
-        help="Judge a checkpoint by its recipe's gates: findings, loads, acceptance and GSM8K.",
-    ),
-    "card": Verb(
-        module="card", function="card",
-        help="Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp publish`.",
-    ),
-    "publish": Verb(
-        module="publish", function="publish",
-        help="Upload a checkpoint and its card to the Hub, private by default, and check what arrived.",
-    ),
-    "all": Verb(
-        module="all", function="everything",
-        help="Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.",
-    ),
-    "report": Verb(
-        module="report", function="page",
-        help="Make the HTML page of a report.json again: one file without scripts or requests, to send or to print.",
-    ),
-    "doctor": Verb(
-        module="doctor", function="doctor",
-        help="Say what was found on this machine, what can be checked here, and what would enable the rest.",
-    ),
-})
+VERBS: Mapping[str, Verb] = MappingProxyType(
+    {
+        "ls": Verb(
+            module="ls",
+            function="ls",
+            words="[WHAT]",
+            help="List the models that have recipes, with their variants; or one model, the schemes, the families.",
+        ),
+        "plan": Verb(
+            module="plan",
+            function="plan",
+            help="Show what would become of every tensor, from headers alone: no weight is read, nothing is written.",
+        ),
+        "quantize": Verb(
+            module="quantize",
+            function="quantize",
+            help="Quantize a checkpoint and keep its MTP block, as the model's recipe says.",
+        ),
+        "extra": Verb(
+            module="quantize",
+            function="extra",
+            is_hidden=True,
+            help="Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate.",
+        ),
+        "check": Verb(
+            module="check",
+            function="check",
+            help="Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?",
+        ),
+        "serve-check": Verb(
+            module="serve_check",
+            function="serve_check",
+            words="[-- VLLM_OPTIONS]",
+            help="Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.",
+        ),
+        "eval": Verb(
+            module="eval",
+            function="evaluate",
+            words="[-- VLLM_OPTIONS]",
+            help="Score a checkpoint and its source on GSM8K, served by vLLM with method=mtp, under one protocol.",
+        ),
+        "gate": Verb(
+            module="gate",
+            function="gate",
+            help="Judge a checkpoint by its recipe's gates: findings, loads, acceptance and GSM8K.",
+        ),
+        "card": Verb(
+            module="card",
+            function="card",
+            help="Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp publish`.",
+        ),
+        "publish": Verb(
+            module="publish",
+            function="publish",
+            help="Upload a checkpoint and its card to the Hub, private by default, and check what arrived.",
+        ),
+        "all": Verb(
+            module="all",
+            function="everything",
+            help="Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.",
+        ),
+        "report": Verb(
+            module="report",
+            function="page",
+            help="Make the HTML page of a report.json again: one file without scripts or requests, to send or "
+            "to print.",
+        ),
+        "doctor": Verb(
+            module="doctor",
+            function="doctor",
+            help="Say what was found on this machine, what can be checked here, and what would enable the rest.",
+        ),
+    }
+)
 
 
 class _Command(TyperCommand):
@@ -138,8 +158,14 @@ class _Verbs(TyperGroup):
 
 
 def _filled(paragraph: str, width: int) -> str:
-    return textwrap.fill(" ".join(paragraph.split()), width, initial_indent="  ", subsequent_indent="  ",
-                         break_on_hyphens=False, break_long_words=False)  # fmt: skip
+    return textwrap.fill(
+        " ".join(paragraph.split()),
+        width,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
 
 
 def _absent_is_false(option: Any) -> Any:
@@ -159,10 +185,14 @@ def _load(name: str) -> Any:
 
 
 app = typer.Typer(
-    cls=_Verbs, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    cls=_Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
     help="Quantize large models for vLLM and keep their multi-token-prediction (MTP) block usable.",
-)  # fmt: skip
+)
 
 
 def _version(value: bool) -> None:

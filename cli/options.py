@@ -12,7 +12,11 @@ SchemeOption = Annotated[
     str | None, typer.Option("--scheme", help="Another variant of the model, or a scheme for every quantized group.")
 ]
 MtpOption = Annotated[
-    str | None, typer.Option("--mtp", help="MTP block: `source`, `bf16`, a scheme, or `auto`: the smallest that "
-                                    "keeps enough acceptance, measured during the run; default: the recipe's.")
+    str | None,
+    typer.Option(
+        "--mtp",
+        help="MTP block: `source`, `bf16`, a scheme, or `auto`: the smallest that "
+        "keeps enough acceptance, measured during the run; default: the recipe's.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]

@@ -66,10 +66,15 @@ def plan_before_measuring(recipe: Recipe, source: Source, **options: int) -> Pla
 
 
 def quantize(
-    plan: Plan, recipe_text: str, *, out: Path, threads: int | None = None, keep_calibration: bool = False,
+    plan: Plan,
+    recipe_text: str,
+    *,
+    out: Path,
+    threads: int | None = None,
+    keep_calibration: bool = False,
     watch: Callable[[int], AbstractContextManager[Callable[[int], None]]] | None = None,
     watch_calibration: "Watch | None" = None,
-) -> Result:  # fmt: skip
+) -> Result:
     """Carry out a plan: download if need be, calibrate if need be, pack, write, check, give the folder its name.
 
     Args:
@@ -104,10 +109,15 @@ def quantize(
         with _claimed(plan, out, found, ranks) as partial:
             with watch(total) if watch and ranks.is_first else nullcontext() as progress:
                 write(
-                    plan, partial, recipe_text=recipe_text, threads=threads or _num_cores(), progress=progress,
-                    statistics=found.statistics if found else None, calibration=found.summary if found else None,
+                    plan,
+                    partial,
+                    recipe_text=recipe_text,
+                    threads=threads or _num_cores(),
+                    progress=progress,
+                    statistics=found.statistics if found else None,
+                    calibration=found.summary if found else None,
                     ranks=ranks,
-                )  # fmt: skip
+                )
             report = check(partial, source=local)
             if not report.ok:
                 first = report.findings[0]
@@ -143,7 +153,12 @@ def refuse_no_draft(plan: Plan) -> None:
     family = plan.view.family
     is_measured = plan.recipe.mtp == AUTO or any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
     if is_measured and family.draft is None:
-        raise RecipeError(plan.recipe.name, "an MTP block that is calibrated or chosen must be one that can be run", got=f"{family.model_type}: {family.no_draft}", cure="Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16")  # fmt: skip
+        raise RecipeError(
+            plan.recipe.name,
+            "an MTP block that is calibrated or chosen must be one that can be run",
+            got=f"{family.model_type}: {family.no_draft}",
+            cure="Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16",
+        )
 
 
 def refuse_missing_extra(plan: Plan) -> None:

@@ -7,9 +7,12 @@ from .options import JsonOption, Model, MtpOption, SchemeOption, SourceOption
 
 
 def plan(
-    model: Model, source: SourceOption = None, scheme: SchemeOption = None, mtp: MtpOption = None,
+    model: Model,
+    source: SourceOption = None,
+    scheme: SchemeOption = None,
+    mtp: MtpOption = None,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Show what would become of every tensor, from headers alone: no weight is read, nothing is written.
 
     Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors. Of a calibrated recipe it

@@ -74,9 +74,12 @@ def bytes_bar(console: Console, label: str) -> Callable[[int], AbstractContextMa
     @contextmanager
     def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
         columns = (
-            TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
             TimeRemainingColumn(),
-        )  # fmt: skip
+        )
         with Progress(*columns, console=console) as progress:
             task = progress.add_task(label, total=total_bytes)
             yield lambda done: progress.advance(task, done)

@@ -35,13 +35,21 @@ def publish(
     repo: Annotated[str, typer.Option("--repo", help="Repository on the Hub, ORG/NAME.")],
     public: Annotated[bool, typer.Option("--public", help="Let everybody read it, once it is checked there.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask whether to go public.")] = False,
-    update: Annotated[bool, typer.Option("--update", help="Replace files that differ in a repository that exists. Its "
-                                         "history keeps them, and nothing is deleted.")] = False,
+    update: Annotated[
+        bool,
+        typer.Option(
+            "--update",
+            help="Replace files that differ in a repository that exists. Its "
+            "history keeps them, and nothing is deleted.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent and stop.")] = False,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="GPU that the dry load of the repository pretends; default: "
-                                            "the report's first.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", help="GPU that the dry load of the repository pretends; default: the report's first."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Upload a checkpoint and its card to the Hub, private by default, and check what arrived.
 
     Nothing is sent unless the report is green, its numbers are those of the result files, the card is what the report
@@ -65,7 +73,9 @@ def publish(
     chosen = _gpu(gpu)
     token = get_token()
     if token is None and not dry_run:
-        raise RecipeError("publish", "needs a token with write access", got="none", cure="Set HF_TOKEN, or run `hf auth login`")  # fmt: skip
+        raise RecipeError(
+            "publish", "needs a token with write access", got="none", cure="Set HF_TOKEN, or run `hf auth login`"
+        )
     if public and not dry_run:
         _refuse_unasked(f"{repo} would be public", yes=yes)
     parcel = prepare(path, watch=bytes_bar(err, "hashing"))
@@ -89,9 +99,16 @@ def publish(
 
 
 def _publish(
-    parcel: "Parcel", hub: "Hub", repo: str, before: "Remote | None", *, public: bool, update: bool, gpu: "GPU | None",
+    parcel: "Parcel",
+    hub: "Hub",
+    repo: str,
+    before: "Remote | None",
+    *,
+    public: bool,
+    update: bool,
+    gpu: "GPU | None",
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     from ..validate.publish import upload as publishing
 
     may_be_public = public or (before is not None and not before.is_private)
@@ -101,12 +118,18 @@ def _publish(
     try:
         publishing.verify(parcel, there, others=sent.others)
         with err.status("") as status:
-            checked, how = publishing.load_remote(there, parcel, gpu=gpu,
-                                                  watch=lambda doing: status.update(escape(doing)))  # fmt: skip
+            checked, how = publishing.load_remote(
+                there, parcel, gpu=gpu, watch=lambda doing: status.update(escape(doing))
+            )
         if not checked.report.ok:
             err.print(tables.report(checked.report))
             worst = checked.report.findings[0]
-            raise GateError(f"{repo} at {there.commit}", "must pass the check there as it did here", got=f"{worst.where}: {worst.says}", cure="Look at what the Hub holds")  # fmt: skip
+            raise GateError(
+                f"{repo} at {there.commit}",
+                "must pass the check there as it did here",
+                got=f"{worst.where}: {worst.says}",
+                cure="Look at what the Hub holds",
+            )
     except GateError as error:
         state = "stays private" if there.is_private else "is public, as it was"
         raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
@@ -123,10 +146,17 @@ def _done(parcel: "Parcel", sent: "Sent", there: "Remote", how: str, *, is_priva
     from huggingface_hub import constants
 
     return {
-        "repo": there.repo, "url": f"{constants.ENDPOINT}/{there.repo}", "commit": sent.commit, "private": is_private,
-        "files": _files(parcel), "uploaded_bytes": sent.num_bytes, "kept_files": list(sent.kept),
-        "other_files": list(sent.others), "verified": True, "loaded": how,
-    }  # fmt: skip
+        "repo": there.repo,
+        "url": f"{constants.ENDPOINT}/{there.repo}",
+        "commit": sent.commit,
+        "private": is_private,
+        "files": _files(parcel),
+        "uploaded_bytes": sent.num_bytes,
+        "kept_files": list(sent.kept),
+        "other_files": list(sent.others),
+        "verified": True,
+        "loaded": how,
+    }
 
 
 def _told(done: dict[str, Any]) -> str:
@@ -134,7 +164,8 @@ def _told(done: dict[str, Any]) -> str:
     lines = [
         f"[green]published[/] {done['url']} ({'private' if done['private'] else 'public'}), commit {done['commit']}",
         f"sent {_counted(count - kept)}, {tables.size_in_words(done['uploaded_bytes'])}; were there already: {kept}"
-        if count > kept else f"all {count} files were there already",
+        if count > kept
+        else f"all {count} files were there already",
         f"checked there: sizes and hashes of {count} files; {done['loaded']}",
     ]
     if done["other_files"]:
@@ -152,8 +183,11 @@ def _ask(parcel: "Parcel", repo: str, before: "Remote | None", *, public: bool, 
     _say(f"{repo}: {len(parcel.files)} files, {tables.size_in_words(parcel.num_bytes)}; {_in_words(before)}")
     if not public and not is_public:
         return
-    what = f"{repo} is public, so what is sent can be read before it is checked" if is_public \
-        else f"{repo} would be public"  # fmt: skip
+    what = (
+        f"{repo} is public, so what is sent can be read before it is checked"
+        if is_public
+        else f"{repo} would be public"
+    )
     _refuse_unasked(what, yes=yes)
     if not yes and not typer.confirm(f"{what}. Go on?", err=True):
         raise RecipeError(repo, "going public must be confirmed", got="no", cure="Nothing was sent")
@@ -161,7 +195,9 @@ def _ask(parcel: "Parcel", repo: str, before: "Remote | None", *, public: bool, 
 
 def _refuse_unasked(what: str, *, yes: bool) -> None:
     if not yes and not sys.stdin.isatty():
-        raise RecipeError("publish", "going public must be confirmed", got=f"no terminal to ask on, and {what}", cure="Add --yes")  # fmt: skip
+        raise RecipeError(
+            "publish", "going public must be confirmed", got=f"no terminal to ask on, and {what}", cure="Add --yes"
+        )
 
 
 def _gpu(word: str | None) -> "GPU | None":
@@ -175,8 +211,13 @@ def _gpu(word: str | None) -> "GPU | None":
 def _show(parcel: "Parcel", repo: str, found: "Comparison | None", there: str, *, as_json: bool) -> None:
     """The allow-list, and what the Hub holds of it where it was asked."""
     if as_json:
-        told = {"repo": repo, "there": there, "files": _files(parcel, found), "bytes": parcel.num_bytes,
-                "other_files": list(found.others) if found else []}  # fmt: skip
+        told = {
+            "repo": repo,
+            "there": there,
+            "files": _files(parcel, found),
+            "bytes": parcel.num_bytes,
+            "other_files": list(found.others) if found else [],
+        }
         sys.stdout.write(json.dumps(told) + "\n")
         return
     Console().print(_table(parcel, repo, found, there))
@@ -200,7 +241,7 @@ def _files(parcel: "Parcel", found: "Comparison | None" = None) -> list[dict[str
         {"name": name, "bytes": local.num_bytes, "sha256": local.sha256}
         | ({"on_the_hub": found.states[name]} if found else {})
         for name, local in parcel.files.items()
-    ]  # fmt: skip
+    ]
 
 
 def _in_words(remote: "Remote | None") -> str:

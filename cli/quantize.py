@@ -21,15 +21,23 @@ if TYPE_CHECKING:
 
 
 def quantize(
-    model: Model, source: SourceOption = None, scheme: SchemeOption = None, mtp: MtpOption = None,
+    model: Model,
+    source: SourceOption = None,
+    scheme: SchemeOption = None,
+    mtp: MtpOption = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Shards written side by side; default one a core.")] = None,
-    keep_calibration: Annotated[bool, typer.Option(
-        "--keep-calibration", help="Leave OUT.calibration behind. Renamed to another run's, it saves the pass over the "
-        "backbone where only --mtp differs.")] = False,
+    keep_calibration: Annotated[
+        bool,
+        typer.Option(
+            "--keep-calibration",
+            help="Leave OUT.calibration behind. Renamed to another run's, it saves the pass over the "
+            "backbone where only --mtp differs.",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Quantize a checkpoint and keep its MTP block, as the model's recipe says.
 
     The output appears under its name only when it is whole and has passed the static check. A killed run is resumed by
@@ -63,9 +71,14 @@ def quantize(
             out.print(calibration_tables.will_do(made))
     with watching(Console(stderr=True), as_json=as_json) as watch:
         result = pipeline.quantize(
-            made, text, out=target, threads=threads, keep_calibration=keep_calibration, watch=watch.packing,
+            made,
+            text,
+            out=target,
+            threads=threads,
+            keep_calibration=keep_calibration,
+            watch=watch.packing,
             watch_calibration=watch.calibration,
-        )  # fmt: skip
+        )
     if not rank:
         _show_result(result, as_json=as_json)
 
@@ -78,10 +91,14 @@ def _show_result(result: "Result", *, as_json: bool) -> None:
     if result.calibration and settings:
         fact = calibration_fact(result.calibration.summary, settings.model_dump())
     if as_json:
-        tables.print_json({
-            "out": str(result.out), "plan": plan_tables.told(result.plan), "check": result.report.as_dict(),
-            "calibration": fact.model_dump(mode="json") if fact else None,
-        })  # fmt: skip
+        tables.print_json(
+            {
+                "out": str(result.out),
+                "plan": plan_tables.told(result.plan),
+                "check": result.report.as_dict(),
+                "calibration": fact.model_dump(mode="json") if fact else None,
+            }
+        )
         return
     out = Console()
     if fact:

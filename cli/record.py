@@ -35,8 +35,9 @@ class Record:
     def keep(self, checked: Checked) -> Path:
         """Write check.json and the report of all results; returns report.json's path."""
         source = None if checked.source is None else _source_of(checked.source)
-        data = check_data(checked.report, vllm=TESTED[0], evidence=checked.evidence, opened=checked.source,
-                          source=source)  # fmt: skip
+        data = check_data(
+            checked.report, vllm=TESTED[0], evidence=checked.evidence, opened=checked.source, source=source
+        )
         write_result(self.folder, "check", data, checkpoint=self.identity, vllm=TESTED[0])
         reports.refresh(self.folder)
         return self.folder / reports.JSON_FILE
@@ -50,8 +51,12 @@ def begin(paths: list[str]) -> Record:
         CheckpointError: the evidence folder holds results of other bytes.
     """
     if len(paths) != 1 or not Path(paths[0]).is_dir():
-        raise RecipeError("--record", "keeps the check of one folder", got=" ".join(paths), cure="Run it for each, on a "
-                                 "checkpoint that lies here")  # fmt: skip
+        raise RecipeError(
+            "--record",
+            "keeps the check of one folder",
+            got=" ".join(paths),
+            cure="Run it for each, on a checkpoint that lies here",
+        )
     checkpoint = Path(paths[0])
     folder = report_folder(checkpoint)
     identity = identify(checkpoint, cache=folder, watch=bytes_bar(Console(stderr=True), "reading"))

@@ -43,9 +43,15 @@ def page(
 
 
 def save(
-    folder: Path, found: "Report", *, vllm: str, evidence: "Evidence | None" = None, opened: "Source | None" = None,
-    source: "Source | None" = None, serve: "Serve | None" = None,
-) -> Path:  # fmt: skip
+    folder: Path,
+    found: "Report",
+    *,
+    vllm: str,
+    evidence: "Evidence | None" = None,
+    opened: "Source | None" = None,
+    source: "Source | None" = None,
+    serve: "Serve | None" = None,
+) -> Path:
     """Write report.json of one checkpoint, and report.html where it can be made; returns the one to look at.
 
     Args:

@@ -42,21 +42,39 @@ _COLOURS = {"passed": "green", "failed": "red", "not judged": "yellow"}
 def serve_check(
     context: typer.Context,
     path: Annotated[str, typer.Argument(help="Checkpoint to judge: a folder or a Hub id.")],
-    source: Annotated[str | None, typer.Option(
-        help="What it was made from, folder or Hub id; default: what its keepmtp.json names, if that is a folder here. "
-        "`none`: acceptance stays unjudged.")] = None,
-    k: Annotated[int, typer.Option("-k", "--num-speculative-tokens", min=1, help="Serve with 1 to k drafted tokens a "
-                                   "step, and without drafting.")] = 1,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="What it was made from, folder or Hub id; default: what its keepmtp.json names, if that is a folder "
+            "here. `none`: acceptance stays unjudged."
+        ),
+    ] = None,
+    k: Annotated[
+        int,
+        typer.Option(
+            "-k",
+            "--num-speculative-tokens",
+            min=1,
+            help="Serve with 1 to k drafted tokens a step, and without drafting.",
+        ),
+    ] = 1,
     floor: Annotated[float, typer.Option(min=0, max=1, help="Least acceptance, as a share of the source's.")] = FLOOR,
-    prompts: Annotated[Path | None, typer.Option(
-        help='Your own: one a line, or .jsonl with "prompt"; default: eight word problems.')] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='Your own: one a line, or .jsonl with "prompt"; default: eight word problems.')
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated a prompt, at most.")] = 256,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the servers; default: a free one.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")] = TIMEOUT_SECONDS,
-    folder: Annotated[Path | None, typer.Option("--out", help="Folder for a report of this alone, and logs; default: "
-                                                "NAME.report beside the checkpoint, with all its results.")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Folder for a report of this alone, and logs; default: "
+            "NAME.report beside the checkpoint, with all its results.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.
 
     Words after `--` go to `vllm serve`. Exit status 1 if a server does not come up, acceptance is below the floor, or
@@ -87,11 +105,22 @@ def serve_check(
     out = folder or (report_folder(checkpoint.folder) if is_local else _named(checkpoint))
     view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
     check = measure.Check(
-        ks=measure.ks_up_to(k, view.num_mtp_layers), out=out, prompts=asked, max_tokens=max_tokens, floor=floor,
-        port=port, timeout=timeout, extra=tuple(context.args),
-    )  # fmt: skip
+        ks=measure.ks_up_to(k, view.num_mtp_layers),
+        out=out,
+        prompts=asked,
+        max_tokens=max_tokens,
+        floor=floor,
+        port=port,
+        timeout=timeout,
+        extra=tuple(context.args),
+    )
     if check.ks == (0,):
-        raise RecipeError("-k", f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them", got=k, cure=f"Use -k {view.num_mtp_layers}")  # fmt: skip
+        raise RecipeError(
+            "-k",
+            f"with {view.num_mtp_layers} MTP layers vLLM drafts a multiple of them",
+            got=k,
+            cure=f"Use -k {view.num_mtp_layers}",
+        )
     identity = None
     if folder is None and is_local:
         identity = identify(checkpoint.folder, cache=out, watch=bytes_bar(Console(stderr=True), "reading"))
@@ -115,8 +144,13 @@ def serve_check(
 
 def table(report: ServeReport) -> RenderableType:
     """One row a server, then the gates and whatever a reader should know."""
-    rows = Table(title=f"serve-check {escape(report.checkpoint.path)}", title_justify="left", box=box.SIMPLE_HEAD,
-                 pad_edge=False, collapse_padding=True)  # fmt: skip
+    rows = Table(
+        title=f"serve-check {escape(report.checkpoint.path)}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     for name in ("", "k", "start", "accepted", "by position", "length", "tok/s", "speed-up", "same"):
         rows.add_column(name, justify="right" if name else "left", no_wrap=True)
     for served in report.served:
@@ -125,10 +159,16 @@ def table(report: ServeReport) -> RenderableType:
         rows.add_section()
     lines = [f"[{_COLOURS[gate.verdict]}]{gate.name}: {gate.verdict}[/]  {escape(gate.says)}" for gate in report.gates]
     lines += [escape(note) for served in report.served for note in _notes(served)]
-    lines.append("start: seconds to a healthy server; length: mean accepted length, tokens a step of the target; same: "
-                 "outputs equal to those of k=0.")  # fmt: skip
-    lines.append(escape(f"vLLM {report.environment['vllm']} on {report.environment['device']}; {len(report.prompts)} "
-                        f"prompts, {report.seconds:.0f} s in all."))  # fmt: skip
+    lines.append(
+        "start: seconds to a healthy server; length: mean accepted length, tokens a step of the target; same: "
+        "outputs equal to those of k=0."
+    )
+    lines.append(
+        escape(
+            f"vLLM {report.environment['vllm']} on {report.environment['device']}; {len(report.prompts)} "
+            f"prompts, {report.seconds:.0f} s in all."
+        )
+    )
     return Group(rows, Text.from_markup("\n".join(lines)))
 
 
@@ -138,12 +178,15 @@ def _cells(run: Run) -> tuple[str, ...]:
     drafts, length = run.drafts, run.drafts.mean_accepted_length
     same = "-" if run.partings is None else f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
     return (
-        str(run.k), f"{run.seconds_to_health:.0f} s",
+        str(run.k),
+        f"{run.seconds_to_health:.0f} s",
         f"{drafts.accepted_tokens}/{drafts.draft_tokens}" if run.k else "-",
         " ".join(f"{100 * share:.0f}" for share in drafts.acceptance_per_position) + " %" if drafts.drafts else "-",
-        f"{length:.2f}" if length else "-", f"{run.tokens_per_second:.1f}",
-        f"{run.speed_up:.2f}x" if run.speed_up else "-", same,
-    )  # fmt: skip
+        f"{length:.2f}" if length else "-",
+        f"{run.tokens_per_second:.1f}",
+        f"{run.speed_up:.2f}x" if run.speed_up else "-",
+        same,
+    )
 
 
 def _notes(served: Served) -> Iterator[str]:
@@ -202,6 +245,12 @@ def _write(report: ServeReport, checkpoint: "Source", source: "Source | None", o
     from ..validate.report.schema import Serve
 
     view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
-    save(out, check_source(checkpoint, source=source), vllm=report.environment["vllm"],
-         evidence=Evidence(source=checkpoint, view=view), opened=checkpoint, source=source,
-         serve=Serve.model_validate(report.as_dict()))  # fmt: skip
+    save(
+        out,
+        check_source(checkpoint, source=source),
+        vllm=report.environment["vllm"],
+        evidence=Evidence(source=checkpoint, view=view),
+        opened=checkpoint,
+        source=source,
+        serve=Serve.model_validate(report.as_dict()),
+    )

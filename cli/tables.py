@@ -65,8 +65,14 @@ def plan_summary(plan: "Plan") -> RenderableType:
 
 def plain_table(title: str, *, show_header: bool = True) -> Table:
     """The one look of keepmtp's tables, without columns yet."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True,
-                 show_header=show_header)  # fmt: skip
+    return Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+        show_header=show_header,
+    )
 
 
 def _fate(row: Mapping[str, Any]) -> str:
@@ -115,9 +121,11 @@ def _findings(found: "Report") -> RenderableType:
     for finding in found.findings:
         colour = "red" if finding.severity == "error" else "yellow"
         table.add_row(
-            f"[{colour}]{finding.severity}[/]", escape(finding.where) + _more(finding.count), escape(finding.says),
+            f"[{colour}]{finding.severity}[/]",
+            escape(finding.where) + _more(finding.count),
+            escape(finding.says),
             escape(finding.cure),
-        )  # fmt: skip
+        )
     return table
 
 
@@ -131,10 +139,14 @@ def _dry_loads(verdicts: "Sequence[Verdict]") -> RenderableType:
             is_stopped = failure is not None and (not side.cls or failure.role == role)
             filled = f"{side.num_written:,} of {side.num_params:,}"
             table.add_row(
-                verdict.gpu if role == "target" else "", str(verdict.tp) if role == "target" else "", role,
-                side.cls or "-", "[red]stopped[/]" if is_stopped else filled,
-                escape(", ".join(side.shared)), escape(_kernels(side)),
-            )  # fmt: skip
+                verdict.gpu if role == "target" else "",
+                str(verdict.tp) if role == "target" else "",
+                role,
+                side.cls or "-",
+                "[red]stopped[/]" if is_stopped else filled,
+                escape(", ".join(side.shared)),
+                escape(_kernels(side)),
+            )
         table.add_section()
     return table
 
@@ -176,13 +188,18 @@ def plan_rows(plan: "Plan") -> list[dict[str, Any]]:
     entries = plan.entries
     return [
         {
-            "part": part, "modules": role, "fate": fate, "stored_before": form, "stored_as": stored, "reason": reason,
+            "part": part,
+            "modules": role,
+            "fate": fate,
+            "stored_before": form,
+            "stored_as": stored,
+            "reason": reason,
             "tensors": len(tensors),
             "bytes_before": sum(entries[name].num_bytes for t in tensors for name in t.inputs if fate != "add"),
             "bytes_after": sum(output.num_bytes for t in tensors for output in t.outputs),
         }
         for (part, role, fate, stored, form, reason), tensors in sorted(groups.items())
-    ]  # fmt: skip
+    ]
 
 
 def size_in_words(size: int) -> str:

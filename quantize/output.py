@@ -51,23 +51,40 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
         RecipeError: it exists, lies inside the source, its disk is too small, or its unfinished part is another run's.
     """
     if out.exists():
-        raise RecipeError(out, "an existing output is never overwritten", got="a finished folder", cure="Choose another OUT, or remove it")  # fmt: skip
+        raise RecipeError(
+            out,
+            "an existing output is never overwritten",
+            got="a finished folder",
+            cure="Choose another OUT, or remove it",
+        )
     folder = plan.source.folder
     if folder is not None and out.resolve().is_relative_to(folder.resolve()):
-        raise RecipeError(out, "the output must lie outside the source", got=f"a folder in {folder}", cure="Choose another OUT")  # fmt: skip
+        raise RecipeError(
+            out, "the output must lie outside the source", got=f"a folder in {folder}", cure="Choose another OUT"
+        )
     partial = partial_folder(out)
     done = sum((partial / s.file).stat().st_size for s in plan.shards if (partial / s.file).is_file())
     missing = plan.num_bytes_after - done
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(parent).free
     if missing > free:
-        raise RecipeError(out, f"{missing / 2**30:.1f} GiB must be free on its disk", got=f"{free / 2**30:.1f} GiB", cure="Choose another OUT, or make room")  # fmt: skip
+        raise RecipeError(
+            out,
+            f"{missing / 2**30:.1f} GiB must be free on its disk",
+            got=f"{free / 2**30:.1f} GiB",
+            cure="Choose another OUT, or make room",
+        )
     if folder is None or calibration is None or not partial.is_dir():
         return
     stamp = _stamp(out)
     if not stamp.is_file() or stamp.read_text() != fingerprint(plan, calibration):
-        raise RecipeError(partial, "an unfinished output can only be resumed with the same recipe, source, "
-                                 "calibration data and keepmtp version", got="another plan", cure="Remove it, or choose another OUT")  # fmt: skip
+        raise RecipeError(
+            partial,
+            "an unfinished output can only be resumed with the same recipe, source, "
+            "calibration data and keepmtp version",
+            got="another plan",
+            cure="Remove it, or choose another OUT",
+        )
 
 
 @contextmanager
@@ -106,9 +123,7 @@ def held(folder: Path, rule: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def finish(
-    plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[str, Any] | None = None
-) -> None:
+def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[str, Any] | None = None) -> None:
     """Everything beside the shards: config.json, index, tokenizer and other files, recipe, provenance."""
     write_text(partial / "config.json", json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n")
     weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}

@@ -40,10 +40,17 @@ _E4M3_MAX = 448.0
 # Scales that round to zero become this: 2**-3, an arbitrary but agreed value (_get_dtype_eps of compressed-tensors).
 _E4M3_EPS = 0.125
 
-_TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({
-    "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32,
-})  # fmt: skip
+_TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "U8": torch.uint8,
+        "I8": torch.int8,
+        "I32": torch.int32,
+        "I64": torch.int64,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "BF16": torch.bfloat16,
+        "F32": torch.float32,
+    }
+)
 _BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
 
@@ -354,10 +361,12 @@ def _int_codes(values: Tensor, group_size: int, bits: int, scale_out: Tensor) ->
     return scaled.round_().to(torch.int16).clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).flatten(1)
 
 
-_KERNELS: Mapping[str, _Kernel] = MappingProxyType({
-    "nvfp4-pack-quantized": _nvfp4_kernel,
-    "mxfp4-pack-quantized": _mxfp4_kernel,
-    "float-quantized": _float8_kernel,
-    "pack-quantized": _int_pack_kernel,
-    "int-quantized": _int_kernel,
-})  # fmt: skip
+_KERNELS: Mapping[str, _Kernel] = MappingProxyType(
+    {
+        "nvfp4-pack-quantized": _nvfp4_kernel,
+        "mxfp4-pack-quantized": _mxfp4_kernel,
+        "float-quantized": _float8_kernel,
+        "pack-quantized": _int_pack_kernel,
+        "int-quantized": _int_kernel,
+    }
+)

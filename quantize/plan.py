@@ -149,11 +149,12 @@ class Plan:
             filled += size
         return tuple(
             Shard(
-                file=f"model-{number:05d}-of-{len(groups):05d}.safetensors", units=tuple(units),
+                file=f"model-{number:05d}-of-{len(groups):05d}.safetensors",
+                units=tuple(units),
                 outputs=tuple(sorted((o for unit in units for t in unit for o in t.outputs), key=_disk_order)),
             )
             for number, units in enumerate(groups, start=1)
-        )  # fmt: skip
+        )
 
     @property
     def needs_calibration(self) -> list[str]:
@@ -177,7 +178,12 @@ def make_plan(recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES)
     assert recipe.mtp != "auto", f"{recipe.name}: a plan is of one candidate"
     family = find_family(source.config, source.where)
     if recipe.family not in (family.model_type, *family.also):
-        raise RecipeError(recipe.name, f"family must be that of {source.where}", got=f"{recipe.family!r} for a {family.model_type}", cure="Choose another MODEL, or copy this recipe and change its family")  # fmt: skip
+        raise RecipeError(
+            recipe.name,
+            f"family must be that of {source.where}",
+            got=f"{recipe.family!r} for a {family.model_type}",
+            cure="Choose another MODEL, or copy this recipe and change its family",
+        )
     view = family.view(source.config)
     entries = _with_separate_mtp(source, view)
     weights, others = stored_weights(entries.values())
@@ -210,7 +216,12 @@ def refuse_calibration(plan: Plan) -> None:
     """
     for tensor in plan.tensors:
         if tensor.fate == "quantize" and SCHEMES[tensor.scheme].needs_calibration and _is_absorbed(tensor):
-            raise RecipeError(f"{plan.recipe.name}: {tensor.part} {tensor.role}", "vLLM reads kv_b_proj through an identity matrix, which static input scales distort", got=f"{tensor.scheme} for {tensor.name}", cure="Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16")  # fmt: skip
+            raise RecipeError(
+                f"{plan.recipe.name}: {tensor.part} {tensor.role}",
+                "vLLM reads kv_b_proj through an identity matrix, which static input scales distort",
+                got=f"{tensor.scheme} for {tensor.name}",
+                cure="Add an override for `re:.*\\.kv_b_proj`: FP8_BLOCK, FP8_DYNAMIC or bf16",
+            )
 
 
 def _is_absorbed(tensor: TensorPlan) -> bool:
@@ -244,7 +255,12 @@ class _Patterns:
     def refuse_unmatched(self, recipe: Recipe) -> None:
         for pattern in self._compiled:
             if pattern not in self._matched:
-                raise RecipeError(recipe.name, f"pattern {pattern!r} must match a module of the model", got="no match", cure="Write the whole name as on disk, or `re:` and a regex of the whole name")  # fmt: skip
+                raise RecipeError(
+                    recipe.name,
+                    f"pattern {pattern!r} must match a module of the model",
+                    got="no match",
+                    cure="Write the whole name as on disk, or `re:` and a regex of the whole name",
+                )
 
 
 def _with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
@@ -257,21 +273,46 @@ def _refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFNam
     promised, found = view.num_mtp_layers, view.mtp_layers_of(entries)
     where = f"{source.where}/config.json"
     if missing := sorted(set(range(promised)) - found):
-        raise CheckpointError(where, f"{view.mtp_count_key}={promised} promises MTP layers {view.mtp_stem(missing[0])}*", got="no such tensor in any file", cure="Get the MTP block from the original release: most tools drop it")  # fmt: skip
+        raise CheckpointError(
+            where,
+            f"{view.mtp_count_key}={promised} promises MTP layers {view.mtp_stem(missing[0])}*",
+            got="no such tensor in any file",
+            cure="Get the MTP block from the original release: most tools drop it",
+        )
     if extra := sorted(found - set(range(promised))):
-        raise CheckpointError(where, f"{view.mtp_count_key} must count the MTP layers on disk", got=f"{promised}, but {view.mtp_stem(extra[0])}* exists", cure="Correct config.json")  # fmt: skip
+        raise CheckpointError(
+            where,
+            f"{view.mtp_count_key} must count the MTP layers on disk",
+            got=f"{promised}, but {view.mtp_stem(extra[0])}* exists",
+            cure="Correct config.json",
+        )
     if not promised:
-        raise CheckpointError(where, f"{view.mtp_count_key} must promise an MTP block", got=promised, cure="keepmtp is for checkpoints with MTP; this one has none")  # fmt: skip
+        raise CheckpointError(
+            where,
+            f"{view.mtp_count_key} must promise an MTP block",
+            got=promised,
+            cure="keepmtp is for checkpoints with MTP; this one has none",
+        )
     present = {name.rpartition(".")[0] for name in entries} | set(entries)
     for module in view.required_mtp_modules(range(promised)):
         if module not in present:
-            raise CheckpointError(source.where, f"the MTP block must have {module}", got="no such tensor in any file", cure="Get the MTP block from the original release")  # fmt: skip
+            raise CheckpointError(
+                source.where,
+                f"the MTP block must have {module}",
+                got="no such tensor in any file",
+                cure="Get the MTP block from the original release",
+            )
 
 
 def _place(name: HFName, view: FamilyView, source: Source) -> Place:
     place = view.place(name)
     if place is None:
-        raise CheckpointError(source.where, f"every tensor must be known to family {view.family.model_type}", got=name, cure=f"Add it to recipes/families/{view.family.model_type}.py, or to `keep` of the recipe")  # fmt: skip
+        raise CheckpointError(
+            source.where,
+            f"every tensor must be known to family {view.family.model_type}",
+            got=name,
+            cure=f"Add it to recipes/families/{view.family.model_type}.py, or to `keep` of the recipe",
+        )
     return place
 
 
@@ -288,7 +329,12 @@ def _plan_weight(
     where = f"{recipe.name}: {place.part} {place.role}"
     if weight.form in ("unknown", "mxfp8") or (weight.form == "int_packed" and not weight.scheme):
         leaves = ", ".join(f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items())
-        raise CheckpointError(f"{source.where}: {name}", "must be plain, FP8, MXFP4, NVFP4 or symmetric integers in groups of 128", got=leaves, cure="Start from the original release")  # fmt: skip
+        raise CheckpointError(
+            f"{source.where}: {name}",
+            "must be plain, FP8, MXFP4, NVFP4 or symmetric integers in groups of 128",
+            got=leaves,
+            cure="Start from the original release",
+        )
     if word in SCHEMES:
         scheme = SCHEMES[word]
         if _same_bytes(weight, scheme):
@@ -303,7 +349,12 @@ def _plan_weight(
         outputs = _renamed_outputs(weight, SCHEMES[weight.scheme])
         return _tensor(weight, place, "keep", weight.scheme, "as in the source, scales renamed", outputs)
     if word == "source" and not place.row.why_kept:
-        raise RecipeError(where, "`source` needs a form that compressed-tensors can say", got=f"{weight.form} in {name}", cure="Use bf16 or a scheme")  # fmt: skip
+        raise RecipeError(
+            where,
+            "`source` needs a form that compressed-tensors can say",
+            got=f"{weight.form} in {name}",
+            cure="Use bf16 or a scheme",
+        )
     output = Output(name=name, dtype="BF16", shape=weight.shape)
     return _tensor(weight, place, "dequantize", "", reason, (output,))
 
@@ -313,7 +364,12 @@ def _decide(place: Place, recipe: Recipe, matcher: _Patterns) -> tuple[str, str]
     override = matcher.override(place.module)
     if place.row.why_kept:
         if override in SCHEMES:
-            raise RecipeError(recipe.name, f"{place.module} is never quantized ({place.row.why_kept})", got=override, cure="Remove the override")  # fmt: skip
+            raise RecipeError(
+                recipe.name,
+                f"{place.module} is never quantized ({place.row.why_kept})",
+                got=override,
+                cure="Remove the override",
+            )
         passes = place.part == "mtp" and recipe.mtp == "source"
         return ("source" if passes else "bf16"), place.row.why_kept
     if override is not None:
@@ -325,7 +381,12 @@ def _decide(place: Place, recipe: Recipe, matcher: _Patterns) -> tuple[str, str]
     else:
         word = recipe.mtp.get(place.role)
     if word is None:
-        raise RecipeError(recipe.name, f"{place.part} must say what happens to {place.role}", got=f"nothing, but the model has {place.module}", cure=f"Add `{place.role}: source` or a scheme")  # fmt: skip
+        raise RecipeError(
+            recipe.name,
+            f"{place.part} must say what happens to {place.role}",
+            got=f"nothing, but the model has {place.module}",
+            cure=f"Add `{place.role}: source` or a scheme",
+        )
     reason = f"recipe: {'mtp' if place.part == 'mtp' else 'backbone'} {place.role}"
     return word, reason
 
@@ -336,17 +397,33 @@ def _plan_other(entry: Entry, recipe: Recipe, view: FamilyView, matcher: _Patter
         return _kept_unknown(entry.name, (entry.name,), [entry], entry.shape)
     if _RECOMPUTED.search(entry.name):
         return TensorPlan(
-            name=entry.name, inputs=(entry.name,), fate="drop", scheme="", reason="every model class computes it",
-            form="plain", shape=entry.shape, outputs=(), unit=entry.name, role="state", part="backbone", layer=None,
-            module=entry.name, runtime=VLLMName(entry.name),
-        )  # fmt: skip
+            name=entry.name,
+            inputs=(entry.name,),
+            fate="drop",
+            scheme="",
+            reason="every model class computes it",
+            form="plain",
+            shape=entry.shape,
+            outputs=(),
+            unit=entry.name,
+            role="state",
+            part="backbone",
+            layer=None,
+            module=entry.name,
+            runtime=VLLMName(entry.name),
+        )
     place = _place(entry.name, view, source)
     if place.row.stacked and place.leaf == "":  # a 3-D expert parameter is a weight whose name has no `.weight`
         weight = StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
         return _plan_weight(weight, recipe, view, matcher, source)
     if not place.row.stacked and (place.leaf in ("weight", *OTHER_LEAVES) or place.role == "vision"):
         return _tensor_of(entry, place, "keep", "", place.row.why_kept or "a bias, not a matrix")
-    raise CheckpointError(f"{source.where}: {entry.name}", f"{place.leaf!r} must belong to a weight of {place.module}", got="no such weight", cure="Check the download, or add the name to `keep` of the recipe")  # fmt: skip
+    raise CheckpointError(
+        f"{source.where}: {entry.name}",
+        f"{place.leaf!r} must belong to a weight of {place.module}",
+        got="no such weight",
+        cure="Check the download, or add the name to `keep` of the recipe",
+    )
 
 
 def _plan_aliases(view: FamilyView, entries: Mapping[HFName, Entry]) -> list[TensorPlan]:
@@ -370,32 +447,72 @@ def _tensor(
     name = HFName(f"{place.module}.weight")
     shares = fate == "quantize" and SCHEMES[scheme].shares_global_scale and place.shares
     return TensorPlan(
-        name=name, inputs=weight.names(), fate=fate, scheme=scheme, reason=reason, form=weight.form,
-        shape=weight.shape, outputs=outputs, unit=place.shares if shares else name, role=place.role, part=place.part,
-        layer=place.layer, module=place.module, runtime=place.runtime, stacked=place.row.stacked,
+        name=name,
+        inputs=weight.names(),
+        fate=fate,
+        scheme=scheme,
+        reason=reason,
+        form=weight.form,
+        shape=weight.shape,
+        outputs=outputs,
+        unit=place.shares if shares else name,
+        role=place.role,
+        part=place.part,
+        layer=place.layer,
+        module=place.module,
+        runtime=place.runtime,
+        stacked=place.row.stacked,
         block=weight.block,
-    )  # fmt: skip
+    )
 
 
 def _tensor_of(
-    entry: Entry, place: Place, fate: Fate, scheme: str, reason: str, *, name: HFName | None = None,
+    entry: Entry,
+    place: Place,
+    fate: Fate,
+    scheme: str,
+    reason: str,
+    *,
+    name: HFName | None = None,
     outputs: tuple[Output, ...] = (),
-) -> TensorPlan:  # fmt: skip
+) -> TensorPlan:
     return TensorPlan(
-        name=name or entry.name, inputs=(entry.name,), fate=fate, scheme=scheme, reason=reason, form="plain",
-        shape=entry.shape, outputs=outputs or (_same(entry),), unit=name or entry.name, role=place.role,
-        part=place.part, layer=place.layer, module=place.module, runtime=place.runtime,
-    )  # fmt: skip
+        name=name or entry.name,
+        inputs=(entry.name,),
+        fate=fate,
+        scheme=scheme,
+        reason=reason,
+        form="plain",
+        shape=entry.shape,
+        outputs=outputs or (_same(entry),),
+        unit=name or entry.name,
+        role=place.role,
+        part=place.part,
+        layer=place.layer,
+        module=place.module,
+        runtime=place.runtime,
+    )
 
 
 def _kept_unknown(
     name: HFName, inputs: tuple[HFName, ...], entries: Iterable[Entry], shape: tuple[int, ...]
 ) -> TensorPlan:
     return TensorPlan(
-        name=name, inputs=inputs, fate="keep", scheme="", reason="recipe: keep", form="plain", shape=shape,
-        outputs=tuple(_same(entry) for entry in entries), unit=name, role="state", part="backbone", layer=None,
-        module=HFName(name.rpartition(".")[0] or name), runtime=VLLMName(name.rpartition(".")[0] or name),
-    )  # fmt: skip
+        name=name,
+        inputs=inputs,
+        fate="keep",
+        scheme="",
+        reason="recipe: keep",
+        form="plain",
+        shape=shape,
+        outputs=tuple(_same(entry) for entry in entries),
+        unit=name,
+        role="state",
+        part="backbone",
+        layer=None,
+        module=HFName(name.rpartition(".")[0] or name),
+        runtime=VLLMName(name.rpartition(".")[0] or name),
+    )
 
 
 def _same(entry: Entry) -> Output:
@@ -455,16 +572,36 @@ def _refuse_width(
     where: str, name: HFName, weight: StoredWeight, place: Place, scheme: Scheme, view: FamilyView
 ) -> None:
     if len(weight.shape) != (3 if place.row.stacked else 2):
-        raise RecipeError(where, f"{scheme.name} needs a matrix", got=f"shape {list(weight.shape)} in {name}", cure=f"Set {place.role}: source")  # fmt: skip
+        raise RecipeError(
+            where,
+            f"{scheme.name} needs a matrix",
+            got=f"shape {list(weight.shape)} in {name}",
+            cure=f"Set {place.role}: source",
+        )
     if scheme.has_tensor_scale and not place.row.takes_tensor_scale:
-        raise RecipeError(where, f"vLLM cannot load one scale a tensor into {place.runtime.rpartition('.')[2]} of this family", got=f"{scheme.name} for {name}", cure=f"Set {place.role}: FP8_DYNAMIC, FP8_BLOCK or bf16")  # fmt: skip
+        raise RecipeError(
+            where,
+            f"vLLM cannot load one scale a tensor into {place.runtime.rpartition('.')[2]} of this family",
+            got=f"{scheme.name} for {name}",
+            cure=f"Set {place.role}: FP8_DYNAMIC, FP8_BLOCK or bf16",
+        )
     rows, columns = weight.shape[-2] // max(1, len(place.row.stacked)), weight.shape[-1]
     if columns % scheme.k_multiple():
-        raise RecipeError(where, f"{scheme.name} needs K divisible by {scheme.k_multiple()}", got=f"K={columns} in {name}", cure=f"Set {place.role}: bf16, or override this module")  # fmt: skip
+        raise RecipeError(
+            where,
+            f"{scheme.name} needs K divisible by {scheme.k_multiple()}",
+            got=f"K={columns} in {name}",
+            cure=f"Set {place.role}: bf16, or override this module",
+        )
     # vLLM 0.32.0 (fp8_utils.validate_fp8_block_shape) lets only the last shard of a fused module end in a part block.
     may_be_ragged = place.row.path in view.last_shards and place.role != "experts"
     if scheme.block and rows % scheme.block[0] and not may_be_ragged:
-        raise RecipeError(where, f"{scheme.name} needs N divisible by {scheme.block[0]} where modules are fused", got=f"N={rows} in {name}", cure=f"Set {place.role}: FP8_DYNAMIC or bf16")  # fmt: skip
+        raise RecipeError(
+            where,
+            f"{scheme.name} needs N divisible by {scheme.block[0]} where modules are fused",
+            got=f"N={rows} in {name}",
+            cure=f"Set {place.role}: FP8_DYNAMIC or bf16",
+        )
 
 
 def _refuse_unnamed_groups(recipe: Recipe, plans: Iterable[TensorPlan]) -> None:
@@ -477,7 +614,12 @@ def _refuse_unnamed_groups(recipe: Recipe, plans: Iterable[TensorPlan]) -> None:
     for part, groups in named.items():
         for group in groups:
             if group not in have[part]:
-                raise RecipeError(recipe.name, f"{part} group {group} must match a module of the model", got="no match", cure=f"Remove {group} from {part}")  # fmt: skip
+                raise RecipeError(
+                    recipe.name,
+                    f"{part} group {group} must match a module of the model",
+                    got="no match",
+                    cure=f"Remove {group} from {part}",
+                )
 
 
 def _refuse_disagreeing_fusions(recipe: Recipe, plans: Iterable[TensorPlan]) -> None:
@@ -487,8 +629,12 @@ def _refuse_disagreeing_fusions(recipe: Recipe, plans: Iterable[TensorPlan]) -> 
             continue
         other = first.setdefault(plan.runtime, plan)
         if other.scheme != plan.scheme:
-            raise RecipeError(recipe.name, f"vLLM fuses {other.module} and {plan.module} into {plan.runtime}, so they need "
-                       "one scheme", got=f"{other.scheme or 'plain'} and {plan.scheme or 'plain'}", cure="Give both the same scheme, or `bf16`")  # fmt: skip
+            raise RecipeError(
+                recipe.name,
+                f"vLLM fuses {other.module} and {plan.module} into {plan.runtime}, so they need one scheme",
+                got=f"{other.scheme or 'plain'} and {plan.scheme or 'plain'}",
+                cure="Give both the same scheme, or `bf16`",
+            )
 
 
 def _calibrated(recipe: Recipe, plans: list[TensorPlan]) -> list[TensorPlan]:
@@ -498,14 +644,18 @@ def _calibrated(recipe: Recipe, plans: list[TensorPlan]) -> list[TensorPlan]:
     if algorithm not in RESCALING:
         return marked
     layers = {(plan.part, plan.layer) for plan in marked if plan.calibrated == "weights"} - {
-        ("backbone", None), ("mtp", None),
-    }  # fmt: skip
+        ("backbone", None),
+        ("mtp", None),
+    }
     return [
         replace(plan, may_change=True, reason=f"{plan.reason}; {algorithm} may rescale it")
-        if (plan.part, plan.layer) in layers and plan.calibrated != "weights" and plan.role != "state"
-        and (plan.fate in ("quantize", "dequantize") or (plan.fate == "keep" and plan.form == "plain")) else plan
+        if (plan.part, plan.layer) in layers
+        and plan.calibrated != "weights"
+        and plan.role != "state"
+        and (plan.fate in ("quantize", "dequantize") or (plan.fate == "keep" and plan.form == "plain"))
+        else plan
         for plan in marked
-    ]  # fmt: skip
+    ]
 
 
 def _contribution(plan: TensorPlan, algorithm: str) -> TensorPlan:

@@ -43,9 +43,16 @@ Progress = Callable[[int], None]
 
 
 def write(
-    plan: Plan, partial: Path, *, recipe_text: str, threads: int, progress: Progress | None = None,
-    statistics: Statistics | None = None, calibration: Mapping[str, Any] | None = None, ranks: Ranks | None = None,
-) -> None:  # fmt: skip
+    plan: Plan,
+    partial: Path,
+    *,
+    recipe_text: str,
+    threads: int,
+    progress: Progress | None = None,
+    statistics: Statistics | None = None,
+    calibration: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
+) -> None:
     """Write everything the plan says, resuming what an earlier run left.
 
     Args:
@@ -97,9 +104,14 @@ def _ignore(_: int) -> None:
 
 
 def _write_shard(
-    plan: Plan, shard: Shard, folder: Path, device: torch.device, progress: Progress, stop: threading.Event,
+    plan: Plan,
+    shard: Shard,
+    folder: Path,
+    device: torch.device,
+    progress: Progress,
+    stop: threading.Event,
     given: Statistics,
-) -> None:  # fmt: skip
+) -> None:
     """Write one shard under a temporary name, unit by unit, and rename it when it is whole."""
     final = folder / shard.file
     if final.is_file():

@@ -48,6 +48,11 @@ def listed() -> list[Listed]:
 def _read(path: Path) -> Listed:
     raw = yaml.load(path.read_text(), Loader=_LOADER)  # noqa: S506 - a safe loader, in C or in Python
     return Listed(
-        model=raw["model"], variant=raw["variant"], is_default=raw["default"], summary=raw["summary"],
-        family=raw["family"], source=raw["source"], needs_batches=raw["calibration"] is not None,
-    )  # fmt: skip
+        model=raw["model"],
+        variant=raw["variant"],
+        is_default=raw["default"],
+        summary=raw["summary"],
+        family=raw["family"],
+        source=raw["source"],
+        needs_batches=raw["calibration"] is not None,
+    )

@@ -67,9 +67,16 @@ class Evaluation(_Frozen):
     @model_validator(mode="after")
     def _dataset_is_a_file(self) -> "Evaluation":
         if self.dataset is not None and Path(self.dataset).suffix != ".jsonl":
-            raise RecipeError("dataset", f"must be a .jsonl file, or left out for {_HUB[self.task]}", got=repr(self.dataset), cure="Name a file with the fields question and answer")  # fmt: skip
+            raise RecipeError(
+                "dataset",
+                f"must be a .jsonl file, or left out for {_HUB[self.task]}",
+                got=repr(self.dataset),
+                cure="Name a file with the fields question and answer",
+            )
         if self.dataset is not None and self.dataset_revision is not None:
-            raise RecipeError("dataset_revision", "must be left out for a file", got=repr(self.dataset_revision), cure="Remove it")  # fmt: skip
+            raise RecipeError(
+                "dataset_revision", "must be left out for a file", got=repr(self.dataset_revision), cure="Remove it"
+            )
         return self
 
 

@@ -138,10 +138,16 @@ def _experts_apart(rest: str, experts: str) -> dict[str, str]:
 DEFAULT_AUTO = MtpAuto(
     min_acceptance=0.97,
     candidates=(
-        "source", "bf16", "FP8_DYNAMIC", _experts_apart("bf16", "NVFP4"), _experts_apart("FP8_DYNAMIC", "NVFP4"),
-        "W4A16", "NVFP4A16", "NVFP4",
+        "source",
+        "bf16",
+        "FP8_DYNAMIC",
+        _experts_apart("bf16", "NVFP4"),
+        _experts_apart("FP8_DYNAMIC", "NVFP4"),
+        "W4A16",
+        "NVFP4A16",
+        "NVFP4",
     ),
-)  # fmt: skip
+)
 """What `--mtp auto` tries where the recipe does not say."""
 
 
@@ -237,7 +243,9 @@ class Recipe(_Frozen):
             return self
         algorithm = self.calibration.algorithm
         if algorithm != "minmax" and not REWRITES[algorithm] & set(words):
-            rule = f"calibration.algorithm {algorithm} rewrites weights of {', '.join(sorted(REWRITES[algorithm]))} only"
+            rule = (
+                f"calibration.algorithm {algorithm} rewrites weights of {', '.join(sorted(REWRITES[algorithm]))} only"
+            )
             got = ", ".join(words) or "no scheme"
             raise RecipeError("", rule, got=got, cure="Use one of these schemes, or another algorithm")
         if not self._uses_batches():
@@ -262,9 +270,7 @@ class Recipe(_Frozen):
         variant = self.variant
         if scheme is not None:
             variant = scheme.lower().replace("_", "-")
-            changed["backbone"] = {
-                group: scheme if word in SCHEMES else word for group, word in self.backbone.items()
-            }
+            changed["backbone"] = {group: scheme if word in SCHEMES else word for group, word in self.backbone.items()}
             if self.calibration:
                 changed["calibration"] = self.calibration.model_copy(update={"algorithm": "minmax"})
         if mtp is not None:
@@ -313,8 +319,12 @@ def find_recipe(model: str, *, scheme: str | None = None, mtp: str | None = None
     override = None if scheme in (None, recipe.variant) else scheme
     if override is not None and override not in SCHEMES:
         variants = [file.name.split(".yaml")[0][len(recipe.model) + 1 :] for file in _variants(recipe.model)]
-        raise RecipeError("--scheme", f"must be a variant of {recipe.model} ({', '.join(variants)}) or a scheme "
-                   f"({', '.join(SCHEMES)})", got=repr(scheme), cure="See `keepmtp ls`")  # fmt: skip
+        raise RecipeError(
+            "--scheme",
+            f"must be a variant of {recipe.model} ({', '.join(variants)}) or a scheme ({', '.join(SCHEMES)})",
+            got=repr(scheme),
+            cure="See `keepmtp ls`",
+        )
     if override is not None or mtp is not None:
         _refuse_batches_without_a_dataset(recipe, override, mtp)
         recipe = recipe.with_choices(scheme=override, mtp=mtp)
@@ -340,12 +350,15 @@ def _refuse_batches_without_a_dataset(recipe: Recipe, scheme: str | None, mtp: s
         return
     siblings = [other.name for path in _variants(recipe.model) if (other := read_recipe(path)).calibration is not None]
     start = (
-        f"Start from {siblings[0]}, which has a dataset" if siblings
+        f"Start from {siblings[0]}, which has a dataset"
+        if siblings
         else f"Copy the recipe's file and add a calibration block like that of {_EXAMPLE}"
-    )  # fmt: skip
+    )
     other = f"or use {needing[0].data_free}, without data" if needing else "or choose a policy yourself"
     what = needing[0].name if needing else "mtp: auto"
-    raise RecipeError(recipe.name, f"calibration must be given for {what}", got="a recipe without data", cure=f"{start}, {other}")
+    raise RecipeError(
+        recipe.name, f"calibration must be given for {what}", got="a recipe without data", cure=f"{start}, {other}"
+    )
 
 
 def _variants(model: str) -> list[Path]:
@@ -365,7 +378,12 @@ def _shipped(model: str, scheme: str | None) -> Path:
             return path
     models = sorted({recipe.model for recipe in recipes.values()})
     nearest = difflib.get_close_matches(model, models, n=1, cutoff=0.0)[0]
-    raise RecipeError("MODEL", f"must be a recipe file or one of {', '.join(models)}", got=repr(model), cure=f"Did you mean {nearest}?")
+    raise RecipeError(
+        "MODEL",
+        f"must be a recipe file or one of {', '.join(models)}",
+        got=repr(model),
+        cure=f"Did you mean {nearest}?",
+    )
 
 
 def _validated(raw: dict[str, Any], where: object) -> Recipe:
@@ -377,8 +395,13 @@ def _validated(raw: dict[str, Any], where: object) -> Recipe:
         key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "[key]")) or "recipe"
         if first["type"] == "extra_forbidden":
             *parents, last = (str(part) for part in first["loc"])
-            parts = {"calibration": Calibration, "overrides": Override, "mtp_auto": MtpAuto, "evaluation": Evaluation,
-                     "gates": Gates}  # fmt: skip
+            parts = {
+                "calibration": Calibration,
+                "overrides": Override,
+                "mtp_auto": MtpAuto,
+                "evaluation": Evaluation,
+                "gates": Gates,
+            }
             known = (parts[parents[0]] if parents else Recipe).model_fields
             nearest = difflib.get_close_matches(last, known, n=1, cutoff=0.0)[0]
             rule, got, cure = f"{key} is not a key of a recipe", repr(first["input"]), f"Did you mean {nearest}?"

@@ -207,12 +207,14 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType({
     )
 })  # fmt: skip
 
-REWRITES: Mapping[str, frozenset[str]] = MappingProxyType({
-    "minmax": frozenset(),
-    "gptq": frozenset({"W4A16", "NVFP4", "NVFP4A16", "W8A16", "W8A8"}),
-    "awq": frozenset({"W4A16", "W8A16", "NVFP4A16"}),
-    "smoothquant": frozenset({"W8A8"}),
-})
+REWRITES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "minmax": frozenset(),
+        "gptq": frozenset({"W4A16", "NVFP4", "NVFP4A16", "W8A16", "W8A8"}),
+        "awq": frozenset({"W4A16", "W8A16", "NVFP4A16"}),
+        "smoothquant": frozenset({"W8A8"}),
+    }
+)
 """Calibration algorithm -> the schemes whose weights it rewrites; a recipe's others are rounded to nearest."""
 
 RESCALING = frozenset({"awq", "smoothquant"})

@@ -18,13 +18,25 @@ TESTS = Path(__file__).parent
 WORKER_GIB = 5
 # What takes half a minute and more, longest first; the rest follows in order.
 LONG = (
-    "vllm/test_serve.py", "vllm/test_gsm8k.py", "vllm/test_dry_corpus.py", "vllm/test_matrix.py",
-    "validate/publish/test_upload.py", "vllm/test_tiny_models.py", "quantize/calibrate/test_ranks.py",
-    "vllm/test_acceptance_without_server.py", "vllm/test_dry_names.py", "vllm/test_check_on.py",
-    "vllm/test_draft_logits.py", "quantize/calibrate/test_backbone.py", "cli/test_end_to_end.py",
-    "quantize/calibrate/test_inference_mode.py", "quantize/calibrate/test_layer.py",
-    "quantize/calibrate/test_mtp_pass.py", "quantize/calibrate/test_held_out.py", "validate/check/test_check.py",
-)  # fmt: skip
+    "vllm/test_serve.py",
+    "vllm/test_gsm8k.py",
+    "vllm/test_dry_corpus.py",
+    "vllm/test_matrix.py",
+    "validate/publish/test_upload.py",
+    "vllm/test_tiny_models.py",
+    "quantize/calibrate/test_ranks.py",
+    "vllm/test_acceptance_without_server.py",
+    "vllm/test_dry_names.py",
+    "vllm/test_check_on.py",
+    "vllm/test_draft_logits.py",
+    "quantize/calibrate/test_backbone.py",
+    "cli/test_end_to_end.py",
+    "quantize/calibrate/test_inference_mode.py",
+    "quantize/calibrate/test_layer.py",
+    "quantize/calibrate/test_mtp_pass.py",
+    "quantize/calibrate/test_held_out.py",
+    "validate/check/test_check.py",
+)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before anything imports torch. Workers fill the cores by themselves, and what they start inherits this.

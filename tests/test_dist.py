@@ -53,10 +53,12 @@ def test_the_page_of_the_index_has_no_link_to_a_file(description):
     [
         ("![a picture](docs/a.svg)\n\ntext", "text"),
         ("![a picture](https://a.b/c.svg)\n\ntext", "![a picture](https://a.b/c.svg)\n\ntext"),
-        ("see [docs/a.md](docs/a.md), [there](https://a.b) and [below](#below)",
-         "see `docs/a.md`, [there](https://a.b) and [below](#below)"),
+        (
+            "see [docs/a.md](docs/a.md), [there](https://a.b) and [below](#below)",
+            "see `docs/a.md`, [there](https://a.b) and [below](#below)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_links_to_files_become_their_text(readme, shown):
     spec = importlib.util.spec_from_file_location("keepmtp_setup", ROOT / "setup.py")
     assert spec and spec.loader

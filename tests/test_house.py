@@ -9,8 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = ("recipes", "checkpoints", "quantize", "validate", "cli")
-SOURCES = [ROOT / "__init__.py", ROOT / "__main__.py",
-           *(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))]  # fmt: skip
+SOURCES = [
+    ROOT / "__init__.py",
+    ROOT / "__main__.py",
+    *(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")),
+]
 
 
 def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

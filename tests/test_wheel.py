@@ -37,8 +37,13 @@ def keepmtp(extra, installed, tmp_path_factory) -> Keepmtp:
     command, folder = str(installed(extra) / "keepmtp"), tmp_path_factory.mktemp("elsewhere")
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run([command, *words], cwd=folder, capture_output=True, text=True,
-                              env=stranger(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"))  # fmt: skip
+        done = subprocess.run(
+            [command, *words],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            env=stranger(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1"),
+        )
         assert "Traceback" not in done.stderr, done.stderr
         return done
 
@@ -63,10 +68,15 @@ def test_the_wheel_holds_one_package(built):
     names = set(zipfile.ZipFile(built).namelist())
     assert {name.split("/")[0] for name in names} == {"keepmtp", f"{built.name.split('-py3')[0]}.dist-info"}
     assert names >= {
-        "keepmtp/py.typed", "keepmtp/cli/main.py", "keepmtp/quantize/plan.py", "keepmtp/validate/check/check.py",
-        "keepmtp/recipes/families/glm4_moe.py", "keepmtp/recipes/models/dsv4-flash.nvfp4-fp8.yaml",
-        "keepmtp/models/tiny-glm4-moe/model-00001-of-00002.safetensors", "keepmtp/models/problems.jsonl",
-    }  # fmt: skip
+        "keepmtp/py.typed",
+        "keepmtp/cli/main.py",
+        "keepmtp/quantize/plan.py",
+        "keepmtp/validate/check/check.py",
+        "keepmtp/recipes/families/glm4_moe.py",
+        "keepmtp/recipes/models/dsv4-flash.nvfp4-fp8.yaml",
+        "keepmtp/models/tiny-glm4-moe/model-00001-of-00002.safetensors",
+        "keepmtp/models/problems.jsonl",
+    }
     assert not [name for name in names if "/train/" in name or "/tests/" in name]
 
 
@@ -130,8 +140,9 @@ def test_what_is_judged_and_published_is_what_was_measured(keepmtp, extra):
     if extra not in PAGES:
         refused(keepmtp("card", MADE), install="report")
         return
-    assert re.search(r"; got [^.]+\. ", keepmtp("card", MADE).stderr + keepmtp("publish", MADE, "--repo", "a/b",
-                                                                             "--dry-run").stderr)  # fmt: skip
+    assert re.search(
+        r"; got [^.]+\. ", keepmtp("card", MADE).stderr + keepmtp("publish", MADE, "--repo", "a/b", "--dry-run").stderr
+    )
 
 
 def test_the_types_are_part_of_the_promise(installed, tmp_path):
@@ -144,4 +155,3 @@ def test_the_types_are_part_of_the_promise(installed, tmp_path):
     words = [str(PYRIGHT), "--pythonpath", str(python), str(tmp_path / "caller.py")]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and '"Recipe"' in done.stdout and '"str"' in done.stdout, done.stdout
-

@@ -118,10 +118,16 @@ def calibrate_backbone(
             run.layer(index)
         if watch and ranks.is_first:
             seconds = (time.monotonic() - started) / (index - first + 1)
-            watch(Progress(
-                step="backbone", done=index + 1, total=len(skeleton), tokens_per_second=tokens / seconds,
-                eta_seconds=seconds * (len(skeleton) - index - 1), memory_gib=peak_memory(device) / 2**30,
-            ))  # fmt: skip
+            watch(
+                Progress(
+                    step="backbone",
+                    done=index + 1,
+                    total=len(skeleton),
+                    tokens_per_second=tokens / seconds,
+                    eta_seconds=seconds * (len(skeleton) - index - 1),
+                    memory_gib=peak_memory(device) / 2**30,
+                )
+            )
     return Backbone(folder=folder, skeleton=skeleton, data=data, ranks=ranks, coverage=run.coverage())
 
 
@@ -165,10 +171,13 @@ class _Pass:
             self._run("source", index, layer, unfinished, backend.serving(skeleton.model))
             if schemes:
                 found = backend.calibrate(
-                    skeleton.model, Batches(run=self, stream="calibration", index=index).arguments(),
-                    schemes=schemes, algorithm=calibration.algorithm, fused=fused_in(binding, path),
+                    skeleton.model,
+                    Batches(run=self, stream="calibration", index=index).arguments(),
+                    schemes=schemes,
+                    algorithm=calibration.algorithm,
+                    fused=fused_in(binding, path),
                     frozen=frozen_in(binding, path),
-                )  # fmt: skip
+                )
                 if self.ranks.is_first:
                     self._record(index, found, binding, path)
             self._run("calibration", index, layer, unfinished, backend.propagating(skeleton.model))
@@ -288,9 +297,11 @@ def record(path: Path, found: backend.Calibrated, binding: Binding, module: str,
         for piece in binding[f"{each.module.removeprefix(module)}.weight"]
     }
     metadata = {
-        "fingerprint": fingerprint, "coverage": json.dumps(coverage), "left_out": json.dumps(found.left_out),
+        "fingerprint": fingerprint,
+        "coverage": json.dumps(coverage),
+        "left_out": json.dumps(found.left_out),
         "rounded": json.dumps(found.rounded),
-    }  # fmt: skip
+    }
     write_statistics(path, on_disk(found.tensors, binding, module), metadata)
 
 
@@ -315,20 +326,35 @@ def _claim(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> Non
     """Make the folder this pass's, or refuse another's."""
     wanted, stamp = fingerprint(plan, data, ranks.size), folder / "fingerprint"
     if stamp.is_file() and stamp.read_text() != wanted:
-        raise RecipeError(folder, "an unfinished calibration can only be resumed with the same recipe, source, dataset, "
-                   "number of processes and versions", got="another run", cure="Remove it, or choose another OUT")  # fmt: skip
+        raise RecipeError(
+            folder,
+            "an unfinished calibration can only be resumed with the same recipe, source, dataset, "
+            "number of processes and versions",
+            got="another run",
+            cure="Remove it, or choose another OUT",
+        )
     calibration = plan.recipe.calibration
     assert calibration is not None
     fewest = min(len(data.ids), len(data.held_out_ids)) // calibration.batch_size
     if fewest < ranks.size:
-        raise RecipeError(plan.recipe.name, "every process must have a batch of calibration and of held-out text", got=f"{fewest} batches of {calibration.batch_size} for {ranks.size} processes", cure="Raise calibration.samples and calibration.held_out, lower batch_size, or start fewer processes")  # fmt: skip
+        raise RecipeError(
+            plan.recipe.name,
+            "every process must have a batch of calibration and of held-out text",
+            got=f"{fewest} batches of {calibration.batch_size} for {ranks.size} processes",
+            cure="Raise calibration.samples and calibration.held_out, lower batch_size, or start fewer processes",
+        )
     ranks.wait()  # before the first writes: whoever refuses must see what an earlier run left, not this one
     if ranks.is_first and not stamp.is_file():
         (folder / "states").mkdir(parents=True, exist_ok=True)
         write_text(stamp, wanted)
     ranks.wait()
     if not stamp.is_file() or stamp.read_text() != wanted:
-        raise RecipeError(folder, "all processes must see one folder and the same source", got=f"another or none on {ranks}", cure="Put the source and OUT where every node sees them, under the same path")  # fmt: skip
+        raise RecipeError(
+            folder,
+            "all processes must see one folder and the same source",
+            got=f"another or none on {ranks}",
+            cure="Put the source and OUT where every node sees them, under the same path",
+        )
 
 
 @contextmanager
@@ -337,7 +363,12 @@ def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise RecipeError(plan.recipe.name, f"{what} must fit {device}", got="out of memory", cure="Lower calibration.batch_size or calibration.sequence_length, or free the device of other processes") from error  # fmt: skip
+        raise RecipeError(
+            plan.recipe.name,
+            f"{what} must fit {device}",
+            got="out of memory",
+            cure="Lower calibration.batch_size or calibration.sequence_length, or free the device of other processes",
+        ) from error
 
 
 def _write_state(path: Path, state: Sequence[Tensor | None]) -> None:

@@ -86,7 +86,12 @@ class Names:
                 if pattern is not None:
                     if not all(isinstance(step, Concatenate) and step.dim == 0 for step in transform.operations):
                         steps = " and ".join(type(step).__name__ for step in transform.operations)
-                        raise CheckpointError(name, "only concatenation can be undone after calibration", got=steps, cure="Use a data-free scheme for this model (`keepmtp ls models`)")  # fmt: skip
+                        raise CheckpointError(
+                            name,
+                            "only concatenation can be undone after calibration",
+                            got=steps,
+                            cure="Use a data-free scheme for this model (`keepmtp ls models`)",
+                        )
                     return renamed, transform.source_patterns.index(pattern)
         return name, 0
 
@@ -117,10 +122,20 @@ def bind(
         path, turn = path_of(tensor)
         for target, piece in _targets(path, tensor, state):
             if target not in state:
-                raise CheckpointError(where, f"transformers' {type(module).__name__} must have a parameter for {tensor.name}", got=f"none called {target}", cure="Use a data-free scheme for this model (`keepmtp ls models`)")  # fmt: skip
+                raise CheckpointError(
+                    where,
+                    f"transformers' {type(module).__name__} must have a parameter for {tensor.name}",
+                    got=f"none called {target}",
+                    cure="Use a data-free scheme for this model (`keepmtp ls models`)",
+                )
             pieces[target].append((turn, piece))
     if missing := sorted(set(state) - set(pieces)):
-        raise CheckpointError(where, f"every parameter of transformers' {type(module).__name__} must be on disk", got=f"nothing for {missing[0]}", cure="Check the download, or use a data-free scheme")  # fmt: skip
+        raise CheckpointError(
+            where,
+            f"every parameter of transformers' {type(module).__name__} must be on disk",
+            got=f"nothing for {missing[0]}",
+            cure="Check the download, or use a data-free scheme",
+        )
     return {
         target: tuple(piece for _, piece in sorted(found, key=lambda turned: turned[0]))
         for target, found in pieces.items()
@@ -144,9 +159,13 @@ def _targets(path: str, tensor: TensorPlan, state: Mapping[str, Tensor]) -> list
 
 
 def fill(
-    module: nn.Module, binding: Binding, plan: Plan, *, device: torch.device,
+    module: nn.Module,
+    binding: Binding,
+    plan: Plan,
+    *,
+    device: torch.device,
     dtype_of: Callable[[str, Tensor, Tensor], torch.dtype],
-) -> None:  # fmt: skip
+) -> None:
     """Give a module its weights, dequantized, in place of whatever it had.
 
     Args:
@@ -164,7 +183,12 @@ def fill(
         parts = [_value(plan, piece, device) for piece in pieces]
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
         if value.shape != state[name].shape:
-            raise CheckpointError(plan.source.where, f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}", got=list(value.shape), cure="Check config.json")  # fmt: skip
+            raise CheckpointError(
+                plan.source.where,
+                f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}",
+                got=list(value.shape),
+                cure="Check config.json",
+            )
         values[name] = value.to(device=device, dtype=dtype_of(name, state[name], value))
     module.load_state_dict(values, strict=True, assign=True)
 

@@ -92,17 +92,30 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     found = len(used.ids) // length + len(held.ids) // length
     if found < samples + held_out:
         read, blank = len(used.numbers) + len(held.numbers), used.num_blank + held.num_blank
-        raise RecipeError(where, f"must hold {samples} + {held_out} sequences of {length} tokens (samples + held_out)", got=f"{found}, from {read} different rows and {blank} blank ones", cure="Lower samples, held_out or sequence_length, or name a longer dataset")  # fmt: skip
+        raise RecipeError(
+            where,
+            f"must hold {samples} + {held_out} sequences of {length} tokens (samples + held_out)",
+            got=f"{found}, from {read} different rows and {blank} blank ones",
+            cure="Lower samples, held_out or sequence_length, or name a longer dataset",
+        )
     ids, held_out_ids = (torch.tensor(part.ids).view(-1, length) for part in (used, held))
     provenance: dict[str, str | int] = {
-        "dataset": calibration.dataset, "dataset_revision": revision, "subset": calibration.subset or "",
-        "split": calibration.split, "column": calibration.column, "prompt_column": calibration.prompt_column or "",
+        "dataset": calibration.dataset,
+        "dataset_revision": revision,
+        "subset": calibration.subset or "",
+        "split": calibration.split,
+        "column": calibration.column,
+        "prompt_column": calibration.prompt_column or "",
         "seed": calibration.seed,
-        "rows": len(used.numbers), "held_out_rows": len(held.numbers), "blank_rows": used.num_blank + held.num_blank,
-        "tokens": ids.numel(), "held_out_tokens": held_out_ids.numel(),
+        "rows": len(used.numbers),
+        "held_out_rows": len(held.numbers),
+        "blank_rows": used.num_blank + held.num_blank,
+        "tokens": ids.numel(),
+        "held_out_tokens": held_out_ids.numel(),
         "row_numbers_sha256": _sum([*used.numbers, *held.numbers]),
-        "ids_sha256": _sum(used.ids), "held_out_ids_sha256": _sum(held.ids),
-    }  # fmt: skip
+        "ids_sha256": _sum(used.ids),
+        "held_out_ids_sha256": _sum(held.ids),
+    }
     written = _written(held, encoding, length)
     if written is not None:
         provenance["held_out_written_tokens"] = int(written.sum())
@@ -118,7 +131,12 @@ def _open_split(calibration: Calibration, where: str) -> tuple[IterableDataset, 
     path = find_path(name)
     is_file_name = Path(name).suffix in _READERS
     if path is None and (is_file_name or calibration.dataset_revision == "local" or name.count("/") > 1):
-        raise RecipeError(where, f"must be a Hub id with its dataset_revision, or a folder or {', '.join(_READERS)} file", got="no such file or folder", cure="Check the path, which is relative to the current folder")  # fmt: skip
+        raise RecipeError(
+            where,
+            f"must be a Hub id with its dataset_revision, or a folder or {', '.join(_READERS)} file",
+            got="no such file or folder",
+            cure="Check the path, which is relative to the current folder",
+        )
     if path is not None and path.is_file() and not is_file_name:
         got = path.suffix or "no suffix"
         raise RecipeError(where, f"a file must be one of {', '.join(_READERS)}", got=got, cure="Convert it")
@@ -184,7 +202,9 @@ def _column(dataset: IterableDataset, calibration: Calibration, where: str) -> I
         value = row[column]
         if not (isinstance(value, str) or (isinstance(value, list) and all(map(_is_turn, value)))):
             rule = f"column {column} must hold a text or a list of {{role, content}}"
-            raise RecipeError(f"{where}: row {number}", rule, got=_short(value), cure="Name another column, or mend the row")
+            raise RecipeError(
+                f"{where}: row {number}", rule, got=_short(value), cure="Name another column, or mend the row"
+            )
         yield number, value if prompt_column is None else _answered(row, calibration, f"{where}: row {number}")
         number += 1
 

@@ -136,9 +136,11 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "backbone": self.backbone, "mtp": self.mtp, "perplexity": round(self.perplexity, 6),
+            "backbone": self.backbone,
+            "mtp": self.mtp,
+            "perplexity": round(self.perplexity, 6),
             "acceptance": self.acceptance.as_dict() if self.acceptance else None,
-        }  # fmt: skip
+        }
 
 
 def target(backbone: Backbone, stream: Stream) -> Target:
@@ -169,9 +171,10 @@ def target(backbone: Backbone, stream: Stream) -> Target:
     found = load_file(path)
     num_tokens, likelihood = ranks.sum(found.pop("figures")).tolist()
     return Target(
-        choices={int(row): choices for row, choices in found.items()}, num_tokens=int(num_tokens),
+        choices={int(row): choices for row, choices in found.items()},
+        num_tokens=int(num_tokens),
         log_likelihood=likelihood,
-    )  # fmt: skip
+    )
 
 
 def agreement(backbone: Backbone, one: Target, other: Target) -> float:
@@ -214,16 +217,25 @@ def acceptance(
             heads = [blocks[min(step, len(blocks) - 1)].head or head for step in range(num_steps)]
             drafts = [own(output).argmax(dim=-1).cpu() for own, output in zip(heads, outputs, strict=True)]
             counts += judge(
-                sequence.ids[0], target.choices[row], torch.cat(drafts), ends=ends,
+                sequence.ids[0],
+                target.choices[row],
+                torch.cat(drafts),
+                ends=ends,
                 written=None if written is None else written[row],
-            )  # fmt: skip
+            )
     slots, reached, accepted = backbone.ranks.sum(counts).tolist()
     if not slots[0][0]:
-        raise RecipeError(backbone.skeleton.plan.recipe.name, "the held-out text must resemble what the model writes", got="not one token that is the model's own choice", cure="Raise calibration.held_out, or name a dataset in the model's chat format")  # fmt: skip
+        raise RecipeError(
+            backbone.skeleton.plan.recipe.name,
+            "the held-out text must resemble what the model writes",
+            got="not one token that is the model's own choice",
+            cure="Raise calibration.held_out, or name a dataset in the model's chat format",
+        )
     return Acceptance(
-        num_slots=int(slots[0][0]), reached=tuple(tuple(row[: k + 1]) for k, row in enumerate(reached)),
+        num_slots=int(slots[0][0]),
+        reached=tuple(tuple(row[: k + 1]) for k, row in enumerate(reached)),
         accepted=tuple(tuple(row[: k + 1]) for k, row in enumerate(accepted)),
-    )  # fmt: skip
+    )
 
 
 def judge(

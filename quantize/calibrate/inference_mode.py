@@ -75,8 +75,12 @@ def unwrap_forwards(model: nn.Module) -> Iterator[None]:
     decorators around it, the forwards that llm-compressor puts on instances, before or after this. Other models of the
     same classes are disarmed with it for as long.
     """
-    cells = {id(cell): cell for module in model.modules() for forward in _forwards(module)
-             for cell in _inference_cells(forward)}  # fmt: skip
+    cells = {
+        id(cell): cell
+        for module in model.modules()
+        for forward in _forwards(module)
+        for cell in _inference_cells(forward)
+    }
     before = {key: cell.cell_contents for key, cell in cells.items()}
     for cell in cells.values():
         held = cell.cell_contents
@@ -123,7 +127,9 @@ def guard(
     decorated = [finding for finding in decorated_forwards(model) if finding.kind == "decorator"]
     if decorated and policy == "refuse":
         cure = f"Set calibration.decorated_forward: unwrap, or take the decorator out of {_files(decorated)}"
-        raise CheckpointError(_where(decorated), _RULE, got=f"@torch.inference_mode at {_modules(decorated)}", cure=cure)
+        raise CheckpointError(
+            _where(decorated), _RULE, got=f"@torch.inference_mode at {_modules(decorated)}", cure=cure
+        )
     with unwrap_forwards(model):
         within = probe(model, batch) if batch is not None else []
         if within:
@@ -161,8 +167,10 @@ class _Watch(TorchFunctionMode):
 
         hooks = []
         for name, module in self.model.named_modules():
-            hooks += [module.register_forward_pre_hook(enter(name), prepend=True),
-                      module.register_forward_hook(leave, always_call=True)]  # fmt: skip
+            hooks += [
+                module.register_forward_pre_hook(enter(name), prepend=True),
+                module.register_forward_hook(leave, always_call=True),
+            ]
         try:
             yield
         finally:

@@ -119,7 +119,12 @@ def linear_experts(model: Any) -> None:
     for name, module in get_non_linearized_moes(model):
         experts_class: Any = LinearExperts2D.get_linear_experts_cls(cast(Any, type(module)))
         if experts_class.__init__ is not LinearExperts2D.__init__:
-            raise CheckpointError(name, "experts must have the common layout to be calibrated", got=type(module).__name__, cure="Use a data-free scheme for this model")  # fmt: skip
+            raise CheckpointError(
+                name,
+                "experts must have the common layout to be calibrated",
+                got=type(module).__name__,
+                cure="Use a data-free scheme for this model",
+            )
         with torch.device("meta"):
             linear = experts_class(getattr(module, "config", model.config))
         for key, value in vars(module).items():  # what a family's gate reads of its experts (limits, slopes)
@@ -173,10 +178,15 @@ def calibrate(
                 reference = observe(model, run, rewritten)
                 if smoothings is None:
                     with norm_calibration_context(model):
-                        found, left_out = _agreed(*find_smoothings(
-                            model, run, rewritten=rewritten, untouchable={*frozen, *(schemes.keys() - {*rewritten})},
-                            norms_only=algorithm == "smoothquant",
-                        ))  # fmt: skip
+                        found, left_out = _agreed(
+                            *find_smoothings(
+                                model,
+                                run,
+                                rewritten=rewritten,
+                                untouchable={*frozen, *(schemes.keys() - {*rewritten})},
+                                norms_only=algorithm == "smoothquant",
+                            )
+                        )
             if algorithm == "awq":
                 found, doubled = _one_a_parent(model, found)
                 left_out += doubled
@@ -199,15 +209,16 @@ def calibrate(
                 check_preserved(reference, observe(model, run, rewritten), found, eps=eps)
 
     now = dict(model.named_parameters())
-    tensors = {name: now[name].detach().cpu().clone() for name, value in before.items()
-               if name in moved and not torch.equal(now[name], value)}  # fmt: skip
+    tensors = {
+        name: now[name].detach().cpu().clone()
+        for name, value in before.items()
+        if name in moved and not torch.equal(now[name], value)
+    }
     for name, scheme in schemes.items():
         tensors |= _tensors(name, model.get_submodule(name), scheme, whole=name in {*rewritten})
     check_fused(model, fused)
     rounded = tuple(name for modifier in modifiers if isinstance(modifier, _GPTQ) for name in modifier.fell_back)
-    return Calibrated(
-        tensors=tensors, coverage=watch.coverage(), smoothings=found, left_out=left_out, rounded=rounded
-    )  # fmt: skip
+    return Calibrated(tensors=tensors, coverage=watch.coverage(), smoothings=found, left_out=left_out, rounded=rounded)
 
 
 @contextmanager
@@ -269,7 +280,12 @@ def check_fused(model: Any, fused: Iterable[tuple[str, ...]]) -> None:
         for suffix in _SHARED:
             values = {float(value) for module in modules if isinstance(value := getattr(module, suffix, None), Tensor)}
             if len(values) > 1:
-                raise CheckpointError(", ".join(group), f"modules that run fused must share one {suffix}", got=sorted(values), cure="Give all of them one scheme")  # fmt: skip
+                raise CheckpointError(
+                    ", ".join(group),
+                    f"modules that run fused must share one {suffix}",
+                    got=sorted(values),
+                    cure="Give all of them one scheme",
+                )
 
 
 class _Cache(IntermediatesCache):
@@ -470,7 +486,12 @@ def _tensors(name: str, module: Any, scheme: str, *, whole: bool) -> dict[str, T
         # An input scale is a choice and may be rounded; weights were rounded by these very scales.
         exact = torch.equal(converted.double(), value.reshape(spec.shape).double())
         if not exact and spec.suffix.startswith("weight"):
-            raise CheckpointError(f"{name}.{spec.suffix}", f"a scale must be exact in {spec.dtype}", got=str(value.dtype), cure="Load the layer as BF16")  # fmt: skip
+            raise CheckpointError(
+                f"{name}.{spec.suffix}",
+                f"a scale must be exact in {spec.dtype}",
+                got=str(value.dtype),
+                cure="Load the layer as BF16",
+            )
         tensors[f"{name}.{spec.suffix}"] = converted.cpu().contiguous().clone()
     return tensors
 
@@ -507,7 +528,12 @@ class _Watch:
         ok = torch.stack([flag for _, _, flag in self.finite]).tolist()
         for (name, side, _), good in zip(self.finite, ok, strict=True):
             if not good:
-                raise CheckpointError(name, "activations must be finite during calibration", got=f"NaN or infinity in its {side}, batch {num_batches}", cure="Look for a broken weight in this layer, or calibrate in BF16 instead of F16")  # fmt: skip
+                raise CheckpointError(
+                    name,
+                    "activations must be finite during calibration",
+                    got=f"NaN or infinity in its {side}, batch {num_batches}",
+                    cure="Look for a broken weight in this layer, or calibrate in BF16 instead of F16",
+                )
         self.finite.clear()
 
     def finish(self, num_batches: int) -> None:
@@ -521,7 +547,12 @@ class _Watch:
             self.routed = {name: sum(routed[name] for _, routed in counts) for name in self.routed}
         silent = [name for name in self.schemes if not self.tokens.get(name)]
         if silent:
-            raise CheckpointError(silent[0], "every quantized module must be called during calibration", got=f"{len(silent)} modules without a token", cure="Keep them in the recipe")  # fmt: skip
+            raise CheckpointError(
+                silent[0],
+                "every quantized module must be called during calibration",
+                got=f"{len(silent)} modules without a token",
+                cure="Keep them in the recipe",
+            )
 
     def coverage(self) -> tuple[Coverage, ...]:
         entries = []
@@ -539,8 +570,11 @@ class _Watch:
             value = args[0] if args else next(iter(kwargs.values()))
             self.tokens[name] = self.tokens.get(name, 0) + value.numel() // value.shape[-1]
             # The largest magnitude is NaN or infinite if any element is: one reduction, no mask.
-            self.finite += [(name, side, v.abs().amax().isfinite())
-                            for side, v in (("input", value), ("output", output)) if v.numel()]  # fmt: skip
+            self.finite += [
+                (name, side, v.abs().amax().isfinite())
+                for side, v in (("input", value), ("output", output))
+                if v.numel()
+            ]
 
         return hook
 
@@ -610,9 +644,7 @@ def _one_a_parent(model: Any, found: Sequence[Smoothing]) -> tuple[tuple[Smoothi
     return tuple(kept), tuple(left_out)
 
 
-def _agreed(
-    found: tuple[Smoothing, ...], left_out: tuple[str, ...]
-) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:  # fmt: skip
+def _agreed(found: tuple[Smoothing, ...], left_out: tuple[str, ...]) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:
     """What all ranks found: each looked at a batch of its own."""
     if not _has_others():
         return found, left_out

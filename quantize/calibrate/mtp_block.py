@@ -92,9 +92,13 @@ class MtpBlock(PreTrainedModel):
         return self.head
 
     def forward(
-        self, inputs_embeds: Tensor, hidden: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None,
+        self,
+        inputs_embeds: Tensor,
+        hidden: Tensor,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
         cache: DynamicCache | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """One draft step over whole sequences.
 
         Args:
@@ -118,9 +122,12 @@ class MtpBlock(PreTrainedModel):
         rotated = self._rotated(inputs_embeds, positions_T)
         for layer in self.layers:
             states = layer(
-                states, attention_mask=additive, position_embeddings=rotated,
-                position_ids=positions_T.expand(inputs_embeds.shape[0], -1), past_key_values=cache,
-            )  # fmt: skip
+                states,
+                attention_mask=additive,
+                position_embeddings=rotated,
+                position_ids=positions_T.expand(inputs_embeds.shape[0], -1),
+                past_key_values=cache,
+            )
             # Layers with an indexer return the keys it chose, too.
             states = states[0] if isinstance(states, tuple) else states
         output = states if self.collapse is None else self.collapse(states)
@@ -176,8 +183,9 @@ class MtpBlock(PreTrainedModel):
         stem = self._stem(self._layers_on_disk[0])
         return {
             name: path if any(row.startswith(path) for row in whole) else stem + path
-            for name, path in paths.items() if path
-        }  # fmt: skip
+            for name, path in paths.items()
+            if path
+        }
 
     @cached_property
     def _layers_on_disk(self) -> tuple[int, ...]:
@@ -225,9 +233,10 @@ class MtpBlock(PreTrainedModel):
             return self.projection(torch.cat(pair, dim=-1))
         shape_BTCH = (*tokens_BTH.shape[:2], -1, tokens_BTH.shape[2])
         states_BTCH = (
-            self.hidden_norm(hidden.flatten(2)).view(shape_BTCH) if self.draft.joint_norm
+            self.hidden_norm(hidden.flatten(2)).view(shape_BTCH)
+            if self.draft.joint_norm
             else self.hidden_norm(hidden.view(shape_BTCH))
-        )  # fmt: skip
+        )
         joined_BTCH = self.hidden_projection(states_BTCH) + self.embedding_projection(tokens_BTH).unsqueeze(-2)
         return joined_BTCH.view(hidden.shape)
 
@@ -266,8 +275,12 @@ def draft_of(view: FamilyView) -> Draft:
         RecipeError: it cannot be run here.
     """
     if view.family.draft is None:
-        raise RecipeError(f"family {view.family.model_type}", "keepmtp must be able to run an MTP block that it calibrates or "
-                   "measures", got=f"one that it cannot: {view.family.no_draft}", cure="Give `mtp` a word that needs no data (source, bf16, FP8_DYNAMIC, W4A16, ...)")  # fmt: skip
+        raise RecipeError(
+            f"family {view.family.model_type}",
+            "keepmtp must be able to run an MTP block that it calibrates or measures",
+            got=f"one that it cannot: {view.family.no_draft}",
+            cure="Give `mtp` a word that needs no data (source, bf16, FP8_DYNAMIC, W4A16, ...)",
+        )
     return view.family.draft
 
 

@@ -62,9 +62,13 @@ class Tried:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "policy": self.policy, "bytes": self.num_bytes, "kept": round(self.kept, 5), "refused": self.refused,
-            "chosen": self.is_chosen, "acceptance": self.acceptance.as_dict() if self.acceptance else None,
-        }  # fmt: skip
+            "policy": self.policy,
+            "bytes": self.num_bytes,
+            "kept": round(self.kept, 5),
+            "refused": self.refused,
+            "chosen": self.is_chosen,
+            "acceptance": self.acceptance.as_dict() if self.acceptance else None,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +94,12 @@ class MtpPass:
     def as_dict(self) -> dict[str, Any]:
         """For reports: JSON values only."""
         return {
-            "mtp": self.plan.recipe.mtp, "rows": [row.as_dict() for row in self.rows],
-            "agreement": round(self.agreement, 5), "candidates": [each.as_dict() for each in self.candidates],
+            "mtp": self.plan.recipe.mtp,
+            "rows": [row.as_dict() for row in self.rows],
+            "agreement": round(self.agreement, 5),
+            "candidates": [each.as_dict() for each in self.candidates],
             "unmeasured": self.unmeasured,
-        }  # fmt: skip
+        }
 
 
 def refuse_mtp(plan: Plan) -> None:
@@ -108,9 +114,7 @@ def refuse_mtp(plan: Plan) -> None:
         raise why
 
 
-def mtp_pass(
-    plan: Plan, backbone: Backbone, *, written: Tensor | None = None, watch: Watch | None = None
-) -> MtpPass:  # fmt: skip
+def mtp_pass(plan: Plan, backbone: Backbone, *, written: Tensor | None = None, watch: Watch | None = None) -> MtpPass:
     """Calibrate, measure, and for `mtp: auto` choose.
 
     Args:
@@ -151,9 +155,13 @@ def mtp_pass(
     _publish(backbone, files)
     coverage = {name: tokens for file in files for name, tokens in json.loads(read_metadata(file)["coverage"]).items()}
     return MtpPass(
-        plan=final, rows=rows, agreement=same, coverage=coverage, unmeasured=unmeasured,
+        plan=final,
+        rows=rows,
+        agreement=same,
+        coverage=coverage,
+        unmeasured=unmeasured,
         candidates=tried if plan.recipe.mtp == AUTO else (),
-    )  # fmt: skip
+    )
 
 
 class _NothingCounts(RecipeError):
@@ -205,15 +213,20 @@ def _refuse_losses(run: "_Pass", tried: tuple[Tried, ...], chosen: Plan | None) 
     name, rule = run.plan.recipe.name, f"a candidate of mtp: auto must keep {auto.min_acceptance:.1%} of acceptance"
     measured = [each for each in tried if each.acceptance]
     if not measured:
-        raise GateError(name, rule, got=f"no candidate that fits the model: {tried[0].refused.removesuffix('.')}", cure="Give others in mtp_auto.candidates")  # fmt: skip
+        raise GateError(
+            name,
+            rule,
+            got=f"no candidate that fits the model: {tried[0].refused.removesuffix('.')}",
+            cure="Give others in mtp_auto.candidates",
+        )
     best = max(measured, key=lambda each: each.kept)
     alone = run.unquantized().kept_of(run.released())
     cure = (
         "Add a gentler one to mtp_auto.candidates (bf16), or lower mtp_auto.min_acceptance"
-        if alone >= auto.min_acceptance else
-        f"The quantized backbone keeps {alone:.1%} with the block as released: quantize less of it, or lower "
+        if alone >= auto.min_acceptance
+        else f"The quantized backbone keeps {alone:.1%} with the block as released: quantize less of it, or lower "
         "mtp_auto.min_acceptance"
-    )  # fmt: skip
+    )
     raise GateError(name, rule, got=f"{best.kept:.1%} at best, by {_in_words(best.policy)}", cure=cure)
 
 
@@ -223,8 +236,11 @@ def _in_words(policy: Candidate) -> str:
 
 def _groups(plan: Plan) -> set[str]:
     """Module groups of the block that a recipe decides about."""
-    places = {tensor.role: plan.view.place(tensor.name) for tensor in plan.tensors
-              if tensor.part == "mtp" and not _is_kept(plan, tensor.name)}  # fmt: skip
+    places = {
+        tensor.role: plan.view.place(tensor.name)
+        for tensor in plan.tensors
+        if tensor.part == "mtp" and not _is_kept(plan, tensor.name)
+    }
     return {role for role, place in places.items() if place is not None}
 
 
@@ -250,7 +266,12 @@ def _why_not(plan: Plan) -> RecipeError | CheckpointError | None:
     """What stands against running the MTP block."""
     count = _num_blocks(plan)
     if not count:
-        return RecipeError(plan.recipe.name, "an MTP block must be there to be calibrated or measured", got="none in the source", cure="Set mtp: source")  # fmt: skip
+        return RecipeError(
+            plan.recipe.name,
+            "an MTP block must be there to be calibrated or measured",
+            got="none in the source",
+            cure="Set mtp: source",
+        )
     try:
         for index in range(count):
             bind_block(build_block(plan.view, index), plan)
@@ -266,10 +287,16 @@ def _num_blocks(plan: Plan) -> int:
 def _tell(watch: Watch, backbone: Backbone, done: int, total: int, started: float) -> None:
     seconds = (time.monotonic() - started) / done
     tokens = backbone.data.ids.numel() + backbone.data.held_out_ids.numel()
-    watch(Progress(
-        step="mtp", done=done, total=total, tokens_per_second=tokens / seconds, eta_seconds=seconds * (total - done),
-        memory_gib=peak_memory(backbone.skeleton.device) / 2**30,
-    ))  # fmt: skip
+    watch(
+        Progress(
+            step="mtp",
+            done=done,
+            total=total,
+            tokens_per_second=tokens / seconds,
+            eta_seconds=seconds * (total - done),
+            memory_gib=peak_memory(backbone.skeleton.device) / 2**30,
+        )
+    )
 
 
 # --- one policy -----------------------------------------------------------------------------------------------------
@@ -350,9 +377,13 @@ class _Pass:
                 continue
             inputs = _Inputs(backbone=self.backbone, blocks=blocks[: index + 1])
             found = backend.calibrate(
-                block, inputs, schemes=schemes, algorithm=calibration.algorithm, fused=fused_in(binding, ""),
+                block,
+                inputs,
+                schemes=schemes,
+                algorithm=calibration.algorithm,
+                fused=fused_in(binding, ""),
                 frozen=frozen_in(binding, ""),
-            )  # fmt: skip
+            )
             if self.backbone.ranks.is_first:
                 record(file, found, binding, "", fingerprint=(self.backbone.folder / "fingerprint").read_text())
         return blocks
@@ -384,9 +415,10 @@ class _Inputs:
         hidden, arguments = block_input(self.backbone, self.blocks[0], batch)[:, :length], {}
         for step, block in enumerate(self.blocks, start=1):
             arguments = {
-                "inputs_embeds": embedding(ids[:, step : step + length]), "hidden": hidden,
+                "inputs_embeds": embedding(ids[:, step : step + length]),
+                "hidden": hidden,
                 "position_ids": torch.arange(length, device=skeleton.device) + step - 1,
-            }  # fmt: skip
+            }
             if block is not self.blocks[-1]:
                 with backend.serving(block):
                     hidden = block(**arguments)[1]

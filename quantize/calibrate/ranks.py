@@ -84,7 +84,12 @@ def joined() -> Iterator[Ranks]:
             if not _is_about_peers(error):
                 raise
             first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise RecipeError("torchrun", "all processes must stay until the end", got=f"no answer from another ({first_line})", cure=_RESUME) from error  # fmt: skip
+            raise RecipeError(
+                "torchrun",
+                "all processes must stay until the end",
+                got=f"no answer from another ({first_line})",
+                cure=_RESUME,
+            ) from error
         # Not after an error: leaving a group in good order needs all of its members.
         dist.destroy_process_group()
 
@@ -98,7 +103,12 @@ def _ranks() -> Ranks:
     if torch.cuda.is_available():
         device = torch.device("cuda", local)
         if local >= torch.cuda.device_count():
-            raise RecipeError(f"rank {rank} of {size}", "every process must have a GPU of its own", got=f"{local_size} processes for {torch.cuda.device_count()} GPUs", cure="Lower NPROC")  # fmt: skip
+            raise RecipeError(
+                f"rank {rank} of {size}",
+                "every process must have a GPU of its own",
+                got=f"{local_size} processes for {torch.cuda.device_count()} GPUs",
+                cure="Lower NPROC",
+            )
     return Ranks(rank=rank, size=size, device=device, local_size=local_size)
 
 
@@ -112,7 +122,12 @@ def _ended_by_torchrun() -> Iterator[None]:
     """torchrun sends SIGTERM to those that are left when one of them is gone: say so, and leave no half-told story."""
 
     def say(_number: int, _frame: FrameType | None) -> None:
-        raise RecipeError("torchrun", "all processes must stay until the end", got="SIGTERM, which it sends when one of them has ended", cure=_RESUME)  # fmt: skip
+        raise RecipeError(
+            "torchrun",
+            "all processes must stay until the end",
+            got="SIGTERM, which it sends when one of them has ended",
+            cure=_RESUME,
+        )
 
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield

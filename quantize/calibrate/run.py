@@ -61,7 +61,12 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, watch: Watch | None = N
     refuse_mtp(plan)
     data = calibration_data(calibration, plan.source)
     if plan.recipe.mtp == AUTO and data.held_out_written is not None and not data.held_out_written.any():
-        raise RecipeError(plan.recipe.name, "mtp: auto needs held-out text that a model writes", got="none in the dataset's rows", cure="Name one with assistant turns, or give calibration.prompt_column")  # fmt: skip
+        raise RecipeError(
+            plan.recipe.name,
+            "mtp: auto needs held-out text that a model writes",
+            got="none in the dataset's rows",
+            cure="Name one with assistant turns, or give calibration.prompt_column",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():
@@ -72,9 +77,12 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, watch: Watch | None = N
         statistics = Statistics.open(folder / "statistics", fingerprint=salt)
         refuse_statistics(mtp.plan, statistics)
     summary = {
-        "data": dict(data.provenance), "processes": ranks.size, "coverage": _coverage(backbone),
-        "min_acceptance": plan.recipe.mtp_auto.min_acceptance if plan.recipe.mtp_auto else None, **mtp.as_dict(),
-    }  # fmt: skip
+        "data": dict(data.provenance),
+        "processes": ranks.size,
+        "coverage": _coverage(backbone),
+        "min_acceptance": plan.recipe.mtp_auto.min_acceptance if plan.recipe.mtp_auto else None,
+        **mtp.as_dict(),
+    }
     return CalibrationRun(plan=mtp.plan, statistics=statistics, salt=salt, summary=summary, mtp=mtp)
 
 

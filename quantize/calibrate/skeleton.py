@@ -259,7 +259,12 @@ def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[
             continue
         pieces = binding[f"{module}.weight"]
         if len(pieces) > 1 and not suffix.startswith("input_"):
-            raise CheckpointError(pieces[0].tensor.name, "weights that transformers joins cannot be rewritten", got=module, cure="Set calibration.algorithm: minmax, or override this module")  # fmt: skip
+            raise CheckpointError(
+                pieces[0].tensor.name,
+                "weights that transformers joins cannot be rewritten",
+                got=module,
+                cure="Set calibration.algorithm: minmax, or override this module",
+            )
         for piece in pieces:
             found[HFName(f"{piece.module}.{suffix}")] = value
     return found
@@ -268,10 +273,14 @@ def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[
 def _top(plan: Plan) -> list[TensorPlan]:
     """Tensors of the language model outside decoder layers and MTP block."""
     return [
-        tensor for tensor in plan.tensors
-        if tensor.part == "backbone" and tensor.layer is None and tensor.fate not in ("drop", "add")
-        and tensor.role != "vision" and plan.view.place(tensor.name) is not None
-    ]  # fmt: skip
+        tensor
+        for tensor in plan.tensors
+        if tensor.part == "backbone"
+        and tensor.layer is None
+        and tensor.fate not in ("drop", "add")
+        and tensor.role != "vision"
+        and plan.view.place(tensor.name) is not None
+    ]
 
 
 def _on_meta(plan: Plan) -> tuple[PreTrainedModel, TemporaryDirectory[str]]:
@@ -285,16 +294,24 @@ def _on_meta(plan: Plan) -> tuple[PreTrainedModel, TemporaryDirectory[str]]:
             for key in ("quantization_config", "compression_config"):
                 if hasattr(each, key):
                     delattr(each, key)
-        auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping or is_foreign else (
-            AutoModelForImageTextToText)  # fmt: skip
+        auto = (
+            AutoModelForCausalLM
+            if type(config) in AutoModelForCausalLM._model_mapping or is_foreign
+            else (AutoModelForImageTextToText)
+        )
         with torch.device("meta"):
             model = auto.from_config(
                 config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=is_foreign
             )
     except (ValueError, KeyError, ImportError, AttributeError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise RecipeError(plan.source.where, "calibration needs a class in transformers for this architecture", got=first_line, cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model}), or "
-                   "calibration.model_code: checkpoint if the checkpoint brings its own") from error  # fmt: skip
+        raise RecipeError(
+            plan.source.where,
+            "calibration needs a class in transformers for this architecture",
+            got=first_line,
+            cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model}), or "
+            "calibration.model_code: checkpoint if the checkpoint brings its own",
+        ) from error
     scratch = TemporaryDirectory(prefix="keepmtp-config-")
     config.save_pretrained(scratch.name)
     model.config._name_or_path = model.name_or_path = scratch.name
@@ -307,4 +324,6 @@ def _decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == plan.view.num_layers:
             return module
     rule = f"transformers' {type(model).__name__} must have {plan.view.num_layers} decoder layers"
-    raise CheckpointError(plan.source.where, rule, got="no such list", cure="Use a data-free scheme (`keepmtp ls models`)")
+    raise CheckpointError(
+        plan.source.where, rule, got="no such list", cure="Use a data-free scheme (`keepmtp ls models`)"
+    )

@@ -128,8 +128,13 @@ def check_preserved(before: Outputs, after: Outputs, smoothings: Sequence[Smooth
             error = float((now.float() - was.float()).norm() / was.float().norm().clamp(min=1e-30))
             if not error <= tolerance:
                 blamed = [s.smooth for s in smoothings if name in s.balance] or sorted(smoothed)
-                raise CheckpointError(name or "the model", f"a layer must compute what it computed before {', '.join(blamed[:3])} was rescaled", got=f"a relative change of {error:.2g} (rounding explains {tolerance:.2g})", cure="Something that it feeds was not rescaled, or the layer is not linear there:"
-                           " calibrate with gptq or minmax")  # fmt: skip
+                raise CheckpointError(
+                    name or "the model",
+                    f"a layer must compute what it computed before {', '.join(blamed[:3])} was rescaled",
+                    got=f"a relative change of {error:.2g} (rounding explains {tolerance:.2g})",
+                    cure="Something that it feeds was not rescaled, or the layer is not linear there:"
+                    " calibrate with gptq or minmax",
+                )
 
 
 def _candidates(model: Any, run: Run, norms_only: bool) -> tuple[list[list[Smoothing]], dict[str, int]]:
@@ -176,9 +181,13 @@ def _candidates(model: Any, run: Run, norms_only: bool) -> tuple[list[list[Smoot
             groups.append([Smoothing(smooth=norm, balance=consumers)])
     for first, second in () if norms_only else _PAIRS:
         parents = [name.removesuffix(first) for name in matrices if name.rsplit(".", 1)[-1] == first]
-        pairs = [Smoothing(smooth=parent + first, balance=(parent + second,)) for parent in parents
-                 if parent + first in calls and parent + second in calls
-                 and matrices[parent + first].weight.shape[0] == matrices[parent + second].weight.shape[1]]  # fmt: skip
+        pairs = [
+            Smoothing(smooth=parent + first, balance=(parent + second,))
+            for parent in parents
+            if parent + first in calls
+            and parent + second in calls
+            and matrices[parent + first].weight.shape[0] == matrices[parent + second].weight.shape[1]
+        ]
         if pairs:
             groups.append(pairs)
     return groups, calls
@@ -198,9 +207,11 @@ def _norms(model: Any) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim == 1 and not weight.is_meta
+        if isinstance(weight := getattr(module, "weight", None), Tensor)
+        and weight.ndim == 1
+        and not weight.is_meta
         and {key for key, _ in module.named_parameters()} <= {"weight", "bias"}
-    }  # fmt: skip
+    }
 
 
 def _matrices(model: Any) -> dict[str, Any]:
@@ -208,9 +219,11 @@ def _matrices(model: Any) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(weight := module._parameters.get("weight"), Tensor) and weight.ndim == 2 and not weight.is_meta
+        if isinstance(weight := module._parameters.get("weight"), Tensor)
+        and weight.ndim == 2
+        and not weight.is_meta
         and not isinstance(module, nn.Embedding)
-    }  # fmt: skip
+    }
 
 
 def _holders(names: Iterable[str]) -> list[str]:

@@ -62,10 +62,14 @@ class Statistics:
         for path in sorted(folder.glob("*.safetensors")):
             metadata, found = _read(path)
             if fingerprint is not None and metadata.get("fingerprint") != fingerprint:
-                raise CheckpointError(path, "must come from this recipe, source and dataset", got="statistics of another run", cure=_CURE)
+                raise CheckpointError(
+                    path, "must come from this recipe, source and dataset", got="statistics of another run", cure=_CURE
+                )
             for name, entry in found.items():
                 if name in entries:
-                    raise CheckpointError(path, f"{name} must be in one file only", got=f"also in {entries[name].file}", cure=_CURE)
+                    raise CheckpointError(
+                        path, f"{name} must be in one file only", got=f"also in {entries[name].file}", cure=_CURE
+                    )
                 entries[name] = entry
         return cls(folder=folder, entries=entries)
 
@@ -100,7 +104,9 @@ class Statistics:
         while view:
             count = file.readinto(view)
             if not count:
-                raise CheckpointError(self.folder / entry.file, f"{entry.name} must be whole", got="end of file", cure=_CURE)
+                raise CheckpointError(
+                    self.folder / entry.file, f"{entry.name} must be whole", got="end of file", cure=_CURE
+                )
             view = view[count:]
         return typed(raw, entry.dtype, entry.shape)
 
@@ -143,7 +149,12 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
     """
     if statistics is None:
         if plan.needs_calibration:
-            raise RecipeError(plan.recipe.name, f"{', '.join(plan.needs_calibration)} must be calibrated before it is written", got="no statistics", cure="Run `keepmtp quantize`, which calibrates first, or use a data-free scheme")  # fmt: skip
+            raise RecipeError(
+                plan.recipe.name,
+                f"{', '.join(plan.needs_calibration)} must be calibrated before it is written",
+                got="no statistics",
+                cure="Run `keepmtp quantize`, which calibrates first, or use a data-free scheme",
+            )
         return
     allowed: dict[HFName, Output] = {}
     for unit in plan.units:
@@ -152,11 +163,21 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
             allowed |= _of_unit(tuple(changeable), statistics)
     for name in statistics:
         if name not in allowed:
-            raise CheckpointError(statistics.folder / statistics.entries[name].file, "every tensor must be one that the plan takes from calibration", got=name, cure=_CURE)  # fmt: skip
+            raise CheckpointError(
+                statistics.folder / statistics.entries[name].file,
+                "every tensor must be one that the plan takes from calibration",
+                got=name,
+                cure=_CURE,
+            )
     for name, output in allowed.items():
         entry = statistics.entries.get(name)
         if entry is not None and (entry.dtype, entry.shape) != (output.dtype, output.shape):
-            raise CheckpointError(statistics.folder / entry.file, f"{name} must be {output.dtype}{list(output.shape)}", got=f"{entry.dtype}{list(entry.shape)}", cure=_CURE)  # fmt: skip
+            raise CheckpointError(
+                statistics.folder / entry.file,
+                f"{name} must be {output.dtype}{list(output.shape)}",
+                got=f"{entry.dtype}{list(entry.shape)}",
+                cure=_CURE,
+            )
     _refuse_scales(plan, statistics)
 
 
@@ -168,7 +189,12 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     }
     for name, value in scales.items():
         if not 0 < value < math.inf:
-            raise CheckpointError(statistics.folder / statistics.entries[name].file, f"{name} must be a positive number", got=value, cure="The activations or weights of this module are not finite: choose a data-free scheme for it")  # fmt: skip
+            raise CheckpointError(
+                statistics.folder / statistics.entries[name].file,
+                f"{name} must be a positive number",
+                got=value,
+                cure="The activations or weights of this module are not finite: choose a data-free scheme for it",
+            )
     for unit in plan.units:
         if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
             continue
@@ -178,7 +204,12 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
             group = output.name.rpartition(".")[0].rpartition(".")[0], _leaf(output.name)
             other = first.setdefault(group, output.name)
             if scales[other] != scales[output.name]:
-                raise CheckpointError(statistics.folder, f"{other} and {output.name} must be equal: vLLM fuses their modules", got=f"{scales[other]} and {scales[output.name]}", cure="Remove the file of their layer, and run again")  # fmt: skip
+                raise CheckpointError(
+                    statistics.folder,
+                    f"{other} and {output.name} must be equal: vLLM fuses their modules",
+                    got=f"{scales[other]} and {scales[output.name]}",
+                    cure="Remove the file of their layer, and run again",
+                )
 
 
 def _leaf(name: HFName) -> str:
@@ -195,7 +226,12 @@ def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFNam
         required |= optional
     for name in sorted(required):
         if name not in statistics:
-            raise CheckpointError(statistics.folder, f"calibration must give {name}", got="no such tensor", cure="Remove the file of its layer, and run again")  # fmt: skip
+            raise CheckpointError(
+                statistics.folder,
+                f"calibration must give {name}",
+                got="no such tensor",
+                cure="Remove the file of its layer, and run again",
+            )
     return {output.name: output for tensor in unit for output in tensor.outputs if output.name in required}
 
 

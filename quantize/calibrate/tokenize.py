@@ -23,8 +23,13 @@ from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
 
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json", "*.tiktoken",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "tekken.json",
+    "*.tiktoken",
+)
 
 Conversation = Sequence[Mapping[str, Any]]
 UNENCODABLE = (TemplateError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
@@ -94,8 +99,9 @@ class Encoders:
             except UNENCODABLE:  # templates need not take a part of a conversation
                 continue
             # Behind the answer there may be an end that only a whole conversation has.
-            end = next((i for i, (a, b) in enumerate(zip(answered, ids, strict=False)) if a != b),
-                       min(len(answered), len(ids)))  # fmt: skip
+            end = next(
+                (i for i, (a, b) in enumerate(zip(answered, ids, strict=False)) if a != b), min(len(answered), len(ids))
+            )
             if asked == answered[: len(asked)] and len(asked) <= end:
                 written[len(asked) : end] = [True] * (end - len(asked))
         return written
@@ -162,9 +168,7 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
     if not any(path for pattern in _TOKENIZER_FILES for path in source.folder.glob(pattern)):
         raise CheckpointError(source.where, rule, got="no tokenizer.json", cure=copy)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.folder, local_files_only=True, trust_remote_code=may_run_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True, trust_remote_code=may_run_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         got = " ".join(str(error).split()).rstrip(".")[:300]
         cure = f"{copy}, or set calibration.model_code: checkpoint if it is code of the checkpoint"

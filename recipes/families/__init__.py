@@ -49,7 +49,14 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
     if family := families().get(architecture) or families().get(model_type):
         return family
     if words := REFUSED.get(model_type):
-        raise RecipeError(f"{where}/config.json", "vLLM must have an MTP draft for the model", got=f"{model_type!r}, of which vLLM 0.32.0 says: {words.removesuffix('.')}", cure="Serve the original release without method=mtp")  # fmt: skip
+        got = f"{model_type!r}, of which vLLM 0.32.0 says: {words.removesuffix('.')}"
+        cure = "Serve the original release without method=mtp"
+        raise RecipeError(f"{where}/config.json", "vLLM must have an MTP draft for the model", got=got, cure=cure)
     nearest = difflib.get_close_matches(str(model_type), families(), n=1, cutoff=0.0)[0]
-    raise RecipeError(f"{where}/config.json", f"model_type must be a supported family ({', '.join(families())})", got=f"{model_type!r} (architectures {config.get('architectures')})", cure=f"The nearest family is {nearest}: copy recipes/families/{families()[nearest].model_type}.py to "
-            f"recipes/families/{model_type or '<model_type>'}.py and edit its rows (CONTRIBUTING.md, 'A new family')")
+    raise RecipeError(
+        f"{where}/config.json",
+        f"model_type must be a supported family ({', '.join(families())})",
+        got=f"{model_type!r} (architectures {config.get('architectures')})",
+        cure=f"The nearest family is {nearest}: copy recipes/families/{families()[nearest].model_type}.py to "
+        f"recipes/families/{model_type or '<model_type>'}.py and edit its rows (CONTRIBUTING.md, 'A new family')",
+    )

@@ -15,8 +15,12 @@ FAMILY = Family(
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True),
     draft=Draft(
-        model_type="deepseek_v3", classes="DeepseekV3", layers=({"first_k_dense_replace": 0},), zeroes_first=True,
-        chains_normed=True, proof="transformers",
+        model_type="deepseek_v3",
+        classes="DeepseekV3",
+        layers=({"first_k_dense_replace": 0},),
+        zeroes_first=True,
+        chains_normed=True,
+        proof="transformers",
     ),
     notes="MTP is model.layers.{num_hidden_layers}; released in FP8, dequantized tensor by tensor",
 )

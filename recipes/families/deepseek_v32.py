@@ -14,7 +14,11 @@ FAMILY = Family(
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True),
     draft=Draft(
-        model_type="deepseek_v32", classes="DeepseekV32", zeroes_first=True, chains_normed=True, proof="source",
+        model_type="deepseek_v32",
+        classes="DeepseekV32",
+        zeroes_first=True,
+        chains_normed=True,
+        proof="source",
         layers=({"layer_types": ["deepseek_sparse_attention"], "mlp_layer_types": ["sparse"]},),
     ),
     notes="MTP is model.layers.{num_hidden_layers}; the indexer stays BF16",

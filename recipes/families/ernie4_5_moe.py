@@ -32,9 +32,15 @@ FAMILY = Family(
     loader=Loader(unknown_name="ValueError", missing_count="AttributeError"),
     # vLLM's draft is Llama's layer, whose rotary embedding pairs other dimensions than the backbone's.
     draft=Draft(
-        model_type="llama", classes="Llama", embedding_norm="model.mtp_emb_norm.0",
-        hidden_norm="model.mtp_hidden_norm.0", projections=("model.mtp_linear_proj.0",), final_norm="",
-        zeroes_first=True, chains_normed=False, proof="vllm",
+        model_type="llama",
+        classes="Llama",
+        embedding_norm="model.mtp_emb_norm.0",
+        hidden_norm="model.mtp_hidden_norm.0",
+        projections=("model.mtp_linear_proj.0",),
+        final_norm="",
+        zeroes_first=True,
+        chains_normed=False,
+        proof="vllm",
     ),
     notes="on disk model.mtp_block.0, in vLLM model.layers.{num_hidden_layers}; vLLM drafts with one layer",
 )

@@ -14,8 +14,12 @@ FAMILY = Family(
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(drops_scales=True),
     draft=Draft(
-        model_type="glm4_moe", classes="Glm4Moe", layers=({"first_k_dense_replace": 0},), zeroes_first=True,
-        chains_normed=False, proof="vllm",
+        model_type="glm4_moe",
+        classes="Glm4Moe",
+        layers=({"first_k_dense_replace": 0},),
+        zeroes_first=True,
+        chains_normed=False,
+        proof="vllm",
     ),
     notes="MTP is model.layers.{num_hidden_layers}; a missing block loads in silence when quantized",
 )

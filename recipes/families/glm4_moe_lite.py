@@ -14,8 +14,12 @@ FAMILY = Family(
     mtp_block=DEEPSEEK_MTP,
     loader=Loader(takes_kv_scales=True),
     draft=Draft(
-        model_type="glm4_moe_lite", classes="Glm4MoeLite", layers=({"mlp_layer_types": ["sparse"]},),
-        zeroes_first=True, chains_normed=False, proof="source",
+        model_type="glm4_moe_lite",
+        classes="Glm4MoeLite",
+        layers=({"mlp_layer_types": ["sparse"]},),
+        zeroes_first=True,
+        chains_normed=False,
+        proof="source",
     ),
     notes="MTP is model.layers.{num_hidden_layers}; vLLM does not notice a missing block",
 )

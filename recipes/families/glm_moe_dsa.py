@@ -12,9 +12,14 @@ FAMILY = replace(
     deepseek_v32.FAMILY,
     model_type="glm_moe_dsa",
     draft=Draft(
-        model_type="glm_moe_dsa", classes="GlmMoeDsa", zeroes_first=True, chains_normed=True, proof="source",
-        layers=({"layer_types": ["deepseek_sparse_attention"], "mlp_layer_types": ["sparse"],
-                 "indexer_types": ["full"]},),
+        model_type="glm_moe_dsa",
+        classes="GlmMoeDsa",
+        zeroes_first=True,
+        chains_normed=True,
+        proof="source",
+        layers=(
+            {"layer_types": ["deepseek_sparse_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
+        ),
     ),
     notes="MTP is model.layers.{num_hidden_layers}; vLLM refuses a checkpoint whose MTP block was dropped",
 )

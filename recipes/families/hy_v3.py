@@ -25,8 +25,13 @@ FAMILY = Family(
     ),
     loader=Loader(takes_kv_scales=True, needs=("expert_hidden_dim", "route_norm"), missing_count="AttributeError"),
     draft=Draft(
-        model_type="hy_v3", classes="HYV3", layers=({"mlp_layer_types": ["sparse"]},), final_norm="final_layernorm",
-        zeroes_first=True, chains_normed=True, proof="vllm",
+        model_type="hy_v3",
+        classes="HYV3",
+        layers=({"mlp_layer_types": ["sparse"]},),
+        final_norm="final_layernorm",
+        zeroes_first=True,
+        chains_normed=True,
+        proof="vllm",
     ),
     notes="MTP is model.layers.{num_hidden_layers}; a missing block is silent, embedding and head are the target's",
 )

@@ -59,7 +59,7 @@ def test_threads_and_place_do_not_matter(folder, tmp_path):
         (lambda folder: (folder / "empty").mkdir(), False),
     ],
     ids=["byte", "renamed", "added", "removed", "hidden folder", "hidden file", "partial", "touched", "empty folder"],
-)  # fmt: skip
+)
 def test_what_is_another_checkpoint(change, is_other, folder, tmp_path):
     before = identify(folder, cache=tmp_path / "made.report")
     change(folder)

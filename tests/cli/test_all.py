@@ -28,8 +28,9 @@ def made(tmp_path_factory) -> Path:
 
 def test_the_commands_in_their_order(tmp_path):
     out = tmp_path / "out"
-    done = run_all("tiny-glm4-moe", "--mtp", "bf16", "--out", str(out), "--gpu", "sm90", "--tp", "2", "-k", "3",
-                   "--dry-run")  # fmt: skip
+    done = run_all(
+        "tiny-glm4-moe", "--mtp", "bf16", "--out", str(out), "--gpu", "sm90", "--tp", "2", "-k", "3", "--dry-run"
+    )
     assert done.returncode == 0 and done.stdout.splitlines() == [
         f"keepmtp quantize tiny-glm4-moe --mtp bf16 --out {out}",
         f"keepmtp check {out} --record --gpu sm90 --tp 2",

@@ -116,8 +116,9 @@ def test_what_is_missing_is_said_with_its_cure():
     assert [ability.what for ability in abilities.values() if ability.can] == ["plan, static check"]
 
 
-@pytest.mark.parametrize(("name", "says"), [("HF_TOKEN", "HF_TOKEN"), ("HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE"),
-                                            ("", "hf auth login")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "says"), [("HF_TOKEN", "HF_TOKEN"), ("HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE"), ("", "hf auth login")]
+)
 def test_a_token_is_found_and_never_shown(name, says, tmp_path):
     secret = "hf_loopbackSecretThatNobodyMayPrint"
     home = {"HF_HOME": str(tmp_path), "HF_TOKEN_PATH": str(tmp_path / "token"), "COLUMNS": "160"}

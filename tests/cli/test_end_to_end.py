@@ -25,10 +25,16 @@ PROMPTS = (
 # 4-bit floats: half of the gap from 4 to 6 in sixths, or all of the gap to amax where a power-of-two scale saturates
 # (MXFP4), plus the rounding of an E4M3 scale.
 ERROR = {
-    "W4A16": (0.5 + 8 * 2**-8) / 7.5 + 2**-8, "W8A16": (0.5 + 128 * 2**-8) / 127.5 + 2**-8,
-    "W8A8": (0.5 + 128 * 2**-8) / 127.5 + 2**-8, "FP8_BLOCK": 2**-4, "FP8_DYNAMIC": 2**-4,
-    "NVFP4A16": 1 / 6 + 2**-4, "MXFP4": 0.25, "MXFP4A8": 0.25, "MXFP4A16": 0.25,
-}  # fmt: skip
+    "W4A16": (0.5 + 8 * 2**-8) / 7.5 + 2**-8,
+    "W8A16": (0.5 + 128 * 2**-8) / 127.5 + 2**-8,
+    "W8A8": (0.5 + 128 * 2**-8) / 127.5 + 2**-8,
+    "FP8_BLOCK": 2**-4,
+    "FP8_DYNAMIC": 2**-4,
+    "NVFP4A16": 1 / 6 + 2**-4,
+    "MXFP4": 0.25,
+    "MXFP4A8": 0.25,
+    "MXFP4A16": 0.25,
+}
 
 
 def make(model: str, tmp_path_factory, **choices: str) -> tuple[Plan, Path]:
@@ -184,8 +190,10 @@ def test_make_quantize_says_what_it_did(tmp_path):
     """The README's first command, as a process."""
     done = subprocess.run(
         [str(Path(sys.executable).with_name("keepmtp")), "quantize", "tiny-glm4-moe", "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr
     for wanted in ("quantize to W4A16", "keep BF16", "check passed", "vllm serve"):
         assert wanted in done.stdout

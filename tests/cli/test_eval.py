@@ -80,7 +80,8 @@ def test_another_model_is_no_source(checkpoint):
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 64}))
     assert f"{GLM}: must be what {checkpoint} was made from, whose vocab_size is 64; got 512." in refusal(
-        checkpoint, *RECIPE, "--source", GLM)  # fmt: skip
+        checkpoint, *RECIPE, "--source", GLM
+    )
 
 
 def test_a_checkpoint_is_not_its_own_source(checkpoint):

@@ -171,8 +171,9 @@ def test_a_calibrated_run_for_machines(tmp_path):
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in done.stderr.splitlines()]
     assert [(step["step"], step["done"], step["total"]) for step in steps] == [
-        *(("backbone", layer, 3) for layer in (1, 2, 3)), *(("mtp", policy, 2) for policy in (1, 2)),
-    ]  # fmt: skip
+        *(("backbone", layer, 3) for layer in (1, 2, 3)),
+        *(("mtp", policy, 2) for policy in (1, 2)),
+    ]
     assert all(step["tokens_per_second"] > 0 and step["memory_gib"] > 0 for step in steps)
     assert steps[2]["eta_seconds"] == 0 < steps[0]["eta_seconds"]
     told = json.loads(done.stdout)
@@ -257,7 +258,9 @@ def test_a_word_that_is_not_known_is_said_plainly(words, says):
 
 
 def test_what_the_hub_warns_of_is_said_once():
-    code = ("import logging; from keepmtp.cli import main as cli; cli._common(); "
-            "logging.getLogger('huggingface_hub.x').warning('slow')")  # fmt: skip
+    code = (
+        "import logging; from keepmtp.cli import main as cli; cli._common(); "
+        "logging.getLogger('huggingface_hub.x').warning('slow')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.count("slow") == 1, done.stderr

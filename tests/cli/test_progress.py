@@ -102,9 +102,11 @@ def test_a_log_of_an_evaluation_has_few_lines():
         show(Asked(done=1319, eta_seconds=0.0))
         show(Asked(role="checkpoint", doing="writing a BF16 copy [x]", eta_seconds=None))
     assert file.getvalue().splitlines() == [
-        "source  starting, 0 s", "source  question 700 of 1,319  1,480 tok/s  ETA 0:01:10",
-        "source  question 1,319 of 1,319  1,480 tok/s  ETA 0:00:00", "checkpoint  writing a BF16 copy [x]",
-    ]  # fmt: skip
+        "source  starting, 0 s",
+        "source  question 700 of 1,319  1,480 tok/s  ETA 0:01:10",
+        "source  question 1,319 of 1,319  1,480 tok/s  ETA 0:00:00",
+        "checkpoint  writing a BF16 copy [x]",
+    ]
 
 
 def test_an_evaluation_on_a_terminal_and_for_machines(capsys):

@@ -13,9 +13,21 @@ import pytest
 from keepmtp.cli.main import VERBS
 
 SLOW = {
-    "datasets", "httpx", "huggingface_hub", "jinja2", "lm_eval", "matplotlib", "numpy", "pydantic", "requests", "rich",
-    "safetensors", "torch", "transformers", "yaml",
-}  # fmt: skip
+    "datasets",
+    "httpx",
+    "huggingface_hub",
+    "jinja2",
+    "lm_eval",
+    "matplotlib",
+    "numpy",
+    "pydantic",
+    "requests",
+    "rich",
+    "safetensors",
+    "torch",
+    "transformers",
+    "yaml",
+}
 HARNESS = """
 import json, sys
 from keepmtp.cli.main import main

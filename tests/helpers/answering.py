@@ -35,8 +35,10 @@ class Answering(BaseHTTPRequestHandler):
         drafts = 3 * len(self.asked)
         rows = {"drafts_total": drafts, "draft_tokens_total": 2 * drafts, "accepted_tokens_total": drafts}
         lines = [f'vllm:spec_decode_num_{name}{{engine="0"}} {count}.0' for name, count in rows.items()]
-        lines += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{at}"}} {count}.0'
-                  for at, count in enumerate((drafts, 0))]  # fmt: skip
+        lines += [
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{at}"}} {count}.0'
+            for at, count in enumerate((drafts, 0))
+        ]
         self.reply(200, "\n".join(lines).encode())
 
     def do_POST(self):

@@ -45,6 +45,7 @@ GOOD: dict[str, Callable[[], Checkpoint]] = ELSEWHERE | {
     "qwen vl modelopt": lambda: modelopt("qwen3.5-27b"),
 }
 
+
 @dataclass(frozen=True)
 class Case:
     name: str

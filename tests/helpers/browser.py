@@ -83,12 +83,23 @@ def opened(page: Path, *, is_dark: bool = False, scratch: Path) -> Seen:
     if name is None:
         pytest.skip(MISSING)
     words = [
-        name, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-        "--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND", "--hide-scrollbars",
-        f"--user-data-dir={scratch / 'profile'}", "--window-size=1280,900", "--enable-logging=stderr",
-        f"--blink-settings=preferredColorScheme={0 if is_dark else 1}", "--virtual-time-budget=2000", "--dump-dom",
+        name,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-first-run",
+        "--disable-background-networking",
+        "--host-resolver-rules=MAP * ~NOTFOUND",
+        "--hide-scrollbars",
+        f"--user-data-dir={scratch / 'profile'}",
+        "--window-size=1280,900",
+        "--enable-logging=stderr",
+        f"--blink-settings=preferredColorScheme={0 if is_dark else 1}",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
         page.as_uri(),
-    ]  # fmt: skip
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
     return Seen(html=done.stdout, console=[line for line in done.stderr.splitlines() if "CONSOLE" in line])

@@ -15,9 +15,13 @@ from releases import source_layout, write_checkpoint
 
 
 def planned(
-    folder: Path, *, model: str = "glm-4.7", algorithm: str = "minmax", data: Literal["sparse", "random"] = "sparse",
+    folder: Path,
+    *,
+    model: str = "glm-4.7",
+    algorithm: str = "minmax",
+    data: Literal["sparse", "random"] = "sparse",
     **words: str,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """A calibrated plan over a model, tiny unless it is there; `words` are schemes by group, NVFP4 where not said."""
     if not folder.is_dir():
         config, tensors = source_layout(model, size="tiny")
@@ -27,8 +31,7 @@ def planned(
     recipe = find_recipe(model)[0].model_dump()
     mtp = words.pop("mtp", "bf16")
     backbone = {group: words.get(group, words.get("rest", "NVFP4")) for group in recipe["backbone"]}
-    changes = {"backbone": backbone, "mtp": mtp,
-               "calibration": calibration.model_dump() | {"algorithm": algorithm}}  # fmt: skip
+    changes = {"backbone": backbone, "mtp": mtp, "calibration": calibration.model_dump() | {"algorithm": algorithm}}
     return make_plan(Recipe.model_validate(recipe | changes), open_source(folder), shard_bytes=2_000_000)
 
 

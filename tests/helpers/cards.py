@@ -30,8 +30,13 @@ def checkpoint(folder: Path, recipe: str = RECIPE, **choices: Any) -> Path:
     return folder
 
 
-def evidence(folder: Path, *, stations: frozenset[str] = STATIONS, answers: measured.Answers = measured.ANSWERS,
-             is_copy: bool = False) -> Path:  # fmt: skip
+def evidence(
+    folder: Path,
+    *,
+    stations: frozenset[str] = STATIONS,
+    answers: measured.Answers = measured.ANSWERS,
+    is_copy: bool = False,
+) -> Path:
     """Results of these stations for the checkpoint in `folder`; returns its evidence folder, report.json in it."""
     where, identity = report_folder(folder), identify(folder)
     source = open_source(reports.MODEL)
@@ -54,10 +59,17 @@ def told(folder: Path, report: FullReport, **changed: Any) -> Told:
     """What a card of the checkpoint in `folder` is made from, with any report; `changed` are fields of it."""
     record, opened = read_record(folder), open_source(folder)
     fields: dict[str, Any] = {
-        "name": folder.name, "report": report, "record": record, "recipe": recipe_text(folder), "choices": (),
-        "groups": groups_of(opened, record), "base_model": "", "license": "", "plots": frozenset(),
+        "name": folder.name,
+        "report": report,
+        "record": record,
+        "recipe": recipe_text(folder),
+        "choices": (),
+        "groups": groups_of(opened, record),
+        "base_model": "",
+        "license": "",
+        "plots": frozenset(),
         "off_leaderboard": "",
-    }  # fmt: skip
+    }
     return Told(**(fields | changed))
 
 

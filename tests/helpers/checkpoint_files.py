@@ -95,9 +95,14 @@ def as_source(checkpoint: Checkpoint, folder: Path) -> Source:
         )
         end += size
     return Source(
-        where="built", revision="local", folder=folder, config=checkpoint.config, entries=entries, unindexed={},
+        where="built",
+        revision="local",
+        folder=folder,
+        config=checkpoint.config,
+        entries=entries,
+        unindexed={},
         companions=(),
-    )  # fmt: skip
+    )
 
 
 def _write_shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:

@@ -27,8 +27,9 @@ def lively(folder: Path, model: str, *, changes: Mapping[str, Any] | None = None
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         tensors = {
             name: ("BF16" if dtype.startswith("F8") else dtype, shape)
-            for name, (dtype, shape) in tensors.items() if not name.endswith("weight_scale_inv")
-        }  # fmt: skip
+            for name, (dtype, shape) in tensors.items()
+            if not name.endswith("weight_scale_inv")
+        }
     write_checkpoint(folder, config, tensors, num_shards=1, data="random")
     file = folder / "model.safetensors"
     weights = load_file(file)

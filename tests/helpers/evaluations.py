@@ -33,59 +33,93 @@ class Answers:
 
 
 def evaluated(
-    role: Role, num_right: int, num: int, *, k: int = 3, shares: tuple[float, ...] = (0.93, 0.81, 0.64),
-    drafts: int = 40_000, **changed: Any,
-) -> EvaluatedFact:  # fmt: skip
+    role: Role,
+    num_right: int,
+    num: int,
+    *,
+    k: int = 3,
+    shares: tuple[float, ...] = (0.93, 0.81, 0.64),
+    drafts: int = 40_000,
+    **changed: Any,
+) -> EvaluatedFact:
     """One model: `shares` of its drafts are accepted up to each position; `changed` are fields of the fact."""
     accepted = tuple(round(share * drafts) for share in shares[:k])
     value = num_right / num
     score = {"value": value, "stderr": math.sqrt(value * (1 - value) / max(1, num - 1))}
     fields = {
-        "role": role, "path": "models/tiny" if role == "source" else "out/tiny.nvfp4", "sha256": role[0] * 64,
-        "as_served": "native", "reason": "", "scores": tuple(ScoreFact(filter=name, **score) for name in FILTERS),
-        "num_questions": num, "num_truncated": 3 if num > 3 else 0, "num_tokens": 130 * num, "seconds": 620.4,
-        "drafts": drafts, "draft_tokens": k * drafts, "accepted_tokens": sum(accepted),
-        "accepted_per_position": accepted, "sittings": 1, "samples": f"gsm8k.{role}.jsonl", "samples_sha256": "f" * 64,
-    }  # fmt: skip
+        "role": role,
+        "path": "models/tiny" if role == "source" else "out/tiny.nvfp4",
+        "sha256": role[0] * 64,
+        "as_served": "native",
+        "reason": "",
+        "scores": tuple(ScoreFact(filter=name, **score) for name in FILTERS),
+        "num_questions": num,
+        "num_truncated": 3 if num > 3 else 0,
+        "num_tokens": 130 * num,
+        "seconds": 620.4,
+        "drafts": drafts,
+        "draft_tokens": k * drafts,
+        "accepted_tokens": sum(accepted),
+        "accepted_per_position": accepted,
+        "sittings": 1,
+        "samples": f"gsm8k.{role}.jsonl",
+        "samples_sha256": "f" * 64,
+    }
     return EvaluatedFact(**(fields | changed))
 
 
 def evaluation(
-    answers: Answers | None = None, *, source: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None,
-    has_source: bool = True, protocol: dict[str, Any] | None = None, environment: dict[str, str] | None = None,
-) -> EvaluationFact:  # fmt: skip
+    answers: Answers | None = None,
+    *,
+    source: dict[str, Any] | None = None,
+    checkpoint: dict[str, Any] | None = None,
+    has_source: bool = True,
+    protocol: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+) -> EvaluationFact:
     """Both models on the same questions; `source` and `checkpoint` go to `evaluated`, `protocol` to `Evaluation`."""
     told = answers or Answers()
     pairs = (
-        [(True, True)] * told.both + [(True, False)] * told.only_source + [(False, True)] * told.only_checkpoint
+        [(True, True)] * told.both
+        + [(True, False)] * told.only_source
+        + [(False, True)] * told.only_checkpoint
         + [(False, False)] * told.neither
-    )  # fmt: skip
+    )
     before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     theirs = evaluated("source", sum(before), told.num, **(source or {}))
     return EvaluationFact(
-        protocol=Evaluation(**({"k": 3} | (protocol or {}))), dataset_sha256="d" * 64,
+        protocol=Evaluation(**({"k": 3} | (protocol or {}))),
+        dataset_sha256="d" * 64,
         source=theirs if has_source else None,
         checkpoint=evaluated("checkpoint", sum(after), told.num, **(checkpoint or {})),
         paired=tuple(paired(name, before, after) for name in FILTERS) if has_source else (),
         environment=environment or {"lm-eval": "0.4.13", "vllm": "0.32.0", "device": "CPU: Xeon, 2 cores"},
-    )  # fmt: skip
+    )
 
 
 def judged(found: EvaluationFact, gates: Gates | None = None) -> FullReport:
     """A report of a checkpoint that was checked, evaluated and judged."""
     data = check_data(check(reports.MODEL), vllm=reports.VLLM)
     judgement = judge(gates=gates or Gates(), check=data, serve=None, evaluation=found)
-    return assemble(data, vllm=reports.VLLM, made_at=reports.AT, evaluation=found, judgement=judgement,
-                    identity=Identity(sha256="e" * 64, files={}))  # fmt: skip
+    return assemble(
+        data,
+        vllm=reports.VLLM,
+        made_at=reports.AT,
+        evaluation=found,
+        judgement=judgement,
+        identity=Identity(sha256="e" * 64, files={}),
+    )
 
 
 def hostile(word: str) -> FullReport:
     """Every string of an evaluation that a stranger may choose is `word`, names of filters included."""
     fact = evaluation(
-        Answers(both=3, only_source=1, only_checkpoint=1, neither=1), environment={word: word},
-        source={"path": word, "reason": word}, checkpoint={"path": word, "reason": word, "as_served": COPY},
+        Answers(both=3, only_source=1, only_checkpoint=1, neither=1),
+        environment={word: word},
+        source={"path": word, "reason": word},
+        checkpoint={"path": word, "reason": word, "as_served": COPY},
         protocol={"dataset": f"{word}.jsonl", "limit": 6},
-    )  # fmt: skip
+    )
     told = fact.model_dump() | {"dataset_sha256": word}
     for model in (told["source"], told["checkpoint"]):
         model["scores"][0]["filter"] = word

@@ -21,9 +21,17 @@ from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
 
 _CALIBRATION = {
-    "algorithm": "minmax", "dataset": "d", "dataset_revision": "r", "split": "s", "column": "c", "samples": 1,
-    "held_out": 1, "sequence_length": 2, "batch_size": 1, "seed": 0,
-}  # fmt: skip
+    "algorithm": "minmax",
+    "dataset": "d",
+    "dataset_revision": "r",
+    "split": "s",
+    "column": "c",
+    "samples": 1,
+    "held_out": 1,
+    "sequence_length": 2,
+    "batch_size": 1,
+    "seed": 0,
+}
 
 
 # What vLLM's classes read beside config.json: model_type -> file -> content.
@@ -52,15 +60,29 @@ def planned(model: str, scheme: str, mtp: str, size: str = "tiny", **changes: An
     words = (scheme, mtp) if roles else (mtp,)  # a draft of its own has no backbone
     calibrated = any(SCHEMES[word].needs_calibration for word in words if word in SCHEMES)
     # A static input scale distorts what vLLM absorbs; `refuse_calibration` says so.
-    absorbed = {p.module for p in places if p and p.module.endswith(".kv_b_proj")
-                and getattr(SCHEMES.get(mtp if p.part == "mtp" else scheme), "needs_calibration", False)}  # fmt: skip
+    absorbed = {
+        p.module
+        for p in places
+        if p
+        and p.module.endswith(".kv_b_proj")
+        and getattr(SCHEMES.get(mtp if p.part == "mtp" else scheme), "needs_calibration", False)
+    }
     pattern = "re:" + "|".join(map(re.escape, sorted(absorbed)))
-    recipe = Recipe.model_validate({
-        "model": model, "variant": scheme.lower(), "default": False, "summary": "", "family": config["model_type"],
-        "source": "local", "revision": "local", "backbone": dict.fromkeys(roles, scheme), "mtp": mtp,
-        "calibration": _CALIBRATION if calibrated else None,
-        "overrides": [{"modules": pattern, "scheme": "bf16"}] if absorbed else [],
-    })  # fmt: skip
+    recipe = Recipe.model_validate(
+        {
+            "model": model,
+            "variant": scheme.lower(),
+            "default": False,
+            "summary": "",
+            "family": config["model_type"],
+            "source": "local",
+            "revision": "local",
+            "backbone": dict.fromkeys(roles, scheme),
+            "mtp": mtp,
+            "calibration": _CALIBRATION if calibrated else None,
+            "overrides": [{"modules": pattern, "scheme": "bf16"}] if absorbed else [],
+        }
+    )
     return make_plan(recipe, source)
 
 
@@ -70,15 +92,18 @@ def ours(model: str, scheme: str, mtp: str = "bf16", size: str = "tiny", **chang
     config = output_config(plan)
     tensors = {str(output.name): (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
     return Checkpoint(
-        config=deepcopy(config), tensors=tensors, json_files=companions(config),
-    )  # fmt: skip
+        config=deepcopy(config),
+        tensors=tensors,
+        json_files=companions(config),
+    )
 
 
 def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:
     """The same tensors under a config as llm-compressor writes it: target Linear, and whole names to ignore."""
     checkpoint = ours(model, scheme, mtp)
-    names = [name for module in runtime_modules(planned(model, scheme, mtp)) if not module.scheme
-             for name in module.asked]  # fmt: skip
+    names = [
+        name for module in runtime_modules(planned(model, scheme, mtp)) if not module.scheme for name in module.asked
+    ]
     checkpoint.quantization["config_groups"]["group_0"]["targets"] = ["Linear"]
     checkpoint.quantization["ignore"] = [*dict.fromkeys(names), "re:^visual\\."]
     return checkpoint
@@ -98,27 +123,52 @@ def published_flash() -> Checkpoint:
         if re.match(r"layers\.\d+\.ffn\.shared_experts\.", name):
             checkpoint.tensors[name] = spec
     checkpoint.config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "mixed-precision", "quantization_status": "compressed",
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "quantization_status": "compressed",
         "scale_fmt": "ue8m0",
         "config_groups": {
             "group_0": {
                 "format": "float-quantized",
                 "targets": ["re:.*\\.attn\\.(fused_wqa_wkv|compressor\\.fused_wkv_wgate|wq_b|wo_a|wo_b)$"],
-                "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128],
-                            "symmetric": True, "dynamic": False},
-                "input_activations": {"dynamic": True, "group_size": 128, "num_bits": 8, "strategy": "group",
-                                      "symmetric": True, "type": "float"},
+                "weights": {
+                    "num_bits": 8,
+                    "type": "float",
+                    "strategy": "block",
+                    "block_structure": [128, 128],
+                    "symmetric": True,
+                    "dynamic": False,
+                },
+                "input_activations": {
+                    "dynamic": True,
+                    "group_size": 128,
+                    "num_bits": 8,
+                    "strategy": "group",
+                    "symmetric": True,
+                    "type": "float",
+                },
             },
             "group_1": {
-                "format": "nvfp4-pack-quantized", "targets": ["re:.*\\.ffn\\.experts\\.\\d+\\.(w1|w2|w3)$"],
-                "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
-                            "symmetric": True},
-                "input_activations": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
-                                      "dynamic": "local"},
+                "format": "nvfp4-pack-quantized",
+                "targets": ["re:.*\\.ffn\\.experts\\.\\d+\\.(w1|w2|w3)$"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "float",
+                    "strategy": "tensor_group",
+                    "group_size": 16,
+                    "symmetric": True,
+                },
+                "input_activations": {
+                    "num_bits": 4,
+                    "type": "float",
+                    "strategy": "tensor_group",
+                    "group_size": 16,
+                    "dynamic": "local",
+                },
             },
         },
         "ignore": ["head", "embed", "re:.*norm.*", "re:.*\\.ffn\\.gate$", "re:.*mtp\\..*", "re:.*\\.layers\\.3\\..*"],
-    }  # fmt: skip
+    }
     return checkpoint
 
 
@@ -150,8 +200,13 @@ def red_hat() -> Checkpoint:
     checkpoint.tensors.update({name: spec for name, spec in plain.items() if ".linear_attn." in name})
     checkpoint.quantization["config_groups"]["group_0"]["targets"] = ["Linear"]
     checkpoint.quantization["ignore"] = [
-        "lm_head", "re:.*mlp.gate$", "re:.*mlp.shared_expert_gate$", "re:.*linear_attn.*", "re:mtp.*", "re:.*visual.*",
-    ]  # fmt: skip
+        "lm_head",
+        "re:.*mlp.gate$",
+        "re:.*mlp.shared_expert_gate$",
+        "re:.*linear_attn.*",
+        "re:mtp.*",
+        "re:.*visual.*",
+    ]
     return checkpoint
 
 
@@ -159,14 +214,25 @@ def qwen_fp8() -> Checkpoint:
     """Qwen3.5 as its makers publish it in FP8: blocks, MTP layers too, exceptions in names on disk."""
     checkpoint = ours("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK")
     checkpoint.rename(r"(.*)\.weight_scale", r"\1.weight_scale_inv")
-    names = [name for module in runtime_modules(planned("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK")) if not module.scheme
-             for name in module.asked if name.startswith(("model.", "mtp.", "lm_head"))]  # fmt: skip
-    names += [name.removesuffix(".weight") for name in checkpoint.tensors
-              if name.startswith("model.visual.") and name.endswith(".weight")]  # fmt: skip
+    names = [
+        name
+        for module in runtime_modules(planned("qwen3.5-27b", "FP8_BLOCK", "FP8_BLOCK"))
+        if not module.scheme
+        for name in module.asked
+        if name.startswith(("model.", "mtp.", "lm_head"))
+    ]
+    names += [
+        name.removesuffix(".weight")
+        for name in checkpoint.tensors
+        if name.startswith("model.visual.") and name.endswith(".weight")
+    ]
     checkpoint.config["quantization_config"] = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
         "modules_to_not_convert": names,
-    }  # fmt: skip
+    }
     return checkpoint
 
 
@@ -177,8 +243,11 @@ def gptq() -> Checkpoint:
     checkpoint.rename(r"(.*)\.weight_scale", r"\1.scales")
     checkpoint.rename(r"(.*)\.weight_shape", r"\1.g_idx")
     checkpoint.config["quantization_config"] = {
-        "quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {r"-:^model\.layers\.3\.": {}},
-    }  # fmt: skip
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "dynamic": {r"-:^model\.layers\.3\.": {}},
+    }
     return checkpoint
 
 
@@ -191,9 +260,11 @@ def native_bf16_mtp() -> Checkpoint:
         checkpoint.tensors[f"{module}.weight"] = ("BF16", checkpoint.tensors[f"{module}.weight"][1])
     attention = ["fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj"]
     checkpoint.quantization["ignored_layers"] = [
-        *(f"{stem}self_attn.{name}" for name in attention), f"{stem}mlp.shared_experts.gate_up_proj",
-        f"{stem}mlp.shared_experts.down_proj", f"{stem}mlp.experts",
-    ]  # fmt: skip
+        *(f"{stem}self_attn.{name}" for name in attention),
+        f"{stem}mlp.shared_experts.gate_up_proj",
+        f"{stem}mlp.shared_experts.down_proj",
+        f"{stem}mlp.experts",
+    ]
     return checkpoint
 
 

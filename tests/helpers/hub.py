@@ -110,9 +110,10 @@ class Hub:
     def commit(self, name: str, files: Mapping[str, bytes]) -> str:
         """Somebody's commit of small files."""
         repo = self.repos[name]
-        repo.commits.append(dict(repo.commits[-1] if repo.commits else {}) | {
-            path: self.store(content) for path, content in files.items()
-        })  # fmt: skip
+        repo.commits.append(
+            dict(repo.commits[-1] if repo.commits else {})
+            | {path: self.store(content) for path, content in files.items()}
+        )
         return repo.head
 
     def store(self, content: bytes, *, large: bool = False) -> Blob:
@@ -214,8 +215,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bytes) -> None:
         token = self._token()
         if token not in ("", TOKEN, READ_ONLY):
-            return self._say(401, {"error": "Invalid credentials in Authorization header"},
-                             {"X-Error-Message": "Invalid credentials in Authorization header"})  # fmt: skip
+            return self._say(
+                401,
+                {"error": "Invalid credentials in Authorization header"},
+                {"X-Error-Message": "Invalid credentials in Authorization header"},
+            )
         for method, pattern, answer in _ROUTES:
             if self.command in method and (found := re.fullmatch(pattern, self.path)):
                 told = found.groupdict()
@@ -255,8 +259,18 @@ class _Handler(BaseHTTPRequestHandler):
     def _info(self, _: bytes, *, repo: str, revision: str | None) -> None:
         found, at = self.hub.repos[repo], revision or "main"
         files = [{"rfilename": path} for path in found.at(at)]
-        self._say(200, {"id": repo, "sha": found.head if at == "main" else at, "siblings": files,
-                        "private": found.private, "tags": [], "downloads": 0, "likes": 0})  # fmt: skip
+        self._say(
+            200,
+            {
+                "id": repo,
+                "sha": found.head if at == "main" else at,
+                "siblings": files,
+                "private": found.private,
+                "tags": [],
+                "downloads": 0,
+                "likes": 0,
+            },
+        )
 
     def _tree(self, _: bytes, *, repo: str, revision: str, below: str | None) -> None:
         start = f"{below.strip('/')}/" if below and below.strip("/") else ""
@@ -265,31 +279,52 @@ class _Handler(BaseHTTPRequestHandler):
         if "recursive=true" not in self.query.lower():
             folders = {start + path.removeprefix(start).partition("/")[0] for path in files} - files.keys()
             files = {path: blob for path, blob in files.items() if "/" not in path.removeprefix(start)}
-        self._say(200, [
-            {"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)
-        ] + [
-            {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
-            | ({"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {})
-            for path, blob in files.items()
-        ])  # fmt: skip
+        self._say(
+            200,
+            [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)]
+            + [
+                {"type": "file", "path": path, "oid": blob.oid, "size": blob.size}
+                | ({"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 130}} if blob.sha256 else {})
+                for path, blob in files.items()
+            ],
+        )
 
     def _preupload(self, body: bytes, *, repo: str, revision: str) -> None:
         there = self.hub.repos[repo].at(revision)
-        self._say(200, {"files": [
-            {"path": file["path"], "uploadMode": "lfs" if file["path"].endswith(_LARGE) else "regular",
-             "shouldIgnore": False,
-             "oid": (there[file["path"]].sha256 or there[file["path"]].oid) if file["path"] in there else None}
-            for file in json.loads(body)["files"]
-        ]})  # fmt: skip
+        self._say(
+            200,
+            {
+                "files": [
+                    {
+                        "path": file["path"],
+                        "uploadMode": "lfs" if file["path"].endswith(_LARGE) else "regular",
+                        "shouldIgnore": False,
+                        "oid": (there[file["path"]].sha256 or there[file["path"]].oid)
+                        if file["path"] in there
+                        else None,
+                    }
+                    for file in json.loads(body)["files"]
+                ]
+            },
+        )
 
     def _batch(self, body: bytes, *, repo: str) -> None:
         asked, verify = json.loads(body)["objects"], {"href": f"{self.hub.endpoint}/lfs-verify"}
-        self._say(200, {"transfer": "basic", "objects": [
-            {"oid": file["oid"], "size": file["size"]}
-            | ({} if (self.hub.folder / file["oid"]).exists() else
-               {"actions": {"upload": self._upload_action(file["oid"], file["size"]), "verify": verify}})
-            for file in asked
-        ]})  # fmt: skip
+        self._say(
+            200,
+            {
+                "transfer": "basic",
+                "objects": [
+                    {"oid": file["oid"], "size": file["size"]}
+                    | (
+                        {}
+                        if (self.hub.folder / file["oid"]).exists()
+                        else {"actions": {"upload": self._upload_action(file["oid"], file["size"]), "verify": verify}}
+                    )
+                    for file in asked
+                ],
+            },
+        )
 
     def _upload_action(self, oid: str, size: int) -> dict[str, Any]:
         # A presigned URL: its query is a secret of its own.

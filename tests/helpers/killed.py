@@ -42,8 +42,15 @@ def start(recipe: Path, folder: Path, **options: Any) -> list[ForkServerProcess]
         port = listener.getsockname()[1]
     started = []
     for rank in range(size):
-        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+        environment = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         process = forks().Process(target=backbone_pass, args=(recipe, folder, environment), kwargs=options)
         process.start()
         started.append(process)
@@ -67,9 +74,13 @@ def statistics(folder: Path) -> dict[str, bytes]:
 
 
 def backbone_pass(
-    recipe: Path, folder: Path, environment: Mapping[str, object], *, kill: tuple[str, int] | None = None,
+    recipe: Path,
+    folder: Path,
+    environment: Mapping[str, object],
+    *,
+    kill: tuple[str, int] | None = None,
     killed_rank: int = 0,
-) -> None:  # fmt: skip
+) -> None:
     """In a process of its own: the pass; progress goes to <folder>.events-<rank>, a refusal to <folder>.error-<rank>.
 
     Args:
@@ -94,9 +105,13 @@ def backbone_pass(
                 plan, _ = plan_for(str(recipe))
                 data = calibration_data(plan.recipe.calibration, plan.source)
                 calibrate.calibrate_backbone(
-                    plan, data, folder, device=ranks.device, ranks=ranks,
+                    plan,
+                    data,
+                    folder,
+                    device=ranks.device,
+                    ranks=ranks,
                     watch=lambda step: print(json.dumps(step.done), file=told, flush=True),
-                )  # fmt: skip
+                )
         except KeepMTPError as refusal:
             folder.with_name(f"{folder.name}.error-{rank}").write_text(str(refusal))
             os._exit(2)

@@ -76,9 +76,11 @@ class Cell:
 
 
 def run(
-    models: Iterable[str], gpus: Iterable[GPU] = GPUS, tps: Iterable[int] = TPS,
+    models: Iterable[str],
+    gpus: Iterable[GPU] = GPUS,
+    tps: Iterable[int] = TPS,
     variants: Iterable[str] = tuple(VARIANTS),
-) -> Iterator[Cell]:  # fmt: skip
+) -> Iterator[Cell]:
     """Judge every combination; one vLLM process a GPU."""
     vllm = find_vllm()
     tps = tuple(tps)
@@ -97,19 +99,30 @@ def run(
         examined = {folder: examine(folder) for _, _, folder, _ in made}
         for gpu in gpus:
             with DryLoader(vllm, gpu=gpu) as loader:
-                jobs = [Job(folder=target or folder, draft=folder if target else None, tp=tp)
-                        for _, _, folder, target in made for tp in tps]  # fmt: skip
+                jobs = [
+                    Job(folder=target or folder, draft=folder if target else None, tp=tp)
+                    for _, _, folder, target in made
+                    for tp in tps
+                ]
                 verdicts = iter(loader.judge_all(jobs))
             for model, variant, folder, target in made:
                 report, _, evidence = examined[folder]
                 for tp in tps:
-                    judged = with_verdicts(report, None if target else evidence, [next(verdicts)], vllm.version,
-                                           draft=evidence)  # fmt: skip
+                    judged = with_verdicts(
+                        report, None if target else evidence, [next(verdicts)], vllm.version, draft=evidence
+                    )
                     yield Cell(family=family_of(model), model=model, variant=variant, gpu=gpu, tp=tp, report=judged)
             for model, variant, refusal in refused:
                 for tp in tps:
-                    yield Cell(family=family_of(model), model=model, variant=variant, gpu=gpu, tp=tp, report=None,
-                               refusal=refusal)  # fmt: skip
+                    yield Cell(
+                        family=family_of(model),
+                        model=model,
+                        variant=variant,
+                        gpu=gpu,
+                        tp=tp,
+                        report=None,
+                        refusal=refusal,
+                    )
 
 
 def _target(model: str, folder: Path) -> Path | None:
@@ -134,16 +147,18 @@ def markdown(cells: list[Cell], version: str) -> str:
     columns = [(gpu, tp) for gpu in GPUS for tp in TPS]
     loaded = sum(1 for cell in cells if cell.text == "loads")
     lines = [
-        "# What vLLM builds and loads", "",
+        "# What vLLM builds and loads",
+        "",
         f"Written by `make matrix`: vLLM {version}'s own target and draft classes and loaders on meta tensors, from",
         "tiny checkpoints in published names (tests/helpers/layouts). *loads* means: both constructed",
         "and loaded, every parameter written over all its elements, every tensor used, no number cast, and a kernel",
         f"for every layer that could be judged. Quantized is {SCHEME} for backbone and, where said, MTP block, and",
         f"{INSTEAD} where keepmtp refuses {SCHEME} for the family.",
-        f"{loaded} of {len(cells)} combinations load; below the table stands why the others do not.", "",
+        f"{loaded} of {len(cells)} combinations load; below the table stands why the others do not.",
+        "",
         "| family | checkpoint | " + " | ".join(f"{gpu} TP{tp}" for gpu, tp in columns) + " |",
         "|---" * (2 + len(columns)) + "|",
-    ]  # fmt: skip
+    ]
     for (family, model, variant), found in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1])):
         texts = " | ".join(found.get(column, "") for column in columns)
         lines.append(f"| {family} | {model}, {variant} | {texts} |")

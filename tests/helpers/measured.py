@@ -50,23 +50,44 @@ def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:
         right = [True] * answers.both + [model.role == "source"] * answers.only_source
         right += [model.role == "checkpoint"] * answers.only_checkpoint + [False] * answers.neither
         header = Header(
-            role=model.role, protocol=fact.protocol, dataset_sha256=fact.dataset_sha256, prompts_sha256="",
-            num_questions=answers.num, checkpoint_sha256=model.sha256, vllm=reports.VLLM, device="CPU",
-        )  # fmt: skip
+            role=model.role,
+            protocol=fact.protocol,
+            dataset_sha256=fact.dataset_sha256,
+            prompts_sha256="",
+            num_questions=answers.num,
+            checkpoint_sha256=model.sha256,
+            vllm=reports.VLLM,
+            device="CPU",
+        )
         path = evidence / model.samples
         path.unlink(missing_ok=True)
         samples = Samples(path, header)
         for number in range(answers.num):
-            samples.add(Answer(
-                question=number, prompt_sha256="e" * 64, text="#### 8", num_tokens=model.num_tokens // answers.num,
-                finish_reason="length" if number < model.num_truncated else "stop",
-            ))  # fmt: skip
-        samples.add(Sitting(
-            sitting=1, as_served="native", reason="", seconds=model.seconds, drafts=model.drafts,
-            draft_tokens=model.draft_tokens, accepted_tokens=model.accepted_tokens,
-            accepted_per_position=model.accepted_per_position,
-        ))  # fmt: skip
+            samples.add(
+                Answer(
+                    question=number,
+                    prompt_sha256="e" * 64,
+                    text="#### 8",
+                    num_tokens=model.num_tokens // answers.num,
+                    finish_reason="length" if number < model.num_truncated else "stop",
+                )
+            )
+        samples.add(
+            Sitting(
+                sitting=1,
+                as_served="native",
+                reason="",
+                seconds=model.seconds,
+                drafts=model.drafts,
+                draft_tokens=model.draft_tokens,
+                accepted_tokens=model.accepted_tokens,
+                accepted_per_position=model.accepted_per_position,
+            )
+        )
         samples.finish(dict.fromkeys(FILTERS, right))
     sums: dict[Role, str] = {model.role: file_sha256(evidence / model.samples) for model in fact.evaluated}
-    return evaluation(answers, source={"samples_sha256": sums["source"]},
-                      checkpoint={"sha256": sha256, "samples_sha256": sums["checkpoint"]})  # fmt: skip
+    return evaluation(
+        answers,
+        source={"samples_sha256": sums["source"]},
+        checkpoint={"sha256": sha256, "samples_sha256": sums["checkpoint"]},
+    )

@@ -27,9 +27,12 @@ from keepmtp.validate.check.dialects.matching import renamer
 
 # keepmtp's scheme -> modelopt's quant_algo.
 ALGORITHMS = {
-    "NVFP4": "NVFP4", "NVFP4A16": "W4A16_NVFP4", "FP8": "FP8", "FP8_DYNAMIC": "FP8_PER_CHANNEL_PER_TOKEN",
+    "NVFP4": "NVFP4",
+    "NVFP4A16": "W4A16_NVFP4",
+    "FP8": "FP8",
+    "FP8_DYNAMIC": "FP8_PER_CHANNEL_PER_TOKEN",
     "FP8_BLOCK": "FP8_PB_WO",
-}  # fmt: skip
+}
 # ModelOptFp8MoEMethod registers one scale a tensor, whatever the algorithm: experts have no form for these two.
 LINEAR_ONLY = ("FP8_DYNAMIC", "FP8_BLOCK")
 PRODUCER = {"name": "modelopt", "version": "0.41.0"}
@@ -49,9 +52,12 @@ def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Che
     checkpoint = modelopt(model, scheme, mtp)
     modules = runtime_modules(planned(model, scheme, mtp))
     checkpoint.config["quantization_config"] = {
-        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["lm_head"],
-        "quantized_layers": quantized_layers(checkpoint.config, modules), "producer": PRODUCER,
-    }  # fmt: skip
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "ignore": ["lm_head"],
+        "quantized_layers": quantized_layers(checkpoint.config, modules),
+        "producer": PRODUCER,
+    }
     return checkpoint
 
 
@@ -107,9 +113,11 @@ def said(plan: Plan) -> dict[str, Any]:
     modules = runtime_modules(plan)
     schemes = {module.scheme for module in modules if module.scheme}
     config: dict[str, Any] = {
-        "quant_method": "modelopt", "ignore": excluded(plan.view, modules), "producer": PRODUCER,
+        "quant_method": "modelopt",
+        "ignore": excluded(plan.view, modules),
+        "producer": PRODUCER,
         **plan.view.family.config_extras,
-    }  # fmt: skip
+    }
     if len(schemes) > 1:
         layers = quantized_layers(plan.view.config, modules)
         return config | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
@@ -155,8 +163,11 @@ def draft_heads(view: FamilyView) -> list[str]:
     """Heads that the draft builds with the quantization config: placeholders for the target's."""
     first = 0 if view.layout.mtp else view.num_layers
     rows = [row for row in view.family.mtp_block if row.role == "head"]
-    own = [view.runtime_stem("mtp", first + index) + (row.runtime or row.path)
-           for index in range(view.num_mtp_layers) for row in rows]  # fmt: skip
+    own = [
+        view.runtime_stem("mtp", first + index) + (row.runtime or row.path)
+        for index in range(view.num_mtp_layers)
+        for row in rows
+    ]
     return [*own, *([view.layout.draft_head] if view.layout.draft_head else [])]
 
 

@@ -36,11 +36,20 @@ COLUMNS = 118
 # tests/vllm/test_serve.py serves the same two checkpoints, and compares.
 ACCEPTED = {"right": (57, 57), "wrong": (0, 114)}
 THEME = TerminalTheme(
-    (22, 27, 34), (208, 215, 222),
-    [(22, 27, 34), (255, 123, 114), (86, 211, 100), (227, 179, 65), (88, 166, 255), (188, 140, 255), (57, 197, 207),
-     (208, 215, 222)],
+    (22, 27, 34),
+    (208, 215, 222),
+    [
+        (22, 27, 34),
+        (255, 123, 114),
+        (86, 211, 100),
+        (227, 179, 65),
+        (88, 166, 255),
+        (188, 140, 255),
+        (57, 197, 207),
+        (208, 215, 222),
+    ],
     [(48, 54, 61)] * 8,
-)  # fmt: skip
+)
 SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="keepmtp check finds the \
 checkpoint whose draft vLLM accepts in 0 % of all cases">
@@ -94,8 +103,9 @@ def _printed(*words: str, folder: Path) -> str:
     """What the command prints on a terminal of that width, colours included."""
     terminal = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": "50"}
     kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLORTERM", "PYTHONPATH")}
-    done = subprocess.run([sys.executable, "-m", "keepmtp", *words], cwd=folder, capture_output=True, text=True,
-                          env=kept | terminal)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "keepmtp", *words], cwd=folder, capture_output=True, text=True, env=kept | terminal
+    )
     assert not done.stderr, done.stderr
     return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip("\n")
 
@@ -115,8 +125,12 @@ def table() -> str:
             reasons.append(reason)
         calibrated = f"no [{reasons.index(reason) + 1}]" if reason else "yes*" if _is_uncompared(family) else "yes"
         rows.append(f"| {model_type}: {', '.join(sorted(models.get(model_type, ()))) or 'none'} | {calibrated} |")
-    partly = [f"{model_type} {loaded} of {cells}" for model_type in unique for loaded, cells in [_loads(model_type)]
-              if loaded < cells]  # fmt: skip
+    partly = [
+        f"{model_type} {loaded} of {cells}"
+        for model_type in unique
+        for loaded, cells in [_loads(model_type)]
+        if loaded < cells
+    ]
     notes = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
     return "\n".join([f"vLLM loads all cases, except: {', '.join(partly)}.", "", *rows, "", f"{'; '.join(notes)}."])
 

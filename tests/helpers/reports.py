@@ -19,8 +19,12 @@ MODEL = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
 AT = "2030-01-02 03:04:05 UTC"
 VLLM = "0.32.0"
 SHARED = ("model.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
-CAST = Misfit(param="model.layers.3.mtp_block.mlp.shared_experts.down_proj.weight", given="bfloat16",
-              tensor="model.layers.3.mlp.shared_experts.down_proj.weight", wanted="float8_e4m3fn")  # fmt: skip
+CAST = Misfit(
+    param="model.layers.3.mtp_block.mlp.shared_experts.down_proj.weight",
+    given="bfloat16",
+    tensor="model.layers.3.mlp.shared_experts.down_proj.weight",
+    wanted="float8_e4m3fn",
+)
 WARNED = Finding(rule="old", severity="warning", where="config.json", says="older versions want aliases", cure="Add")
 
 
@@ -30,81 +34,150 @@ def side(cls: str, *, shared: tuple[str, ...] = (), kernels: tuple[Kernel, ...] 
 
 def verdict(gpu: GPU, tp: int, *, failure: Failure | None = None, casts: tuple[Misfit, ...] = ()) -> Verdict:
     kernels = (
-        Kernel(layer="RoutedExperts", method="CompressedTensorsW4A4Nvfp4MoEMethod",
-               kernel="MarlinExperts" if gpu == "sm90" else "FlashInferExperts", count=92,
-               where="model.layers.1.mlp.experts", outcome="not judged: the post-load step reads values"),
-        Kernel(layer="LinearBase", method="CompressedTensorsW8A8Fp8", kernel="CutlassFP8ScaledMMLinearKernel",
-               count=460, where="model.layers.0.self_attn.qkv_proj", outcome="ok"),
-    )  # fmt: skip
+        Kernel(
+            layer="RoutedExperts",
+            method="CompressedTensorsW4A4Nvfp4MoEMethod",
+            kernel="MarlinExperts" if gpu == "sm90" else "FlashInferExperts",
+            count=92,
+            where="model.layers.1.mlp.experts",
+            outcome="not judged: the post-load step reads values",
+        ),
+        Kernel(
+            layer="LinearBase",
+            method="CompressedTensorsW8A8Fp8",
+            kernel="CutlassFP8ScaledMMLinearKernel",
+            count=460,
+            where="model.layers.0.self_attn.qkv_proj",
+            outcome="ok",
+        ),
+    )
     draft = replace(side("Glm4MoeMTP", shared=SHARED, kernels=kernels[1:]), casts=casts)
     return Verdict(
-        path=str(MODEL), gpu=gpu, tp=tp, num_drafts=1, failure=failure, runner="v2", peak_mib=740,
-        target=side("Glm4MoeForCausalLM", kernels=kernels), draft=Side() if failure else draft,
+        path=str(MODEL),
+        gpu=gpu,
+        tp=tp,
+        num_drafts=1,
+        failure=failure,
+        runner="v2",
+        peak_mib=740,
+        target=side("Glm4MoeForCausalLM", kernels=kernels),
+        draft=Side() if failure else draft,
         seconds={"imports": 11.8, "target load": 19.3},
-    )  # fmt: skip
+    )
 
 
 REFUSED = Failure(
-    stage="load", role="draft", type="KeyError", words="'model.layers.3.eh_proj.weight_scale'",
-    at="vllm/model_executor/models/glm4_moe_mtp.py:301", tensor="model.layers.3.eh_proj.weight_scale",
-)  # fmt: skip
+    stage="load",
+    role="draft",
+    type="KeyError",
+    words="'model.layers.3.eh_proj.weight_scale'",
+    at="vllm/model_executor/models/glm4_moe_mtp.py:301",
+    tensor="model.layers.3.eh_proj.weight_scale",
+)
 
 
-def run(k: int, *, shares: tuple[float, ...] = (), tok_s: float = 40.0, speed_up: float | None = None,
-        partings: tuple[Parting, ...] | None = None, num_drafts: int = 1000) -> Run:  # fmt: skip
+def run(
+    k: int,
+    *,
+    shares: tuple[float, ...] = (),
+    tok_s: float = 40.0,
+    speed_up: float | None = None,
+    partings: tuple[Parting, ...] | None = None,
+    num_drafts: int = 1000,
+) -> Run:
     accepted = tuple(round(share * num_drafts) for share in shares)
-    drafts = Drafts(drafts=num_drafts, draft_tokens=k * num_drafts, accepted_tokens=sum(accepted),
-                    accepted_per_position=accepted) if k else Drafts()  # fmt: skip
+    drafts = (
+        Drafts(
+            drafts=num_drafts,
+            draft_tokens=k * num_drafts,
+            accepted_tokens=sum(accepted),
+            accepted_per_position=accepted,
+        )
+        if k
+        else Drafts()
+    )
     return Run(
-        k=k, loaded=True, seconds_to_health=21.0 + k, tokens_per_second=tok_s, drafts=drafts, speed_up=speed_up,
-        outputs=(Output(token_ids=(1, 2, 3), text="one\ntwo"), Output(token_ids=(4,), text="three")), partings=partings,
+        k=k,
+        loaded=True,
+        seconds_to_health=21.0 + k,
+        tokens_per_second=tok_s,
+        drafts=drafts,
+        speed_up=speed_up,
+        outputs=(Output(token_ids=(1, 2, 3), text="one\ntwo"), Output(token_ids=(4,), text="three")),
+        partings=partings,
         log="/tmp/server.log",
-    )  # fmt: skip
+    )
 
 
 def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeReport:
     """A server's report: k = 0 to 3, a near-tie, the checkpoint on a BF16 copy or natively, its draft alive or dead."""
     near = (Parting(prompt=1, at=17, plain_token=311, token=902, gap=0.0625),)
     source = Served(
-        role="source", path="models/tiny-glm4-moe", as_served="native", reason="", dtype="plain", num_bytes=6_400_000,
-        runs=(run(0), run(1, shares=(0.93,), tok_s=61, speed_up=1.53, partings=()),
-              run(2, shares=(0.93, 0.81), tok_s=74, speed_up=1.85, partings=()),
-              run(3, shares=(0.93, 0.81, 0.64), tok_s=79, speed_up=1.98, partings=near)),
-    )  # fmt: skip
+        role="source",
+        path="models/tiny-glm4-moe",
+        as_served="native",
+        reason="",
+        dtype="plain",
+        num_bytes=6_400_000,
+        runs=(
+            run(0),
+            run(1, shares=(0.93,), tok_s=61, speed_up=1.53, partings=()),
+            run(2, shares=(0.93, 0.81), tok_s=74, speed_up=1.85, partings=()),
+            run(3, shares=(0.93, 0.81, 0.64), tok_s=79, speed_up=1.98, partings=near),
+        ),
+    )
     alive = 0.001 if is_dead else 1.0
     checkpoint = Served(
-        role="checkpoint", path="out/tiny-glm4-moe.nvfp4a16", num_bytes=2_300_000, dtype="nvfp4, plain",
+        role="checkpoint",
+        path="out/tiny-glm4-moe.nvfp4a16",
+        num_bytes=2_300_000,
+        dtype="nvfp4, plain",
         as_served="BF16 copy of the same weights" if is_copy else "native",
         reason="vLLM's CPU build has no kernel for NVFP4 experts; packed kernels are not judged." if is_copy else "",
-        runs=(run(0, tok_s=41), run(1, shares=(0.92 * alive,), tok_s=60, speed_up=1.46, partings=()),
-              run(2, shares=(0.92 * alive, 0.80 * alive), tok_s=73, speed_up=1.78, partings=()),
-              run(3, shares=(0.92 * alive, 0.80 * alive, 0.625 * alive), tok_s=78, speed_up=1.90, partings=near)),
-    )  # fmt: skip
+        runs=(
+            run(0, tok_s=41),
+            run(1, shares=(0.92 * alive,), tok_s=60, speed_up=1.46, partings=()),
+            run(2, shares=(0.92 * alive, 0.80 * alive), tok_s=73, speed_up=1.78, partings=()),
+            run(3, shares=(0.92 * alive, 0.80 * alive, 0.625 * alive), tok_s=78, speed_up=1.90, partings=near),
+        ),
+    )
     return ServeReport(
-        checkpoint=checkpoint, source=source, floor=0.97, prompts=("What is 2 + 2?", "Line\none"), max_tokens=128,
-        environment={"vllm": VLLM, "device": "CPU: Xeon, 2 cores"}, seconds=312.0,
-    )  # fmt: skip
+        checkpoint=checkpoint,
+        source=source,
+        floor=0.97,
+        prompts=("What is 2 + 2?", "Line\none"),
+        max_tokens=128,
+        environment={"vllm": VLLM, "device": "CPU: Xeon, 2 cores"},
+        seconds=312.0,
+    )
 
 
 def whole(**choices: bool) -> FullReport:
     """Everything ran; `choices` go to `served`."""
     opened = open_source(MODEL)
-    return loaded(*[verdict(gpu, tp) for gpu in ("sm90", "sm100", "sm120") for tp in (1, 4)], before=opened,
-                  serve=served(**choices))  # fmt: skip
+    return loaded(
+        *[verdict(gpu, tp) for gpu in ("sm90", "sm100", "sm120") for tp in (1, 4)],
+        before=opened,
+        serve=served(**choices),
+    )
 
 
 def broken() -> FullReport:
     """The draft is refused on one GPU and wrong in silence on another; no server was run."""
-    return loaded(verdict("sm90", 1, casts=(CAST,)), verdict("sm100", 1, failure=REFUSED),
-                  verdict("sm100", 4, failure=REFUSED))  # fmt: skip
+    return loaded(
+        verdict("sm90", 1, casts=(CAST,)), verdict("sm100", 1, failure=REFUSED), verdict("sm100", 4, failure=REFUSED)
+    )
 
 
 def accepted(*rates: float) -> dict[str, Any]:
     """A figure as `quantize/calibrate/held_out.py` gives it: `rates` are of the drafts that reach a position."""
     shares = [round(math.prod(rates[: step + 1]), 5) for step in range(len(rates))]
     ks = range(1, len(rates) + 1)
-    return {"num_slots": 1320, "by_position": {str(k): shares[:k] for k in ks},
-            "mean_accepted_length": {str(k): 1 + sum(shares[:k]) for k in ks}}  # fmt: skip
+    return {
+        "num_slots": 1320,
+        "by_position": {str(k): shares[:k] for k in ks},
+        "mean_accepted_length": {str(k): 1 + sum(shares[:k]) for k in ks},
+    }
 
 
 SETTINGS = {"algorithm": "minmax", "sequence_length": 128}
@@ -113,36 +186,63 @@ MIXED = {"attention": "FP8_DYNAMIC", "shared_experts": "FP8_DYNAMIC", "experts":
 
 def summary(word: str = "") -> dict[str, Any]:
     """A run's own account, of `mtp: auto`, as keepmtp.json has it; with `word`, all its strings are that."""
+
     def tried(policy: object, num_bytes: int, kept: float, *, refused: str = "", chosen: bool = False) -> object:
         figures = None if refused else accepted(0.93 * kept, 0.87 * kept, 0.8 * kept)
-        return {"policy": word or policy, "bytes": num_bytes, "kept": kept, "refused": refused and (word or refused),
-                "chosen": chosen, "acceptance": figures}  # fmt: skip
+        return {
+            "policy": word or policy,
+            "bytes": num_bytes,
+            "kept": kept,
+            "refused": refused and (word or refused),
+            "chosen": chosen,
+            "acceptance": figures,
+        }
 
-    told = {key: word or value for key, value in {
-        "dataset": "models/problems.jsonl", "dataset_revision": "local", "subset": "", "split": "train",
-        "column": "text", "row_numbers_sha256": "a" * 64, "ids_sha256": "b" * 64, "held_out_ids_sha256": "c" * 64,
-    }.items()}  # fmt: skip
+    told = {
+        key: word or value
+        for key, value in {
+            "dataset": "models/problems.jsonl",
+            "dataset_revision": "local",
+            "subset": "",
+            "split": "train",
+            "column": "text",
+            "row_numbers_sha256": "a" * 64,
+            "ids_sha256": "b" * 64,
+            "held_out_ids_sha256": "c" * 64,
+        }.items()
+    }
     counts = {"seed": 42, "rows": 80, "held_out_rows": 40, "blank_rows": 0, "tokens": 4096, "held_out_tokens": 2048}
-    rows = (("source", "source", 3.2101, (0.93, 0.87, 0.8)), ("quantized", "source", 3.2922, (0.925, 0.865, 0.79)),
-            ("quantized", "quantized", 3.2922, (0.915, 0.855, 0.78)))  # fmt: skip
+    rows = (
+        ("source", "source", 3.2101, (0.93, 0.87, 0.8)),
+        ("quantized", "source", 3.2922, (0.925, 0.865, 0.79)),
+        ("quantized", "quantized", 3.2922, (0.915, 0.855, 0.78)),
+    )
     return {
-        "data": told | counts, "processes": 2,
+        "data": told | counts,
+        "processes": 2,
         "coverage": {
             "modules": 45,
             "never_routed": [word or f"model.layers.2.mlp.experts.{expert}.up_proj" for expert in (1, 3)],
             "fewest_tokens": {"module": word or "model.layers.2.mlp.experts.1.up_proj", "tokens": 0},
         },
-        "min_acceptance": 0.97, "mtp": word or MIXED,
-        "rows": [{"backbone": backbone, "mtp": mtp, "perplexity": perplexity, "acceptance": accepted(*rates)}
-                 for backbone, mtp, perplexity, rates in rows],
-        "agreement": 0.971, "unmeasured": word,
-        "candidates": [
-            tried("bf16", 1_800_000, 0.995), tried("FP8_DYNAMIC", 1_250_000, 0.991),
-            tried({"attention": "bf16", "shared_experts": "bf16", "experts": "NVFP4"}, 1_150_000, 0.985),
-            tried(MIXED, 980_000, 0.978, chosen=True), tried("W4A16", 0, 0.0, refused="K must be a multiple of 128"),
-            tried("NVFP4A16", 920_000, 0.961), tried("NVFP4", 920_000, 0.942),
+        "min_acceptance": 0.97,
+        "mtp": word or MIXED,
+        "rows": [
+            {"backbone": backbone, "mtp": mtp, "perplexity": perplexity, "acceptance": accepted(*rates)}
+            for backbone, mtp, perplexity, rates in rows
         ],
-    }  # fmt: skip
+        "agreement": 0.971,
+        "unmeasured": word,
+        "candidates": [
+            tried("bf16", 1_800_000, 0.995),
+            tried("FP8_DYNAMIC", 1_250_000, 0.991),
+            tried({"attention": "bf16", "shared_experts": "bf16", "experts": "NVFP4"}, 1_150_000, 0.985),
+            tried(MIXED, 980_000, 0.978, chosen=True),
+            tried("W4A16", 0, 0.0, refused="K must be a multiple of 128"),
+            tried("NVFP4A16", 920_000, 0.961),
+            tried("NVFP4", 920_000, 0.942),
+        ],
+    }
 
 
 def calibrated(**changed: Any) -> FullReport:
@@ -157,8 +257,9 @@ def loaded(*verdicts: Verdict, before: Source | None = None, serve: ServeReport 
     report, opened, evidence = examine(MODEL)
     assert opened is not None
     judged = with_verdicts(report, evidence, verdicts, VLLM)
-    data = check_data(replace(judged, findings=(*judged.findings, WARNED)), vllm=VLLM, evidence=evidence, opened=opened,
-                      source=before)  # fmt: skip
+    data = check_data(
+        replace(judged, findings=(*judged.findings, WARNED)), vllm=VLLM, evidence=evidence, opened=opened, source=before
+    )
     return assemble(data, vllm=VLLM, serve=told(serve), made_at=AT)
 
 
@@ -175,12 +276,20 @@ def hostile(word: str) -> FullReport:
     sides = Side(cls=word, num_params=1, num_written=1, shared=(word,), kernels=(kernel,))
     load = Verdict(path=word, gpu="sm90", tp=1, num_drafts=1, failure=bad, target=sides, draft=sides, seconds={})
     model = Served(
-        role="checkpoint", path=word, as_served="native", reason=word, dtype=word, num_bytes=1,
-        runs=(run(1, shares=(0.5,), partings=(Parting(prompt=0, at=0, plain_token=1, token=2, gap=None),)),
-              Run(k=2, loaded=False, error=word, notes=(word,), log=word, unwritten=(word,))),
-    )  # fmt: skip
-    server = ServeReport(checkpoint=model, source=None, floor=0.97, prompts=(word,), max_tokens=1,
-                         environment={word: word}, seconds=1.0)  # fmt: skip
+        role="checkpoint",
+        path=word,
+        as_served="native",
+        reason=word,
+        dtype=word,
+        num_bytes=1,
+        runs=(
+            run(1, shares=(0.5,), partings=(Parting(prompt=0, at=0, plain_token=1, token=2, gap=None),)),
+            Run(k=2, loaded=False, error=word, notes=(word,), log=word, unwritten=(word,)),
+        ),
+    )
+    server = ServeReport(
+        checkpoint=model, source=None, floor=0.97, prompts=(word,), max_tokens=1, environment={word: word}, seconds=1.0
+    )
     facts = Facts(family=word, dialect=word, mtp_forms=(word,))
     sizes = [row.model_copy(update={"group": word}) for row in sizes_by_group(open_source(MODEL))]
     checked = check_data(Report(path=word, findings=(found,), facts=facts, dry=(load,)), vllm=word)

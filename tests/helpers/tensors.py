@@ -101,11 +101,16 @@ def gqa(config: Config, *, bias: bool = False, qk_norm: bool = False, gated: boo
     """Grouped-query attention; `gated` doubles q_proj for the output gate (Qwen3-Next and later)."""
     hidden, head = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    return under("self_attn.", (
-        linear("q_proj", q * (2 if gated else 1), hidden, bias=bias) | linear("k_proj", kv, hidden, bias=bias)
-        | linear("v_proj", kv, hidden, bias=bias) | linear("o_proj", hidden, q)
-        | (norms("q_norm k_norm", head) if qk_norm else {})
-    ))  # fmt: skip
+    return under(
+        "self_attn.",
+        (
+            linear("q_proj", q * (2 if gated else 1), hidden, bias=bias)
+            | linear("k_proj", kv, hidden, bias=bias)
+            | linear("v_proj", kv, hidden, bias=bias)
+            | linear("o_proj", hidden, q)
+            | (norms("q_norm k_norm", head) if qk_norm else {})
+        ),
+    )
 
 
 def mla(config: Config, form: Form) -> Tensors:
@@ -115,17 +120,25 @@ def mla(config: Config, form: Form) -> Tensors:
         config[key] for key in ("qk_nope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank")
     )
     attention = (
-        linear("q_a_proj", q_rank, hidden, form) | norms("q_a_layernorm", q_rank)
+        linear("q_a_proj", q_rank, hidden, form)
+        | norms("q_a_layernorm", q_rank)
         | linear("q_b_proj", heads * (nope + rope), q_rank, form)
-        | linear("kv_a_proj_with_mqa", kv_rank + rope, hidden, form) | norms("kv_a_layernorm", kv_rank)
-        | linear("kv_b_proj", heads * (nope + value), kv_rank, form) | linear("o_proj", hidden, heads * value, form)
-    )  # fmt: skip
+        | linear("kv_a_proj_with_mqa", kv_rank + rope, hidden, form)
+        | norms("kv_a_layernorm", kv_rank)
+        | linear("kv_b_proj", heads * (nope + value), kv_rank, form)
+        | linear("o_proj", hidden, heads * value, form)
+    )
     if "index_n_heads" in config:
         index_heads, index_dim = config["index_n_heads"], config["index_head_dim"]
-        attention |= under("indexer.", (
-            linear("wq_b", index_heads * index_dim, q_rank, form) | linear("wk", index_dim, hidden, form)
-            | linear("weights_proj", index_heads, hidden) | vectors(["k_norm.weight", "k_norm.bias"], index_dim)
-        ))  # fmt: skip
+        attention |= under(
+            "indexer.",
+            (
+                linear("wq_b", index_heads * index_dim, q_rank, form)
+                | linear("wk", index_dim, hidden, form)
+                | linear("weights_proj", index_heads, hidden)
+                | vectors(["k_norm.weight", "k_norm.bias"], index_dim)
+            ),
+        )
     return under("self_attn.", attention)
 
 
@@ -135,17 +148,20 @@ def qwen_vision_tower(vision: Config) -> Tensors:
     merged = hidden * vision["spatial_merge_size"] ** 2
     patches = (hidden, vision["in_channels"], vision["temporal_patch_size"], patch, patch)
     tensors = (
-        {"patch_embed.proj.weight": ("BF16", patches)} | vectors(["patch_embed.proj.bias"], hidden)
+        {"patch_embed.proj.weight": ("BF16", patches)}
+        | vectors(["patch_embed.proj.bias"], hidden)
         | linear("pos_embed", vision["num_position_embeddings"], hidden)
         | linear("merger.linear_fc1", merged, merged, bias=True)
         | linear("merger.linear_fc2", vision["out_hidden_size"], merged, bias=True)
         | vectors(["merger.norm.weight", "merger.norm.bias"], hidden)
-    )  # fmt: skip
+    )
     block = (
-        linear("attn.qkv", 3 * hidden, hidden, bias=True) | linear("attn.proj", hidden, hidden, bias=True)
-        | linear("mlp.linear_fc1", inner, hidden, bias=True) | linear("mlp.linear_fc2", hidden, inner, bias=True)
+        linear("attn.qkv", 3 * hidden, hidden, bias=True)
+        | linear("attn.proj", hidden, hidden, bias=True)
+        | linear("mlp.linear_fc1", inner, hidden, bias=True)
+        | linear("mlp.linear_fc2", hidden, inner, bias=True)
         | vectors((f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")), hidden)
-    )  # fmt: skip
+    )
     for layer in range(vision["depth"]):
         tensors |= under(f"blocks.{layer}.", block)
     return under("model.visual.", tensors)

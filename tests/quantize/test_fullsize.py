@@ -119,8 +119,11 @@ def test_planning_takes_little_memory(plan):
     """In a process of its own, as `keepmtp plan` runs: from files to plan, without torch. Seconds: benchmarks/."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, plan.recipe.name, str(plan.source.folder)],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent / "helpers",
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent / "helpers",
+    )
     measured = json.loads(done.stdout)
     assert measured["tensors"] == len(plan.tensors)
     assert measured["heavy"] == []

@@ -42,8 +42,9 @@ def test_rounding_again_would_lose_values():
     codes, scale = member(2, -9, -5)
     weight = dequantize.mxfp4(codes, scale)
     (tensors,) = pack(SCHEMES["NVFP4A16"], [weight])
-    rounded = dequantize.nvfp4(tensors["weight_packed"], tensors["weight_scale"], tensors["weight_global_scale"],
-                               divisor=True)  # fmt: skip
+    rounded = dequantize.nvfp4(
+        tensors["weight_packed"], tensors["weight_scale"], tensors["weight_global_scale"], divisor=True
+    )
     assert (rounded != weight).float().mean() > 0.05
 
 

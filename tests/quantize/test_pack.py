@@ -55,11 +55,19 @@ def adversarial_weights(shape: tuple[int, int], seed: int = 0) -> dict[str, torc
     subnormal = torch.randint(0, 128, shape, generator=rng).to(torch.int16).view(torch.bfloat16).float()
     huge = (torch.rand(shape, generator=rng) * 2 - 1) * 2.9e38
     weights = {
-        "normal": normal * 0.02, "row powers": normal * row_powers, "group powers": normal * group_powers,
-        "fp4 ties": fp4_ties * 2.0**-7, "int4 ties": int4_ties, "int8 ties": int8_ties, "zeros": torch.zeros(shape),
-        "negative zeros": -torch.zeros(shape), "sparse": sparse, "subnormal": subnormal * normal.sign(), "huge": huge,
+        "normal": normal * 0.02,
+        "row powers": normal * row_powers,
+        "group powers": normal * group_powers,
+        "fp4 ties": fp4_ties * 2.0**-7,
+        "int4 ties": int4_ties,
+        "int8 ties": int8_ties,
+        "zeros": torch.zeros(shape),
+        "negative zeros": -torch.zeros(shape),
+        "sparse": sparse,
+        "subnormal": subnormal * normal.sign(),
+        "huge": huge,
         "patterns": patterns.float().where(patterns.isfinite() & (patterns.abs() < E8M0_OVERFLOW), 0.0),
-    }  # fmt: skip
+    }
     return {kind: weight.bfloat16() for kind, weight in weights.items()}
 
 
@@ -103,8 +111,11 @@ def assert_same_bytes(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Ten
 def test_same_bytes_as_model_free_ptq(name, tmp_path):
     """The real entry point, on a checkpoint on disk, with the fused groups that it knows itself."""
     llmcompressor = pytest.importorskip("llmcompressor")
-    groups = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"),
-              ("mlp.down_proj",))  # fmt: skip
+    groups = (
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        ("mlp.gate_proj", "mlp.up_proj"),
+        ("mlp.down_proj",),
+    )
     rng = torch.Generator().manual_seed(1)
     # K stays a multiple of 128: with another one FP8_BLOCK ends in "non contiguous tensor" when the peer saves.
     weights = {
@@ -168,8 +179,15 @@ def test_f16_weights_count_as_the_same_values_in_f32(name):
 
 @pytest.mark.parametrize("name", ALL)
 def test_outputs_are_what_the_scheme_announces(name):
-    names = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64", torch.bfloat16: "BF16",
-             torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32"}  # fmt: skip
+    names = {
+        torch.uint8: "U8",
+        torch.int8: "I8",
+        torch.int32: "I32",
+        torch.int64: "I64",
+        torch.bfloat16: "BF16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float32: "F32",
+    }
     scheme = SCHEMES[name]
     for shape in SHAPES:
         (ours,) = pack(scheme, [torch.ones(shape).bfloat16()])

@@ -37,12 +37,15 @@ def test_every_tensor_has_one_fate(tmp_path):
 @pytest.mark.parametrize(
     ("model", "pattern", "named"),
     [
-        ("glm-4.7", r"model\.layers\.3\.", "model.layers.3."), ("dsv4-flash", r"mtp\.", "mtp.0."),
-        ("mimo-7b", r"model\.mtp_layers\.", "model.mtp_layers.0."), ("qwen3.5-27b", r"mtp\.layers", "mtp.layers.0."),
-        ("glm-4.7", r".*eh_proj", "eh_proj"), ("qwen3.5-27b", r"mtp\.fc", "mtp.fc"),
+        ("glm-4.7", r"model\.layers\.3\.", "model.layers.3."),
+        ("dsv4-flash", r"mtp\.", "mtp.0."),
+        ("mimo-7b", r"model\.mtp_layers\.", "model.mtp_layers.0."),
+        ("qwen3.5-27b", r"mtp\.layers", "mtp.layers.0."),
+        ("glm-4.7", r".*eh_proj", "eh_proj"),
+        ("qwen3.5-27b", r"mtp\.fc", "mtp.fc"),
         ("dsv4-flash", r".*e_proj", "e_proj"),
     ],
-)  # fmt: skip
+)
 def test_a_promised_mtp_block_that_is_absent(model, pattern, named, tmp_path):
     with pytest.raises(CheckpointError, match=re.escape(named)):
         plan_of(tmp_path, model, tensors=without(model, pattern))
@@ -86,8 +89,12 @@ def test_an_override_of_a_whole_fused_module(tmp_path):
 def test_a_width_that_a_scheme_cannot_take(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny", changes={"moe_intermediate_size": 96})
     with pytest.raises(RecipeError, match=r"W4A16 needs K divisible by 128; got K=96 in .*\.down_proj\.weight"):
-        plan_of(tmp_path, tensors=tensors, config=config, backbone={
-            "attention": "bf16", "dense_mlp": "bf16", "shared_experts": "bf16", "experts": "W4A16"})  # fmt: skip
+        plan_of(
+            tmp_path,
+            tensors=tensors,
+            config=config,
+            backbone={"attention": "bf16", "dense_mlp": "bf16", "shared_experts": "bf16", "experts": "W4A16"},
+        )
 
 
 def calibrated_plan(folder, model="glm-4.7", *, algorithm="minmax", **changes):
@@ -103,12 +110,17 @@ def test_a_plan_says_what_batches_contribute(tmp_path):
     """Static scales beside weights from the source; or whole modules; or nothing."""
     schemes = {"attention": "FP8", "dense_mlp": "FP8_DYNAMIC", "shared_experts": "W4A16", "experts": "NVFP4"}
     plan = calibrated_plan(tmp_path, backbone=schemes)
-    said = {(t.role, t.calibrated, *(o.name.rpartition(".")[2] for o in t.calibrated_outputs))
-            for t in plan.tensors if t.fate == "quantize"}  # fmt: skip
+    said = {
+        (t.role, t.calibrated, *(o.name.rpartition(".")[2] for o in t.calibrated_outputs))
+        for t in plan.tensors
+        if t.fate == "quantize"
+    }
     assert said == {
-        ("attention", "scales", "input_scale"), ("dense_mlp", ""), ("shared_experts", ""),
+        ("attention", "scales", "input_scale"),
+        ("dense_mlp", ""),
+        ("shared_experts", ""),
         ("experts", "scales", "input_global_scale"),
-    }  # fmt: skip
+    }
     assert plan.needs_calibration == ["FP8", "NVFP4"]
     plan = calibrated_plan(tmp_path, algorithm="gptq", backbone=schemes)
     said = {t.role: (t.calibrated, len(t.calibrated_outputs), t.reason) for t in plan.tensors if t.fate == "quantize"}
@@ -175,9 +187,11 @@ def test_source_policy_keeps_native_bytes(tmp_path):
     plan = plan_of(tmp_path, "dsv4-flash", mtp="source")
     forms = {(t.role, t.form, t.fate, t.scheme) for t in plan.tensors if t.part == "mtp" and t.form != "plain"}
     assert forms == {
-        ("attention", "fp8_block", "keep", "FP8_BLOCK"), ("shared_experts", "fp8_block", "keep", "FP8_BLOCK"),
-        ("glue", "fp8_block", "keep", "FP8_BLOCK"), ("experts", "mxfp4", "keep", "MXFP4A8"),
-    }  # fmt: skip
+        ("attention", "fp8_block", "keep", "FP8_BLOCK"),
+        ("shared_experts", "fp8_block", "keep", "FP8_BLOCK"),
+        ("glue", "fp8_block", "keep", "FP8_BLOCK"),
+        ("experts", "mxfp4", "keep", "MXFP4A8"),
+    }
 
 
 def test_modules_that_cannot_load_packed_weights_are_plain(tmp_path):
@@ -207,10 +221,11 @@ def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
     module = "model.layers.0.self_attn.o_proj"
     rows, columns = tensors.pop(f"{module}.weight")[1]
     tensors |= {
-        f"{module}.weight_packed": ("I32", (rows, columns // 8)), f"{module}.weight_shape": ("I64", (2,)),
+        f"{module}.weight_packed": ("I32", (rows, columns // 8)),
+        f"{module}.weight_shape": ("I64", (2,)),
         f"{module}.weight_scale": ("BF16", (rows, columns // 128)),
         f"{module}.weight_zero_point": ("I32", (rows // 8, columns // 128)),
-    }  # fmt: skip
+    }
     with pytest.raises(CheckpointError, match=r"o_proj\.weight: must be plain.*weight_zero_point"):
         plan_of(tmp_path, tensors=tensors)
 

@@ -92,5 +92,12 @@ def test_number_regex_is_exact():
 def test_recipes_cover_every_family():
     """Each family of the registry has at least one recipe, so the tests above see it."""
     assert {read_recipe(path).family for path in recipe_files()} >= {
-        "deepseek_v4", "deepseek_v3", "glm4_moe", "glm_moe_dsa", "qwen3_next", "qwen3_5", "qwen3_5_moe", "mimo"
-    }  # fmt: skip
+        "deepseek_v4",
+        "deepseek_v3",
+        "glm4_moe",
+        "glm_moe_dsa",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "mimo",
+    }

@@ -48,8 +48,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def digests(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*")) if path.is_file()
-    }  # fmt: skip
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def bits(value: torch.Tensor) -> bytes:
@@ -75,9 +76,15 @@ def test_experts_stacked_in_three_tensors_become_single_ones(tmp_path):
 
 @pytest.mark.parametrize(
     ("model", "variant", "mtp"),
-    [("dsv4-flash", "w4a16-fp8", None), ("dsv4-flash", "w4a16-fp8", "source"), ("deepseek-v3.1", "W4A16", "source"),
-     ("glm-4.7", "NVFP4A16", "FP8_DYNAMIC"), ("qwen3.5-397b", "W4A16", "bf16"), ("mimo-7b", "W8A16", "bf16")],
-)  # fmt: skip
+    [
+        ("dsv4-flash", "w4a16-fp8", None),
+        ("dsv4-flash", "w4a16-fp8", "source"),
+        ("deepseek-v3.1", "W4A16", "source"),
+        ("glm-4.7", "NVFP4A16", "FP8_DYNAMIC"),
+        ("qwen3.5-397b", "W4A16", "bf16"),
+        ("mimo-7b", "W8A16", "bf16"),
+    ],
+)
 def test_every_output_is_what_the_plan_says(model, variant, mtp, tmp_path):
     """Names, dtypes and shapes for all; bytes for what is kept; numbers for what was packed in the source."""
     plan, out = run(model, variant, tmp_path, mtp=mtp)
@@ -131,13 +138,13 @@ from keepmtp.recipes.schema import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 source, out, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 recipe, text = find_recipe("dsv4-flash", scheme="w4a16-fp8")
-plan = make_plan(recipe, open_source(source), shard_bytes=%d)
+plan = make_plan(recipe, open_source(source), shard_bytes=SHARD)
 refuse_output(plan, out)
 import time
 with claim(plan, out) as partial:
     write(plan, partial, recipe_text=text, threads=2, progress=lambda _: time.sleep(pause))
     publish(partial, out)
-""" % SHARD  # noqa: UP031
+""".replace("SHARD", str(SHARD))
 
 
 @pytest.mark.parametrize("done_before_kill", [0, 1, 3])

@@ -17,8 +17,10 @@ def declared(extra: str) -> set[str]:
     """An extra's packages, those of the extras it includes too."""
     found = set()
     for needed in map(Requirement, EXTRAS[extra]):
-        inner = set().union(*map(declared, needed.extras))
-        found |= inner if needed.name == "keepmtp" else {f"{needed.name}{needed.specifier}"}
+        if needed.name == "keepmtp":
+            found |= set().union(*map(declared, needed.extras))
+        else:
+            found.add(f"{needed.name}{needed.specifier}")
     return found
 
 

@@ -56,11 +56,22 @@ def test_every_family_has_a_fixture():
 
 # Weights in the MTP block as published: GLM-5 (zai-org/GLM-5) lists 791, DeepSeek-V4-Flash 797, dense Qwen3.5 15.
 MTP_WEIGHTS = {
-    "dsv4-flash": 797, "dsv4-pro": 1181, "deepseek-r1": 788, "deepseek-v3.1": 788, "deepseek-v3.2": 793,
-    "glm-4.5-air": 404, "glm-4.7": 502, "glm-4.7-flash": 212, "glm-5": 791, "qwen3-next-80b": 1553,
-    "qwen3.5-27b": 15, "qwen3.5-text": 15, "qwen3.5-397b": 1553, "mimo-7b": 16,
+    "dsv4-flash": 797,
+    "dsv4-pro": 1181,
+    "deepseek-r1": 788,
+    "deepseek-v3.1": 788,
+    "deepseek-v3.2": 793,
+    "glm-4.5-air": 404,
+    "glm-4.7": 502,
+    "glm-4.7-flash": 212,
+    "glm-5": 791,
+    "qwen3-next-80b": 1553,
+    "qwen3.5-27b": 15,
+    "qwen3.5-text": 15,
+    "qwen3.5-397b": 1553,
+    "mimo-7b": 16,
     **{model: published.num_mtp_weights for model, published in layouts.PUBLISHED.items()},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -80,11 +91,22 @@ def test_the_mtp_block_is_all_of_what_is_published(model):
 
 # Billions of parameters, MTP block included, as the model cards and the Hub's counters have them.
 PUBLISHED_BILLIONS = {
-    "dsv4-flash": 291, "dsv4-pro": 1600, "deepseek-r1": 685, "deepseek-v3.1": 685, "deepseek-v3.2": 685,
-    "glm-4.5-air": 110, "glm-4.7": 358, "glm-4.7-flash": 31, "glm-5": 754, "qwen3-next-80b": 81, "qwen3.5-27b": 28,
-    "qwen3.5-text": 27, "qwen3.5-397b": 403, "mimo-7b": 7.8,
+    "dsv4-flash": 291,
+    "dsv4-pro": 1600,
+    "deepseek-r1": 685,
+    "deepseek-v3.1": 685,
+    "deepseek-v3.2": 685,
+    "glm-4.5-air": 110,
+    "glm-4.7": 358,
+    "glm-4.7-flash": 31,
+    "glm-5": 754,
+    "qwen3-next-80b": 81,
+    "qwen3.5-27b": 28,
+    "qwen3.5-text": 27,
+    "qwen3.5-397b": 403,
+    "mimo-7b": 7.8,
     **{model: published.billions for model, published in layouts.PUBLISHED.items() if published.billions},
-}  # fmt: skip
+}
 
 
 def test_deepseek_v4_flash_is_what_others_count():
@@ -144,14 +166,16 @@ DRAFTS = {
     "deepseek-r1": ("model.layers.3.", f"head {MLA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
     "deepseek-v3.1": ("model.layers.3.", f"head {MLA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
     "deepseek-v3.2": (
-        "model.layers.3.", f"head {MLA} self_attn.indexer.wq_b {DEEPSEEK_MOE}",
+        "model.layers.3.",
+        f"head {MLA} self_attn.indexer.wq_b {DEEPSEEK_MOE}",
         "eh_proj mlp.gate embed_tokens self_attn.indexer.wk self_attn.indexer.weights_proj",
     ),
     "glm-4.5-air": ("model.layers.3.", f"head {GQA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
     "glm-4.7": ("model.layers.3.", f"head {GQA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
     "glm-4.7-flash": ("model.layers.3.", f"head {MLA} {DEEPSEEK_MOE}", "eh_proj mlp.gate embed_tokens"),
     "glm-5": (
-        "model.layers.3.", f"{MLA} self_attn.indexer.wq_b {DEEPSEEK_MOE}",
+        "model.layers.3.",
+        f"{MLA} self_attn.indexer.wq_b {DEEPSEEK_MOE}",
         "eh_proj mlp.gate self_attn.indexer.wk self_attn.indexer.weights_proj",
     ),
     "qwen3-next-80b": ("mtp.layers.0.", f"mtp.fc {GQA} {QWEN_MOE}", "mlp.gate mlp.shared_expert_gate"),
@@ -160,7 +184,7 @@ DRAFTS = {
     "qwen3.5-397b": ("mtp.layers.0.", f"mtp.fc {GQA} {QWEN_MOE}", "mlp.gate mlp.shared_expert_gate"),
     "mimo-7b": ("model.layers.3.", f"{GQA} {DENSE}", "input_proj"),
     **{model: (known.draft_stem, known.asks, known.unasked) for model, known in layouts.PUBLISHED.items()},
-}  # fmt: skip
+}
 
 
 def is_later(view, place) -> bool:
@@ -193,14 +217,21 @@ def test_every_fixture_has_its_draft_written_down():
 
 ROLES = {  # matrices by role in the tiny MTP block, which has 4 experts
     "dsv4-flash": {"attention": 5, "experts": 12, "shared_experts": 3, "router": 1, "glue": 2},
-    "deepseek-r1": {"attention": 5, "experts": 12, "shared_experts": 3, "router": 1, "glue": 1, "embedding": 1,
-                    "head": 1},
+    "deepseek-r1": {
+        "attention": 5,
+        "experts": 12,
+        "shared_experts": 3,
+        "router": 1,
+        "glue": 1,
+        "embedding": 1,
+        "head": 1,
+    },
     "glm-5": {"attention": 5, "experts": 12, "shared_experts": 3, "router": 1, "glue": 1, "indexer": 3},
     "glm-4.7": {"attention": 4, "experts": 12, "shared_experts": 3, "router": 1, "glue": 1, "embedding": 1, "head": 1},
     "qwen3.5-397b": {"attention": 4, "experts": 12, "shared_experts": 3, "router": 2, "glue": 1},
     "qwen3.5-27b": {"attention": 4, "dense_mlp": 3, "glue": 1},
     "mimo-7b": {"attention": 4, "dense_mlp": 3, "glue": 1},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model", ROLES)
@@ -330,9 +361,10 @@ def test_backbone_names_are_those_transformers_saves(model, tmp_path):
         with safetensors.safe_open(path, "pt") as file:
             saved |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     ours = {
-        name: shape for name, (_, shape) in tensors.items()
+        name: shape
+        for name, (_, shape) in tensors.items()
         if is_weight(name) and (name in saved or not view.is_mtp(HFName(name)))
-    }  # fmt: skip
+    }
     # Published stacked, where transformers 5 writes one tensor an expert; its LongCat has weights for identity experts.
     if model in ("qwen3.5-397b", "longcat-flash-chat"):
         saved = {name: shape for name, shape in saved.items() if ".experts." not in name}

@@ -134,10 +134,13 @@ def test_an_algorithm_must_rewrite_something(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "experts", "expected"),
     [
-        ("minmax", "NVFP4", ["NVFP4"]), ("gptq", "NVFP4", ["NVFP4"]), ("gptq", "W4A16", ["W4A16"]),
-        ("awq", "W8A16", ["W8A16"]), ("smoothquant", "W8A8", ["W8A8"]),
+        ("minmax", "NVFP4", ["NVFP4"]),
+        ("gptq", "NVFP4", ["NVFP4"]),
+        ("gptq", "W4A16", ["W4A16"]),
+        ("awq", "W8A16", ["W8A16"]),
+        ("smoothquant", "W8A8", ["W8A8"]),
     ],
-)  # fmt: skip
+)
 def test_schemes_that_depend_on_data(algorithm, experts, expected):
     """FP8_DYNAMIC attention is in none of them: nothing of it is observed or rewritten."""
     raw = CALIBRATED.model_dump()
@@ -275,13 +278,21 @@ def test_mtp_on_the_command_line():
     [
         ("dsv4-flsh", None, "Did you mean dsv4-flash?"),
         ("glm-4.7", "nvfp5", "a variant of glm-4.7 (fp8-dynamic, nvfp4-fp8, nvfp4a16-fp8, w4a16-fp8) or a scheme"),
-        ("mimo-7b", "NVFP4", "mimo-7b.fp8-dynamic: calibration must be given for NVFP4; got a recipe without data. "
-                             "Copy the recipe's file and add a calibration block like that of glm-4.7.nvfp4-fp8, or "
-                             "use NVFP4A16, without data."),
-        ("glm-4.7.w4a16-fp8", "FP8", "calibration must be given for FP8; got a recipe without data. Start from "
-                                     "glm-4.7.nvfp4-fp8, which has a dataset, or use FP8_DYNAMIC, without data."),
+        (
+            "mimo-7b",
+            "NVFP4",
+            "mimo-7b.fp8-dynamic: calibration must be given for NVFP4; got a recipe without data. "
+            "Copy the recipe's file and add a calibration block like that of glm-4.7.nvfp4-fp8, or "
+            "use NVFP4A16, without data.",
+        ),
+        (
+            "glm-4.7.w4a16-fp8",
+            "FP8",
+            "calibration must be given for FP8; got a recipe without data. Start from "
+            "glm-4.7.nvfp4-fp8, which has a dataset, or use FP8_DYNAMIC, without data.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_command_lines_that_are_refused(model, scheme, says):
     with pytest.raises(RecipeError) as caught:
         find_recipe(model, scheme=scheme)
@@ -333,9 +344,7 @@ def test_the_data_free_alternative_where_no_recipe_is_one():
 def test_shipped_recipe_fits_its_model(name, tmp_path):
     """At the model's true widths: every group is decided, every scheme fits, every fused module agrees."""
     recipe, _ = find_recipe(name)
-    plan = make_plan(
-        recipe, open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout(recipe.model)))
-    )
+    plan = make_plan(recipe, open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout(recipe.model))))
     assert_takes_effect(plan)
 
 
@@ -457,9 +466,14 @@ def test_mtp_by_groups(tmp_path):
     plan = planned(tmp_path, mtp={"attention": "FP8_DYNAMIC", "shared_experts": "bf16", "experts": "NVFP4A16"})
     schemes = {t.role: t.scheme for t in plan.tensors if t.part == "mtp" and len(t.shape) == 2}
     assert schemes == {
-        "attention": "FP8_DYNAMIC", "shared_experts": "", "experts": "NVFP4A16", "router": "", "glue": "",
-        "embedding": "", "head": "",
-    }  # fmt: skip
+        "attention": "FP8_DYNAMIC",
+        "shared_experts": "",
+        "experts": "NVFP4A16",
+        "router": "",
+        "glue": "",
+        "embedding": "",
+        "head": "",
+    }
 
 
 @pytest.mark.parametrize(
@@ -468,7 +482,7 @@ def test_mtp_by_groups(tmp_path):
         ("glm-4.5-air", {"dense_mlp": "W4A16"}, "W4A16 needs K divisible by 128; got K=10944 in model.layers.0"),
         ("glm-4.5-air", {"dense_mlp": "FP8_BLOCK"}, "needs N divisible by 128 where modules are fused; got N=10944"),
     ],
-)  # fmt: skip
+)
 def test_widths_a_scheme_cannot_take(model, backbone, says, tmp_path):
     """GLM-4.5-Air's dense layer is 10944 wide: 85.5 blocks of 128."""
     recipe = find_recipe(model)[0]

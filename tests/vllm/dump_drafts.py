@@ -12,9 +12,15 @@ import os
 import sys
 from typing import Any
 
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-               "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-               "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # fmt: skip
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 
 import torch
 from safetensors.torch import save_file
@@ -45,10 +51,17 @@ class Watch:
 def dump(folder: str, prompts: list[list[int]], num_drafts: int, out: str) -> None:
     """One engine, one request at a time."""
     llm = LLM(
-        model=folder, speculative_config={"method": "mtp", "num_speculative_tokens": num_drafts}, dtype="bfloat16",
-        max_model_len=256, max_num_seqs=2, enable_prefix_caching=False, enforce_eager=True, seed=0,
-        skip_tokenizer_init=True, trust_remote_code=True,
-    )  # fmt: skip
+        model=folder,
+        speculative_config={"method": "mtp", "num_speculative_tokens": num_drafts},
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        seed=0,
+        skip_tokenizer_init=True,
+        trust_remote_code=True,
+    )
     watch = Watch(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter)
     saved = {}
     for index, prompt in enumerate(prompts):
@@ -61,10 +74,12 @@ def dump(folder: str, prompts: list[list[int]], num_drafts: int, out: str) -> No
         ids = [prompt[0], *shifted[:length].tolist(), *(int(each[0]) for each in drafts)]
         assert ids[:length] == prompt
         saved |= {
-            f"{index}.ids": torch.tensor(ids), f"{index}.hidden": first["hidden_states"][:length],
-            f"{index}.positions": first["positions"][:length], f"{index}.first": first["logits"][:length],
+            f"{index}.ids": torch.tensor(ids),
+            f"{index}.hidden": first["hidden_states"][:length],
+            f"{index}.positions": first["positions"][:length],
+            f"{index}.first": first["logits"][:length],
             f"{index}.last": torch.stack([first["logits"][length - 1], *(call["logits"][0] for call in rest)]),
-        }  # fmt: skip
+        }
     save_file({name: value.contiguous() for name, value in saved.items()}, out)
     llm.llm_engine.engine_core.shutdown()
 

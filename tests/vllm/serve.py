@@ -10,8 +10,14 @@ import json
 import os
 import sys
 
-os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-               "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # fmt: skip
+os.environ |= {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 from vllm import LLM, SamplingParams
 
@@ -19,10 +25,16 @@ from vllm import LLM, SamplingParams
 def serve(folder: str, prompts: list[str], num_drafts: int) -> dict[str, object]:
     """Greedy answers as texts and token ids; vLLM's counters of drafted and accepted tokens, also by position."""
     llm = LLM(
-        model=folder, speculative_config={"method": "mtp", "num_speculative_tokens": num_drafts}, dtype="bfloat16",
-        max_model_len=512, max_num_seqs=16, enable_prefix_caching=False, enforce_eager=True, disable_log_stats=False,
+        model=folder,
+        speculative_config={"method": "mtp", "num_speculative_tokens": num_drafts},
+        dtype="bfloat16",
+        max_model_len=512,
+        max_num_seqs=16,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        disable_log_stats=False,
         seed=0,
-    )  # fmt: skip
+    )
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64), use_tqdm=False)
     found = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
     llm.llm_engine.engine_core.shutdown()

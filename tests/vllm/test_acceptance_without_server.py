@@ -51,8 +51,10 @@ def served(tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
     made = tmp_path_factory.mktemp("made")
     glm, qwen = ROOT / "models" / "tiny-glm4-moe", ROOT / "models" / "tiny-qwen3_5"
     folders = {"glm": glm, "glm-noise": noisy(glm, made / "glm", 2.5), "qwen-noise": noisy(qwen, made / "qwen", 1.5)}
-    plans = {name: plan_over(folder, f"tiny-{'glm4-moe' if 'glm' in name else 'qwen3_5'}.nvfp4")
-             for name, folder in folders.items()}  # fmt: skip
+    plans = {
+        name: plan_over(folder, f"tiny-{'glm4-moe' if 'glm' in name else 'qwen3_5'}.nvfp4")
+        for name, folder in folders.items()
+    }
     plan, text = plan_for("tiny-qwen3_5.nvfp4", source=str(folders["qwen-noise"]), mtp="NVFP4")
     folders["qwen-noise-nvfp4"] = quantize(plan, text, out=made / "qwen-nvfp4").out
     plans["qwen-noise-nvfp4"] = plan
@@ -60,8 +62,9 @@ def served(tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
     entry.mkdir(parents=True)
     (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: keepmtp-cpu\nVersion: 0\n")
     (entry / "entry_points.txt").write_text("[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n")
-    jobs = [json.dumps({"folder": str(folders[name]), "prompts": ASKED, "num_drafts": k})
-            for name, (k, _) in CASES.items()]  # fmt: skip
+    jobs = [
+        json.dumps({"folder": str(folders[name]), "prompts": ASKED, "num_drafts": k}) for name, (k, _) in CASES.items()
+    ]
     path = os.pathsep.join(map(str, (entry.parent, PLUGIN, PLUGIN / "stubs")))
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})

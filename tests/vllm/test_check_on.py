@@ -62,8 +62,12 @@ def without_norm() -> Checkpoint:
 @pytest.fixture(scope="module")
 def judged(silent, tmp_path_factory) -> dict[str, Report]:
     """What is found on sm100; a vLLM takes 10 s to start, so one judges all."""
-    made = {"renamed": renamed(), "llama": of_type("llama", "LlamaForCausalLM"),
-            "unknown": of_type("never_seen", "NeverSeenForCausalLM"), "lost": without_norm()}  # fmt: skip
+    made = {
+        "renamed": renamed(),
+        "llama": of_type("llama", "LlamaForCausalLM"),
+        "unknown": of_type("never_seen", "NeverSeenForCausalLM"),
+        "lost": without_norm(),
+    }
     place = tmp_path_factory.mktemp("judged")
     folders = {"silent": silent} | {name: write(place / name, checkpoint) for name, checkpoint in made.items()}
     found = check_on([str(folder) for folder in folders.values()], vllm=find_vllm(), gpus=["sm100"])
@@ -77,8 +81,11 @@ def test_one_call_judges_all_checkpoints_on_all_gpus(good, silent):
     broken, whole = (json.loads(line) for line in done.stdout.splitlines())
     assert done.returncode == 1 and not broken["ok"] and whole["ok"] and whole["findings"] == []
     assert [(load["gpu"], load["tp"], load["loads"]) for load in whole["dry"]] == [
-        ("sm90", 1, True), ("sm90", 2, True), ("sm100", 1, True), ("sm100", 2, True)
-    ]  # fmt: skip
+        ("sm90", 1, True),
+        ("sm90", 2, True),
+        ("sm100", 1, True),
+        ("sm100", 2, True),
+    ]
     for load in whole["dry"]:
         for side in (load["target"], load["draft"]):
             assert side["written"] == side["parameters"] > 10

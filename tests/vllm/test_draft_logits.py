@@ -35,15 +35,27 @@ SHIPPED = {"tiny-glm4-moe": "tiny-glm4-moe", "tiny-qwen3_5": "tiny-qwen3_5"}
 # CPU kernels of vLLM 0.32.0 want keys and values of one width, and rotary embeddings over a multiple of 16 of them.
 ROPE = {"rope_type": "default", "partial_rotary_factor": 0.5}
 EVEN = {
-    "head_dim": 128, "v_head_dim": 128, "swa_head_dim": 128, "swa_v_head_dim": 128, "partial_rotary_factor": 0.5,
-    "rope_parameters": {"full_attention": ROPE | {"rope_theta": 5000000.0},
-                        "sliding_attention": ROPE | {"rope_theta": 10000.0}},
-}  # fmt: skip
+    "head_dim": 128,
+    "v_head_dim": 128,
+    "swa_head_dim": 128,
+    "swa_v_head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {
+        "full_attention": ROPE | {"rope_theta": 5000000.0},
+        "sliding_attention": ROPE | {"rope_theta": 10000.0},
+    },
+}
 # Release -> recipe of its family; matrices of noise, since these have no trained tiny model.
 NOISE = {
-    "glm-4.7": "glm-4.7", "qwen3.5-text": "qwen3.5-27b", "qwen3-next-80b": "qwen3-next-80b", "mimo-7b": "mimo-7b",
-    "mimo-v2-flash": "mimo-v2-flash", "ernie-4.5-21b": "ernie-4.5-21b", "k-exaone-236b": "k-exaone-236b", "hy3": "hy3",
-}  # fmt: skip
+    "glm-4.7": "glm-4.7",
+    "qwen3.5-text": "qwen3.5-27b",
+    "qwen3-next-80b": "qwen3-next-80b",
+    "mimo-7b": "mimo-7b",
+    "mimo-v2-flash": "mimo-v2-flash",
+    "ernie-4.5-21b": "ernie-4.5-21b",
+    "k-exaone-236b": "k-exaone-236b",
+    "hy3": "hy3",
+}
 CHANGES: dict[str, dict[str, Any]] = {"mimo-v2-flash": EVEN}
 
 pytestmark = [
@@ -70,10 +82,16 @@ def drafted(tmp_path_factory) -> dict[str, Drafted]:
         folders[name] = lively(made / name, name, changes=CHANGES.get(name))
     (folders["mimo-7b"] / "configuration_mimo.py").write_text(CONFIGURATION)
     jobs = [
-        json.dumps({"folder": str(folder), "prompts": PROMPTS, "num_drafts": NUM_DRAFTS,
-                    "out": str(made / f"{name}.safetensors")})
+        json.dumps(
+            {
+                "folder": str(folder),
+                "prompts": PROMPTS,
+                "num_drafts": NUM_DRAFTS,
+                "out": str(made / f"{name}.safetensors"),
+            }
+        )
         for name, folder in folders.items()
-    ]  # fmt: skip
+    ]
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("dump_drafts.py")), *jobs]
     stubs = str(ROOT / "validate" / "serving" / "plugin" / "stubs")
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
@@ -167,8 +185,9 @@ def test_the_same_tokens_are_drafted(drafted, name):
     for prompt, steps, exact in zip(seen.prompts, ours, truth, strict=True):
         length = len(prompt["positions"])
         theirs = torch.cat([prompt["first"], prompt["last"]]).argmax(-1)
-        mine, right = (torch.cat([each[0][:length], *(step[length - 1 : length] for step in each)])
-                       for each in (steps, exact))  # fmt: skip
+        mine, right = (
+            torch.cat([each[0][:length], *(step[length - 1 : length] for step in each)]) for each in (steps, exact)
+        )
         for row, one, other in zip(right, mine.argmax(-1), theirs, strict=True):
             assert abs(row[one] - row[other]) <= BF16_STEP * row[one].abs(), row.topk(3)
             num_ties += int(one != other)

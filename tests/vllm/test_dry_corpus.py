@@ -62,11 +62,14 @@ def test_right_both_ways(vllm: VLLM, tmp_path: Path, capsys: pytest.CaptureFixtu
     score = Score()
     with DryLoader(vllm, gpu=GPU) as loader:  # imports vLLM while the checkpoints are written
         cases = [*good_cases(), *broken_cases()]
-        folders = [write(tmp_path / f"{number:03} {_slug(case.name)}", case.build())
-                   for number, case in enumerate(cases)]  # fmt: skip
+        folders = [
+            write(tmp_path / f"{number:03} {_slug(case.name)}", case.build()) for number, case in enumerate(cases)
+        ]
         examined = [examine(str(folder)) for folder in folders]
-        jobs = [Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts)
-                for folder, case in zip(folders, cases, strict=True)]  # fmt: skip
+        jobs = [
+            Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts)
+            for folder, case in zip(folders, cases, strict=True)
+        ]
         verdicts = loader.judge_all(jobs)
     for case, (report, _, evidence), verdict in zip(cases, examined, verdicts, strict=True):
         found = with_verdicts(report, evidence, [verdict], vllm.version).findings

@@ -36,6 +36,9 @@ def test_every_family_and_variant_is_there(written):
 )
 def test_the_matrix_is_what_vllm_does(written, gpu: GPU, tps, variants):
     told: list[Cell] = list(run(releases.MODELS, (gpu,), tps, variants))
-    wrong = {(cell.model, cell.variant, cell.gpu, cell.tp): plain(cell.text) for cell in told
-             if written[cell.model, cell.variant, cell.gpu, cell.tp] != plain(cell.text)}  # fmt: skip
+    wrong = {
+        (cell.model, cell.variant, cell.gpu, cell.tp): plain(cell.text)
+        for cell in told
+        if written[cell.model, cell.variant, cell.gpu, cell.tp] != plain(cell.text)
+    }
     assert not wrong

@@ -94,15 +94,32 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ASKED))
     out = tmp_path / "out"
     keepmtp = str(installed("evaluate") / "keepmtp")
-    words = [keepmtp, "serve-check", str(fp8), "--prompts", str(prompts), "--max-tokens", str(MAX_TOKENS), "--json",
-             "--out", str(out), "--timeout", "400", "--", "--max-num-batched-tokens", "2048"]  # fmt: skip
+    words = [
+        keepmtp,
+        "serve-check",
+        str(fp8),
+        "--prompts",
+        str(prompts),
+        "--max-tokens",
+        str(MAX_TOKENS),
+        "--json",
+        "--out",
+        str(out),
+        "--timeout",
+        "400",
+        "--",
+        "--max-num-batched-tokens",
+        "2048",
+    ]
     environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert {gate["name"]: gate["verdict"] for gate in found["gates"]} == {
-        "loads": "passed", "acceptance": "passed", "equality": "passed",
-    }  # fmt: skip
+        "loads": "passed",
+        "acceptance": "passed",
+        "equality": "passed",
+    }
     source = found["source"]
     assert Path(source["path"]).resolve() == QWEN, "found by keepmtp.json's record"
     for one in (source, found["checkpoint"]):
@@ -121,8 +138,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
 
     folder = broken(fp8, tmp_path / "twin")
     assert any(finding.where.startswith("mtp.layers.0.") for finding in examine(folder)[0].findings)
-    twin = serve(open_source(folder), "checkpoint", vllm=find_vllm(),
-                 check=check(tmp_path, 1, prompts=ASKED[:1]))  # fmt: skip
+    twin = serve(open_source(folder), "checkpoint", vllm=find_vllm(), check=check(tmp_path, 1, prompts=ASKED[:1]))
     (run,) = twin.runs
     assert run.loaded and "8" in run.outputs[0].text.rpartition("####")[2], "right answers all the same"
     assert run.drafts.draft_tokens > 20 and run.drafts.accepted_tokens == 0
@@ -131,13 +147,26 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     assert shown == pytest.approx(served, abs=0.05)
     assert any("mtp_block" in name or "weight_scale" in name for name in run.unwritten), run.unwritten
     original = source["runs"][1]
-    drafts = Drafts(drafts=original["drafts"], draft_tokens=original["draft_tokens"],
-                    accepted_tokens=original["accepted_tokens"])  # fmt: skip
+    drafts = Drafts(
+        drafts=original["drafts"], draft_tokens=original["draft_tokens"], accepted_tokens=original["accepted_tokens"]
+    )
     judged = ServeReport(
-        checkpoint=twin, floor=0.97, prompts=ASKED, max_tokens=MAX_TOKENS, environment={}, seconds=0.0,
-        source=Served(role="source", path="", as_served="native", reason="", dtype="BF16", num_bytes=0,
-                      runs=(Run(k=1, loaded=True, drafts=drafts),)),
-    )  # fmt: skip
+        checkpoint=twin,
+        floor=0.97,
+        prompts=ASKED,
+        max_tokens=MAX_TOKENS,
+        environment={},
+        seconds=0.0,
+        source=Served(
+            role="source",
+            path="",
+            as_served="native",
+            reason="",
+            dtype="BF16",
+            num_bytes=0,
+            runs=(Run(k=1, loaded=True, drafts=drafts),),
+        ),
+    )
     assert not judged.ok and [gate.verdict for gate in judged.gates] == ["failed", "failed", "not judged"]
     assert "weight_scale" in judged.gates[0].says and "0.0 %" in judged.gates[1].says
 
@@ -210,10 +239,13 @@ def test_no_process_is_left(number, tmp_path):
     words = [KEEPMTP, "serve-check", str(QWEN), "--source", "none", "--out", str(tmp_path)]
     log = tmp_path / "logs" / "checkpoint-k0.log"
     with subprocess.Popen(
-        words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        words,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
         # A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as check:  # fmt: skip
+    ) as check:
         deadline = time.monotonic() + 300
         # What only SIGKILL cannot do is end the engine, a process of the server's own: it is waited for there.
         marker = "(EngineCore pid=" if number == signal.SIGKILL else ""

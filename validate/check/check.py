@@ -93,8 +93,10 @@ def _facts(evidence: Evidence) -> Facts:
 
 
 def _count_mtp(evidence: Evidence) -> int:
-    weights = sum(len(weight.parts) for module, weight in evidence.weights.items()
-                  if (place := evidence.placed.get(module)) and place.part == "mtp")  # fmt: skip
-    others = sum(1 for entry in evidence.others
-                 if (place := evidence.placed.get(entry.name)) and place.part == "mtp")  # fmt: skip
+    weights = sum(
+        len(weight.parts)
+        for module, weight in evidence.weights.items()
+        if (place := evidence.placed.get(module)) and place.part == "mtp"
+    )
+    others = sum(1 for entry in evidence.others if (place := evidence.placed.get(entry.name)) and place.part == "mtp")
     return weights + others

@@ -72,18 +72,29 @@ class Report:
 def _dry_load(verdict: Verdict) -> dict[str, Any]:
     failure = verdict.failure
     return {
-        "gpu": verdict.gpu, "tp": verdict.tp, "num_drafts": verdict.num_drafts, "loads": failure is None,
-        "failure": asdict(failure) if failure else None, "runner": verdict.runner,
-        "quant_config": verdict.quant_config, "target": _side(verdict.target), "draft": _side(verdict.draft),
-        "seconds": round(sum(verdict.seconds.values()), 2), "peak_mib": verdict.peak_mib,
-    }  # fmt: skip
+        "gpu": verdict.gpu,
+        "tp": verdict.tp,
+        "num_drafts": verdict.num_drafts,
+        "loads": failure is None,
+        "failure": asdict(failure) if failure else None,
+        "runner": verdict.runner,
+        "quant_config": verdict.quant_config,
+        "target": _side(verdict.target),
+        "draft": _side(verdict.draft),
+        "seconds": round(sum(verdict.seconds.values()), 2),
+        "peak_mib": verdict.peak_mib,
+    }
 
 
 def _side(side: Side) -> dict[str, Any]:
     return {
-        "class": side.cls, "parameters": side.num_params, "written": side.num_written, "shared": list(side.shared),
-        "padded": [fault.param for fault in side.padded], "kernels": [asdict(kernel) for kernel in side.kernels],
-    }  # fmt: skip
+        "class": side.cls,
+        "parameters": side.num_params,
+        "written": side.num_written,
+        "shared": list(side.shared),
+        "padded": [fault.param for fault in side.padded],
+        "kernels": [asdict(kernel) for kernel in side.kernels],
+    }
 
 
 def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:

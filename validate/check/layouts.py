@@ -24,20 +24,35 @@ def layout_problem(built: Built, weight: StoredWeight) -> tuple[str, str, str] |
     if built.form == "mxfp4" and main_leaf == "weight_packed":
         scale_dtypes = ("U8",)  # only the loaders of DeepSeek-V4 take the bytes of E8M0 as they are
     if main.dtype not in dtypes:
-        return (main_leaf, f"{main_leaf} is {main.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, "
-                "in silence", f"Store it as {dtypes[0]} (a view of the same bytes)")  # fmt: skip
+        return (
+            main_leaf,
+            f"{main_leaf} is {main.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, in silence",
+            f"Store it as {dtypes[0]} (a view of the same bytes)",
+        )
     n, k = main.shape[0], main.shape[1] * (32 // built.bits if built.form == "int_packed" else per_element)
     if scale.dtype not in scale_dtypes:
-        return (scale_leaf, f"{scale_leaf} is {scale.dtype}, not {scale_dtypes[0]}: vLLM's copy_ converts the bytes as "
-                "numbers, in silence", f"Store it as {scale_dtypes[0]}")  # fmt: skip
+        return (
+            scale_leaf,
+            f"{scale_leaf} is {scale.dtype}, not {scale_dtypes[0]}: vLLM's copy_ converts the bytes as "
+            "numbers, in silence",
+            f"Store it as {scale_dtypes[0]}",
+        )
     if built.group_size and k % built.group_size:
-        return (scale_leaf, f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
-                "raises, or its kernel reads past the scales", "Leave this module in BF16")  # fmt: skip
+        return (
+            scale_leaf,
+            f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
+            "raises, or its kernel reads past the scales",
+            "Leave this module in BF16",
+        )
     shapes = _scale_shapes(built, n, k)
     wanted = tuple(shape for shape in shapes if built.scale_ndim in (0, len(shape)))
     if scale.shape not in wanted:
-        return (scale_leaf, f"{scale_leaf} has shape {list(scale.shape)} where {list(wanted[0])} is built: a linear "
-                "module raises, routed experts load in silence", again)  # fmt: skip
+        return (
+            scale_leaf,
+            f"{scale_leaf} has shape {list(scale.shape)} where {list(wanted[0])} is built: a linear "
+            "module raises, routed experts load in silence",
+            again,
+        )
     for leaf in ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale"):
         entry = parts.get(leaf)
         if entry is not None and entry.shape not in _SCALAR:

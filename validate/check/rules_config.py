@@ -46,24 +46,33 @@ def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
             is_second = meant and all(evidence.placed[module].runtime in quantized for module in meant)
             if not _is_class_name(entry) and not is_second:
                 yield Finding(
-                    rule="entry-unmatched", severity="warning", where=entry.written,
-                    says=f"({entry.where}) matches no module of vLLM's" + (
-                        f": {meant[0]} is {evidence.placed[meant[0]].runtime} there" if meant else ""),
-                    cure="Write vLLM's name, or remove the entry", cause=f"target {bool(meant)}",
-                )  # fmt: skip
+                    rule="entry-unmatched",
+                    severity="warning",
+                    where=entry.written,
+                    says=f"({entry.where}) matches no module of vLLM's"
+                    + (f": {meant[0]} is {evidence.placed[meant[0]].runtime} there" if meant else ""),
+                    cure="Write vLLM's name, or remove the entry",
+                    cause=f"target {bool(meant)}",
+                )
         elif missed is not None:
             yield Finding(
-                rule="entry-unmatched", severity="warning", where=entry.written,
+                rule="entry-unmatched",
+                severity="warning",
+                where=entry.written,
                 says=f"({entry.where}) is a name on disk: vLLM calls {missed} "
-                     f"{evidence.placed[missed].runtime} and builds it quantized all the same",
-                cure="Write vLLM's name", cause="ignore by name on disk",
-            )  # fmt: skip
+                f"{evidence.placed[missed].runtime} and builds it quantized all the same",
+                cure="Write vLLM's name",
+                cause="ignore by name on disk",
+            )
         elif not meant and is_draft_wrong and _speaks_of_mtp(evidence, entry):
             yield Finding(
-                rule="entry-unmatched", severity="warning", where=entry.written,
+                rule="entry-unmatched",
+                severity="warning",
+                where=entry.written,
                 says=f"({entry.where}) speaks of the MTP block but matches nothing, neither in vLLM nor on disk",
-                cure="Write vLLM's name, or remove the entry", cause="ignore nothing",
-            )  # fmt: skip
+                cure="Write vLLM's name, or remove the entry",
+                cause="ignore nothing",
+            )
 
 
 def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
@@ -77,26 +86,32 @@ def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
     if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
         if first.name != second.name:
             yield Finding(
-                rule="two-configs", severity="warning", where=where,
+                rule="two-configs",
+                severity="warning",
+                where=where,
                 says=f"is {second.name}, config.json's quantization_config is {first.name}: vLLM reads config.json, "
-                     "other engines may read this one",
+                "other engines may read this one",
                 cure=f"Remove {HF_QUANT_CONFIG}",
-            )  # fmt: skip
+            )
         return
     if first.algorithm != second.algorithm:
         yield Finding(
-            rule="two-configs", severity="error", where=f"{where}.quant_algo",
+            rule="two-configs",
+            severity="error",
+            where=f"{where}.quant_algo",
             says=f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads config.json, other engines read "
-                 "this one",
+            "this one",
             cure="Make both say what is on disk",
-        )  # fmt: skip
+        )
     for entry in sorted(set(first.exclude) ^ set(second.exclude)):
         yield Finding(
-            rule="two-configs", severity="warning", where=entry,
+            rule="two-configs",
+            severity="warning",
+            where=entry,
             says="is excluded in only one of config.json and hf_quant_config.json: vLLM reads config.json, other "
-                 "engines read the other",
+            "engines read the other",
             cure="Make both lists equal",
-        )  # fmt: skip
+        )
 
 
 def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
@@ -105,26 +120,33 @@ def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
     for key in view.family.loader.needs:
         if view.text_config.get(key) is None:
             yield Finding(
-                rule="config", severity="error", where=f"config.json: {key}",
+                rule="config",
+                severity="error",
+                where=f"config.json: {key}",
                 says=f"is missing: vLLM raises AttributeError: object has no attribute '{key}'",
                 cure="Start from the original release's config.json and only add quantization_config",
-            )  # fmt: skip
+            )
     layer_types = view.text_config.get("layer_types")
     expected = view.num_layers + (view.num_mtp_layers if view.family.layer_types_count_mtp else 0)
     if isinstance(layer_types, list) and len(layer_types) != expected:
         yield Finding(
-            rule="config", severity="error", where="config.json: layer_types",
+            rule="config",
+            severity="error",
+            where="config.json: layer_types",
             says=f"has {len(layer_types)} entries for num_hidden_layers={view.num_layers}: loading the config fails",
-            cure="Cut it to the decoder layers; MTP layers are not counted" if expected == view.num_layers else
-                 "Take layer_types from the original release's config.json: its MTP layers are counted",
-        )  # fmt: skip
+            cure="Cut it to the decoder layers; MTP layers are not counted"
+            if expected == view.num_layers
+            else "Take layer_types from the original release's config.json: its MTP layers are counted",
+        )
     ratios = view.text_config.get("compress_ratios")
     if isinstance(ratios, list) and len(ratios) < view.num_layers:
         yield Finding(
-            rule="config", severity="error", where="config.json: compress_ratios",
+            rule="config",
+            severity="error",
+            where="config.json: compress_ratios",
             says=f"has {len(ratios)} entries for num_hidden_layers={view.num_layers}: vLLM raises IndexError",
             cure="Take compress_ratios from the original release's config.json",
-        )  # fmt: skip
+        )
 
 
 def modelopt_is_complete(evidence: Evidence) -> Iterator[Finding]:
@@ -134,22 +156,25 @@ def modelopt_is_complete(evidence: Evidence) -> Iterator[Finding]:
     file = HF_QUANT_CONFIG if given is None else "config.json"
     if isinstance(dialect, Unknown) and dialect.name.startswith("modelopt"):
         yield Finding(
-            rule="algorithm", severity="error",
+            rule="algorithm",
+            severity="error",
             where=f"{file}: {'quantization' if given is None else 'quantization_config'}.quant_algo",
             says=f"is {dialect.name.removeprefix('modelopt ')}: vLLM raises ValueError 'ModelOpt currently only "
-                 "supports: ...'",
+            "supports: ...'",
             cure=f"Export again with one of {', '.join(ALGORITHMS)}",
-        )  # fmt: skip
+        )
     inner = ((evidence.hf_quant_config if given is None else given) or {}).get("quantization")
     if isinstance(dialect, ModelOpt) and "NVFP4" in dialect.algorithm and isinstance(inner, Mapping):
         for key in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
             if key not in inner:
                 yield Finding(
-                    rule="algorithm", severity="error", where=f"{file}: quantization.{key}",
+                    rule="algorithm",
+                    severity="error",
+                    where=f"{file}: quantization.{key}",
                     says="is missing: vLLM raises ValueError 'NVFP4 quantization requires the following fields in "
-                         "hf_quant_config.json'",
+                    "hf_quant_config.json'",
                     cure="Export again with modelopt, or add it",
-                )  # fmt: skip
+                )
 
 
 def extras_are_present(evidence: Evidence) -> Iterator[Finding]:
@@ -158,10 +183,12 @@ def extras_are_present(evidence: Evidence) -> Iterator[Finding]:
     for key, value in evidence.view.family.config_extras.items():
         if quantization is not None and key not in quantization:
             yield Finding(
-                rule="extras", severity="warning", where=f"config.json: quantization_config.{key}",
+                rule="extras",
+                severity="warning",
+                where=f"config.json: quantization_config.{key}",
                 says="is missing: older vLLM raises KeyError, 0.32 picks another scale format for its FP8 kernels",
                 cure=f"Set it to {value!r}",
-            )  # fmt: skip
+            )
 
 
 def index_size_is_sane(evidence: Evidence) -> Iterator[Finding]:
@@ -173,11 +200,13 @@ def index_size_is_sane(evidence: Evidence) -> Iterator[Finding]:
     have = sum(entry.num_bytes for entry in evidence.source.entries.values())
     if abs(total - have) > _SIZE_TOLERANCE * have:
         yield Finding(
-            rule="index-size", severity="warning", where="model.safetensors.index.json: metadata.total_size",
+            rule="index-size",
+            severity="warning",
+            where="model.safetensors.index.json: metadata.total_size",
             says=f"is {int(total)}, the tensors have {have} bytes: loaders that plan memory by it go wrong, and a file "
-                 "may have been replaced after the index was written",
+            "may have been replaced after the index was written",
             cure="Write the index again from the files",
-        )  # fmt: skip
+        )
 
 
 RULES = (
@@ -221,7 +250,8 @@ def _speaks_of_mtp(evidence: Evidence, entry: Entry) -> bool:
 
 
 def _without_quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text_config = {key: value for key, value in (config.get("text_config") or {}).items()
-                   if key != "quantization_config"}  # fmt: skip
+    text_config = {
+        key: value for key, value in (config.get("text_config") or {}).items() if key != "quantization_config"
+    }
     kept = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
     return kept | ({"text_config": text_config} if text_config else {})

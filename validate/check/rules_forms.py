@@ -30,12 +30,14 @@ def fused_modules_are_uniform(evidence: Evidence) -> Iterator[Finding]:
         for member in module.members:
             if (manner := _manner(member.weight)) != usual:
                 yield Finding(
-                    rule="fused-uniform", severity="error", where=member.weight.weight.name,
+                    rule="fused-uniform",
+                    severity="error",
+                    where=member.weight.weight.name,
                     says=f"stored as {manner}, but vLLM holds it in {module.name} together with weights stored as "
-                         f"{usual}: it raises, or leaves this part of the parameter unwritten in silence",
+                    f"{usual}: it raises, or leaves this part of the parameter unwritten in silence",
                     cure="Store all parts of a fused module, and all experts of a layer, in one form with all scales",
                     cause=f"{module.part} {member.place.row.path} {manner} {usual}",
-                )  # fmt: skip
+                )
 
 
 def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
@@ -48,12 +50,14 @@ def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
             expected = shapes.setdefault(member.place.row.path, member.weight.weight.shape)
             if member.weight.weight.shape != expected:
                 yield Finding(
-                    rule="shapes", severity="error", where=member.weight.weight.name,
+                    rule="shapes",
+                    severity="error",
+                    where=member.weight.weight.name,
                     says=f"has shape {list(member.weight.weight.shape)} where the others of its projection have "
-                         f"{list(expected)}: a narrower expert loads in silence, the rest raises",
+                    f"{list(expected)}: a narrower expert loads in silence, the rest raises",
                     cure="Quantize this weight again",
                     cause=f"{module.part} {member.place.row.path}",
-                )  # fmt: skip
+                )
         built = module.resolution.built
         if built.form != "fp8_block" or not built.block:
             continue
@@ -62,12 +66,14 @@ def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
             rows = member.weight.weight.shape[0]
             if rows % built.block[0] and not is_last and member.weight.form == "fp8_block":
                 yield Finding(
-                    rule="shapes", severity="error", where=member.weight.weight.name,
+                    rule="shapes",
+                    severity="error",
+                    where=member.weight.weight.name,
                     says=f"has {rows} rows, no multiple of the block of {built.block[0]}, and is fused with others: "
-                         "vLLM raises ValueError (validate_fp8_block_shape)",
+                    "vLLM raises ValueError (validate_fp8_block_shape)",
                     cure="Use FP8_DYNAMIC or BF16 for this module",
                     cause=f"block {module.part} {member.place.row.path}",
-                )  # fmt: skip
+                )
 
 
 def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Finding]:
@@ -83,12 +89,14 @@ def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Finding]:
         resolution = module.resolution
         if resolution.error:
             yield Finding(
-                rule="config-group", severity="error", where=resolution.entry or module.name,
+                rule="config-group",
+                severity="error",
+                where=resolution.entry or module.name,
                 says=f"vLLM fails as it builds {module.name} ({module.members[0].weight.weight.name}): "
-                     f"{resolution.error}",
+                f"{resolution.error}",
                 cure=_resolution_cure(resolution.error),
                 cause=f"{module.part} {resolution.entry} {resolution.error.partition(' of ')[0]}",
-            )  # fmt: skip
+            )
         elif resolution.built.form != "unknown" and not _is_mixed(module):
             for member in module.members:
                 yield from _compare(evidence, module, member)
@@ -104,12 +112,14 @@ def glue_is_plain(evidence: Evidence) -> Iterator[Finding]:
             if weight.form == "plain" or _is_dequantized_on_load(evidence.view, member):
                 continue
             yield Finding(
-                rule="glue", severity="error", where=weight.weight.name,
+                rule="glue",
+                severity="error",
+                where=weight.weight.name,
                 says=f"stored as {_manner(weight)}, but vLLM builds it plain whatever the config says "
-                     f"({member.place.row.why_kept}): {_packed_in_plain(evidence.view, module, member)}",
+                f"({member.place.row.why_kept}): {_packed_in_plain(evidence.view, module, member)}",
                 cure="Store it in BF16: copy it from the original release, or dequantize it",
                 cause=f"{module.part} {member.place.row.path} {weight.form}",
-            )  # fmt: skip
+            )
 
 
 def draft_head_is_excluded(evidence: Evidence) -> Iterator[Finding]:
@@ -122,12 +132,14 @@ def draft_head_is_excluded(evidence: Evidence) -> Iterator[Finding]:
         if resolution.built.form != "nvfp4_modelopt" or (weight is not None and weight.form != "plain"):
             continue
         yield Finding(
-            rule="draft-head", severity="error", where=name,
+            rule="draft-head",
+            severity="error",
+            where=name,
             says="vLLM builds the draft's head as NVFP4, for which the checkpoint has no scales: RuntimeError 'NVFP4 "
-                 "weight_scale for layer ... was never loaded (still NaN)', or a shape mismatch",
+            "weight_scale for layer ... was never loaded (still NaN)', or a shape mismatch",
             cure=f"Exclude {name}; an entry for {disk} does not reach it",
             cause="draft head",
-        )  # fmt: skip
+        )
 
 
 RULES = (
@@ -146,14 +158,18 @@ def _compare(evidence: Evidence, module: Module, member: Member) -> Iterator[Fin
     leaves = {built.renames.get(leaf, leaf) for leaf in weight.parts}
     decided = _decided(evidence, module)
     if built.form == "plain":
-        says = (f"stored as {_manner(weight)}, but vLLM builds {module.name} plain ({decided}): "
-                f"{_packed_in_plain(evidence.view, module, member)}")  # fmt: skip
+        says = (
+            f"stored as {_manner(weight)}, but vLLM builds {module.name} plain ({decided}): "
+            f"{_packed_in_plain(evidence.view, module, member)}"
+        )
         cure = _cover_cure(evidence, module)
         cause = f"built plain {module.part} {weight.form} {module.resolution.entry}"
         where = weight.weight.name
     elif weight.form == "plain":
-        says = (f"stored as {_manner(weight)}, but vLLM builds {module.name} as {built.form} ({decided}): "
-                f"{_plain_in_packed(evidence.view, module, built)}")  # fmt: skip
+        says = (
+            f"stored as {_manner(weight)}, but vLLM builds {module.name} as {built.form} ({decided}): "
+            f"{_plain_in_packed(evidence.view, module, built)}"
+        )
         cure = _ignore_cure(evidence, module)
         cause = f"built packed {module.part} {built.form} {module.resolution.entry}"
         where = weight.weight.name
@@ -169,9 +185,7 @@ def _compare(evidence: Evidence, module: Module, member: Member) -> Iterator[Fin
     yield Finding(rule="form", severity="error", where=where, says=says, cure=cure, cause=cause)
 
 
-def _leaves_problem(
-    view: FamilyView, module: Module, built: Built, leaves: set[str]
-) -> tuple[str, str, str] | None:  # fmt: skip
+def _leaves_problem(view: FamilyView, module: Module, built: Built, leaves: set[str]) -> tuple[str, str, str] | None:
     """A tensor too few or too many: (leaf, what happens, cure)."""
     optional = set(built.optional)
     if module.kind == "experts" and built.form == "nvfp4":
@@ -199,12 +213,14 @@ def _scale_dtype(evidence: Evidence, module: Module, weight: StoredWeight) -> It
     scale = weight.parts.get("weight_scale")
     if scale is not None and scale.dtype != "F32":
         yield Finding(
-            rule="scale-dtype", severity="warning", where=scale.name,
+            rule="scale-dtype",
+            severity="warning",
+            where=scale.name,
             says=f"block scales are {scale.dtype}: DeepGEMM asserts float32 ones at the first forward on Hopper and "
-                 "Blackwell; other kernels take them",
+            "Blackwell; other kernels take them",
             cure="Store the scales as F32",
             cause=f"{module.part} {scale.dtype}",
-        )  # fmt: skip
+        )
 
 
 # --- words ----------------------------------------------------------------------------------------------------------
@@ -274,8 +290,11 @@ def _cover_cure(evidence: Evidence, module: Module) -> str:
     if evidence.dialect.name == "none":
         return "Write quantization_config into config.json, or ship the weights in BF16"
     entry = module.resolution.entry
-    narrow = f"Narrow the entry {entry!r} so that it leaves {module.name} alone" if entry else (
-        f"Let a target match {' and '.join(module.shards) if module.kind == 'experts' else module.name}")  # fmt: skip
+    narrow = (
+        f"Narrow the entry {entry!r} so that it leaves {module.name} alone"
+        if entry
+        else (f"Let a target match {' and '.join(module.shards) if module.kind == 'experts' else module.name}")
+    )
     return f"{narrow}, or store the weight in BF16"
 
 

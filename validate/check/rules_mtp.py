@@ -35,37 +35,53 @@ def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
         if index not in found and index not in elsewhere:
             refuses = view.family.loader.refuses_missing_mtp
             yield Finding(
-                rule="mtp-missing", severity="error", where=f"{view.mtp_stem(index)}*",
+                rule="mtp-missing",
+                severity="error",
+                where=f"{view.mtp_stem(index)}*",
                 says=f"{view.mtp_count_key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
-                     + ("vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'" if refuses
-                        else "quantized, vLLM loads this without a word and drafts from uninitialised memory"),
+                + (
+                    "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
+                    if refuses
+                    else "quantized, vLLM loads this without a word and drafts from uninitialised memory"
+                ),
                 cure=_GET_IT,
-            )  # fmt: skip
+            )
     extra = sorted(index for index in found if index >= promised)
     if extra and promised == 0:
-        missing_key = all(key not in holder for holder in (view.text_config, view.config)
-                          for key in view.family.mtp_count_keys)  # fmt: skip
+        missing_key = all(
+            key not in holder for holder in (view.text_config, view.config) for key in view.family.mtp_count_keys
+        )
         says = view.family.loader.missing_count if missing_key else "ZeroDivisionError"
         yield Finding(
-            rule="mtp-not-promised", severity="error", where=where,
+            rule="mtp-not-promised",
+            severity="error",
+            where=where,
             says=f"is {'missing' if missing_key else 0}, but {view.mtp_stem(extra[0])}* exists: with method=mtp vLLM "
-                 f"raises {says}",
+            f"raises {says}",
             cure=f"Set {view.mtp_count_key} to {len(extra)}",
-        )  # fmt: skip
+        )
     elif extra:
         inline = view.layout.mtp is None
         yield Finding(
-            rule="mtp-not-promised", severity="error", where=f"{view.mtp_stem(extra[0])}*",
-            says=f"exists beyond {view.mtp_count_key}={promised}" + (
-                f" and num_hidden_layers={view.num_layers}: the target model itself fails to load it" if inline
-                else ": the draft's loader meets a name it does not know and raises"),
+            rule="mtp-not-promised",
+            severity="error",
+            where=f"{view.mtp_stem(extra[0])}*",
+            says=f"exists beyond {view.mtp_count_key}={promised}"
+            + (
+                f" and num_hidden_layers={view.num_layers}: the target model itself fails to load it"
+                if inline
+                else ": the draft's loader meets a name it does not know and raises"
+            ),
             cure=f"Correct {view.mtp_count_key}, or num_hidden_layers, to what the files hold",
-        )  # fmt: skip
+        )
     if promised == 0 and not extra:
         yield Finding(
-            rule="mtp-missing", severity="error", where=where,
-            says="no MTP block is promised and none is there: method=mtp has nothing to draft with", cure=_GET_IT,
-        )  # fmt: skip
+            rule="mtp-missing",
+            severity="error",
+            where=where,
+            says="no MTP block is promised and none is there: method=mtp has nothing to draft with",
+            cure=_GET_IT,
+        )
 
 
 def mtp_file_is_indexed(evidence: Evidence) -> Iterator[Finding]:
@@ -73,12 +89,14 @@ def mtp_file_is_indexed(evidence: Evidence) -> Iterator[Finding]:
     for entry in evidence.source.unindexed.values():
         is_mtp = evidence.is_mtp_name(entry.name)
         yield Finding(
-            rule="unindexed", severity="error" if is_mtp else "warning", where=entry.name,
+            rule="unindexed",
+            severity="error" if is_mtp else "warning",
+            where=entry.name,
             says=f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM does not read it"
-                 + (", so the draft is missing" if is_mtp else ""),
+            + (", so the draft is missing" if is_mtp else ""),
             cure=f"Add the tensors of {entry.file} to the index" + ("" if is_mtp else ", or remove the file"),
             cause=f"{is_mtp} {entry.file}",
-        )  # fmt: skip
+        )
 
 
 def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Finding]:
@@ -88,11 +106,14 @@ def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Finding]:
     for name in view.required_mtp_modules(layers):
         if name not in evidence.placed:
             yield Finding(
-                rule="mtp-incomplete", severity="error", where=name,
+                rule="mtp-incomplete",
+                severity="error",
+                where=name,
                 says="the MTP block cannot work without it, and it is in no indexed file: vLLM leaves it uninitialised "
-                     "in silence, the draft guesses",
-                cure=_GET_IT, cause=name,
-            )  # fmt: skip
+                "in silence, the draft guesses",
+                cure=_GET_IT,
+                cause=name,
+            )
 
 
 def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
@@ -102,10 +123,12 @@ def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
     for index in range(view.num_layers):
         if ("backbone", index) not in parts:
             yield Finding(
-                rule="layer-missing", severity="error", where=f"{view.disk_stem('backbone', index)}*",
+                rule="layer-missing",
+                severity="error",
+                where=f"{view.disk_stem('backbone', index)}*",
                 says=f"num_hidden_layers={view.num_layers} promises this layer, but no file has a tensor of it",
                 cure="Download or quantize the checkpoint again",
-            )  # fmt: skip
+            )
     for half in ("mixer", "ffn"):
         models = {halves[half] for (part, _), halves in parts.items() if part == "backbone" and halves[half]}
         for (part, index), halves in parts.items():
@@ -114,13 +137,14 @@ def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
             for path in sorted(gap):
                 leaf = "" if path.endswith((".bias", "e_score_correction_bias", "tid2eid")) else ".weight*"
                 yield Finding(
-                    rule="mtp-incomplete" if part == "mtp" else "layer-incomplete", severity="error",
+                    rule="mtp-incomplete" if part == "mtp" else "layer-incomplete",
+                    severity="error",
                     where=view.disk_stem(part, index) + path.replace("{e}", "0") + leaf,
                     says="is missing, though the decoder layers of this checkpoint have it: quantized, vLLM leaves the "
-                         "parameter uninitialised in silence",
+                    "parameter uninitialised in silence",
                     cure=_GET_IT if part == "mtp" else "Quantize the checkpoint again",
                     cause=f"{part} {index} {half}",
-                )  # fmt: skip
+                )
 
 
 def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
@@ -144,12 +168,15 @@ def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
             for expert in sorted(set(range(expected)) ^ experts):
                 too_many = expert >= expected
                 yield Finding(
-                    rule="experts", severity="error", where=f"{stem}{path.replace('{e}', str(expert))}",
-                    says=f"exists, but config.json counts {expected} experts: vLLM raises" if too_many else
-                         f"is missing from {expected} experts: vLLM leaves it uninitialised in silence",
+                    rule="experts",
+                    severity="error",
+                    where=f"{stem}{path.replace('{e}', str(expert))}",
+                    says=f"exists, but config.json counts {expected} experts: vLLM raises"
+                    if too_many
+                    else f"is missing from {expected} experts: vLLM leaves it uninitialised in silence",
                     cure="Quantize the checkpoint again: shards of some experts were lost",
                     cause=f"{module.part} {module.layer} {too_many}",
-                )  # fmt: skip
+                )
 
 
 def names_are_known(evidence: Evidence) -> Iterator[Finding]:
@@ -164,18 +191,24 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
         elif leaf in KV_SCALE_LEAVES or entry.name.endswith("kv_scale"):
             if evidence.is_mtp_name(entry.name) and not loader.takes_kv_scales:
                 yield Finding(
-                    rule="kv-scales", severity="error", where=entry.name,
+                    rule="kv-scales",
+                    severity="error",
+                    where=entry.name,
                     says="is a scale of the KV cache inside the MTP layer, which this draft's loader does not know: "
-                         "vLLM raises KeyError or ValueError",
-                    cure="Remove the KV-cache scales of the MTP layer", cause="kv",
-                )  # fmt: skip
+                    "vLLM raises KeyError or ValueError",
+                    cure="Remove the KV-cache scales of the MTP layer",
+                    cause="kv",
+                )
         elif leaf in SCALE_LEAVES:
             yield Finding(
-                rule="unknown-tensor", severity="error", where=entry.name,
+                rule="unknown-tensor",
+                severity="error",
+                where=entry.name,
                 says="is a scale without a weight beside it: vLLM raises, or drops it and leaves the weight "
-                     "uninitialised",
-                cure="Quantize the checkpoint again", cause=f"orphan {leaf}",
-            )  # fmt: skip
+                "uninitialised",
+                cure="Quantize the checkpoint again",
+                cause=f"orphan {leaf}",
+            )
         elif not _RECOMPUTED.search(entry.name) and (
             place is None or (place.role != "vision" and leaf not in (*OTHER_LEAVES, *foreign))
         ):
@@ -187,11 +220,14 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
             yield _unknown(evidence, weight.weight.name)
         elif evidence.placed[module].part == "mtp" and (leaves := _unrenamed(loader.mtp_leaves, weight.parts)):
             yield Finding(
-                rule="unknown-tensor", severity="error", where=f"{module}.{leaves[0]}",
+                rule="unknown-tensor",
+                severity="error",
+                where=f"{module}.{leaves[0]}",
                 says=f"is not among the names that this draft's loader renames ({', '.join(loader.mtp_leaves)}): vLLM "
-                     "raises KeyError",
-                cure="Leave the MTP block plain", cause="mtp leaf",
-            )  # fmt: skip
+                "raises KeyError",
+                cure="Leave the MTP block plain",
+                cause="mtp leaf",
+            )
 
 
 def aliases_are_present(evidence: Evidence) -> Iterator[Finding]:
@@ -206,10 +242,13 @@ def aliases_are_present(evidence: Evidence) -> Iterator[Finding]:
             name = HFName(evidence.view.mtp_stem(index) + alias.path)
             if name not in evidence.source.entries:
                 yield Finding(
-                    rule="alias", severity="warning", where=name,
+                    rule="alias",
+                    severity="warning",
+                    where=name,
                     says=f"is missing: {alias.reason}; vLLM 0.32 takes the target's instead",
-                    cure=f"Add a copy of {alias.source}, or require vLLM 0.32", cause=f"alias {index}",
-                )  # fmt: skip
+                    cure=f"Add a copy of {alias.source}, or require vLLM 0.32",
+                    cause=f"alias {index}",
+                )
 
 
 def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Finding]:
@@ -218,19 +257,30 @@ def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Finding]:
         return
     dialect = evidence.dialect
     yield Finding(
-        rule="dialect", severity="warning", where="config.json: quantization_config",
+        rule="dialect",
+        severity="warning",
+        where="config.json: quantization_config",
         says=f"is {dialect.name}, whose matching keepmtp does not reproduce: stored forms are not judged against it",
         cure="Use `keepmtp check` without --static-only: the dry load asks vLLM itself",
-    )  # fmt: skip
-    plain = [m for m in evidence.modules if m.part == "mtp" and m.role != "norm" and m.members[0].weight.form == "plain"
-             and m.loads_quantized and m.kind != "head"]  # fmt: skip
+    )
+    plain = [
+        m
+        for m in evidence.modules
+        if m.part == "mtp"
+        and m.role != "norm"
+        and m.members[0].weight.form == "plain"
+        and m.loads_quantized
+        and m.kind != "head"
+    ]
     if plain and not any(dialect.covers(entry, module.name) for module in plain for entry in dialect.entries):
         yield Finding(
-            rule="dialect", severity="error", where=plain[0].members[0].weight.weight.name,
+            rule="dialect",
+            severity="error",
+            where=plain[0].members[0].weight.weight.name,
             says=f"is plain, and no list of {dialect.name} (modules_to_not_convert, exclude, dynamic) names "
-                 f"{plain[0].name}: vLLM builds the draft quantized, and raises KeyError or a shape mismatch",
+            f"{plain[0].name}: vLLM builds the draft quantized, and raises KeyError or a shape mismatch",
             cure=f"Add {plain[0].name} and its like to that list",
-        )  # fmt: skip
+        )
 
 
 RULES = (
@@ -260,24 +310,31 @@ def _is_nested(evidence: Evidence, name: HFName) -> bool:
 
 def _nested_finding(evidence: Evidence, name: HFName) -> Finding:
     return Finding(
-        rule="mtp-prefix", severity="error", where=name,
+        rule="mtp-prefix",
+        severity="error",
+        where=name,
         says="carries the vision-language model's prefix, which the draft's loader does not strip: vLLM raises "
-             "'There is no module or parameter named language_model', or skips the block",
+        "'There is no module or parameter named language_model', or skips the block",
         cure=f"Rename it to start with {evidence.view.mtp_stem(0).partition('layers.')[0] or 'mtp.'}",
         cause="nested",
-    )  # fmt: skip
+    )
 
 
 def _unknown(evidence: Evidence, name: HFName) -> Finding:
     is_mtp = evidence.is_mtp_name(name)
     return Finding(
-        rule="unknown-tensor", severity="error" if is_mtp else "warning", where=name,
-        says="has no place in this family: " + (
-            "the draft's loader raises KeyError or ValueError on names it does not know" if is_mtp
-            else "vLLM raises on it unless the model's loader skips unknown names"),
+        rule="unknown-tensor",
+        severity="error" if is_mtp else "warning",
+        where=name,
+        says="has no place in this family: "
+        + (
+            "the draft's loader raises KeyError or ValueError on names it does not know"
+            if is_mtp
+            else "vLLM raises on it unless the model's loader skips unknown names"
+        ),
         cure="Rename it to the original release's name, or remove it",
         cause=f"{is_mtp} {re.sub(r'[0-9]+', '*', name)}",
-    )  # fmt: skip
+    )
 
 
 def _unrenamed(known: tuple[str, ...], leaves: Iterable[str]) -> list[str]:

@@ -23,16 +23,22 @@ def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[
         ours = evidence.weights.get(module)
         if ours is None:
             yield Finding(
-                rule="source", severity="error", where=theirs.weight.name,
+                rule="source",
+                severity="error",
+                where=theirs.weight.name,
                 says="is in the source's MTP block and not here: the draft runs without it",
-                cure="Quantize again, or graft the source's MTP block", cause="lost",
-            )  # fmt: skip
+                cure="Quantize again, or graft the source's MTP block",
+                cause="lost",
+            )
         elif _is_known(ours) and _is_known(theirs) and ours.shape != theirs.shape:
             yield Finding(
-                rule="source", severity="error", where=ours.weight.name,
+                rule="source",
+                severity="error",
+                where=ours.weight.name,
                 says=f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}",
-                cure="Quantize again", cause="shape",
-            )  # fmt: skip
+                cure="Quantize again",
+                cause="shape",
+            )
         elif ours.form == theirs.form == "plain":
             yield from _dtype(ours.weight.name, ours.weight.dtype, theirs.weight.dtype)
     for entry in source.others:
@@ -42,16 +48,22 @@ def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[
         ours = evidence.source.entries.get(HFName(entry.name))
         if ours is None:
             yield Finding(
-                rule="source", severity="error", where=entry.name,
+                rule="source",
+                severity="error",
+                where=entry.name,
                 says="is in the source's MTP block and not here: the draft runs without it",
-                cure="Quantize again, or graft the source's MTP block", cause="lost",
-            )  # fmt: skip
+                cure="Quantize again, or graft the source's MTP block",
+                cause="lost",
+            )
         elif ours.shape != entry.shape:
             yield Finding(
-                rule="source", severity="error", where=ours.name,
-                says=f"has shape {list(ours.shape)}, in the source {list(entry.shape)}", cure="Quantize again",
+                rule="source",
+                severity="error",
+                where=ours.name,
+                says=f"has shape {list(ours.shape)}, in the source {list(entry.shape)}",
+                cure="Quantize again",
                 cause="shape",
-            )  # fmt: skip
+            )
         else:
             yield from _dtype(ours.name, ours.dtype, entry.dtype)
 
@@ -68,8 +80,15 @@ def _dtype(name: HFName, ours: str, theirs: str) -> Iterator[Finding]:
     if ours != theirs:
         narrower = FLOATS.index(ours) <= FLOATS.index(theirs) if {ours, theirs} <= set(FLOATS) else True
         yield Finding(
-            rule="source", severity="warning", where=name,
-            says=f"is {ours}, in the source {theirs}" + (": digits are lost that the draft was trained with" if narrower
-                                                          else ": twice the size for the same numbers"),
-            cure="Keep the source's dtype", cause=f"{ours} {theirs}",
-        )  # fmt: skip
+            rule="source",
+            severity="warning",
+            where=name,
+            says=f"is {ours}, in the source {theirs}"
+            + (
+                ": digits are lost that the draft was trained with"
+                if narrower
+                else ": twice the size for the same numbers"
+            ),
+            cure="Keep the source's dtype",
+            cause=f"{ours} {theirs}",
+        )

@@ -176,10 +176,16 @@ class Evidence:
             shards = tuple(VLLMName(name.replace(last, shard)) for shard in self._fused.get(last, ()))
         asks = place.row.loads_quantized
         return Module(
-            name=name, kind=kind, part=part, role=place.role, layer=place.layer, shards=shards, members=members,
+            name=name,
+            kind=kind,
+            part=part,
+            role=place.role,
+            layer=place.layer,
+            shards=shards,
+            members=members,
             loads_quantized=asks,
             resolution=self.resolve(name, shards, kind, part) if asks else Resolution(built=PLAIN),
-        )  # fmt: skip
+        )
 
     def _aliases(self, place: Place, aliases: tuple[str, ...]) -> Iterator[str]:
         stem = "" if place.layer is None else self.view.runtime_stem(place.part, place.layer)
@@ -220,4 +226,3 @@ def _read_json(source: Source, file: str) -> Mapping[str, Any] | None:
     except ValueError:
         return None
     return parsed if isinstance(parsed, dict) else None
-

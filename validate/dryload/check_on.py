@@ -32,9 +32,15 @@ class Checked(NamedTuple):
 
 
 def check_on(
-    paths: Sequence[str], *, vllm: VLLM, gpus: Sequence[GPU], tps: Sequence[int] = (1,), num_drafts: int = 1,
-    draft: str = "", watch: Callable[[str], None] = lambda doing: None,
-) -> Iterator[Checked]:  # fmt: skip
+    paths: Sequence[str],
+    *,
+    vllm: VLLM,
+    gpus: Sequence[GPU],
+    tps: Sequence[int] = (1,),
+    num_drafts: int = 1,
+    draft: str = "",
+    watch: Callable[[str], None] = lambda doing: None,
+) -> Iterator[Checked]:
     """Judge checkpoints, one after the other, on every GPU at every TP size.
 
     Args:
@@ -63,7 +69,12 @@ def check_on(
                 yield Checked(report, None, None)
                 continue
             if evidence is not None and not evidence.view.family.num_layers_key:
-                raise RecipeError(path, "a draft is loaded beside its target", got="no target", cure=f"Check the target: keepmtp check TARGET --draft {path}")  # fmt: skip
+                raise RecipeError(
+                    path,
+                    "a draft is loaded beside its target",
+                    got="no target",
+                    cure=f"Check the target: keepmtp check TARGET --draft {path}",
+                )
             with headers_of(source) as folder:
                 own = beside.folder if beside else None
                 jobs = [Job(folder=folder, tp=tp, num_drafts=num_drafts, draft=own) for tp in tps]
@@ -90,7 +101,9 @@ class _Draft:
     def read(cls, where: str, stack: ExitStack) -> "_Draft":
         report, source, evidence = examine(where)
         if source is None:
-            raise CheckpointError(where, "the draft must be readable", got=report.findings[0].says, cure="Check --draft")
+            raise CheckpointError(
+                where, "the draft must be readable", got=report.findings[0].says, cure="Check --draft"
+            )
         return cls(folder=stack.enter_context(headers_of(source)), report=report, evidence=evidence)
 
     def joined(self, target: Report) -> Report:
@@ -100,12 +113,17 @@ class _Draft:
 
 
 def with_verdicts(
-    report: Report, evidence: Evidence | None, verdicts: Sequence[Verdict], version: str, *,
+    report: Report,
+    evidence: Evidence | None,
+    verdicts: Sequence[Verdict],
+    version: str,
+    *,
     draft: Evidence | None = None,
-) -> Report:  # fmt: skip
+) -> Report:
     """A static check's report with what dry loads found; `draft` is the evidence of a draft's own checkpoint."""
     found = [
-        finding for verdict in verdicts
+        finding
+        for verdict in verdicts
         for finding in findings(verdict, evidence, version=version, static=report.findings, draft=draft)
-    ]  # fmt: skip
+    ]
     return replace(report, findings=grouped([*report.findings, *found]), dry=tuple(verdicts))

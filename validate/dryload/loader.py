@@ -260,8 +260,14 @@ class DryLoader:
 
     def _send(self, number: int, job: Job) -> None:
         assert self._process.stdin is not None
-        told = {"id": number, "path": str(job.folder), "tp": job.tp, "rank": job.rank, "num_drafts": job.num_drafts,
-                "draft": str(job.draft or "")}  # fmt: skip
+        told = {
+            "id": number,
+            "path": str(job.folder),
+            "tp": job.tp,
+            "rank": job.rank,
+            "num_drafts": job.num_drafts,
+            "draft": str(job.draft or ""),
+        }
         try:
             self._process.stdin.write(json.dumps(told) + "\n")
             self._process.stdin.flush()
@@ -277,7 +283,12 @@ class DryLoader:
 
     def _refuse_death(self) -> None:
         self._process.wait()
-        raise VLLMError(self._vllm.python, f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}", got=self._last_words() or f"exit status {self._process.returncode}", cure="Run `keepmtp doctor`; versions that were tested are in constraints-vllm.txt")  # fmt: skip
+        raise VLLMError(
+            self._vllm.python,
+            f"vLLM {self._vllm.version} must build models for a pretended {self.gpu}",
+            got=self._last_words() or f"exit status {self._process.returncode}",
+            cure="Run `keepmtp doctor`; versions that were tested are in constraints-vllm.txt",
+        )
 
     def _last_words(self) -> str:
         self._log.seek(0)
@@ -313,8 +324,10 @@ def _write_headers(path: Path, entries: Iterable[Entry]) -> None:
     end = 0
     for entry in sorted(entries, key=lambda entry: entry.start):
         header[entry.name] = {
-            "dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [end, end + entry.num_bytes],
-        }  # fmt: skip
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [end, end + entry.num_bytes],
+        }
         end += entry.num_bytes
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)
@@ -329,13 +342,20 @@ def _verdict(answer: dict[str, Any], job: Job, gpu: GPU, last_words: Callable[[]
         answer = {"failure": {"stage": "crash", "role": "", "type": "", "words": words}, "target": {}, "draft": {}}
     failure = answer["failure"]
     return Verdict(
-        path=str(job.folder), gpu=gpu, tp=job.tp, num_drafts=job.num_drafts,
-        failure=Failure(**failure) if failure else None, target=_side(answer["target"]), draft=_side(answer["draft"]),
+        path=str(job.folder),
+        gpu=gpu,
+        tp=job.tp,
+        num_drafts=job.num_drafts,
+        failure=Failure(**failure) if failure else None,
+        target=_side(answer["target"]),
+        draft=_side(answer["draft"]),
         unconsumed=tuple(answer.get("unconsumed", ())),
         truncated=tuple((name, used, size) for name, used, size in answer.get("truncated", ())),
-        runner=answer.get("runner", ""), quant_config=answer.get("quant_config", ""),
-        seconds=answer.get("seconds", {}), peak_mib=answer.get("peak_mib", 0),
-    )  # fmt: skip
+        runner=answer.get("runner", ""),
+        quant_config=answer.get("quant_config", ""),
+        seconds=answer.get("seconds", {}),
+        peak_mib=answer.get("peak_mib", 0),
+    )
 
 
 def _side(told: dict[str, Any]) -> Side:
@@ -350,9 +370,16 @@ def _side(told: dict[str, Any]) -> Side:
     answers = ("prefix", "layer", "method", "scheme", "path")
     questions = (dict(zip(answers, row, strict=True)) for row in told.get("asked", ()))
     return Side(
-        cls=told.get("cls", ""), num_params=told.get("num_params", 0), num_written=told.get("num_written", 0),
-        unwritten=faults("unwritten"), default=faults("default"), partial=faults("partial"), padded=faults("padded"),
-        casts=misfits("casts"), broadcasts=misfits("broadcasts"), shared=tuple(told.get("shared", ())),
+        cls=told.get("cls", ""),
+        num_params=told.get("num_params", 0),
+        num_written=told.get("num_written", 0),
+        unwritten=faults("unwritten"),
+        default=faults("default"),
+        partial=faults("partial"),
+        padded=faults("padded"),
+        casts=misfits("casts"),
+        broadcasts=misfits("broadcasts"),
+        shared=tuple(told.get("shared", ())),
         asked=tuple(Question(**question) for question in questions),
         kernels=tuple(Kernel(**kernel) for kernel in told.get("kernels", ())),
-    )  # fmt: skip
+    )

@@ -26,15 +26,25 @@ _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _SCALE = re.compile(r"scale(_inv|_2)?$|zero_point$")
 _LONGEST = 400
 _SILENCE = {"target": "answers are garbage", "draft": "the draft guesses, acceptance is near 0 %"}
-_ACTS = {"config": "reading the config", "world": "starting", "construct": "building {}", "load": "loading {}",
-         "share": "giving the draft the target's embedding and head", "process": "preparing the weights of {}",
-         "crash": "judging"}  # fmt: skip
+_ACTS = {
+    "config": "reading the config",
+    "world": "starting",
+    "construct": "building {}",
+    "load": "loading {}",
+    "share": "giving the draft the target's embedding and head",
+    "process": "preparing the weights of {}",
+    "crash": "judging",
+}
 
 
 def findings(
-    verdict: Verdict, evidence: Evidence | None, *, version: str, static: Iterable[Finding] = (),
+    verdict: Verdict,
+    evidence: Evidence | None,
+    *,
+    version: str,
+    static: Iterable[Finding] = (),
     draft: Evidence | None = None,
-) -> list[Finding]:  # fmt: skip
+) -> list[Finding]:
     """Everything that is wrong on this GPU at this TP size.
 
     Args:
@@ -95,9 +105,11 @@ class _Case:
         where = where or failure.tensor or self._named_in(failure) or self._config
         act = _ACTS[failure.stage].format(f"the {failure.role}" if failure.role else "the model")
         yield self._finding(
-            RULE, where, f"vLLM {self.version} stops while {act}: {words}{at}",
+            RULE,
+            where,
+            f"vLLM {self.version} stops while {act}: {words}{at}",
             self._static_cure(where) or cure or "Read vLLM's message; `keepmtp check` without --gpu may say more",
-        )  # fmt: skip
+        )
 
     def silence(self) -> Iterator[Finding]:
         """What vLLM accepted without a word."""

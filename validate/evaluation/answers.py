@@ -122,8 +122,9 @@ class Samples:
         return Drafts(
             drafts=sum(one.drafts for one in self.sittings.values()),
             draft_tokens=sum(one.draft_tokens for one in self.sittings.values()),
-            accepted_tokens=sum(one.accepted_tokens for one in self.sittings.values()), accepted_per_position=sums,
-        )  # fmt: skip
+            accepted_tokens=sum(one.accepted_tokens for one in self.sittings.values()),
+            accepted_per_position=sums,
+        )
 
     def correct(self, name: str) -> tuple[bool, ...]:
         """Right or not by one filter, in the questions' order, once the file is finished."""

@@ -53,9 +53,15 @@ def request_seconds(protocol: Evaluation) -> float:
 
 
 def ask(
-    server: Server, asked: Questions, samples: Samples, *, as_served: AsServed = "native", reason: str = "",
-    timeout: float | None = None, watch: Watch | None = None,
-) -> None:  # fmt: skip
+    server: Server,
+    asked: Questions,
+    samples: Samples,
+    *,
+    as_served: AsServed = "native",
+    reason: str = "",
+    timeout: float | None = None,
+    watch: Watch | None = None,
+) -> None:
     """Ask what is missing in `samples`, and write down answers and vLLM's counters as they come.
 
     Args:
@@ -74,10 +80,15 @@ def ask(
     number, num_known = len(samples.sittings) + 1, len(samples.answers)
 
     def note(counters: Drafts) -> None:
-        samples.add(Sitting(
-            sitting=number, as_served=as_served, reason=reason, seconds=round(time.monotonic() - start, 3),
-            **asdict(counters.since(before)),
-        ))  # fmt: skip
+        samples.add(
+            Sitting(
+                sitting=number,
+                as_served=as_served,
+                reason=reason,
+                seconds=round(time.monotonic() - start, 3),
+                **asdict(counters.since(before)),
+            )
+        )
 
     num_tokens, read_at = 0, -math.inf  # at the first answer: none is ever without a sitting
     failed: tuple[Question, ServerFailed] | None = None
@@ -85,10 +96,15 @@ def ask(
         if isinstance(reply, ServerFailed):
             failed = failed or (item, reply)
             continue
-        samples.add(Answer(
-            question=item.number, prompt_sha256=item.sha256, text=reply.text, finish_reason=reply.finish_reason,
-            num_tokens=reply.num_tokens,
-        ))  # fmt: skip
+        samples.add(
+            Answer(
+                question=item.number,
+                prompt_sha256=item.sha256,
+                text=reply.text,
+                finish_reason=reply.finish_reason,
+                num_tokens=reply.num_tokens,
+            )
+        )
         num_tokens += reply.num_tokens
         if failed is None and time.monotonic() - read_at > COUNTERS_SECONDS:
             with suppress(ServerFailed):  # one that dies fails an answer too, which says more
@@ -104,9 +120,11 @@ def ask(
     item, failure = failed
     total = len(asked.items)
     raise ServerFailed(
-        failure.words, failure.log, asked=f"question {item.number + 1} of {total} for the {samples.header.role}",
+        failure.words,
+        failure.log,
+        asked=f"question {item.number + 1} of {total} for the {samples.header.role}",
         cure=f"nothing is lost: the same command asks only the {len(samples.missing)} that have no answer",
-    ) from failure  # fmt: skip
+    ) from failure
 
 
 def _replies(
@@ -139,6 +157,10 @@ def _replies(
 def _step(samples: Samples, num_tokens: int, num_asked: int, seconds: float) -> Step:
     total, done = samples.header.num_questions, len(samples.answers)
     return Step(
-        role=samples.header.role, doing="", done=done, total=total, tokens_per_second=num_tokens / seconds,
+        role=samples.header.role,
+        doing="",
+        done=done,
+        total=total,
+        tokens_per_second=num_tokens / seconds,
         eta_seconds=(total - done) * seconds / num_asked,
-    )  # fmt: skip
+    )

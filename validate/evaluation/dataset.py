@@ -65,8 +65,10 @@ def _hub_splits(protocol: Evaluation, names: Sequence[str]) -> dict[str, list[Ro
         found = datasets.load_dataset(where, _HUB_SUBSET, revision=protocol.dataset_revision)
     except _UNREADABLE as error:
         got = " ".join(str(error.__cause__ or error).split()).rstrip(".")[:300] or type(error).__name__
-        cure = ("Correct evaluation.dataset_revision, or, where the Hub is out of reach, name a .jsonl file with the "
-                "fields question and answer (--dataset)")  # fmt: skip
+        cure = (
+            "Correct evaluation.dataset_revision, or, where the Hub is out of reach, name a .jsonl file with the "
+            "fields question and answer (--dataset)"
+        )
         raise RecipeError(where, "must be a dataset that can be read", got=got, cure=cure) from error
     splits = {str(name): split.to_list() for name, split in found.items()}
     for name in names:
@@ -124,7 +126,12 @@ def _refuse_few(protocol: Evaluation, rows: Rows) -> None:
         rule = f"must have more rows than evaluation.shots, {protocol.shots}"
         raise RecipeError(where, rule, got=len(rows.shown), cure=f"Use --shots {most} or fewer, or a longer dataset")
     if min(num_asked, protocol.limit or num_asked) < 2:
-        raise RecipeError(where, "must be asked two questions or more, to have a standard error", got=1, cure="Raise --limit, or name a longer dataset")  # fmt: skip
+        raise RecipeError(
+            where,
+            "must be asked two questions or more, to have a standard error",
+            got=1,
+            cure="Raise --limit, or name a longer dataset",
+        )
 
 
 def _short(value: object) -> str:

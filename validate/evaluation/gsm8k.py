@@ -110,26 +110,43 @@ def evaluate(
         answered = [_answered(model, asked, vllm, setup, watch) for model in models]
         facts = [_fact(model, samples, asked) for model, samples in zip(models, answered, strict=True)]
     filters = [score.filter for score in facts[-1].scores]
-    pairs = [paired(name, *(samples.correct(name) for samples in answered), confidence=setup.confidence)
-             for name in filters if source is not None]  # fmt: skip
+    pairs = [
+        paired(name, *(samples.correct(name) for samples in answered), confidence=setup.confidence)
+        for name in filters
+        if source is not None
+    ]
     return EvaluationFact(
-        protocol=asked.protocol, dataset_sha256=asked.dataset_sha256, source=facts[0] if source is not None else None,
-        checkpoint=facts[-1], paired=tuple(pairs),
+        protocol=asked.protocol,
+        dataset_sha256=asked.dataset_sha256,
+        source=facts[0] if source is not None else None,
+        checkpoint=facts[-1],
+        paired=tuple(pairs),
         environment={
-            **VERSIONS, "vllm": vllm.version, "torch": vllm.torch, "transformers": vllm.transformers,
-            "compressed_tensors": vllm.compressed_tensors, "build": vllm.build, "device": vllm.device,
+            **VERSIONS,
+            "vllm": vllm.version,
+            "torch": vllm.torch,
+            "transformers": vllm.transformers,
+            "compressed_tensors": vllm.compressed_tensors,
+            "build": vllm.build,
+            "device": vllm.device,
             "words": " ".join(setup.extra),
         },
-    )  # fmt: skip
+    )
 
 
 def _answered(model: Model, asked: Questions, vllm: VLLM, setup: Setup, watch: Watch | None) -> Samples:
     """All answers of one model; it is served only if one is missing."""
     header = Header(
-        role=model.role, protocol=asked.protocol, dataset_sha256=asked.dataset_sha256,
-        prompts_sha256=asked.prompts_sha256, num_questions=len(asked.items), checkpoint_sha256=model.identity.sha256,
-        vllm=vllm.version, device=vllm.device, words=setup.extra,
-    )  # fmt: skip
+        role=model.role,
+        protocol=asked.protocol,
+        dataset_sha256=asked.dataset_sha256,
+        prompts_sha256=asked.prompts_sha256,
+        num_questions=len(asked.items),
+        checkpoint_sha256=model.identity.sha256,
+        vllm=vllm.version,
+        device=vllm.device,
+        words=setup.extra,
+    )
     path, say = setup.out / f"gsm8k.{model.role}.jsonl", setup.say or (lambda _: None)
     if sibling := take_from_sibling(path, header):
         say(f"The {model.role} answered the same questions before: taken from {sibling.name}.")
@@ -149,10 +166,18 @@ def _serve_and_ask(
     def sit(folder: Path, as_served: AsServed, reason: str) -> None:
         log = (setup.out / "logs" / f"gsm8k.{model.role}.log").absolute()
         with serving(
-            vllm, folder, k=asked.protocol.k, log=log, is_tracked=False, max_model_len=_room(asked, model.source),
-            max_num_seqs=asked.protocol.concurrency, port=setup.port, timeout=setup.timeout, extra=setup.extra,
+            vllm,
+            folder,
+            k=asked.protocol.k,
+            log=log,
+            is_tracked=False,
+            max_model_len=_room(asked, model.source),
+            max_num_seqs=asked.protocol.concurrency,
+            port=setup.port,
+            timeout=setup.timeout,
+            extra=setup.extra,
             watch=tell,
-        ) as server:  # fmt: skip
+        ) as server:
             ask(server, asked, samples, as_served=as_served, reason=reason, watch=watch)
 
     def tell(words: str) -> None:
@@ -181,15 +206,24 @@ def _fact(model: Model, samples: Samples, asked: Questions) -> EvaluatedFact:
     last = samples.sittings[max(samples.sittings)]
     drafts = samples.drafts
     return EvaluatedFact(
-        role=model.role, path=model.source.where, sha256=model.identity.sha256, as_served=last.as_served,
-        reason=last.reason, scores=found, num_questions=len(answers),
+        role=model.role,
+        path=model.source.where,
+        sha256=model.identity.sha256,
+        as_served=last.as_served,
+        reason=last.reason,
+        scores=found,
+        num_questions=len(answers),
         num_truncated=sum(answer.finish_reason == "length" for answer in answers.values()),
         num_tokens=sum(answer.num_tokens for answer in answers.values()),
-        seconds=sum(sitting.seconds for sitting in samples.sittings.values()), drafts=drafts.drafts,
-        draft_tokens=drafts.draft_tokens, accepted_tokens=drafts.accepted_tokens,
-        accepted_per_position=drafts.accepted_per_position, sittings=len(samples.sittings), samples=samples.path.name,
+        seconds=sum(sitting.seconds for sitting in samples.sittings.values()),
+        drafts=drafts.drafts,
+        draft_tokens=drafts.draft_tokens,
+        accepted_tokens=drafts.accepted_tokens,
+        accepted_per_position=drafts.accepted_per_position,
+        sittings=len(samples.sittings),
+        samples=samples.path.name,
         samples_sha256=file_sha256(samples.path),
-    )  # fmt: skip
+    )
 
 
 def _room(asked: Questions, source: Source) -> int:

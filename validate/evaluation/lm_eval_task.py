@@ -90,9 +90,11 @@ def questions(protocol: Evaluation) -> Questions:
         rows = read_rows(protocol, asked=config["test_split"], shown=config["fewshot_split"])
         task = _task(protocol, rows)
         task.build_all_requests(
-            limit=protocol.limit, apply_chat_template=protocol.api == "chat", fewshot_as_multiturn=True,
+            limit=protocol.limit,
+            apply_chat_template=protocol.api == "chat",
+            fewshot_as_multiturn=True,
             chat_template=_Recorded({}).apply_chat_template if protocol.api == "chat" else None,
-        )  # fmt: skip
+        )
     requests: list[tuple[Any, ...]] = [tuple(request.args) for request in task.instances]
     items = tuple(
         Question(number=number, prompt=args[0], sha256=_sum(args[0]), stop=tuple(args[1]["until"]))
@@ -116,10 +118,16 @@ def scores(asked: Questions, answers: Mapping[int, str]) -> tuple[tuple[ScoreFac
     asked.task.set_fewshot_seed(asked.protocol.seed)  # each request draws its shots from one stream
     with _quiet():
         # simple_evaluate() would do the same after running pip, git and lscpu for its record of the environment.
-        found = cast(Mapping[str, Any], evaluate(
-            model, {"tasks": {name: asked.task}}, limit=asked.protocol.limit,
-            apply_chat_template=asked.protocol.api == "chat", fewshot_as_multiturn=True,
-        ))  # fmt: skip
+        found = cast(
+            Mapping[str, Any],
+            evaluate(
+                model,
+                {"tasks": {name: asked.task}},
+                limit=asked.protocol.limit,
+                apply_chat_template=asked.protocol.api == "chat",
+                fewshot_as_multiturn=True,
+            ),
+        )
     result: Mapping[str, Any] = found["results"][name]
     right: dict[str, list[bool]] = {}
     for sample in found["samples"][name]:  # a filter at a time, documents in order
@@ -169,10 +177,16 @@ def _task(protocol: Evaluation, rows: Rows) -> ConfigurableTask:
     splits = {"asked": Dataset.from_list([dict(row) for row in rows.asked])}
     # It leaves a question out of its own shots only where both are of one split.
     splits["shown"] = splits["asked"] if rows.is_shared else Dataset.from_list([dict(row) for row in rows.shown])
-    task = ConfigurableTask(config=_config(protocol) | {
-        "custom_dataset": lambda **_: splits, "test_split": "asked",
-        "fewshot_split": "asked" if rows.is_shared else "shown", "training_split": None, "num_fewshot": protocol.shots,
-    })  # fmt: skip
+    task = ConfigurableTask(
+        config=_config(protocol)
+        | {
+            "custom_dataset": lambda **_: splits,
+            "test_split": "asked",
+            "fewshot_split": "asked" if rows.is_shared else "shown",
+            "training_split": None,
+            "num_fewshot": protocol.shots,
+        }
+    )
     task.set_fewshot_seed(protocol.seed)
     return task
 

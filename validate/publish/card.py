@@ -53,9 +53,14 @@ def card_folder(checkpoint: Path) -> Path:
 
 
 def build(
-    checkpoint: Path, *, source: Path | None = None, base_model: str | None = None, license_id: str | None = None,
-    out: Path | None = None, watch: Watch | None = None,
-) -> tuple[Path, FullReport]:  # fmt: skip
+    checkpoint: Path,
+    *,
+    source: Path | None = None,
+    base_model: str | None = None,
+    license_id: str | None = None,
+    out: Path | None = None,
+    watch: Watch | None = None,
+) -> tuple[Path, FullReport]:
     """Write a checkpoint's card, replacing an older one.
 
     Args:
@@ -126,10 +131,17 @@ def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
 def _verified(checkpoint: Path, watch: Watch | None = None) -> tuple[FullReport, Source]:
     """The report, if its results bear it out and the checkpoint still is those bytes; paths shortened."""
     if not (checkpoint / "config.json").is_file():
-        raise CheckpointError(checkpoint, "a card is made of a checkpoint's folder", got="no config.json", cure="Check PATH")  # fmt: skip
+        raise CheckpointError(
+            checkpoint, "a card is made of a checkpoint's folder", got="no config.json", cure="Check PATH"
+        )
     evidence = report_folder(checkpoint)
     if not (evidence / reports.JSON_FILE).is_file():
-        raise CheckpointError(evidence, "a card is made from the checkpoint's report", got=f"no {reports.JSON_FILE}", cure=f"Run `keepmtp check {checkpoint} --record`")  # fmt: skip
+        raise CheckpointError(
+            evidence,
+            "a card is made from the checkpoint's report",
+            got=f"no {reports.JSON_FILE}",
+            cure=f"Run `keepmtp check {checkpoint} --record`",
+        )
     told = reports.verify(evidence)
     if told.identity is not None:
         refuse_other_bytes(checkpoint, told.identity, identify(checkpoint, cache=evidence, watch=watch))
@@ -138,23 +150,31 @@ def _verified(checkpoint: Path, watch: Watch | None = None) -> tuple[FullReport,
 
 def _files(
     checkpoint: Path, report: FullReport, opened: Source, record: Record, metadata: Metadata
-) -> dict[str, bytes]:  # fmt: skip
+) -> dict[str, bytes]:
     """Name -> bytes of everything in a card folder."""
     from ..report import plots as report_plots  # matplotlib, once it is known to be there
 
     plots = {"acceptance.png": report_plots.acceptance_png(report), "gsm8k.png": report_plots.gsm8k_png(report)}
     drawn = {name: drawing for name, drawing in plots.items() if drawing}
     told = Told(
-        name=checkpoint.resolve().name, report=report, record=record, recipe=recipe_text(checkpoint),
-        choices=choices(checkpoint, record), groups=groups_of(opened, record), base_model=metadata.base_model,
-        license=metadata.license_name or metadata.license, plots=frozenset(drawn),
+        name=checkpoint.resolve().name,
+        report=report,
+        record=record,
+        recipe=recipe_text(checkpoint),
+        choices=choices(checkpoint, record),
+        groups=groups_of(opened, record),
+        base_model=metadata.base_model,
+        license=metadata.license_name or metadata.license,
+        plots=frozenset(drawn),
         off_leaderboard=off_leaderboard(report.evaluation) if report.evaluation else "",
-    )  # fmt: skip
+    )
     text = json.dumps(report.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=False) + "\n"
     files = {
         README: f"---\n{front_matter(told, metadata)}\n---\n\n{shortened(page(told))}".encode(),
-        reports.JSON_FILE: text.encode(), report_html.HTML_FILE: report_html.render(report).encode(), **drawn,
-    }  # fmt: skip
+        reports.JSON_FILE: text.encode(),
+        report_html.HTML_FILE: report_html.render(report).encode(),
+        **drawn,
+    }
     if scores := eval_results(report):
         files[EVAL_RESULTS] = scores.encode()
     return files
@@ -175,11 +195,14 @@ def _difference(path: Path, got: bytes, wanted: bytes, cure: str) -> CheckpointE
 
 def _refuse_strange(folder: Path) -> None:
     """A folder with anything but a card in it is somebody's, and is not replaced."""
-    strange = [path for path in folder.rglob("*") if not path.is_dir()
-               and path.relative_to(folder).as_posix() not in FILES]  # fmt: skip
+    strange = [
+        path for path in folder.rglob("*") if not path.is_dir() and path.relative_to(folder).as_posix() not in FILES
+    ]
     if strange or (folder.exists() and not folder.is_dir()):
         got = strange[0] if strange else "a file"
-        raise RecipeError(folder, "must be a card's folder, or not there", got=got, cure="Choose another --out, or move it away")  # fmt: skip
+        raise RecipeError(
+            folder, "must be a card's folder, or not there", got=got, cure="Choose another --out, or move it away"
+        )
 
 
 def _beside(folder: Path) -> tuple[Path, Path]:

@@ -41,12 +41,15 @@ def limitations(report: FullReport, record: Record, off_leaderboard: str) -> Ite
 def _served(report: FullReport) -> Iterator[str]:
     models: list[ServedFact | EvaluatedFact] = list(report.serve.served if report.serve else ())
     models += report.evaluation.evaluated if report.evaluation else ()
-    copies = {(model.role, model.as_served, model.reason.rstrip(".")): None for model in models
-              if model.as_served != "native"}  # fmt: skip
+    copies = {
+        (model.role, model.as_served, model.reason.rstrip(".")): None for model in models if model.as_served != "native"
+    }
     for role, as_served, reason in copies:
         why = f": {reason}" if reason else ""
-        yield (f"Scores and acceptance of the {role} were measured on a {as_served}{why}. What packed kernels and "
-               "quantized activations change is not in these numbers.")  # fmt: skip
+        yield (
+            f"Scores and acceptance of the {role} were measured on a {as_served}{why}. What packed kernels and "
+            "quantized activations change is not in these numbers."
+        )
     parts = (report.serve, report.evaluation)
     for device in dict.fromkeys(part.environment.get("device", "") for part in parts if part):
         if device.startswith("CPU"):
@@ -60,8 +63,10 @@ def _evaluated(evaluation: EvaluationFact, off_leaderboard: str) -> Iterator[str
         yield "The source was not evaluated, so what quantization cost is not known."
     for model in evaluation.evaluated:
         if model.num_truncated:
-            yield (f"{model.num_truncated:,} of the {model.role}'s {model.num_questions:,} answers were cut at "
-                   f"{evaluation.protocol.max_tokens:,} tokens; they count as they stand.")  # fmt: skip
+            yield (
+                f"{model.num_truncated:,} of the {model.role}'s {model.num_questions:,} answers were cut at "
+                f"{evaluation.protocol.max_tokens:,} tokens; they count as they stand."
+            )
 
 
 def _kernels(report: FullReport) -> Iterator[str]:
@@ -90,7 +95,9 @@ def _calibrated(calibration: CalibrationFact) -> Iterator[str]:
     if never:
         more = f" and {len(never) - _MAX_NAMED:,} more" if len(never) > _MAX_NAMED else ""
         named = ", ".join(f"`{name}`" for name in never[:_MAX_NAMED])
-        yield (f"The router sent no token of the calibration data to {len(never):,} expert modules ({named}{more}), so "
-               "data decided nothing there.")  # fmt: skip
+        yield (
+            f"The router sent no token of the calibration data to {len(never):,} expert modules ({named}{more}), so "
+            "data decided nothing there."
+        )
     if calibration.unmeasured:
         yield f"Calibration could not measure acceptance: {calibration.unmeasured}"

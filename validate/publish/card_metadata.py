@@ -31,9 +31,13 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII
 _WORD = re.compile(r"[\w.+-]{1,64}", re.ASCII)
 _TEXT = re.compile(r"[^\x00-\x1f\x7f]{1,256}")
 _FORMS: Mapping[str, re.Pattern[str]] = {
-    "base_model": HUB_ID, "license": _WORD, "license_name": _TEXT, "license_link": _TEXT, "pipeline_tag": _WORD,
+    "base_model": HUB_ID,
+    "license": _WORD,
+    "license_name": _TEXT,
+    "license_link": _TEXT,
+    "pipeline_tag": _WORD,
     "language": _WORD,
-}  # fmt: skip
+}
 _CURES = {"base_model": "Choose with --base-model ORG/NAME", "license": "Choose with --license, like apache-2.0"}
 # Benchmarks of the Hub (https://huggingface.co/docs/hub/eval-results): repository, task in its eval.yaml, questions.
 _BENCHMARKS = {"gsm8k": ("openai/gsm8k", "gsm8k", 1319)}
@@ -74,7 +78,7 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
 
 def metadata_of(
     record: Record, opened: Source, front: Mapping[str, Any], given: Mapping[str, str | None], *, where: object
-) -> Metadata:  # fmt: skip
+) -> Metadata:
     """What the command line says, else the front matter of a card, else what record and config.json tell.
 
     Raises:
@@ -104,13 +108,25 @@ def front_matter(told: Told, metadata: Metadata) -> str:
     has_experts = any(group.modules == "experts" for group in told.groups)
     relation: dict[str, Any] = {"base_model_relation": "quantized"} if metadata.base_model else {}
     data = ModelCardData(
-        base_model=metadata.base_model or None, license=metadata.license or None,
-        license_name=metadata.license_name or None, license_link=metadata.license_link or None,
-        language=list(metadata.language) or None, library_name="vllm", pipeline_tag=metadata.pipeline_tag,
-        tags=[told.report.facts.dialect, *roots, *(name.replace("_", "-") for name in schemes), "mtp",
-              "speculative-decoding", "vllm", *(["moe"] if has_experts else []), "keepmtp"],
+        base_model=metadata.base_model or None,
+        license=metadata.license or None,
+        license_name=metadata.license_name or None,
+        license_link=metadata.license_link or None,
+        language=list(metadata.language) or None,
+        library_name="vllm",
+        pipeline_tag=metadata.pipeline_tag,
+        tags=[
+            told.report.facts.dialect,
+            *roots,
+            *(name.replace("_", "-") for name in schemes),
+            "mtp",
+            "speculative-decoding",
+            "vllm",
+            *(["moe"] if has_experts else []),
+            "keepmtp",
+        ],
         **relation,
-    )  # fmt: skip
+    )
     return data.to_yaml()
 
 
@@ -118,8 +134,10 @@ def off_leaderboard(evaluation: EvaluationFact) -> str:
     """Why a score is no entry of its benchmark's leaderboard, in a sentence; "" where it is one."""
     protocol, never = evaluation.protocol, "The score is not on the benchmark's leaderboard"
     if protocol.dataset:
-        return (f"The questions are from a file of {protocol.task}'s form, `{protocol.dataset}`, not its own: the "
-                "score compares with the source's beside it and with no other, and is on no leaderboard.")  # fmt: skip
+        return (
+            f"The questions are from a file of {protocol.task}'s form, `{protocol.dataset}`, not its own: the "
+            "score compares with the source's beside it and with no other, and is on no leaderboard."
+        )
     if protocol.task not in _BENCHMARKS:
         return f"{never}: keepmtp does not know {protocol.task} as a benchmark of the Hub."
     asked, total = evaluation.checkpoint.num_questions, _BENCHMARKS[protocol.task][2]
@@ -143,12 +161,15 @@ def eval_results(report: FullReport) -> str | None:
     name = report.judgement.gates.filter if report.judgement else evaluation.checkpoint.scores[0].filter
     score, revision = evaluation.checkpoint.score(name), protocol.dataset_revision or ""
     entry = EvalResultEntry(
-        dataset_id=dataset, task_id=task, value=round(100 * score.value, 2), date=report.made_at[:10],
+        dataset_id=dataset,
+        task_id=task,
+        value=round(100 * score.value, 2),
+        date=report.made_at[:10],
         dataset_revision=revision if _SHA.fullmatch(revision) else None,
         notes=f"{name}, {protocol.shots}-shot, {protocol.api}, max_tokens {protocol.max_tokens}, "
-              f"standard error {percent(score.stderr)}, lm-evaluation-harness, vLLM {report.vllm} with method=mtp "
-              f"k={protocol.k}",
-    )  # fmt: skip
+        f"standard error {percent(score.stderr)}, lm-evaluation-harness, vLLM {report.vllm} with method=mtp "
+        f"k={protocol.k}",
+    )
     return yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True, width=1000)
 
 

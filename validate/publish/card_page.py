@@ -93,22 +93,42 @@ def page(told: Told) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True, finalize=finalize,
+        loader=FileSystemLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=finalize,
         autoescape=False,  # noqa: S701  `finalize` escapes, for Markdown
-    )  # fmt: skip
+    )
     environment.filters |= {
-        "code": code, "ticked": ticked, "quoted": quoted, "fenced": fenced, "percent": percent, "points": points,
-        "size": size, "count": count, "codes": codes, "figure": figure, "bare": bare,
-    }  # fmt: skip
+        "code": code,
+        "ticked": ticked,
+        "quoted": quoted,
+        "fenced": fenced,
+        "percent": percent,
+        "points": points,
+        "size": size,
+        "count": count,
+        "codes": codes,
+        "figure": figure,
+        "bare": bare,
+    }
     report = told.report
     return environment.get_template("card.md.j2").render(
-        told=told, report=report, record=told.record, groups=list(_group_rows(told)),
-        loads=list(_load_rows(report.dry)), hardware=hardware.where_they_run(told.schemes),
-        read_from=hardware.READ_FROM, max_prompts=MAX_PROMPTS, accepted=list(accepted_rows(report)),
-        commands=list(_commands(told)), address=shlex.quote(f"ORG/{told.name}"),
+        told=told,
+        report=report,
+        record=told.record,
+        groups=list(_group_rows(told)),
+        loads=list(_load_rows(report.dry)),
+        hardware=hardware.where_they_run(told.schemes),
+        read_from=hardware.READ_FROM,
+        max_prompts=MAX_PROMPTS,
+        accepted=list(accepted_rows(report)),
+        commands=list(_commands(told)),
+        address=shlex.quote(f"ORG/{told.name}"),
         limitations=list(limitations(report, told.record, told.off_leaderboard)),
-    )  # fmt: skip
+    )
 
 
 def accepted_rows(report: FullReport) -> Iterator[Accepted]:
@@ -118,14 +138,28 @@ def accepted_rows(report: FullReport) -> Iterator[Accepted]:
         if evaluation and model.draft_tokens:
             protocol = evaluation.protocol
             asked = f"{protocol.title}, {count(model.num_questions)} questions"
-            yield Accepted(asked=asked, model=model.role, k=protocol.k, concurrency=protocol.concurrency,
-                           as_served=model.as_served, counted=model, speed_up=None)  # fmt: skip
+            yield Accepted(
+                asked=asked,
+                model=model.role,
+                k=protocol.k,
+                concurrency=protocol.concurrency,
+                as_served=model.as_served,
+                counted=model,
+                speed_up=None,
+            )
     for model in serve.served if serve else ():
         for run in model.drafting:
             if serve and run.draft_tokens:
                 asked = f"serve-check, {count(len(serve.prompts))} prompts"
-                yield Accepted(asked=asked, model=model.role, k=run.k, concurrency=1,
-                               as_served=model.as_served, counted=run, speed_up=run.speed_up)  # fmt: skip
+                yield Accepted(
+                    asked=asked,
+                    model=model.role,
+                    k=run.k,
+                    concurrency=1,
+                    as_served=model.as_served,
+                    counted=run,
+                    speed_up=run.speed_up,
+                )
 
 
 def percent(share: float | None, digits: int = 2) -> Md:

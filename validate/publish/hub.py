@@ -79,10 +79,16 @@ class Hub:
         told = self._ask("the Hub", self._api.whoami)
         self._user = str(told.get("name", ""))
         if told.get("auth", {}).get("accessToken", {}).get("role") == "read":
-            raise HubError("the Hub", "the token must be allowed to write", got=f"{self._user}'s token for reading", cure=_NEW_TOKEN)  # fmt: skip
+            raise HubError(
+                "the Hub",
+                "the token must be allowed to write",
+                got=f"{self._user}'s token for reading",
+                cure=_NEW_TOKEN,
+            )
 
     def look(self, repo: str, *, revision: str | None = None) -> Remote | None:
         """What a repository holds, at `revision` or now; None if there is none that this token may see."""
+
         def ask() -> Remote | None:
             try:
                 info = self._api.model_info(repo, revision=revision)
@@ -91,8 +97,12 @@ class Hub:
             except RepositoryNotFoundError:
                 return None
             tree = self._api.list_repo_tree(repo, recursive=True, revision=info.sha) if info.sha else ()
-            return Remote(repo=repo, commit=info.sha or "", is_private=bool(info.private),
-                          files={entry.path: entry for entry in tree if isinstance(entry, RepoFile)})  # fmt: skip
+            return Remote(
+                repo=repo,
+                commit=info.sha or "",
+                is_private=bool(info.private),
+                files={entry.path: entry for entry in tree if isinstance(entry, RepoFile)},
+            )
 
         return self._ask(repo, ask)
 
@@ -102,9 +112,17 @@ class Hub:
 
     def upload(self, repo: str, folder: Path, *, parent: str, message: str) -> str:
         """Send the files of a folder on top of the commit `parent`; returns the commit that holds them."""
-        return self._ask(repo, lambda: self._api.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message=message, parent_commit=parent or None,
-        ).oid)  # fmt: skip
+        return self._ask(
+            repo,
+            lambda: (
+                self._api.upload_folder(
+                    repo_id=repo,
+                    folder_path=folder,
+                    commit_message=message,
+                    parent_commit=parent or None,
+                ).oid
+            ),
+        )
 
     def make_public(self, repo: str) -> None:
         """Let everybody read it."""

@@ -72,7 +72,7 @@ def bare(text: str) -> Md:
 
 def _inner(part: str) -> str:
     """A part of a sentence, with the spaces at its ends."""
-    before, after = part[: len(part) - len(part.lstrip())], part[len(part.rstrip()):] if part.strip() else ""
+    before, after = part[: len(part) - len(part.lstrip())], part[len(part.rstrip()) :] if part.strip() else ""
     return f"{' ' * bool(before)}{escaped(part)}{' ' * bool(after)}"
 
 

@@ -131,7 +131,12 @@ def recipe_text(folder: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(path, "a checkpoint of keepmtp's holds its recipe", got=str(error), cure="Restore the file, or quantize again") from error  # fmt: skip
+        raise CheckpointError(
+            path,
+            "a checkpoint of keepmtp's holds its recipe",
+            got=str(error),
+            cure="Restore the file, or quantize again",
+        ) from error
 
 
 def choices(folder: Path, record: Record) -> tuple[str, ...] | None:
@@ -173,12 +178,15 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[Group, ...]:
         found[key].append((stored[0], stored[1], stored[2]))
     rows = [
         Group(
-            part=part, modules=modules, schemes=_unique(scheme for scheme, _, _ in stored),
-            plain=_unique(dtype for _, dtype, _ in stored), reasons=_unique(reason for _, _, reason in stored),
+            part=part,
+            modules=modules,
+            schemes=_unique(scheme for scheme, _, _ in stored),
+            plain=_unique(dtype for _, dtype, _ in stored),
+            reasons=_unique(reason for _, _, reason in stored),
             decision=_decision(record, part, modules),
         )
         for (part, modules), stored in found.items()
-    ]  # fmt: skip
+    ]
     return tuple(sorted(rows, key=lambda row: (row.part, not row.schemes, row.modules)))
 
 

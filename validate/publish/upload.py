@@ -63,11 +63,26 @@ def check_name(repo: str) -> None:
         RecipeError: not ORG/NAME, characters that the Hub does not take, or the name of a folder here.
     """
     parts = repo.split("/")
-    if len(parts) != 2 or not all(_NAME.fullmatch(part) and len(part) <= 96 for part in parts) \
-            or ".." in repo or "--" in repo or parts[1].endswith(".git"):  # fmt: skip
-        raise RecipeError("--repo", "must be ORG/NAME with letters, digits, and single - _ . between them", got=repr(repo), cure="Name it as on the Hub")  # fmt: skip
+    if (
+        len(parts) != 2
+        or not all(_NAME.fullmatch(part) and len(part) <= 96 for part in parts)
+        or ".." in repo
+        or "--" in repo
+        or parts[1].endswith(".git")
+    ):
+        raise RecipeError(
+            "--repo",
+            "must be ORG/NAME with letters, digits, and single - _ . between them",
+            got=repr(repo),
+            cure="Name it as on the Hub",
+        )
     if Path(repo).is_dir():
-        raise RecipeError("--repo", "must not be a folder here, which would be checked in its place", got=repo, cure="Run this from another folder")  # fmt: skip
+        raise RecipeError(
+            "--repo",
+            "must not be a folder here, which would be checked in its place",
+            got=repo,
+            cure="Run this from another folder",
+        )
 
 
 def compare(parcel: Parcel, remote: Remote | None) -> Comparison:
@@ -76,7 +91,7 @@ def compare(parcel: Parcel, remote: Remote | None) -> Comparison:
     states: dict[str, State] = {
         name: "new" if name not in there else "same" if _is_same(local, there[name]) else "differs"
         for name, local in parcel.files.items()
-    }  # fmt: skip
+    }
     others = tuple(sorted(name for name in there if name not in parcel.files and name not in HUBS_OWN))
     return Comparison(states=states, others=others)
 
@@ -138,17 +153,29 @@ def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> Non
         GateError: names the files that are missing, differ, or should not be there.
     """
     found = compare(parcel, remote)
-    wrong = [f"{name} is {'not there' if state == 'new' else _difference(parcel.files[name], remote.files[name])}"
-             for name, state in found.states.items() if state != "same"]  # fmt: skip
+    wrong = [
+        f"{name} is {'not there' if state == 'new' else _difference(parcel.files[name], remote.files[name])}"
+        for name, state in found.states.items()
+        if state != "same"
+    ]
     wrong += [f"{name} is there, which was not sent" for name in found.others if name not in others]
     if wrong:
         where = f"{remote.repo} at {remote.commit}"
-        raise GateError(where, "must hold the bytes that were sent", got=listed(wrong), cure="Run the same command with --update to send them again")  # fmt: skip
+        raise GateError(
+            where,
+            "must hold the bytes that were sent",
+            got=listed(wrong),
+            cure="Run the same command with --update to send them again",
+        )
 
 
 def load_remote(
-    remote: Remote, parcel: Parcel, *, gpu: GPU | None = None, watch: Callable[[str], None] = lambda doing: None,
-) -> tuple[Checked, str]:  # fmt: skip
+    remote: Remote,
+    parcel: Parcel,
+    *,
+    gpu: GPU | None = None,
+    watch: Callable[[str], None] = lambda doing: None,
+) -> tuple[Checked, str]:
     """Check a repository by range requests, with vLLM's own loaders if there is a vLLM here.
 
     Args:
@@ -174,7 +201,12 @@ def load_remote(
         (checked,) = check_on([remote.repo], vllm=vllm, gpus=chosen, tps=[tp], num_drafts=k, watch=watch)
         how = f"dry load on {asked[0]} at TP {tp} with vLLM {vllm.version}"
     if checked.source is not None and checked.source.revision != remote.commit:
-        raise HubError(remote.repo, "nobody else may write to it meanwhile", got=f"commit {checked.source.revision}", cure="Run the same command again")  # fmt: skip
+        raise HubError(
+            remote.repo,
+            "nobody else may write to it meanwhile",
+            got=f"commit {checked.source.revision}",
+            cure="Run the same command again",
+        )
     return checked, how
 
 

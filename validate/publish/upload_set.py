@@ -69,19 +69,35 @@ def prepare(folder: Path, *, watch: Watch | None = None) -> Parcel:
         raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Check PATH")
     evidence = report_folder(folder)
     if not (evidence / report.JSON_FILE).is_file():
-        raise CheckpointError(evidence, "must hold the checkpoint's report", got=f"no {report.JSON_FILE}", cure=f"Run `keepmtp check {folder} --record`, serve-check, eval and card")  # fmt: skip
+        raise CheckpointError(
+            evidence,
+            "must hold the checkpoint's report",
+            got=f"no {report.JSON_FILE}",
+            cure=f"Run `keepmtp check {folder} --record`, serve-check, eval and card",
+        )
     told = report.verify(evidence)
     _refuse_red(told, evidence)
     card.refuse_none(card.card_folder(folder), folder)  # before every byte is read
     if told.identity is None:
-        raise CheckpointError(evidence / report.JSON_FILE, "must say which bytes it is about", got="no identity", cure=f"Run `keepmtp check {folder} --record`")  # fmt: skip
+        raise CheckpointError(
+            evidence / report.JSON_FILE,
+            "must say which bytes it is about",
+            got="no identity",
+            cure=f"Run `keepmtp check {folder} --record`",
+        )
     refuse_other_bytes(folder, told.identity, identify(folder, cache=evidence, watch=watch))
-    files = {name: LocalFile(name=name, path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
-             for name, fact in told.identity.files.items()}  # fmt: skip
+    files = {
+        name: LocalFile(name=name, path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
+        for name, fact in told.identity.files.items()
+    }
     for local in _card_files(folder):
         if local.name in files:
-            raise CheckpointError(folder / local.name, "the card has a file of this name", got="one of the "
-                                         "checkpoint's", cure="Move it away and check again")  # fmt: skip
+            raise CheckpointError(
+                folder / local.name,
+                "the card has a file of this name",
+                got="one of the checkpoint's",
+                cure="Move it away and check again",
+            )
         files[local.name] = local
     return Parcel(folder=folder, report=told, files=dict(sorted(files.items())))
 

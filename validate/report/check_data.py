@@ -43,9 +43,13 @@ DRY_RULES = (RULE, DEFECT, "no-kernel")
 
 
 def check_data(
-    check: Report, *, vllm: str, evidence: Evidence | None = None, opened: Source | None = None,
+    check: Report,
+    *,
+    vllm: str,
+    evidence: Evidence | None = None,
+    opened: Source | None = None,
     source: Source | None = None,
-) -> CheckData:  # fmt: skip
+) -> CheckData:
     """A check with everything that headers and the checkpoint's own record say.
 
     Args:
@@ -56,17 +60,27 @@ def check_data(
     """
     found = tuple(
         FindingFact(
-            origin="dry" if finding.rule in DRY_RULES else "static", severity=finding.severity, where=finding.where,
-            says=finding.says, cure=finding.cure, rule=finding.rule, count=finding.count,
+            origin="dry" if finding.rule in DRY_RULES else "static",
+            severity=finding.severity,
+            where=finding.where,
+            says=finding.says,
+            cure=finding.cure,
+            rule=finding.rule,
+            count=finding.count,
         )
         for finding in check.findings
-    )  # fmt: skip
+    )
     dry = tuple(_dry_load(verdict, findings(verdict, evidence, version=vllm)) for verdict in check.dry)
     sizes, calibration, absent = _from_files(opened, source)
     return CheckData(
-        path=check.path, facts=CheckpointFacts(**asdict(check.facts)), findings=found, sizes=sizes, dry=dry,
-        calibration=calibration, absent=absent,
-    )  # fmt: skip
+        path=check.path,
+        facts=CheckpointFacts(**asdict(check.facts)),
+        findings=found,
+        sizes=sizes,
+        dry=dry,
+        calibration=calibration,
+        absent=absent,
+    )
 
 
 def record_static(folder: Path, checkpoint: Source, identity: Identity, *, source: Source | None = None) -> None:
@@ -91,12 +105,14 @@ def sizes_by_group(checkpoint: Source, source: Source | None = None) -> tuple[Gr
     before = None if source is None else _measured(source)
     rows = [
         GroupSize(
-            part=part, group=group, num_tensors=len(after.get((part, group), ())),
+            part=part,
+            group=group,
+            num_tensors=len(after.get((part, group), ())),
             num_bytes=sum(after.get((part, group), ())),
             num_bytes_before=None if before is None else sum(before.get((part, group), ())),
         )
         for part, group in after.keys() | (before or {}).keys()
-    ]  # fmt: skip
+    ]
     return tuple(sorted(rows, key=lambda row: (row.part, -max(row.num_bytes, row.num_bytes_before or 0), row.group)))
 
 
@@ -134,10 +150,14 @@ def _from_files(
 ) -> tuple[tuple[GroupSize, ...], CalibrationFact | None, dict[str, str]]:
     """Sizes and calibration, and why one of them is empty."""
     if opened is None:
-        return (), None, {
-            "sizes": "No sizes: the checkpoint's headers could not be read.",
-            "calibration": "Not known: the checkpoint could not be read.",
-        }  # fmt: skip
+        return (
+            (),
+            None,
+            {
+                "sizes": "No sizes: the checkpoint's headers could not be read.",
+                "calibration": "Not known: the checkpoint could not be read.",
+            },
+        )
     calibration, why = calibration_of(opened)
     absent = {"calibration": why} if why else {}
     try:
@@ -150,17 +170,28 @@ def _dry_load(verdict: Verdict, found: Sequence[Finding]) -> DryLoad:
     num_errors = sum(finding.severity == "error" for finding in found)
     failure = None if verdict.failure is None else LoadFailure(**asdict(verdict.failure))
     return DryLoad(
-        gpu=verdict.gpu, tp=verdict.tp, k=verdict.num_drafts, ok=not num_errors, num_errors=num_errors, failure=failure,
-        target=_loaded(verdict.target), draft=_loaded(verdict.draft), runner=verdict.runner,
-        seconds=round(sum(verdict.seconds.values()), 2), peak_mib=verdict.peak_mib,
-    )  # fmt: skip
+        gpu=verdict.gpu,
+        tp=verdict.tp,
+        k=verdict.num_drafts,
+        ok=not num_errors,
+        num_errors=num_errors,
+        failure=failure,
+        target=_loaded(verdict.target),
+        draft=_loaded(verdict.draft),
+        runner=verdict.runner,
+        seconds=round(sum(verdict.seconds.values()), 2),
+        peak_mib=verdict.peak_mib,
+    )
 
 
 def _loaded(side: Side) -> LoadedModel:
     return LoadedModel(
-        cls=side.cls, num_params=side.num_params, num_written=side.num_written, shared=side.shared,
+        cls=side.cls,
+        num_params=side.num_params,
+        num_written=side.num_written,
+        shared=side.shared,
         kernels=tuple(KernelUse(**asdict(kernel)) for kernel in side.kernels),
-    )  # fmt: skip
+    )
 
 
 def _measured(source: Source) -> dict[tuple[str, str], list[int]]:

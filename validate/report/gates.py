@@ -61,9 +61,11 @@ def judge(
         evaluation: `keepmtp eval`'s.
     """
     reasons = (
-        _findings(check, serve), _loads(check, serve, evaluation), _acceptance(gates, serve, evaluation),
+        _findings(check, serve),
+        _loads(check, serve, evaluation),
+        _acceptance(gates, serve, evaluation),
         _gsm8k(gates, evaluation),
-    )  # fmt: skip
+    )
     return JudgementFact(verdict=worst(reason.verdict for reason in reasons), gates=gates, reasons=reasons)
 
 
@@ -103,8 +105,11 @@ def _loads(check: CheckData | None, serve: Serve | None, evaluation: EvaluationF
     copy = next((model for model in models if model.as_served != "native"), None)
     if not loads and not native:
         got = f"only a {copy.as_served} was served" if copy else "nothing has loaded it"
-        return _reason("loads", "infeasible", f"Not tried: {got}. `keepmtp check CHECKPOINT --gpu sm100 --record` lets "
-                       "vLLM load it without a GPU.")  # fmt: skip
+        return _reason(
+            "loads",
+            "infeasible",
+            f"Not tried: {got}. `keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM load it without a GPU.",
+        )
     ways = [f"vLLM's own classes take every tensor on {places(loads)}."] if loads else []
     ways += ["Its own bytes were served."] if native else [f"Served was only a {copy.as_served}."] if copy else []
     return _reason("loads", "pass", " ".join(ways))
@@ -127,22 +132,38 @@ def _drafted_in_evaluation(evaluation: EvaluationFact | None) -> _Drafted | None
     if evaluation is None or evaluation.source is None or not evaluation.source.draft_tokens:
         return None
     num, k = evaluation.checkpoint.num_questions, evaluation.protocol.k
-    return _Drafted(what=f"{num:,} questions of {evaluation.protocol.title}", unit="questions", k=k, num_asked=num,
-                    is_native=evaluation.checkpoint.as_served == "native", source=evaluation.source,
-                    checkpoint=evaluation.checkpoint)  # fmt: skip
+    return _Drafted(
+        what=f"{num:,} questions of {evaluation.protocol.title}",
+        unit="questions",
+        k=k,
+        num_asked=num,
+        is_native=evaluation.checkpoint.as_served == "native",
+        source=evaluation.source,
+        checkpoint=evaluation.checkpoint,
+    )
 
 
 def _drafted_in_serve(serve: Serve | None) -> _Drafted | None:
     if serve is None or serve.source is None:
         return None
-    pairs = [(original, run) for run in serve.checkpoint.drafting
-             if (original := serve.source.run(run.k)) and original.draft_tokens]  # fmt: skip
+    pairs = [
+        (original, run)
+        for run in serve.checkpoint.drafting
+        if (original := serve.source.run(run.k)) and original.draft_tokens
+    ]
     if not pairs:
         return None
     original, run = max(pairs, key=lambda pair: pair[1].k)
     num = len(serve.prompts)
-    return _Drafted(what=f"serve-check's {num:,} prompts", unit="prompts", k=run.k, num_asked=num,
-                    is_native=serve.checkpoint.as_served == "native", source=original, checkpoint=run)  # fmt: skip
+    return _Drafted(
+        what=f"serve-check's {num:,} prompts",
+        unit="prompts",
+        k=run.k,
+        num_asked=num,
+        is_native=serve.checkpoint.as_served == "native",
+        source=original,
+        checkpoint=run,
+    )
 
 
 def _why_no_drafts(serve: Serve | None, evaluation: EvaluationFact | None) -> str:
@@ -159,11 +180,18 @@ def _ratio(gates: Gates, drafted: _Drafted) -> ReasonFact:
     mine, theirs = drafted.checkpoint, drafted.source
     where = f"On {drafted.what} with k={drafted.k}"
     if not mine.draft_tokens:
-        return _reason("acceptance", "regression", f"{where}, the checkpoint drafted nothing; the source drafted "
-                       f"{theirs.draft_tokens:,} tokens.")  # fmt: skip
+        return _reason(
+            "acceptance",
+            "regression",
+            f"{where}, the checkpoint drafted nothing; the source drafted {theirs.draft_tokens:,} tokens.",
+        )
     if not theirs.accepted_tokens:
-        return _reason("acceptance", "infeasible", f"{where}, none of the source's own {theirs.draft_tokens:,} drafted "
-                       "tokens was accepted: there is nothing to keep a share of.")  # fmt: skip
+        return _reason(
+            "acceptance",
+            "infeasible",
+            f"{where}, none of the source's own {theirs.draft_tokens:,} drafted "
+            "tokens was accepted: there is nothing to keep a share of.",
+        )
     (mean, error), (source_mean, source_error) = _per_draft(mine), _per_draft(theirs)
     middle = mean / source_mean
     reach = _z(gates) * middle * math.hypot(error / mean, source_error / source_mean)
@@ -205,13 +233,21 @@ def _gsm8k(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
         return _reason("gsm8k", "infeasible", "Not measured: `keepmtp eval CHECKPOINT` does.")
     pair = next((pair for pair in evaluation.paired if pair.filter == gates.filter), None)
     if evaluation.source is None or pair is None:
-        return _reason("gsm8k", "infeasible", "The source was not evaluated, so a drop cannot be told. `keepmtp eval "
-                       "CHECKPOINT --source SOURCE` evaluates both.")  # fmt: skip
+        return _reason(
+            "gsm8k",
+            "infeasible",
+            "The source was not evaluated, so a drop cannot be told. `keepmtp eval "
+            "CHECKPOINT --source SOURCE` evaluates both.",
+        )
     before, after = evaluation.source.score(gates.filter).value, evaluation.checkpoint.score(gates.filter).value
     num = evaluation.checkpoint.num_questions
     if before <= gates.max_drop:
-        return _reason("gsm8k", "infeasible", f"{gates.filter}: the source itself gets {_score(before)} of {num:,} "
-                       f"questions, so a drop of {_points(gates.max_drop)} could not be seen.")  # fmt: skip
+        return _reason(
+            "gsm8k",
+            "infeasible",
+            f"{gates.filter}: the source itself gets {_score(before)} of {num:,} "
+            f"questions, so a drop of {_points(gates.max_drop)} could not be seen.",
+        )
     low, high = one_sided(pair, gates.confidence)
     middle, reach = (low + high) / 2, (high - low) / 2
     verdict, needed = _told(gates.max_drop + middle, reach, num)
@@ -257,8 +293,10 @@ def _truncation(gates: Gates, source: EvaluatedFact, checkpoint: EvaluatedFact) 
     before, after = (model.num_truncated / model.num_questions for model in (source, checkpoint))
     if abs(after - before) <= gates.max_drop:
         return ""
-    return (f" Of its answers {_percent(after)} were cut at max_tokens, of the source's {_percent(before)}: the scores "
-            "differ by that too.")  # fmt: skip
+    return (
+        f" Of its answers {_percent(after)} were cut at max_tokens, of the source's {_percent(before)}: the scores "
+        "differ by that too."
+    )
 
 
 def _not_its_own(*, is_native: bool) -> str:

@@ -14,18 +14,23 @@ from .schema import DryLoad, EvaluationFact, FindingFact, JudgementFact, ReasonF
 
 
 def verdict_of(
-    check: CheckData, *, vllm: str, serve: Serve | None = None, evaluation: EvaluationFact | None = None,
+    check: CheckData,
+    *,
+    vllm: str,
+    serve: Serve | None = None,
+    evaluation: EvaluationFact | None = None,
     judgement: JudgementFact | None = None,
-) -> VerdictFact:  # fmt: skip
+) -> VerdictFact:
     """The sentence, from the stations that ran; `vllm` is the version that judged."""
     fault = _fault(check, serve, judgement, vllm)
     if fault:
         return VerdictFact(ok=False, label="Not ready", says=fault if fault.endswith(".") else f"{fault}.")
     warnings = sum(fact.severity == "warning" for fact in check.findings)
     tried = (
-        f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {places(check.dry)}" if check.dry
+        f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {places(check.dry)}"
+        if check.dry
         else f"Nothing in config.json and the headers is in vLLM {vllm}'s way"
-    )  # fmt: skip
+    )
     also = f", with {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
     measured = [_drafts(serve)] if serve else []
     if evaluation:

@@ -28,8 +28,15 @@ if TYPE_CHECKING:
 HTML_FILE = "report.html"
 _TEMPLATES = Path(__file__).parent / "templates"
 # What vLLM was doing when it stopped, by `LoadFailure.stage`.
-_ACTS = {"config": "reading the config of", "construct": "building", "load": "loading", "share": "sharing weights with",
-         "process": "preparing the weights of", "world": "starting", "crash": "judging"}  # fmt: skip
+_ACTS = {
+    "config": "reading the config of",
+    "construct": "building",
+    "load": "loading",
+    "share": "sharing weights with",
+    "process": "preparing the weights of",
+    "world": "starting",
+    "crash": "judging",
+}
 _GATE_PILLS = {"pass": "good", "regression": "bad", "infeasible": "warn"}
 
 
@@ -87,23 +94,38 @@ def render(report: FullReport) -> str:
     from . import svg
 
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     environment.filters |= {
-        "size": _size, "percent": _percent, "points": _points, "figure": _figure, "quoted": _quoted, "broken": _broken,
+        "size": _size,
+        "percent": _percent,
+        "points": _points,
+        "figure": _figure,
+        "quoted": _quoted,
+        "broken": _broken,
         "ticked": _ticked,
-    }  # fmt: skip
+    }
     runs = [(model.role, run) for model in report.serve.served for run in model.runs] if report.serve else []
     return environment.get_template("report.html.j2").render(
-        report=report, name=Path(report.path).name or report.path, kernels=_kernels(report.dry),
-        shared=_shared(report.dry), size_charts=_size_charts(report), serve_charts=_serve_charts(report),
-        calibration_charts=_calibration_charts(report), evaluation_charts=_evaluation_charts(report),
+        report=report,
+        name=Path(report.path).name or report.path,
+        kernels=_kernels(report.dry),
+        shared=_shared(report.dry),
+        size_charts=_size_charts(report),
+        serve_charts=_serve_charts(report),
+        calibration_charts=_calibration_charts(report),
+        evaluation_charts=_evaluation_charts(report),
         svg=lambda drawing: Markup(svg.svg(drawing)),  # noqa: S704 - our own chart, its labels escaped
-        partings=[(role, run.k, one) for role, run in runs for one in run.partings or ()], notes=_notes(runs),
-        acts=_ACTS, gate_pills=_GATE_PILLS,
+        partings=[(role, run.k, one) for role, run in runs for one in run.partings or ()],
+        notes=_notes(runs),
+        acts=_ACTS,
+        gate_pills=_GATE_PILLS,
         num_compared=sum(len(run.outputs) for _, run in runs if run.partings is not None),
-    )  # fmt: skip
+    )
 
 
 def _size_charts(report: FullReport) -> list[_Chart]:
@@ -149,13 +171,19 @@ def _calibration_charts(report: FullReport) -> list[_Chart]:
         shares = "; ".join(
             f"{row.title}: {', '.join(map(_percent, acceptance.shares))}" for row, acceptance in found.measured
         )
-        charts.append(_Chart(title=f"Acceptance by position, held-out text, k={found.k}",
-                             drawing=plots.calibrated_acceptance(found), alt=shares))  # fmt: skip
+        charts.append(
+            _Chart(
+                title=f"Acceptance by position, held-out text, k={found.k}",
+                drawing=plots.calibrated_acceptance(found),
+                alt=shares,
+            )
+        )
     if any(each.acceptance for each in found.candidates):
         sizes = "; ".join(
             f"{number}. {each.title}: {_size(each.bytes)}, keeps {_percent(each.kept)}" + ", chosen" * each.chosen
-            for number, each in enumerate(found.candidates, start=1) if each.acceptance
-        )  # fmt: skip
+            for number, each in enumerate(found.candidates, start=1)
+            if each.acceptance
+        )
         title = "Candidates for the MTP block, numbered as below"
         charts.append(_Chart(title=title, drawing=plots.candidates(found), alt=sizes))
     return charts
@@ -177,15 +205,25 @@ def _evaluation_charts(report: FullReport) -> list[_Chart]:
             f"{pair.filter}: {_points(pair.difference)}, from {_points(pair.low)} to {_points(pair.high)}"
             for pair in found.paired
         )
-        charts.append(_Chart(title="Difference, question by question", drawing=plots.differences(found, gates),
-                             alt=f"{told}; limit: {100 * gates.max_drop:g} points lost"))  # fmt: skip
+        charts.append(
+            _Chart(
+                title="Difference, question by question",
+                drawing=plots.differences(found, gates),
+                alt=f"{told}; limit: {100 * gates.max_drop:g} points lost",
+            )
+        )
     drafting = [model for model in found.evaluated if model.drafts]
     if drafting:
         told = "; ".join(
             f"{model.role}: {', '.join(map(_percent, model.acceptance_per_position))}" for model in drafting
         )
-        charts.append(_Chart(title=f"Acceptance by position over these questions, k={found.protocol.k}",
-                             drawing=plots.evaluated_acceptance(found, gates), alt=told))  # fmt: skip
+        charts.append(
+            _Chart(
+                title=f"Acceptance by position over these questions, k={found.protocol.k}",
+                drawing=plots.evaluated_acceptance(found, gates),
+                alt=told,
+            )
+        )
     return charts
 
 
@@ -201,10 +239,18 @@ def _kernels(loads: Iterable[DryLoad]) -> list[_KernelRow]:
                 layers = ", ".join(dict.fromkeys(use.layer for use in uses))
                 found[role, *key, layers, sum(use.count for use in uses), uses[0].where].append(load)
     rows = [
-        _KernelRow(role=role, method=method, kernel=kernel, outcome=outcome, layers=layers, count=count, first=first,
-                   where=places(where))
+        _KernelRow(
+            role=role,
+            method=method,
+            kernel=kernel,
+            outcome=outcome,
+            layers=layers,
+            count=count,
+            first=first,
+            where=places(where),
+        )
         for (role, method, kernel, outcome, layers, count, first), where in found.items()
-    ]  # fmt: skip
+    ]
     return sorted(rows, key=lambda row: (not row.outcome.startswith("refused"), row.role != "target"))
 
 

@@ -37,11 +37,17 @@ def paired(name: str, source: Sequence[bool], checkpoint: Sequence[bool], *, con
     middle, stderr = _adjusted(len(pairs), only_source, only_checkpoint)
     reach = _z(1 - (1 - confidence) / 2) * stderr
     return PairedFact(
-        filter=name, difference=(only_checkpoint - only_source) / len(pairs), stderr=stderr,
-        low=max(-1.0, middle - reach), high=min(1.0, middle + reach), confidence=confidence,
-        both=pairs.count((True, True)), only_source=only_source, only_checkpoint=only_checkpoint,
+        filter=name,
+        difference=(only_checkpoint - only_source) / len(pairs),
+        stderr=stderr,
+        low=max(-1.0, middle - reach),
+        high=min(1.0, middle + reach),
+        confidence=confidence,
+        both=pairs.count((True, True)),
+        only_source=only_source,
+        only_checkpoint=only_checkpoint,
         neither=pairs.count((False, False)),
-    )  # fmt: skip
+    )
 
 
 def one_sided(fact: PairedFact, confidence: float) -> tuple[float, float]:

@@ -68,10 +68,14 @@ def scores(evaluation: EvaluationFact) -> Drawing:
 
     def draw(axes: Axes, inks: Inks) -> None:
         series = [
-            _series(model, [100 * model.score(name).value for name in names], inks,
-                    errors=[200 * model.score(name).stderr for name in names])
+            _series(
+                model,
+                [100 * model.score(name).value for name in names],
+                inks,
+                errors=[200 * model.score(name).stderr for name in names],
+            )
             for model in evaluation.evaluated
-        ]  # fmt: skip
+        ]
         bars(axes, series, range(len(names)), "{:.1f}".format, inks.ink)
         axes.set_xticks(range(len(names)), map(_label, names))
         axes.tick_params(axis="x", labelcolor=inks.ink)
@@ -92,15 +96,28 @@ def differences(evaluation: EvaluationFact, gates: Gates) -> Drawing:
             sides = f"{100 * pair.confidence:g} % interval", f"judged: {100 * gates.confidence:g} % one-sided"
             ends = (pair.low, pair.high), one_sided(pair, gates.confidence)
             for (low, high), side, width in zip(ends, sides, (1.5, 5.0), strict=True):
-                axes.hlines(spot, 100 * low, 100 * high, color=inks.after, linewidth=width,
-                            label=side if not spot else "_")  # fmt: skip
-            axes.scatter([100 * pair.difference], [spot], s=44, color=inks.ink, zorder=3,
-                         label="_" if spot else "difference")  # fmt: skip
-            axes.annotate(f"{100 * pair.difference:+.2f}", (100 * pair.difference, spot), xytext=(0, 8),
-                          textcoords="offset points", ha="center", fontsize=9.5)  # fmt: skip
+                axes.hlines(
+                    spot, 100 * low, 100 * high, color=inks.after, linewidth=width, label=side if not spot else "_"
+                )
+            axes.scatter(
+                [100 * pair.difference], [spot], s=44, color=inks.ink, zorder=3, label="_" if spot else "difference"
+            )
+            axes.annotate(
+                f"{100 * pair.difference:+.2f}",
+                (100 * pair.difference, spot),
+                xytext=(0, 8),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9.5,
+            )
         axes.axvline(0, color=inks.muted, linewidth=0.8)
-        axes.axvline(-100 * gates.max_drop, color=inks.bad, linewidth=1.2, linestyle="--",
-                     label=f"limit: {100 * gates.max_drop:g} points lost")  # fmt: skip
+        axes.axvline(
+            -100 * gates.max_drop,
+            color=inks.bad,
+            linewidth=1.2,
+            linestyle="--",
+            label=f"limit: {100 * gates.max_drop:g} points lost",
+        )
         names = [_label(pair.filter) + "\n(judged)" * (pair.filter == gates.filter) for pair in evaluation.paired]
         axes.set_yticks(range(len(names)), names)
         axes.set_ylim(len(names) - 0.5, -0.6)
@@ -158,8 +175,7 @@ def calibrated_acceptance(calibration: CalibrationFact) -> Drawing:
             elif row is rows[-1][0]:
                 name, colour = "this checkpoint", inks.after
             series.append(Series(name=name, colour=colour, values=[100 * share for share in found.shares]))
-        bars(axes, series, range(num_steps), "{:.0f}".format if len(rows) > 2 else "{:.1f}".format,
-             inks.ink)
+        bars(axes, series, range(num_steps), "{:.0f}".format if len(rows) > 2 else "{:.1f}".format, inks.ink)
         _positions(axes, num_steps, inks)
 
     return Drawing(draw=draw, height=3.3)
@@ -175,15 +191,28 @@ def candidates(calibration: CalibrationFact) -> Drawing:
     def draw(axes: Axes, inks: Inks) -> None:
         kinds = (
             ("chosen", inks.after, "o", inks.after, lambda each: each.chosen),
-            ("keeps enough, but is larger", inks.after, "o", "none",
-             lambda each: not each.chosen and each.kept >= least),
+            (
+                "keeps enough, but is larger",
+                inks.after,
+                "o",
+                "none",
+                lambda each: not each.chosen and each.kept >= least,
+            ),
             ("keeps too little", inks.bad, "X", inks.bad, lambda each: not each.chosen and each.kept < least),
         )
         for name, colour, marker, face, belongs in kinds:
             spots = [(each.bytes / divisor, 100 * each.kept) for _, each in tried if belongs(each)]
             if spots:
-                axes.scatter(*zip(*spots, strict=True), s=64, marker=marker, facecolors=face, edgecolors=colour,
-                             linewidths=1.5, label=name, zorder=3)  # fmt: skip
+                axes.scatter(
+                    *zip(*spots, strict=True),
+                    s=64,
+                    marker=marker,
+                    facecolors=face,
+                    edgecolors=colour,
+                    linewidths=1.5,
+                    label=name,
+                    zorder=3,
+                )
         together: dict[tuple[int, float], list[str]] = defaultdict(list)
         for number, each in tried:
             together[each.bytes, each.kept].append(str(number))
@@ -191,8 +220,14 @@ def candidates(calibration: CalibrationFact) -> Drawing:
         for (size, kept), numbers in together.items():
             # The chosen one is the smallest of those above the budget: to its left there is room.
             place, ha = ((-8, -4), "right") if (size, kept) == chosen else ((0, 7), "center")
-            axes.annotate(", ".join(numbers), (size / divisor, 100 * kept), xytext=place, textcoords="offset points",
-                          ha=ha, fontsize=9.5)  # fmt: skip
+            axes.annotate(
+                ", ".join(numbers),
+                (size / divisor, 100 * kept),
+                xytext=place,
+                textcoords="offset points",
+                ha=ha,
+                fontsize=9.5,
+            )
         axes.axhline(100 * least, color=inks.bad, linewidth=1.2, linestyle="--", label=f"budget: {100 * least:g} %")
         axes.set_xlabel(f"size of the MTP block on disk ({unit})")
         axes.set_ylabel("acceptance kept (%)")
@@ -227,9 +262,7 @@ def speed_up(serve: Serve) -> Drawing:
     return Drawing(draw=draw, height=3.3)
 
 
-def _by_position(
-    models: Sequence[tuple[ServedFact | EvaluatedFact, Sequence[float]]], k: int, floor: float
-) -> Drawing:
+def _by_position(models: Sequence[tuple[ServedFact | EvaluatedFact, Sequence[float]]], k: int, floor: float) -> Drawing:
     """Shares accepted at each position, and `floor` as a share of the source's."""
 
     def draw(axes: Axes, inks: Inks) -> None:
@@ -237,8 +270,15 @@ def _by_position(
         bars(axes, series, range(k), "{:.1f}".format, inks.ink)
         source = next((shares for model, shares in models if model.role == "source"), ())
         for spot, share in enumerate(source):
-            axes.hlines(100 * share * floor, spot - 0.42, spot + 0.42, color=inks.bad, linewidth=1.2, linestyle="--",
-                        label=f"floor: {100 * floor:g} % of the source" if spot == 0 else "_")  # fmt: skip
+            axes.hlines(
+                100 * share * floor,
+                spot - 0.42,
+                spot + 0.42,
+                color=inks.bad,
+                linewidth=1.2,
+                linestyle="--",
+                label=f"floor: {100 * floor:g} % of the source" if spot == 0 else "_",
+            )
         _positions(axes, k, inks)
 
     return Drawing(draw=draw, height=3.3)

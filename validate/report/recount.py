@@ -38,7 +38,9 @@ def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
         samples = read[fact.role]
         _compare(folder, fact.role, _as_asked(evaluation, fact, samples))
         if samples.missing:
-            raise CheckpointError(samples.path, "must answer every question", got=f"{len(samples.missing)} missing", cure=_cure(folder))  # fmt: skip
+            raise CheckpointError(
+                samples.path, "must answer every question", got=f"{len(samples.missing)} missing", cure=_cure(folder)
+            )
         _compare(folder, fact.role, _figures(fact, samples))
         for number, score in enumerate(fact.scores):
             right = samples.correct(score.filter)

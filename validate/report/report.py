@@ -43,27 +43,35 @@ JSON_FILE = "report.json"
 NOT_RUN = {
     "sizes": "No sizes: the headers were not measured.",
     "dry": "No dry load was run: whether vLLM's own classes take these tensors was not tried. "
-           "`keepmtp check CHECKPOINT --gpu sm100` tries it, without a GPU.",
+    "`keepmtp check CHECKPOINT --gpu sm100` tries it, without a GPU.",
     "calibration": "No calibration: nobody looked for the checkpoint's own record.",
     "serve": "No server was run: acceptance and speed are unknown. `keepmtp serve-check CHECKPOINT` measures them.",
     "evaluation": "GSM8K was not asked: what quantization costs in right answers is unknown. `keepmtp eval CHECKPOINT` "
-                  "measures it.",
+    "measures it.",
     "identity": "Not taken: this report is not bound to the checkpoint's bytes. `keepmtp check CHECKPOINT --record` "
-                "binds it.",
-}  # fmt: skip
+    "binds it.",
+}
 _MAX_WORDS = 120
 # Which station's file a part of the report is from.
 _STATION_OF: Mapping[str, Station] = {
-    **dict.fromkeys(("path", "facts", "findings", "sizes", "dry", "calibration"), "check"), "serve": "serve",
+    **dict.fromkeys(("path", "facts", "findings", "sizes", "dry", "calibration"), "check"),
+    "serve": "serve",
     "evaluation": "gsm8k",
-}  # fmt: skip
+}
 
 
 def assemble(
-    check: CheckData, *, vllm: str, made_at: str, keepmtp: str = __version__, serve: Serve | None = None,
-    evaluation: EvaluationFact | None = None, judgement: JudgementFact | None = None,
-    identity: Identity | None = None, results: Mapping[str, str] | None = None,
-) -> FullReport:  # fmt: skip
+    check: CheckData,
+    *,
+    vllm: str,
+    made_at: str,
+    keepmtp: str = __version__,
+    serve: Serve | None = None,
+    evaluation: EvaluationFact | None = None,
+    judgement: JudgementFact | None = None,
+    identity: Identity | None = None,
+    results: Mapping[str, str] | None = None,
+) -> FullReport:
     """One report from what the stations found.
 
     Args:
@@ -76,15 +84,32 @@ def assemble(
         identity: the bytes; None where nothing was recorded.
         results: SHA-256 of the result files by name.
     """
-    parts = {"sizes": check.sizes, "dry": check.dry, "calibration": check.calibration, "serve": serve,
-             "evaluation": evaluation, "identity": identity}  # fmt: skip
+    parts = {
+        "sizes": check.sizes,
+        "dry": check.dry,
+        "calibration": check.calibration,
+        "serve": serve,
+        "evaluation": evaluation,
+        "identity": identity,
+    }
     return FullReport(
-        keepmtp=keepmtp, vllm=vllm, made_at=made_at, path=check.path, facts=check.facts, findings=check.findings,
-        sizes=check.sizes, dry=check.dry, calibration=check.calibration, serve=serve, evaluation=evaluation,
-        judgement=judgement, identity=identity, results=results or {},
+        keepmtp=keepmtp,
+        vllm=vllm,
+        made_at=made_at,
+        path=check.path,
+        facts=check.facts,
+        findings=check.findings,
+        sizes=check.sizes,
+        dry=check.dry,
+        calibration=check.calibration,
+        serve=serve,
+        evaluation=evaluation,
+        judgement=judgement,
+        identity=identity,
+        results=results or {},
         verdict=verdict_of(check, vllm=vllm, serve=serve, evaluation=evaluation, judgement=judgement),
         absent={name: check.absent.get(name, NOT_RUN[name]) for name, part in parts.items() if not part},
-    )  # fmt: skip
+    )
 
 
 def from_results(folder: Path) -> FullReport:
@@ -95,7 +120,12 @@ def from_results(folder: Path) -> FullReport:
     """
     check, serve, gsm8k = read_result(folder, "check"), read_result(folder, "serve"), read_result(folder, "gsm8k")
     if check is None:
-        raise CheckpointError(folder, "a report starts with the static check", got="no check.json", cure=f"Run `{command('check', folder)}`")  # fmt: skip
+        raise CheckpointError(
+            folder,
+            "a report starts with the static check",
+            got="no check.json",
+            cure=f"Run `{command('check', folder)}`",
+        )
     found: list[Result[Any]] = [result for result in (check, serve, gsm8k) if result]
     for result in found[1:]:
         _refuse_other(folder, result, check.checkpoint)
@@ -105,10 +135,16 @@ def from_results(folder: Path) -> FullReport:
     judgement = judge(gates=_gates(folder, check.checkpoint), check=check.data, serve=told, evaluation=answers)
     files = [file_of(folder, result.station) for result in found]
     return assemble(
-        check.data, vllm=judge_of.vllm, made_at=newest.made_at, keepmtp=newest.keepmtp, serve=told,
-        evaluation=answers, judgement=judgement, identity=check.checkpoint,
+        check.data,
+        vllm=judge_of.vllm,
+        made_at=newest.made_at,
+        keepmtp=newest.keepmtp,
+        serve=told,
+        evaluation=answers,
+        judgement=judgement,
+        identity=check.checkpoint,
         results={file.name: file_sha256(file) for file in files},
-    )  # fmt: skip
+    )
 
 
 def refresh(folder: Path) -> FullReport:
@@ -142,10 +178,16 @@ def verify(folder: Path) -> FullReport:
         wanted, is_there = told.results.get(name), file_of(folder, station).is_file()
         got = file_sha256(file_of(folder, station)) if is_there else "no such file"
         if wanted is None and is_there:
-            raise CheckpointError(path, f"must be made from every result, {name} too", got="a report without it", cure=again)  # fmt: skip
+            raise CheckpointError(
+                path, f"must be made from every result, {name} too", got="a report without it", cure=again
+            )
         if wanted is not None and got != wanted:
-            raise CheckpointError(folder / name, f"must be the file that {JSON_FILE} was made from, {wanted}", got=got, cure=f"If it was not measured again, run `{command(station, folder)}`, else "
-                                         f"`keepmtp report {folder}`")  # fmt: skip
+            raise CheckpointError(
+                folder / name,
+                f"must be the file that {JSON_FILE} was made from, {wanted}",
+                got=got,
+                cure=f"If it was not measured again, run `{command(station, folder)}`, else `keepmtp report {folder}`",
+            )
     full = from_results(folder)
     for field, got, wanted in _differences(_plain(told), _plain(full)):
         station = _STATION_OF.get(field.partition(".")[0])
@@ -201,7 +243,12 @@ def read_json(path: Path) -> FullReport:
 def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None:
     mine, station = result.checkpoint.sha256, result.station
     if mine != identity.sha256:
-        raise CheckpointError(file_of(folder, station), f"must be measured on the same bytes as the others, {identity.sha256}", got=mine, cure=f"Remove it, and measure again with `{command(station, folder)}`")  # fmt: skip
+        raise CheckpointError(
+            file_of(folder, station),
+            f"must be measured on the same bytes as the others, {identity.sha256}",
+            got=mine,
+            cure=f"Remove it, and measure again with `{command(station, folder)}`",
+        )
 
 
 def _gates(folder: Path, identity: Identity) -> Gates:

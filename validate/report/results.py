@@ -27,8 +27,10 @@ from .schema import CalibrationFact, CheckpointFacts, DryLoad, EvaluationFact, F
 Station = Literal["check", "serve", "gsm8k"]
 STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k")
 COMMANDS: Mapping[Station, str] = {
-    "check": "keepmtp check {} --record", "serve": "keepmtp serve-check {}", "gsm8k": "keepmtp eval {}",
-}  # fmt: skip
+    "check": "keepmtp check {} --record",
+    "serve": "keepmtp serve-check {}",
+    "gsm8k": "keepmtp eval {}",
+}
 """What measures, with the checkpoint's place left open."""
 TIME = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -78,7 +80,12 @@ def checkpoint_folder(evidence: Path) -> Path:
     """
     whole = evidence.resolve()
     if whole.suffix != ".report":
-        raise CheckpointError(evidence, "an evidence folder is NAME.report, beside the checkpoint NAME", got=whole.name, cure="Name the checkpoint's")  # fmt: skip
+        raise CheckpointError(
+            evidence,
+            "an evidence folder is NAME.report, beside the checkpoint NAME",
+            got=whole.name,
+            cure="Name the checkpoint's",
+        )
     return whole.with_suffix("")
 
 
@@ -94,18 +101,44 @@ def file_of(folder: Path, station: Station) -> Path:
 
 
 @overload
-def write_result(folder: Path, station: Literal["check"], data: CheckData, *, checkpoint: Identity, vllm: str,
-                 made_at: datetime | None = None) -> Path: ...  # fmt: skip
-@overload
-def write_result(folder: Path, station: Literal["serve"], data: Serve, *, checkpoint: Identity, vllm: str,
-                 made_at: datetime | None = None) -> Path: ...  # fmt: skip
-@overload
-def write_result(folder: Path, station: Literal["gsm8k"], data: EvaluationFact, *, checkpoint: Identity, vllm: str,
-                 made_at: datetime | None = None) -> Path: ...  # fmt: skip
 def write_result(
-    folder: Path, station: Station, data: CheckData | Serve | EvaluationFact, *, checkpoint: Identity, vllm: str,
+    folder: Path,
+    station: Literal["check"],
+    data: CheckData,
+    *,
+    checkpoint: Identity,
+    vllm: str,
     made_at: datetime | None = None,
-) -> Path:  # fmt: skip
+) -> Path: ...
+@overload
+def write_result(
+    folder: Path,
+    station: Literal["serve"],
+    data: Serve,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path: ...
+@overload
+def write_result(
+    folder: Path,
+    station: Literal["gsm8k"],
+    data: EvaluationFact,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path: ...
+def write_result(
+    folder: Path,
+    station: Station,
+    data: CheckData | Serve | EvaluationFact,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path:
     """Write a station's result over an older one; returns the file's path.
 
     Args:
@@ -171,5 +204,7 @@ def write_whole(path: Path, text: str) -> Path:
 
 
 _FORMS: Mapping[Station, type[Result[Any]]] = {
-    "check": Result[CheckData], "serve": Result[Serve], "gsm8k": Result[EvaluationFact],
-}  # fmt: skip
+    "check": Result[CheckData],
+    "serve": Result[Serve],
+    "gsm8k": Result[EvaluationFact],
+}

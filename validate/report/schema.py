@@ -451,8 +451,12 @@ class EvaluatedFact(_Part):
 
     @property
     def _counters(self) -> Drafts:
-        return Drafts(drafts=self.drafts, draft_tokens=self.draft_tokens, accepted_tokens=self.accepted_tokens,
-                      accepted_per_position=self.accepted_per_position)  # fmt: skip
+        return Drafts(
+            drafts=self.drafts,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
+            accepted_per_position=self.accepted_per_position,
+        )
 
     def score(self, name: str) -> ScoreFact:
         """The score that one filter gives."""

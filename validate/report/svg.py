@@ -45,11 +45,13 @@ class Inks:
 
 
 # Colours which occur nowhere else, replaced by CSS variables once drawn.
-_PAGE = Inks(ink="#010101", muted="#020202", grid="#030303", before="#040404", after="#050505", bad="#060606",
-             between="#070707")  # fmt: skip
+_PAGE = Inks(
+    ink="#010101", muted="#020202", grid="#030303", before="#040404", after="#050505", bad="#060606", between="#070707"
+)
 # The style sheet's own, of its light form.
-_LIGHT = Inks(ink="#16202c", muted="#5a6675", grid="#dde2e8", before="#98a4b3", after="#0b6fb8", bad="#b3261e",
-              between="#14344f")  # fmt: skip
+_LIGHT = Inks(
+    ink="#16202c", muted="#5a6675", grid="#dde2e8", before="#98a4b3", after="#0b6fb8", bad="#b3261e", between="#14344f"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +95,9 @@ def png(*titled: tuple[str, Drawing]) -> bytes:
     """Drawings under their titles, one below the other, on white. Equal drawings give equal bytes."""
     heights = [drawing.height + 0.3 for _, drawing in titled]
     with rc_context(_style(_LIGHT)):
-        figure = Figure(figsize=(_WIDTH_INCHES, sum(heights)), dpi=_DOTS_PER_INCH, layout="constrained",
-                        facecolor="white")  # fmt: skip
+        figure = Figure(
+            figsize=(_WIDTH_INCHES, sum(heights)), dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white"
+        )
         parts = figure.subfigures(len(titled), 1, height_ratios=heights, squeeze=False)[:, 0]
         for part, (title, drawing) in zip(parts, titled, strict=True):
             _fill(part, drawing, _LIGHT)
@@ -111,9 +114,15 @@ def bars(axes: Axes, series: Sequence[Series], spots: Sequence[int], label: Call
     width = 0.8 / max(1, len(series))
     for number, each in enumerate(series):
         shift = (number - (len(series) - 1) / 2) * width
-        found = axes.bar([spot + shift for spot in spots[: len(each.values)]], each.values, width * 0.94,
-                         label=each.name, color=each.colour, yerr=each.errors,
-                         error_kw={"ecolor": ink, "elinewidth": 1.2})  # fmt: skip
+        found = axes.bar(
+            [spot + shift for spot in spots[: len(each.values)]],
+            each.values,
+            width * 0.94,
+            label=each.name,
+            color=each.colour,
+            yerr=each.errors,
+            error_kw={"ecolor": ink, "elinewidth": 1.2},
+        )
         axes.bar_label(found, fmt=label, padding=2, fontsize=9.5)
     # A lone position would otherwise be one bar as wide as the chart.
     axes.set_xlim(-0.5 - 0.4 * (len(spots) == 1), len(spots) - 0.5 + 0.4 * (len(spots) == 1))
@@ -123,8 +132,17 @@ def legend(axes: Axes) -> None:
     """Above the axes, bars before lines, two a row so that it never widens the figure."""
     pairs = sorted(zip(*axes.get_legend_handles_labels(), strict=True), key=lambda pair: isinstance(pair[0], Artist))
     handles, labels = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    axes.figure.legend(handles, labels, loc="outside upper left", ncols=2, frameon=False, fontsize=9.5,
-                       handlelength=1.3, columnspacing=1.4, borderpad=0)  # fmt: skip
+    axes.figure.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=2,
+        frameon=False,
+        fontsize=9.5,
+        handlelength=1.3,
+        columnspacing=1.4,
+        borderpad=0,
+    )
 
 
 def _fill(figure: Figure | SubFigure, drawing: Drawing, inks: Inks) -> None:
@@ -137,9 +155,20 @@ def _fill(figure: Figure | SubFigure, drawing: Drawing, inks: Inks) -> None:
 
 def _style(inks: Inks) -> dict[RcKeyType, Any]:
     return {
-        "svg.fonttype": "none", "svg.hashsalt": "keepmtp", "text.parse_math": False, "font.size": 11,
-        "font.family": "DejaVu Sans", "text.color": inks.ink, "axes.labelcolor": inks.muted,
-        "axes.edgecolor": inks.grid, "xtick.color": inks.muted, "ytick.color": inks.muted,
-        "xtick.labelcolor": inks.muted, "ytick.labelcolor": inks.ink, "axes.spines.top": False,
-        "axes.spines.right": False, "xtick.major.size": 0, "ytick.major.size": 0,
-    }  # fmt: skip
+        "svg.fonttype": "none",
+        "svg.hashsalt": "keepmtp",
+        "text.parse_math": False,
+        "font.size": 11,
+        "font.family": "DejaVu Sans",
+        "text.color": inks.ink,
+        "axes.labelcolor": inks.muted,
+        "axes.edgecolor": inks.grid,
+        "xtick.color": inks.muted,
+        "ytick.color": inks.muted,
+        "xtick.labelcolor": inks.muted,
+        "ytick.labelcolor": inks.ink,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+    }

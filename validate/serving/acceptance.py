@@ -92,10 +92,11 @@ class Drafts:
         zeros = (0,) * (len(self.accepted_per_position) - len(earlier.accepted_per_position))
         pairs = zip(self.accepted_per_position, (*earlier.accepted_per_position, *zeros), strict=True)
         return Drafts(
-            drafts=self.drafts - earlier.drafts, draft_tokens=self.draft_tokens - earlier.draft_tokens,
+            drafts=self.drafts - earlier.drafts,
+            draft_tokens=self.draft_tokens - earlier.draft_tokens,
             accepted_tokens=self.accepted_tokens - earlier.accepted_tokens,
             accepted_per_position=tuple(now - before for now, before in pairs),
-        )  # fmt: skip
+        )
 
     @property
     def acceptance(self) -> float | None:
@@ -165,9 +166,17 @@ class Run:
             "acceptance_per_position": list(self.drafts.acceptance_per_position),
             "mean_accepted_length": self.drafts.mean_accepted_length,
             "outputs": [{"token_ids": list(output.token_ids), "text": output.text} for output in self.outputs],
-            "partings": None if self.partings is None else [
-                {"prompt": p.prompt, "at": p.at, "plain_token": p.plain_token, "token": p.token, "gap": p.gap,
-                 "is_near_tie": p.is_near_tie}
+            "partings": None
+            if self.partings is None
+            else [
+                {
+                    "prompt": p.prompt,
+                    "at": p.at,
+                    "plain_token": p.plain_token,
+                    "token": p.token,
+                    "gap": p.gap,
+                    "is_near_tie": p.is_near_tie,
+                }
                 for p in self.partings
             ],
             "is_repeatable": self.is_repeatable,
@@ -175,7 +184,7 @@ class Run:
             "notes": list(self.notes),
             "error": self.error,
             "log": self.log,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,9 +216,14 @@ class Served:
     def as_dict(self) -> dict[str, Any]:
         """For report.json."""
         return {
-            "role": self.role, "path": self.path, "as_served": self.as_served, "reason": self.reason,
-            "dtype": self.dtype, "num_bytes": self.num_bytes, "runs": [run.as_dict() for run in self.runs],
-        }  # fmt: skip
+            "role": self.role,
+            "path": self.path,
+            "as_served": self.as_served,
+            "reason": self.reason,
+            "dtype": self.dtype,
+            "num_bytes": self.num_bytes,
+            "runs": [run.as_dict() for run in self.runs],
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,8 +323,10 @@ def _loads(served: Iterable[Served]) -> Gate:
     unwritten = [
         f"{one.role} with k={run.k}: no tensor wrote the {'draft' if run.k else 'model'}'s {run.unwritten[0]}"
         f"{_more(len(run.unwritten))}"
-        for one in served for run in one.runs if run.unwritten
-    ]  # fmt: skip
+        for one in served
+        for run in one.runs
+        if run.unwritten
+    ]
     if failed or unwritten:
         return Gate(name="loads", verdict="failed", says="; ".join(failed + unwritten) + ".")
     return Gate(name="loads", verdict="passed", says="Every server came up with every weight written.")

@@ -28,9 +28,12 @@ from .vllm_env import VLLM
 _COPY_BYTES = 32 * 2**20
 # vLLM's words for a layer that it has no kernel for on this machine (0.32.0; measured on CPUs with and without AMX).
 NO_KERNEL = (
-    "Failed to find a kernel", "MoE backend supports", "MoE backend: NONE", "is not supported: Marlin",
+    "Failed to find a kernel",
+    "MoE backend supports",
+    "MoE backend: NONE",
+    "is not supported: Marlin",
     "is not divisible by weight quantization block",
-)  # fmt: skip
+)
 
 Progress = Callable[[int], None]
 """Called with the number of source bytes done since the last call."""
@@ -44,8 +47,13 @@ def why_no_kernel(source: Source, vllm: VLLM) -> str:
     """
     if vllm.build != "cpu":
         return ""
-    missing = sorted({lack for weight in stored_weights(source.entries.values())[0].values()
-                      if (lack := _lack(weight, vllm.cpu_features))})  # fmt: skip
+    missing = sorted(
+        {
+            lack
+            for weight in stored_weights(source.entries.values())[0].values()
+            if (lack := _lack(weight, vllm.cpu_features))
+        }
+    )
     return f"vLLM's CPU build has no kernel for {', '.join(missing)} on this machine" if missing else ""
 
 
@@ -80,7 +88,12 @@ def write_copy(source: Source, folder: Path, progress: Progress | None = None) -
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
     if needed > free:
-        raise VLLMError(folder, f"a BF16 copy needs {needed / 2**30:.1f} GiB of disk", got=f"{free / 2**30:.1f} GiB", cure="Choose another --out, or serve it on a GPU, where no copy is needed")  # fmt: skip
+        raise VLLMError(
+            folder,
+            f"a BF16 copy needs {needed / 2**30:.1f} GiB of disk",
+            got=f"{free / 2**30:.1f} GiB",
+            cure="Choose another --out, or serve it on a GPU, where no copy is needed",
+        )
     folder.mkdir()
     for file, outputs in shards.items():
         _write_shard(source, folder / file, outputs, progress or _ignore)
@@ -144,10 +157,20 @@ def _planned_weight(where: str, weight: StoredWeight) -> _Output:
         entry = weight.weight
         return _Output(name=entry.name, dtype=entry.dtype, shape=entry.shape, made_of=weight)
     if weight.form == "unknown":
-        raise CheckpointError(f"{where}: {weight.module}", "must lie in a form that can be dequantized", got=f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}", cure="Run `keepmtp check` on it")  # fmt: skip
+        raise CheckpointError(
+            f"{where}: {weight.module}",
+            "must lie in a form that can be dequantized",
+            got=f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}",
+            cure="Run `keepmtp check` on it",
+        )
     shape = weight.shape
     if "weight_g_idx" in weight.parts or "weight_zero_point" in weight.parts:
-        raise CheckpointError(f"{where}: {weight.module}", "zero points and group indices cannot be read", got=", ".join(sorted(weight.parts)), cure="Serve it on a GPU")  # fmt: skip
+        raise CheckpointError(
+            f"{where}: {weight.module}",
+            "zero points and group indices cannot be read",
+            got=", ".join(sorted(weight.parts)),
+            cure="Serve it on a GPU",
+        )
     return _Output(name=HFName(f"{weight.module}.weight"), dtype="BF16", shape=shape, made_of=weight)
 
 
@@ -185,10 +208,16 @@ def _dequantized(source: Source, stored: StoredWeight) -> memoryview:
     from ...checkpoints import dequantize
 
     dtypes = {
-        "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32, "I8": torch.int8,
-        "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "I32": torch.int32,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
         "F8_E8M0": torch.float8_e8m0fnu,
-    }  # fmt: skip
+    }
 
     def part(*leaves: str) -> torch.Tensor:
         entry = next(stored.parts[leaf] for leaf in leaves if leaf in stored.parts)

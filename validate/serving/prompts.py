@@ -42,7 +42,9 @@ def read_prompts(path: Path) -> tuple[str, ...]:
         try:
             prompt = json.loads(line)["prompt"]
         except (ValueError, KeyError, TypeError) as error:
-            raise RecipeError(f"{path}:{number}", 'must be an object with "prompt"', got=line[:60], cure=cure) from error
+            raise RecipeError(
+                f"{path}:{number}", 'must be an object with "prompt"', got=line[:60], cure=cure
+            ) from error
         if not isinstance(prompt, str) or not prompt:
             raise RecipeError(f"{path}:{number}", '"prompt" must be a text', got=repr(prompt), cure=cure)
         prompts.append(prompt)

@@ -31,11 +31,17 @@ _WARM_UP_TOKENS = 32
 # Parameters that no tensor writes in a good checkpoint; the first two only in a draft.
 _PLACEHOLDERS = (
     (re.compile(r"(^|\.)embed_tokens\.weight$"), True, "the draft's embedding, which vLLM replaces by the target's"),
-    (re.compile(r"(^|\.)(lm_head|shared_head\.head)\.weight$"), True,
-     "the draft's head, which vLLM replaces by the target's"),
-    (re.compile(r"\.w(13|2)_input_global_scale$"), False,
-     "activation scales that weight-only NVFP4 experts never read"),
-)  # fmt: skip
+    (
+        re.compile(r"(^|\.)(lm_head|shared_head\.head)\.weight$"),
+        True,
+        "the draft's head, which vLLM replaces by the target's",
+    ),
+    (
+        re.compile(r"\.w(13|2)_input_global_scale$"),
+        False,
+        "activation scales that weight-only NVFP4 experts never read",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +89,21 @@ def serve_check(
     original = None if source is None else serve(source, "source", vllm=vllm, check=check, watch=watch)
     judged = serve(checkpoint, "checkpoint", vllm=vllm, check=check, watch=watch)
     return ServeReport(
-        checkpoint=judged, source=original, floor=check.floor, prompts=check.prompts, max_tokens=check.max_tokens,
+        checkpoint=judged,
+        source=original,
+        floor=check.floor,
+        prompts=check.prompts,
+        max_tokens=check.max_tokens,
         environment={
-            "vllm": vllm.version, "torch": vllm.torch, "transformers": vllm.transformers,
-            "compressed_tensors": vllm.compressed_tensors, "build": vllm.build, "device": vllm.device,
+            "vllm": vllm.version,
+            "torch": vllm.torch,
+            "transformers": vllm.transformers,
+            "compressed_tensors": vllm.compressed_tensors,
+            "build": vllm.build,
+            "device": vllm.device,
         },
         seconds=time.monotonic() - start,
-    )  # fmt: skip
+    )
 
 
 def serve(source: Source, role: Role, *, vllm: VLLM, check: Check, watch: Watch | None = None) -> Served:
@@ -105,9 +119,14 @@ def serve(source: Source, role: Role, *, vllm: VLLM, check: Check, watch: Watch 
             runs = _runs(copy, role, vllm, check, watch)
         reason = f"{reason}; {UNTRIED}"
     return Served(
-        role=role, path=source.where, as_served=COPY if reason else "native", reason=reason, dtype=_forms(source),
-        num_bytes=sum(entry.num_bytes for entry in source.entries.values()), runs=runs,
-    )  # fmt: skip
+        role=role,
+        path=source.where,
+        as_served=COPY if reason else "native",
+        reason=reason,
+        dtype=_forms(source),
+        num_bytes=sum(entry.num_bytes for entry in source.entries.values()),
+        runs=runs,
+    )
 
 
 def lack_of_kernel(vllm: VLLM, error: str) -> str:
@@ -147,8 +166,14 @@ def explained(names: Iterable[str], *, is_draft: bool) -> tuple[tuple[str, ...],
     """
     whys, faults = [], []
     for name in names:
-        why = next((why for pattern, only_draft, why in _PLACEHOLDERS
-                    if pattern.search(name) and (is_draft or not only_draft)), "")  # fmt: skip
+        why = next(
+            (
+                why
+                for pattern, only_draft, why in _PLACEHOLDERS
+                if pattern.search(name) and (is_draft or not only_draft)
+            ),
+            "",
+        )
         if why:
             whys.append(why)
         else:
@@ -165,8 +190,11 @@ def _runs(folder: Path, role: Role, vllm: VLLM, check: Check, watch: Watch | Non
         plain = runs[0] if runs and runs[0].k == 0 else None
         if run.loaded and plain is not None and plain.loaded:
             assert run.tokens_per_second and plain.tokens_per_second
-            run = replace(run, partings=partings(plain.outputs, run.outputs),
-                          speed_up=run.tokens_per_second / plain.tokens_per_second)  # fmt: skip
+            run = replace(
+                run,
+                partings=partings(plain.outputs, run.outputs),
+                speed_up=run.tokens_per_second / plain.tokens_per_second,
+            )
         runs.append(run)
         if k == 0 and not run.loaded:
             break  # with method=mtp it would fail the same way, minutes later
@@ -205,9 +233,17 @@ def _attempt(
 
     try:
         with serving(
-            vllm, folder, k=k, log=log, is_tracked=is_tracked, max_model_len=check.max_model_len, port=check.port,
-            timeout=check.timeout, extra=check.extra, watch=tell,
-        ) as server:  # fmt: skip
+            vllm,
+            folder,
+            k=k,
+            log=log,
+            is_tracked=is_tracked,
+            max_model_len=check.max_model_len,
+            port=check.port,
+            timeout=check.timeout,
+            extra=check.extra,
+            watch=tell,
+        ) as server:
             return _ask(server, k, check, tell), ()
     except ServerFailed as failure:
         return Run(k=k, loaded=False, error=failure.words, log=str(log)), failure.unwritten if is_tracked else ()
@@ -225,11 +261,15 @@ def _ask(server: Server, k: int, check: Check, tell: Watch) -> Run:
         outputs.append(server.complete(prompt, max_tokens=check.max_tokens))
     seconds = time.monotonic() - start
     return Run(
-        k=k, loaded=True, seconds_to_health=server.seconds_to_health,
+        k=k,
+        loaded=True,
+        seconds_to_health=server.seconds_to_health,
         tokens_per_second=sum(len(output.token_ids) for output in outputs) / seconds,
-        drafts=server.drafts().since(before), outputs=tuple(outputs),
-        is_repeatable=warm_up == outputs[0].token_ids[: len(warm_up)], log=str(server.log),
-    )  # fmt: skip
+        drafts=server.drafts().since(before),
+        outputs=tuple(outputs),
+        is_repeatable=warm_up == outputs[0].token_ids[: len(warm_up)],
+        log=str(server.log),
+    )
 
 
 def _forms(source: Source) -> str:

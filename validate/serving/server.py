@@ -112,20 +112,32 @@ class Server:
             ServerFailed: the server died or refused the request.
         """
         asked = {
-            "model": _NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "seed": 0,
-            "logprobs": TOP_LOGPROBS, "return_token_ids": True, "return_tokens_as_token_ids": True,
-        }  # fmt: skip
+            "model": _NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "seed": 0,
+            "logprobs": TOP_LOGPROBS,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
         choice = self._ask("POST", "/v1/completions", json=asked).json()["choices"][0]
         top = choice["logprobs"]["top_logprobs"]
         return Output(
-            token_ids=tuple(choice["token_ids"]), text=choice["text"],
+            token_ids=tuple(choice["token_ids"]),
+            text=choice["text"],
             top_logprobs=tuple({int(name.rpartition(":")[2]): value for name, value in row.items()} for row in top),
-        )  # fmt: skip
+        )
 
     def answer(
-        self, prompt: str | Sequence[Mapping[str, str]], *, max_tokens: int, stop: Sequence[str], seed: int,
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int,
+        stop: Sequence[str],
+        seed: int,
         timeout: float,
-    ) -> Reply:  # fmt: skip
+    ) -> Reply:
         """Greedy answer to a text, or to messages through the model's chat template.
 
         Args:
@@ -138,9 +150,11 @@ class Server:
         Raises:
             ServerFailed: the server died, refused the request, was silent for too long, or replied without an answer.
         """
-        path, asked = ("completions", {"prompt": prompt}) if isinstance(prompt, str) else (
-            "chat/completions", {"messages": list(prompt)}
-        )  # fmt: skip
+        path, asked = (
+            ("completions", {"prompt": prompt})
+            if isinstance(prompt, str)
+            else ("chat/completions", {"messages": list(prompt)})
+        )
         asked |= {"model": _NAME, "max_tokens": max_tokens, "temperature": 0.0, "seed": seed, "stop": list(stop)}
         reply = self._ask("POST", f"/v1/{path}", json=asked, timeout=httpx.Timeout(timeout, connect=60.0))
         try:
@@ -178,10 +192,19 @@ class Server:
 
 @contextmanager
 def serving(
-    vllm: VLLM, folder: Path, *, k: int, log: Path, is_tracked: bool = True, max_model_len: int = 2048,
-    max_num_seqs: int = 4, port: int | None = None, timeout: float = TIMEOUT_SECONDS, extra: tuple[str, ...] = (),
+    vllm: VLLM,
+    folder: Path,
+    *,
+    k: int,
+    log: Path,
+    is_tracked: bool = True,
+    max_model_len: int = 2048,
+    max_num_seqs: int = 4,
+    port: int | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+    extra: tuple[str, ...] = (),
     watch: Watch | None = None,
-) -> Iterator[Server]:  # fmt: skip
+) -> Iterator[Server]:
     """A server for as long as the context lasts; afterwards none of its processes is left.
 
     Args:
@@ -203,19 +226,36 @@ def serving(
     """
     port = _free_port(port)
     log.parent.mkdir(parents=True, exist_ok=True)
-    words = [str(vllm.python), "-c", _LEADER, *_words(vllm, folder, port, k, is_tracked), "--max-model-len",
-             str(max_model_len), "--max-num-seqs", str(max_num_seqs), *extra]  # fmt: skip
+    words = [
+        str(vllm.python),
+        "-c",
+        _LEADER,
+        *_words(vllm, folder, port, k, is_tracked),
+        "--max-model-len",
+        str(max_model_len),
+        "--max-num-seqs",
+        str(max_num_seqs),
+        *extra,
+    ]
     with TemporaryDirectory(prefix="keepmtp-") as plugin, open(log, "wb") as file, _signals_raise():
         environment = _environment(vllm, Path(plugin))
         start = time.monotonic()
         process = subprocess.Popen(  # noqa: S603 - the words are ours and the user's own
-            words, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, env=environment,
+            words,
+            stdin=subprocess.PIPE,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             address = f"http://127.0.0.1:{port}"
-            with httpx.Client(base_url=address, timeout=httpx.Timeout(600.0, connect=5.0), trust_env=False,
-                              limits=httpx.Limits(max_connections=None)) as client:  # fmt: skip
+            with httpx.Client(
+                base_url=address,
+                timeout=httpx.Timeout(600.0, connect=5.0),
+                trust_env=False,
+                limits=httpx.Limits(max_connections=None),
+            ) as client:
                 _wait(client, process, log, start, timeout, watch)
                 yield Server(client=client, process=process, seconds_to_health=time.monotonic() - start, log=log)
         finally:
@@ -231,10 +271,11 @@ def read_counters(text: str) -> Drafts:
         totals[key] = totals.get(key, 0) + int(float(value))
     positions = sorted(position for name, position in totals if name == "accepted_tokens_per_pos")
     return Drafts(
-        drafts=totals.get(("drafts", 0), 0), draft_tokens=totals.get(("draft_tokens", 0), 0),
+        drafts=totals.get(("drafts", 0), 0),
+        draft_tokens=totals.get(("draft_tokens", 0), 0),
         accepted_tokens=totals.get(("accepted_tokens", 0), 0),
         accepted_per_position=tuple(totals["accepted_tokens_per_pos", position] for position in positions),
-    )  # fmt: skip
+    )
 
 
 def last_error(log: Path, returncode: int | None) -> str:
@@ -279,9 +320,22 @@ def _words(vllm: VLLM, folder: Path, port: int, k: int, is_tracked: bool) -> lis
     # Without prefix caching a prompt is computed the same way whatever was asked before; and on a CPU the gated delta
     # net cannot combine it with drafting (vLLM 0.32). The model's own sampling defaults would not be greedy.
     words = [
-        "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--host", "127.0.0.1", "--port", str(port),
-        "--served-model-name", _NAME, "--no-enable-prefix-caching", "--generation-config", "vllm", "--seed", "0",
-    ]  # fmt: skip
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(folder),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--served-model-name",
+        _NAME,
+        "--no-enable-prefix-caching",
+        "--generation-config",
+        "vllm",
+        "--seed",
+        "0",
+    ]
     if k:
         words += ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": k})]
     if is_tracked:
@@ -300,8 +354,11 @@ def _environment(vllm: VLLM, plugin: Path) -> Mapping[str, str]:
     if vllm.build == "cpu":
         stubs = [] if vllm.torchvision else [str(_PLUGIN / "stubs")]
         environment["PYTHONPATH"] = os.pathsep.join([str(plugin), str(_PLUGIN), *stubs])
-        for name, value in (("VLLM_CPU_KVCACHE_SPACE", "1"), ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-                            ("OMP_WAIT_POLICY", "PASSIVE")):  # fmt: skip
+        for name, value in (
+            ("VLLM_CPU_KVCACHE_SPACE", "1"),
+            ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            ("OMP_WAIT_POLICY", "PASSIVE"),
+        ):
             environment.setdefault(name, value)
         _register(vllm, plugin)
     return environment
@@ -326,7 +383,12 @@ def _free_port(port: int | None) -> int:
         try:
             listener.bind(("127.0.0.1", port or 0))
         except OSError as error:
-            raise VLLMError(f"port {port}", "must be free on 127.0.0.1", got=error.strerror or repr(error), cure="Choose another --port, or leave it out") from error  # fmt: skip
+            raise VLLMError(
+                f"port {port}",
+                "must be free on 127.0.0.1",
+                got=error.strerror or repr(error),
+                cure="Choose another --port, or leave it out",
+            ) from error
         return listener.getsockname()[1]
 
 

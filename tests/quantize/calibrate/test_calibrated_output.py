@@ -104,10 +104,16 @@ def test_same_bytes_as_oneshot(scheme, oneshots, tmp_path):
     assert report.findings == ()
 
 
-@pytest.mark.parametrize(("rest", "mtp", "algorithm"), [
-    ("NVFP4", "NVFP4", "minmax"), ("FP8", "FP8", "minmax"), ("NVFP4", "W4A16", "gptq"), ("W4A16", "bf16", "awq"),
-    ("W8A8", "W8A8", "smoothquant"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rest", "mtp", "algorithm"),
+    [
+        ("NVFP4", "NVFP4", "minmax"),
+        ("FP8", "FP8", "minmax"),
+        ("NVFP4", "W4A16", "gptq"),
+        ("W4A16", "bf16", "awq"),
+        ("W8A8", "W8A8", "smoothquant"),
+    ],
+)
 def test_made_up_statistics_pass_the_check_and_are_copied(rest, mtp, algorithm, tmp_path):
     plan = planned(TINY, model="tiny-glm4-moe", rest=rest, mtp=mtp, algorithm=algorithm)
     made = made_up(plan)
@@ -146,8 +152,9 @@ def test_stacked_experts_take_their_scales_one_by_one(tmp_path):
 
 
 def test_rewritten_stacked_experts_are_copied(tmp_path):
-    plan = planned(tmp_path / "source", model="step-3.5-flash", data="random", rest="bf16", experts="NVFP4",
-                   algorithm="gptq")  # fmt: skip
+    plan = planned(
+        tmp_path / "source", model="step-3.5-flash", data="random", rest="bf16", experts="NVFP4", algorithm="gptq"
+    )
     made = made_up(plan)
     ours = written(plan, saved(tmp_path / "statistics", made), tmp_path / "out")
     assert sum("experts.3.down_proj.weight_packed" in name for name in made) >= 1
@@ -234,8 +241,13 @@ def test_two_processes_write_what_one_writes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-              "PYTHONPATH": str(Path(__file__).parent.parent.parent / "helpers")}  # fmt: skip
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "PYTHONPATH": str(Path(__file__).parent.parent.parent / "helpers"),
+    }
     command = [sys.executable, "-c", RANK, str(TINY), str(tmp_path / "statistics"), str(tmp_path / "two")]
     ranks = [
         subprocess.Popen(command, env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank}, cwd=tmp_path)

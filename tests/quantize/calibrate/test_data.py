@@ -56,9 +56,17 @@ def with_template(source: Source, text: str = TEMPLATE) -> Source:
 
 def calibration(place: Path | str, **changes) -> Calibration:
     given = {
-        "algorithm": "minmax", "dataset": str(place), "dataset_revision": "local", "split": "train",
-        "column": "text", "samples": 4, "held_out": 3, "sequence_length": 8, "batch_size": 2, "seed": 0,
-    }  # fmt: skip
+        "algorithm": "minmax",
+        "dataset": str(place),
+        "dataset_revision": "local",
+        "split": "train",
+        "column": "text",
+        "samples": 4,
+        "held_out": 3,
+        "sequence_length": 8,
+        "batch_size": 2,
+        "seed": 0,
+    }
     return Calibration.model_validate(given | changes)
 
 
@@ -248,9 +256,7 @@ def test_the_checkpoints_own_encoding_runs_only_where_the_recipe_says_so(tmp_pat
 
     (source.folder / "chat_template.jinja").unlink()
     (source.folder / "encoding" / "encoding_own.py").write_text("")
-    assert "must have a function encode_messages" in refusal(
-        lambda: calibration_data(allowed, source), CheckpointError
-    )
+    assert "must have a function encode_messages" in refusal(lambda: calibration_data(allowed, source), CheckpointError)
 
 
 def test_a_conversation_that_the_template_does_not_allow(tmp_path, source):
@@ -350,9 +356,7 @@ def test_the_checkpoints_own_encoding_tells_answers_too(tmp_path, source):
     (source.folder / "encoding").mkdir()
     (source.folder / "encoding" / "encoding_own.py").write_text(OWN_TURNS)
     place = write(tmp_path / "chat.jsonl", talks(), "messages")
-    made = calibration_data(
-        calibration(place, column="messages", held_out=9, model_code="checkpoint"), source
-    )
+    made = calibration_data(calibration(place, column="messages", held_out=9, model_code="checkpoint"), source)
     assert torch.equal(made.held_out_written.flatten(), answers(made.held_out_ids.flatten()))
 
 

@@ -115,7 +115,7 @@ def played(ids: list[int], choices: list[int], drafts: list[list[int]], k: int, 
     length = len(ids)
 
     def stands(slot: int) -> bool:
-        return (slot + 1 < length and choices[slot] == ids[slot + 1] and ids[slot + 1] != END and written[slot + 1])
+        return slot + 1 < length and choices[slot] == ids[slot + 1] and ids[slot + 1] != END and written[slot + 1]
 
     starts, place = [], 0
     for slot in range(length):

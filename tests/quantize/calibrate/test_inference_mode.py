@@ -205,9 +205,7 @@ def test_guard_on_the_foreign_model(answers):
     refused = answers["decorated, refuse"]
     assert refused.startswith(f"modeling_mimo.MiMoDecoderLayer.forward: {cause}"), refused
     assert "got @torch.inference_mode at model.layers.0 and 1 more." in refused
-    assert refused.endswith(
-        "Set calibration.decorated_forward: unwrap, or take the decorator out of modeling_mimo.py."
-    )
+    assert refused.endswith("Set calibration.decorated_forward: unwrap, or take the decorator out of modeling_mimo.py.")
     within = answers["with, unwrap"]
     assert within.startswith(f"modeling_mimo.MiMoDecoderLayer.forward: {cause}"), within
     assert "got inference mode begun inside forward at model.layers.0 and 1 more. No setting takes this out" in within

@@ -103,8 +103,11 @@ def test_input_scales_equal_the_sequential_pipelines(folder, scheme):
             assert on_disk is None or torch.equal(value, on_disk), f"{name} was changed by calibration"
 
 
-@pytest.mark.parametrize(("folder", "scheme"), [(GLM, "W4A16"), (QWEN, "W4A16"), (GLM, "NVFP4"), (QWEN, "W8A8")],
-                         ids=lambda value: getattr(value, "name", value))  # fmt: skip
+@pytest.mark.parametrize(
+    ("folder", "scheme"),
+    [(GLM, "W4A16"), (QWEN, "W4A16"), (GLM, "NVFP4"), (QWEN, "W8A8")],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_gptq_equals_the_sequential_pipelines(folder, scheme):
     from llmcompressor.modifiers.gptq import GPTQModifier
 
@@ -116,9 +119,11 @@ def test_gptq_equals_the_sequential_pipelines(folder, scheme):
     assert all(not result.rounded for result in results)
 
 
-@pytest.mark.parametrize(("folder", "scheme", "algorithm"),
-                         [(QWEN, "W4A16", "awq"), (GLM, "W4A16", "awq"), (QWEN, "W8A8", "smoothquant"),
-                          (GLM, "W8A8", "smoothquant")], ids=lambda value: getattr(value, "name", value))  # fmt: skip
+@pytest.mark.parametrize(
+    ("folder", "scheme", "algorithm"),
+    [(QWEN, "W4A16", "awq"), (GLM, "W4A16", "awq"), (QWEN, "W8A8", "smoothquant"), (GLM, "W8A8", "smoothquant")],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_smoothing_equals_the_sequential_pipelines(folder, scheme, algorithm, monkeypatch):
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
@@ -148,11 +153,19 @@ def test_smoothing_equals_the_sequential_pipelines(folder, scheme, algorithm, mo
 def test_smoothings_are_those_of_the_structure():
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(samples=1), outliers(1, 256))
-    result = calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(1), "W4A16"), algorithm="awq",
-                       frozen=["model.layers.1.self_attn.k_proj"])  # fmt: skip
+    result = calibrate(
+        skeleton.model,
+        batches,
+        schemes=dict.fromkeys(skeleton.linears(1), "W4A16"),
+        algorithm="awq",
+        frozen=["model.layers.1.self_attn.k_proj"],
+    )
     found = {s.smooth.removeprefix("model.layers.1."): s.balance for s in result.smoothings}
-    experts = [f"model.layers.1.mlp.{e}.{p}" for e in ("shared_experts", "experts.0", "experts.3")
-               for p in ("gate_proj", "up_proj")]  # fmt: skip
+    experts = [
+        f"model.layers.1.mlp.{e}.{p}"
+        for e in ("shared_experts", "experts.0", "experts.3")
+        for p in ("gate_proj", "up_proj")
+    ]
     assert {"model.layers.1.mlp.gate", *experts} <= {*found["post_attention_layernorm"]}
     assert found["mlp.experts.2.up_proj"] == ("model.layers.1.mlp.experts.2.down_proj",)
     assert "input_layernorm" not in found
@@ -168,8 +181,13 @@ def test_llmcompressors_table_for_glm_is_caught():
     balance = [f"{prefix}.mlp.experts.{e}.{p}" for e in range(4) for p in ("gate_proj", "up_proj")]
     wrong = Smoothing(smooth=f"{prefix}.post_attention_layernorm", balance=(f"{prefix}.mlp.gate", *balance))
     with pytest.raises(CheckpointError, match=r"mlp\.shared_experts\.gate_proj: a layer must compute what it computed"):
-        calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(1), "W4A16"), algorithm="awq",
-                  smoothings=[wrong])  # fmt: skip
+        calibrate(
+            skeleton.model,
+            batches,
+            schemes=dict.fromkeys(skeleton.linears(1), "W4A16"),
+            algorithm="awq",
+            smoothings=[wrong],
+        )
 
 
 def test_gptq_beside_rounding_to_nearest():
@@ -291,15 +309,21 @@ def test_fused_modules_share_global_scales(algorithm):
             state = {k.rpartition(".")[2]: v for k, v in result.tensors.items() if k.startswith(f"{name}.")}
             module = together.get_submodule(name)
             weight = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(
-                state, module.quantization_scheme)["weight"]  # fmt: skip
+                state, module.quantization_scheme
+            )["weight"]
             assert torch.allclose(weight.float(), module.weight.float(), rtol=2**-7)
 
 
 def test_input_scales_of_fused_modules_are_unified():
     """Modules fused at run time that saw different inputs get the scale of the larger."""
     toy = Toy()
-    result = calibrate(toy, toy_batches(), schemes=dict.fromkeys(PROJECTIONS, "FP8"), algorithm="minmax",
-                       fused=[("up_proj", "down_proj")])  # fmt: skip
+    result = calibrate(
+        toy,
+        toy_batches(),
+        schemes=dict.fromkeys(PROJECTIONS, "FP8"),
+        algorithm="minmax",
+        fused=[("up_proj", "down_proj")],
+    )
     apart = calibrate(Toy(), toy_batches(), schemes=dict.fromkeys(PROJECTIONS, "FP8"), algorithm="minmax").tensors
     larger = max(float(apart[f"{name}.input_scale"]) for name in ("up_proj", "down_proj"))
     assert {float(result.tensors[f"{name}.input_scale"]) for name in ("up_proj", "down_proj")} == {larger}
@@ -356,8 +380,12 @@ def test_zero_centred_norms_come_back_as_they_were():
 
 def test_scales_of_weights_must_be_exact_on_disk():
     with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale: a scale must be exact in BF16"):
-        calibrate(Toy().float(), [{"hidden": b["hidden"].float()} for b in toy_batches()],
-                  schemes={"up_proj": "W4A16"}, algorithm="gptq")  # fmt: skip
+        calibrate(
+            Toy().float(),
+            [{"hidden": b["hidden"].float()} for b in toy_batches()],
+            schemes={"up_proj": "W4A16"},
+            algorithm="gptq",
+        )
 
 
 def test_backend_states_the_order_of_modifiers():

@@ -89,9 +89,10 @@ def test_every_mtp_tensor_has_exactly_one_parameter(model, tmp_path):
             used.update({piece.tensor.name for piece in pieces})
     own_heads = {plan.view.mtp_stem(index) + plan.view.family.draft.head for index in range(num_blocks)}
     wanted = {
-        tensor.name for tensor in plan.tensors if tensor.part == "mtp"
-        and (tensor.role not in ("embedding", "head") or tensor.module in own_heads)
-    }  # fmt: skip
+        tensor.name
+        for tensor in plan.tensors
+        if tensor.part == "mtp" and (tensor.role not in ("embedding", "head") or tensor.module in own_heads)
+    }
     assert set(used) == wanted
 
 
@@ -174,10 +175,12 @@ def test_the_block_drafts_as_it_was_trained(model, monkeypatch):
 # Not where the backbone's layers have hyper-connections and the MTP layer has none, nor Step-3.5, whose language model
 # transformers does not name.
 STANDING = [
-    model for model in ONCE
+    model
+    for model in ONCE
     if (draft := view_of(model).family.draft).proof == "source"
-    and not draft.plain_residual and draft.model_type != "step3p5"
-]  # fmt: skip
+    and not draft.plain_residual
+    and draft.model_type != "step3p5"
+]
 
 
 @pytest.mark.parametrize("model", STANDING)
@@ -277,11 +280,15 @@ def test_the_two_projections_are_told_apart(tmp_path):
     binding = bind_block(build_block(plan.view), plan)
     names = {path: pieces[0].tensor.name for path, pieces in binding.items() if not path.startswith("layers.")}
     assert names == {
-        "embedding_norm.weight": "mtp.0.enorm.weight", "hidden_norm.weight": "mtp.0.hnorm.weight",
-        "embedding_projection.weight": "mtp.0.e_proj.weight", "hidden_projection.weight": "mtp.0.h_proj.weight",
-        "collapse.hc_fn": "mtp.0.hc_head_fn", "collapse.hc_base": "mtp.0.hc_head_base",
-        "collapse.hc_scale": "mtp.0.hc_head_scale", "final_norm.weight": "mtp.0.norm.weight",
-    }  # fmt: skip
+        "embedding_norm.weight": "mtp.0.enorm.weight",
+        "hidden_norm.weight": "mtp.0.hnorm.weight",
+        "embedding_projection.weight": "mtp.0.e_proj.weight",
+        "hidden_projection.weight": "mtp.0.h_proj.weight",
+        "collapse.hc_fn": "mtp.0.hc_head_fn",
+        "collapse.hc_base": "mtp.0.hc_head_base",
+        "collapse.hc_scale": "mtp.0.hc_head_scale",
+        "final_norm.weight": "mtp.0.norm.weight",
+    }
 
 
 # --- Calibration ------------------------------------------------------------------------------------------------------
@@ -311,7 +318,15 @@ def test_the_mask_of_a_later_step():
     """Slot i of step 2 sees step 1 up to slot i, and of step 2 itself alone; a window counts positions."""
     steps = [torch.arange(4), torch.arange(4) + 1]
     wide, narrow = step_mask(steps, None).int(), step_mask(steps, 2).int()
-    assert wide.tolist() == [[1, 0, 0, 0, 1, 0, 0, 0], [1, 1, 0, 0, 0, 1, 0, 0],
-                             [1, 1, 1, 0, 0, 0, 1, 0], [1, 1, 1, 1, 0, 0, 0, 1]]  # fmt: skip
-    assert narrow.tolist() == [[1, 0, 0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, 1, 0, 0],
-                               [0, 0, 1, 0, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0, 0, 1]]  # fmt: skip
+    assert wide.tolist() == [
+        [1, 0, 0, 0, 1, 0, 0, 0],
+        [1, 1, 0, 0, 0, 1, 0, 0],
+        [1, 1, 1, 0, 0, 0, 1, 0],
+        [1, 1, 1, 1, 0, 0, 0, 1],
+    ]
+    assert narrow.tolist() == [
+        [1, 0, 0, 0, 1, 0, 0, 0],
+        [0, 1, 0, 0, 0, 1, 0, 0],
+        [0, 0, 1, 0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 0, 0, 0, 1],
+    ]

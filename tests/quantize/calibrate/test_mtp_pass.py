@@ -75,8 +75,10 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     assert wanted and {name for name in statistics if statistics.entries[name].file.startswith("mtp-")} == wanted
     assert set(found.coverage) == {t.module for t in plan.tensors if t.part == "mtp" and t.calibrated}
     assert [(row.backbone, row.mtp) for row in found.rows] == [
-        ("source", "source"), ("quantized", "source"), ("quantized", "quantized"),
-    ]  # fmt: skip
+        ("source", "source"),
+        ("quantized", "source"),
+        ("quantized", "quantized"),
+    ]
     source, kept, quantized = (row.acceptance for row in found.rows)
     assert source.by_position(1)[0] > 0.98
     assert kept.kept_of(source) > 0.9 and quantized.kept_of(source) > 0.85
@@ -132,9 +134,11 @@ def test_the_budget_decides(glm, tmp_path, monkeypatch, least, chosen):
     """Figures put in by hand, since the shipped blocks lose nothing: in the order in which they are measured."""
     plan, backbone, _ = glm
     rates = iter((0.8, 0.72, 0.77, 0.798))
-    monkeypatch.setattr(mtp, "acceptance", lambda *_, **__: Acceptance(
-        num_slots=1000, reached=((1000.0,),), accepted=((1000 * next(rates),),)
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        mtp,
+        "acceptance",
+        lambda *_, **__: Acceptance(num_slots=1000, reached=((1000.0,),), accepted=((1000 * next(rates),),)),
+    )
     monkeypatch.setattr(mtp._Pass, "_calibrated", lambda *_: [])
     monkeypatch.setattr(mtp._Pass, "statistics", lambda *_: ())
     run = mtp._Pass(plan=plan, backbone=fresh(backbone, tmp_path / "pass"), source=None, served=None, written=None)

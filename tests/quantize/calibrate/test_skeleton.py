@@ -55,11 +55,17 @@ def test_layer_by_layer_is_the_model(model):
 
 # Families that transformers 5.17 cannot build, or whose layers it converts beyond what can be undone.
 REFUSED = {
-    "dots3-note-prev": "model type `dots3_note`", "gemma-4-26b-assistant": "0 decoder layers",
-    "inkling": "only concatenation can be undone", "ling-3.0-flash": "custom code", "mimo-7b": "custom code",
-    "longcat-flash-chat": "must have a parameter for", "openpangu-ultra": "custom code", "ring-2.5-1t": "custom code",
-    "step-3.5-flash": "Step3p7TextConfig", "step-3.7-flash": "must have a parameter for",
-}  # fmt: skip
+    "dots3-note-prev": "model type `dots3_note`",
+    "gemma-4-26b-assistant": "0 decoder layers",
+    "inkling": "only concatenation can be undone",
+    "ling-3.0-flash": "custom code",
+    "mimo-7b": "custom code",
+    "longcat-flash-chat": "must have a parameter for",
+    "openpangu-ultra": "custom code",
+    "ring-2.5-1t": "custom code",
+    "step-3.5-flash": "Step3p7TextConfig",
+    "step-3.7-flash": "must have a parameter for",
+}
 
 
 # Its n-gram tables are sized by integers on disk, which random fixtures do not have.
@@ -92,9 +98,7 @@ def copy(tmp_path, edit):
     for file in sorted(folder.glob("*.safetensors")):
         save_file(edit(load_file(file)), file)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    index["weight_map"] = {
-        name: file.name for file in sorted(folder.glob("*.safetensors")) for name in load_file(file)
-    }
+    index["weight_map"] = {name: file.name for file in sorted(folder.glob("*.safetensors")) for name in load_file(file)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return plan_for("tiny-glm4-moe", source=str(folder))[0]
 

@@ -19,9 +19,11 @@ from releases import source_layout, write_checkpoint
 def test_what_was_written_is_read(tmp_path):
     shared = torch.tensor([2.0])
     tensors = {
-        HFName("b.weight"): torch.arange(12, dtype=torch.int32).reshape(3, 4).t(), HFName("b.input_scale"): shared,
-        HFName("a.scale"): torch.ones(2, 2).to(torch.float8_e4m3fn), HFName("c.input_scale"): shared,
-    }  # fmt: skip
+        HFName("b.weight"): torch.arange(12, dtype=torch.int32).reshape(3, 4).t(),
+        HFName("b.input_scale"): shared,
+        HFName("a.scale"): torch.ones(2, 2).to(torch.float8_e4m3fn),
+        HFName("c.input_scale"): shared,
+    }
     write_statistics(tmp_path / "s" / "layer-0.safetensors", tensors, {"fingerprint": "abc", "tokens": "7"})
     statistics = Statistics.open(tmp_path / "s", fingerprint="abc")
     assert set(statistics) == set(tensors) and "b.weight" in statistics and "d" not in statistics
@@ -71,12 +73,15 @@ def test_one_tensor_in_two_files(tmp_path):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("glm-4.7", {}), ("glm-4.7", {"rest": "FP8", "mtp": "FP8"}),
-        ("glm-4.7", {"rest": "W4A16", "algorithm": "gptq"}), ("glm-4.7", {"algorithm": "gptq", "mtp": "NVFP4"}),
-        ("step-3.5-flash", {}), ("step-3.5-flash", {"rest": "bf16", "experts": "NVFP4", "algorithm": "gptq"}),
+        ("glm-4.7", {}),
+        ("glm-4.7", {"rest": "FP8", "mtp": "FP8"}),
+        ("glm-4.7", {"rest": "W4A16", "algorithm": "gptq"}),
+        ("glm-4.7", {"algorithm": "gptq", "mtp": "NVFP4"}),
+        ("step-3.5-flash", {}),
+        ("step-3.5-flash", {"rest": "bf16", "experts": "NVFP4", "algorithm": "gptq"}),
         ("dsv4-flash", {"rest": "FP8_BLOCK", "experts": "NVFP4"}),
     ],
-)  # fmt: skip
+)
 def test_statistics_that_fit_their_plan(model, words, tmp_path):
     plan = planned(tmp_path / "source", model=model, **words)
     made = made_up(plan)
@@ -102,8 +107,11 @@ EXPERT = HFName("model.layers.2.mlp.experts.1.down_proj.input_global_scale")
     [
         (Q, None, f"statistics: calibration must give {Q}; got no such tensor"),
         (EXPERT, None, f"statistics: calibration must give {EXPERT}; got no such tensor"),
-        (HFName("model.layers.1.self_attn.q_proj.weight_packed"), torch.ones(1),
-         "takes from calibration; got model.layers.1.self_attn.q_proj.weight_packed"),
+        (
+            HFName("model.layers.1.self_attn.q_proj.weight_packed"),
+            torch.ones(1),
+            "takes from calibration; got model.layers.1.self_attn.q_proj.weight_packed",
+        ),
         (HFName("model.layers.1.self_attn.q_proj.input_scale"), torch.ones(1), "got model.layers.1.self_attn.q_proj.i"),
         (HFName("model.layers.1.input_layernorm.weight"), torch.ones(256).bfloat16(), "got model.layers.1.input_layer"),
         (Q, torch.ones(1).bfloat16(), f"{Q} must be F32[1]; got BF16[1]"),
@@ -113,7 +121,7 @@ EXPERT = HFName("model.layers.2.mlp.experts.1.down_proj.input_global_scale")
         (EXPERT, torch.tensor([0.0]), f"{EXPERT} must be a positive number; got 0.0"),
         (Q, torch.tensor([7.0]), "must be equal: vLLM fuses their modules; got "),
     ],
-)  # fmt: skip
+)
 def test_statistics_that_do_not_fit(name, value, says, tmp_path):
     plan = planned(tmp_path / "source")
     made = made_up(plan)

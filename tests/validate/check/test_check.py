@@ -49,9 +49,10 @@ def test_the_same_told_as_modelopt_tells_it_passes(model, scheme, mtp, tmp_path)
 def test_broken_checkpoints_are_caught(case: Case, tmp_path):
     report = check(write(tmp_path / "checkpoint", case.build()))
     hits = [
-        finding for finding in report.findings
+        finding
+        for finding in report.findings
         if (finding.rule, finding.severity) == (case.rule, case.severity) and case.where in finding.where
-    ]  # fmt: skip
+    ]
     assert hits, report.findings
     assert any(case.says in finding.says for finding in hits), hits
     assert case.severity == "warning" or not report.ok
@@ -61,12 +62,34 @@ def test_broken_checkpoints_are_caught(case: Case, tmp_path):
 def test_every_rule_has_a_broken_checkpoint():
     names = {case.rule for case in BROKEN}
     assert names >= {
-        "algorithm", "alias", "config", "config-group", "dialect", "draft-head", "entry-unmatched", "experts",
-        "extras", "family",
-        "files", "form", "fused-uniform", "glue", "index-size", "kv-scales", "layer-incomplete", "layer-missing",
-        "mtp-incomplete", "mtp-missing", "mtp-not-promised", "mtp-prefix", "scale-dtype", "shapes", "two-configs",
-        "unindexed", "unknown-tensor",
-    }  # fmt: skip
+        "algorithm",
+        "alias",
+        "config",
+        "config-group",
+        "dialect",
+        "draft-head",
+        "entry-unmatched",
+        "experts",
+        "extras",
+        "family",
+        "files",
+        "form",
+        "fused-uniform",
+        "glue",
+        "index-size",
+        "kv-scales",
+        "layer-incomplete",
+        "layer-missing",
+        "mtp-incomplete",
+        "mtp-missing",
+        "mtp-not-promised",
+        "mtp-prefix",
+        "scale-dtype",
+        "shapes",
+        "two-configs",
+        "unindexed",
+        "unknown-tensor",
+    }
     assert all(rule.__doc__ for rule in RULES)
 
 
@@ -123,9 +146,13 @@ def test_hf_quant_config_counts_where_config_json_has_none(tmp_path):
     said = checkpoint.config.pop("quantization_config")
     checkpoint.json_files["hf_quant_config.json"] = {
         "producer": said["producer"],
-        "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": said["ignore"],
-                         "kv_cache_quant_algo": None},
-    }  # fmt: skip
+        "quantization": {
+            "quant_algo": "NVFP4",
+            "group_size": 16,
+            "exclude_modules": said["ignore"],
+            "kv_cache_quant_algo": None,
+        },
+    }
     report = check(write(tmp_path / "checkpoint", checkpoint))
     assert (report.findings, report.facts.dialect) == ((), "modelopt")
 

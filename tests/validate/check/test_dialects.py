@@ -130,18 +130,27 @@ def some_configs(modules: list[Module], rng: random.Random):
     for targets in (["Linear"], ["linear"], ["RoutedExperts", "QKVParallelLinear"], [], []):
         targets = targets or some_entries(modules, rng, kind="compressed-tensors")
         yield {
-            "quant_method": "compressed-tensors", "format": "float-quantized",
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
             "ignore": some_entries(modules, rng, kind="compressed-tensors"),
             "config_groups": {"group_0": {**group, "targets": targets}},
-        }  # fmt: skip
+        }
     for _ in range(4):
         ignore = some_entries(modules, rng, kind="modelopt")
         yield {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ignore}
         layers = {name: {"quant_algo": "FP8"} for name in some_entries(modules, rng, kind="fp8")}
-        yield {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ignore[:1],
-               "quantized_layers": layers}  # fmt: skip
-        yield {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-               "ignored_layers": some_entries(modules, rng, kind="fp8")}  # fmt: skip
+        yield {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "ignore": ignore[:1],
+            "quantized_layers": layers,
+        }
+        yield {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "ignored_layers": some_entries(modules, rng, kind="fp8"),
+        }
 
 
 def ours(dialect: Dialect, module: Module) -> list[str]:
@@ -152,8 +161,21 @@ def ours(dialect: Dialect, module: Module) -> list[str]:
 
 
 # Classes that vLLM's CPU build can import; the others' mappers are compared by the dry load's names and answers.
-CPU_MODELS = ("deepseek-r1", "glm-4.7", "glm-4.7-flash", "qwen3-next-80b", "qwen3.5-27b", "qwen3.5-text", "mimo-7b",
-              "mimo-v2-flash", "ernie-4.5-21b", "k-exaone-236b", "hy3", "nemotron-3-super", "longcat-flash-chat")
+CPU_MODELS = (
+    "deepseek-r1",
+    "glm-4.7",
+    "glm-4.7-flash",
+    "qwen3-next-80b",
+    "qwen3.5-27b",
+    "qwen3.5-text",
+    "mimo-7b",
+    "mimo-v2-flash",
+    "ernie-4.5-21b",
+    "k-exaone-236b",
+    "hy3",
+    "nemotron-3-super",
+    "longcat-flash-chat",
+)
 
 
 @pytest.mark.vllm
@@ -163,24 +185,42 @@ def test_names_match_as_in_vllm():
     asked, questions = [], []
     for model in releases.MODELS:
         config, modules = released(model).config, modules_of(model)
-        packed = {module.name.rpartition(".")[2]: [shard.rpartition(".")[2] for shard in module.shards]
-                  for module in modules if module.shards and module.kind == "linear"}  # fmt: skip
+        packed = {
+            module.name.rpartition(".")[2]: [shard.rpartition(".")[2] for shard in module.shards]
+            for module in modules
+            if module.shards and module.kind == "linear"
+        }
         for raw in some_configs(modules, rng):
             asked.append((model, read_dialect(config | {"quantization_config": raw}, None), modules, raw))
-            questions.append({
-                "config": raw, "architecture": config["architectures"][0], "packed": packed,
-                "modules": [
-                    {"name": m.name, "kind": m.kind, "shards": m.shards,
-                     "class": "ParallelLMHead" if m.kind == "head" else "QKVParallelLinear"
-                     if m.name.endswith("qkv_proj") else "MergedColumnParallelLinear" if m.shards
-                     else "RowParallelLinear"}
-                    for m in modules
-                ],
-            })  # fmt: skip
+            questions.append(
+                {
+                    "config": raw,
+                    "architecture": config["architectures"][0],
+                    "packed": packed,
+                    "modules": [
+                        {
+                            "name": m.name,
+                            "kind": m.kind,
+                            "shards": m.shards,
+                            "class": "ParallelLMHead"
+                            if m.kind == "head"
+                            else "QKVParallelLinear"
+                            if m.name.endswith("qkv_proj")
+                            else "MergedColumnParallelLinear"
+                            if m.shards
+                            else "RowParallelLinear",
+                        }
+                        for m in modules
+                    ],
+                }
+            )
     done = subprocess.run(
-        [VLLM_PYTHON, "-c", PEER], input=json.dumps(questions), capture_output=True, text=True,
+        [VLLM_PYTHON, "-c", PEER],
+        input=json.dumps(questions),
+        capture_output=True,
+        text=True,
         env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
-    )  # fmt: skip
+    )
     assert "ANSWERS" in done.stdout, done.stderr[-3000:]
     answers = json.loads(done.stdout.rpartition("ANSWERS")[2])
     compared, kinds, not_here = 0, set(), set()

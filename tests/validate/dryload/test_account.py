@@ -44,8 +44,11 @@ def bf16(*shape: int) -> torch.Tensor:
 def test_what_nobody_wrote_is_told_from_what_was_born_with_a_value():
     _, params = loaded(lambda model, tensors: None, {})
     assert {name: param.status for name, param in params.items()} == {
-        "weight": "unwritten", "scale": "default", "sink": "default", "packed": "unwritten"
-    }  # fmt: skip
+        "weight": "unwritten",
+        "scale": "default",
+        "sink": "default",
+        "packed": "unwritten",
+    }
 
 
 def test_all_shards_make_a_fused_parameter_full():
@@ -139,7 +142,7 @@ def test_a_parameter_replaced_after_the_load_is_full():
         (torch.float8_e8m0fnu, "scale", False),  # a power of two is exact in float32
         (torch.int64, "weight", False),
     ],
-)  # fmt: skip
+)
 def test_casts_that_change_the_numbers_are_told(dtype, param, is_told):
     def load(model, tensors):
         getattr(model, param).data.copy_(tensors["t"])
@@ -151,8 +154,9 @@ def test_casts_that_change_the_numbers_are_told(dtype, param, is_told):
 
 
 def test_a_value_spread_over_many_is_told():
-    account, _ = loaded(lambda model, tensors: model.scale.data.copy_(tensors["s"]),
-                        {"s": torch.empty((), device="meta")})  # fmt: skip
+    account, _ = loaded(
+        lambda model, tensors: model.scale.data.copy_(tensors["s"]), {"s": torch.empty((), device="meta")}
+    )
     assert list(account.broadcasts) == [("scale", "s", "()", "(6, 1)")]
 
 
@@ -172,10 +176,16 @@ def test_the_tensor_in_hand_is_known():
 
 def test_fewer_expert_mappings_are_searched_and_the_same_ones_found():
     """Against the whole list, for names with and without an expert's number."""
-    entries = [(f"experts.w{'2' if shard == 'w2' else '13'}_", f"experts.{expert}.{shard}.", expert, shard)
-               for expert in range(40) for shard in ("w1", "w2", "w3")]  # fmt: skip
-    names = [f"layers.{random.Random(0).randrange(9)}.ffn.experts.{e}.{s}.weight" for e in (0, 1, 11, 39, 40)
-             for s in ("w1", "w2", "w3", "w4")]  # fmt: skip
+    entries = [
+        (f"experts.w{'2' if shard == 'w2' else '13'}_", f"experts.{expert}.{shard}.", expert, shard)
+        for expert in range(40)
+        for shard in ("w1", "w2", "w3")
+    ]
+    names = [
+        f"layers.{random.Random(0).randrange(9)}.ffn.experts.{e}.{s}.weight"
+        for e in (0, 1, 11, 39, 40)
+        for s in ("w1", "w2", "w3", "w4")
+    ]
     current = [""]
     mapping = Mapping(entries, lambda: current[0])
     assert list(mapping) == entries

@@ -18,10 +18,19 @@ from keepmtp.validate.evaluation.answers import (
 
 
 def header(**changed) -> Header:
-    return Header(**{
-        "role": "source", "protocol": Evaluation(), "dataset_sha256": "d", "prompts_sha256": "p",
-        "num_questions": 3, "checkpoint_sha256": "c", "vllm": "0.32.0", "device": "CPU", **changed,
-    })  # fmt: skip
+    return Header(
+        **{
+            "role": "source",
+            "protocol": Evaluation(),
+            "dataset_sha256": "d",
+            "prompts_sha256": "p",
+            "num_questions": 3,
+            "checkpoint_sha256": "c",
+            "vllm": "0.32.0",
+            "device": "CPU",
+            **changed,
+        }
+    )
 
 
 def answer(number: int, text: str = " it is 1\n#### 1") -> Answer:
@@ -29,8 +38,16 @@ def answer(number: int, text: str = " it is 1\n#### 1") -> Answer:
 
 
 def sitting(number: int, drafts: int, accepted: tuple[int, ...]) -> Sitting:
-    return Sitting(sitting=number, as_served="native", reason="", seconds=1.5, drafts=drafts, draft_tokens=2 * drafts,
-                   accepted_tokens=sum(accepted), accepted_per_position=accepted)  # fmt: skip
+    return Sitting(
+        sitting=number,
+        as_served="native",
+        reason="",
+        seconds=1.5,
+        drafts=drafts,
+        draft_tokens=2 * drafts,
+        accepted_tokens=sum(accepted),
+        accepted_per_position=accepted,
+    )
 
 
 @pytest.fixture
@@ -83,11 +100,16 @@ def test_finished_it_is_in_order_and_changes_no_more(path):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"protocol": Evaluation(shots=5)}, {"protocol": Evaluation(limit=3)}, {"checkpoint_sha256": "e"},
-        {"vllm": "0.33.0"}, {"dataset_sha256": "e"}, {"device": "GPU"}, {"words": ("--tensor-parallel-size", "2")},
+        {"protocol": Evaluation(shots=5)},
+        {"protocol": Evaluation(limit=3)},
+        {"checkpoint_sha256": "e"},
+        {"vllm": "0.33.0"},
+        {"dataset_sha256": "e"},
+        {"device": "GPU"},
+        {"words": ("--tensor-parallel-size", "2")},
         {"role": "checkpoint"},
     ],
-)  # fmt: skip
+)
 def test_answers_to_something_else_are_set_aside_and_taken_back(path, changed):
     begun(path)
     other, aside = open_samples(path, header(**changed))

@@ -19,9 +19,14 @@ QUESTIONS = [f"Ann has {n} pens and buys {n}. How many?" for n in range(NUM)]
 ANSWERS = {text: f" {n} + {n} = {2 * n}\n#### {2 * n + (n in (4, 9))}" for n, text in enumerate(QUESTIONS)}
 ANSWERS[QUESTIONS[20]] = " 20 + ..."
 WORDS = {
-    "500": OOM, "400": TOO_LONG, "cut": "RemoteProtocolError", "empty": "a reply without an answer", "hang": "Timeout",
-    "no choices": "a reply without an answer", "abort": "finish_reason abort",
-}  # fmt: skip
+    "500": OOM,
+    "400": TOO_LONG,
+    "cut": "RemoteProtocolError",
+    "empty": "a reply without an answer",
+    "hang": "Timeout",
+    "no choices": "a reply without an answer",
+    "abort": "finish_reason abort",
+}
 
 
 @pytest.fixture
@@ -37,11 +42,19 @@ def built(tmp_path: Path, **protocol) -> Questions:
 
 
 def header(asked: Questions, **changed) -> Header:
-    return Header(**{
-        "role": "checkpoint", "protocol": asked.protocol, "dataset_sha256": asked.dataset_sha256,
-        "prompts_sha256": asked.prompts_sha256,
-        "num_questions": len(asked.items), "checkpoint_sha256": "0" * 64, "vllm": "0.32.0", "device": "CPU", **changed,
-    })  # fmt: skip
+    return Header(
+        **{
+            "role": "checkpoint",
+            "protocol": asked.protocol,
+            "dataset_sha256": asked.dataset_sha256,
+            "prompts_sha256": asked.prompts_sha256,
+            "num_questions": len(asked.items),
+            "checkpoint_sha256": "0" * 64,
+            "vllm": "0.32.0",
+            "device": "CPU",
+            **changed,
+        }
+    )
 
 
 def opened(tmp_path: Path, asked: Questions, **changed) -> Samples:
@@ -94,13 +107,16 @@ def test_chat_sends_messages(tmp_path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_the_sitting_and_the_next_asks_only_the_rest(fault, asked, tmp_path):
     """The twelfth request fails; then a good server. The score is that of a run without a fault."""
+
     def at_the_twelfth(number: int) -> str:
         time.sleep(0.5 * (number > 12))  # the failure is known by then, on a busy machine too
         return fault * (number == 12)
 
     samples = opened(tmp_path, asked)
-    with (answering(ANSWERS, tmp_path / "log", at_the_twelfth) as (server, requests),
-          pytest.raises(ServerFailed) as caught):  # fmt: skip
+    with (
+        answering(ANSWERS, tmp_path / "log", at_the_twelfth) as (server, requests),
+        pytest.raises(ServerFailed) as caught,
+    ):
         ask(server, asked, samples, timeout=2.0 if fault == "hang" else 60.0)
     message, left = str(caught.value), len(samples.missing)
     assert WORDS[fault] in message, message

@@ -103,7 +103,7 @@ def test_an_answer_to_another_prompt_is_no_answer(file):
         ({"problem": "How many?", "answer": "#### 1"}, "row 2: must have the field question; got problem, answer."),
         ({"question": "How many?", "answer": 12}, "row 2: answer must be a text; got 12."),
         ({"question": " ", "answer": "#### 1"}, "row 2: question must be a text; got ' '."),
-        ({"question": "How many?", "answer": "12"}, 'row 2: answer must end with "#### " and a number; got \'12\'.'),
+        ({"question": "How many?", "answer": "12"}, "row 2: answer must end with \"#### \" and a number; got '12'."),
         ({"question": "How many?", "answer": "#### 12 "}, 'row 2: answer must end with "#### " and a number'),
         ({"question": "How many?", "answer": "#### twelve"}, 'row 2: answer must end with "#### " and a number'),
         (["How many?", "#### 1"], "row 2: must be an object with question and answer"),

@@ -147,7 +147,7 @@ def edit(path: Path, old: str, new: str) -> None:
         ("tiny/keepmtp.json", '"0.1.0"', '"9.1.0"', "keepmtp.json"),
         ("tiny/recipe.yaml", "mtp: bf16", "mtp: FP8_BLOCK", r"must be the bytes .* got recipe\.yaml is another"),
     ],
-)  # fmt: skip
+)
 def test_an_altered_number_makes_no_card(file, old, new, says, own):
     edit(own.parent / file, old, new)
     for make in (card.build, card.verify):
@@ -164,7 +164,7 @@ def test_an_altered_number_makes_no_card(file, old, new, says, own):
         ("report.json", '"difference": 0.01', '"difference": 0.02', r"report\.json: line \d+: must be"),
         ("report.html", "GSM8K", "GSM9K", r"report\.html: line \d+: must be"),
     ],
-)  # fmt: skip
+)
 def test_a_card_altered_by_hand_is_refused(file, old, new, says, own):
     edit(card.card_folder(own) / file, old, new)
     with pytest.raises(CheckpointError, match=f"{says}.* Run `keepmtp card .*tiny` again"):
@@ -197,8 +197,12 @@ def test_license_and_language_may_be_mended_by_hand(own):
 
 @pytest.mark.parametrize("what", ["report", "report.json", "checkpoint", "keepmtp.json"])
 def test_what_is_missing_is_said_in_a_sentence(what, own):
-    wrong = {"report": report_folder(own), "report.json": report_folder(own) / "report.json", "checkpoint": own,
-             "keepmtp.json": own / "keepmtp.json"}[what]  # fmt: skip
+    wrong = {
+        "report": report_folder(own),
+        "report.json": report_folder(own) / "report.json",
+        "checkpoint": own,
+        "keepmtp.json": own / "keepmtp.json",
+    }[what]
     shutil.rmtree(wrong) if wrong.is_dir() else wrong.unlink()
     says = {"checkpoint": r"no config\.json", "keepmtp.json": r"keepmtp\.json"}.get(what, r"no report\.json\. Run `")
     with pytest.raises(CheckpointError, match=says):
@@ -245,10 +249,24 @@ def test_the_front_matter_is_what_the_hub_reads(made, tmp_path):
     folder, _ = card.build(made, base_model="org/Big-Model", license_id="mit", out=tmp_path / "c")
     data = ModelCard.load(folder / "README.md").data.to_dict()
     assert data == {
-        "base_model": "org/Big-Model", "base_model_relation": "quantized", "license": "mit", "library_name": "vllm",
-        "pipeline_tag": "text-generation", "tags": ["compressed-tensors", "nvfp4", "fp8", "nvfp4a16", "fp8-block",
-                                                    "mtp", "speculative-decoding", "vllm", "moe", "keepmtp"],
-    }  # fmt: skip
+        "base_model": "org/Big-Model",
+        "base_model_relation": "quantized",
+        "license": "mit",
+        "library_name": "vllm",
+        "pipeline_tag": "text-generation",
+        "tags": [
+            "compressed-tensors",
+            "nvfp4",
+            "fp8",
+            "nvfp4a16",
+            "fp8-block",
+            "mtp",
+            "speculative-decoding",
+            "vllm",
+            "moe",
+            "keepmtp",
+        ],
+    }
     assert "[org/Big-Model](https://huggingface.co/org/Big-Model)" in (folder / "README.md").read_text()
     assert card.verify(made, out=folder) == folder
 
@@ -261,8 +279,10 @@ def test_without_a_base_model_the_card_says_so(own):
 
 
 def test_the_source_s_card_gives_license_language_and_task(made, tmp_path):
-    text = "---\nlicense: other\nlicense_name: glm-5\nlicense_link: LICENSE\nlanguage: [en, no]\nbase_model: a/b\n" \
-           "tags: [chat]\n---\n# Model\n"  # fmt: skip
+    text = (
+        "---\nlicense: other\nlicense_name: glm-5\nlicense_link: LICENSE\nlanguage: [en, no]\nbase_model: a/b\n"
+        "tags: [chat]\n---\n# Model\n"
+    )
     opened = cards.source_with_card(tmp_path / "source", text)
     folder, _ = card.build(made, source=tmp_path / "source", out=tmp_path / "c")
     data = ModelCard.load(folder / "README.md").data.to_dict()
@@ -294,7 +314,7 @@ def test_a_source_of_the_hub_is_the_base_model(made, tmp_path):
         ({"license": "mit\ntags: [x]"}, {}, r"README\.md: license: must have the Hub's form"),
         ({"language": ["en", "x: y"]}, {}, r"README\.md: language: must have"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_form_of_the_hub_s_is_refused(front, given, says, made, tmp_path):
     opened = cards.source_with_card(tmp_path, "")
     with pytest.raises(RecipeError, match=says):
@@ -331,7 +351,7 @@ def test_a_score_of_the_benchmark_is_an_entry_of_its_leaderboard(made):
         ({"protocol": {"task": "gsm8k_platinum"}}, "does not know gsm8k_platinum as a benchmark"),
         ({"checkpoint": {"as_served": evaluations.COPY}}, "a BF16 copy of the same weights answered, not these bytes"),
     ],
-)  # fmt: skip
+)
 def test_any_other_score_is_not_on_the_leaderboard_and_the_card_says_why(changed, says, made):
     answers = changed.pop("answers", None)
     report = whole(answers=answers, **changed)
@@ -367,8 +387,10 @@ def numbers_of(report: FullReport) -> set[str]:
     for each in counted:
         found |= {each.acceptance or 0, each.mean_accepted_length or 0, *each.acceptance_per_position}
     if report.evaluation and report.evaluation.source:
-        scores = [(report.evaluation.checkpoint.score(name).value, report.evaluation.source.score(name).value)
-                  for name in evaluations.FILTERS]  # fmt: skip
+        scores = [
+            (report.evaluation.checkpoint.score(name).value, report.evaluation.source.score(name).value)
+            for name in evaluations.FILTERS
+        ]
         found |= {after / before for after, before in scores}
     forms = set()
     for number in found:
@@ -394,9 +416,16 @@ def test_the_page_has_its_parts(made):
     text = page(cards.told(made, whole(), plots=frozenset({"gsm8k.png", "acceptance.png"})))
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     assert headings == [
-        "tiny", "Serve", "What is quantized, what is kept, and why", "Results", "GSM8K", "Draft acceptance", "Gates",
-        "Limitations", "Made with",
-    ]  # fmt: skip
+        "tiny",
+        "Serve",
+        "What is quantized, what is kept, and why",
+        "Results",
+        "GSM8K",
+        "Draft acceptance",
+        "Gates",
+        "Limitations",
+        "Made with",
+    ]
     assert """vllm serve ORG/tiny --speculative-config '{"method":"mtp","num_speculative_tokens":3}'""" in text
     assert "![Scores of source and checkpoint](gsm8k.png)" in text and "](acceptance.png)" in text
     kept = next(rows for rows in tables(text) if rows[0][:2] == ["part", "modules"])
@@ -416,14 +445,18 @@ def test_the_page_has_its_parts(made):
     ("make", "says"),
     [
         (lambda: whole(), None),
-        (lambda: whole(answers=evaluations.Answers(both=900, only_source=120, only_checkpoint=9, neither=290)),
-         "[!CAUTION]\n> **Regression: this checkpoint failed its gates.**"),
-        (lambda: whole(answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)),
-         "[!WARNING]\n> **Undecided: too little was measured"),
+        (
+            lambda: whole(answers=evaluations.Answers(both=900, only_source=120, only_checkpoint=9, neither=290)),
+            "[!CAUTION]\n> **Regression: this checkpoint failed its gates.**",
+        ),
+        (
+            lambda: whole(answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)),
+            "[!WARNING]\n> **Undecided: too little was measured",
+        ),
         (lambda: reports.bare(), "[!WARNING]\n> **Undecided"),
         (lambda: reports.broken(), "[!CAUTION]"),
     ],
-)  # fmt: skip
+)
 def test_the_verdict_stands_on_top(make, says, made):
     text = page(cards.told(made, make()))
     assert ("> [!" not in text) if says is None else (says in text.partition("| | |")[0])
@@ -434,8 +467,12 @@ def test_what_was_not_measured_is_said(made):
     text = page(cards.told(made, report))
     results = text[text.index("## Results") : text.index("## Gates")]
     assert [line for line in results.split("\n") if line] == [
-        "## Results", "### GSM8K", "Not measured.", "### Draft acceptance", "Not measured on a server.",
-    ]  # fmt: skip
+        "## Results",
+        "### GSM8K",
+        "Not measured.",
+        "### Draft acceptance",
+        "Not measured on a server.",
+    ]
     assert "| GSM8K | not measured |" in text and "No dry load was made" in text and "Not judged." in text
     limits = text[text.index("## Limitations") :]
     for part in ("dry", "serve", "evaluation", "identity"):
@@ -446,8 +483,10 @@ def test_what_was_not_measured_is_said(made):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: whole(checkpoint={"as_served": evaluations.COPY, "reason": "no kernel."}),
-         "of the checkpoint were measured on a BF16 copy of the same weights: no kernel. What packed kernels"),
+        (
+            lambda: whole(checkpoint={"as_served": evaluations.COPY, "reason": "no kernel."}),
+            "of the checkpoint were measured on a BF16 copy of the same weights: no kernel. What packed kernels",
+        ),
         (lambda: whole(), "No GPU was used (CPU: Xeon, 2 cores)"),
         (lambda: whole(has_source=False), "The source was not evaluated"),
         (lambda: whole(), "3 of the source's 1,319 answers were cut at 1,024 tokens"),
@@ -455,12 +494,14 @@ def test_what_was_not_measured_is_said(made):
         (lambda: whole(), "of the calibration data to 2 expert modules (`model.layers.2.mlp.experts.1.up_proj`"),
         (lambda: whole(checkpoint={"drafts": 40}), "rests on no more than 120 drafted tokens"),
         (lambda: whole(), "The check warns of config.json: older versions want aliases"),
-        (lambda: whole(answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)),
-         "The gate of gsm8k is undecided"),
+        (
+            lambda: whole(answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)),
+            "The gate of gsm8k is undecided",
+        ),
         (lambda: reports.calibrated(unmeasured="no draft class."), "could not measure acceptance: no draft class."),
         (lambda: reports.bare(), "another vLLM than 0.32.0"),
     ],
-)  # fmt: skip
+)
 def test_limitations_follow_from_what_was_measured(make, says, made):
     told = list(limitations(make(), read_record(made), ""))
     assert any(says in sentence for sentence in told), told
@@ -473,11 +514,19 @@ def test_strings_of_strangers_are_text(make, made):
     record = read_record(made)
     recipe = record.recipe.model_copy(update={"summary": HOSTILE, "model": HOSTILE})
     source = record.source.model_copy(update={"name": HOSTILE})
-    told = cards.told(made, report, name=HOSTILE, recipe=f"a: b\n```\n{HOSTILE}",
-                      record=record.model_copy(update={"recipe": recipe, "source": source}))  # fmt: skip
+    told = cards.told(
+        made,
+        report,
+        name=HOSTILE,
+        recipe=f"a: b\n```\n{HOSTILE}",
+        record=record.model_copy(update={"recipe": recipe, "source": source}),
+    )
     text = page(told)
-    tokens = [child for token in MarkdownIt("commonmark").enable("table").parse(text)
-              for child in (token, *(token.children or []))]  # fmt: skip
+    tokens = [
+        child
+        for token in MarkdownIt("commonmark").enable("table").parse(text)
+        for child in (token, *(token.children or []))
+    ]
     html = {token.content.strip() for token in tokens if token.type in ("html_block", "html_inline")}
     assert all(re.fullmatch(r"(</?(details|summary)>[\w.', -]*)+", part) for part in html), html
     leading = [token for token in tokens if token.type in ("link_open", "image")]
@@ -503,11 +552,13 @@ def test_a_path_of_the_machine_in_a_recipe_is_shortened(made):
 def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
     report = reports.whole()
     assert report.serve is not None
-    moved = report.model_copy(update={
-        "path": "/home of/me/out/tiny",
-        "serve": report.serve.model_copy(update={"prompts": ("Is /usr/bin/env a path?",)}),
-        "absent": {"evaluation": "Look at /home of/me/out/x.log"},
-    })  # fmt: skip
+    moved = report.model_copy(
+        update={
+            "path": "/home of/me/out/tiny",
+            "serve": report.serve.model_copy(update={"prompts": ("Is /usr/bin/env a path?",)}),
+            "absent": {"evaluation": "Look at /home of/me/out/x.log"},
+        }
+    )
     told = portable(moved)
     assert told.path == "tiny" and told.absent == {"evaluation": "Look at x.log"}
     assert told.serve is not None and told.serve.prompts == ("Is /usr/bin/env a path?",)
@@ -522,10 +573,14 @@ def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
     [
         ("tiny-glm4-moe.w4a16-fp8", {}, (), "bf16"),
         ("tiny-glm4-moe", {"scheme": "NVFP4A16"}, ("--scheme", "NVFP4A16"), "bf16"),
-        ("tiny-glm4-moe", {"scheme": "MXFP4A16", "mtp": "FP8_DYNAMIC"},
-         ("--scheme", "MXFP4A16", "--mtp", "FP8_DYNAMIC"), "FP8_DYNAMIC"),
+        (
+            "tiny-glm4-moe",
+            {"scheme": "MXFP4A16", "mtp": "FP8_DYNAMIC"},
+            ("--scheme", "MXFP4A16", "--mtp", "FP8_DYNAMIC"),
+            "FP8_DYNAMIC",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_words_that_made_it_and_what_lies_in_it(recipe, chosen, words, mtp, tmp_path):
     folder = cards.checkpoint(tmp_path / "made", recipe, **chosen)
     record = read_record(folder)
@@ -553,22 +608,47 @@ def test_every_scheme_says_where_it_runs():
 def test_a_plain_checkpoint_has_tags_of_no_scheme(made):
     told = cards.told(made, reports.bare(), groups=())
     assert yaml.safe_load(front_matter(told, Metadata(pipeline_tag="text-generation")))["tags"] == [
-        reports.bare().facts.dialect, "mtp", "speculative-decoding", "vllm", "keepmtp",
-    ]  # fmt: skip
+        reports.bare().facts.dialect,
+        "mtp",
+        "speculative-decoding",
+        "vllm",
+        "keepmtp",
+    ]
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", [
-    "# a", "- a", "+ a", "1. a", "12) a", "a_b _c_ *d*", "`a`", "[a](b) ![c](d)", "<b>a</b> & &amp; c", "a | b",
-    "~~a~~", "\\a \\", "=== ", "---", "https://a.b/c_d", "5.5 %", "-5 points",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# a",
+        "- a",
+        "+ a",
+        "1. a",
+        "12) a",
+        "a_b _c_ *d*",
+        "`a`",
+        "[a](b) ![c](d)",
+        "<b>a</b> & &amp; c",
+        "a | b",
+        "~~a~~",
+        "\\a \\",
+        "=== ",
+        "---",
+        "https://a.b/c_d",
+        "5.5 %",
+        "-5 points",
+    ],
+)
 def test_escaped_text_reads_as_it_is_written(text):
     parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
     table = "| x |\n|---|\n| {} |".format
-    for wrapped, kind in ((f"- {escaped(text)}", "list_item_open"), (table(escaped(text)), "table_open"),
-                          (table(code(text)), "table_open")):  # fmt: skip
+    for wrapped, kind in (
+        (f"- {escaped(text)}", "list_item_open"),
+        (table(escaped(text)), "table_open"),
+        (table(code(text)), "table_open"),
+    ):
         tokens = parser.parse(wrapped)
         inline = [token for token in tokens if token.type == "inline"][-1]
         assert {child.type for child in inline.children or []} <= {"text", "code_inline", "text_special"}
@@ -579,6 +659,6 @@ def test_escaped_text_reads_as_it_is_written(text):
 def test_code_and_quotes():
     assert ticked("Run `keepmtp eval A|B` or not_here_.") == "Run `keepmtp eval A\\|B` or not_here\\_."
     assert ticked("one ` alone") == "one \\` alone"
-    assert quoted("a\n\"b\"") == '`"a\\n\\"b\\""`'
+    assert quoted('a\n"b"') == '`"a\\n\\"b\\""`'
     assert fenced("a\n```\nb\n", "yaml") == "````yaml\na\n```\nb\n````"
     assert code("a`b") == "``a`b``" and code("`a") == "`` `a ``" and code("") == ""

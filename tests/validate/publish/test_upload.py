@@ -80,9 +80,14 @@ def hub(tmp_path_factory, tmp_path) -> Iterator[Hub]:
 
 def environment(hub: Hub, folder: Path, **more: str) -> dict[str, str]:
     return os.environ | {
-        "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(folder.parent / "home"),
-        "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1", **NO_VLLM, **more,
-    }  # fmt: skip
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(folder.parent / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "OMP_NUM_THREADS": "1",
+        **NO_VLLM,
+        **more,
+    }
 
 
 def words(folder: Path, *more: str) -> list[str]:
@@ -91,8 +96,14 @@ def words(folder: Path, *more: str) -> list[str]:
 
 def publish(hub: Hub, folder: Path, *more: str, **env: str) -> Ended:
     """The real command, in a process of its own."""
-    done = subprocess.run(words(folder, *more), capture_output=True, text=True, env=environment(hub, folder, **env),
-                          stdin=subprocess.DEVNULL, timeout=300)  # fmt: skip
+    done = subprocess.run(
+        words(folder, *more),
+        capture_output=True,
+        text=True,
+        env=environment(hub, folder, **env),
+        stdin=subprocess.DEVNULL,
+        timeout=300,
+    )
     assert TOKEN not in done.stdout + done.stderr
     return Ended(done.returncode, done.stdout, done.stderr)
 
@@ -119,8 +130,12 @@ def publish_here(hub_at, hub, folder, monkeypatch, capsys) -> Callable[..., Ende
 
 def whole(hub: Hub, folder: Path) -> None:
     """The repository holds the checkpoint and its card, byte for byte, and nothing else."""
-    local = {path.relative_to(place).as_posix(): path for place in (folder, card.card_folder(folder))
-             for path in place.rglob("*") if path.is_file()}  # fmt: skip
+    local = {
+        path.relative_to(place).as_posix(): path
+        for place in (folder, card.card_folder(folder))
+        for path in place.rglob("*")
+        if path.is_file()
+    }
     assert set(hub.repos[REPO].at("main")) == {*local, ".gitattributes"}
     for name, path in local.items():
         assert hub.read(REPO, name) == path.read_bytes(), name
@@ -153,13 +168,15 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file more": (lambda m: (m / "notes.txt").write_text("mine"), "notes.txt is new"),
     "a file less": (lambda m: (m / "tokenizer.json").unlink(), "tokenizer.json is not there"),
     "no report": (lambda m: shutil.rmtree(f"{m}.report"), "must hold the checkpoint's report; got no report.json"),
-    "a report altered": (lambda m: edit(Path(f"{m}.report/report.json"), '"accepted_tokens": ', '"accepted_tokens": 1'),
-                         "accepted_tokens"),
+    "a report altered": (
+        lambda m: edit(Path(f"{m}.report/report.json"), '"accepted_tokens": ', '"accepted_tokens": 1'),
+        "accepted_tokens",
+    ),
     "no card": (lambda m: shutil.rmtree(f"{m}.card"), "no README.md"),
     "a card altered": (lambda m: edit(Path(f"{m}.card/README.md"), "88.", "98."), "README.md: line"),
     "a file beside the card": (lambda m: Path(f"{m}.card/.env").write_text("SECRET=1"), ".env"),
     "no checkpoint": (lambda m: (m / "config.json").unlink(), "what is published is a checkpoint; got no config.json"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", SPOILT)
@@ -186,10 +203,13 @@ def test_every_byte_is_read_again_before_one_is_sent(publish_here, hub, folder):
     assert hub.requests and not hub.repos
 
 
-@pytest.mark.parametrize(("answers", "verdict"), [
-    (measured.Answers(both=20, only_source=35, only_checkpoint=0, neither=5), "regression"),
-    (measured.Answers(both=5, only_source=2, only_checkpoint=1, neither=1), "infeasible"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answers", "verdict"),
+    [
+        (measured.Answers(both=20, only_source=35, only_checkpoint=0, neither=5), "regression"),
+        (measured.Answers(both=5, only_source=2, only_checkpoint=1, neither=1), "infeasible"),
+    ],
+)
 def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, answers, verdict):
     shutil.rmtree(f"{folder}.report")
     cards.evidence(folder, answers=answers)
@@ -208,8 +228,22 @@ def test_without_a_server_nothing_is_published(publish_here, hub, folder):
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("name", ["tiny", "a/b/c", "org/", "/x", "org/na me", "org/..", "org/a--b", "org/-a",
-                                  "org/a.git", "https://huggingface.co/org/x", "org/" + "a" * 97])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny",
+        "a/b/c",
+        "org/",
+        "/x",
+        "org/na me",
+        "org/..",
+        "org/a--b",
+        "org/-a",
+        "org/a.git",
+        "https://huggingface.co/org/x",
+        "org/" + "a" * 97,
+    ],
+)
 def test_a_name_that_the_hub_does_not_take_is_refused(name):
     with pytest.raises(RecipeError, match="--repo: must be ORG/NAME"):
         publishing.check_name(name)
@@ -224,15 +258,20 @@ def test_a_folder_of_the_same_name_is_not_checked_in_its_place(tmp_path, monkeyp
 
 def test_a_token_is_needed(publish_here, hub):
     ended = publish_here(token="")
-    assert ended.code == 2 and "needs a token with write access; got none. Set HF_TOKEN, or run `hf auth login`." \
-        in ended.err, ended  # fmt: skip
+    assert (
+        ended.code == 2
+        and "needs a token with write access; got none. Set HF_TOKEN, or run `hf auth login`." in ended.err
+    ), ended
     assert hub.requests == []
 
 
-@pytest.mark.parametrize(("token", "says"), [
-    ("hf_nobodyKnowsThisOne", "the Hub: the Hub must know the token; got 401"),
-    (READ_ONLY, "the token must be allowed to write; got me's token for reading"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        ("hf_nobodyKnowsThisOne", "the Hub: the Hub must know the token; got 401"),
+        (READ_ONLY, "the token must be allowed to write; got me's token for reading"),
+    ],
+)
 def test_a_token_that_will_not_do_is_refused(publish_here, hub, token, says):
     ended = publish_here(token=token)
     assert ended.code == 2 and says in ended.err and token not in ended.err, ended
@@ -357,8 +396,13 @@ def test_a_run_that_is_killed_continues(hub, folder):
     """kill -9 while one shard is under way: the others have arrived, and only that one is sent again."""
     held, shard = threading.Event(), folder / SHARD
     hub.faults = [Fault(f"PUT /lfs/{file_sha256(shard)}", after=200_000, hold=held)]
-    process = subprocess.Popen(words(folder), env=environment(hub, folder), stdin=subprocess.DEVNULL,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+    process = subprocess.Popen(
+        words(folder),
+        env=environment(hub, folder),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     others = [path for path in folder.glob("*.safetensors") if path != shard]
     until(lambda: put(hub, shard) >= 200_000 and all((hub.folder / file_sha256(path)).exists() for path in others))
     process.send_signal(signal.SIGKILL)
@@ -386,8 +430,14 @@ def until(happens: Callable[[], bool], *, seconds: float = 120) -> None:
 @pytest.mark.parametrize("answer", ["n", "y"])
 def test_going_public_is_asked_before_and_done_after(hub, folder, answer):
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(words(folder, "--public"), env=environment(hub, folder), stdin=theirs,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        words(folder, "--public"),
+        env=environment(hub, folder),
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     os.write(ours, f"{answer}\n".encode())
     said = process.communicate(timeout=300)[0]
     os.close(ours), os.close(theirs)

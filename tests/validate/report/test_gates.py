@@ -23,8 +23,14 @@ from keepmtp.validate.report.schema import (
 GATES = Gates()
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)
 LOADED = DryLoad(gpu="sm100", tp=1, k=1, ok=True, target=SIDE, draft=SIDE)
-FINDING = FindingFact(origin="static", severity="error", where="config.json", says="no num_nextn_predict_layers",
-                      cure="Add it", rule="no-mtp")  # fmt: skip
+FINDING = FindingFact(
+    origin="static",
+    severity="error",
+    where="config.json",
+    says="no num_nextn_predict_layers",
+    cure="Add it",
+    rule="no-mtp",
+)
 LAX = Gates(min_acceptance=0.5, max_drop=0.5)
 
 
@@ -40,9 +46,12 @@ def served(**choices: bool) -> Serve:
 
 
 def judged(
-    gates: Gates = GATES, *, check: CheckData | None = CHECKED, serve: Serve | None = None,
+    gates: Gates = GATES,
+    *,
+    check: CheckData | None = CHECKED,
+    serve: Serve | None = None,
     evaluation: EvaluationFact | None = None,
-) -> JudgementFact:  # fmt: skip
+) -> JudgementFact:
     return judge(gates=gates, check=check, serve=serve, evaluation=evaluation)
 
 
@@ -74,18 +83,27 @@ def test_a_good_checkpoint_passes_with_its_figures():
 def test_nothing_measured_is_infeasible_and_says_what_measures():
     judgement = judged(check=None)
     assert judgement.verdict == "infeasible"
-    for gate, command in (("findings", "check CHECKPOINT --record"), ("loads", "check CHECKPOINT --gpu sm100 --record"),
-                          ("acceptance", "eval CHECKPOINT"), ("gsm8k", "eval CHECKPOINT")):  # fmt: skip
+    for gate, command in (
+        ("findings", "check CHECKPOINT --record"),
+        ("loads", "check CHECKPOINT --gpu sm100 --record"),
+        ("acceptance", "eval CHECKPOINT"),
+        ("gsm8k", "eval CHECKPOINT"),
+    ):
         found = reason(judgement, gate)
         assert found.verdict == "infeasible" and f"`keepmtp {command}`" in found.says and found.needed is None
 
 
 # --- the twins: a fault for each gate, and its name in the reason -----------------------------------------------------
 
-FAILED = LOADED.model_copy(update={
-    "ok": False, "gpu": "sm90",
-    "failure": LoadFailure(stage="load", role="draft", type="KeyError", words="'model.layers.3.eh_proj.weight_scale'"),
-})  # fmt: skip
+FAILED = LOADED.model_copy(
+    update={
+        "ok": False,
+        "gpu": "sm90",
+        "failure": LoadFailure(
+            stage="load", role="draft", type="KeyError", words="'model.layers.3.eh_proj.weight_scale'"
+        ),
+    }
+)
 CAST = FINDING.model_copy(update={"origin": "dry", "where": "down_proj", "says": "BF16 is cast into FP8."})
 SILENT = LOADED.model_copy(update={"ok": False, "num_errors": 1})
 DEAD = {"checkpoint": {"shares": (0.002, 0.0, 0.0)}}
@@ -98,7 +116,7 @@ TWINS = {
     "no draft": ("acceptance", {"evaluation": evaluation(checkpoint={"drafts": 0})}, "the checkpoint drafted nothing"),
     "a dead draft of a server": ("acceptance", {"serve": served(is_dead=True)}, "2 prompts with k=3: 0.1 %"),
     "wrong answers": ("gsm8k", {"evaluation": evaluation(Answers(only_source=80))}, "a drop of at least 4.01 points"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("twin", TWINS)

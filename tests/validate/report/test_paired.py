@@ -79,9 +79,10 @@ def test_how_often_a_loss_at_the_limit_goes_through(num, worst):
     through = {}
     for gained in (0.0, 0.005, 0.02):
         through[gained] = sum(
-            chance for lost, won, chance in tables(num, 0.02 + gained, gained)
+            chance
+            for lost, won, chance in tables(num, 0.02 + gained, gained)
             if -one_sided(fact(0, lost, won, num - lost - won), 0.95)[0] <= 0.02
-        )  # fmt: skip
+        )
     assert through[0.02] < 0.056 and max(through.values()) < worst, through
 
 
@@ -92,9 +93,14 @@ def tables(num: int, lost: float, gained: float):
             if gained == 0 and b:
                 break
             chance = (
-                lgamma(num + 1) - lgamma(a + 1) - lgamma(b + 1) - lgamma(num - a - b + 1) + a * log(lost)
-                + (b * log(gained) if gained else 0.0) + (num - a - b) * log(1 - lost - gained)
-            )  # fmt: skip
+                lgamma(num + 1)
+                - lgamma(a + 1)
+                - lgamma(b + 1)
+                - lgamma(num - a - b + 1)
+                + a * log(lost)
+                + (b * log(gained) if gained else 0.0)
+                + (num - a - b) * log(1 - lost - gained)
+            )
             if chance > log(1e-9):
                 yield a, b, exp(chance)
             elif b > 3 * num * gained + 20:

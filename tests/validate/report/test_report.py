@@ -40,11 +40,16 @@ KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 SCRIPT = '<script>document.title="hit"</script><img src=x onerror=\'document.title="hit"\'>$x^2$ & "quoted"'
 POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy"[^>]*>')
 PAGES = {
-    "whole": reports.whole, "native": lambda: reports.whole(is_copy=False), "dead": lambda: reports.whole(is_dead=True),
-    "broken": reports.broken, "bare": reports.bare, "hostile": lambda: reports.hostile(SCRIPT),
-    "calibrated": reports.calibrated, "evaluated": lambda: evaluations.judged(evaluations.evaluation()),
+    "whole": reports.whole,
+    "native": lambda: reports.whole(is_copy=False),
+    "dead": lambda: reports.whole(is_dead=True),
+    "broken": reports.broken,
+    "bare": reports.bare,
+    "hostile": lambda: reports.hostile(SCRIPT),
+    "calibrated": reports.calibrated,
+    "evaluated": lambda: evaluations.judged(evaluations.evaluation()),
     "strange": lambda: evaluations.hostile(SCRIPT),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -276,10 +281,21 @@ def test_a_chart_says_in_words_what_it_shows(pages):
 
 @pytest.mark.parametrize(
     ("name", "width", "is_dark"),
-    [("whole", 390, False), ("whole", 1280, True), ("broken", 390, True), ("bare", 390, False), ("hostile", 390, False),
-     ("hostile", 1280, False), ("calibrated", 390, True), ("calibrated", 1280, False), ("evaluated", 390, True),
-     ("evaluated", 1280, False), ("strange", 390, False), ("strange", 1280, False)],
-)  # fmt: skip
+    [
+        ("whole", 390, False),
+        ("whole", 1280, True),
+        ("broken", 390, True),
+        ("bare", 390, False),
+        ("hostile", 390, False),
+        ("hostile", 1280, False),
+        ("calibrated", 390, True),
+        ("calibrated", 1280, False),
+        ("evaluated", 390, True),
+        ("evaluated", 1280, False),
+        ("strange", 390, False),
+        ("strange", 1280, False),
+    ],
+)
 def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
     """Nothing fetched, nothing sticking out, every table and chart there, and text that can be read."""
     full = pages[name]
@@ -334,14 +350,22 @@ def test_a_strangers_words_stay_words(name, pages):
 def test_an_evaluation_is_told_in_figures_and_in_the_words_of_its_charts(pages):
     html = render(pages["evaluated"])
     text = " ".join(re.sub(r"<[^>]*>", " ", html).split())
-    for words in ("68.9 % &plusmn; 1.27", "0.2 % (3)", "-0.08 points &plusmn; 0.34", "-0.74 to +0.59", "Gates pass",
-                  "at most 2 points of the source's GSM8K score", "79.3 % 120,000 3.38 171,470 620 s"):  # fmt: skip
+    for words in (
+        "68.9 % &plusmn; 1.27",
+        "0.2 % (3)",
+        "-0.08 points &plusmn; 0.34",
+        "-0.74 to +0.59",
+        "Gates pass",
+        "at most 2 points of the source's GSM8K score",
+        "79.3 % 120,000 3.38 171,470 620 s",
+    ):
         assert words in text, words
     labels = re.findall(r'role="img" aria-label="([^"]*)"', html)
     assert [label.partition(":")[0] for label in labels] == [
-        "Right answers, two standard errors each way", "Difference, question by question",
+        "Right answers, two standard errors each way",
+        "Difference, question by question",
         "Acceptance by position over these questions, k=3",
-    ]  # fmt: skip
+    ]
     assert "checkpoint, flexible-extract: 68.9 %" in labels[0] and "limit: 2 points lost" in labels[1]
     assert "source: 93.0 %, 81.0 %, 64.0 %; checkpoint: 93.0 %" in labels[2]
     for words in ("limit: 2 points lost", "judged: 95 % one-sided", "floor: 97 % of the source", "(judged)"):
@@ -416,7 +440,10 @@ def test_how_a_model_was_served_is_said_three_times(pages):
 def test_the_page_asks_for_nothing(name, pages):
     """The only addresses in it are the names of SVG's namespaces, and of a chart's own shapes."""
     html = render(pages[name])
-    assert set(re.findall(r"https?://[^\s\"'<>]+", html)) <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"https?://[^\s\"'<>]+", html)) <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
     assert set(re.findall(r"(?:src|href)=\"([^\"#]*)[\"#]", html)) - {""} == {"data:,"}
     assert "@import" not in html and set(re.findall(r"url\(([^)]{2})", html)) <= {"#p"}
 
@@ -508,8 +535,16 @@ def test_the_wheel_has_what_the_stations_read():
 
 def test_an_empty_report_has_a_page():
     """A checkpoint with nothing in it, and a dry load that died before it built anything."""
-    died = Verdict(path="x", gpu="sm90", tp=1, num_drafts=1, failure=reports.REFUSED, target=reports.Side(),
-                   draft=reports.Side(), seconds={})  # fmt: skip
+    died = Verdict(
+        path="x",
+        gpu="sm90",
+        tp=1,
+        num_drafts=1,
+        failure=reports.REFUSED,
+        target=reports.Side(),
+        draft=reports.Side(),
+        seconds={},
+    )
     data = check_data(Report(path="", findings=(), facts=Facts(), dry=(died,)), vllm="0.32.0")
     full = assemble(data, vllm="0.32.0", made_at=reports.AT)
     html = render(full)

@@ -194,9 +194,12 @@ def test_a_check_of_the_same_bytes_is_kept(evidence):
     [
         ({"recipe": {"gates": {"max_drop": 2}}}, r"recipe\.gates\.max_drop must be a gate's limit"),
         ({"recipe": {"gates": {"colour": 2}}}, r"recipe\.gates\.colour must be a gate's limit"),
-        ({"recipe": {}}, ""), ({"recipe": {"gates": None}}, ""), ({"recipe": 7}, ""), ([], ""),
+        ({"recipe": {}}, ""),
+        ({"recipe": {"gates": None}}, ""),
+        ({"recipe": 7}, ""),
+        ([], ""),
     ],
-)  # fmt: skip
+)
 def test_gates_are_those_of_the_record(record, says, tmp_path):
     folder = measured.checkpoint(tmp_path / "glm", record=record)
     evidence = report_folder(folder)
@@ -236,7 +239,7 @@ def test_a_changed_record_is_no_other_gate(evidence):
         (("absent", "dry"), "No need.", "what the results come to"),
     ],
     ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
-)  # fmt: skip
+)
 def test_a_number_altered_in_the_report_is_named(place, value, whose, evidence):
     field = altered(evidence / JSON_FILE, *place, value=value)
     says, cure = re.escape(f"report.json: {field}: must be {whose}"), re.escape(f"Run `keepmtp report {evidence}`")
@@ -256,8 +259,12 @@ def test_a_result_altered_or_gone_or_new_is_refused(station, evidence):
         verify(evidence)
     (refresh if station == "check" else again)(evidence)
     path.write_text(kept)
-    with pytest.raises(CheckpointError, match=r"check\.json: must be the file" if station == "check" else
-                       rf"must be made from every result, {station}\.json too"):  # fmt: skip
+    with pytest.raises(
+        CheckpointError,
+        match=r"check\.json: must be the file"
+        if station == "check"
+        else rf"must be made from every result, {station}\.json too",
+    ):
         verify(evidence)
 
 
@@ -298,11 +305,16 @@ def test_answers_that_do_not_give_the_score_are_refused(figure, evidence):
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (("checkpoint", "scores", 0, "value"), 0.99), (("source", "scores", 1, "stderr"), 0.0),
-        (("paired", 0, "difference"), 0.5), (("paired", 1, "only_source"), 0), (("paired", 0, "high"), 1.0),
-        (("source", "drafts"), 1), (("checkpoint", "seconds"), 1.0), (("source", "num_questions"), 61),
+        (("checkpoint", "scores", 0, "value"), 0.99),
+        (("source", "scores", 1, "stderr"), 0.0),
+        (("paired", 0, "difference"), 0.5),
+        (("paired", 1, "only_source"), 0),
+        (("paired", 0, "high"), 1.0),
+        (("source", "drafts"), 1),
+        (("checkpoint", "seconds"), 1.0),
+        (("source", "num_questions"), 61),
     ],
-)  # fmt: skip
+)
 def test_a_figure_that_the_answers_do_not_give_is_refused(place, value, evidence):
     """A better number in gsm8k.json and everything after it made to match."""
     field = altered(file_of(evidence, "gsm8k"), "data", *place, value=value).removeprefix("data.")

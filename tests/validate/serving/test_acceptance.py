@@ -91,8 +91,11 @@ def test_partings():
     others = [(1, 2, 3), (1, 5, 3), (1, 9), (1, 7, 3), (1, 2)]
     found = partings(plain, [Output(token_ids=ids, text="") for ids in others])
     assert [(p.prompt, p.at, p.plain_token, p.token) for p in found] == [
-        (1, 1, 2, 5), (2, 1, 2, 9), (3, 1, 2, 7), (4, 2, 3, None),
-    ]  # fmt: skip
+        (1, 1, 2, 5),
+        (2, 1, 2, 9),
+        (3, 1, 2, 7),
+        (4, 2, 3, None),
+    ]
     assert [p.gap and round(p.gap, 6) for p in found] == [0.1, 2.3, None, None]
     assert [p.is_near_tie for p in found] == [True, False, False, False]
     near, far = (report(drafts(900), drafts(900), partings=(p,)) for p in found[:2])

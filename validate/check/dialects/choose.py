@@ -63,8 +63,11 @@ def read_dialect(
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """config.json's quantization config, wherever vLLM looks for it; None if it has none."""
     text_config = config.get("text_config") or {}
-    for found in (config.get("quantization_config"), text_config.get("quantization_config"),
-                  config.get("compression_config")):  # fmt: skip
+    for found in (
+        config.get("quantization_config"),
+        text_config.get("quantization_config"),
+        config.get("compression_config"),
+    ):
         if isinstance(found, Mapping):
             return found
     return None

@@ -56,9 +56,10 @@ class CompressedTensors:
                 return answer
         if any(answer.built != answers[-1].built for answer in answers):
             return Resolution(
-                built=UNKNOWN, entry=next(answer.entry for answer in answers if answer.built != answers[-1].built),
+                built=UNKNOWN,
+                entry=next(answer.entry for answer in answers if answer.built != answers[-1].built),
                 error="ValueError: All MoE projections need to have same quantization scheme but found multiple",
-            )  # fmt: skip
+            )
         return answers[-1]
 
     def covers(self, entry: Entry, module: VLLMName) -> bool:
@@ -134,8 +135,9 @@ def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, 
         if inputs is None and is_experts:
             return (
                 "AttributeError: 'NoneType' object has no attribute 'num_bits' (input_activations: null)"
-                if strategy == "block" else
-                "ValueError: For Fused MoE layers, only format: pack-quantized is supported (input_activations: null)"
+                if strategy == "block"
+                else "ValueError: For Fused MoE layers, only format: pack-quantized is supported "
+                "(input_activations: null)"
             )
         if inputs is None and strategy == "block":
             return "AssertionError: assert self.is_static_input_scheme is False (input_activations: null)"
@@ -148,8 +150,13 @@ def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, 
         leaves = {"weight_packed", "weight_scale", "weight_shape"}
         leaves |= set() if weights["symmetric"] else {"weight_zero_point"}
         group_size = size if strategy == "group" and size and size > 0 else None
-        return Built(form="int_packed", leaves=frozenset(leaves), optional=frozenset({"weight_g_idx"}),
-                     group_size=group_size, bits=bits)  # fmt: skip
+        return Built(
+            form="int_packed",
+            leaves=frozenset(leaves),
+            optional=frozenset({"weight_g_idx"}),
+            group_size=group_size,
+            bits=bits,
+        )
     if not is_float and bits == 8 and inputs and inputs["num_bits"] == 8 and strategy in ("channel", "tensor"):
         leaves = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
         return Built(form="int8", leaves=frozenset(leaves), scale_ndim=2 if strategy == "channel" else 0)
@@ -161,8 +168,13 @@ def _arguments(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if not given:
         return None
     filled = {
-        "num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "group_size": None, "block_structure": None,
-    } | {key: value for key, value in given.items() if value is not None}  # fmt: skip
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "dynamic": False,
+        "group_size": None,
+        "block_structure": None,
+    } | {key: value for key, value in given.items() if value is not None}
     if not filled.get("strategy"):
         size = filled["group_size"]
         grouped = None if size is None else ("group" if size > 0 else "channel")

@@ -100,6 +100,11 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
             keeps = tuple(entry for entry in raw.get("ignore") or () if isinstance(entry, str))
             entries += [Entry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps]
     return Fp8(
-        ignored=ignored, linear=linear, experts=experts, entries=tuple(entries), keeps_mxfp4=keeps,
-        num_layers=int(config.get("num_hidden_layers", 0)), name="deepseek_v4_fp8",
-    )  # fmt: skip
+        ignored=ignored,
+        linear=linear,
+        experts=experts,
+        entries=tuple(entries),
+        keeps_mxfp4=keeps,
+        num_layers=int(config.get("num_hidden_layers", 0)),
+        name="deepseek_v4_fp8",
+    )

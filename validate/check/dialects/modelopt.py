@@ -63,8 +63,9 @@ class ModelOpt:
     def covers(self, entry: Entry, module: VLLMName) -> bool:
         """As `resolve` does, with this entry only."""
         if entry.where == "quantized_layers":
-            return any(word in (module, *_prefix_candidates(module)) or word.startswith(f"{module}.")
-                       for word in entry.read)  # fmt: skip
+            return any(
+                word in (module, *_prefix_candidates(module)) or word.startswith(f"{module}.") for word in entry.read
+            )
         return bool(is_layer_skipped(module, (), entry.read)[0]) or _modelopt_pattern(module, entry.read) is not None
 
     def _mixed(self, module: str, shards: Sequence[str]) -> tuple[str, str | None, str]:
@@ -89,9 +90,7 @@ class ModelOpt:
         return "", None, ""
 
 
-def read_modelopt(
-    raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer
-) -> ModelOpt | Unknown:
+def read_modelopt(raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer) -> ModelOpt | Unknown:
     """The config as vLLM reads it: config.json's form, or that of hf_quant_config.json under `quantization`."""
     inner = raw["quantization"] if isinstance(raw.get("quantization"), Mapping) else None
     holder = inner if inner is not None else raw
@@ -100,9 +99,12 @@ def read_modelopt(
     algorithm = str(holder.get("quant_algo") or default).upper()
     layers = holder.get("quantized_layers") or (hf_quant_config.get("quantization") or {}).get("quantized_layers") or {}
     groups = raw.get("config_groups")
-    if algorithm == "NVFP4" and isinstance(groups, Mapping) and groups and all(
-        isinstance(group, Mapping) and group.get("input_activations") is None for group in groups.values()
-    ):  # fmt: skip
+    if (
+        algorithm == "NVFP4"
+        and isinstance(groups, Mapping)
+        and groups
+        and all(isinstance(group, Mapping) and group.get("input_activations") is None for group in groups.values())
+    ):
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
         return Unknown(name=f"modelopt {algorithm or 'without quant_algo'}")
@@ -110,12 +112,19 @@ def read_modelopt(
     entries = [Entry(where="exclude", written=entry, read=read) for entry, read in zip(listed, exclude, strict=True)]
     read_layers = {rename.name(name): str(row.get("quant_algo", "")).upper() for name, row in layers.items()}
     entries += [Entry(where="quantized_layers", written=name, read=(rename.name(name),)) for name in layers]
-    blocks = {int(row.get("group_size", 128)) for row in layers.values()
-              if str(row.get("quant_algo", "")).upper() in ("FP8_PB_WO", "FP8_BLOCK_SCALES")}  # fmt: skip
+    blocks = {
+        int(row.get("group_size", 128))
+        for row in layers.values()
+        if str(row.get("quant_algo", "")).upper() in ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+    }
     return ModelOpt(
-        algorithm=algorithm, exclude=tuple(word for read in exclude for word in read), quantized_layers=read_layers,
-        group_size=int(holder.get("group_size") or 16), entries=tuple(entries), block=min(blocks, default=128),
-    )  # fmt: skip
+        algorithm=algorithm,
+        exclude=tuple(word for read in exclude for word in read),
+        quantized_layers=read_layers,
+        group_size=int(holder.get("group_size") or 16),
+        entries=tuple(entries),
+        block=min(blocks, default=128),
+    )
 
 
 _OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8")
@@ -127,11 +136,18 @@ def modelopt_built(algorithm: str, group_size: int, block: int) -> Built:
     weight_and_scale = frozenset({"weight", "weight_scale"})
     match algorithm:
         case "NVFP4":
-            return Built(form="nvfp4_modelopt", leaves=weight_and_scale | {"weight_scale_2", "input_scale"},
-                         group_size=group_size)  # fmt: skip
+            return Built(
+                form="nvfp4_modelopt",
+                leaves=weight_and_scale | {"weight_scale_2", "input_scale"},
+                group_size=group_size,
+            )
         case "W4A16_NVFP4":
-            return Built(form="nvfp4_modelopt", leaves=weight_and_scale | {"weight_scale_2"},
-                         optional=frozenset({"input_scale"}), group_size=group_size)  # fmt: skip
+            return Built(
+                form="nvfp4_modelopt",
+                leaves=weight_and_scale | {"weight_scale_2"},
+                optional=frozenset({"input_scale"}),
+                group_size=group_size,
+            )
         case "FP8":
             return Built(form="fp8_tensor", leaves=weight_and_scale | {"input_scale"})
         case "FP8_PER_CHANNEL_PER_TOKEN":
@@ -170,8 +186,10 @@ def _prefix_candidates(name: str) -> tuple[str, ...]:
     candidates = [name]
     if name.endswith(".lm_head"):
         candidates.append("lm_head")
-    for here, there in (("language_model.model.", "model.language_model."), ("model.language_model.",
-                                                                             "language_model.model.")):  # fmt: skip
+    for here, there in (
+        ("language_model.model.", "model.language_model."),
+        ("model.language_model.", "language_model.model."),
+    ):
         if name.startswith(here):
             candidates.append(there + name.removeprefix(here))
             break

@@ -24,10 +24,23 @@ _WIDE = {torch.bfloat16, torch.float16, torch.float32, torch.float64}
 _WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool}
 # Operators that keep the storage.
 _VIEWS = {
-    aten.slice.Tensor, aten.select.int, aten.view.default, aten.t.default, aten.transpose.int, aten.detach.default,
-    aten.alias.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.permute.default,
-    aten.expand.default, aten.as_strided.default, aten._unsafe_view.default, aten.split.Tensor, aten.view.dtype,
-}  # fmt: skip
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.detach.default,
+    aten.alias.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.permute.default,
+    aten.expand.default,
+    aten.as_strided.default,
+    aten._unsafe_view.default,
+    aten.split.Tensor,
+    aten.view.dtype,
+}
 # Operators that leave no value worth keeping: allocation, views, the random start of nn.Linear.
 _NO_VALUE = ("empty", "detach", "view", "alias", "uniform", "normal", "random", "set_")
 # What a value read from the meta device is taken for. No: a check of values must not refuse what nobody can see.
@@ -156,10 +169,15 @@ class Account(TorchDispatchMode):
         for name, param in [*model.named_parameters(), *model.named_buffers()]:
             storage = param.untyped_storage()
             written = Written(
-                name=name, num_expected=demands.counts.get(name, param.numel()), shape=tuple(param.shape),
-                dtype=param.dtype, has_value=storage._cdata in construction.filled, may_pad=name in demands.may_pad,
-                is_optional=name in demands.optional, regions=dict(construction.padding.get(storage._cdata, {})),
-            )  # fmt: skip
+                name=name,
+                num_expected=demands.counts.get(name, param.numel()),
+                shape=tuple(param.shape),
+                dtype=param.dtype,
+                has_value=storage._cdata in construction.filled,
+                may_pad=name in demands.may_pad,
+                is_optional=name in demands.optional,
+                regions=dict(construction.padding.get(storage._cdata, {})),
+            )
             self._keep.append(storage)
             self._param_at.setdefault(storage._cdata, written)
             if param.numel() and name in learned:

@@ -30,9 +30,10 @@ class Device:
 DEVICES = {
     "sm90": Device(name="NVIDIA H200", capability=(9, 0), num_sms=132, memory_bytes=141 << 30),
     "sm100": Device(name="NVIDIA B200", capability=(10, 0), num_sms=148, memory_bytes=180 << 30),
-    "sm120": Device(name="NVIDIA RTX PRO 6000 Blackwell Server Edition", capability=(12, 0), num_sms=188,
-                    memory_bytes=96 << 30),
-}  # fmt: skip
+    "sm120": Device(
+        name="NVIDIA RTX PRO 6000 Blackwell Server Edition", capability=(12, 0), num_sms=188, memory_bytes=96 << 30
+    ),
+}
 
 
 def returns(value: Any) -> Any:
@@ -63,26 +64,58 @@ class Inert:
 def install(device: Device) -> None:
     """Answer torch.cuda's and torch.accelerator's questions for `device`."""
     properties = types.SimpleNamespace(
-        name=device.name, major=device.capability[0], minor=device.capability[1], total_memory=device.memory_bytes,
-        multi_processor_count=device.num_sms, shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472, warp_size=32, L2_cache_size=50 << 20, uuid="pretended",
-        is_integrated=False, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
-    )  # fmt: skip
+        name=device.name,
+        major=device.capability[0],
+        minor=device.capability[1],
+        total_memory=device.memory_bytes,
+        multi_processor_count=device.num_sms,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+        warp_size=32,
+        L2_cache_size=50 << 20,
+        uuid="pretended",
+        is_integrated=False,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+    )
     memory = (device.memory_bytes, device.memory_bytes)
     for name in ("Stream", "Event", "ExternalStream", "CUDAGraph"):
         setattr(torch.cuda, name, type(name, (Inert,), {}))
     _answer(
-        torch.cuda, is_initialized=True, _lazy_init=None, init=None, device_count=8, current_device=0, set_device=None,
-        synchronize=None, empty_cache=None, manual_seed_all=None, get_device_properties=properties,
-        get_device_capability=device.capability, get_device_name=device.name, mem_get_info=memory, memory_allocated=0,
-        max_memory_allocated=0, memory_reserved=0, is_current_stream_capturing=False, current_stream=Inert(),
-        default_stream=Inert(), stream=contextlib.nullcontext(), device=contextlib.nullcontext(),
+        torch.cuda,
+        is_initialized=True,
+        _lazy_init=None,
+        init=None,
+        device_count=8,
+        current_device=0,
+        set_device=None,
+        synchronize=None,
+        empty_cache=None,
+        manual_seed_all=None,
+        get_device_properties=properties,
+        get_device_capability=device.capability,
+        get_device_name=device.name,
+        mem_get_info=memory,
+        memory_allocated=0,
+        max_memory_allocated=0,
+        memory_reserved=0,
+        is_current_stream_capturing=False,
+        current_stream=Inert(),
+        default_stream=Inert(),
+        stream=contextlib.nullcontext(),
+        device=contextlib.nullcontext(),
         is_available=False,  # until vLLM is imported: Triton and others would look for a driver
-    )  # fmt: skip
+    )
     _answer(
-        torch.accelerator, current_accelerator=torch.device("cuda"), is_available=True, current_device_index=0,
-        current_device_idx=0, device_count=8, empty_cache=None, synchronize=None,
-    )  # fmt: skip
+        torch.accelerator,
+        current_accelerator=torch.device("cuda"),
+        is_available=True,
+        current_device_index=0,
+        current_device_idx=0,
+        device_count=8,
+        empty_cache=None,
+        synchronize=None,
+    )
     torch.version.cuda = "13.0"
     _MODE.__enter__()
 

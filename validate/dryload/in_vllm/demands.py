@@ -55,9 +55,11 @@ def _optional(model: torch.nn.Module) -> set[str]:
 def _may_pad(model: torch.nn.Module) -> set[str]:
     """Parameters that a module owns by itself, no quantization method: a sink a head, padded to what a kernel takes."""
     return {
-        f"{prefix}.{name}" for prefix, module in model.named_modules() if getattr(module, "quant_method", None) is None
+        f"{prefix}.{name}"
+        for prefix, module in model.named_modules()
+        if getattr(module, "quant_method", None) is None
         for name, _ in module.named_parameters(recurse=False)
-    }  # fmt: skip
+    }
 
 
 def _unpadded(model: torch.nn.Module) -> dict[str, int]:
@@ -69,9 +71,10 @@ def _unpadded(model: torch.nn.Module) -> dict[str, int]:
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
     counts = {
-        name: param.weight_loader_numel for name, param in model.named_parameters()
+        name: param.weight_loader_numel
+        for name, param in model.named_parameters()
         if hasattr(param, "weight_loader_numel")
-    }  # fmt: skip
+    }
     for prefix, module in model.named_modules():
         pad_size = getattr(module, "pad_size", 0)
         for name, child in module.named_children() if isinstance(pad_size, int) and pad_size else ():

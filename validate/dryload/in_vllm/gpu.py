@@ -39,13 +39,18 @@ def _platform(device: cuda.Device) -> Any:
 
     capability = DeviceCapability(*device.capability)
     answers = {
-        "get_device_capability": capability, "get_device_name": device.name, "num_compute_units": device.num_sms,
-        "get_device_total_memory": device.memory_bytes, "is_fully_connected": True, "device_count": 8,
-        "is_integrated_gpu": False, "set_device": None,
+        "get_device_capability": capability,
+        "get_device_name": device.name,
+        "num_compute_units": device.num_sms,
+        "get_device_total_memory": device.memory_bytes,
+        "is_fully_connected": True,
+        "device_count": 8,
+        "is_integrated_gpu": False,
+        "set_device": None,
         "is_pin_memory_available": True,  # pinning itself does nothing here
-        "get_device_communicator_cls":
-            "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase",
-    }  # fmt: skip
+        "get_device_communicator_cls": "vllm.distributed.device_communicators.base_device_communicator."
+        "DeviceCommunicatorBase",
+    }
     methods = {name: classmethod(cuda.returns(answer)) for name, answer in answers.items()}
     return type("PretendedCuda", (NonNvmlCudaPlatform,), {"dist_backend": "fake", **methods})()
 
@@ -67,8 +72,12 @@ def _activate_triton(device: cuda.Device) -> None:
 class _TritonDriver(cuda.Inert):
     def __init__(self, device: cuda.Device):
         self._device = device
-        limits = {"max_shared_mem": 232448, "multiprocessor_count": device.num_sms, "warpSize": 32,
-                  "max_num_regs": 65536}  # fmt: skip
+        limits = {
+            "max_shared_mem": 232448,
+            "multiprocessor_count": device.num_sms,
+            "warpSize": 32,
+            "max_num_regs": 65536,
+        }
         self.utils = types.SimpleNamespace(get_device_properties=lambda index: limits)
 
     def get_current_target(self) -> Any:

@@ -12,11 +12,23 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16,
-    "U32": torch.uint32, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu, "F4": torch.uint8,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.uint8,
+}
 
 
 def meta_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -27,6 +39,7 @@ def meta_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         with _disable_current_modes():  # a file at a time: 130,000 tensors need not pass the account to be made
-            tensors = [torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
-                       for entry in header.values()]  # fmt: skip
+            tensors = [
+                torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta") for entry in header.values()
+            ]
         yield from zip(header, tensors, strict=True)

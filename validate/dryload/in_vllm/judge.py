@@ -94,10 +94,15 @@ class Judge:
             self._failure = refused.failure
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {
-            "id": self._job.id, "seconds": self._seconds, "peak_mib": peak_kib >> 10, "runner": self._runner,
-            "quant_config": self._quant_config, "failure": self._failure,
-            **{role: self._describe(role) for role in ROLES}, **self._tensors(),
-        }  # fmt: skip
+            "id": self._job.id,
+            "seconds": self._seconds,
+            "peak_mib": peak_kib >> 10,
+            "runner": self._runner,
+            "quant_config": self._quant_config,
+            "failure": self._failure,
+            **{role: self._describe(role) for role in ROLES},
+            **self._tensors(),
+        }
 
     def _run(self) -> None:
         with self._stage("config", ""):
@@ -130,11 +135,16 @@ class Judge:
         try:
             yield
         except Exception as error:  # whatever vLLM raises is its verdict
-            raise Refused({
-                "stage": stage, "role": role, "type": type(error).__name__, "words": str(error)[:2000],
-                "at": _last_frame(error),
-                "tensor": self._current if stage == "load" else "",
-            }) from error  # fmt: skip
+            raise Refused(
+                {
+                    "stage": stage,
+                    "role": role,
+                    "type": type(error).__name__,
+                    "words": str(error)[:2000],
+                    "at": _last_frame(error),
+                    "tensor": self._current if stage == "load" else "",
+                }
+            ) from error
         finally:
             self._seconds[f"{role} {stage}".strip()] = round(time.perf_counter() - start, 3)
 
@@ -188,10 +198,17 @@ class Judge:
 
     def _describe(self, role: str) -> dict[str, Any]:
         part = self._parts[role]
-        asked = [(prefix, type(layer).__name__, method, scheme, part.paths.get(id(layer), ""))
-                 for layer, prefix, method, scheme in part.asked]  # fmt: skip
-        known = {"cls": part.cls, "num_params": part.num_params, "asked": asked, "shared": part.shared,
-                 "kernels": part.kernels}  # fmt: skip
+        asked = [
+            (prefix, type(layer).__name__, method, scheme, part.paths.get(id(layer), ""))
+            for layer, prefix, method, scheme in part.asked
+        ]
+        known = {
+            "cls": part.cls,
+            "num_params": part.num_params,
+            "asked": asked,
+            "shared": part.shared,
+            "kernels": part.kernels,
+        }
         account = self._accounts.get(role)
         if account is None:
             return known
@@ -202,12 +219,16 @@ class Judge:
             status: [_describe_param(param) for param in own if param.status == status]
             for status in ("unwritten", "default", "partial", "padded")
         }
-        return known | described | {
-            "num_params": len(own),
-            "num_written": sum(1 for param in own if param.status in ("full", "padded")),
-            "casts": [note for note in account.casts if note[0] in names],
-            "broadcasts": [note for note in account.broadcasts if note[0] in names],
-        }  # fmt: skip
+        return (
+            known
+            | described
+            | {
+                "num_params": len(own),
+                "num_written": sum(1 for param in own if param.status in ("full", "padded")),
+                "casts": [note for note in account.casts if note[0] in names],
+                "broadcasts": [note for note in account.broadcasts if note[0] in names],
+            }
+        )
 
     def _tensors(self) -> dict[str, Any]:
         seen = {name for account in self._accounts.values() for name in account.tensors}
@@ -245,10 +266,14 @@ def _engine_config(job: Job) -> Any:
     _know_config(declared)
     longest = declared.get("text_config", declared).get("max_position_embeddings", 256)
     return EngineArgs(
-        model=job.path, speculative_config=speculative, enforce_eager=True, max_model_len=min(256, longest),
-        skip_tokenizer_init=True, tensor_parallel_size=job.tp,
+        model=job.path,
+        speculative_config=speculative,
+        enforce_eager=True,
+        max_model_len=min(256, longest),
+        skip_tokenizer_init=True,
+        tensor_parallel_size=job.tp,
         distributed_executor_backend="mp" if job.tp > 1 else None,
-    ).create_engine_config()  # fmt: skip
+    ).create_engine_config()
 
 
 def _know_config(declared: dict[str, Any]) -> None:
@@ -299,8 +324,12 @@ def record_questions(note: Any) -> None:
                 depth[0] -= 1
             if depth[0] == 0:
                 scheme = getattr(layer, "scheme", None)
-                note(layer, prefix, type(answer).__name__ if answer else "",
-                     type(scheme).__name__ if scheme is not None else "")  # fmt: skip
+                note(
+                    layer,
+                    prefix,
+                    type(answer).__name__ if answer else "",
+                    type(scheme).__name__ if scheme is not None else "",
+                )
             return answer
 
         return get_quant_method

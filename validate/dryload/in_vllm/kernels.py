@@ -20,9 +20,14 @@ aten = torch.ops.aten
 
 # Operators that read a value, or whose result has a shape that values decide.
 _ASKED = {
-    aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.nonzero.default,
-    aten.equal.default, aten.allclose.default, aten._unique2.default,
-}  # fmt: skip
+    aten._local_scalar_dense.default,
+    aten.item.default,
+    aten.is_nonzero.default,
+    aten.nonzero.default,
+    aten.equal.default,
+    aten.allclose.default,
+    aten._unique2.default,
+}
 
 
 def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
@@ -43,10 +48,13 @@ def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
                 continue
             outcome = _process(module, method)
             kinds[key] = {
-                "layer": type(module).__name__, "method": _method(module, method), "kernel": _kernel(module, method),
-                "count": 1, "where": getattr(module, "prefix", "") or getattr(module, "layer_name", "") or prefix,
+                "layer": type(module).__name__,
+                "method": _method(module, method),
+                "kernel": _kernel(module, method),
+                "count": 1,
+                "where": getattr(module, "prefix", "") or getattr(module, "layer_name", "") or prefix,
                 "outcome": outcome,
-            }  # fmt: skip
+            }
     return _merged(kinds.values())
 
 

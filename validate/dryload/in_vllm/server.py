@@ -39,8 +39,13 @@ def main() -> None:
 
 def _prepare(gpu_name: str, cache: str) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_CACHE_ROOT": cache, "HF_MODULES_CACHE": cache, "OMP_NUM_THREADS": "1",
-                   "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": cache,
+        "HF_MODULES_CACHE": cache,
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     from . import cuda, gpu
 
     gpu.install(cuda.DEVICES[gpu_name])

@@ -19,18 +19,52 @@ from typing import Any
 import torch
 
 PACKAGES = (
-    "flashinfer", "cutlass", "cuda", "quack", "deep_gemm", "tilelang", "tokenspeed_mla", "flash_attn_interface",
-    "torchvision", "fmha_sm100", "triton_kernels", "vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch",
-    "vllm._qutlass_C", "vllm._flashmla_C", "vllm._flashmla_extension_C", "vllm._flashkda_C", "vllm.cumem_allocator",
-    "vllm.vllm_flash_attn._vllm_fa2_C", "vllm.vllm_flash_attn._vllm_fa3_C", "vllm.vllm_flash_attn._vllm_fa4_C",
-    "vllm.vllm_flash_attn.cute", "vllm.vllm_flash_attn.layers", "vllm.vllm_flash_attn.ops",
-    "vllm.third_party.deep_gemm", "vllm.third_party.triton_kernels", "vllm.third_party.fmha_sm100",
-    "vllm.third_party.flashmla.flash_mla_interface", "vllm.third_party.quack",
-)  # fmt: skip
-OP_NAMESPACES = frozenset({
-    "_C", "_moe_C", "_C_cache_ops", "_C_custom_ar", "_vllm_fa2_C", "_vllm_fa3_C", "_C_stable_libtorch",
-    "_moe_C_stable_libtorch", "_qutlass_C", "_flashmla_C", "_flashmla_extension_C", "_flashkda_C",
-})  # fmt: skip
+    "flashinfer",
+    "cutlass",
+    "cuda",
+    "quack",
+    "deep_gemm",
+    "tilelang",
+    "tokenspeed_mla",
+    "flash_attn_interface",
+    "torchvision",
+    "fmha_sm100",
+    "triton_kernels",
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm._qutlass_C",
+    "vllm._flashmla_C",
+    "vllm._flashmla_extension_C",
+    "vllm._flashkda_C",
+    "vllm.cumem_allocator",
+    "vllm.vllm_flash_attn._vllm_fa2_C",
+    "vllm.vllm_flash_attn._vllm_fa3_C",
+    "vllm.vllm_flash_attn._vllm_fa4_C",
+    "vllm.vllm_flash_attn.cute",
+    "vllm.vllm_flash_attn.layers",
+    "vllm.vllm_flash_attn.ops",
+    "vllm.third_party.deep_gemm",
+    "vllm.third_party.triton_kernels",
+    "vllm.third_party.fmha_sm100",
+    "vllm.third_party.flashmla.flash_mla_interface",
+    "vllm.third_party.quack",
+)
+OP_NAMESPACES = frozenset(
+    {
+        "_C",
+        "_moe_C",
+        "_C_cache_ops",
+        "_C_custom_ar",
+        "_vllm_fa2_C",
+        "_vllm_fa3_C",
+        "_C_stable_libtorch",
+        "_moe_C_stable_libtorch",
+        "_qutlass_C",
+        "_flashmla_C",
+        "_flashmla_extension_C",
+        "_flashkda_C",
+    }
+)
 # A missing attribute of this kind makes Python itself misread a stub (iteration, copying, annotations).
 _DUNDER = "__"
 
