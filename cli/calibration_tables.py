@@ -15,7 +15,7 @@ from ..quantize.plan import Plan, TensorPlan
 from ..recipes.schema import AUTO
 from ..recipes.schemes import RESCALING, REWRITES
 from ..validate.report.schema import CalibrationFact
-from .pipeline import needs_calibration
+from .refusals import needs_calibration
 from .tables import plain_table, size_in_words
 
 

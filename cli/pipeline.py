@@ -1,7 +1,17 @@
-"""The whole program on one screen: recipe -> family -> source -> plan -> calibrate -> MTP pass -> pack, write -> check.
+"""The whole program on one screen: from a recipe to a checkpoint that vLLM serves with MTP.
 
-In: what a command line says. Out: a checkpoint under its final name, or a refusal before a byte is written. Under
-torchrun every process runs this; the first does what is done once.
+    recipe       recipes/schema.py                what a person decides
+    family       recipes/families/                what the modules are called, on disk and in vLLM
+    source       checkpoints/source.py            config.json and headers, from a folder or from the Hub
+    plan         quantize/plan.py                 one fate for every tensor, from headers alone
+    calibrate    quantize/calibrate/backbone.py   statistics, one decoder layer at a time
+    MTP pass     quantize/calibrate/mtp_pass.py   the MTP block on the backbone's hidden states, and its acceptance
+    write        quantize/writer.py               packed shards in <out>.partial
+    check        validate/check/check.py          the static check; a folder that passes it gets its final name
+
+In: what a command line says. Out: a checkpoint under its final name, or a refusal before a byte is written.
+
+Easy to get wrong: under torchrun every process runs this, and only the first one does what is done once.
 """
 
 import os
@@ -15,13 +25,13 @@ from typing import TYPE_CHECKING
 from ..checkpoints.source import Source, download, open_source
 from ..quantize.output import claim, partial_folder, publish, refuse_output
 from ..quantize.plan import Plan, make_plan
-from ..recipes.errors import GateError, RecipeError
-from ..recipes.extras import require_extra
-from ..recipes.schema import AUTO, Recipe, data_free_alternative, find_recipe
+from ..recipes.errors import GateError
+from ..recipes.schema import AUTO, Recipe, find_recipe
 from ..validate.check.check import Report, check
+from .progress import SILENT, RunProgress
+from .refusals import needs_calibration, refuse
 
-if TYPE_CHECKING:  # they bring torch and llm-compressor, which planning does without
-    from ..quantize.calibrate.backbone import Watch
+if TYPE_CHECKING:  # these import torch and llm-compressor, which planning does not need
     from ..quantize.calibrate.ranks import Ranks
     from ..quantize.calibrate.run import CalibrationRun
 
@@ -31,10 +41,10 @@ class Result:
     """A finished run.
 
     Attributes:
-        plan: what was written; with the MTP policy that `mtp: auto` chose.
+        plan: what was written. Its MTP policy is the one that `mtp: auto` chose.
         out: the checkpoint's folder.
-        report: of its static check.
-        calibration: what the batches said; None for a run without any.
+        report: the report of its static check.
+        calibration: what the batches gave; None for a run without batches.
     """
 
     plan: Plan
@@ -46,23 +56,16 @@ class Result:
 def plan_for(
     model: str, *, source: str | None = None, scheme: str | None = None, mtp: str | None = None
 ) -> tuple[Plan, str]:
-    """The plan a command line asks for, from headers alone, and the text of its recipe.
+    """Return the plan that a command line asks for, from headers alone, and the text of its recipe.
 
     Raises:
         RecipeError, CheckpointError: see `find_recipe`, `open_source` and `make_plan`.
     """
     recipe, text = find_recipe(model, scheme=scheme, mtp=mtp)
     where = source or recipe.source
-    # A recipe's revision is one of its own source; somebody's copy has a history of its own.
-    opened = open_source(where, revision=recipe.revision if where == recipe.source else "main")
-    return plan_before_measuring(recipe, opened), text
-
-
-def plan_before_measuring(recipe: Recipe, source: Source, **options: int) -> Plan:
-    """`make_plan`; where `mtp: auto` has yet to choose, the plan of a BF16 block that still says auto."""
-    if recipe.mtp != AUTO:
-        return make_plan(recipe, source, **options)
-    return replace(make_plan(recipe.resolved("bf16"), source, **options), recipe=recipe)
+    # The recipe's revision belongs to the recipe's source. Another repository has a history of its own.
+    revision = recipe.revision if where == recipe.source else "main"
+    return plan_before_measuring(recipe, open_source(where, revision=revision)), text
 
 
 def quantize(
@@ -72,150 +75,132 @@ def quantize(
     out: Path,
     threads: int | None = None,
     keep_calibration: bool = False,
-    watch: Callable[[int], AbstractContextManager[Callable[[int], None]]] | None = None,
-    watch_calibration: "Watch | None" = None,
+    progress: RunProgress = SILENT,
 ) -> Result:
-    """Carry out a plan: download if need be, calibrate if need be, pack, write, check, give the folder its name.
+    """Carry out a plan: download, calibrate, write, check, and give the folder its final name.
 
     Args:
-        plan: from `plan_for`; over a Hub repository it is made again once the files are here.
-        recipe_text: written beside the weights.
-        out: the output folder; `<out>.partial` until it is whole and has passed the static check. What calibration
-            leaves lies in `<out>.calibration` until then.
-        threads: shards written side by side; default one a core.
-        keep_calibration: leave that folder, for another run with another MTP policy.
-        watch: given the number of source bytes, a context whose value is told about bytes done.
-        watch_calibration: told after each step of calibration.
+        plan: from `plan_for`. The plan of a Hub repository is made again when its files are here.
+        recipe_text: is written into the checkpoint.
+        out: the output folder. It is called `<out>.partial` until it is whole and has passed the static check. Until
+            then, `<out>.calibration` holds what calibration wrote.
+        threads: how many shards are written at the same time; default one a core.
+        keep_calibration: keep `<out>.calibration`, for another run with another MTP policy.
+        progress: who is called while the run goes on.
 
     Raises:
         RecipeError, CheckpointError: before a byte is written.
-        GateError: no MTP policy of `mtp: auto` is good enough, or the written checkpoint does not pass its own static
-            check; it stays under its partial name.
+        GateError: no MTP policy of `mtp: auto` is good enough; or the written checkpoint does not pass its own static
+            check, and keeps its partial name.
     """
-    from ..quantize.calibrate.ranks import joined  # torch is imported here, when there is work for it
-    from ..quantize.writer import write
+    from ..quantize.calibrate.ranks import joined  # imports torch, so only when there is work for it
 
     refuse(plan, out)
-    local = download(plan.source)
-    if local is not plan.source:
-        plan = plan_before_measuring(plan.recipe, local, shard_bytes=plan.shard_bytes)
-        refuse(plan, out)
+    plan = _downloaded(plan, out)
     with joined() as ranks:
-        found = _calibrate(plan, out, ranks, watch_calibration)
-        if found:
-            plan = found.plan
-        refuse_output(plan, out, calibration=found.salt if found else "")
-        total = sum(plan.entries[name].num_bytes for tensor in plan.tensors if tensor.outputs for name in tensor.inputs)
-        with _claimed(plan, out, found, ranks) as partial:
-            with watch(total) if watch and ranks.is_first else nullcontext() as progress:
-                write(
-                    plan,
-                    partial,
-                    recipe_text=recipe_text,
-                    threads=threads or _num_cores(),
-                    progress=progress,
-                    statistics=found.statistics if found else None,
-                    calibration=found.summary if found else None,
-                    ranks=ranks,
-                )
-            report = check(partial, source=local)
-            if not report.ok:
-                first = report.findings[0]
-                rule = "the written checkpoint must pass its own check"
-                raise GateError(partial, rule, got=f"{first.where} {first.says}", cure=first.cure)
+        run = _calibrated(plan, out, ranks, progress)
+        plan = run.plan if run else plan
+        with _claimed(plan, out, run, ranks) as partial:
+            _write(plan, partial, recipe_text, run, ranks, threads=threads or _num_cores(), progress=progress)
+            report = _checked(partial, plan.source)
             ranks.wait()
             if ranks.is_first:
                 publish(partial, out)
         if ranks.is_first and not keep_calibration:
             shutil.rmtree(calibration_folder(out), ignore_errors=True)
         ranks.wait()
-    return Result(plan=plan, out=out, report=replace(report, path=str(out)), calibration=found)
+    return Result(plan=plan, out=out, report=replace(report, path=str(out)), calibration=run)
 
 
-def refuse(plan: Plan, out: Path) -> None:
-    """Everything that would make a run pointless, before a byte is written or downloaded.
-
-    Raises:
-        RecipeError: the output folder cannot be used, the MTP block cannot be run and must be, or what packs or
-            calibrates is not installed.
-    """
-    refuse_output(plan, out, calibration=None if needs_calibration(plan) else "")
-    refuse_no_draft(plan)
-    refuse_missing_extra(plan)
+def plan_before_measuring(recipe: Recipe, source: Source, **options: int) -> Plan:
+    """Call `make_plan`. While `mtp: auto` has not chosen yet, plan a BF16 block and keep the word auto."""
+    if recipe.mtp != AUTO:
+        return make_plan(recipe, source, **options)
+    return replace(make_plan(recipe.resolved("bf16"), source, **options), recipe=recipe)
 
 
-def refuse_no_draft(plan: Plan) -> None:
-    """An MTP block that batches are to decide must be one that can be run here; known from the family alone.
-
-    Raises:
-        RecipeError: says why it cannot be run.
-    """
-    family = plan.view.family
-    is_measured = plan.recipe.mtp == AUTO or any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
-    if is_measured and family.draft is None:
-        raise RecipeError(
-            plan.recipe.name,
-            "an MTP block that is calibrated or chosen must be one that can be run",
-            got=f"{family.model_type}: {family.no_draft}",
-            cure="Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16",
-        )
-
-
-def refuse_missing_extra(plan: Plan) -> None:
-    """What packs, and what calibrates where the plan needs it, must be installed.
-
-    Raises:
-        RecipeError: names the packages, and a data-free variant of the recipe.
-    """
-    if needs_calibration(plan):
-        otherwise = f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches"
-        require_extra(f"calibration for {plan.recipe.name}", "calibrate", otherwise=otherwise)
-    require_extra("packing weights", "quantize")
-
-
-def refusals(plan: Plan) -> list[str]:
-    """What would stop this plan here, whatever its output folder."""
-    found = []
-    for check_plan in (refuse_no_draft, refuse_missing_extra):
-        try:
-            check_plan(plan)
-        except RecipeError as error:
-            found.append(str(error))
-    return found
+def default_out(recipe: Recipe) -> Path:
+    """Return `out/<model>.<variant>`, the folder that is written where the command line names none."""
+    return Path("out") / recipe.name
 
 
 def calibration_folder(out: Path) -> Path:
-    """Where statistics and hidden states lie until the output is whole."""
+    """Return the folder that keeps statistics and hidden states until the output is whole."""
     return out.with_name(f"{out.name}.calibration")
 
 
-def needs_calibration(plan: Plan) -> bool:
-    """Whether batches have to be seen: for a scheme, for an algorithm, or to measure candidates for the MTP block."""
-    return bool(plan.needs_calibration) or plan.recipe.mtp == AUTO
+def _downloaded(plan: Plan, out: Path) -> Plan:
+    """The plan over files on this disk."""
+    local = download(plan.source)
+    if local is plan.source:
+        return plan
+    plan = plan_before_measuring(plan.recipe, local, shard_bytes=plan.shard_bytes)
+    refuse(plan, out)
+    return plan
 
 
-def _calibrate(plan: Plan, out: Path, ranks: "Ranks", watch: "Watch | None") -> "CalibrationRun | None":
+def _calibrated(plan: Plan, out: Path, ranks: "Ranks", progress: RunProgress) -> "CalibrationRun | None":
     if not needs_calibration(plan):
         return None
     from ..quantize.calibrate.run import calibrate
 
-    return calibrate(plan, calibration_folder(out), ranks=ranks, watch=watch)
+    return calibrate(plan, calibration_folder(out), ranks=ranks, watch=progress.calibration)
 
 
 @contextmanager
-def _claimed(plan: Plan, out: Path, found: "CalibrationRun | None", ranks: "Ranks") -> Iterator[Path]:
-    """The partial folder; the first process holds it for all."""
-    salt = found.salt if found else ""
+def _claimed(plan: Plan, out: Path, run: "CalibrationRun | None", ranks: "Ranks") -> Iterator[Path]:
+    """The partial folder. The first process holds it against other runs, for all processes of this one."""
+    salt = run.salt if run else ""
+    refuse_output(plan, out, calibration=salt)
     with claim(plan, out, calibration=salt) if ranks.is_first else nullcontext(partial_folder(out)) as partial:
         ranks.wait()
         yield partial
 
 
+def _write(
+    plan: Plan,
+    partial: Path,
+    recipe_text: str,
+    run: "CalibrationRun | None",
+    ranks: "Ranks",
+    *,
+    threads: int,
+    progress: RunProgress,
+) -> None:
+    from ..quantize.writer import write
+
+    with _packing_bar(plan, ranks, progress) as packed:
+        write(
+            plan,
+            partial,
+            recipe_text=recipe_text,
+            threads=threads,
+            progress=packed,
+            statistics=run.statistics if run else None,
+            calibration=run.summary if run else None,
+            ranks=ranks,
+        )
+
+
+def _packing_bar(
+    plan: Plan, ranks: "Ranks", progress: RunProgress
+) -> AbstractContextManager[Callable[[int], None] | None]:
+    """The bar of the first process, over all source bytes that are read; the others have none."""
+    if progress.packing is None or not ranks.is_first:
+        return nullcontext()
+    written = [tensor for tensor in plan.tensors if tensor.outputs]
+    return progress.packing(sum(plan.entries[name].num_bytes for tensor in written for name in tensor.inputs))
+
+
+def _checked(partial: Path, source: Source) -> Report:
+    report = check(partial, source=source)
+    if not report.ok:
+        first = report.findings[0]
+        rule = "the written checkpoint must pass its own check"
+        raise GateError(partial, rule, got=f"{first.where} {first.says}", cure=first.cure)
+    return report
+
+
 def _num_cores() -> int:
-    """Cores this process may use, which a container or a batch system may have cut down."""
+    """How many cores this process may use. A container or a batch system may give it fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def default_out(recipe: Recipe) -> Path:
-    """`out/<model>.<variant>`, where `make quantize` writes unless told otherwise."""
-    return Path("out") / recipe.name

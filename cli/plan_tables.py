@@ -10,7 +10,8 @@ from rich.markup import escape
 
 from ..quantize.plan import Plan
 from ..quantize.quant_config import quantization_config
-from . import calibration_tables, pipeline, tables
+from . import calibration_tables, tables
+from .refusals import needs_calibration, refusals
 
 
 def show(made: Plan, *, as_json: bool) -> None:
@@ -20,10 +21,10 @@ def show(made: Plan, *, as_json: bool) -> None:
         return
     out = Console()
     out.print(tables.plan_summary(made))
-    if pipeline.needs_calibration(made):
+    if needs_calibration(made):
         out.print(calibration_tables.will_do(made))
     out.print(tables.config_listing(quantization_config(made)))
-    for refusal in pipeline.refusals(made):
+    for refusal in refusals(made):
         out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False)
 
 

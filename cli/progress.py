@@ -1,9 +1,9 @@
-"""How far a long run is: a bar on a terminal, lines in a log, JSON lines for machines; on standard error all of them.
+"""How far a long run is: a bar on a terminal, lines in a log, JSON lines for machines. All on standard error.
 
-In: what the stations report of their steps. Out: nothing but what is shown, so that standard output can be piped.
+In: the steps that the stages of a run report. Out: nothing but what is shown, so that standard output can be piped.
 
-Easy to get wrong: a terminal has one live bar at a time, and an error must not be printed over it. `watching` ends the
-one of calibration when packing begins, and whichever is left when the run does.
+Easy to get wrong: a terminal has one live bar at a time, and an error must not be printed over it. `run_progress` ends
+the bar of calibration when packing begins, and ends the last bar when the run ends.
 """
 
 import json
@@ -29,47 +29,51 @@ from rich.progress import (
 )
 
 if TYPE_CHECKING:
-    from ..quantize.calibrate.backbone import Progress as Step
-    from ..validate.evaluation.ask import Step as Asked
+    from ..quantize.calibrate.backbone import Progress as CalibrationStep
+    from ..validate.evaluation.ask import Step as EvaluationStep
 
-# What a step of calibration is made of.
-_PARTS = {"backbone": "layer", "mtp": "policy"}
+# The word for one step in each part of calibration.
+_STEP_WORDS = {"backbone": "layer", "mtp": "policy"}
 _LINE_SECONDS = 10.0
 
 
+BytesBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Called with the number of bytes in all. Returns a context, whose value is called with the bytes done since then."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watch:
-    """What a run tells of its progress.
+class RunProgress:
+    """Who is called while a checkpoint is made; None for nobody.
 
     Attributes:
         calibration: called after each step.
-        packing: given the number of source bytes, a context whose value is told about bytes done; None for silence.
+        packing: called with the number of source bytes when packing begins.
     """
 
-    calibration: "Callable[[Step], None] | None"
-    packing: Callable[[int], AbstractContextManager[Callable[[int], None]]] | None
+    calibration: "Callable[[CalibrationStep], None] | None" = None
+    packing: BytesBar | None = None
+
+
+SILENT = RunProgress()
 
 
 def place_in_run() -> tuple[int, int]:
-    """(rank, processes) as torchrun says; (0, 1) without it."""
+    """(rank, processes) from torchrun's environment; (0, 1) without it."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     return (int(os.environ.get("RANK", "0")), size) if size > 1 else (0, 1)
 
 
-def watching(console: Console, *, as_json: bool) -> AbstractContextManager[Watch]:
-    """The watch of one run: silent on all but the first process."""
+def run_progress(console: Console, *, as_json: bool) -> AbstractContextManager[RunProgress]:
+    """The progress of one run. Only the first process shows any."""
     if place_in_run()[0]:
-        return nullcontext(Watch(calibration=None, packing=None))
+        return nullcontext(SILENT)
     if as_json:
-        return nullcontext(Watch(calibration=_json_line, packing=None))
+        return nullcontext(RunProgress(calibration=_json_line))
     return _bars(console)
 
 
-def bytes_bar(console: Console, label: str) -> Callable[[int], AbstractContextManager[Callable[[int], None]]]:
-    """A bar with rate and time left, for what is told the number of bytes first and then of bytes done.
-
-    What it gives fits packing (`cli.pipeline`), and hashing (`checkpoints.identity.Watch`), from any thread.
-    """
+def bytes_bar(console: Console, label: str) -> BytesBar:
+    """A bar with rate and time left, for packing and for hashing. Any thread may call it."""
 
     @contextmanager
     def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
@@ -87,37 +91,45 @@ def bytes_bar(console: Console, label: str) -> Callable[[int], AbstractContextMa
     return bar
 
 
-def asking(console: Console, *, as_json: bool) -> "AbstractContextManager[Callable[[Asked], None]]":
-    """What is told how far an evaluation is: a bar for each checkpoint, or lines, at most one in ten seconds."""
+def asking(console: Console, *, as_json: bool) -> "AbstractContextManager[Callable[[EvaluationStep], None]]":
+    """The progress of an evaluation: a bar for each checkpoint, or lines, at most one in ten seconds."""
     return _asking_bars(console) if console.is_terminal and not as_json else _asking_lines(console, as_json=as_json)
 
 
-def in_words(step: "Step") -> str:
-    """`layer 12 of 61, 14,203 tok/s, ETA 0:41:10, peak 18.2 GiB`."""
+def in_words(step: "CalibrationStep") -> str:
+    """`layer 12 of 61  14,203 tok/s  ETA 0:41:10  peak 18.2 GiB`."""
     return (
-        f"{_PARTS.get(step.step, 'step')} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s  "
+        f"{_STEP_WORDS.get(step.step, 'step')} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s  "
         f"ETA {timedelta(seconds=round(step.eta_seconds))}  peak {step.memory_gib:.1f} GiB"
     )
 
 
-def _json_line(step: "Step") -> None:
+def _json_line(step: "CalibrationStep | EvaluationStep") -> None:
     sys.stderr.write(json.dumps(asdict(step)) + "\n")
     sys.stderr.flush()
 
 
-@contextmanager
-def _bars(console: Console) -> Iterator[Watch]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"))
-    bars, tasks = Progress(*columns, console=console), dict[str, TaskID]()
+def _plain_line(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def show(step: "Step") -> None:
+
+def _labelled_bars(console: Console) -> Progress:
+    """Bars with words of their own after each."""
+    return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"), console=console)
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[RunProgress]:
+    bars, tasks = _labelled_bars(console), dict[str, TaskID]()
+
+    def show(step: "CalibrationStep") -> None:
         if not console.is_terminal:
-            console.print(f"{step.step}  {in_words(step)}", highlight=False, markup=False, soft_wrap=True)
+            _plain_line(console, f"{step.step}  {in_words(step)}")
             return
         bars.start()
         if step.step not in tasks:
-            tasks[step.step] = bars.add_task(step.step, total=step.total, told="")
-        bars.update(tasks[step.step], completed=step.done, total=step.total, told=in_words(step))
+            tasks[step.step] = bars.add_task(step.step, total=step.total, words="")
+        bars.update(tasks[step.step], completed=step.done, total=step.total, words=in_words(step))
 
     def stop() -> None:
         if tasks:
@@ -128,44 +140,43 @@ def _bars(console: Console) -> Iterator[Watch]:
         return bytes_bar(console, "packing")(total_bytes)
 
     try:
-        yield Watch(calibration=show, packing=packing)
+        yield RunProgress(calibration=show, packing=packing)
     finally:
         stop()
 
 
 @contextmanager
-def _asking_bars(console: Console) -> "Iterator[Callable[[Asked], None]]":
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"))
+def _asking_bars(console: Console) -> "Iterator[Callable[[EvaluationStep], None]]":
     tasks = dict[str, TaskID]()
-    with Progress(*columns, console=console) as bars:
+    with _labelled_bars(console) as bars:
 
-        def show(step: "Asked") -> None:
+        def show(step: "EvaluationStep") -> None:
             if step.role not in tasks:
-                tasks[step.role] = bars.add_task(step.role, total=step.total, told="")
-            bars.update(tasks[step.role], completed=step.done, told=escape(step.doing or _asked_in_words(step)))
+                tasks[step.role] = bars.add_task(step.role, total=step.total, words="")
+            bars.update(tasks[step.role], completed=step.done, words=escape(step.doing or _asked_in_words(step)))
 
         yield show
 
 
 @contextmanager
-def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[Asked], None]]":
-    told: dict[str, float] = {}
+def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[EvaluationStep], None]]":
+    """A line for each kind of step, not sooner than ten seconds after the last one, and one for the last step."""
+    shown_at: dict[tuple[str, bool], float] = {}
 
-    def show(step: "Asked") -> None:
-        kind, now = f"{step.role}{bool(step.doing)}", time.monotonic()
-        if now - told.get(kind, -_LINE_SECONDS) < _LINE_SECONDS and step.done < step.total:
+    def show(step: "EvaluationStep") -> None:
+        kind, now = (step.role, bool(step.doing)), time.monotonic()
+        is_last = step.done >= step.total
+        if not is_last and now - shown_at.get(kind, -_LINE_SECONDS) < _LINE_SECONDS:
             return
-        told[kind] = now
+        shown_at[kind] = now
         if as_json:
-            sys.stderr.write(json.dumps(asdict(step)) + "\n")
-            sys.stderr.flush()
+            _json_line(step)
         else:
-            words = step.doing or _asked_in_words(step)
-            console.print(f"{step.role}  {words}", highlight=False, markup=False, soft_wrap=True)
+            _plain_line(console, f"{step.role}  {step.doing or _asked_in_words(step)}")
 
     yield show
 
 
-def _asked_in_words(step: "Asked") -> str:
+def _asked_in_words(step: "EvaluationStep") -> str:
     left = "" if step.eta_seconds is None else f"  ETA {timedelta(seconds=round(step.eta_seconds))}"
     return f"question {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s{left}"

@@ -2,7 +2,7 @@
 
 In: a model and choices. Out: a checkpoint folder and how to serve it, or JSON; progress on standard error.
 
-Easy to get wrong: under torchrun every process runs this, and only the first may speak.
+Easy to get wrong: under torchrun every process runs this, and only the first one prints.
 """
 
 import sys
@@ -14,7 +14,7 @@ from rich.console import Console
 
 from . import tables
 from .options import JsonOption, Model, MtpOption, SchemeOption, SourceOption
-from .progress import place_in_run, watching
+from .progress import place_in_run, run_progress
 
 if TYPE_CHECKING:
     from .pipeline import Result
@@ -26,7 +26,9 @@ def quantize(
     scheme: SchemeOption = None,
     mtp: MtpOption = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Shards written side by side; default one a core.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Shards written at the same time; default one a core.")
+    ] = None,
     keep_calibration: Annotated[
         bool,
         typer.Option(
@@ -54,7 +56,7 @@ def quantize(
 
     Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7`
     """
-    from . import calibration_tables, pipeline, plan_tables
+    from . import calibration_tables, pipeline, plan_tables, refusals
 
     out = Console()
     made, text = pipeline.plan_for(model, source=source, scheme=scheme, mtp=mtp)
@@ -64,20 +66,19 @@ def quantize(
             plan_tables.show(made, as_json=as_json)
         return
     target = folder or pipeline.default_out(made.recipe)
-    pipeline.refuse(made, target)
+    refusals.refuse(made, target)
     if not (as_json or rank):
         out.print(tables.plan_summary(made))
-        if pipeline.needs_calibration(made):
+        if refusals.needs_calibration(made):
             out.print(calibration_tables.will_do(made))
-    with watching(Console(stderr=True), as_json=as_json) as watch:
+    with run_progress(Console(stderr=True), as_json=as_json) as progress:
         result = pipeline.quantize(
             made,
             text,
             out=target,
             threads=threads,
             keep_calibration=keep_calibration,
-            watch=watch.packing,
-            watch_calibration=watch.calibration,
+            progress=progress,
         )
     if not rank:
         _show_result(result, as_json=as_json)
@@ -87,7 +88,8 @@ def _show_result(result: "Result", *, as_json: bool) -> None:
     from ..validate.report.check_data import calibration_fact
     from . import calibration_tables, plan_tables
 
-    settings, fact = result.plan.recipe.calibration, None
+    settings = result.plan.recipe.calibration
+    fact = None
     if result.calibration and settings:
         fact = calibration_fact(result.calibration.summary, settings.model_dump())
     if as_json:

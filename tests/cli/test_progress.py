@@ -5,13 +5,13 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from keepmtp.cli.progress import asking, in_words, place_in_run, watching
+from keepmtp.cli.progress import asking, in_words, place_in_run, run_progress
 from rich.console import Console
 
 
 @dataclass(frozen=True)
 class Step:
-    """As `quantize/calibrate/backbone.py` tells it, without its torch."""
+    """As `quantize/calibrate/backbone.py` reports it, without its torch."""
 
     step: str = "backbone"
     done: int = 12
@@ -37,9 +37,9 @@ def test_the_fields_are_those_of_the_run():
 
 def test_a_log_has_a_line_a_step():
     file = io.StringIO()
-    with watching(Console(file=file, width=40), as_json=False) as watch:
-        watch.calibration(Step())
-        watch.calibration(Step(step="mtp", done=1, total=2))
+    with run_progress(Console(file=file, width=40), as_json=False) as progress:
+        progress.calibration(Step())
+        progress.calibration(Step(step="mtp", done=1, total=2))
     assert [line.split()[0] for line in file.getvalue().splitlines()] == ["backbone", "mtp"]
     assert WORDS in file.getvalue()
 
@@ -47,21 +47,21 @@ def test_a_log_has_a_line_a_step():
 def test_a_terminal_has_one_bar_at_a_time_and_none_when_an_error_is_printed():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=120)
-    with pytest.raises(ZeroDivisionError), watching(console, as_json=False) as watch:
-        watch.calibration(Step())
-        watch.calibration(Step(done=13))
-        with watch.packing(100) as advance:
+    with pytest.raises(ZeroDivisionError), run_progress(console, as_json=False) as progress:
+        progress.calibration(Step())
+        progress.calibration(Step(done=13))
+        with progress.packing(100) as advance:
             advance(40)
             1 / 0  # noqa: B018
     assert not console._live_stack if hasattr(console, "_live_stack") else console._live is None
-    told = file.getvalue()
-    assert "layer 13 of 61" in told and "packing" in told
+    shown = file.getvalue()
+    assert "layer 13 of 61" in shown and "packing" in shown
 
 
 def test_machines_get_json_lines(capsys):
-    with watching(Console(stderr=True), as_json=True) as watch:
-        watch.calibration(Step())
-        assert watch.packing is None
+    with run_progress(Console(stderr=True), as_json=True) as progress:
+        progress.calibration(Step())
+        assert progress.packing is None
     out, err = capsys.readouterr()
     assert out == "" and json.loads(err) == Step().__dict__
 
@@ -72,13 +72,13 @@ def test_other_processes_are_silent(monkeypatch):
     assert place_in_run() == (0, 1), "a stray variable is no torchrun"
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert place_in_run() == (3, 8)
-    with watching(Console(), as_json=False) as watch:
-        assert watch.calibration is None and watch.packing is None
+    with run_progress(Console(), as_json=False) as progress:
+        assert progress.calibration is None and progress.packing is None
 
 
 @dataclass(frozen=True)
 class Asked:
-    """As `validate/evaluation/ask.py` tells it, without its lm-eval."""
+    """As `validate/evaluation/ask.py` reports it, without its lm-eval."""
 
     role: str = "source"
     doing: str = ""

@@ -1,0 +1,72 @@
+"""What stops a run before a byte is written or downloaded.
+
+In: a plan and an output folder. Out: nothing, or a refusal in one sentence. torch is not needed.
+
+Easy to get wrong: a refusal must be known from the plan alone. A run over a large checkpoint takes hours, and what can
+be refused at its start is refused there.
+"""
+
+from pathlib import Path
+
+from ..quantize.output import refuse_output
+from ..quantize.plan import Plan
+from ..recipes.errors import RecipeError
+from ..recipes.extras import require_extra
+from ..recipes.schema import AUTO, data_free_alternative
+
+
+def refuse(plan: Plan, out: Path) -> None:
+    """Refuse a run that cannot succeed here.
+
+    Raises:
+        RecipeError: the output folder cannot be used; or the MTP block must be run and cannot be; or a package that
+            packs or calibrates is not installed.
+    """
+    refuse_output(plan, out, calibration=None if needs_calibration(plan) else "")
+    refuse_no_draft(plan)
+    refuse_missing_extra(plan)
+
+
+def refuse_no_draft(plan: Plan) -> None:
+    """Refuse to calibrate or to measure an MTP block that cannot be run here. The family says which can.
+
+    Raises:
+        RecipeError: says why it cannot be run.
+    """
+    family = plan.view.family
+    is_calibrated = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
+    if family.draft is None and (is_calibrated or plan.recipe.mtp == AUTO):
+        raise RecipeError(
+            plan.recipe.name,
+            "an MTP block that is calibrated or chosen must be one that can be run",
+            got=f"{family.model_type}: {family.no_draft}",
+            cure="Give `mtp` a word that needs no data: bf16, source, FP8_DYNAMIC or W4A16",
+        )
+
+
+def refuse_missing_extra(plan: Plan) -> None:
+    """Refuse to run without the packages that pack and, where the plan needs batches, calibrate.
+
+    Raises:
+        RecipeError: names the packages, and a data-free variant of the recipe.
+    """
+    if needs_calibration(plan):
+        otherwise = f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches"
+        require_extra(f"calibration for {plan.recipe.name}", "calibrate", otherwise=otherwise)
+    require_extra("packing weights", "quantize")
+
+
+def refusals(plan: Plan) -> list[str]:
+    """Every sentence that would stop this plan here, whatever its output folder."""
+    found = []
+    for refuse_plan in (refuse_no_draft, refuse_missing_extra):
+        try:
+            refuse_plan(plan)
+        except RecipeError as error:
+            found.append(str(error))
+    return found
+
+
+def needs_calibration(plan: Plan) -> bool:
+    """Whether the plan needs batches: for a scheme, for an algorithm, or to measure candidates for the MTP block."""
+    return bool(plan.needs_calibration) or plan.recipe.mtp == AUTO
