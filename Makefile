@@ -9,6 +9,7 @@
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
 #   make test         everything the project promises, on this machine
+#   make lint         ruff, its format, pyright                    make measure  how readable the tree is, in numbers
 #   make picture      docs/check.svg and the README's table of families      make dist   sdist and wheel in dist/, checked
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
@@ -31,10 +32,10 @@ VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)")
 CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT)
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate card all publish ls vllm test lint matrix picture benchmark dist clean
+.PHONY: help quantize plan check validate card all publish ls vllm test lint measure matrix picture benchmark dist clean
 
 help:
-	@sed -n '3,14s/^# \{0,3\}//p' Makefile
+	@sed -n '3,15s/^# \{0,3\}//p' Makefile
 
 # A recipe that is calibrated installs .calibrate, any other no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
@@ -84,7 +85,11 @@ test: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright
+
+measure: $(VENV)/.base
+	@$(VENV)/bin/python benchmarks/house.py --places
 
 matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
 	PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/matrix.py

@@ -1,10 +1,12 @@
-"""The words that several verbs take, as they stand in each one's help."""
+"""The arguments and options that several verbs have, with their help."""
 
 from typing import Annotated
 
 import typer
 
-Model = Annotated[str, typer.Argument(help="A model's name, a recipe's full name, or a recipe file. See `keepmtp ls`.")]
+ModelArgument = Annotated[
+    str, typer.Argument(help="A model's name, a recipe's full name, or a recipe file. See `keepmtp ls`.")
+]
 SourceOption = Annotated[
     str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; default: the recipe's.")
 ]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # these import torch and llm-compressor, which planning does 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class FinishedRun:
     """A finished run.
 
     Attributes:
@@ -76,7 +76,7 @@ def quantize(
     threads: int | None = None,
     keep_calibration: bool = False,
     progress: RunProgress = SILENT,
-) -> Result:
+) -> FinishedRun:
     """Carry out a plan: download, calibrate, write, check, and give the folder its final name.
 
     Args:
@@ -109,7 +109,7 @@ def quantize(
         if ranks.is_first and not keep_calibration:
             shutil.rmtree(calibration_folder(out), ignore_errors=True)
         ranks.wait()
-    return Result(plan=plan, out=out, report=replace(report, path=str(out)), calibration=run)
+    return FinishedRun(plan=plan, out=out, report=replace(report, path=str(out)), calibration=run)
 
 
 def plan_before_measuring(recipe: Recipe, source: Source, **options: int) -> Plan:

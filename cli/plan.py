@@ -3,11 +3,11 @@
 In: a model and choices. Out: tables, or JSON. Nothing is written.
 """
 
-from .options import JsonOption, Model, MtpOption, SchemeOption, SourceOption
+from .options import JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption
 
 
 def plan(
-    model: Model,
+    model: ModelArgument,
     source: SourceOption = None,
     scheme: SchemeOption = None,
     mtp: MtpOption = None,

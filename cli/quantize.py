@@ -13,15 +13,15 @@ import typer
 from rich.console import Console
 
 from . import tables
-from .options import JsonOption, Model, MtpOption, SchemeOption, SourceOption
+from .options import JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption
 from .progress import place_in_run, run_progress
 
 if TYPE_CHECKING:
-    from .pipeline import Result
+    from .pipeline import FinishedRun
 
 
 def quantize(
-    model: Model,
+    model: ModelArgument,
     source: SourceOption = None,
     scheme: SchemeOption = None,
     mtp: MtpOption = None,
@@ -84,7 +84,7 @@ def quantize(
         _show_result(result, as_json=as_json)
 
 
-def _show_result(result: "Result", *, as_json: bool) -> None:
+def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
     from ..validate.report.check_data import calibration_fact
     from . import calibration_tables, plan_tables
 
@@ -109,7 +109,7 @@ def _show_result(result: "Result", *, as_json: bool) -> None:
     out.print(tables.next_steps(result.plan, result.out))
 
 
-def extra(model: Model, scheme: SchemeOption = None, mtp: MtpOption = None) -> None:
+def extra(model: ModelArgument, scheme: SchemeOption = None, mtp: MtpOption = None) -> None:
     """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate."""
     from ..recipes.schema import find_recipe
 

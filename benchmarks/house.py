@@ -1,0 +1,205 @@
+"""How readable the tree is, in numbers: sizes, density, and what is said twice.
+
+In: the Python files of keepmtp in this checkout. Out: a table, or with --json the same values; `make measure`.
+
+Easy to get wrong: these numbers find a place to look at, and prove nothing. A function of 90 lines in a row of plain
+steps reads better than nine of ten lines. tests/test_house.py holds only those that must not grow.
+"""
+
+import argparse
+import ast
+import io
+import json
+import re
+import statistics
+import tokenize
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FLOORS = ("recipes", "checkpoints", "quantize", "validate", "cli")
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# Words of docstrings and comments that have a plainer one, which comes after the colon.
+VAGUE = {
+    r"\btold\b": "called with, reported, told apart: by what",
+    r"\bbeside\b": "next to, in the same folder as, and",
+    r"\bbehind\b": "after",
+    r"\blies?\b": "is, is stored in",
+    r"\bstands? (in|for|beside|where)\b": "is in, means",
+    r"\bbears? .{0,20}out\b": "agrees with",
+    r"\bside by side\b": "at the same time, next to each other",
+}
+
+
+def sources() -> list[Path]:
+    """The files of the package: what the wheel holds, without tests and scripts."""
+    inside = (path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py")))
+    return [ROOT / "__init__.py", ROOT / "__main__.py", *inside]
+
+
+def parsed(path: Path) -> ast.Module:
+    """A file's syntax tree."""
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def module_name(path: Path) -> str:
+    """`recipes.schema` for recipes/schema.py; "" for the package itself."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def prose(path: Path) -> Iterator[str]:
+    """The docstrings and comments of a file, each on one line. Messages are not among them."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield " ".join(node.value.value.split())
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def vague_words() -> dict[str, int]:
+    """How often each pattern of `VAGUE` occurs in prose."""
+    texts = [text for path in sources() for text in prose(path)]
+    return {pattern: sum(len(re.findall(pattern, text)) for text in texts) for pattern in VAGUE}
+
+
+def top_level(tree: ast.Module) -> dict[str, ast.stmt]:
+    """The names that a module defines or imports, those inside `if` and `try` included."""
+    found: dict[str, ast.stmt] = {}
+    waiting: list[ast.stmt] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                found[node.name] = node
+            case ast.Import() | ast.ImportFrom():
+                found |= {alias.asname or alias.name.partition(".")[0]: node for alias in node.names}
+            case ast.If() | ast.Try() | ast.With():
+                waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+            case _:
+                targets = [leaf for leaf in ast.walk(node) if isinstance(leaf, ast.Name)]
+                found |= {leaf.id: node for leaf in targets if isinstance(leaf.ctx, ast.Store)}
+    return found
+
+
+def unresolved_imports() -> list[str]:
+    """Relative imports of the package that name no file of this checkout, or no name that the file defines."""
+    trees = {module_name(path): parsed(path) for path in sources()}
+    names = {module: top_level(tree) for module, tree in trees.items()}
+    missing = []
+    for path in sources():
+        package = path.relative_to(ROOT).parent.parts
+        for node in ast.walk(trees[module_name(path)]):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            outer = package[: len(package) - node.level + 1]
+            base = ".".join([*outer, node.module] if node.module else outer)
+            for alias in node.names:
+                is_module = f"{base}.{alias.name}".lstrip(".") in trees
+                if not is_module and alias.name not in names.get(base, {}):
+                    missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {base}.{alias.name}")
+    return missing
+
+
+def types() -> dict[str, frozenset[str]]:
+    """`file:Class` and the fields it declares, for classes with three fields or more."""
+    found = {}
+    for path in sources():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ClassDef):
+                declared = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+                fields = frozenset(target.id for target in declared if isinstance(target, ast.Name))
+                if len(fields) >= 3:
+                    found[f"{path.relative_to(ROOT)}:{node.name}"] = fields
+    return found
+
+
+def twins() -> list[tuple[str, str]]:
+    """Pairs of types of which one has at least three quarters of the other's fields."""
+    found = []
+    for (first, ours), (second, theirs) in combinations(types().items(), 2):
+        if len(ours & theirs) >= max(3, 0.75 * min(len(ours), len(theirs))):
+            found.append((first, second))
+    return found
+
+
+def homonyms() -> dict[str, list[str]]:
+    """Public classes and type aliases whose name has a definition in more than one file."""
+    where: dict[str, list[str]] = {}
+    for path in sources():
+        for name, node in top_level(parsed(path)).items():
+            is_type = isinstance(node, ast.ClassDef) or (isinstance(node, ast.Assign) and name[1:] != name[1:].upper())
+            if is_type and name[:1].isupper():
+                where.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    return {name: files for name, files in sorted(where.items()) if len(files) > 1}
+
+
+def lines_with(text: str) -> int:
+    """How many lines of the package hold a text."""
+    return sum(text in line for path in sources() for line in path.read_text().splitlines())
+
+
+def percentile(values: list[int], part: float) -> int:
+    """The value that `part` of the sorted values do not exceed."""
+    return sorted(values)[int(part * (len(values) - 1))]
+
+
+def measures() -> dict[str, object]:
+    """Every figure by name."""
+    trees = [parsed(path) for path in sources()]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    files = [len(path.read_text().splitlines()) for path in sources()]
+    functions = [(node.end_lineno or 0) - node.lineno + 1 for node in nodes if isinstance(node, FUNCTIONS)]
+    per_100_lines = 100 / sum(files)
+    return {
+        "files": len(files),
+        "lines": sum(files),
+        "file length, median": round(statistics.median(files)),
+        "file length, p90": percentile(files, 0.9),
+        "file length, longest": max(files),
+        "functions": len(functions),
+        "function length, median": round(statistics.median(functions)),
+        "function length, p90": percentile(functions, 0.9),
+        "function length, longest": max(functions),
+        "ternaries in 100 lines": round(per_100_lines * sum(isinstance(node, ast.IfExp) for node in nodes), 2),
+        "comprehensions in 100 lines": round(
+            per_100_lines * sum(isinstance(node, COMPREHENSIONS) for node in nodes), 2
+        ),
+        "lines with fmt: skip": lines_with("# fmt: skip"),
+        "functions as_dict": sum(isinstance(node, FUNCTIONS) and node.name == "as_dict" for node in nodes),
+        "unresolved relative imports": len(unresolved_imports()),
+        "pairs of types with the same fields": len(twins()),
+        "type names with several definitions": len(homonyms()),
+        "vague words": sum(vague_words().values()),
+    }
+
+
+def main() -> None:
+    """Print the figures, and on request the places that they count."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--places", action="store_true", help="also name twins, names with several definitions, words")
+    words = parser.parse_args()
+    found = measures()
+    if words.json:
+        print(json.dumps(found, indent=2))
+        return
+    for name, value in found.items():
+        print(f"{value:>8,}  {name}")
+    if words.places:
+        print("\ntypes with the same fields")
+        for first, second in twins():
+            print(f"  {first}  {second}")
+        print("\nnames with several definitions")
+        for name, places in homonyms().items():
+            print(f"  {name}: {', '.join(places)}")
+        print("\nvague words, and what to write")
+        for pattern, count in vague_words().items():
+            print(f"  {count:4}  {pattern}: {VAGUE[pattern]}")
+
+
+if __name__ == "__main__":
+    main()
