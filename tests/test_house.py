@@ -11,6 +11,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 SOURCES = house.sources()
+FOLDERS = (*house.FLOORS, "benchmarks", "docs", "models", "tests")
 # Tables of data keep their rows, one to a line. The formatter formats everything else.
 TABLES = (
     "models/train/problems.py",
@@ -172,6 +173,15 @@ def test_sources_keep_to_the_rules(path):
         assert text.startswith('"""'), "a module says what comes in, what goes out, and what is easy to get wrong"
     if path.is_relative_to(ROOT / "recipes"):
         assert not re.search(r"^\s*(from|import) (torch|transformers)\b", text, re.MULTILINE), "recipes are pure Python"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/design.md"])
+def test_a_page_about_the_code_names_files_that_are_there(page):
+    quoted = re.findall(r"`([^`\n]+/[^`\n]*)`", (ROOT / page).read_text())
+    linked = re.findall(r"\]\(([^):]+)\)", (ROOT / page).read_text())
+    named = {ROOT / name for name in quoted if name.split("/")[0] in FOLDERS and "<" not in name}
+    named |= {(ROOT / page).parent / name for name in linked}
+    assert named and [str(path) for path in named if not path.exists()] == []
 
 
 def test_no_path_of_a_machine_in_the_tree():
