@@ -17,7 +17,8 @@ from ..quantize.output import claim, partial_folder, publish, refuse_output
 from ..quantize.plan import Plan, make_plan
 from ..recipes.errors import GateError, RecipeError
 from ..recipes.extras import require_extra
-from ..recipes.schema import AUTO, Recipe, data_free_alternative, find_recipe
+from ..recipes.find import data_free_alternative, find_recipe
+from ..recipes.schema import AUTO, Recipe
 from ..validate.check.check import Report, check
 
 if TYPE_CHECKING:  # they bring torch and llm-compressor, which planning does without
