@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
-from keepmtp.recipes.schema import Recipe, find_recipe
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
 from releases import source_layout, write_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -75,7 +76,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from keepmtp.quantize.calibrate.data import calibration_data
 from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.schema import read_recipe
+from keepmtp.recipes.find import read_recipe
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 """

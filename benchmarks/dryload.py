@@ -21,7 +21,7 @@ import releases
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.output import output_config
 from keepmtp.quantize.plan import make_plan
-from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.find import find_recipe
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 FULL = "dsv4-flash.nvfp4-fp8"

@@ -33,7 +33,7 @@ os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(num_cores)])
 from keepmtp.quantize.output import claim
 from keepmtp.quantize.plan import make_plan
 from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.find import find_recipe
 def peak():
     # Not ru_maxrss: a child starts with its parent's. VmHWM begins anew with exec.
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

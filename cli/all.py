@@ -60,7 +60,7 @@ def everything(
 
     Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/GLM-4.7-NVFP4A16 --gpu sm100 -k 3`
     """
-    from ..recipes.schema import find_recipe
+    from ..recipes.find import find_recipe
     from . import pipeline as run
 
     recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)

@@ -195,8 +195,8 @@ def _rules(checkpoint: "Source", recipe: str | None) -> _Rules:
     from pydantic import ValidationError
 
     from ..checkpoints.source import small_file
+    from ..recipes.find import find_recipe
     from ..recipes.protocol import Evaluation, Gates
-    from ..recipes.schema import find_recipe
     from ..validate.publish.provenance import RECORD
 
     if recipe is not None:

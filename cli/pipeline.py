@@ -26,7 +26,8 @@ from ..checkpoints.source import Source, download, open_source
 from ..quantize.output import claim, partial_folder, publish, refuse_output
 from ..quantize.plan import Plan, make_plan
 from ..recipes.errors import GateError
-from ..recipes.schema import AUTO, Recipe, find_recipe
+from ..recipes.find import find_recipe
+from ..recipes.schema import AUTO, Recipe
 from ..validate.check.check import Report, check
 from .progress import SILENT, RunProgress
 from .refusals import needs_calibration, refuse

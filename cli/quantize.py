@@ -111,7 +111,7 @@ def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
 
 def extra(model: ModelArgument, scheme: SchemeOption = None, mtp: MtpOption = None) -> None:
     """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate."""
-    from ..recipes.schema import find_recipe
+    from ..recipes.find import find_recipe
 
     recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)
     sys.stdout.write("calibrate\n" if recipe.calibration else "quantize\n")

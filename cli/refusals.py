@@ -12,7 +12,8 @@ from ..quantize.output import refuse_output
 from ..quantize.plan import Plan
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
-from ..recipes.schema import AUTO, data_free_alternative
+from ..recipes.find import data_free_alternative
+from ..recipes.schema import AUTO
 
 
 def refuse(plan: Plan, out: Path) -> None:

@@ -1,19 +1,18 @@
-"""Which recipes there are: the few keys of every shipped file that `keepmtp ls` shows.
+"""Which recipes there are: the few keys of every shipped recipe that `keepmtp ls` shows.
 
-In: recipes/models. Out: a `Listed` for each file. Nothing is validated here; `schema.read_recipe` does that before a
-recipe is used.
+In: recipes/models. Out: a `Listed` for each recipe. The values are not checked here: `find.read_file` and
+`schema.validated` do that before a recipe is used.
 
-Easy to get wrong: a listing must be there at once, so this module loads no pydantic, and YAML's parser in C where there
-is one.
+Easy to get wrong: `keepmtp ls` must answer at once, so this module loads no pydantic.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from .model_file import flat_recipes, load_shipped
 
-MODELS = Path(__file__).parent / "models"
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MODELS = Path(__file__).parent / "models"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,29 +29,29 @@ class Listed:
 
     @property
     def name(self) -> str:
-        """`<model>.<variant>`, the recipe file's stem."""
+        """`<model>.<variant>`, the recipe's full name."""
         return f"{self.model}.{self.variant}"
 
 
-def recipe_files() -> list[Path]:
-    """The recipes that ship with keepmtp."""
-    return sorted(MODELS.glob("*.yaml"))
+def model_files() -> list[Path]:
+    """The model files that ship with keepmtp; the stem is the model's name."""
+    return sorted(_MODELS.glob("*.yaml"))
 
 
 def listed() -> list[Listed]:
     """Every shipped recipe, by model, the default variant first."""
-    rows = [_read(path) for path in recipe_files()]
+    rows = [row for path in model_files() for row in _read(path)]
     return sorted(rows, key=lambda row: (row.model, not row.is_default, row.variant))
 
 
-def _read(path: Path) -> Listed:
-    raw = yaml.load(path.read_text(), Loader=_LOADER)  # noqa: S506 - a safe loader, in C or in Python
-    return Listed(
-        model=raw["model"],
-        variant=raw["variant"],
-        is_default=raw["default"],
-        summary=raw["summary"],
-        family=raw["family"],
-        source=raw["source"],
-        needs_batches=raw["calibration"] is not None,
-    )
+def _read(path: Path) -> Iterator[Listed]:
+    for flat in flat_recipes(load_shipped(path), path).values():
+        yield Listed(
+            model=flat["model"],
+            variant=flat["variant"],
+            is_default=flat["default"],
+            summary=flat["summary"],
+            family=flat["family"],
+            source=flat["source"],
+            needs_batches=flat["calibration"] is not None,
+        )

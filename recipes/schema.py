@@ -1,22 +1,19 @@
-"""A recipe: the whole of what a person decides about one quantized checkpoint, as a flat YAML file.
+"""A recipe: everything that a person decides about one quantized checkpoint.
 
-In: `recipes/models/<model>.<variant>.yaml` or any file of that form. Out: a frozen `Recipe`. Whatever changes numbers
-has no default: a recipe that does not say what happens to a module group is refused, not filled in.
+In: a flat mapping: a flat recipe file, or one variant of a model file (`find`). Out: a frozen `Recipe`. Nothing that
+changes numbers has a default: a recipe that does not say what happens to a module group is refused.
 
-Easy to get wrong: `source` means "as the released checkpoint stores it", which for an FP8 release is FP8, not BF16.
+Easy to get wrong: `source` means "as the released checkpoint stores it". For an FP8 release that is FP8, not BF16.
 """
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
-from .listing import recipe_files
 from .protocol import Evaluation, Gates
 from .schemes import REWRITES, SCHEMES
 
@@ -24,7 +21,6 @@ KEEP_WORDS = ("source", "bf16")
 """`source`: stored as released. `bf16`: dequantized if the release is quantized, else as released."""
 AUTO = "auto"
 """For the MTP block only: the cheapest of the candidates that keeps enough acceptance, measured during the run."""
-_EXAMPLE = "glm-4.7.nvfp4-fp8"
 
 
 def _known_decision(word: str, *, besides: tuple[str, ...] = ()) -> str:
@@ -173,7 +169,7 @@ class Recipe(_Frozen):
 
     Attributes:
         model: name people type, shared by a model's recipes.
-        variant: what distinguishes this recipe, also the middle of its file name.
+        variant: name of this recipe among those of the model.
         default: whether the bare model name means this recipe.
         summary: one line for `keepmtp ls MODEL`.
         family: model_type of the family table.
@@ -207,7 +203,7 @@ class Recipe(_Frozen):
 
     @property
     def name(self) -> str:
-        """`<model>.<variant>`, the recipe file's stem."""
+        """`<model>.<variant>`, the recipe's full name."""
         return f"{self.model}.{self.variant}"
 
     def decisions(self) -> set[str]:
@@ -279,137 +275,55 @@ class Recipe(_Frozen):
         made = self.model_copy(update=changed | {"variant": variant})
         if not made._uses_batches():
             made = made.model_copy(update={"calibration": None})
-        return _validated(made.model_dump(), f"--scheme {scheme} --mtp {mtp}")
+        return validated(made.model_dump(), f"--scheme {scheme} --mtp {mtp}")
 
     def _uses_batches(self) -> bool:
         return self.mtp == AUTO or bool(self.calibrated_schemes())
 
 
-def read_recipe(path: Path) -> Recipe:
-    """Parse and validate one recipe file.
-
-    Raises:
-        RecipeError: not YAML, an unknown key, a missing one, or a value outside its range; names file and key.
-    """
-    try:
-        raw = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        got = " ".join(str(error).split())
-        raise RecipeError(path, "a recipe is a YAML mapping", got=got, cure="Mend it") from error
-    if not isinstance(raw, dict):
-        raise RecipeError(path, "a recipe is a YAML mapping", got=type(raw).__name__, cure="See recipes/models/")
-    return _validated(raw, path)
+_PARTS: Mapping[str, type[BaseModel]] = {
+    "calibration": Calibration,
+    "overrides": Override,
+    "mtp_auto": MtpAuto,
+    "evaluation": Evaluation,
+    "gates": Gates,
+}
 
 
-def find_recipe(model: str, *, scheme: str | None = None, mtp: str | None = None) -> tuple[Recipe, str]:
-    """The recipe a command line names, and the text of its file.
+def validated(raw: Mapping[str, Any], where: object) -> Recipe:
+    """A flat mapping as a `Recipe`.
 
     Args:
-        model: a recipe file, a recipe's full name, or a model's name (then its default recipe).
-        scheme: another variant of the model, or a scheme for every quantized group.
-        mtp: policy for the MTP block instead of the recipe's.
+        raw: the keys of a recipe.
+        where: the file or the options that they are from, for the refusal.
 
     Raises:
-        RecipeError: no such model, variant or scheme; the message lists what there is.
+        RecipeError: an unknown key, a missing one, or a value outside its range; names `where` and the key.
     """
-    path = Path(model) if model.endswith((".yaml", ".yml")) else _shipped(model, scheme)
-    if not path.is_file():
-        raise RecipeError("MODEL", "a recipe file must exist", got=path, cure="See `keepmtp ls models`")
-    recipe = read_recipe(path)
-    override = None if scheme in (None, recipe.variant) else scheme
-    if override is not None and override not in SCHEMES:
-        variants = [file.name.split(".yaml")[0][len(recipe.model) + 1 :] for file in _variants(recipe.model)]
-        raise RecipeError(
-            "--scheme",
-            f"must be a variant of {recipe.model} ({', '.join(variants)}) or a scheme ({', '.join(SCHEMES)})",
-            got=repr(scheme),
-            cure="See `keepmtp ls`",
-        )
-    if override is not None or mtp is not None:
-        _refuse_batches_without_a_dataset(recipe, override, mtp)
-        recipe = recipe.with_choices(scheme=override, mtp=mtp)
-    return recipe, path.read_text()
-
-
-def data_free_alternative(recipe: Recipe) -> str:
-    """What to give as `--scheme` for the nearest recipe of the same model that needs no batches."""
-    wanted = {
-        group: SCHEMES[word].data_free or word if word in SCHEMES else word for group, word in recipe.backbone.items()
-    }
-    others = [other for path in _variants(recipe.model) if (other := read_recipe(path)).calibration is None]
-    if others:
-        return max(others, key=lambda other: len(other.backbone.items() & wanted.items())).variant
-    return next((SCHEMES[name].data_free for name in recipe.calibrated_schemes() if SCHEMES[name].data_free), "W4A16")
-
-
-def _refuse_batches_without_a_dataset(recipe: Recipe, scheme: str | None, mtp: str | None) -> None:
-    """A choice that needs batches, on a recipe that names none: say which recipe does."""
-    needing = [SCHEMES[word] for word in (scheme or "", mtp or "") if word in SCHEMES]
-    needing = [each for each in needing if each.needs_calibration]
-    if recipe.calibration is not None or (not needing and mtp != AUTO):
-        return
-    siblings = [other.name for path in _variants(recipe.model) if (other := read_recipe(path)).calibration is not None]
-    start = (
-        f"Start from {siblings[0]}, which has a dataset"
-        if siblings
-        else f"Copy the recipe's file and add a calibration block like that of {_EXAMPLE}"
-    )
-    other = f"or use {needing[0].data_free}, without data" if needing else "or choose a policy yourself"
-    what = needing[0].name if needing else "mtp: auto"
-    raise RecipeError(
-        recipe.name, f"calibration must be given for {what}", got="a recipe without data", cure=f"{start}, {other}"
-    )
-
-
-def _variants(model: str) -> list[Path]:
-    return [path for path in recipe_files() if read_recipe(path).model == model]
-
-
-def _shipped(model: str, scheme: str | None) -> Path:
-    recipes = {path: read_recipe(path) for path in recipe_files()}
-    named = {recipe.name: path for path, recipe in recipes.items()}
-    model_of = {name: recipes[path].model for name, path in named.items()}
-    if (other := f"{model_of.get(model, model)}.{scheme}") in named:
-        return named[other]
-    if model in named:
-        return named[model]
-    for path, recipe in recipes.items():
-        if model == recipe.model and recipe.default:
-            return path
-    models = sorted({recipe.model for recipe in recipes.values()})
-    nearest = difflib.get_close_matches(model, models, n=1, cutoff=0.0)[0]
-    raise RecipeError(
-        "MODEL",
-        f"must be a recipe file or one of {', '.join(models)}",
-        got=repr(model),
-        cure=f"Did you mean {nearest}?",
-    )
-
-
-def _validated(raw: dict[str, Any], where: object) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        # A misspelled key shows up as unknown and as missing; the first says more.
-        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-        key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "[key]")) or "recipe"
-        if first["type"] == "extra_forbidden":
-            *parents, last = (str(part) for part in first["loc"])
-            parts = {
-                "calibration": Calibration,
-                "overrides": Override,
-                "mtp_auto": MtpAuto,
-                "evaluation": Evaluation,
-                "gates": Gates,
-            }
-            known = (parts[parents[0]] if parents else Recipe).model_fields
-            nearest = difflib.get_close_matches(last, known, n=1, cutoff=0.0)[0]
-            rule, got, cure = f"{key} is not a key of a recipe", repr(first["input"]), f"Did you mean {nearest}?"
-        elif first["type"] == "missing":
-            rule, got = f"{key} must be given", "nothing"
-            cure = "Nothing that changes numbers has a default"
-        elif isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
-            raise fault.at(f"{where}: {key}") from error
-        else:
-            rule, got, cure = f"{key}: {first['msg']}", repr(first["input"]), "Correct it"
-        raise RecipeError(where, rule, got=got, cure=cure) from error
+        raise _refusal(error, where) from error
+
+
+def _refusal(error: ValidationError, where: object) -> RecipeError:
+    """The first thing that is wrong; pydantic's own words only where there are no better ones."""
+    # A misspelled key shows up as unknown and as missing; the first says more.
+    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
+    key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "[key]")) or "recipe"
+    if first["type"] == "extra_forbidden":
+        cure = f"Did you mean {_nearest_key([str(part) for part in first['loc']])}?"
+        return RecipeError(where, f"{key} is not a key of a recipe", got=repr(first["input"]), cure=cure)
+    if first["type"] == "missing":
+        cure = "Nothing that changes numbers has a default"
+        return RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
+    if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
+        return fault.at(f"{where}: {key}")
+    return RecipeError(where, f"{key}: {first['msg']}", got=repr(first["input"]), cure="Correct it")
+
+
+def _nearest_key(place: list[str]) -> str:
+    """The key that the last part of `place` is probably a misspelling of."""
+    *parents, last = place
+    known = (_PARTS[parents[0]] if parents else Recipe).model_fields
+    return difflib.get_close_matches(last, known, n=1, cutoff=0.0)[0]

@@ -73,7 +73,8 @@ def test_the_wheel_holds_one_package(built):
         "keepmtp/quantize/plan.py",
         "keepmtp/validate/check/check.py",
         "keepmtp/recipes/families/glm4_moe.py",
-        "keepmtp/recipes/models/dsv4-flash.nvfp4-fp8.yaml",
+        "keepmtp/recipes/calibrations.yaml",
+        "keepmtp/recipes/models/dsv4-flash.yaml",
         "keepmtp/models/tiny-glm4-moe/model-00001-of-00002.safetensors",
         "keepmtp/models/problems.jsonl",
     }
@@ -149,7 +150,7 @@ def test_the_types_are_part_of_the_promise(installed, tmp_path):
     """A caller's type checker sees keepmtp's annotations."""
     python = installed("") / "python"
     (tmp_path / "caller.py").write_text(
-        "from keepmtp.recipes.schema import find_recipe\nrecipe, text = find_recipe('tiny-glm4-moe')\n"
+        "from keepmtp.recipes.find import find_recipe\nrecipe, text = find_recipe('tiny-glm4-moe')\n"
         "reveal_type(recipe)\nreveal_type(text)\n"
     )
     words = [str(PYRIGHT), "--pythonpath", str(python), str(tmp_path / "caller.py")]

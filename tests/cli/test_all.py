@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.recipes.find import find_recipe
 
 ROOT = Path(__file__).parent.parent.parent
 GLM = ROOT / "models" / "tiny-glm4-moe"
@@ -84,7 +85,7 @@ def test_what_evaluates_is_asked_before_anything_is_quantized(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"question": "1 + 1?", "reply": "#### 2"}) + "\n")
     recipe = tmp_path / "recipe.yaml"
-    text = (ROOT / "recipes/models/tiny-glm4-moe.w4a16-fp8.yaml").read_text()
+    text = find_recipe("tiny-glm4-moe.w4a16-fp8")[1]
     recipe.write_text(text.replace("models/held_out.jsonl", str(rows)))
     done = run_all(str(recipe), "--out", str(out))
     assert done.returncode == 2 and "row 1: must have the field answer" in " ".join(done.stderr.split()), done.stderr

@@ -11,8 +11,8 @@ import termios
 import pytest
 from commands import KEEPMTP, keepmtp, refused
 from keepmtp.cli.ls import details, screen
+from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.listing import listed
-from keepmtp.recipes.schema import find_recipe
 
 MODELS = {row.model for row in listed()}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from commands import keepmtp, keepmtp_without, refused
 from keepmtp import __version__
+from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
 
 ROOT = Path(__file__).parent.parent.parent
@@ -93,8 +94,8 @@ def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
     """Known from the family alone, so before a download."""
     config, tensors = source_layout("ring-2.5-1t", size="tiny")
     folder = write_checkpoint(tmp_path / "source", config, tensors)
-    text = (ROOT / "recipes/models/ring-2.5-1t.nvfp4a16-fp8.yaml").read_text()
-    calibration = (ROOT / f"recipes/models/{AUTO}.yaml").read_text().partition("calibration:\n")[2]
+    text = find_recipe("ring-2.5-1t.nvfp4a16-fp8")[1]
+    calibration = find_recipe(AUTO)[1].partition("calibration:\n")[2]
     auto = "mtp: auto\nmtp_auto: {min_acceptance: 0.9, candidates: [bf16]}"
     text = re.sub(r"^mtp: .*$", auto, text, flags=re.MULTILINE)
     (tmp_path / "mine.yaml").write_text(text.replace("calibration: null", f"calibration:\n{calibration}"))
@@ -134,7 +135,7 @@ def test_what_is_not_installed_is_one_sentence(source, tmp_path):
     ],
 )
 def test_bad_calibration_is_one_sentence(old, new, says, tmp_path):
-    shipped = (ROOT / "recipes/models/tiny-glm4-moe.nvfp4.yaml").read_text()
+    shipped = find_recipe("tiny-glm4-moe.nvfp4")[1]
     assert old in shipped
     (tmp_path / "mine.yaml").write_text(shipped.replace(old, new))
     model = str(ROOT / "models/tiny-glm4-moe")
@@ -161,7 +162,7 @@ def test_which_extra_a_recipe_needs():
 
 def test_a_calibrated_run_for_machines(tmp_path):
     """A real one, short: progress as JSON lines, one JSON at the end, the same figures in report.json and the page."""
-    text = (ROOT / f"recipes/models/{AUTO}.yaml").read_text()
+    text = find_recipe(AUTO)[1]
     text = re.sub(r"candidates:\n( +- .*\n)+", "candidates: [bf16, NVFP4]\n", text)
     for key, value in {"min_acceptance": 0.2, "samples": 8, "held_out": 16, "batch_size": 4}.items():
         text = re.sub(rf"{key}: .*", f"{key}: {value}", text)
@@ -210,17 +211,17 @@ def test_bad_input_is_one_sentence(words, says, source, tmp_path):
 
 def test_a_shipped_model_is_found_from_anywhere(tmp_path):
     assert keepmtp("plan", "tiny-glm4-moe", cwd=tmp_path).returncode == 0
-    text = (ROOT / "recipes/models/tiny-glm4-moe.w4a16-fp8.yaml").read_text()
+    text = find_recipe("tiny-glm4-moe.w4a16-fp8")[1]
     (tmp_path / "mine.yaml").write_text(text.replace("models/tiny-glm4-moe", "models/tiny-glm5"))
     refused("plan", "mine.yaml", says="models/tiny-glm5: a source is a folder", cwd=tmp_path)
 
 
 def test_a_broken_recipe_file(source, tmp_path):
-    shipped = Path(__file__).parent.parent.parent / "recipes" / "models" / "glm-4.7.w4a16-fp8.yaml"
+    _, shipped = find_recipe("glm-4.7.w4a16-fp8")
     recipe = tmp_path / "mine.yaml"
-    recipe.write_text(shipped.read_text().replace("backbone:", "backbones:"))
+    recipe.write_text(shipped.replace("backbone:", "backbones:"))
     refused("plan", str(recipe), "--source", str(source), says="Did you mean backbone?")
-    recipe.write_text(shipped.read_text() + "overrides:\n  - {modules: model.layers.99.mlp.gate_proj, scheme: bf16}\n")
+    recipe.write_text(shipped + "overrides:\n  - {modules: model.layers.99.mlp.gate_proj, scheme: bf16}\n")
     refused("plan", str(recipe), "--source", str(source), says="model.layers.99.mlp.gate_proj")
 
 

@@ -9,7 +9,8 @@ from keepmtp.quantize.calibrate.statistics import Statistics, write_statistics
 from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import Plan, TensorPlan, make_plan
 from keepmtp.recipes.family import HFName
-from keepmtp.recipes.schema import Recipe, find_recipe
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
 from releases import source_layout, write_checkpoint
 

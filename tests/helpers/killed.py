@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.find import find_recipe
 
 SMALL = {"samples": 8, "held_out": 4, "sequence_length": 32, "batch_size": 2}
 

@@ -11,7 +11,8 @@ from keepmtp.quantize.calibrate.backbone import Backbone, calibrate_backbone
 from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.plan import Plan
-from keepmtp.recipes.schema import Recipe, find_recipe
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from keepmtp.cli.pipeline import plan_for, quantize
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family import Family
-from keepmtp.recipes.schema import read_recipe, recipe_files
+from keepmtp.recipes.find import shipped_recipes
 from rich.console import Console
 from rich.style import Style
 from rich.terminal_theme import TerminalTheme
@@ -113,7 +113,7 @@ def _printed(*words: str, folder: Path) -> str:
 def table() -> str:
     """What loads, a row for each model_type, and below it why some MTP blocks cannot be calibrated."""
     models: dict[str, set[str]] = {}
-    for recipe in map(read_recipe, recipe_files()):
+    for recipe in shipped_recipes():
         if not recipe.model.startswith("tiny-"):
             models.setdefault(families()[recipe.family].model_type, set()).add(recipe.model)
     reasons: list[str] = []

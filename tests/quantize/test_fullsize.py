@@ -15,7 +15,7 @@ import releases
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.output import output_config
 from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
 
 # recipe: (tensors in, GB in, tensors out, bytes out)
@@ -106,7 +106,7 @@ import json, re, sys
 from pathlib import Path
 from keepmtp.quantize.plan import make_plan
 from keepmtp.checkpoints.source import open_source
-from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.find import find_recipe
 plan = make_plan(find_recipe(sys.argv[1])[0], open_source(sys.argv[2]))
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss counts the parent's
 heavy = sorted({"torch", "transformers", "numpy"} & set(sys.modules))

@@ -8,7 +8,8 @@ import pytest
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from keepmtp.recipes.schema import Recipe, find_recipe
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
 from releases import source_layout, write_checkpoint
 
 

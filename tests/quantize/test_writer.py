@@ -18,7 +18,7 @@ from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file
@@ -134,7 +134,7 @@ from keepmtp.quantize.plan import make_plan
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.output import claim, publish, refuse_output
 from keepmtp.quantize.writer import write
-from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 source, out, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 recipe, text = find_recipe("dsv4-flash", scheme="w4a16-fp8")

@@ -1,13 +1,14 @@
 """What `keepmtp ls` reads of the shipped recipes, without validating them."""
 
-from keepmtp.recipes.listing import listed, recipe_files
-from keepmtp.recipes.schema import read_recipe
+from keepmtp.recipes.find import shipped_recipes
+from keepmtp.recipes.listing import listed, model_files
 
 
 def test_every_shipped_recipe_is_listed_as_it_is_read():
     rows = {row.name: row for row in listed()}
-    recipes = {recipe.name: recipe for recipe in map(read_recipe, recipe_files())}
-    assert rows.keys() == recipes.keys() == {path.name.removesuffix(".yaml") for path in recipe_files()}
+    recipes = {recipe.name: recipe for recipe in shipped_recipes()}
+    assert rows.keys() == recipes.keys()
+    assert {recipe.model for recipe in recipes.values()} == {path.stem for path in model_files()}
     for name, recipe in recipes.items():
         row = rows[name]
         assert (row.model, row.variant, row.is_default) == (recipe.model, recipe.variant, recipe.default)

@@ -12,21 +12,12 @@ import yaml
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.schema import (
-    DEFAULT_AUTO,
-    Calibration,
-    MtpAuto,
-    Recipe,
-    candidates_for,
-    data_free_alternative,
-    find_recipe,
-    read_recipe,
-    recipe_files,
-)
+from keepmtp.recipes.find import data_free_alternative, find_recipe, read_recipe, shipped_recipes
+from keepmtp.recipes.schema import DEFAULT_AUTO, Calibration, MtpAuto, Recipe, candidates_for
 from keepmtp.recipes.schemes import REWRITES, SCHEMES
 
-CALIBRATED = read_recipe(next(path for path in recipe_files() if path.stem == "glm-4.7.nvfp4-fp8"))
-SHIPPED = [path.stem for path in recipe_files()]
+CALIBRATED = find_recipe("glm-4.7.nvfp4-fp8")[0]
+SHIPPED = [recipe.name for recipe in shipped_recipes()]
 
 
 def refusal(tmp_path: Path, *, drop: str = "", **changes) -> str:
@@ -309,7 +300,7 @@ def test_auto_without_a_dataset_is_refused():
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_recipe_is_named_like_its_file(name):
+def test_shipped_recipe_is_found_by_its_name(name):
     recipe, _ = find_recipe(name)
     assert recipe.name == name
     assert len(recipe.summary) <= 110 and not recipe.summary.endswith(".")
@@ -317,7 +308,7 @@ def test_shipped_recipe_is_named_like_its_file(name):
 
 
 def test_every_model_has_one_default_and_one_data_free_recipe():
-    recipes = [read_recipe(path) for path in recipe_files()]
+    recipes = shipped_recipes()
     for model in {recipe.model for recipe in recipes}:
         variants = [recipe for recipe in recipes if recipe.model == model]
         assert [recipe.default for recipe in variants].count(True) == 1, model

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError, first_fault
 from ...recipes.families import find_family
-from ...recipes.schema import AUTO, Recipe, read_recipe
+from ...recipes.find import read_recipe
+from ...recipes.schema import AUTO, Recipe
 from ...recipes.schemes import SCHEMES
 from ..check.runtime_view import Evidence
 

@@ -13,12 +13,13 @@ from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.output import claim
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.writer import write
-from keepmtp.recipes.schema import Calibration, read_recipe, recipe_files
+from keepmtp.recipes.find import shipped_recipes
+from keepmtp.recipes.schema import Calibration
 from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint
 
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
-RECIPES = {recipe.model: recipe for recipe in map(read_recipe, recipe_files()) if recipe.variant == "w4a16-fp8"}
+RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if recipe.variant == "w4a16-fp8"}
 IDS = torch.randint(3, 300, (6, 24), generator=torch.Generator().manual_seed(0))
 
 

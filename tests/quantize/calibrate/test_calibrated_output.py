@@ -19,7 +19,7 @@ from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.quantize.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.family import HFName
-from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import check
 from safetensors.torch import load_file

@@ -17,7 +17,8 @@ from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.quantize.calibrate import data
 from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from keepmtp.recipes.schema import Calibration, find_recipe
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Calibration
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

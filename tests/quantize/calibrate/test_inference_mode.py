@@ -18,6 +18,7 @@ import torch
 from decorated_model import write_foreign
 from keepmtp.quantize.calibrate.inference_mode import decorated_forwards, guard, probe, unwrap_forwards
 from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.find import find_recipe
 from torch import nn
 
 ROOT = Path(__file__).parents[3]
@@ -150,7 +151,8 @@ def answers(tmp_path_factory) -> dict:
     # Not "with" alone: the folder's name becomes that of a Python package.
     forms = [str(write_foreign(folder / f"mimo_{form}", form)) for form in ("decorated", "with", "plain")]
     (folder / "offloaded").mkdir()
-    recipe = ROOT / "recipes/models/mimo-7b.w4a16.yaml"
+    recipe = folder / "mimo-7b.w4a16.yaml"
+    recipe.write_text(find_recipe("mimo-7b.w4a16")[1])
     words = [sys.executable, "-c", CALIBRATIONS, *forms, str(folder / "offloaded"), str(recipe)]
     environment = os.environ | {"HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment)

@@ -16,7 +16,8 @@ from keepmtp.quantize.calibrate.mtp_pass import MtpPass, mtp_pass, refuse_mtp
 from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
-from keepmtp.recipes.schema import MtpAuto, find_recipe
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import MtpAuto
 from passes import ROOT, finished, greedy_answers, laid_out, plan_over, prompts
 from torch import Tensor
 

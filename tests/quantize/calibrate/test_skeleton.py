@@ -9,7 +9,7 @@ from keepmtp.cli.pipeline import plan_for
 from keepmtp.quantize.calibrate.skeleton import Batch, Skeleton, fused_in, schemes_in
 from keepmtp.quantize.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
-from keepmtp.recipes.schema import read_recipe, recipe_files
+from keepmtp.recipes.find import shipped_recipes
 from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
-RECIPES = {r.model: r for r in map(read_recipe, recipe_files()) if not r.calibrated_schemes() and r.mtp != "auto"}
+RECIPES = {r.model: r for r in shipped_recipes() if not r.calibrated_schemes() and r.mtp != "auto"}
 
 
 def logits(skeleton: Skeleton, ids: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.family import HFName
-from keepmtp.recipes.schema import find_recipe
+from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from releases import source_layout, write_checkpoint
 

@@ -24,6 +24,7 @@ from hub import READ_ONLY, TOKEN, Fault, Hub
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.cli import main, pipeline
 from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.publish import card
 from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.hub import Hub as Client
@@ -36,7 +37,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 NO_VLLM = {"VLLM_PYTHON": "/nonexistent/python"}
 ROOT = Path(__file__).parents[3]
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
-RECIPES = ROOT / "recipes" / "models"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Ended:
 def made(tmp_path_factory) -> Path:
     """A quantized checkpoint in five shards with report and card; gates as lax as its 60 questions need."""
     folder = tmp_path_factory.mktemp("made") / "tiny.nvfp4a16-fp8"
-    recipe = yaml.safe_load((RECIPES / f"{cards.RECIPE}.yaml").read_text()) | {"gates": measured.LAX}
+    recipe = yaml.safe_load(find_recipe(cards.RECIPE)[1]) | {"gates": measured.LAX}
     path = folder.parent / f"{cards.RECIPE}.yaml"
     path.write_text(yaml.safe_dump(recipe))
     plan, text = pipeline.plan_for(str(path), source=str(reports.MODEL))

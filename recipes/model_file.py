@@ -1,0 +1,193 @@
+"""A model file: all recipes of one model, one line for each variant.
+
+In: the YAML mapping of `recipes/models/<model>.yaml`, or of a file of that form. Out: the flat mapping of each variant,
+as `schema.Recipe` reads it, and its text. For example:
+
+    groups: [attention, dense_mlp, shared_experts, experts]
+    default: nvfp4a16-fp8
+    variants:
+      nvfp4-fp8: {experts: NVFP4, rest: FP8_DYNAMIC, mtp: bf16, calibration: ultrachat-256x2048, summary: ...}
+
+`groups` names the module groups that the model has. `rest` gives one word to all groups that the variant does not name.
+`calibration` is the name of a block in `recipes/calibrations.yaml`, a block, or null. The blocks in `BLOCKS` may stand
+in the file, for all variants, or in a variant.
+
+Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not merged. The file's
+`mtp_auto` is only for the variants with `mtp: auto`.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import RecipeError
+from .family import QUANTIZABLE_ROLES
+
+BLOCKS = ("mtp_auto", "overrides", "keep", "evaluation", "gates")
+_OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
+_OF_A_VARIANT = ("summary", "mtp", "calibration")
+_AUTO = "auto"
+_CALIBRATIONS = Path(__file__).parent / "calibrations.yaml"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def is_model_file(raw: Mapping[str, Any]) -> bool:
+    """Whether a YAML mapping is a model file; a flat recipe is not."""
+    return "variants" in raw
+
+
+def load_shipped(path: Path) -> Any:
+    """The content of a YAML file of keepmtp, read by the parser in C where there is one."""
+    return yaml.load(path.read_text(), Loader=_LOADER)  # noqa: S506 - a safe loader, in C or in Python
+
+
+@cache
+def calibrations() -> Mapping[str, Mapping[str, Any]]:
+    """The named calibration blocks."""
+    return load_shipped(_CALIBRATIONS)
+
+
+def flat_recipes(raw: Mapping[str, Any], where: object) -> dict[str, dict[str, Any]]:
+    """The flat recipe of each variant, by the variant's name.
+
+    Args:
+        raw: the mapping of a model file.
+        where: the file, for refusals.
+
+    Raises:
+        RecipeError: an unknown key, group, variant or calibration, or a missing one. The values are checked by
+            `schema.validated`.
+    """
+    _refuse_unknown(where, raw, (*_OF_THE_MODEL, *BLOCKS), "a model file")
+    _refuse_missing(where, raw, _OF_THE_MODEL)
+    groups, variants = _groups(raw["groups"], where), raw["variants"]
+    if not isinstance(variants, Mapping) or not variants:
+        raise RecipeError(
+            f"{where}: variants", "must be a mapping of names", got=repr(variants), cure="Name one variant or more"
+        )
+    if raw["default"] not in list(variants):
+        raise _unknown(f"{where}: default", "must be a variant", raw["default"], variants)
+    flat = {name: _flat(raw, name, groups, f"{where}: variants.{name}") for name in variants}
+    if "mtp_auto" in raw and not any("mtp_auto" in recipe for recipe in flat.values()):
+        rule = "mtp_auto must be left out where mtp is not auto"
+        raise RecipeError(where, rule, got="no variant with mtp: auto", cure="Remove it")
+    return flat
+
+
+def flat_text(recipe: Mapping[str, Any]) -> str:
+    """A flat recipe as YAML: every key on its own line, mappings inside a list on one line."""
+    return yaml.dump(_mappings_of_lists_inline(recipe), Dumper=_Dumper, sort_keys=False, width=10_000)
+
+
+def _flat(raw: Mapping[str, Any], name: str, groups: Collection[str], where: str) -> dict[str, Any]:
+    variant = raw["variants"][name]
+    if not isinstance(variant, Mapping):
+        raise RecipeError(where, "a variant is a mapping", got=repr(variant), cure="Write {group: scheme, mtp: ...}")
+    _refuse_unknown(where, variant, (*_OF_A_VARIANT, *BLOCKS, *groups, "rest"), "a variant")
+    _refuse_missing(where, variant, _OF_A_VARIANT)
+    flat = {
+        "model": raw["model"],
+        "variant": name,
+        "default": name == raw["default"],
+        "summary": variant["summary"],
+        "family": raw["family"],
+        "source": raw["source"],
+        "revision": raw["revision"],
+        "backbone": _backbone(variant, groups, where),
+        "mtp": variant["mtp"],
+    }
+    blocks = _blocks(raw) | _blocks(variant)
+    auto = blocks.pop("mtp_auto", None)
+    if "mtp_auto" in variant or (auto is not None and variant["mtp"] == _AUTO):
+        flat["mtp_auto"] = auto
+    return flat | {"calibration": _calibration(variant["calibration"], where)} | blocks
+
+
+def _blocks(holder: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: holder[key] for key in BLOCKS if key in holder}
+
+
+def _groups(groups: object, where: object) -> list[str]:
+    if not isinstance(groups, list):
+        cure = f"Name the model's groups among {', '.join(QUANTIZABLE_ROLES)}"
+        raise RecipeError(f"{where}: groups", "must be a list", got=repr(groups), cure=cure)
+    for group in groups:
+        if group not in QUANTIZABLE_ROLES:
+            rule = f"must be one of the module groups {', '.join(QUANTIZABLE_ROLES)}"
+            raise _unknown(f"{where}: groups", rule, group, QUANTIZABLE_ROLES)
+    return groups
+
+
+def _backbone(variant: Mapping[str, Any], groups: Collection[str], where: str) -> dict[str, Any]:
+    unnamed = [group for group in groups if group not in variant]
+    if unnamed and "rest" not in variant:
+        rule = f"must say what happens to {unnamed[0]}"
+        raise RecipeError(where, rule, got="nothing", cure="Give it a word, or give rest")
+    if "rest" in variant and not unnamed:
+        rule = "rest must be left out where every group is named"
+        raise RecipeError(where, rule, got=f"rest: {variant['rest']}", cure="Remove it")
+    return {group: variant[group] if group in variant else variant["rest"] for group in groups}
+
+
+def _calibration(named: object, where: str) -> object:
+    if not isinstance(named, str):
+        return named
+    if named not in calibrations():
+        rule = f"must be null, a block, or one of {', '.join(calibrations())}"
+        raise _unknown(f"{where}: calibration", rule, named, calibrations())
+    return calibrations()[named]
+
+
+def _refuse_unknown(where: object, raw: Mapping[str, Any], known: Collection[str], what: str) -> None:
+    for key, value in raw.items():
+        if key not in known:
+            cure = f"Did you mean {_nearest(key, known)}?"
+            raise RecipeError(where, f"{key} is not a key of {what}", got=repr(value), cure=cure)
+
+
+def _refuse_missing(where: object, raw: Mapping[str, Any], needed: Collection[str]) -> None:
+    for key in needed:
+        if key not in raw:
+            cure = "Nothing that changes numbers has a default"
+            raise RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
+
+
+def _unknown(where: str, rule: str, got: object, known: Collection[str]) -> RecipeError:
+    return RecipeError(where, rule, got=repr(got), cure=f"Did you mean {_nearest(got, known)}?")
+
+
+def _nearest(word: object, known: Collection[str]) -> str:
+    return difflib.get_close_matches(str(word), map(str, known), n=1, cutoff=0.0)[0]
+
+
+class _Inline(dict[str, Any]):
+    """A mapping that is written on one line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Indents the items of a list, and writes a value twice where it stands twice."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, indentless=False)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _on_one_line(dumper: yaml.SafeDumper, mapping: _Inline) -> yaml.Node:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", mapping, flow_style=True)
+
+
+_Dumper.add_representer(_Inline, _on_one_line)
+
+
+def _mappings_of_lists_inline(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _mappings_of_lists_inline(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_Inline(each) if isinstance(each, Mapping) else each for each in value]
+    return value
