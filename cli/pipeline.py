@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoints.files import partial_path
 from ..checkpoints.source import Source, download, open_source
-from ..quantize.output import claim, partial_folder, publish, refuse_output
+from ..quantize.output import claim, publish, refuse_output
 from ..quantize.plan import Plan, make_plan
 from ..recipes.errors import GateError, RecipeError
 from ..recipes.extras import require_extra
@@ -206,7 +207,7 @@ def _calibrate(plan: Plan, out: Path, ranks: "Ranks", watch: "Watch | None") -> 
 def _claimed(plan: Plan, out: Path, found: "CalibrationRun | None", ranks: "Ranks") -> Iterator[Path]:
     """The partial folder; the first process holds it for all."""
     salt = found.salt if found else ""
-    with claim(plan, out, calibration=salt) if ranks.is_first else nullcontext(partial_folder(out)) as partial:
+    with claim(plan, out, calibration=salt) if ranks.is_first else nullcontext(partial_path(out)) as partial:
         ranks.wait()
         yield partial
 
