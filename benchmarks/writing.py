@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
-from keepmtp.quantize.output import partial_folder
+from keepmtp.checkpoints.files import partial_path
 from releases import source_layout, write_checkpoint
 
 SCHEMES = ("NVFP4A16", "FP8_BLOCK", "W4A16")
@@ -146,7 +146,7 @@ def child(source: Path, out: Path, model: str, scheme: str, threads: int, num_co
     """One run in a process of its own, so that its cores and its peak memory are its own."""
     words = [sys.executable, "-c", CHILD, str(source), str(out), model, scheme, str(threads), str(num_cores)]
     result = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-    shutil.rmtree(partial_folder(out), ignore_errors=True)  # gives its pages back to the next run
+    shutil.rmtree(partial_path(out), ignore_errors=True)  # gives its pages back to the next run
     return result
 
 

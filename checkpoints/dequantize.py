@@ -13,15 +13,56 @@ Source: compressed-tensors 0.19.0 compressors/* (decompress) and entrypoints/con
 and against float64 arithmetic.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from ..quantize.pack import row_ranges
 from ..recipes.errors import CheckpointError
+from .stored import Form, scale_of, weight_of
+from .values import row_ranges
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def dequantize(
+    form: Form, parts: Mapping[str, Tensor], *, shape: tuple[int, ...], block: tuple[int, int] | None = None
+) -> Tensor:
+    """A stored weight as values.
+
+    Args:
+        form: from `stored.stored_weights`, and not "unknown".
+        parts: the tensors it is stored as, by the last component of their names, all on one device.
+        shape: the logical one.
+        block: rows and columns under one scale, for form "fp8_block".
+
+    Returns: `shape`, on the same device. Packed forms come as BF16, a plain weight is returned as it is.
+
+    Raises: CheckpointError if a shape does not fit.
+    """
+    weight = weight_of(parts)
+    if form == "plain":
+        return weight
+    scale = scale_of(parts)
+    match form:
+        case "fp8_block":
+            assert block is not None
+            return fp8_block(weight, scale, block)
+        case "mxfp8":
+            return fp8_block(weight, scale, (1, 32))
+        case "fp8_channel" | "fp8_tensor" | "int8":
+            return fp8_channel(weight, scale)
+        case "mxfp4":
+            return mxfp4(weight, scale)
+        case "nvfp4":
+            return nvfp4(weight, scale, parts["weight_global_scale"], divisor=True)
+        case "nvfp4_modelopt":
+            return nvfp4(weight, scale, parts["weight_scale_2"], divisor=False)
+        case "int_packed":
+            num_rows, num_columns = shape
+            return int_packed(weight, scale, 32 * weight.shape[1] // num_columns, (num_rows, num_columns))
+        case "unknown":
+            raise AssertionError(f"{', '.join(parts)}: an unknown form is refused before")
 
 
 def fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:

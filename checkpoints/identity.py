@@ -1,6 +1,6 @@
 """Exactly which bytes a checkpoint is: SHA-256 of every file of its folder, and one number over all of them.
 
-In: a checkpoint folder. Out: an `Identity` (validate/report/schema.py). What is measured is measured on one identity;
+In: a checkpoint folder. Out: an `Identity`. What is measured is measured on one identity;
 results of different ones never meet in a report, and only files of the report's identity are uploaded.
 
 Easy to get wrong: hashes are remembered by size and time of change, so that 700 GB is read once. A file that changed
@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..recipes.errors import CheckpointError
-from ..validate.report.results import write_whole
-from ..validate.report.schema import FileFact, Identity
+from .files import write_whole
 
 Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Given the bytes to read, a context whose value is told about bytes read, from any thread."""
@@ -33,6 +33,29 @@ _BLOCK_BYTES = 1 << 20
 _MAX_NAMED = 5
 # Times of change are as coarse as the file system's clock: 2 s on FAT, a second on some network file systems.
 _SETTLED_NS = 3_000_000_000
+
+
+class FileFact(BaseModel):
+    """One file of the checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_bytes: Annotated[int, Field(ge=0, lt=2**63)]
+    sha256: str
+
+
+class Identity(BaseModel):
+    """Exactly these bytes.
+
+    Attributes:
+        sha256: over a line "sha256 bytes name" for each file, sorted by name: one number for the checkpoint.
+        files: every file of it, by path with forward slashes.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sha256: str
+    files: Mapping[str, FileFact]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ shorter than its header says. Both are found here, before anything is planned.
 
 import json
 import os
-import struct
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,27 +31,14 @@ from huggingface_hub.errors import (
 
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
-from ..recipes.schemes import DTYPE_BITS, num_bytes
 from ..recipes.shipped import find_path
+from .safetensors_file import Entry, fill, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What belongs to a checkpoint besides weights: tokenizer, generation settings, model code, licence. Not the card.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py", "LICENSE*", "encoding/*")
 NOT_CARRIED = ("config.json", INDEX, "hf_quant_config.json", "quantize_config.json", "recipe.yaml", "keepmtp.json")
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One tensor in a safetensors file; `start` is counted from the file's first byte."""
-
-    name: HFName
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,88 +118,10 @@ def small_file(source: Source, name: str) -> Path | None:
 
 
 def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> None:
-    """Fill `into` with one tensor's bytes from `offset` on.
-
-    A plain read, not a map: mapped pages of a 5 GB shard would count as this process's memory until it is closed.
-    """
+    """Fill `into` with one tensor's bytes from `offset` on; see `safetensors_file.fill`."""
     assert source.folder is not None, "download() first"
-    view = into
     with open(source.folder / entry.file, "rb", buffering=0) as file:
-        file.seek(entry.start + offset)
-        while view:
-            count = file.readinto(view)
-            if not count:
-                raise CheckpointError(
-                    f"{source.where}/{entry.file}",
-                    f"{entry.name} must be whole",
-                    got="end of file",
-                    cure="Download the shard again",
-                )
-            view = view[count:]
-
-
-def read_header(path: Path, where: str) -> dict[HFName, Entry]:
-    """The tensors of one safetensors file, checked against its size.
-
-    Args:
-        path: the file.
-        where: how messages name it.
-    """
-    size = path.stat().st_size
-    cure = "Download the shard again"
-    with open(path, "rb") as file:
-        first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
-            raise CheckpointError(where, "must start with a safetensors header", got=f"{size} bytes", cure=cure)
-        raw = file.read(length)
-    try:
-        header = json.loads(raw)
-        entries = _entries_of(header, path.name, 8 + length)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(where, "must have a valid safetensors header", got=repr(error), cure=cure) from error
-    end = 8 + length
-    for entry in sorted(entries.values(), key=lambda entry: entry.start):
-        if entry.dtype not in DTYPE_BITS:
-            raise CheckpointError(
-                where,
-                f"{entry.name} must have a known dtype",
-                got=entry.dtype,
-                cure="Convert it with safetensors first",
-            )
-        if entry.num_bytes != num_bytes(entry.dtype, entry.shape) or entry.start != end:
-            raise CheckpointError(
-                where,
-                f"{entry.name} must fill {entry.dtype}{list(entry.shape)} without gaps",
-                got=f"{entry.num_bytes} bytes at {entry.start}",
-                cure=cure,
-            )
-        end = entry.start + entry.num_bytes
-    if end != size:
-        last = max(entries.values(), key=lambda entry: entry.start, default=None)
-        raise CheckpointError(
-            where,
-            f"must be {end} bytes long to hold {last.name if last else 'its header'}",
-            got=f"{size} bytes",
-            cure=cure,
-        )
-    return entries
-
-
-def _entries_of(header: Mapping[str, Any], file: str, data_start: int) -> dict[HFName, Entry]:
-    entries = {}
-    for name, info in header.items():
-        if name != "__metadata__":
-            start, end = info["data_offsets"]
-            entries[HFName(name)] = Entry(
-                name=HFName(name),
-                file=file,
-                dtype=info["dtype"],
-                shape=tuple(info["shape"]),
-                start=data_start + start,
-                num_bytes=end - start,
-            )
-    return entries
+        fill(into, file, entry, where=f"{source.where}/{entry.file}", offset=offset)
 
 
 def _open_folder(folder: Path, where: str) -> Source:
@@ -222,7 +130,7 @@ def _open_folder(folder: Path, where: str) -> Source:
     index_path = folder / INDEX
     weight_map = _parse_index(index_path.read_bytes(), f"{where}/{INDEX}") if index_path.is_file() else None
     indexed = _indexed_files(weight_map, present, where)
-    headers = {file: read_header(folder / file, f"{where}/{file}") for file in {*indexed, *present}}
+    headers = {file: read_header(folder / file, f"{where}/{file}").entries for file in {*indexed, *present}}
     companions = sorted(
         {str(path.relative_to(folder)) for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
         - set(NOT_CARRIED)

@@ -9,10 +9,10 @@ NVFP4's second scale is a divisor (`weight_global_scale`) or a multiplier (`weig
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ..recipes.family import HFName
-from .source import Entry
+from .safetensors_file import Entry
 
 Form = Literal[
     "plain",
@@ -49,6 +49,20 @@ FLOATS = ("BF16", "F16", "F32")
 FP8 = ("F8_E4M3", "F8_E5M2")
 
 
+_FIRST_SCALES = ("weight_scale_inv", "weight_scale", "scale")
+Part = TypeVar("Part")
+
+
+def weight_of(parts: Mapping[str, Part]) -> Part:
+    """The weight among a module's parts, by leaf; a parameter without a module is its own."""
+    return next((parts[leaf] for leaf in ("weight_packed", "weight") if leaf in parts), next(iter(parts.values())))
+
+
+def scale_of(parts: Mapping[str, Part]) -> Part:
+    """The first scale among a module's parts; each convention has its own word for it."""
+    return next(parts[leaf] for leaf in _FIRST_SCALES if leaf in parts)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeight:
     """One module's weight as it lies on disk.
@@ -71,7 +85,7 @@ class StoredWeight:
 
     @property
     def weight(self) -> Entry:
-        return self.parts["weight_packed"] if "weight_packed" in self.parts else self.parts["weight"]
+        return weight_of(self.parts)
 
     def names(self) -> tuple[HFName, ...]:
         """Every tensor on disk that this weight consists of."""
@@ -102,7 +116,7 @@ def stored_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight]
 
 
 def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
-    weight = parts.get("weight_packed") or parts["weight"]
+    weight = weight_of(parts)
     leaves = frozenset(parts) - {"input_scale", "input_global_scale", "weight_g_idx"}
     shape = weight.shape
 
@@ -111,7 +125,7 @@ def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
 
     if leaves == {"weight"} and weight.dtype in FLOATS:
         return stored("plain", shape)
-    scale = parts.get("weight_scale_inv") or parts.get("weight_scale") or parts.get("scale")
+    scale = scale_of(parts) if any(leaf in parts for leaf in _FIRST_SCALES) else None
     if scale is None or len(shape) != 2 or ("weight" in parts and "weight_packed" in parts):
         return stored("unknown", shape)
     n, k = shape

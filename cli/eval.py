@@ -24,10 +24,10 @@ from .gate import EXITS
 from .progress import asking, bytes_bar
 
 if TYPE_CHECKING:
-    from ..checkpoints.identity import Watch
+    from ..checkpoints.identity import Identity, Watch
     from ..checkpoints.source import Source
     from ..recipes.protocol import Evaluation, Gates
-    from ..validate.report.schema import EvaluationFact, Identity, JudgementFact
+    from ..validate.report.schema import EvaluationFact, JudgementFact
 
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _HUB = "hub"

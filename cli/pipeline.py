@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoints.files import partial_path
 from ..checkpoints.source import Source, download, open_source
-from ..quantize.output import claim, partial_folder, publish, refuse_output
+from ..quantize.output import claim, publish, refuse_output
 from ..quantize.plan import Plan, make_plan
 from ..recipes.errors import GateError
 from ..recipes.find import find_recipe
@@ -153,7 +154,7 @@ def _claimed(plan: Plan, out: Path, run: "CalibrationRun | None", ranks: "Ranks"
     """The partial folder. The first process holds it against other runs, for all processes of this one."""
     salt = run.salt if run else ""
     refuse_output(plan, out, calibration=salt)
-    with claim(plan, out, calibration=salt) if ranks.is_first else nullcontext(partial_folder(out)) as partial:
+    with claim(plan, out, calibration=salt) if ranks.is_first else nullcontext(partial_path(out)) as partial:
         ranks.wait()
         yield partial
 

@@ -12,14 +12,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..checkpoints.identity import identify
+from ..checkpoints.identity import Identity, identify
 from ..checkpoints.source import Source, open_source
 from ..recipes.errors import RecipeError
 from ..validate.dryload.check_on import Checked
 from ..validate.report import report as reports
 from ..validate.report.check_data import check_data
 from ..validate.report.results import report_folder, write_result
-from ..validate.report.schema import Identity
 from ..validate.serving.vllm_env import TESTED
 from .progress import bytes_bar
 from .source_of import recorded_source

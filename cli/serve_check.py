@@ -31,8 +31,8 @@ from .progress import bytes_bar
 from .report import save
 
 if TYPE_CHECKING:
+    from ..checkpoints.identity import Identity
     from ..checkpoints.source import Source
-    from ..validate.report.schema import Identity
     from ..validate.serving.server import Watch
 
 _CURE = "Name it with --source, or leave acceptance unjudged with --source none"

@@ -7,10 +7,8 @@ Easy to get wrong: a killed run's shards may only be taken over by the very same
 folder says which plan that was; it is removed last.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..checkpoints.files import complete, held, partial_path, write_whole
 from ..checkpoints.source import INDEX, file_sizes
 from ..recipes.errors import RecipeError
 from .plan import Plan
@@ -27,11 +26,6 @@ from .quant_config import quantization_config
 
 # Calibrated values depend on their versions.
 _CALIBRATING = ("llmcompressor", "compressed-tensors", "transformers")
-
-
-def partial_folder(out: Path) -> Path:
-    """Where an unfinished output lies."""
-    return out.with_name(f"{out.name}.partial")
 
 
 def _stamp(out: Path) -> Path:
@@ -62,7 +56,7 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
         raise RecipeError(
             out, "the output must lie outside the source", got=f"a folder in {folder}", cure="Choose another OUT"
         )
-    partial = partial_folder(out)
+    partial = partial_path(out)
     done = sum((partial / s.file).stat().st_size for s in plan.shards if (partial / s.file).is_file())
     missing = plan.num_bytes_after - done
     parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
@@ -96,52 +90,32 @@ def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
     Raises:
         RecipeError: another run holds it.
     """
-    partial = partial_folder(out)
+    partial = partial_path(out)
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    write_text(_stamp(out), fingerprint(plan, calibration))
+    write_whole(_stamp(out), fingerprint(plan, calibration))
     partial.mkdir(exist_ok=True)
     with held(partial, "only one run may write an output"):
         yield partial
 
 
-@contextmanager
-def held(folder: Path, rule: str) -> Iterator[None]:
-    """A folder held against other runs for as long as the context lasts; the lock dies with the process.
-
-    Raises:
-        RecipeError: another run holds it; says `rule`.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            cure = "Wait for it, or choose another OUT"
-            raise RecipeError(folder, rule, got="another run at work", cure=cure) from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[str, Any] | None = None) -> None:
     """Everything beside the shards: config.json, index, tokenizer and other files, recipe, provenance."""
-    write_text(partial / "config.json", json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n")
+    write_whole(partial / "config.json", json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n")
     weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
     index = {"metadata": {"total_size": plan.num_bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
-    write_text(partial / INDEX, json.dumps(index, indent=2) + "\n")
+    write_whole(partial / INDEX, json.dumps(index, indent=2) + "\n")
     assert plan.source.folder is not None
     for name in plan.source.companions:
         (partial / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(plan.source.folder / name, partial / name)
-    write_text(partial / "recipe.yaml", recipe_text)
-    write_text(partial / "keepmtp.json", json.dumps(provenance(plan, calibration), indent=2) + "\n")
+    write_whole(partial / "recipe.yaml", recipe_text)
+    write_whole(partial / "keepmtp.json", json.dumps(provenance(plan, calibration), indent=2) + "\n")
 
 
 def publish(partial: Path, out: Path) -> None:
     """Give a whole checkpoint its final name."""
-    sync_folder(partial)
-    os.rename(partial, out)
-    sync_folder(out.absolute().parent)
+    assert partial == partial_path(out)
+    complete(out)
     _stamp(out).unlink()
 
 
@@ -205,22 +179,3 @@ def _versions(*packages: str) -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-
-def write_text(path: Path, text: str) -> None:
-    """All or nothing: a killed run never leaves half a file under its own name."""
-    temporary = path.with_name(f"{path.name}.writing")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` last."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,37 +20,22 @@ llm-compressor 0.14.0.1 entrypoints/model_free and observers/min_max.py. tests/q
 side.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from ..checkpoints.values import TORCH_DTYPES, row_ranges
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.schemes import Scheme
-
-# Elements worked on at a time. On a CPU enough to hide 2 us of overhead a call and little enough to stay in the cache:
-# 128 Ki to 1 Mi are within 30 % of each other, 64 Ki takes twice as long. A GPU wants long kernels.
-_CHUNK_CPU = 512 * 1024
-_CHUNK_GPU = 32 * 1024 * 1024
 
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
 # Scales that round to zero become this: 2**-3, an arbitrary but agreed value (_get_dtype_eps of compressed-tensors).
 _E4M3_EPS = 0.125
 
-_TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "U8": torch.uint8,
-        "I8": torch.int8,
-        "I32": torch.int32,
-        "I64": torch.int64,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "BF16": torch.bfloat16,
-        "F32": torch.float32,
-    }
-)
 _BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
 
@@ -113,7 +98,7 @@ def _pack_weight(scheme: Scheme, weight: Tensor, global_scale: Tensor | None) ->
     """Allocate the outputs of one weight and fill them chunk by chunk."""
     num_rows, num_columns = weight.shape
     outputs = {
-        spec.suffix: torch.empty(spec.shape, dtype=_TORCH_DTYPES[spec.dtype], device=weight.device)
+        spec.suffix: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device=weight.device)
         for spec in scheme.weight_tensors(num_rows, num_columns)
     }
     if "weight_shape" in outputs:
@@ -143,15 +128,6 @@ def _workspace(scheme: Scheme, weight: Tensor) -> _Workspace:
         spare=torch.empty(elements, dtype=torch.int32, device=weight.device),
         codes=torch.empty(2, elements, dtype=torch.uint8, device=weight.device),
     )
-
-
-def row_ranges(weight: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
-    """Row ranges of a matrix [N, K] that make up about one chunk each, starting at multiples of `multiple`."""
-    num_rows, num_columns = weight.shape
-    elements = _CHUNK_GPU if weight.is_cuda else _CHUNK_CPU
-    step = max(1, elements // max(1, num_columns * multiple)) * multiple
-    for first in range(0, num_rows, step):
-        yield first, min(first + step, num_rows)
 
 
 def _working(values: Tensor) -> Tensor:

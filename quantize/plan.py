@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from ..checkpoints.source import Entry, Source
+from ..checkpoints.safetensors_file import Entry
+from ..checkpoints.source import Source
 from ..checkpoints.stored import OTHER_LEAVES, Form, StoredWeight, stored_weights
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_family

@@ -11,9 +11,7 @@ run keeps the complete ones and starts the others again, with the same bytes.
 Easy to get wrong: safetensors lets tensors lie at any offset, but readers map them, so wider dtypes come first.
 """
 
-import json
 import os
-import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -25,17 +23,20 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.source import Entry
+from ..checkpoints.files import complete, partial_path
+from ..checkpoints.safetensors_file import Entry, lay_out
+from ..checkpoints.stored import scale_of, weight_of
+from ..checkpoints.values import TORCH_DTYPES, read_bytes, read_tensor
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.schemes import SCHEMES, Scheme
 from .calibrate.ranks import Ranks
 from .calibrate.statistics import Statistics, refuse_statistics
 from .mxfp4_to_nvfp4 import mxfp4_as_nvfp4
-from .output import finish, sync_folder
+from .output import finish
 from .pack import pack
 from .plan import Output, Plan, Shard, TensorPlan
-from .weights import TORCH_DTYPES, load, load_expert, parts, read_bytes, scale_of, stored, typed, weight_of
+from .weights import load, load_expert, parts, stored
 
 _COPY_BYTES = 32 * 2**20
 Progress = Callable[[int], None]
@@ -117,32 +118,15 @@ def _write_shard(
     if final.is_file():
         progress(sum(_source_bytes(plan, unit) for unit in shard.units))
         return
-    temporary = final.with_name(f"{final.name}.writing")
-    header, offsets, size = _header(shard)
-    with open(temporary, "wb", buffering=0) as file:
-        file.write(header)
-        file.truncate(size)
+    layout = lay_out((output.name, output.dtype, output.shape) for output in shard.outputs)
+    with open(partial_path(final), "wb", buffering=0) as file:
+        file.write(layout.header)
+        file.truncate(layout.num_bytes)
         for unit in shard.units:
             if stop.is_set():
                 return
-            _Job(plan=plan, unit=unit, file=file, offsets=offsets, device=device, given=given).run(progress)
-        os.fsync(file.fileno())
-    os.rename(temporary, final)
-    sync_folder(folder)
-
-
-def _header(shard: Shard) -> tuple[bytes, Mapping[HFName, int], int]:
-    """A safetensors header, where in the file each tensor starts, and the file's size."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for output in shard.outputs:
-        start, end = end, end + output.num_bytes
-        header[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [start, end]}
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    first = 8 + len(raw)
-    offsets = {output.name: first + header[output.name]["data_offsets"][0] for output in shard.outputs}
-    return struct.pack("<Q", len(raw)) + raw, offsets, first + end
+            _Job(plan=plan, unit=unit, file=file, starts=layout.starts, device=device, given=given).run(progress)
+    complete(final)
 
 
 def _source_bytes(plan: Plan, unit: tuple[TensorPlan, ...]) -> int:
@@ -159,7 +143,7 @@ class _Job:
     plan: Plan
     unit: tuple[TensorPlan, ...]
     file: FileIO
-    offsets: Mapping[HFName, int]
+    starts: Mapping[HFName, int]
     device: torch.device
     given: Statistics
 
@@ -236,7 +220,7 @@ class _Job:
     def _copy(self, entry: Entry, output: Output) -> None:
         for offset in range(0, entry.num_bytes, _COPY_BYTES):
             length = min(_COPY_BYTES, entry.num_bytes - offset)
-            self._write(output.name, read_bytes(self.plan, entry, offset=offset, length=length), at=offset)
+            self._write(output.name, read_bytes(self.plan.source, entry, offset=offset, length=length), at=offset)
 
     def _put_renamed(self, tensor: TensorPlan) -> None:
         """Packed weights keep their bytes; scales get compressed-tensors' names and, exactly, its dtypes."""
@@ -247,7 +231,7 @@ class _Job:
                 self._copy(weight_of(found), output)
                 continue
             entry = found[suffix] if suffix in found else scale_of(found)
-            value = typed(read_bytes(self.plan, entry), entry.dtype, entry.shape)
+            value = read_tensor(self.plan.source, entry)
             if output.dtype == "U8":
                 value = value.view(torch.uint8)
             elif output.dtype == "F32" and value.dtype == torch.uint8:  # E8M0 without its name
@@ -264,7 +248,7 @@ class _Job:
             self._write(output.name, value.reshape(-1).view(torch.uint8))
 
     def _write(self, name: HFName, raw: torch.Tensor, *, at: int = 0) -> None:
-        position, view = self.offsets[name] + at, raw.numpy().data
+        position, view = self.starts[name] + at, raw.numpy().data
         while view:
             count = os.pwrite(self.file.fileno(), view, position)
             view, position = view[count:], position + count

@@ -9,12 +9,6 @@ ROOT = Path(__file__).parent.parent
 FLOORS = ("recipes", "checkpoints", "quantize", "validate", "cli")
 # They run in vLLM's environment and import nothing of keepmtp.
 ELSEWHERE = ("validate/dryload/in_vllm", "validate/serving/plugin")
-# (importing module, imported module): to be mended, not to grow.
-EXCEPTIONS: set[tuple[str, str]] = {
-    ("checkpoints.dequantize", "quantize.pack"),
-    ("checkpoints.identity", "validate.report.results"),
-    ("checkpoints.identity", "validate.report.schema"),
-}
 
 
 def module(path: Path) -> str:
@@ -47,8 +41,7 @@ def test_a_floor_imports_only_from_those_before_it(floor):
     names = [name for name in FILES if name.split(".")[0] == floor]
     assert names
     found = set().union(*(upward(name) for name in names))
-    assert found - EXCEPTIONS == set(), "an import of a later floor"
-    assert {pair for pair in EXCEPTIONS if pair[0].split(".")[0] == floor} - found == set(), "no exception any more"
+    assert found == set(), "an import of a later floor"
 
 
 @pytest.mark.parametrize("folder", ELSEWHERE)

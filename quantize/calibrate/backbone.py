@@ -15,7 +15,6 @@ server would compute; the last two are held-out text.
 
 import hashlib
 import json
-import os
 import resource
 import shutil
 import time
@@ -32,10 +31,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ... import __version__
+from ...checkpoints.files import complete, partial_path, sync, write_whole
 from ...checkpoints.source import file_sizes
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
-from ..output import sync_folder, write_text
 from ..plan import Plan
 from . import layer as backend
 from .binding import Binding
@@ -163,7 +162,8 @@ class _Pass:
         assert calibration is not None
         binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
         schemes = schemes_in(binding, path)
-        unfinished = self.folder / "states" / f"{index + 1:05d}.writing"
+        states = self.folder / "states" / f"{index + 1:05d}"
+        unfinished = partial_path(states)
         if self.ranks.is_first:
             unfinished.mkdir()
         self.ranks.wait()
@@ -184,9 +184,7 @@ class _Pass:
             self._run("served", index, layer, unfinished, backend.serving(skeleton.model))
         self.ranks.wait()
         if self.ranks.is_first:
-            sync_folder(unfinished)
-            unfinished.rename(self.folder / "states" / f"{index + 1:05d}")
-            sync_folder(self.folder / "states")
+            complete(states)
             if index:
                 shutil.rmtree(self.folder / "states" / f"{index:05d}")
         self.ranks.wait()
@@ -346,7 +344,7 @@ def _claim(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> Non
     ranks.wait()  # before the first writes: whoever refuses must see what an earlier run left, not this one
     if ranks.is_first and not stamp.is_file():
         (folder / "states").mkdir(parents=True, exist_ok=True)
-        write_text(stamp, wanted)
+        write_whole(stamp, wanted)
     ranks.wait()
     if not stamp.is_file() or stamp.read_text() != wanted:
         raise RecipeError(
@@ -375,8 +373,7 @@ def _write_state(path: Path, state: Sequence[Tensor | None]) -> None:
     """What a layer returned for one batch; cloned out of inference mode, should a foreign model have entered it."""
     tensors = {str(turn): value.detach().cpu().contiguous() for turn, value in enumerate(state) if value is not None}
     save_file(tensors, path, metadata={"length": str(len(state))})
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    sync(path)
 
 
 def _read_state(path: Path) -> tuple[Tensor | None, ...]:

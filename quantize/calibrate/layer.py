@@ -56,10 +56,10 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from ...checkpoints import dequantize
+from ...checkpoints.values import TORCH_DTYPES
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.schemes import RESCALING, REWRITES, SCHEMES
 from ..pack import pack_alone
-from ..weights import TORCH_DTYPES
 from .smoothing import Smoothing, check_preserved, find_smoothings, observe
 
 # It logs by the line for every module; what matters of it is in `Calibrated`.

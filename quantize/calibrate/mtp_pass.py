@@ -12,7 +12,6 @@ measured apart, and a policy is judged by both together, against the released mo
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoints.files import complete, partial_path, write_whole
 from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schema import AUTO, Candidate, candidates_for
-from ..output import sync_folder, write_text
 from ..plan import Plan, make_plan
 from . import layer as backend
 from .backbone import Backbone, Progress, Stream, Watch, fitting, peak_memory, record
@@ -343,7 +342,7 @@ class _Pass:
         # Every rank has looked for the file before it took part in the sums behind `found`.
         if self.backbone.ranks.is_first:
             self._folder().mkdir(exist_ok=True)
-            write_text(path, json.dumps(asdict(found)))
+            write_whole(path, json.dumps(asdict(found)))
         return found
 
     def _acceptance(self, stream: Stream, blocks: Sequence[MtpBlock]) -> Acceptance:
@@ -438,10 +437,7 @@ def _publish(backbone: Backbone, files: Sequence[Path]) -> None:
         for path in folder.glob("mtp-*"):
             path.unlink()
         for index, file in enumerate(file for file in files if file.is_file()):
-            temporary = folder / f"mtp-{index:05d}.safetensors.writing"
-            shutil.copyfile(file, temporary)
-            with open(temporary, "rb") as copied:
-                os.fsync(copied.fileno())
-            temporary.rename(temporary.with_suffix(""))
-        sync_folder(folder)
+            copy = folder / f"mtp-{index:05d}.safetensors"
+            shutil.copyfile(file, partial_path(copy))
+            complete(copy)
     backbone.ranks.wait()

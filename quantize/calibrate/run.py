@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.files import held
 from ...recipes.errors import RecipeError
 from ...recipes.schema import AUTO
-from ..output import held
 from ..plan import Plan
 from .backbone import Backbone, Watch, calibrate_backbone, fingerprint
 from .data import calibration_data

@@ -8,28 +8,24 @@ Easy to get wrong: a scale that is missing, or one too many, still makes a check
 answers with, noise.
 """
 
-import json
 import math
-import os
-import struct
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...checkpoints.source import Entry, read_header
+from ...checkpoints.files import complete, partial_path
+from ...checkpoints.safetensors_file import Entry, Header, fill, read_header, sort_metadata
+from ...checkpoints.values import typed
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
-from ..output import sync_folder
 from ..plan import Output, Plan, TensorPlan
-from ..weights import typed
 
 _TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale")
 _CURE = "Remove this file, and run again: its layer is then calibrated anew"
@@ -60,12 +56,12 @@ class Statistics:
         """
         entries: dict[HFName, Entry] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            metadata, found = _read(path)
-            if fingerprint is not None and metadata.get("fingerprint") != fingerprint:
+            header = _read(path)
+            if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
                 raise CheckpointError(
                     path, "must come from this recipe, source and dataset", got="statistics of another run", cure=_CURE
                 )
-            for name, entry in found.items():
+            for name, entry in header.entries.items():
                 if name in entries:
                     raise CheckpointError(
                         path, f"{name} must be in one file only", got=f"also in {entries[name].file}", cure=_CURE
@@ -99,15 +95,7 @@ class Statistics:
 
     def _read_from(self, file: FileIO, entry: Entry) -> Tensor:
         raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        view = raw.numpy().data
-        file.seek(entry.start)
-        while view:
-            count = file.readinto(view)
-            if not count:
-                raise CheckpointError(
-                    self.folder / entry.file, f"{entry.name} must be whole", got="end of file", cure=_CURE
-                )
-            view = view[count:]
+        fill(raw.numpy().data, file, entry, where=self.folder / entry.file, cure=_CURE)
         return typed(raw, entry.dtype, entry.shape)
 
 
@@ -120,14 +108,9 @@ def write_statistics(path: Path, tensors: Mapping[HFName, Tensor], metadata: Map
         metadata: `fingerprint` says what the values depend on; further keys are the caller's.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.writing")
-    save_file(_apart(tensors), temporary, metadata=dict(metadata))
-    with open(temporary, "r+b") as file:
-        _sort_metadata(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
-    sync_folder(path.parent)
+    save_file(_apart(tensors), partial_path(path), metadata=dict(metadata))
+    sort_metadata(partial_path(path))
+    complete(path)
 
 
 def read_metadata(path: Path) -> Mapping[str, str]:
@@ -136,7 +119,7 @@ def read_metadata(path: Path) -> Mapping[str, str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    return _read(path)[0]
+    return _read(path).metadata
 
 
 def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
@@ -235,24 +218,12 @@ def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFNam
     return {output.name: output for tensor in unit for output in tensor.outputs if output.name in required}
 
 
-def _read(path: Path) -> tuple[Mapping[str, str], dict[HFName, Entry]]:
+def _read(path: Path) -> Header:
     try:
-        entries = read_header(path, str(path))
+        return read_header(path, str(path))
     except CheckpointError as error:
         # The same finding as for a source, with another cure: this file can be made again.
         raise error.with_cure(_CURE) from error
-    with open(path, "rb") as file:
-        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-    return header.get("__metadata__") or {}, entries
-
-
-def _sort_metadata(file: BinaryIO) -> None:
-    """safetensors 0.8 lays metadata down in another order each time; the same run has to leave the same bytes."""
-    size = struct.unpack("<Q", file.read(8))[0]
-    header = json.loads(file.read(size))
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    file.seek(8)
-    file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
 
 
 def _apart(tensors: Mapping[HFName, Tensor]) -> dict[str, Tensor]:

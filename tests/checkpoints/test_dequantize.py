@@ -3,7 +3,7 @@
 import pytest
 import torch
 from keepmtp.checkpoints import dequantize
-from keepmtp.quantize import pack as pack_module
+from keepmtp.checkpoints import values as values_module
 from keepmtp.quantize.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
@@ -22,7 +22,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks of a few rows, so that small weights have many."""
-    monkeypatch.setattr(pack_module, "_CHUNK_CPU", 1024)
+    monkeypatch.setattr(values_module, "_CHUNK_CPU", 1024)
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -101,7 +101,7 @@ def test_files_beside_the_weights(default):
     plan, out = default
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (plan.source.folder / name).read_bytes()
-    assert not list(out.glob("*.writing")) and not list(out.glob("*.sha256"))
+    assert not list(out.glob("*.partial")) and not list(out.glob("*.sha256"))
     provenance = json.loads((out / "keepmtp.json").read_text())
     assert provenance["source"]["name"] == plan.source.folder.name
     assert provenance["tensors"]["quantize"] > 5

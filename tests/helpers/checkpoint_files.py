@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keepmtp.checkpoints.source import Entry, Source
+from keepmtp.checkpoints.safetensors_file import Entry
+from keepmtp.checkpoints.source import Source
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import SCHEMES, num_bytes
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import reports
+from keepmtp.checkpoints.identity import Identity
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.check.check import check
 from keepmtp.validate.report.check_data import check_data
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.paired import paired
 from keepmtp.validate.report.report import assemble
-from keepmtp.validate.report.schema import EvaluatedFact, EvaluationFact, FullReport, Identity, ScoreFact
+from keepmtp.validate.report.schema import EvaluatedFact, EvaluationFact, FullReport, ScoreFact
 from keepmtp.validate.serving.acceptance import AsServed, Role
 
 FILTERS = ("strict-match", "flexible-extract")

@@ -162,7 +162,7 @@ def _amid_states(calibrate: Any, layer: int) -> None:
 
     def write(path: Path, state: Any) -> None:
         real(path, state)
-        if path.parent.name == f"{layer + 1:05d}.writing" and path.name > "calibration-00001":
+        if path.parent.name == f"{layer + 1:05d}.partial" and path.name > "calibration-00001":
             os.truncate(path, path.stat().st_size // 2)
             die()
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from keepmtp.checkpoints import values as values_module
 from keepmtp.quantize import pack as pack_module
 from keepmtp.quantize.pack import pack
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -32,7 +33,7 @@ def one_thread():
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Chunks of a few rows, so that small weights have many."""
-    monkeypatch.setattr(pack_module, "_CHUNK_CPU", 1024)
+    monkeypatch.setattr(values_module, "_CHUNK_CPU", 1024)
 
 
 def adversarial_weights(shape: tuple[int, int], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -234,7 +235,7 @@ def test_e2m1_codes_of_every_bf16_value_and_around_every_tie():
     near = [torch.nextafter(ties, torch.tensor(direction)) for direction in (0.0, 9.0)]
     values = torch.cat((patterns[patterns.abs() <= 64], ties, -ties, *near, *(-n for n in near)))
     values = torch.cat((values, values.new_zeros(len(values) % 2)))
-    assert len(values) < pack_module._CHUNK_CPU
+    assert len(values) < values_module._CHUNK_CPU
     expected = pack_fp4_to_uint8(cast_to_fp4(values.clamp(-6, 6)).bfloat16().reshape(1, -1))
     packed = torch.empty_like(expected)
     work = pack_module._workspace(SCHEMES["NVFP4A16"], values.reshape(-1, 1))

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from keepmtp.checkpoints.files import partial_path
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.output import claim, output_config, partial_folder, publish, refuse_output
+from keepmtp.quantize.output import claim, output_config, publish, refuse_output
 from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.writer import write
@@ -152,12 +153,12 @@ def test_kill_and_resume_gives_the_same_bytes(done_before_kill, tmp_path):
     """kill -9 with that many shards whole; the next run keeps them and ends byte-identical to an unbroken one."""
     _, unbroken = run("dsv4-flash", "w4a16-fp8", tmp_path, name="unbroken")
     out = tmp_path / "out"
-    partial = partial_folder(out)
+    partial = partial_path(out)
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0.02"])
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         whole = list(partial.glob("*.safetensors"))
-        if len(whole) >= done_before_kill and list(partial.glob("*.writing")):
+        if len(whole) >= done_before_kill and list(partial.glob("*.partial")):
             break
         assert child.poll() is None, "the run ended before it could be killed"
         time.sleep(0.002)
@@ -193,7 +194,7 @@ def test_two_runs_do_not_write_one_output(tmp_path):
     recipe, _ = find_recipe("dsv4-flash", scheme="w4a16-fp8")
     plan, out = make_plan(recipe, open_source(tmp_path / "source"), shard_bytes=SHARD), tmp_path / "out"
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "source"), str(out), "0.05"])
-    while not list(partial_folder(out).glob("*.writing")):
+    while not list(partial_path(out).glob("*.partial")):
         assert child.poll() is None
         time.sleep(0.01)
     with pytest.raises(RecipeError, match="only one run may write an output"), claim(plan, out):
@@ -201,7 +202,7 @@ def test_two_runs_do_not_write_one_output(tmp_path):
     child.kill()
     child.wait()
     with claim(plan, out) as partial:
-        assert partial == partial_folder(out)
+        assert partial == partial_path(out)
 
 
 def test_output_is_never_overwritten_nor_inside_the_source(tmp_path):

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...checkpoints.source import INDEX, Entry, Source, small_file
+from ...checkpoints.safetensors_file import Entry
+from ...checkpoints.source import INDEX, Source, small_file
 from ...checkpoints.stored import StoredWeight, stored_weights
 from ...recipes.family import FamilyView, HFName, Part, Place, Role, Row, VLLMName
 from .dialects.choose import read_dialect

@@ -19,7 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from ...checkpoints.source import INDEX, SINGLE, Entry, Source, small_file
+from ...checkpoints.safetensors_file import Entry
+from ...checkpoints.source import INDEX, SINGLE, Source, small_file
 from ...recipes.errors import VLLMError
 from ..serving.vllm_env import VLLM
 

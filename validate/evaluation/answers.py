@@ -23,9 +23,9 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ...checkpoints.files import write_whole
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
-from ..report.results import write_whole
 from ..serving.acceptance import AsServed, Drafts, Role
 
 FinishReason = Literal["stop", "length"]

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...checkpoints.identity import file_sha256
+from ...checkpoints.files import held
+from ...checkpoints.identity import Identity, file_sha256
 from ...checkpoints.source import Source, small_file
-from ...quantize.output import held
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_family
 from ...recipes.protocol import Evaluation
 from ..report.paired import paired
-from ..report.schema import EvaluatedFact, EvaluationFact, Identity
+from ..report.schema import EvaluatedFact, EvaluationFact
 from ..serving.acceptance import AsServed, Role
 from ..serving.bf16_copy import why_no_kernel
 from ..serving.serve_check import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 
+from ...checkpoints.files import complete, partial_path, sync
 from ...checkpoints.identity import Watch, identify, refuse_other_bytes
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError, RecipeError
@@ -207,7 +208,7 @@ def _refuse_strange(folder: Path) -> None:
 
 def _beside(folder: Path) -> tuple[Path, Path]:
     """The unfinished card, and the one that it replaces."""
-    return folder.with_name(f"{folder.name}.partial"), folder.with_name(f"{folder.name}.old")
+    return partial_path(folder), folder.with_name(f"{folder.name}.old")
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -218,12 +219,10 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
             shutil.rmtree(left)
     for name, content in files.items():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        with open(partial / name, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        (partial / name).write_bytes(content)
+        sync(partial / name)
     if folder.exists():
         os.rename(folder, old)
-    os.rename(partial, folder)
+    complete(folder)
     if old.exists():
         shutil.rmtree(old)

@@ -17,8 +17,8 @@ from typing import Literal
 
 from huggingface_hub.hf_api import RepoFile
 
+from ...checkpoints.files import held
 from ...checkpoints.identity import listed
-from ...quantize.output import held
 from ...recipes.errors import CheckpointError, GateError, RecipeError, VLLMError
 from ..check.check import examine
 from ..dryload.check_on import Checked, check_on

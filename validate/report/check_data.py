@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ...checkpoints.identity import Identity
 from ...checkpoints.source import Source, small_file
 from ...recipes.errors import KeepMTPError, RecipeError, first_fault
 from ...recipes.families import find_family
@@ -32,7 +33,6 @@ from .schema import (
     DryLoad,
     FindingFact,
     GroupSize,
-    Identity,
     KernelUse,
     LoadedModel,
     LoadFailure,

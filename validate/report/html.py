@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...checkpoints.files import write_whole
 from ...recipes import extras
 from .headline import places
-from .results import write_whole
 from .schema import DryLoad, FullReport, KernelUse, RunFact
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from ... import __version__
-from ...checkpoints.identity import file_sha256, identify
+from ...checkpoints.files import write_whole
+from ...checkpoints.identity import Identity, file_sha256, identify
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
@@ -35,9 +36,8 @@ from .results import (
     command,
     file_of,
     read_result,
-    write_whole,
 )
-from .schema import EvaluationFact, FullReport, Identity, JudgementFact, Serve
+from .schema import EvaluationFact, FullReport, JudgementFact, Serve
 
 JSON_FILE = "report.json"
 NOT_RUN = {

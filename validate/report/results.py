@@ -12,7 +12,6 @@ Easy to get wrong: a result says nothing about a checkpoint whose bytes have cha
 the measurement and stands in the file, not beside it.
 """
 
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,8 +20,10 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ... import __version__
+from ...checkpoints.files import write_whole
+from ...checkpoints.identity import Identity
 from ...recipes.errors import CheckpointError, first_fault
-from .schema import CalibrationFact, CheckpointFacts, DryLoad, EvaluationFact, FindingFact, GroupSize, Identity, Serve
+from .schema import CalibrationFact, CheckpointFacts, DryLoad, EvaluationFact, FindingFact, GroupSize, Serve
 
 Station = Literal["check", "serve", "gsm8k"]
 STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k")
@@ -181,26 +182,6 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
     if result.station != station:
         raise CheckpointError(path, f"must be a result of {station}", got=result.station, cure=cure)
     return result
-
-
-def write_whole(path: Path, text: str) -> Path:
-    """Write a text file so that a reader sees the old one or the new one, never a part, also after a power cut.
-
-    Raises:
-        CheckpointError: the folder cannot be written to.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        got = error.strerror or repr(error)
-        raise CheckpointError(path, "must be writable", got=got, cure="Make room, or choose another folder") from error
-    return path
 
 
 _FORMS: Mapping[Station, type[Result[Any]]] = {

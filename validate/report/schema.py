@@ -26,6 +26,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ...checkpoints.identity import Identity
 from ...recipes.protocol import Evaluation, Gates
 from ..check.findings import Severity
 from ..serving.acceptance import AsServed, Drafts, Role
@@ -508,25 +509,6 @@ class JudgementFact(_Part):
     verdict: JudgementWord
     gates: Gates
     reasons: Annotated[tuple[ReasonFact, ...], Field(min_length=1)]
-
-
-class FileFact(_Part):
-    """One file of the checkpoint."""
-
-    num_bytes: _Count
-    sha256: str
-
-
-class Identity(_Part):
-    """Exactly these bytes.
-
-    Attributes:
-        sha256: over a line "sha256 bytes name" for each file, sorted by name: one number for the checkpoint.
-        files: every file of it, by path with forward slashes.
-    """
-
-    sha256: str
-    files: Mapping[str, FileFact]
 
 
 class VerdictFact(_Part):

@@ -11,15 +11,15 @@ and the dry load judge those.
 import json
 import math
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.source import INDEX, Entry, Source, read
-from ...checkpoints.stored import KV_SCALE_LEAVES, WEIGHT_LEAVES, StoredWeight, stored_weights
+from ...checkpoints.safetensors_file import Entry, lay_out
+from ...checkpoints.source import INDEX, Source, read
+from ...checkpoints.stored import KV_SCALE_LEAVES, StoredWeight, stored_weights
 from ...recipes.errors import CheckpointError, VLLMError
 from ...recipes.family import HFName
 from ...recipes.schemes import num_bytes
@@ -175,15 +175,9 @@ def _planned_weight(where: str, weight: StoredWeight) -> _Output:
 
 
 def _write_shard(source: Source, path: Path, outputs: list[_Output], progress: Progress) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for output in outputs:
-        start, end = end, end + output.num_bytes
-        header[output.name] = {"dtype": output.dtype, "shape": list(output.shape), "data_offsets": [start, end]}
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
+    layout = lay_out((output.name, output.dtype, output.shape) for output in outputs)
     with open(path, "wb", buffering=0) as file:
-        _write(file, memoryview(struct.pack("<Q", len(raw)) + raw))
+        _write(file, memoryview(layout.header))
         for output in outputs:
             entry = output.made_of if isinstance(output.made_of, Entry) else output.made_of.weight
             if isinstance(output.made_of, StoredWeight) and output.made_of.form != "plain":
@@ -205,44 +199,11 @@ def _dequantized(source: Source, stored: StoredWeight) -> memoryview:
     """One weight in BF16, as bytes."""
     import torch  # here, so that a check needs no torch where nothing has to be copied
 
-    from ...checkpoints import dequantize
+    from ...checkpoints.dequantize import dequantize
+    from ...checkpoints.values import read_tensor
 
-    dtypes = {
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "I32": torch.int32,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "F8_E8M0": torch.float8_e8m0fnu,
-    }
-
-    def part(*leaves: str) -> torch.Tensor:
-        entry = next(stored.parts[leaf] for leaf in leaves if leaf in stored.parts)
-        raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        read(source, entry, raw.numpy().data)
-        return raw.view(dtypes[entry.dtype]).reshape(entry.shape)
-
-    packed = part(*WEIGHT_LEAVES[::-1])
-    scale = part("weight_scale_inv", "weight_scale", "scale")
-    match stored.form:
-        case "fp8_block" | "mxfp8":
-            weight = dequantize.fp8_block(packed, scale, stored.block or (1, 32))
-        case "fp8_channel" | "fp8_tensor" | "int8":
-            weight = dequantize.fp8_channel(packed, scale)
-        case "mxfp4":
-            weight = dequantize.mxfp4(packed, scale)
-        case "nvfp4":
-            weight = dequantize.nvfp4(packed, scale, part("weight_global_scale"), divisor=True)
-        case "nvfp4_modelopt":
-            weight = dequantize.nvfp4(packed, scale, part("weight_scale_2"), divisor=False)
-        case "int_packed":
-            rows, columns = stored.shape
-            weight = dequantize.int_packed(packed, scale, 32 * packed.shape[1] // columns, (rows, columns))
-        case form:
-            raise AssertionError(f"{stored.module}: the plan let form {form} through")
+    parts = {leaf: read_tensor(source, entry) for leaf, entry in stored.parts.items()}
+    weight = dequantize(stored.form, parts, shape=stored.shape, block=stored.block)
     assert tuple(weight.shape) == stored.shape, f"{stored.module}: {tuple(weight.shape)}, planned {stored.shape}"
     return weight.contiguous().view(torch.uint8).reshape(-1).numpy().data
 

@@ -15,6 +15,7 @@ from typing import Any
 import measured
 import pytest
 import reports
+from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError
@@ -28,7 +29,6 @@ from keepmtp.validate.report.results import (
     read_result,
     report_folder,
     write_result,
-    write_whole,
 )
 from keepmtp.validate.report.schema import FullReport
 
