@@ -28,7 +28,8 @@ from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
 from ..output import sync_folder
-from ..plan import Output, Plan, TensorPlan
+from ..plan import Plan
+from ..tensor_plan import Output, TensorPlan
 from ..weights import typed
 
 _TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale")
