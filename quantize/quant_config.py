@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from ..recipes.family import FamilyView, Part, Place, VLLMName
 from ..recipes.schemes import SCHEMES
-from .plan import Plan, TensorPlan
+from .plan import Plan
+from .tensor_plan import TensorPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,8 @@ from transformers.core_model_loading import Concatenate, WeightConverter, Weight
 
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
-from ..plan import Plan, TensorPlan
+from ..plan import Plan
+from ..tensor_plan import TensorPlan
 from ..weights import load, load_expert
 
 # What families call the projections of one expert, and what llm-compressor's linear experts do.

@@ -29,7 +29,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ...recipes.errors import RecipeError
 from ...recipes.family import Draft, FamilyView, HFName
-from ..plan import Plan, TensorPlan
+from ..plan import Plan
+from ..tensor_plan import TensorPlan
 from .binding import Binding, Names, bind
 from .layer import linear_experts
 

@@ -26,7 +26,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
-from ..plan import Plan, TensorPlan
+from ..plan import Plan
+from ..tensor_plan import TensorPlan
 from .binding import Binding, Names, Piece, bind, fill
 from .layer import linear_experts
 

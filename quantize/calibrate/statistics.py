@@ -25,7 +25,8 @@ from ...checkpoints.values import typed
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
-from ..plan import Output, Plan, TensorPlan
+from ..plan import Plan
+from ..tensor_plan import Output, TensorPlan
 
 _TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale")
 _CURE = "Remove this file, and run again: its layer is then calibrated anew"
