@@ -1,7 +1,6 @@
 """What people see of a calibrated run: what it will do, and what it found.
 
-In: a plan, or a run's account of itself as report.json has it. Out: renderables and plain dictionaries. Nothing is
-decided here.
+In: a plan, or the calibration part of report.json. Out: tables and plain dictionaries. Nothing is decided here.
 """
 
 from collections import Counter
@@ -9,56 +8,64 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
 from ..quantize.plan import Plan, TensorPlan
 from ..recipes.schema import AUTO
 from ..recipes.schemes import RESCALING, REWRITES
-from ..validate.report.schema import CalibrationFact
+from ..validate.report.schema import CalibrationFact, CandidateFact
 from .refusals import needs_calibration
 from .tables import plain_table, size_in_words
 
 
 def will_do(plan: Plan) -> RenderableType:
     """The calibration of a plan: data, what batches contribute to which modules, and the MTP pass."""
-    calibration = plan.recipe.calibration
-    assert calibration is not None
-    told = will_do_json(plan)
-    assert told is not None
+    planned = will_do_json(plan)
+    assert planned is not None
+    lines = [_data(plan, planned["tokens"])]
+    if planned["candidates"]:
+        candidates = "; ".join(_in_words(policy) for policy in planned["candidates"])
+        lines.append(
+            f"MTP block: auto. The smallest candidate that keeps {planned['min_acceptance']:.1%} of the released "
+            f"model's acceptance is written; until then it is planned as bf16. Candidates: {candidates}."
+        )
+    if planned["mtp_pass"]["possible"]:
+        says = "the block is run on the backbone's hidden states, and its acceptance is measured without a server."
+    else:
+        says = f"not possible, {planned['mtp_pass']['why']}; acceptance is not measured."
+    lines.append(f"MTP pass: {says}")
+    text = Text("\n".join(lines) + "\n")
+    return Group(_contributions(planned["groups"]), text) if planned["groups"] else text
+
+
+def _contributions(groups: list[dict[str, Any]]) -> Table:
     table = plain_table("calibration: what batches contribute")
     for column in ("part", "modules", "stored as", "from batches"):
         table.add_column(column)
     table.add_column("weights", justify="right")
-    for row in told["groups"]:
+    for row in groups:
         table.add_row(row["part"], row["modules"], row["stored_as"], row["from_batches"], f"{row['weights']:,}")
+    return table
+
+
+def _data(plan: Plan, num_tokens: int) -> str:
+    calibration = plan.recipe.calibration
+    assert calibration is not None
     subset = f", {calibration.subset}" if calibration.subset else ""
-    lines = [
+    return (
         f"{calibration.algorithm} on {calibration.samples:,} sequences of {calibration.sequence_length:,} tokens "
-        f"({told['tokens']:,}) of {calibration.dataset} ({calibration.dataset_revision}{subset}, split "
-        f"{calibration.split}, column {calibration.column}); {calibration.held_out:,} more are held out to measure on.",
-    ]
-    if told["candidates"]:
-        lines.append(
-            f"MTP block: auto. The smallest candidate that keeps {told['min_acceptance']:.1%} of the released model's "
-            "acceptance is written; until then it is planned as bf16. Candidates: "
-            + "; ".join(_in_words(policy) for policy in told["candidates"])
-            + "."
-        )
-    possible = told["mtp_pass"]
-    lines.append(
-        "MTP pass: the block is run on the backbone's hidden states, and its acceptance is measured without a server."
-        if possible["possible"]
-        else f"MTP pass: not possible, {possible['why']}; acceptance is not measured."
+        f"({num_tokens:,}) of {calibration.dataset} ({calibration.dataset_revision}{subset}, split "
+        f"{calibration.split}, column {calibration.column}); {calibration.held_out:,} more are held out to measure on."
     )
-    return Group(*([table] if told["groups"] else []), Text("\n".join(lines) + "\n"))
 
 
 def will_do_json(plan: Plan) -> dict[str, Any] | None:
-    """The same for machines; None for a plan without calibration. The data is in the recipe."""
+    """The same for machines; None for a plan without calibration. The dataset is in the recipe."""
     recipe, family = plan.recipe, plan.view.family
     if recipe.calibration is None or not needs_calibration(plan):
         return None
-    found = Counter(
+    weights = Counter(
         (tensor.part, tensor.role, tensor.scheme or "plain", _from_batches(tensor, recipe.calibration.algorithm))
         for tensor in plan.tensors
         if tensor.calibrated or tensor.may_change
@@ -67,7 +74,7 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
         "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,
         "groups": [
             {"part": part, "modules": role, "stored_as": stored, "from_batches": gives, "weights": count}
-            for (part, role, stored, gives), count in sorted(found.items())
+            for (part, role, stored, gives), count in sorted(weights.items())
         ],
         "candidates": list(recipe.mtp_auto.candidates) if recipe.mtp_auto and recipe.mtp == AUTO else [],
         "min_acceptance": recipe.mtp_auto.min_acceptance if recipe.mtp_auto else None,
@@ -122,12 +129,17 @@ def _candidates(fact: CalibrationFact) -> RenderableType:
         if each.acceptance is None:
             table.add_row(escape(each.title), "-", "-", "-", f"[yellow]does not fit[/] {escape(each.refused)}")
             continue
-        enough = fact.min_acceptance is None or each.kept >= fact.min_acceptance
-        verdict = "[green]chosen[/]" if each.chosen else "keeps enough" if enough else "[red]keeps too little[/]"
-        table.add_row(
-            escape(each.title), size_in_words(each.bytes), f"{each.kept:.1%}", f"{each.acceptance.length:.2f}", verdict
-        )
+        numbers = size_in_words(each.bytes), f"{each.kept:.1%}", f"{each.acceptance.length:.2f}"
+        table.add_row(escape(each.title), *numbers, _verdict(each, fact.min_acceptance))
     return table
+
+
+def _verdict(candidate: CandidateFact, min_acceptance: float | None) -> str:
+    if candidate.chosen:
+        return "[green]chosen[/]"
+    if min_acceptance is None or candidate.kept >= min_acceptance:
+        return "keeps enough"
+    return "[red]keeps too little[/]"
 
 
 def _from_batches(tensor: TensorPlan, algorithm: str) -> str:
@@ -140,4 +152,6 @@ def _from_batches(tensor: TensorPlan, algorithm: str) -> str:
 
 
 def _in_words(policy: object) -> str:
-    return ", ".join(f"{group}: {word}" for group, word in policy.items()) if isinstance(policy, dict) else str(policy)
+    if isinstance(policy, dict):
+        return ", ".join(f"{group}: {word}" for group, word in policy.items())
+    return str(policy)

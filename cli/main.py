@@ -1,10 +1,10 @@
 """The `keepmtp` command: one call a verb, tables for people, `--json` for machines.
 
-In: words of a command line. Out: the answer on standard output, progress and refusals on standard error, and a status.
+In: a command line. Out: the answer on standard output, progress and refusals on standard error, and an exit status.
 
-Easy to get wrong: standard output is read by programs too. Whatever is not the answer goes to standard error. And help
-must be there at once: a verb's file is imported when that verb is asked for, and itself imports what is slow (pydantic,
-the Hub's client, the stations) inside the functions that use it.
+Easy to get wrong: programs read standard output, so everything that is not the answer goes to standard error. And help
+must be there at once: a verb's file is imported only when somebody asks for that verb, and it imports what is slow
+(pydantic, the Hub's client, the other floors) inside the functions that use it.
 
 Exit status: 0 good; 1 the checkpoint has findings or a gate is red; 2 bad input or environment; 3 (`gate`,
 `eval`, `all`) too little was measured to tell.
@@ -32,10 +32,10 @@ class Verb:
     """Where a verb is, and what `keepmtp --help` says of it.
 
     Attributes:
-        module, function: the file beside this one, and what is called.
+        module, function: the file in this folder, and the function in it.
         help: the first line of the function's docstring.
         is_hidden: not shown in the help.
-        words: how the usage names the words that the function reads itself.
+        words: how the usage names the words that the function parses itself.
     """
 
     module: str
@@ -125,22 +125,22 @@ class _Command(TyperCommand):
     """One verb."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What stands behind the verb in its usage."""
+        """The words after the verb in its usage."""
         return [*super().collect_usage_pieces(ctx), *filter(None, [VERBS[str(self.name)].words])]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """The docstring, broken between words only: an example holds hyphens, and is copied."""
+        """The docstring, broken between words only, so that an example with hyphens can be copied."""
         for paragraph in (self.help or "").split("\n\n"):
             formatter.write_paragraph()
             formatter.write(_filled(paragraph, formatter.width) + "\n")
 
     def get_help_option(self, ctx: Any) -> Any:
-        """--help, whose absence is False."""
-        return _absent_is_false(super().get_help_option(ctx))
+        """--help, with the default False."""
+        return _with_default_false(super().get_help_option(ctx))
 
 
 class _Verbs(TyperGroup):
-    """All verbs: names and one-line helps from the table, a verb's own file when it is run or asked for its help."""
+    """All verbs. The table has names and one-line helps; a verb's file is imported to run it or to show its help."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -148,8 +148,8 @@ class _Verbs(TyperGroup):
             self.add_command(TyperCommand(name, short_help=verb.help, hidden=verb.is_hidden))
 
     def get_help_option(self, ctx: Any) -> Any:
-        """--help, whose absence is False."""
-        return _absent_is_false(super().get_help_option(ctx))
+        """--help, with the default False."""
+        return _with_default_false(super().get_help_option(ctx))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that the first word names, with its options, and the words after it."""
@@ -168,8 +168,8 @@ def _filled(paragraph: str, width: int) -> str:
     )
 
 
-def _absent_is_false(option: Any) -> Any:
-    """An option that is not given is None, and to see that this is no bool typer 0.29 loads pydantic."""
+def _with_default_false(option: Any) -> Any:
+    """Without a default an option is None. To see that None is no bool, typer 0.29 imports pydantic."""
     if option is not None:
         option.default = False
     return option
@@ -207,15 +207,15 @@ def _common(
         bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    # llm-compressor logs to standard output, some of it while it is imported. Not LLM_COMPRESSOR_LOG_DISABLED: then it
-    # does not define its own level METRIC, at which GPTQ reports (0.14.0.1 logger.py).
+    # llm-compressor logs to standard output, also while it is imported. LLM_COMPRESSOR_LOG_DISABLED does not work: with
+    # it, the package does not define its level METRIC, and GPTQ logs at that level (0.14.0.1 logger.py).
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own, and would say all twice
+    logging.getLogger("huggingface_hub").propagate = False  # it has its own handler, and every line would appear twice
 
 
 def main() -> None:
-    """Entry point: a refusal is one sentence on standard error, never a traceback; under torchrun it says whose."""
+    """Entry point: a refusal is one sentence on standard error, never a traceback. Under torchrun it names the rank."""
     try:
         app()
     except KeepMTPError as error:

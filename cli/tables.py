@@ -1,12 +1,14 @@
 """What people see: plans and reports as rich tables, and the same values as JSON.
 
-In: values of the other stations. Out: renderables, plain dictionaries, and JSON on standard output. Nothing is decided
-here, and no station is loaded: a listing has the same look and needs none.
+In: values of the other floors. Out: tables, plain dictionaries, and JSON on standard output. Nothing is decided here.
+
+Easy to get wrong: `keepmtp ls` uses this look too and must start at once, so the other floors are imported for types
+only.
 """
 
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,44 +25,62 @@ if TYPE_CHECKING:
     from ..validate.dryload.loader import Side, Verdict
     from ..validate.report.schema import JudgementWord
 
+MIB = 2**20
 GIB = 2**30
 VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {"pass": "green", "regression": "red", "infeasible": "yellow"}
 
 
 def plan_summary(plan: "Plan") -> RenderableType:
-    """Fate by module group with sizes before and after, the reasons, and the totals."""
+    """What happens to each module group, with sizes before and after; the reasons; and the totals."""
+    rows = plan_rows(plan)
+    return Group(_fates(plan, rows), _reasons(rows), Text(_totals(plan)))
+
+
+def _fates(plan: "Plan", rows: list[dict[str, Any]]) -> Table:
     table = plain_table(f"{plan.recipe.name}: {plan.recipe.summary}")
     for column in ("part", "modules", "fate"):
         table.add_column(column)
     for column in ("tensors", "before", "after"):
         table.add_column(column, justify="right", no_wrap=True)
-    groups: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    reasons: dict[str, list[str]] = {}
-    for row in plan_rows(plan):
-        totals = groups[row["part"], row["modules"], _fate(row)]
-        for place, key in enumerate(("tensors", "bytes_before", "bytes_after")):
-            totals[place] += row[key]
-        if not row["reason"].startswith("recipe:"):
-            modules = reasons.setdefault(row["reason"], [])
-            if row["modules"] not in modules:
-                modules.append(row["modules"])
+    sums: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        counts = {key: row[key] for key in ("tensors", "bytes_before", "bytes_after")}
+        sums[row["part"], row["modules"], _fate(row)].update(counts)
     previous = ""
-    for (part, modules, fate), (count, before, after) in groups.items():
+    for (part, modules, fate), total in sums.items():
         if previous not in ("", part):
             table.add_section()
-        sizes = size_in_words(before), size_in_words(after)
-        table.add_row(part if part != previous else "", modules, fate, f"{count:,}", *sizes)
+        sizes = size_in_words(total["bytes_before"]), size_in_words(total["bytes_after"])
+        table.add_row(part if part != previous else "", modules, fate, f"{total['tensors']:,}", *sizes)
         previous = part
-    why = plain_table("why, where it is not the recipe's choice", show_header=False)
-    for reason, modules in reasons.items():
-        why.add_row(", ".join(modules), escape(reason))
-    total = (
-        f"{plan.source.where} ({plan.source.revision}): {len(plan.entries):,} tensors in, "
-        f"{sum(len(tensor.outputs) for tensor in plan.tensors):,} out; {size_in_words(plan.num_bytes_before)} -> "
-        f"{size_in_words(plan.num_bytes_after)} in {len(plan.shards)} shard{'s' * (len(plan.shards) != 1)}; "
-        f"{plan.view.num_mtp_layers} MTP layer{'s' * (plan.view.num_mtp_layers != 1)}\n"
+    return table
+
+
+def _reasons(rows: list[dict[str, Any]]) -> Table:
+    """Each reason that is not the recipe's, with the module groups that have it."""
+    modules_of: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        is_choice = row["reason"].startswith("recipe:")
+        if not is_choice and row["modules"] not in modules_of[row["reason"]]:
+            modules_of[row["reason"]].append(row["modules"])
+    table = plain_table("why, where it is not the recipe's choice", show_header=False)
+    for reason, modules in modules_of.items():
+        table.add_row(", ".join(modules), escape(reason))
+    return table
+
+
+def _totals(plan: "Plan") -> str:
+    num_out = sum(len(tensor.outputs) for tensor in plan.tensors)
+    num_shards, num_mtp_layers = len(plan.shards), plan.view.num_mtp_layers
+    return (
+        f"{plan.source.where} ({plan.source.revision}): {len(plan.entries):,} tensors in, {num_out:,} out; "
+        f"{size_in_words(plan.num_bytes_before)} -> {size_in_words(plan.num_bytes_after)} in "
+        f"{num_shards} shard{_s(num_shards)}; {num_mtp_layers} MTP layer{_s(num_mtp_layers)}\n"
     )
-    return Group(table, why, Text(total))
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
 
 
 def plain_table(title: str, *, show_header: bool = True) -> Table:
@@ -91,7 +111,7 @@ def _fate(row: Mapping[str, Any]) -> str:
 
 
 def config_listing(config: Mapping[str, Any]) -> RenderableType:
-    """Targets and ignore list, as they will stand in config.json."""
+    """Targets and ignore list, as the checkpoint's config.json will have them."""
     table = plain_table("quantization_config, in vLLM's runtime names")
     table.add_column("entry", no_wrap=True)
     table.add_column("pattern", overflow="fold")
@@ -183,29 +203,38 @@ def plan_rows(plan: "Plan") -> list[dict[str, Any]]:
     """The plan by part, module group, fate and reason, with counts and bytes."""
     groups: dict[tuple[str, ...], list[TensorPlan]] = defaultdict(list)
     for tensor in plan.tensors:
-        stored = tensor.scheme or "/".join(sorted({output.dtype for output in tensor.outputs})) or "-"
+        dtypes = "/".join(sorted({output.dtype for output in tensor.outputs}))
+        stored = tensor.scheme or dtypes or "-"
         groups[tensor.part, tensor.role, tensor.fate, stored, tensor.form, tensor.reason].append(tensor)
-    entries = plan.entries
-    return [
-        {
-            "part": part,
-            "modules": role,
-            "fate": fate,
-            "stored_before": form,
-            "stored_as": stored,
-            "reason": reason,
-            "tensors": len(tensors),
-            "bytes_before": sum(entries[name].num_bytes for t in tensors for name in t.inputs if fate != "add"),
-            "bytes_after": sum(output.num_bytes for t in tensors for output in t.outputs),
-        }
-        for (part, role, fate, stored, form, reason), tensors in sorted(groups.items())
-    ]
+    rows = []
+    for (part, role, fate, stored, form, reason), tensors in sorted(groups.items()):
+        # A copy that is added has the bytes of its original, which are counted there.
+        inputs = [] if fate == "add" else [name for tensor in tensors for name in tensor.inputs]
+        rows.append(
+            {
+                "part": part,
+                "modules": role,
+                "fate": fate,
+                "stored_before": form,
+                "stored_as": stored,
+                "reason": reason,
+                "tensors": len(tensors),
+                "bytes_before": sum(plan.entries[name].num_bytes for name in inputs),
+                "bytes_after": sum(output.num_bytes for tensor in tensors for output in tensor.outputs),
+            }
+        )
+    return rows
 
 
 def size_in_words(size: int) -> str:
     """Bytes for people: GiB, or MiB and KiB for small ones."""
-    unit, divisor = next(((u, d) for u, d in (("GiB", GIB), ("MiB", 2**20)) if size >= d // 10), ("KiB", 1024))
-    return f"{size / divisor:,.1f} {unit}" if size else "-"
+    if not size:
+        return "-"
+    if size >= GIB // 10:
+        return f"{size / GIB:,.1f} GiB"
+    if size >= MIB // 10:
+        return f"{size / MIB:,.1f} MiB"
+    return f"{size / 1024:,.1f} KiB"
 
 
 def print_json(value: object, indent: int | None = 2) -> None:
