@@ -1,1 +1,1 @@
-"""THE COMMAND: one file a verb. `main.py` has the app, `pipeline.py` the whole line on one screen."""
+"""The command line: a file for each verb. `main.py` has the app, `pipeline.py` the whole program on one screen."""

@@ -27,14 +27,14 @@ def quantize(
     mtp: MtpOption = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Shards written at the same time; default one a core.")
+        int | None, typer.Option(min=1, help="Shards written at the same time; default one for each core.")
     ] = None,
     keep_calibration: Annotated[
         bool,
         typer.Option(
             "--keep-calibration",
-            help="Leave OUT.calibration behind. Renamed to another run's, it saves the pass over the "
-            "backbone where only --mtp differs.",
+            help="Keep OUT.calibration. A run that differs only in --mtp skips the pass over the backbone if "
+            "this folder is there under the name of its own OUT.",
         ),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop.")] = False,
@@ -42,13 +42,13 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint and keep its MTP block, as the model's recipe says.
 
-    The output appears under its name only when it is whole and has passed the static check. A killed run is resumed by
-    running the same command again; the result is the same byte for byte.
+    The output gets its name only when it is whole and has passed the static check. To resume a killed run, repeat the
+    command; the result has the same bytes.
 
     A recipe with a calibration block (`keepmtp ls models`: batches needed) is calibrated first, one decoder layer at a
-    time, so that neither GPU nor memory has to hold the model; then the MTP block is calibrated, and its acceptance is
-    measured on held-out text. It needs `pip install 'keepmtp[calibrate]'`. Several GPUs share the batches under
-    torchrun. Progress goes to standard error, with --json as a JSON line a step.
+    time, so that neither GPU nor memory has to hold the model. Then the MTP block is calibrated, and its acceptance is
+    measured on held-out text. This needs `pip install 'keepmtp[calibrate]'`. Several GPUs share the batches under
+    torchrun. Progress goes to standard error, with --json as one JSON line for each step.
 
     Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out /data/GLM-4.7-NVFP4A16`
 

@@ -1,5 +1,6 @@
 """What the house promises about itself: one package in the wheel, light imports, clean sources."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -182,6 +183,15 @@ def test_a_page_about_the_code_names_files_that_are_there(page):
     named = {ROOT / name for name in quoted if name.split("/")[0] in FOLDERS and "<" not in name}
     named |= {(ROOT / page).parent / name for name in linked}
     assert named and [str(path) for path in named if not path.exists()] == []
+
+
+def test_the_whole_line_is_on_one_screen():
+    """The map at the top of cli/pipeline.py names files that are there, and `quantize` is no longer than a screen."""
+    tree = house.parsed(ROOT / "cli" / "pipeline.py")
+    screen = house.top_level(tree)["quantize"]
+    assert (screen.end_lineno or 0) - screen.lineno < 60
+    stages = re.findall(r"(\w[\w/]*/(?:\w+\.py)?)  ", ast.get_docstring(tree) or "")
+    assert len(stages) == 8 and [name for name in stages if not (ROOT / name).exists()] == []
 
 
 def test_no_path_of_a_machine_in_the_tree():
