@@ -40,7 +40,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class FileHeader:
     """What a file's header says: its tensors by name, and the writer's own words."""
 
     entries: Mapping[HFName, Entry]
@@ -48,7 +48,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class FileLayout:
     """A file that is about to be written.
 
     Attributes:
@@ -62,7 +62,7 @@ class Layout:
     num_bytes: int
 
 
-def read_header(path: Path, where: str) -> Header:
+def read_header(path: Path, where: str) -> FileHeader:
     """The header of one safetensors file, checked against the file's size.
 
     Args:
@@ -80,10 +80,10 @@ def read_header(path: Path, where: str) -> Header:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _no_header(where, error) from error
     _refuse_gaps(entries, data_start, size, where)
-    return Header(entries=entries, metadata=metadata)
+    return FileHeader(entries=entries, metadata=metadata)
 
 
-def lay_out(tensors: Iterable[tuple[HFName, str, tuple[int, ...]]]) -> Layout:
+def lay_out(tensors: Iterable[tuple[HFName, str, tuple[int, ...]]]) -> FileLayout:
     """A file of these tensors (name, dtype, shape), one after the other in this order.
 
     Readers map a file, so tensors with wider dtypes should come first.
@@ -97,7 +97,7 @@ def lay_out(tensors: Iterable[tuple[HFName, str, tuple[int, ...]]]) -> Layout:
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     first = 8 + len(raw)
-    return Layout(
+    return FileLayout(
         header=struct.pack("<Q", len(raw)) + raw,
         starts={name: first + offset for name, offset in offsets.items()},
         num_bytes=first + end,

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...checkpoints.files import complete, partial_path
-from ...checkpoints.safetensors_file import Entry, Header, fill, read_header, sort_metadata
+from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header, sort_metadata
 from ...checkpoints.values import typed
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
@@ -219,7 +219,7 @@ def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFNam
     return {output.name: output for tensor in unit for output in tensor.outputs if output.name in required}
 
 
-def _read(path: Path) -> Header:
+def _read(path: Path) -> FileHeader:
     try:
         return read_header(path, str(path))
     except CheckpointError as error:
