@@ -105,23 +105,23 @@ def unresolved_imports() -> list[str]:
 
 
 def types() -> dict[str, frozenset[str]]:
-    """`file:Class` and the fields it declares, for classes with three fields or more."""
+    """`file:Class` and the fields it declares, for classes with four fields or more."""
     found = {}
     for path in sources():
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef):
                 declared = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
                 fields = frozenset(target.id for target in declared if isinstance(target, ast.Name))
-                if len(fields) >= 3:
+                if len(fields) >= 4:
                     found[f"{path.relative_to(ROOT)}:{node.name}"] = fields
     return found
 
 
 def twins() -> list[tuple[str, str]]:
-    """Pairs of types of which one has at least three quarters of the other's fields."""
+    """Pairs of types that share four fields or more, and three quarters of the smaller one's."""
     found = []
     for (first, ours), (second, theirs) in combinations(types().items(), 2):
-        if len(ours & theirs) >= max(3, 0.75 * min(len(ours), len(theirs))):
+        if len(ours & theirs) >= max(4, 0.75 * min(len(ours), len(theirs))):
             found.append((first, second))
     return found
 

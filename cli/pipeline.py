@@ -1,6 +1,6 @@
 """The whole program on one screen: from a recipe to a checkpoint that vLLM serves with MTP.
 
-    recipe       recipes/schema.py                what a person decides
+    recipe       recipes/find.py                  what a person decides, found by its name
     family       recipes/families/                what the modules are called, on disk and in vLLM
     source       checkpoints/source.py            config.json and headers, from a folder or from the Hub
     plan         quantize/plan.py                 one fate for every tensor, from headers alone

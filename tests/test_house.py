@@ -58,15 +58,15 @@ HOMONYMS = {
 # How many docstrings and comments have a vague word today. The numbers may only become smaller.
 VAGUE = {
     r"\btold\b": 32,
-    r"\bbeside\b": 51,
+    r"\bbeside\b": 50,
     r"\bbehind\b": 40,
     r"\blies?\b": 33,
     r"\bstands? (in|for|beside|where)\b": 14,
     r"\bbears? .{0,20}out\b": 5,
     r"\bside by side\b": 10,
 }
-# Pairs of types of which one repeats the other's fields. The number may only become smaller.
-TWINS = 34
+# Pairs of types of which one repeats the other's fields; see `house.twins`. The number may only become smaller.
+TWINS = 26
 
 
 def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -136,7 +136,7 @@ def test_vague_words_do_not_become_more():
 
 def test_the_measures_find_what_they_look_for(tmp_path, monkeypatch):
     """A house that breaks each rule once."""
-    fields = "    name: str\n    size: int\n    form: str\n"
+    fields = "    name: str\n    size: int\n    form: str\n    unit: str\n"
     imports = "from ..recipes.schema import Row as R, Gone\nfrom . import nowhere\n"
     show = f'{imports}class Row:\n    """What\n    is told."""\n{fields}'
     files = {
