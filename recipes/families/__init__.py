@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import RecipeError
 from ..family import Family
+from ..family_view import FamilyView
 
 # What vLLM 0.32.0 answers to method=mtp (config/speculative.py), by model_type: there is no MTP draft to keep.
 REFUSED: Mapping[str, str] = {
@@ -60,3 +61,12 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
         cure=f"The nearest family is {nearest}: copy recipes/families/{families()[nearest].model_type}.py to "
         f"recipes/families/{model_type or '<model_type>'}.py and edit its rows (CONTRIBUTING.md, 'A new family')",
     )
+
+
+def find_view(config: Mapping[str, Any], where: object) -> FamilyView:
+    """The names of the checkpoint that `config` (its config.json) describes.
+
+    Raises:
+        RecipeError: as `find_family`.
+    """
+    return FamilyView(family=find_family(config, where), config=config)
