@@ -95,13 +95,9 @@ class FamilyView:
 
     def place(self, name: HFName) -> Place | None:
         """What the tensor `name` is, or None if the table has no row for it."""
-        if (found := self._top.get(name)) or (found := self._top.get(name.rpartition(".")[0])):
+        if found := self._top.get(name) or self._top.get(name.rpartition(".")[0]):
             row, part = found
-            module = row.path
-            return Place(
-                row=row, part=part, layer=None, expert=None, leaf=name[len(module) + 1 :], module=HFName(module),
-                runtime=VLLMName(row.runtime or module), shares="",
-            )  # fmt: skip
+            return _outside_layers(row, part, leaf=name[len(row.path) + 1 :], runtime=row.runtime or row.path)
         for part, regex, stem in self._stems:
             if match := regex.match(name):
                 index, rest = int(match[1]), match[2]
@@ -112,10 +108,7 @@ class FamilyView:
             if name.startswith(prefix):
                 module, _, leaf = name.rpartition(".")
                 row = Row(path=module, role=role, why_kept="not part of the language model", loads_quantized=False)
-                return Place(
-                    row=row, part="backbone", layer=None, expert=None, leaf=leaf, module=HFName(module),
-                    runtime=VLLMName(runtime + module[len(prefix) :]), shares="",
-                )  # fmt: skip
+                return _outside_layers(row, "backbone", leaf=leaf, runtime=runtime + module[len(prefix) :])
         return None
 
     def is_mtp(self, name: HFName) -> bool:
@@ -243,9 +236,15 @@ class FamilyView:
         if runtime.endswith("kv_a_proj_with_mqa"):
             shares = ""
         return Place(
-            row=row, part=part, layer=index, expert=expert, leaf=leaf, module=HFName(disk + path),
-            runtime=VLLMName(runtime), shares=disk + shares if shares else "",
-        )  # fmt: skip
+            row=row,
+            part=part,
+            layer=index,
+            expert=expert,
+            leaf=leaf,
+            module=HFName(disk + path),
+            runtime=VLLMName(runtime),
+            shares=disk + shares if shares else "",
+        )
 
     def _alone(self, runtime: str) -> str:
         """The module's name; latent attention without low-rank queries does not fuse its first projection."""
@@ -259,6 +258,14 @@ class FamilyView:
             return rows[template], ""
         module, _, leaf = template.rpartition(".")
         return (rows[module], leaf) if module in rows else None
+
+
+def _outside_layers(row: Row, part: Part, *, leaf: str, runtime: str) -> Place:
+    """The place of a tensor that is in no layer."""
+    module = HFName(row.path)
+    return Place(
+        row=row, part=part, layer=None, expert=None, leaf=leaf, module=module, runtime=VLLMName(runtime), shares=""
+    )
 
 
 def _at(holder: Mapping[str, Any], key: str) -> Any:
