@@ -2,8 +2,8 @@
 
 In: nothing, a model's name, or the name of a listing. Out: plain lines, a table, or JSON.
 
-Easy to get wrong: this is the first thing that people type, so it answers at once. Recipes are listed without being
-validated, and the word that says what to list is read here: typer 0.29 loads pydantic to take a word for a word.
+Easy to get wrong: people type this command first, so it must answer at once. It lists recipes without validating them,
+and reads its argument itself: typer 0.29 loads pydantic for an argument.
 """
 
 import difflib
@@ -55,7 +55,7 @@ def ls(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def screen(recipes: Iterable[Listed], width: int) -> list[str]:
-    """A line a model: its name, and its variants side by side."""
+    """One line for each model: its name and its variants."""
     table = {"model": ["variants (* what the bare model name means)"]}
     for model, variants in groupby(recipes, key=lambda recipe: recipe.model):
         table[model] = [f"{each.variant}{'*' * each.is_default}" for each in variants]
@@ -70,7 +70,7 @@ def screen(recipes: Iterable[Listed], width: int) -> list[str]:
 
 
 def details(variants: Sequence[Listed], width: int) -> list[str]:
-    """One model: where it comes from, and of each variant what it does and the command that runs it."""
+    """One model: its family and source, and for each variant what it does and the command that runs it."""
     model = variants[0]
     lines = [model.model, f"  family  {model.family}", f"  source  {model.source}"]
     for each in variants:
@@ -82,13 +82,13 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
             f"  keepmtp quantize {each.model if each.is_default else each.name}",
         ]
     if any(each.needs_batches for each in variants):
-        lines += ["", *_wrapped("Batches are text that the model is run on first, to calibrate it. That needs", width)]
+        lines += ["", *_wrapped("Batches are text that the model runs on first, to calibrate it. That needs", width)]
         lines += ["  pip install 'keepmtp[calibrate]'"]
     return lines
 
 
 def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
-    """A listing for machines; what its table shows is among it."""
+    """A listing for machines: the columns of its table, and more."""
     if listing == "models":
         return [
             {
@@ -181,7 +181,7 @@ def _unknown(what: str, recipes: Iterable[Listed]) -> RecipeError:
 
 
 def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:
-    """Lines of at most so many columns, broken between words only: names hold hyphens."""
+    """Lines of at most `width` columns, broken only between words: names have hyphens."""
     return textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False, break_long_words=False
     )

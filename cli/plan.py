@@ -1,4 +1,4 @@
-"""`keepmtp plan`: what would become of every tensor, from headers alone.
+"""`keepmtp plan`: the plan for every tensor, from headers alone.
 
 In: a model and choices. Out: tables, or JSON. Nothing is written.
 """

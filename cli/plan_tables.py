@@ -1,6 +1,8 @@
-"""What people and machines see of a plan: fates, calibration, config.json's entries, and what would stop the run.
+"""A plan for people and machines: fates, calibration, the entries of config.json, and what would stop the run.
 
 In: a plan. Out: tables on standard output, or one JSON value. Nothing is decided here.
+
+Easy to get wrong: the JSON has no refusals. Only people see what would stop the run.
 """
 
 from typing import Any
@@ -15,9 +17,9 @@ from .refusals import needs_calibration, refusals
 
 
 def show(made: Plan, *, as_json: bool) -> None:
-    """Print a plan, and for people also what would stop it from running."""
+    """Print a plan, and for people also what would stop the run."""
     if as_json:
-        tables.print_json(told(made))
+        tables.print_json(plan_json(made))
         return
     out = Console()
     out.print(tables.plan_summary(made))
@@ -28,7 +30,7 @@ def show(made: Plan, *, as_json: bool) -> None:
         out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False)
 
 
-def told(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan for machines: totals, rows by module group, the quantization_config, and the calibration."""
     return {
         "recipe": plan.recipe.model_dump(mode="json"),

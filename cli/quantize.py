@@ -96,7 +96,7 @@ def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
         tables.print_json(
             {
                 "out": str(result.out),
-                "plan": plan_tables.told(result.plan),
+                "plan": plan_tables.plan_json(result.plan),
                 "check": result.report.as_dict(),
                 "calibration": fact.model_dump(mode="json") if fact else None,
             }

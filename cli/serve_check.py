@@ -23,7 +23,7 @@ from rich.text import Text
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
-from ..recipes.families import find_family
+from ..recipes.families import find_view
 from ..validate.serving.acceptance import FLOOR, Run, Served, ServeReport
 from ..validate.serving.prompts import PROMPTS, read_prompts
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
@@ -103,7 +103,7 @@ def serve_check(
     assert checkpoint.folder is not None
     is_local = Path(path).is_dir()
     out = folder or (report_folder(checkpoint.folder) if is_local else _named(checkpoint))
-    view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
+    view = find_view(checkpoint.config, checkpoint.where)
     check = measure.Check(
         ks=measure.ks_up_to(k, view.num_mtp_layers),
         out=out,
@@ -244,7 +244,7 @@ def _write(report: ServeReport, checkpoint: "Source", source: "Source | None", o
     from ..validate.check.runtime_view import Evidence
     from ..validate.report.schema import Serve
 
-    view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
+    view = find_view(checkpoint.config, checkpoint.where)
     save(
         out,
         check_source(checkpoint, source=source),

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..checkpoints.source import Source, open_source
 from ..recipes.errors import RecipeError
-from ..recipes.families import find_family
+from ..recipes.families import find_view
 from ..recipes.shipped import find_path
 from ..validate.publish.provenance import RECORD
 
@@ -80,7 +80,7 @@ def refuse_stranger(checkpoint: Source, source: Source) -> None:
 
 
 def _marks(opened: Source) -> Mapping[str, object]:
-    view = find_family(opened.config, opened.where).view(opened.config)
+    view = find_view(opened.config, opened.where)
     return {"family": view.family.model_type} | {name: view.text_config.get(name) for name in _KEPT}
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from ..checkpoints.source import Entry, Source
 from ..checkpoints.stored import OTHER_LEAVES, Form, StoredWeight
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.family import FamilyView, HFName, Place, VLLMName
+from ..recipes.family import HFName, VLLMName
+from ..recipes.family_view import FamilyView, Place
 from ..recipes.schema import Recipe
 from ..recipes.schemes import SCHEMES, Scheme
 from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output

@@ -18,7 +18,8 @@ from ..checkpoints.source import Source
 from ..checkpoints.stored import stored_weights
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_family
-from ..recipes.family import Family, FamilyView, HFName, Part, VLLMName
+from ..recipes.family import Family, HFName, Part, VLLMName
+from ..recipes.family_view import FamilyView
 from ..recipes.schema import Recipe
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES, num_bytes
 from .decide import Given, Patterns, added_aliases, decide_other, decide_weight
@@ -110,7 +111,7 @@ def make_plan(recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES)
     assert recipe.mtp != "auto", f"{recipe.name}: a plan is of one candidate"
     family = find_family(source.config, source.where)
     _refuse_other_family(recipe, family, source)
-    view = family.view(source.config)
+    view = FamilyView(family=family, config=source.config)
     entries = _with_separate_mtp(source, view)
     weights, others = stored_weights(entries.values())
     _refuse_missing_mtp(view, source, entries)

@@ -14,7 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..recipes.family import FamilyView, Part, Place, VLLMName
+from ..recipes.family import Part, VLLMName
+from ..recipes.family_view import FamilyView, Place
 from ..recipes.schemes import SCHEMES
 from .plan import Plan
 from .tensor_plan import TensorPlan

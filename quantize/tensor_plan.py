@@ -13,7 +13,8 @@ from typing import Literal
 
 from ..checkpoints.source import Entry
 from ..checkpoints.stored import Form, StoredWeight
-from ..recipes.family import HFName, Part, Place, Role, VLLMName
+from ..recipes.family import HFName, Part, Role, VLLMName
+from ..recipes.family_view import Place
 from ..recipes.schemes import SCHEMES, Scheme, num_bytes
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]

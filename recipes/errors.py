@@ -1,11 +1,14 @@
-"""The ways keepmtp says no, all of them before a byte is written.
+"""The refusals of keepmtp. It raises them before it writes a byte.
 
-Every message is one sentence and its cure: `<where>: <rule>; got <value>. <what to do>.`
+In: four fields: where, rule, got and cure. Out: an error whose message is one sentence and its cure:
+`<where>: <rule>; got <value>. <what to do>.`
+
+Easy to get wrong: the message is for people. Code reads the fields, never the sentence.
 """
 
 from typing import TYPE_CHECKING, Self
 
-if TYPE_CHECKING:  # its callers have it; whoever only refuses does not need it
+if TYPE_CHECKING:  # the callers import it; a refusal alone does not need it
     from pydantic import ValidationError
 
 
@@ -13,10 +16,10 @@ class KeepMTPError(ValueError):
     """A refusal. The command line prints it as one line, without a traceback.
 
     Attributes:
-        where: the file, tensor, option or station that the rule is about. Empty while only a caller knows it: `at`
-            gives it then.
-        rule: what must hold.
-        got: what was there instead.
+        where: the file, tensor, option or command that the rule is about. Empty where only a caller knows it; the
+            caller adds it with `at`.
+        rule: what must be true.
+        got: what is there instead.
         cure: what to do.
     """
 
@@ -31,24 +34,24 @@ class KeepMTPError(ValueError):
         return f"{place}{self.rule}; got {self.got}. {self.cure}{stop}"
 
     def at(self, where: object) -> Self:
-        """The same refusal, at a place that its maker did not know."""
+        """The same refusal, with a place in front of its own."""
         return type(self)(f"{where}: {self.where}" if self.where else where, self.rule, got=self.got, cure=self.cure)
 
     def with_cure(self, cure: str) -> Self:
-        """The same refusal with another way out."""
+        """The same refusal, with another cure."""
         return type(self)(self.where, self.rule, got=self.got, cure=cure)
 
 
 class RecipeError(KeepMTPError):
-    """The recipe, the family table or a command-line choice asks for something that cannot be done."""
+    """The recipe, the family table or a command line asks for something that is not possible."""
 
 
 class CheckpointError(KeepMTPError):
-    """A file of the source checkpoint is missing, broken or not what its config.json promises."""
+    """A file of a checkpoint is missing, broken, or not what its config.json promises."""
 
 
 class VLLMError(KeepMTPError):
-    """There is no vLLM to ask, or not one that keepmtp knows, or a server cannot be started beside what runs here."""
+    """There is no vLLM, or none that keepmtp knows, or a server cannot run on this machine now."""
 
 
 class GateError(KeepMTPError):
@@ -56,6 +59,6 @@ class GateError(KeepMTPError):
 
 
 def first_fault(error: "ValidationError") -> str:
-    """The first thing that is not as a file's form wants it, with its place: `recipe.revision: Field required`."""
+    """The first error of a validation, after its place: `recipe.revision: Field required`."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"

@@ -1,9 +1,9 @@
-"""What pip must have installed for a job, asked before the job begins.
+"""Which packages a job needs, checked before the job begins.
 
-In: the name of one of keepmtp's extras. Out: nothing, or a refusal that says what to install. The list is the installed
-package's own metadata, so it cannot differ from what pip was told. Nothing is imported, so that asking costs little.
+In: the name of one of keepmtp's extras. Out: nothing, or a refusal that says what to install. The list comes from the
+metadata of the installed package, so it is the list that pip used. The check imports no package, so it is fast.
 
-Easy to get wrong: an extra may include another (`keepmtp[quantize]`), and a package of the wrong version is missing.
+Easy to get wrong: an extra may include another (`keepmtp[quantize]`). A package with the wrong version is missing.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _PACKAGE = "keepmtp"
 
 
 def requirements(extra: str) -> list[Requirement]:
-    """What an extra adds to the base install, with what the extras that it includes add.
+    """What an extra adds to the base install, directly or through another extra.
 
     Args:
         extra: a name from `project.optional-dependencies` of pyproject.toml.
@@ -26,20 +26,20 @@ def requirements(extra: str) -> list[Requirement]:
 
 
 def missing(extra: str) -> list[str]:
-    """What an extra needs and is not there: "torch", or "torch>=2.8" where the version is another."""
+    """The packages of an extra that are not installed: "torch", or "torch>=2.8" where the version is wrong."""
     return sorted({lack for needed in requirements(extra) if (lack := _lack(needed))})
 
 
 def require_extra(where: object, extra: str, *, otherwise: str = "") -> None:
-    """Refuse where a package is missing.
+    """Refuse if a package is missing.
 
     Args:
-        where: what needs it.
-        extra: of keepmtp.
-        otherwise: what can be done without it, as words behind "or".
+        where: the job that needs the extra.
+        extra: name of the extra.
+        otherwise: what is possible without it, as words after "or".
 
     Raises:
-        RecipeError: names the packages, and what to install.
+        RecipeError: names the missing packages and the command that installs them.
     """
     if absent := missing(extra):
         cure = f"Run pip install 'keepmtp[{extra}]'" + (f", or {otherwise}" if otherwise else "")

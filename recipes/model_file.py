@@ -9,8 +9,8 @@ as `schema.Recipe` reads it, and its text. For example:
       nvfp4-fp8: {experts: NVFP4, rest: FP8_DYNAMIC, mtp: bf16, calibration: ultrachat-256x2048, summary: ...}
 
 `groups` names the module groups that the model has. `rest` gives one word to all groups that the variant does not name.
-`calibration` is the name of a block in `recipes/calibrations.yaml`, a block, or null. The blocks in `BLOCKS` may stand
-in the file, for all variants, or in a variant.
+`calibration` is the name of a block in `recipes/calibrations.yaml`, a block, or null. Each of `BLOCKS` may be a key
+of the file, for all variants, or of one variant.
 
 Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not merged. The file's
 `mtp_auto` is only for the variants with `mtp: auto`.
@@ -169,7 +169,7 @@ class _Inline(dict[str, Any]):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Indents the items of a list, and writes a value twice where it stands twice."""
+    """Indents the items of a list, and writes no anchors."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, indentless=False)

@@ -1,10 +1,10 @@
 """How a checkpoint is evaluated, and what its results must be: the `evaluation` and `gates` blocks of a recipe.
 
-In: YAML. Out: frozen values. A recipe that leaves a block out is judged by the values here, so every default is part of
-the protocol: reports and model cards print each of them.
+In: YAML. Out: frozen values. The defaults here are for a recipe without these blocks, so every default is part of the
+protocol: reports and model cards print each of them.
 
-Easy to get wrong: two scores compare only if every field of `Evaluation` is the same. GSM8K moves by several points
-with shots, chat template and the filter that reads the answer.
+Easy to get wrong: two scores can be compared only if every field of `Evaluation` is the same. A GSM8K score changes by
+several points with the shots, the chat template and the filter that reads the answer.
 """
 
 from pathlib import Path
@@ -30,17 +30,18 @@ class Evaluation(_Frozen):
     """One protocol, for the source and for the checkpoint.
 
     Attributes:
-        task: lm-evaluation-harness's; it gives prompt, stop words and both filters (strict-match, flexible-extract).
+        task: a task of lm-evaluation-harness. It has the prompt, the stop words and two filters (strict-match,
+            flexible-extract).
         dataset: None for the task's own on the Hub, or a .jsonl file with the fields `question` and `answer`.
-        dataset_revision: Hub revision; None for its newest. A file has none.
-        shots: solved examples before each question. A file's come from its other rows.
-        api: `completions` sends the text as it is, `chat` sends messages through the model's chat template, with the
+        dataset_revision: Hub revision; None for the newest. A file has none.
+        shots: solved examples before each question. The shots for a file are other rows of it.
+        api: `completions` sends the text as it is. `chat` sends messages through the model's chat template, with the
             shots as earlier turns.
-        max_tokens: generated for each question, at most. Answers cut there are counted, not excluded.
-        k: speculative tokens a step (method=mtp).
-        concurrency: requests in flight.
-        limit: first questions only; None for all.
-        seed: of the shots drawn and of the server. Decoding is greedy.
+        max_tokens: limit of the tokens for each answer. An answer that is cut there counts like the others.
+        k: drafted tokens in each step (method=mtp).
+        concurrency: number of requests at the same time.
+        limit: number of questions, from the first; None for all.
+        seed: for the choice of shots and for the server. Decoding is greedy.
     """
 
     task: Task = "gsm8k"
@@ -61,7 +62,7 @@ class Evaluation(_Frozen):
 
     @property
     def title(self) -> str:
-        """The task, or only its form where the questions are somebody's own."""
+        """The task, or "<task> form" where the questions are from a file."""
         return f"{self.task} form" if self.dataset else self.task
 
     @model_validator(mode="after")
@@ -85,10 +86,10 @@ class Gates(_Frozen):
 
     Attributes:
         max_drop: of the GSM8K score, as a share of all questions (0.02: two points).
-        filter: whose score is judged; both are reported.
-        min_acceptance: share of the source's draft acceptance.
-        confidence: of both judgements, one-sided. A gate whose bound lies on the other side of the limit than its
-            estimate is neither passed nor failed: too few samples.
+        filter: the gate uses the score of this filter; the report has both.
+        min_acceptance: least share of the source's draft acceptance.
+        confidence: of both judgements, one-sided. If the limit is between the estimate and its bound, the gate neither
+            passes nor fails: there are too few samples.
     """
 
     max_drop: Annotated[float, Field(gt=0, lt=1)] = 0.02

@@ -1,13 +1,13 @@
-"""What each quantization scheme puts on disk: tensors, dtypes, shapes, and the widths it needs.
+"""What each quantization scheme stores: tensors, dtypes, shapes, and the widths it needs.
 
 In: a weight's logical shape [N, K] (N output channels, K input channels). Out: the tensors that replace `weight`, and
-the two argument blocks of compressed-tensors' `config_groups`. Nothing here computes: numbers are `quantize/pack.py`.
+the two argument blocks of compressed-tensors' `config_groups`. `quantize/pack.py` computes the numbers.
 
-Easy to get wrong: global scales of NVFP4 are divisors (448 * 6 / amax) in compressed-tensors and multipliers in
-modelopt, and modules that vLLM fuses must share one, because vLLM keeps a single value for the fused module.
+Easy to get wrong: a global scale of NVFP4 is a divisor (448 * 6 / amax) in compressed-tensors and a multiplier in
+modelopt. Modules that vLLM fuses must have the same one, because vLLM keeps one value for the fused module.
 
-Source: compressed-tensors 0.19.0 quantization/quant_scheme.py (presets) and compressors/*; shapes checked by
-tests/test_schemes.py against compressed-tensors' own compressors.
+Source: compressed-tensors 0.19.0 quantization/quant_scheme.py (presets) and compressors/*. Tests compare the shapes
+with those of compressed-tensors' own compressors.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a packed module: `suffix` replaces `weight` in the name; dtype is safetensors' spelling."""
+    """One tensor of a packed module: `suffix` replaces `weight` in the name; dtype is the name in safetensors."""
 
     suffix: str
     dtype: str
@@ -31,13 +31,13 @@ class Scheme:
 
     Attributes:
         format: compressed-tensors' compression format.
-        weights: `config_groups[*].weights`, without fields at their defaults.
+        weights: `config_groups[*].weights`.
         inputs: `config_groups[*].input_activations`, or None for weight-only schemes.
-        group_size: input channels per scale; K must be a multiple. None where one scale spans K.
-        block: rows and columns per scale for block schemes.
-        shares_global_scale: modules fused at run time need one common global scale.
-        needs_calibration: input scales are static, so batches have to be seen.
-        data_free: the scheme to use instead where nothing may be calibrated.
+        group_size: input channels for each scale; K must be a multiple. None where one scale is for all of K.
+        block: rows and columns for each scale in block schemes.
+        shares_global_scale: modules that vLLM fuses need the same global scale.
+        needs_calibration: input scales are static, so the model must run on batches.
+        data_free: the scheme to use instead where there are no batches.
         extra: the static input scales.
     """
 
@@ -57,7 +57,7 @@ class Scheme:
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether one of its scales is a single value for a whole tensor."""
+        """Whether one of its scales is one value for a whole tensor."""
         return self.shares_global_scale or self.weights["strategy"] == "tensor"
 
     def tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
@@ -65,7 +65,7 @@ class Scheme:
         return self.weight_tensors(num_rows, num_columns) + self.extra
 
     def weight_tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
-        """Those of them that the weight alone decides: all but static input scales."""
+        """The tensors that depend on the weight alone: all but the static input scales."""
         n, k = num_rows, num_columns
         scale_columns = k // self.group_size if self.group_size else 1
         match self.format:
@@ -110,7 +110,7 @@ class Scheme:
         return main
 
     def k_multiple(self) -> int:
-        """K must be a multiple of this; 1 where any width will do."""
+        """K must be a multiple of this; 1 where any width is possible."""
         per_word = 32 // self.bits if self.format == "pack-quantized" else 1
         return max(self.group_size or 1, per_word)
 
@@ -125,7 +125,7 @@ class Scheme:
 
 
 def _args(**given: Any) -> Mapping[str, Any]:
-    """compressed-tensors' QuantizationArgs, spelled out: readers in other tools do not share its defaults."""
+    """All fields of compressed-tensors' QuantizationArgs: other tools may have other defaults."""
     base = {
         "num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False,
         "group_size": None, "block_structure": None, "actorder": None,
@@ -215,12 +215,12 @@ REWRITES: Mapping[str, frozenset[str]] = MappingProxyType(
         "smoothquant": frozenset({"W8A8"}),
     }
 )
-"""Calibration algorithm -> the schemes whose weights it rewrites; a recipe's others are rounded to nearest."""
+"""Calibration algorithm -> the schemes whose weights it rewrites. Weights of other schemes are rounded to nearest."""
 
 RESCALING = frozenset({"awq", "smoothquant"})
-"""Algorithms that move scale between neighbouring modules: what lies beside the weights they rewrite may change too."""
+"""Algorithms that move scale from one module to the next: modules next to the rewritten weights may change too."""
 
-# How many bits one element of a safetensors dtype takes.
+# Bits of one element of a safetensors dtype.
 DTYPE_BITS: Mapping[str, int] = MappingProxyType({
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8,

@@ -1,9 +1,9 @@
-"""What ships with keepmtp: where a recipe's relative path leads.
+"""Relative paths in recipes: a file or folder of the user, or one that ships with keepmtp.
 
-In: a path as a recipe or a command line names it. Out: the file or folder.
+In: a path from a recipe or a command line. Out: the file or folder.
 
-Easy to get wrong: a recipe that ships says `models/tiny-glm4-moe`, and is run from anywhere. The current folder comes
-first, so that a path somebody typed means what it says.
+Easy to get wrong: a shipped recipe says `models/tiny-glm4-moe`, and a user runs it from any folder. The current folder
+comes first, so that a path that a user typed means what it says.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ _HOME = Path(__file__).parent.parent  # the checkout, or the installed package
 
 
 def find_path(name: str | Path) -> Path | None:
-    """The file or folder of that name in the current folder, else among the shipped models; None if neither has it."""
+    """The file or folder in the current folder, else among the shipped models; None if it is in neither."""
     path = Path(name)
     places = (path, _HOME / path) if path.parts[:1] == (_MODELS,) else (path,)
     return next((place for place in places if place.exists()), None)

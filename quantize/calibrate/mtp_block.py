@@ -28,7 +28,8 @@ from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrai
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ...recipes.errors import RecipeError
-from ...recipes.family import Draft, FamilyView, HFName
+from ...recipes.family import Draft, HFName
+from ...recipes.family_view import FamilyView
 from ..plan import Plan
 from ..tensor_plan import TensorPlan
 from .binding import Binding, Names, bind

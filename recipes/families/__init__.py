@@ -1,6 +1,9 @@
-"""One file a family, named after its HF `model_type`; a new file is found by itself.
+"""The families: one file for each, with the name of its HF `model_type`.
 
-A family file defines `FAMILY`. Files whose name starts with an underscore are shared pieces.
+In: a config.json. Out: the family, or its names for that checkpoint. A family file defines `FAMILY`, and keepmtp finds
+a new file by itself.
+
+Easy to get wrong: a file whose name starts with an underscore is not a family.
 """
 
 import difflib
@@ -13,8 +16,9 @@ from typing import Any
 
 from ..errors import RecipeError
 from ..family import Family
+from ..family_view import FamilyView
 
-# What vLLM 0.32.0 answers to method=mtp (config/speculative.py), by model_type: there is no MTP draft to keep.
+# For each model_type without an MTP draft: vLLM 0.32.0's answer to method=mtp (config/speculative.py).
 REFUSED: Mapping[str, str] = {
     "deepseek_v41": (
         "DeepSeek V4.1 has no classic-MTP draft: its checkpoints ship DSpark stages under mtp.* "
@@ -26,7 +30,7 @@ REFUSED: Mapping[str, str] = {
 
 @cache
 def families() -> Mapping[str, Family]:
-    """Every family by each model_type it serves, or by its architectures where the model_type is another's."""
+    """Every family by each of its model_types, or by its architectures if another family has its model_type."""
     found: dict[str, Family] = {}
     for module in sorted(pkgutil.iter_modules([str(Path(__file__).parent)]), key=lambda module: module.name):
         if module.name.startswith("_"):
@@ -38,11 +42,11 @@ def families() -> Mapping[str, Family]:
 
 
 def find_family(config: Mapping[str, Any], where: object) -> Family:
-    """The family of a checkpoint, by its config.json.
+    """The family of the checkpoint that `config` (its config.json) describes.
 
     Raises:
-        RecipeError: vLLM has no MTP draft for this model_type, or there is no table for it; then the message names the
-            nearest one and how to add a family.
+        RecipeError: vLLM has no MTP draft for this model_type, or keepmtp has no table for it. Then the message names
+            the nearest one and says how to add a family.
     """
     model_type = config.get("model_type", "")
     architecture = (config.get("architectures") or [""])[0]
@@ -60,3 +64,12 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
         cure=f"The nearest family is {nearest}: copy recipes/families/{families()[nearest].model_type}.py to "
         f"recipes/families/{model_type or '<model_type>'}.py and edit its rows (CONTRIBUTING.md, 'A new family')",
     )
+
+
+def find_view(config: Mapping[str, Any], where: object) -> FamilyView:
+    """The names of the checkpoint that `config` (its config.json) describes.
+
+    Raises:
+        RecipeError: as `find_family`.
+    """
+    return FamilyView(family=find_family(config, where), config=config)

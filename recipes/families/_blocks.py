@@ -1,7 +1,9 @@
-"""Building blocks that families share: attention, MLP and expert modules as rows.
+"""Rows that many families share: attention, MLP and expert modules.
 
-A leading underscore keeps this file out of the family registry. Runtime names are those of vLLM 0.32.0
+In: paths of modules on disk. Out: rows of a family table. Runtime names are those of vLLM 0.32.0
 (`packed_modules_mapping` of the model classes, model_executor/models/*).
+
+Easy to get wrong: a file with a leading underscore is not a family (`families.families`).
 """
 
 from dataclasses import replace
@@ -16,17 +18,17 @@ HEAD = "shared between target and draft; its logits decide acceptance"
 
 
 def fused(runtime: str, *paths: str, role: Role) -> tuple[Row, ...]:
-    """Rows of the modules `paths`, in the order of their rows, that vLLM builds as the one module `runtime`."""
+    """Rows of the modules `paths`, which vLLM fuses in this order into the module `runtime`."""
     return tuple(Row(path=path, role=role, runtime=runtime, shares=runtime) for path in paths)
 
 
 def plain(role: Role, *paths: str) -> tuple[Row, ...]:
-    """Rows of modules that vLLM builds under the name they have on disk."""
+    """Rows of modules that have the same name in vLLM as on disk."""
     return tuple(Row(path=path, role=role) for path in paths)
 
 
 def kept(role: Role, reason: str, *paths: str, loads_quantized: bool = False) -> tuple[Row, ...]:
-    """Rows of modules that are never quantized; mostly vLLM has no slots for their scales either."""
+    """Rows of modules that no recipe quantizes; mostly vLLM has no slots for their scales."""
     return tuple(Row(path=path, role=role, why_kept=reason, loads_quantized=loads_quantized) for path in paths)
 
 
@@ -39,10 +41,10 @@ def gated_mlp(stem: str, role: Role) -> tuple[Row, ...]:
 def routed_experts(
     stem: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", *, aliases: bool = False
 ) -> tuple[Row, ...]:
-    """`stem`.{e}.<gate|up|down>: one RoutedExperts module at run time, w13 sharing a global scale per expert.
+    """`stem`.{e}.<gate|up|down>: in vLLM one RoutedExperts module, with one global scale for w13 of each expert.
 
-    With `aliases`, the names gate_proj, up_proj and down_proj are listed too: vLLM before 0.32 asked for those
-    whatever the checkpoint called them.
+    With `aliases`, the rows also have the names gate_proj, up_proj and down_proj: vLLM before 0.32 asked for those,
+    even if the checkpoint had other names.
     """
     w13 = f"{stem}.{{e}}.w13"
     other = {gate: "gate_proj", up: "up_proj", down: "down_proj"} if aliases else {}
@@ -56,7 +58,7 @@ def routed_experts(
 
 
 def nested(parent: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The same rows for a block that lies under `parent` on disk and directly under the stem at run time."""
+    """The same rows for a block that is under `parent` on disk and directly under the stem in vLLM."""
     return tuple(
         replace(
             row, path=parent + row.path, runtime=row.runtime or row.path, shares=row.shares and parent + row.shares,
@@ -72,7 +74,7 @@ GQA = (
     *kept("norm", NORM, "self_attn.q_norm", "self_attn.k_norm"),
 )
 
-# q_proj stands alone where the model has no q_lora_rank.
+# q_proj is not fused where the model has no q_lora_rank.
 MLA = (
     *fused("self_attn.fused_qkv_a_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa", role="attention"),
     *plain("attention", "self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj", "self_attn.o_proj"),

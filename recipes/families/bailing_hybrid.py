@@ -19,7 +19,7 @@ from ._blocks import (
     routed_experts,
 )  # fmt: skip
 
-# q_proj stands alone where the model has no q_lora_rank.
+# q_proj is not fused where the model has no q_lora_rank.
 LATENT = (
     *(Row(path=f"attention.{name}", role="attention", runtime="self_attn.fused_qkv_a_proj",
           shares="self_attn.fused_qkv_a_proj") for name in ("q_a_proj", "kv_a_proj_with_mqa")),

@@ -1,9 +1,9 @@
-"""ERNIE 4.5 with routed experts: grouped-query attention, one dense MTP layer whose parts lie side by side on disk.
+"""ERNIE 4.5 with routed experts: grouped-query attention, one dense MTP layer in several parts on disk.
 
-vLLM 0.32.0: model_executor/models/ernie45_moe.py, ernie_mtp.py. The name trap of this family: on disk the block is
-`model.mtp_block.0`, with its glue and norms beside it (`model.mtp_linear_proj.0`); the draft constructs the block as
-`model.layers.{num_hidden_layers}` and maps no second layer. Its decoder layer is Llama's: dense, though the model has
-experts.
+vLLM 0.32.0: model_executor/models/ernie45_moe.py, ernie_mtp.py. Easy to get wrong: on disk the block is
+`model.mtp_block.0`, and its glue and norms are in other modules (`model.mtp_linear_proj.0`). The draft constructs the
+block as `model.layers.{num_hidden_layers}` and maps no second layer. Its decoder layer is Llama's: dense, though the
+model has experts.
 """
 
 from ..family import Draft, Family, Layout, Loader, Row, Stem
@@ -25,12 +25,12 @@ FAMILY = Family(
     block=(
         *GQA,
         *DEEPSEEK_MLP,
-        # A row [1, experts], not a matrix: named whole, so that no list of modules speaks of it.
+        # A row [1, experts], not a matrix. The path is the full name, so that no list of modules has it.
         Row(path="mlp.moe_statics.e_score_correction_bias", role="router", why_kept=ROUTER, loads_quantized=False),
         *NORMS,
     ),
     loader=Loader(unknown_name="ValueError", missing_count="AttributeError"),
-    # vLLM's draft is Llama's layer, whose rotary embedding pairs other dimensions than the backbone's.
+    # vLLM's draft is Llama's layer. Its rotary embedding pairs other dimensions than the backbone's.
     draft=Draft(
         model_type="llama",
         classes="Llama",

@@ -41,5 +41,5 @@ FAMILY = Family(
         final_norm="mtp.norm",
         zeroes_first=False, chains_normed=True, proof="source",
     ),
-    notes="MTP is mtp.*, beside the language model; vLLM assumes one MTP layer when config.json names none",
+    notes="MTP is mtp.*, outside the language model; vLLM assumes one MTP layer when config.json names none",
 )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Gemma 4's assistants: the draft as a checkpoint of its own, whose four layers make one draft token.
+"""Gemma 4's assistants: the draft is a checkpoint of its own, with four layers for one draft token.
 
 vLLM 0.32.0: model_executor/models/gemma4_mtp.py. There is no backbone here: the target is another checkpoint, which
-needs no word about MTP, and this one is named in the speculative config's `model`. The draft reads its own
-quantization config, and attends to the target's keys and values: its layers have queries only. Its modules are
-constructed as `draft_model.*`, and without a packed mapping: a list must name `gate_up_proj` itself.
+says nothing about MTP. The speculative config's `model` names this one. The draft reads its own quantization config and
+attends to the target's keys and values: its layers have only queries. vLLM constructs its modules as `draft_model.*`,
+without a packed mapping: a list must name `gate_up_proj` itself.
 """
 
 from ..family import Family, Layout, Loader, Row, Stem

@@ -3,7 +3,7 @@
 vLLM 0.32.0: models/glm5next/common/{model,kda,attention,mtp}.py. Attention of both kinds is built without a
 quantization config in target and draft (FP8 blocks of some latent projections are dequantized on load), so it stays
 BF16; MLPs and experts take packed weights. The draft is constructed as `model.layers.{N}`, the target as
-`language_model.model.layers.{i}`: entries in the names on disk do not reach the draft.
+`language_model.model.layers.{i}`: entries with the names on disk do not reach the draft.
 """
 
 from dataclasses import replace

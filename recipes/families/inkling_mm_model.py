@@ -1,8 +1,9 @@
 """Inkling: attention with short convolutions, experts stacked and interleaved on disk, dense MTP blocks in BF16 only.
 
-vLLM 0.32.0: models/inkling/nvidia/{model,attention,mlp,moe,mtp}.py. The draft's blocks are built without a quantization
-config: quantized ones cannot be loaded. The target's packed experts are read stacked, rows of gate and up interleaved
-(`w13_weight.weight_packed`), which this table cannot write, so they stay BF16; so do the shared ones, built plain.
+vLLM 0.32.0: models/inkling/nvidia/{model,attention,mlp,moe,mtp}.py. vLLM builds the draft's blocks without a
+quantization config and cannot load quantized ones. It reads the target's packed experts stacked, with rows of gate and
+up interleaved (`w13_weight.weight_packed`). keepmtp cannot write that, so they stay BF16. The shared experts, which
+vLLM builds plain, stay BF16 too.
 """
 
 from dataclasses import replace

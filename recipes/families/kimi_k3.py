@@ -1,9 +1,9 @@
 """Kimi-K3: delta attention and gated latent attention, experts in a latent space, one inlined MTP layer.
 
 vLLM 0.32.0: models/kimi_k3/nvidia/{model,mla,kda,mtp}.py. moonshotai/Kimi-K3 itself has no MTP layer. The draft is
-constructed as `model.layers.{N}`, the target as `language_model.model.layers.{i}`: entries in the names on disk do not
-reach the draft. Its loader skips what has no parameter without a word, but demands a tensor of each MTP layer. g_proj
-is part of two fused modules: in_proj_qkvgfab in delta attention, fused_qkv_a_g_proj in latent attention.
+constructed as `model.layers.{N}`, the target as `language_model.model.layers.{i}`: entries with the names on disk do
+not reach the draft. Its loader skips a tensor without a parameter in silence, but needs a tensor of each MTP layer.
+g_proj is in two fused modules: in_proj_qkvgfab in delta attention, fused_qkv_a_g_proj in latent attention.
 """
 
 from ..family import Family, Layout, Loader, Renames, Row, Stem

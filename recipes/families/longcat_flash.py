@@ -1,8 +1,8 @@
-"""LongCat-Flash: two latent attentions and two dense MLPs a layer beside routed experts, dense MTP under `model.mtp`.
+"""LongCat-Flash: two latent attentions, two dense MLPs and routed experts a layer, dense MTP under `model.mtp`.
 
 vLLM 0.32.0: model_executor/models/longcat_flash.py, longcat_flash_mtp.py. The draft is constructed as `model.layers.{2
-* num_layers}`, its eh_proj under the bare name `eh_proj`. Its loader renames a fixed list of names that end in
-`.weight` and `.weight_scale_inv`: no scheme of compressed-tensors can be loaded there, the block stays plain.
+* num_layers}`, its eh_proj as just `eh_proj`. Its loader renames a fixed list of names that end in `.weight` and
+`.weight_scale_inv`. It can load no scheme of compressed-tensors, so the block stays plain.
 """
 
 from dataclasses import replace

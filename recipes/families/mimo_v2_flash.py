@@ -1,11 +1,11 @@
 """MiMo-V2-Flash: full and sliding attention with sinks, routed experts, three dense MTP layers under `model.mtp`.
 
 vLLM 0.32.0: model_executor/models/mimo_v2.py, mimo_v2_mtp.py. Both loaders skip a tensor without a parameter in
-silence, and `eh_proj` and the draft's `o_proj` are built without a quantization config: quantized, they stay
-unwritten without a word. vLLM drafts with the first of the three layers only; config.json counts none.
+silence. vLLM builds `eh_proj` and the draft's `o_proj` without a quantization config: if they are quantized, it does
+not load them and does not say so. It drafts with the first of the three layers only; config.json counts none.
 
-MiMo-V2 Pro, V2.5 and Omni (model_type mimo_v2) are no part of this table: they store q, k and v as one tensor whose
-rows are interleaved for four ranks, and vLLM puts those rows in order for its own FP8 format only.
+MiMo-V2 Pro, V2.5 and Omni (model_type mimo_v2) are not in this table. They store q, k and v as one tensor with rows
+interleaved for four ranks, and vLLM puts those rows in order only for its own FP8 format.
 """
 
 from ..family import Draft, Family, Layout, Loader, Row, Stem

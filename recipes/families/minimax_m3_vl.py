@@ -1,8 +1,8 @@
-"""MiniMax-M3: block-sparse attention whose indexer is fused into qkv_proj, routed experts, MTP under `model.mtp`.
+"""MiniMax-M3: block-sparse attention with its indexer fused into qkv_proj, routed experts, MTP under `model.mtp`.
 
 vLLM 0.32.0: models/minimax_m3/nvidia/{model,mtp}.py. The draft is constructed as `model.layers.{i}`, the target as
 `language_model.model.layers.{i}`: entries in the names on disk (`language_model.model.mtp.*`) never match, and a
-pattern that is not anchored at the start hits both. The loaders skip what has no parameter without a word.
+pattern that is not anchored at the start hits both. The loaders skip a tensor without a parameter in silence.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ INDEXER = (
     *fused("self_attn.qkv_proj", "self_attn.index_q_proj", "self_attn.index_k_proj", role="attention"),
     *kept("norm", NORM, "self_attn.index_q_norm", "self_attn.index_k_norm"),
 )
-# PerTensorScaleParameter (model_executor/parameter.py) knows the shards q, k and v alone.
+# PerTensorScaleParameter (model_executor/parameter.py) knows only the shards q, k and v.
 ATTENTION = tuple(
     replace(row, takes_tensor_scale=row.runtime != "self_attn.qkv_proj", in_every_layer=row not in INDEXER)
     for row in (*GQA, *INDEXER)

@@ -1,9 +1,9 @@
 """Nemotron-H (Nemotron 3 Super and Ultra): Mamba-2, attention and latent experts in layers of one mixer each.
 
-vLLM 0.32.0: model_executor/models/nemotron_h.py, nemotron_h_mtp.py. An MTP layer is a row of such layers
-(`mtp_hybrid_override_pattern`, "*E": attention, then experts), glue before the first and a norm behind the last. The
-draft reads config.json afresh: entries for it are in its own names (`mtp.layers.*`), those on disk. Its loader skips
-unknown names in silence.
+vLLM 0.32.0: model_executor/models/nemotron_h.py, nemotron_h_mtp.py. An MTP layer is a list of such layers
+(`mtp_hybrid_override_pattern`, "*E": attention, then experts), with glue before the first and a norm after the last.
+The draft reads config.json again: entries for it have its own names (`mtp.layers.*`), which are those on disk. Its
+loader skips unknown names in silence.
 """
 
 from ..family import Draft, Family, Layout, Loader, Renames, Row, Stem
@@ -12,7 +12,7 @@ from ._blocks import EMBEDDING, HEAD, NORM, ROUTER, fused, kept, plain
 JOINS = "joins embedding and hidden state for the whole draft"
 LATENT = "every routed expert reads and writes through it"
 RECURRENCE = "small, sets the recurrence"
-# compressed_tensors_moe.py asks for all three projections of expert 0, the missing one by the name of its absence.
+# compressed_tensors_moe.py asks for all three projections of expert 0, also for the one that is missing.
 NO_GATE = "mixer.experts.{e}.None"
 
 FAMILY = Family(

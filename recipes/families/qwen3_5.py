@@ -69,5 +69,5 @@ FAMILY = Family(
         chains_normed=True,
         proof="vllm",
     ),
-    notes="MTP is mtp.*, beside the language model also in vision-language checkpoints",
+    notes="MTP is mtp.*, outside the language model also in vision-language checkpoints",
 )

@@ -3,7 +3,7 @@
 vLLM 0.32.0: models/qwen4_exp/nvidia/{model,qsa,mtp}.py. The draft's layers are constructed as
 `mtp.layers.{num_hidden_layers + i}`. Under modelopt vLLM adds num_hidden_layers to the layer of each `mtp.` entry,
 under compressed-tensors it does not: there an entry needs the number at run time. The indexer's projection is part of
-qkv_proj. The draft reads config.json afresh.
+qkv_proj. The draft reads config.json again.
 """
 
 from dataclasses import replace

@@ -15,7 +15,7 @@ from checkpoint_files import Checkpoint, as_source
 from keepmtp.quantize.output import output_config
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.quantize.quant_config import runtime_modules
-from keepmtp.recipes.families import find_family
+from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import QUANTIZABLE_ROLES, HFName
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
@@ -54,7 +54,7 @@ def planned(model: str, scheme: str, mtp: str, size: str = "tiny", **changes: An
     """Our plan for a model: one scheme for the whole backbone, and a policy for the MTP block."""
     config, tensors = releases.source_layout(model, size=size, changes=changes)
     source = as_source(Checkpoint(config=config, tensors=dict(tensors)), Path("/nonexistent"))
-    view = find_family(config, model).view(config)
+    view = find_view(config, model)
     places = [view.place(HFName(name)) for name in tensors]
     roles = {p.role for p in places if p and p.part == "backbone" and not p.row.why_kept} & set(QUANTIZABLE_ROLES)
     words = (scheme, mtp) if roles else (mtp,)  # a draft of its own has no backbone

@@ -22,7 +22,7 @@ from checkpoint_files import Checkpoint
 from good import ours, planned
 from keepmtp.quantize.plan import Plan
 from keepmtp.quantize.quant_config import RuntimeModule, runtime_modules
-from keepmtp.recipes.family import FamilyView
+from keepmtp.recipes.family_view import FamilyView
 from keepmtp.validate.check.dialects.matching import renamer
 
 # keepmtp's scheme -> modelopt's quant_algo.

@@ -16,8 +16,9 @@ import pytest
 import releases
 from keepmtp.checkpoints.stored import SCALE_LEAVES
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.families import families, find_family
-from keepmtp.recipes.family import FamilyView, HFName
+from keepmtp.recipes.families import families, find_family, find_view
+from keepmtp.recipes.family import HFName
+from keepmtp.recipes.family_view import FamilyView
 from tensors import ITEM_BYTES, Tensors, num_bytes
 
 MODELS = tuple(releases.MODELS)
@@ -27,7 +28,7 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 @cache
 def view_of(model: str, size: str = "tiny") -> tuple[FamilyView, Tensors]:
     config, tensors = releases.source_layout(model, size=size)
-    return find_family(config, model).view(config), tensors
+    return find_view(config, model), tensors
 
 
 def without_most_experts(tensors: Tensors) -> list[HFName]:
@@ -80,7 +81,7 @@ def test_the_mtp_block_is_all_of_what_is_published(model):
     depth = {"num_hidden_layers": 4}
     changes = {"text_config": depth} if "text_config" in releases.MODELS[model] else depth
     config, tensors = releases.source_layout(model, size="full", changes=changes)
-    view = find_family(config, model).view(config)
+    view = find_view(config, model)
     found = [name for name in map(HFName, tensors) if view.is_mtp(name)]
     num_layers = layouts.PUBLISHED[model].num_mtp_layers if model in layouts.PUBLISHED else 1
     assert view.num_mtp_layers == num_layers

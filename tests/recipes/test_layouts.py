@@ -14,8 +14,8 @@ def test_transformers_loads_the_published_names(model, tmp_path):
     config, tensors = releases.source_layout(model, size="tiny")
     releases.write_checkpoint(tmp_path, config, tensors, data="random")
     model_class = getattr(transformers, config["architectures"][0])
-    _, told = model_class.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.bfloat16)
-    assert {key: sorted(names) for key, names in told.items() if names} == {}
+    _, loading = model_class.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.bfloat16)
+    assert {key: sorted(names) for key, names in loading.items() if names} == {}
 
 
 def test_a_wrong_name_is_noticed(tmp_path):
@@ -24,5 +24,5 @@ def test_a_wrong_name_is_noticed(tmp_path):
     wrong = {name.replace("linear_gate", "gate"): spec for name, spec in tensors.items()}
     releases.write_checkpoint(tmp_path, config, wrong, data="random")
     model_class = getattr(transformers, config["architectures"][0])
-    _, told = model_class.from_pretrained(tmp_path, output_loading_info=True)
-    assert any("gate_proj" in name for name in told["missing_keys"])
+    _, loading = model_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert any("gate_proj" in name for name in loading["missing_keys"])

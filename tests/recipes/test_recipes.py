@@ -340,7 +340,7 @@ def test_shipped_recipe_fits_its_model(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("tiny-")])
-def test_shipped_recipe_fits_the_model_beside_it(name):
+def test_shipped_recipe_fits_the_model_that_ships_with_it(name):
     recipe, _ = find_recipe(name)
     folder = Path(__file__).parent.parent.parent / recipe.source
     if not (folder / "config.json").is_file():

@@ -14,8 +14,9 @@ from checkpoint_files import write
 from dry_corpus import SEPARATE
 from good import ours, planned
 from keepmtp.quantize.quant_config import runtime_modules
-from keepmtp.recipes.families import find_family
-from keepmtp.recipes.family import FamilyView, HFName
+from keepmtp.recipes.families import find_family, find_view
+from keepmtp.recipes.family import HFName
+from keepmtp.recipes.family_view import FamilyView
 from keepmtp.validate.dryload.defects import known_defect
 from keepmtp.validate.dryload.loader import DryLoader, Job, Question, Verdict
 from keepmtp.validate.serving.vllm_env import find_vllm
@@ -56,7 +57,7 @@ def questions(verdict: Verdict, part: str) -> list[Question]:
 def table(model: str, part: str) -> dict[str, bool]:
     """Runtime name of every matrix of a part -> whether the family's table says that vLLM asks about it."""
     config, tensors = releases.source_layout(model, size="tiny")
-    view = find_family(config, model).view(config)
+    view = find_view(config, model)
     used = view.family.loader.num_layers_used or view.num_mtp_layers
     names: dict[str, bool] = {}
     for name, (_, shape) in tensors.items():
@@ -75,7 +76,7 @@ def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, verdic
     """Every name that vLLM asks about is in the table, and vLLM asks about every name that the table says it does."""
     asked = questions(verdicts[model, "bf16"], part)
     config, _ = releases.source_layout(model, size="tiny")
-    view = find_family(config, model).view(config)
+    view = find_view(config, model)
     opaque = tuple(runtime for _, runtime, _ in view.layout.opaque)
     matrices = {q.prefix for q in asked if q.layer != "ParallelLMHead" and not (opaque and q.prefix.startswith(opaque))}
     ours = {name: asks for name, asks in table(model, part).items() if not is_head(view, name)}

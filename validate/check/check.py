@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError, RecipeError
-from ...recipes.families import find_family
+from ...recipes.families import find_view
 from . import rules_config, rules_forms, rules_mtp, rules_source
 from .findings import Facts, Finding, Report, grouped
 from .runtime_view import Evidence
@@ -52,7 +52,7 @@ def check_source(opened: Source, *, source: Source | None = None) -> Report:
 
 def _judge(opened: Source, source: Source | None) -> tuple[Report, Evidence | None]:
     try:
-        view = find_family(opened.config, opened.where).view(opened.config)
+        view = find_view(opened.config, opened.where)
         for number in (view.num_layers, view.num_mtp_layers):
             if number < 0:
                 raise ValueError(number)
@@ -64,7 +64,7 @@ def _judge(opened: Source, source: Source | None) -> tuple[Report, Evidence | No
     evidence = Evidence(source=opened, view=view)
     findings = [finding for rule in RULES for finding in rule(evidence)]
     if source is not None:
-        original = Evidence(source=source, view=find_family(source.config, source.where).view(source.config))
+        original = Evidence(source=source, view=find_view(source.config, source.where))
         findings += [finding for rule in SOURCE_RULES for finding in rule(evidence, original)]
     return Report(path=opened.where, findings=grouped(findings), facts=_facts(evidence)), evidence
 

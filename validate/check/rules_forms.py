@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ...checkpoints.stored import FP8, StoredWeight
-from ...recipes.family import FamilyView, HFName, VLLMName
+from ...recipes.family import HFName, VLLMName
+from ...recipes.family_view import FamilyView
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.fp8 import Fp8
 from .dialects.modelopt import ModelOpt

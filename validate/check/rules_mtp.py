@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
 from ...checkpoints.stored import KV_SCALE_LEAVES, OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
-from ...recipes.family import HFName, Part, Place
+from ...recipes.family import HFName, Part
+from ...recipes.family_view import Place
 from .dialects.fp8 import Fp8
 from .findings import Finding
 from .runtime_view import Evidence

@@ -17,7 +17,8 @@ from typing import Any
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import INDEX, Source, small_file
 from ...checkpoints.stored import StoredWeight, stored_weights
-from ...recipes.family import FamilyView, HFName, Part, Place, Role, Row, VLLMName
+from ...recipes.family import HFName, Part, Role, Row, VLLMName
+from ...recipes.family_view import FamilyView, Place
 from .dialects.choose import read_dialect
 from .dialects.modelopt import ModelOpt
 from .vllm_module import PLAIN, Dialect, Kind, Resolution

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...recipes.family import HFName, Place
+from ...recipes.family import HFName
+from ...recipes.family_view import Place
 from ..check.findings import Finding
 from ..check.runtime_view import Evidence
 from .defects import NAMELESS_HEAD, known_defect

@@ -15,7 +15,7 @@ from ...checkpoints.files import held
 from ...checkpoints.identity import Identity, file_sha256
 from ...checkpoints.source import Source, small_file
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_family
+from ...recipes.families import find_view
 from ...recipes.protocol import Evaluation
 from ..report.paired import paired
 from ..report.schema import EvaluatedFact, EvaluationFact
@@ -69,7 +69,7 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
     Raises:
         RecipeError: no MTP block that drafts k tokens, or messages without a template to put them in.
     """
-    view = find_family(source.config, source.where).view(source.config)
+    view = find_view(source.config, source.where)
     num_layers = view.num_mtp_layers
     if not num_layers:
         raise RecipeError(source.where, "must have an MTP block to draft with", got="none", cure="Name another")

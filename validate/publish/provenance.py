@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError, first_fault
-from ...recipes.families import find_family
+from ...recipes.families import find_view
 from ...recipes.find import read_recipe
 from ...recipes.schema import AUTO, Recipe
 from ...recipes.schemes import SCHEMES
@@ -173,7 +173,7 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[Group, ...]:
     Raises:
         RecipeError: no family table for its model type.
     """
-    view = find_family(checkpoint.config, checkpoint.where).view(checkpoint.config)
+    view = find_view(checkpoint.config, checkpoint.where)
     found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
     for key, *stored in _stored(Evidence(source=checkpoint, view=view), record):
         found[key].append((stored[0], stored[1], stored[2]))

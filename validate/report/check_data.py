@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from ...checkpoints.identity import Identity
 from ...checkpoints.source import Source, small_file
 from ...recipes.errors import KeepMTPError, RecipeError, first_fault
-from ...recipes.families import find_family
+from ...recipes.families import find_view
 from ..check.check import examine
 from ..check.findings import Finding, Report
 from ..check.runtime_view import Evidence
@@ -195,7 +195,7 @@ def _loaded(side: Side) -> LoadedModel:
 
 
 def _measured(source: Source) -> dict[tuple[str, str], list[int]]:
-    view = find_family(source.config, source.where).view(source.config)
+    view = find_view(source.config, source.where)
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for entry in source.entries.values():
         place = view.place(entry.name)

@@ -17,7 +17,7 @@ from drafts import changed, filled, lively, plan_over, weights_of
 from keepmtp.quantize.calibrate.layer import calibrate, linear_experts
 from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block, draft_steps, step_mask, step_targets
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from keepmtp.recipes.families import families, find_family
+from keepmtp.recipes.families import families, find_view
 from releases import MODELS, source_layout, write_checkpoint
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -30,7 +30,7 @@ IDS = torch.tensor([[5, 9, 33, 120, 7, 66, 41, 18, 29, 300, 12, 8]])
 
 def view_of(model: str):
     config, _ = source_layout(model, size="tiny")
-    return find_family(config, model).view(config)
+    return find_view(config, model)
 
 
 RUN = [model for model in MODELS if view_of(model).family.draft]

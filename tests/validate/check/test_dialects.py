@@ -13,7 +13,7 @@ import pytest
 import releases
 from checkpoint_files import as_source
 from good import released
-from keepmtp.recipes.families import find_family
+from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.dialects.choose import read_dialect
 from keepmtp.validate.check.dialects.modelopt import ModelOpt
 from keepmtp.validate.check.runtime_view import Evidence, Module
@@ -101,7 +101,7 @@ print("ANSWERS" + json.dumps(answers))
 
 def modules_of(model: str) -> list[Module]:
     checkpoint = released(model)
-    view = find_family(checkpoint.config, model).view(checkpoint.config)
+    view = find_view(checkpoint.config, model)
     evidence = Evidence(source=as_source(checkpoint, Path("/nonexistent")), view=view)
     return [module for module in evidence.modules if module.loads_quantized]
 

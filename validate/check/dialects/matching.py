@@ -19,6 +19,7 @@ from typing import Any
 
 from ....recipes.families import families
 from ....recipes.family import Part, Renames
+from ....recipes.family_view import FamilyView
 
 _MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are quantized"
 
@@ -93,5 +94,5 @@ def renamer(config: Mapping[str, Any], part: Part = "backbone") -> Renamer:
     family = families().get(str(architecture)) or families().get(str(config.get("model_type", "")))
     if family is None:
         return Renamer()
-    layout = family.view(config).layout
+    layout = FamilyView(family=family, config=config).layout
     return Renamer(renames=layout.draft_renames if part == "mtp" and layout.draft_reads_afresh else layout.renames)

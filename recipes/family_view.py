@@ -1,0 +1,275 @@
+"""A family table applied to one checkpoint: what each tensor is, on disk and in vLLM.
+
+In: a `Family` and a config.json. Out: a `FamilyView`. It gives each name on disk (HFName) its place: the row of the
+table, the layer, the expert, and the name at run time (VLLMName). No other module turns one into the other.
+
+Easy to get wrong: an MTP layer has one index on disk and may have another number in vLLM (`runtime_number`).
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .family import Family, HFName, Layout, Part, Role, Row, Stem, VLLMName
+
+_EXPERT = re.compile(r"(?<=experts\.)(\d+)(?=\.)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What one tensor on disk is.
+
+    Attributes:
+        row: the row of the table.
+        part: backbone or MTP block.
+        layer: index of the decoder layer or MTP layer on disk; None outside layers.
+        expert: routed expert's index, if the row has one.
+        leaf: the part of the tensor's name after the module ("weight", "bias", "weight_scale_inv", ...); "" for a
+            parameter without a module.
+        module: the module's name on disk.
+        runtime: vLLM's module, fused.
+        shares: key of the fused group that has one global scale; "" if the module is not fused.
+    """
+
+    row: Row
+    part: Part
+    layer: int | None
+    expert: int | None
+    leaf: str
+    module: HFName
+    runtime: VLLMName
+    shares: str
+
+    @property
+    def role(self) -> Role:
+        return self.row.role
+
+
+@dataclass(frozen=True)
+class FamilyView:
+    """A family table applied to one config.json."""
+
+    family: Family
+    config: Mapping[str, Any]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The names of this architecture."""
+        architectures = self.config.get("architectures") or ["*"]
+        return self.family.layouts.get(architectures[0]) or self.family.layouts["*"]
+
+    @cached_property
+    def text_config(self) -> Mapping[str, Any]:
+        """The part of config.json for the language model: `text_config` in vision-language models, else all of it."""
+        return self.config.get("text_config") or self.config
+
+    @cached_property
+    def num_layers(self) -> int:
+        key = self.family.num_layers_key
+        return int(self.text_config[key]) if key else 0
+
+    @cached_property
+    def num_mtp_layers(self) -> int:
+        """Number of MTP layers on disk that config.json promises (0: none)."""
+        for holder in (self.text_config, self.config):
+            for key in self.family.mtp_count_keys:
+                if (count := _at(holder, key)) is not None:
+                    return int(count) * self.num_mtp_parts
+        return self.family.mtp_count_default * self.num_mtp_parts
+
+    @cached_property
+    def num_mtp_parts(self) -> int:
+        """Number of layers on disk for one MTP layer."""
+        lists = (self.text_config.get(key) for key in self.family.mtp_parts_keys)
+        return next((len(parts) for parts in lists if parts), 1)
+
+    @cached_property
+    def mtp_count_key(self) -> str:
+        """The config key that counts the MTP layers, for messages."""
+        for key in self.family.mtp_count_keys:
+            if _at(self.text_config, key) is not None or _at(self.config, key) is not None:
+                return key
+        return self.family.mtp_count_keys[0]
+
+    def place(self, name: HFName) -> Place | None:
+        """What the tensor `name` is, or None if the table has no row for it."""
+        if found := self._top.get(name) or self._top.get(name.rpartition(".")[0]):
+            row, part = found
+            return _outside_layers(row, part, leaf=name[len(row.path) + 1 :], runtime=row.runtime or row.path)
+        for part, regex, stem in self._stems:
+            if match := regex.match(name):
+                index, rest = int(match[1]), match[2]
+                if self.layout.mtp is None and index >= self.num_layers:
+                    part = "mtp"
+                return self._place_in_block(part, stem, index, rest)
+        for prefix, runtime, role in self.layout.opaque:
+            if name.startswith(prefix):
+                module, _, leaf = name.rpartition(".")
+                row = Row(path=module, role=role, why_kept="not part of the language model", loads_quantized=False)
+                return _outside_layers(row, "backbone", leaf=leaf, runtime=runtime + module[len(prefix) :])
+        return None
+
+    def is_mtp(self, name: HFName) -> bool:
+        """Whether `name` belongs to the MTP block; False for names outside the table."""
+        place = self.place(name)
+        return place is not None and place.part == "mtp"
+
+    @cached_property
+    def disk_modules(self) -> Mapping[str, tuple[HFName, ...]]:
+        """For each runtime module, its modules on disk by the table, also those that the checkpoint lacks.
+
+        `{e}` is the index of a routed expert. A parameter without a module has its own name.
+        """
+        found: dict[str, list[HFName]] = {}
+        for row in (*self.layout.top, *self.layout.mtp_top):
+            found.setdefault(row.runtime or row.path, []).append(HFName(row.path))
+        first = 0 if self.layout.mtp else self.num_layers
+        blocks: list[tuple[Part, str, int]] = []
+        for index in range(self.num_layers):
+            blocks.append(("backbone", "linear" if index in self._linear_layers else "backbone", index))
+        for index in range(self.num_mtp_layers):
+            blocks.append(("mtp", "mtp", first + index))
+        for part, kind, index in blocks:
+            runtime, disk = self.runtime_stem(part, index), self.disk_stem(part, index)
+            for row in self._rows[kind].values():
+                name = self._alone(runtime + (row.runtime or row.path))
+                found.setdefault(name, []).append(HFName(disk + row.path))
+        return {name: tuple(modules) for name, modules in found.items()}
+
+    def mtp_stem(self, index: int) -> str:
+        """Prefix on disk of MTP layer `index` (counted from 0)."""
+        if self.layout.mtp is None:
+            return self.layout.layers.disk.replace("{i}", str(self.num_layers + index))
+        return self.layout.mtp.disk.replace("{i}", str(index))
+
+    def required_mtp_modules(self, layers: Iterable[int]) -> list[HFName]:
+        """Names on disk of the glue, norms and state that the MTP layers (counted from 0) need."""
+        layers = list(layers)
+        own = [row.path for row in self.family.mtp_block if row.role in ("glue", "norm", "state")]
+        names = [self.mtp_stem(index) + path for index in layers for path in own]
+        names += [row.path for row in self.layout.mtp_top if row.role in ("glue", "norm")] if layers else []
+        return [HFName(name) for name in names]
+
+    def mtp_layers_of(self, names: Iterator[HFName] | Mapping[HFName, Any]) -> set[int]:
+        """The MTP layers (counted from 0) that have at least one of `names`."""
+        first = self.num_layers if self.layout.mtp is None else 0
+        places = (self.place(name) for name in names)
+        return {p.layer - first for p in places if p and p.part == "mtp" and p.layer is not None}
+
+    def runtime_number(self, index: int) -> int:
+        """The number in vLLM (`{n}` of a stem) of the MTP layer with index `index` on disk."""
+        return self.num_layers * self.family.layers_at_runtime + index
+
+    def runtime_stem(self, part: Part, index: int) -> str:
+        """The prefix in vLLM of the block with index `index` on disk."""
+        stem = self.layout.layers.runtime
+        if part == "mtp":
+            stem = self.layout.mtp.runtime if self.layout.mtp else self.layout.mtp_runtime or stem
+        return stem.replace("{i}", str(index)).replace("{n}", str(self.runtime_number(index)))
+
+    def disk_stem(self, part: Part, index: int) -> str:
+        """The prefix on disk of the block with index `index` on disk."""
+        stem = self.layout.mtp if part == "mtp" and self.layout.mtp else self.layout.layers
+        return stem.disk.replace("{i}", str(index))
+
+    @cached_property
+    def last_shards(self) -> frozenset[str]:
+        """Paths of the rows that come last in their fused module, and of all rows that are not fused."""
+        last: dict[str, str] = {}
+        for row in (*self.family.block, *self.family.linear_block, *self.family.mtp_block):
+            last[row.shares or row.path] = row.path
+        return frozenset(last.values())
+
+    @cached_property
+    def _top(self) -> dict[str, tuple[Row, Part]]:
+        parts: tuple[tuple[Part, tuple[Row, ...]], ...] = (("backbone", self.layout.top), ("mtp", self.layout.mtp_top))
+        return {row.path: (row, part) for part, rows in parts for row in rows}
+
+    @cached_property
+    def _stems(self) -> tuple[tuple[Part, re.Pattern[str], Stem], ...]:
+        stems: list[tuple[Part, re.Pattern[str], Stem]] = []
+        if self.layout.mtp is not None:
+            stems.append(("mtp", self.layout.mtp.disk_regex(), self.layout.mtp))
+        stems.append(("backbone", self.layout.layers.disk_regex(), self.layout.layers))
+        return tuple(stems)
+
+    @cached_property
+    def _rows(self) -> dict[str, dict[str, Row]]:
+        block = {row.path: row for row in self.family.block}
+        linear = block | {row.path: row for row in self.family.linear_block}
+        shared = {path: row for path, row in block.items() if path not in self.family.mtp_lacks}
+        mtp = shared | {row.path: row for row in self.family.mtp_block}
+        return {"backbone": block, "linear": linear, "mtp": mtp}
+
+    @cached_property
+    def _linear_layers(self) -> frozenset[int]:
+        """Layers with linear attention: by `layer_types`, by Ling's groups, or by Kimi's list (counted from 1)."""
+        if types := self.text_config.get("layer_types"):
+            return frozenset(index for index, kind in enumerate(types) if kind == "linear_attention")
+        if group := self.text_config.get("layer_group_size"):
+            return frozenset(index for index in range(self.num_layers) if (index + 1) % group)
+        kda = (self.text_config.get("linear_attn_config") or {}).get("kda_layers", ())
+        return frozenset(number - 1 for number in kda)
+
+    @cached_property
+    def _templates(self) -> dict[tuple[str, str], tuple[Row, str] | None]:
+        return {}
+
+    def _place_in_block(self, part: Part, stem: Stem, index: int, rest: str) -> Place | None:
+        expert_match = _EXPERT.search(rest)
+        template = rest if expert_match is None else _EXPERT.sub("{e}", rest, count=1)
+        expert = int(expert_match[1]) if expert_match else None
+        kind = "linear" if part == "backbone" and index in self._linear_layers else part
+        key = (kind, template)
+        if key not in self._templates:
+            self._templates[key] = self._find_row(kind, template)
+        found = self._templates[key]
+        if found is None:
+            return None
+        row, leaf = found
+        disk = stem.disk.replace("{i}", str(index))
+        path = row.path if expert is None else row.path.replace("{e}", str(expert))
+        shares = row.shares if expert is None else row.shares.replace("{e}", str(expert))
+        runtime = self._alone(self.runtime_stem(part, index) + (row.runtime or path))
+        if runtime.endswith("kv_a_proj_with_mqa"):
+            shares = ""
+        return Place(
+            row=row,
+            part=part,
+            layer=index,
+            expert=expert,
+            leaf=leaf,
+            module=HFName(disk + path),
+            runtime=VLLMName(runtime),
+            shares=disk + shares if shares else "",
+        )
+
+    def _alone(self, runtime: str) -> str:
+        """The module's name; latent attention without low-rank queries does not fuse its first projection."""
+        if self.text_config.get("q_lora_rank", 0) is None and runtime.endswith("fused_qkv_a_proj"):
+            return runtime.replace("fused_qkv_a_proj", "kv_a_proj_with_mqa")
+        return runtime
+
+    def _find_row(self, kind: str, template: str) -> tuple[Row, str] | None:
+        rows = self._rows[kind]
+        if template in rows:
+            return rows[template], ""
+        module, _, leaf = template.rpartition(".")
+        return (rows[module], leaf) if module in rows else None
+
+
+def _outside_layers(row: Row, part: Part, *, leaf: str, runtime: str) -> Place:
+    """The place of a tensor that is in no layer."""
+    module = HFName(row.path)
+    return Place(
+        row=row, part=part, layer=None, expert=None, leaf=leaf, module=module, runtime=VLLMName(runtime), shares=""
+    )
+
+
+def _at(holder: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key; None if there is none."""
+    outer, _, inner = key.partition(".")
+    value = holder.get(outer)
+    return _at(value or {}, inner) if inner else value
