@@ -32,13 +32,14 @@ from huggingface_hub.errors import (
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.shipped import find_path
+from .record import RECIPE, RECORD
 from .safetensors_file import Entry, fill, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # What belongs to a checkpoint besides weights: tokenizer, generation settings, model code, licence. Not the card.
 COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py", "LICENSE*", "encoding/*")
-NOT_CARRIED = ("config.json", INDEX, "hf_quant_config.json", "quantize_config.json", "recipe.yaml", "keepmtp.json")
+NOT_CARRIED = ("config.json", INDEX, "hf_quant_config.json", "quantize_config.json", RECIPE, RECORD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ Easy to get wrong: a finished checkpoint is never written again, so one that ano
 this one's. Its own record is compared before anything runs.
 """
 
-import json
 import shlex
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.extras import require_extra
 from ..validate.serving.vllm_env import find_vllm
 
@@ -123,15 +122,15 @@ def _refuse_evaluation(plan: "Plan") -> None:
 
 def _refuse_another(out: Path, recipe: "Recipe") -> None:
     """A finished folder is taken for this run's output only if the same decisions made it."""
-    from ..validate.publish.provenance import RECORD, other_decision
+    from ..checkpoints.record import RECORD, read_record
+    from ..validate.publish.provenance import other_decision
 
-    record = out / RECORD
     cure = "Choose another --out, or remove it"
     try:
-        made = dict(json.loads(record.read_bytes())["recipe"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        made = read_record(out / RECORD).recipe.whole
+    except CheckpointError as error:
         raise RecipeError(
-            out, "an existing output must be one of this recipe", got=f"no readable {record.name}", cure=cure
+            out, "an existing output must be one of this recipe", got=f"no readable {RECORD}", cure=cure
         ) from error
     if key := other_decision(recipe, made):
         wanted = recipe.model_dump(mode="json")[key]

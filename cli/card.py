@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import CheckpointError, RecipeError
 from .progress import bytes_bar
 from .tables import VERDICT_COLOURS
 
@@ -83,7 +83,8 @@ def _source(path: Path) -> Path | None:
 
     if not (path / "config.json").is_file():
         return None
+    opened = open_source(path)
     try:
-        return Path(recorded_source(open_source(path), cure=""))
-    except RecipeError:  # a card needs none
+        return Path(recorded_source(opened, cure=""))
+    except (RecipeError, CheckpointError):  # a card needs no source; `build` refuses a record that is not ours
         return None

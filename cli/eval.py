@@ -194,10 +194,10 @@ def _rules(checkpoint: "Source", recipe: str | None) -> _Rules:
     """The named recipe's, or those in the checkpoint's record; without one the defaults."""
     from pydantic import ValidationError
 
+    from ..checkpoints.record import RECORD, read_record
     from ..checkpoints.source import small_file
     from ..recipes.find import find_recipe
     from ..recipes.protocol import Evaluation, Gates
-    from ..validate.publish.provenance import RECORD
 
     if recipe is not None:
         found, _ = find_recipe(recipe)
@@ -205,18 +205,15 @@ def _rules(checkpoint: "Source", recipe: str | None) -> _Rules:
     record = small_file(checkpoint, RECORD)
     if record is None:
         return _Rules(evaluation=Evaluation(), gates=Gates())
-    where = f"{checkpoint.where}: {RECORD}"
+    where, cure = f"{checkpoint.where}: {RECORD}", "Name a recipe with --recipe"
+    made = read_record(record, where=where, cure=cure).recipe.whole
     try:
-        made = json.loads(record.read_bytes())["recipe"]
         return _Rules(
             evaluation=Evaluation.model_validate(made.get("evaluation") or {}),
             gates=Gates.model_validate(made.get("gates") or {}),
         )
     except ValidationError as error:
-        got = first_fault(error)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        got = repr(error)
-    raise CheckpointError(where, "must be keepmtp's own record", got=got, cure="Name a recipe with --recipe")
+        raise CheckpointError(where, "must be keepmtp's own record", got=first_fault(error), cure=cure) from error
 
 
 def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":

@@ -6,16 +6,14 @@ Easy to get wrong: the record names only a folder, which may hold another releas
 only if its files have the recorded sizes.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from ..checkpoints.record import RECORD, read_record
 from ..checkpoints.source import Source, open_source
 from ..recipes.errors import RecipeError
 from ..recipes.families import find_view
 from ..recipes.shipped import find_path
-from ..validate.publish.provenance import RECORD
 
 # In config.json, and the same before and after quantizing.
 _KEPT = ("vocab_size", "hidden_size", "num_hidden_layers")
@@ -48,22 +46,19 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
     """
     rule = "the source to compare with must be known"
     assert checkpoint.folder is not None
-    record = checkpoint.folder / RECORD
-    if not record.is_file():
+    path = checkpoint.folder / RECORD
+    if not path.is_file():
         raise RecipeError(checkpoint.where, rule, got=f"no {RECORD}", cure=cure)
-    try:
-        told = json.loads(record.read_bytes())
-        named, recipe = told["source"], told["recipe"]
-        name, revision, files = str(named["name"]), named["revision"], dict(named["files"])
-        places = [Path(str(recipe["source"])), Path(name), Path("models") / name, checkpoint.folder.parent / name]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RecipeError(record, "must be keepmtp's own record", got=repr(error), cure=cure) from error
-    if revision == "local":
+    record = read_record(path, cure=cure)
+    named = record.source
+    places = [Path(record.recipe.source), Path(named.name), Path("models") / named.name]
+    places.append(checkpoint.folder.parent / named.name)
+    if named.revision == "local":
         for place in filter(None, map(find_path, places)):
-            if place.is_dir() and _has_files(place, files):
+            if place.is_dir() and _has_files(place, named.files):
                 return str(place)
-    got = f"{name} ({revision})"
-    raise RecipeError(record, rule, got=f"{got}, which is no folder with the recorded files here", cure=cure)
+    got = f"{named.name} ({named.revision}), which is no folder with the recorded files here"
+    raise RecipeError(path, rule, got=got, cure=cure)
 
 
 def refuse_stranger(checkpoint: Source, source: Source) -> None:
@@ -84,5 +79,5 @@ def _marks(opened: Source) -> Mapping[str, object]:
     return {"family": view.family.model_type} | {name: view.text_config.get(name) for name in _KEPT}
 
 
-def _has_files(folder: Path, files: Mapping[str, Any]) -> bool:
+def _has_files(folder: Path, files: Mapping[str, int]) -> bool:
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())

@@ -11,6 +11,7 @@ import hashlib
 import json
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,7 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoints.files import complete, held, partial_path, write_whole
+from ..checkpoints.record import RECIPE, RECORD, Record
 from ..checkpoints.source import INDEX, file_sizes
 from ..recipes.errors import RecipeError
 from .plan import Plan
@@ -108,8 +110,8 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[
     for name in plan.source.companions:
         (partial / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(plan.source.folder / name, partial / name)
-    write_whole(partial / "recipe.yaml", recipe_text)
-    write_whole(partial / "keepmtp.json", json.dumps(provenance(plan, calibration), indent=2) + "\n")
+    write_whole(partial / RECIPE, recipe_text)
+    write_whole(partial / RECORD, record_of(plan, calibration).text())
 
 
 def publish(partial: Path, out: Path) -> None:
@@ -149,26 +151,25 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     return digest.hexdigest()
 
 
-def provenance(plan: Plan, calibration: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What made this checkpoint, without dates: the same input gives the same file."""
+def record_of(plan: Plan, calibration: Mapping[str, Any] | None = None) -> Record:
+    """What makes this checkpoint, without dates: the same input gives the same record."""
     packages = ("torch", "numpy", *(_CALIBRATING if calibration else ()))
     source = plan.source
-    counts: dict[str, int] = {}
-    for tensor in plan.tensors:
-        counts[tensor.fate] = counts.get(tensor.fate, 0) + 1
-    return {
-        "keepmtp": __version__,
-        "recipe": plan.recipe.model_dump(mode="json"),
-        "source": {
-            "name": source.where if source.revision != "local" else Path(source.where).name,
-            "revision": source.revision,
-            "files": file_sizes(source),
-        },
-        **({"calibration": dict(calibration)} if calibration else {}),
-        "tensors": counts,
-        "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
-        "versions": {"python": platform.python_version(), **_versions(*packages)},
-    }
+    return Record.model_validate(
+        {
+            "keepmtp": __version__,
+            "recipe": plan.recipe.model_dump(mode="json"),
+            "source": {
+                "name": source.where if source.revision != "local" else Path(source.where).name,
+                "revision": source.revision,
+                "files": file_sizes(source),
+            },
+            "calibration": dict(calibration) if calibration else None,
+            "tensors": dict(Counter(tensor.fate for tensor in plan.tensors)),
+            "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
+            "versions": {"python": platform.python_version(), **_versions(*packages)},
+        }
+    )
 
 
 def _versions(*packages: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import measured
 import pytest
 from commands import keepmtp_without
 from evaluations import Answers, evaluation
@@ -36,8 +37,8 @@ def checkpoint(tmp_path, monkeypatch) -> Path:
 def record(checkpoint: Path, **recipe) -> None:
     """What keepmtp writes beside a checkpoint, as far as it matters here."""
     files = {path.name: path.stat().st_size for path in GLM.glob("*.safetensors")}
-    source = {"name": "tiny-glm4-moe", "revision": "local", "files": files}
-    told = {"source": source, "recipe": {"source": "models/tiny-glm4-moe", **recipe}}
+    made_from = {"name": "tiny-glm4-moe", "revision": "local", "files": files}
+    told = measured.recorded(made_from=made_from, **{"source": "models/tiny-glm4-moe", **recipe})
     (checkpoint / "keepmtp.json").write_text(json.dumps(told))
 
 

@@ -87,7 +87,7 @@ def test_an_evidence_folder_without_results(tmp_path):
 def test_the_source_is_a_folder_with_the_recorded_files(folder, tmp_path):
     source = measured.checkpoint(tmp_path / "GLM", record={})
     files = {path.name: path.stat().st_size for path in source.iterdir()}
-    record = {"source": {"name": "GLM", "revision": "local", "files": files}, "recipe": {"source": str(source)}}
+    record = measured.recorded(made_from={"name": "GLM", "files": files}, source=str(source))
     (folder / "keepmtp.json").write_text(json.dumps(record))
     assert recorded_source(open_source(folder), cure="Name it") == str(source)
     assert keepmtp("check", folder, "--record").returncode == 0

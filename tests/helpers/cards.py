@@ -7,13 +7,14 @@ from typing import Any
 import measured
 import reports
 from keepmtp.checkpoints.identity import identify
+from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.cli import pipeline
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.findings import Report
 from keepmtp.validate.dryload.check_on import with_verdicts
 from keepmtp.validate.publish.card_page import Told
-from keepmtp.validate.publish.provenance import groups_of, read_record, recipe_text
+from keepmtp.validate.publish.provenance import groups_of, recipe_text
 from keepmtp.validate.report import report as full_reports
 from keepmtp.validate.report.check_data import check_data
 from keepmtp.validate.report.results import report_folder, write_result
@@ -57,7 +58,7 @@ def evidence(
 
 def told(folder: Path, report: FullReport, **changed: Any) -> Told:
     """What a card of the checkpoint in `folder` is made from, with any report; `changed` are fields of it."""
-    record, opened = read_record(folder), open_source(folder)
+    record, opened = read_record(folder / RECORD), open_source(folder)
     fields: dict[str, Any] = {
         "name": folder.name,
         "report": report,

@@ -22,16 +22,30 @@ SERVED_AT, ASKED_AT = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC), datetime(2030, 
 
 
 def checkpoint(folder: Path, *, record: dict[str, Any] | None = None) -> Path:
-    """A tiny checkpoint that passes the static check, with a record of its own."""
+    """A tiny checkpoint that passes the static check, with a record of its own, or none if `record` is empty."""
     write_checkpoint(folder, *source_layout("glm-4.7", size="tiny"), data="random")
-    told = {"keepmtp": "0.1.0", "recipe": {"gates": LAX}} if record is None else record
-    (folder / "keepmtp.json").write_text(json.dumps(told))
+    if record is None or record:
+        (folder / "keepmtp.json").write_text(json.dumps(record or recorded(gates=LAX)))
     return folder
 
 
-def measured(folder: Path, *, answers: Answers = ANSWERS) -> Path:
+def recorded(*, made_from: dict[str, Any] | None = None, summary: object = None, **recipe: Any) -> dict[str, Any]:
+    """keepmtp.json of a folder's checkpoint, with these parts of its source and its recipe."""
+    words = {"model": "glm", "variant": "fp8", "summary": "", "source": "models/glm", "revision": "local"}
+    return {
+        "keepmtp": "0.1.0",
+        "recipe": words | {"backbone": {}, "mtp": "bf16"} | recipe,
+        "source": {"name": "glm", "revision": "local", "files": {}} | (made_from or {}),
+        **({} if summary is None else {"calibration": summary}),
+        "tensors": {},
+        "bytes": {"before": 0, "after": 0},
+        "versions": {},
+    }
+
+
+def measured(folder: Path, *, answers: Answers = ANSWERS, record: dict[str, Any] | None = None) -> Path:
     """Check, server and GSM8K of the checkpoint in `folder`, which is made; returns its evidence folder."""
-    checkpoint(folder)
+    checkpoint(folder, record=record)
     evidence = report_folder(folder)
     identity = identify(folder, cache=evidence)
     record_static(evidence, open_source(folder), identity)

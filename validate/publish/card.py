@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ...checkpoints.files import complete, partial_path, sync
 from ...checkpoints.identity import Watch, identify, refuse_other_bytes
+from ...checkpoints.record import RECORD, Record, read_record
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.extras import require_extra
@@ -39,7 +40,7 @@ from .card_metadata import (
     read_front_matter,
 )
 from .card_page import Told, page
-from .provenance import Record, choices, groups_of, read_record, recipe_text
+from .provenance import choices, groups_of, recipe_text
 
 EVAL_RESULTS = ".eval_results/gsm8k.yaml"
 FILES = (README, "acceptance.png", "gsm8k.png", reports.JSON_FILE, report_html.HTML_FILE, EVAL_RESULTS)
@@ -83,7 +84,7 @@ def build(
     for place in (folder, *_beside(folder)):
         _refuse_strange(place)
     told, opened = _verified(checkpoint, watch)
-    record = read_record(checkpoint)
+    record = read_record(checkpoint / RECORD)
     given = {"base_model": base_model, "license": license_id}
     theirs = read_front_matter(source) if source else {}
     inherited = {key: theirs.get(key) for key in INHERITED}
@@ -116,7 +117,7 @@ def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
     cure = f"Run `keepmtp card {checkpoint}` again"
     refuse_none(folder, checkpoint)
     told, opened = _verified(checkpoint)
-    record = read_record(checkpoint)
+    record = read_record(checkpoint / RECORD)
     metadata = metadata_of(record, opened, read_front_matter(folder), {}, where=folder / README)
     wanted = _files(checkpoint, told, opened, record, metadata)
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}

@@ -9,9 +9,9 @@ copy, a CPU, kernels that were not judged, parts of the report that are absent.
 from collections import defaultdict
 from collections.abc import Iterator
 
+from ...checkpoints.record import Record
 from ..report.schema import CalibrationFact, EvaluatedFact, EvaluationFact, FullReport, ServedFact
 from ..serving.acceptance import FEW_DRAFTS
-from .provenance import Record
 
 _MAX_NAMED = 5
 

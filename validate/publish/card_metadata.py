@@ -17,11 +17,11 @@ import yaml
 from huggingface_hub import EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+from ...checkpoints.record import Record
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
 from ..report.schema import EvaluationFact, FullReport
 from .card_page import Told, percent
-from .provenance import Record
 
 README = "README.md"
 INHERITED = ("license", "license_name", "license_link", "pipeline_tag", "language")

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
 from ..report.schema import DryLoad, EvaluatedFact, FullReport, GroupSize, LoadedModel, RunFact
 from ..serving.acceptance import AsServed
 from . import hardware
 from .card_limits import limitations
 from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
-from .provenance import Group, Record
+from .provenance import Group
 
 MAX_PROMPTS = 12
 _TEMPLATES = Path(__file__).parent / "templates"

@@ -7,78 +7,24 @@ Easy to get wrong: the recipe that was run is the one in keepmtp.json. recipe.ya
 `--scheme`, `--mtp` and what `mtp: auto` chose.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
+from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source
-from ...recipes.errors import CheckpointError, RecipeError, first_fault
+from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_view
 from ...recipes.find import read_recipe
 from ...recipes.schema import AUTO, Recipe
 from ...recipes.schemes import SCHEMES
 from ..check.runtime_view import Evidence
 
-RECORD = "keepmtp.json"
-RECIPE = "recipe.yaml"
 # What judges a checkpoint, and what a policy chosen by measurement replaces: neither is a choice about its bytes.
 _NOT_OF_THE_BYTES = frozenset({"evaluation", "gates"})
 _CHOSEN = frozenset({"mtp", "mtp_auto", "calibration"})
-
-
-class _Told(BaseModel):
-    """A part of keepmtp.json; what is of no use here is passed over."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class SourceTold(_Told):
-    """What a checkpoint was made from: a Hub id and its commit, or a folder's name and "local"."""
-
-    name: str
-    revision: str
-    files: Mapping[str, int]
-
-
-class RecipeTold(_Told):
-    """The recipe as it was run; `whole` is all of it."""
-
-    model: str
-    variant: str
-    summary: str
-    source: str
-    revision: str
-    backbone: Mapping[str, str]
-    mtp: str | Mapping[str, str]
-    whole: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        """`<model>.<variant>`."""
-        return f"{self.model}.{self.variant}"
-
-
-class BytesTold(_Told):
-    """Of all tensors."""
-
-    before: int
-    after: int
-
-
-class Record(_Told):
-    """keepmtp.json: what made a checkpoint, with which versions."""
-
-    keepmtp: str
-    recipe: RecipeTold
-    source: SourceTold
-    tensors: Mapping[str, int]
-    bytes: BytesTold
-    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,26 +46,6 @@ class Group:
     plain: tuple[str, ...]
     decision: str
     reasons: tuple[str, ...]
-
-
-def read_record(folder: Path) -> Record:
-    """A checkpoint's keepmtp.json.
-
-    Raises:
-        CheckpointError: there is none, or not one that this keepmtp can read.
-    """
-    path = folder / RECORD
-    rule, cure = "must be keepmtp's own record", "Quantize with `keepmtp quantize`, which writes it"
-    try:
-        told = json.loads(path.read_bytes())
-        return Record.model_validate(told | {"recipe": told["recipe"] | {"whole": told["recipe"]}})
-    except OSError as error:
-        got = error.strerror or repr(error)
-    except ValidationError as error:
-        got = first_fault(error)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        got = repr(error)
-    raise CheckpointError(path, rule, got=got, cure=cure)
 
 
 def recipe_text(folder: Path) -> str:

@@ -6,7 +6,6 @@ Easy to get wrong: which station a finding is from is told by its rule, and a dr
 its own: vLLM may have raised nothing and hold something else than the files.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ...checkpoints.identity import Identity
+from ...checkpoints.record import RECORD, read_record
 from ...checkpoints.source import Source, small_file
 from ...recipes.errors import KeepMTPError, RecipeError, first_fault
 from ...recipes.families import find_view
@@ -24,7 +24,6 @@ from ..check.findings import Finding, Report
 from ..check.runtime_view import Evidence
 from ..dryload.loader import Side, Verdict
 from ..dryload.verdict_findings import DEFECT, RULE, findings
-from ..publish.provenance import RECORD
 from ..serving.vllm_env import TESTED
 from .results import CheckData, read_result, write_result
 from .schema import (
@@ -122,15 +121,15 @@ def calibration_of(checkpoint: Source) -> tuple[CalibrationFact | None, str]:
         path = small_file(checkpoint, RECORD)
         if path is None:
             return None, f"Not known: the checkpoint has no {RECORD}."
-        told = json.loads(path.read_bytes())
-        if "calibration" not in told:
+        record = read_record(path, where=RECORD)
+        if record.calibration is None:
             return None, "None: every value was computed from the weights alone, without batches."
-        return calibration_fact(told["calibration"], told["recipe"]["calibration"]), ""
+        return calibration_fact(record.calibration, record.recipe.whole["calibration"]), ""
     except ValidationError as error:
         why = first_fault(error)
     except (KeepMTPError, OSError) as error:
         why = str(error)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         why = repr(error)
     return None, f"Not read: {RECORD} is not as this keepmtp writes it ({why})."
 

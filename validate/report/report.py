@@ -17,11 +17,11 @@ from pydantic import ValidationError
 from ... import __version__
 from ...checkpoints.files import write_whole
 from ...checkpoints.identity import Identity, file_sha256, identify
+from ...checkpoints.record import RECORD, read_record
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
-from ..publish.provenance import RECORD
 from .check_data import record_static
 from .gates import judge
 from .headline import verdict_of
@@ -262,15 +262,11 @@ def _gates(folder: Path, identity: Identity) -> Gates:
     if got != recorded.sha256:
         raise CheckpointError(path, f"must be the file that was measured, {recorded.sha256}", got=got, cure=cure)
     try:
-        told = json.loads(path.read_bytes())
-        recipe = told.get("recipe") if isinstance(told, dict) else None
-        return Gates.model_validate((recipe.get("gates") if isinstance(recipe, dict) else None) or {})
+        return Gates.model_validate(read_record(path, cure=cure).recipe.whole.get("gates") or {})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, ("recipe", "gates", *first["loc"])))
         raise CheckpointError(path, f"{place} must be a gate's limit", got=first["msg"], cure=cure) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(path, "must be JSON", got=repr(error), cure=cure) from error
 
 
 def _plain(report: FullReport) -> dict[str, Any]:

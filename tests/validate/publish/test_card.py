@@ -18,6 +18,7 @@ import pytest
 import reports
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
+from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.recipes.protocol import Gates
@@ -35,7 +36,7 @@ from keepmtp.validate.publish.card_metadata import (
 from keepmtp.validate.publish.card_page import page
 from keepmtp.validate.publish.hardware import HARDWARE, where_they_run
 from keepmtp.validate.publish.markdown import code, escaped, fenced, quoted, ticked
-from keepmtp.validate.publish.provenance import choices, groups_of, read_record
+from keepmtp.validate.publish.provenance import choices, groups_of
 from keepmtp.validate.report import report as full_reports
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.portable import portable, shortened
@@ -210,7 +211,7 @@ def test_what_is_missing_is_said_in_a_sentence(what, own):
 
 
 def test_a_checkpoint_of_another_tool_has_no_card(tmp_path):
-    measured.measured(tmp_path / "strange")
+    measured.measured(tmp_path / "strange", record={})
     full_reports.refresh(report_folder(tmp_path / "strange"))
     with pytest.raises(CheckpointError, match=r"keepmtp\.json: must be keepmtp's own record; got .* Quantize with"):
         card.build(tmp_path / "strange")
@@ -289,12 +290,12 @@ def test_the_source_s_card_gives_license_language_and_task(made, tmp_path):
     assert (data["license"], data["license_name"], data["license_link"]) == ("other", "glm-5", "LICENSE")
     assert data["language"] == ["en", "no"] and "chat" not in data["tags"]
     assert "base_model" not in data, "the source's own base model is not this checkpoint's"
-    chosen = metadata_of(read_record(made), opened, read_front_matter(folder), {"license": "mit"}, where="x")
+    chosen = metadata_of(read_record(made / RECORD), opened, read_front_matter(folder), {"license": "mit"}, where="x")
     assert (chosen.license, chosen.license_name, chosen.license_link) == ("mit", "", "")
 
 
 def test_a_source_of_the_hub_is_the_base_model(made, tmp_path):
-    record = read_record(made)
+    record = read_record(made / RECORD)
     opened = cards.source_with_card(tmp_path, "")
     seeing = replace(opened, config={**opened.config, "vision_config": {}})
     theirs = record.source.model_copy(update={"name": "a/B", "revision": "f" * 40})
@@ -318,7 +319,7 @@ def test_a_source_of_the_hub_is_the_base_model(made, tmp_path):
 def test_what_is_no_form_of_the_hub_s_is_refused(front, given, says, made, tmp_path):
     opened = cards.source_with_card(tmp_path, "")
     with pytest.raises(RecipeError, match=says):
-        metadata_of(read_record(made), opened, front, given, where="README.md")
+        metadata_of(read_record(made / RECORD), opened, front, given, where="README.md")
 
 
 @pytest.mark.parametrize("text", ["---\n- a\n---\n", "---\na: [\n---\n", "\xff"])
@@ -503,7 +504,7 @@ def test_what_was_not_measured_is_said(made):
     ],
 )
 def test_limitations_follow_from_what_was_measured(make, says, made):
-    told = list(limitations(make(), read_record(made), ""))
+    told = list(limitations(make(), read_record(made / RECORD), ""))
     assert any(says in sentence for sentence in told), told
 
 
@@ -511,7 +512,7 @@ def test_limitations_follow_from_what_was_measured(make, says, made):
 def test_strings_of_strangers_are_text(make, made):
     """No HTML, heading, link, picture or cell that the template did not write."""
     report = make()
-    record = read_record(made)
+    record = read_record(made / RECORD)
     recipe = record.recipe.model_copy(update={"summary": HOSTILE, "model": HOSTILE})
     source = record.source.model_copy(update={"name": HOSTILE})
     told = cards.told(
@@ -583,7 +584,7 @@ def test_a_portable_report_keeps_its_numbers_and_what_models_wrote():
 )
 def test_the_words_that_made_it_and_what_lies_in_it(recipe, chosen, words, mtp, tmp_path):
     folder = cards.checkpoint(tmp_path / "made", recipe, **chosen)
-    record = read_record(folder)
+    record = read_record(folder / RECORD)
     assert choices(folder, record) == words
     told = {(group.part, group.modules): group for group in groups_of(reports.open_source(folder), record)}
     experts, drafts = told["backbone", "experts"], told["mtp", "experts"]
@@ -594,9 +595,9 @@ def test_the_words_that_made_it_and_what_lies_in_it(recipe, chosen, words, mtp, 
 
 def test_a_recipe_changed_by_hand_has_no_words(own):
     edit(own / "recipe.yaml", "mtp: bf16", "mtp: FP8_BLOCK")
-    assert choices(own, read_record(own)) is None
+    assert choices(own, read_record(own / RECORD)) is None
     (own / "recipe.yaml").write_text("- no recipe")
-    assert choices(own, read_record(own)) is None
+    assert choices(own, read_record(own / RECORD)) is None
     assert "The recipe was changed" in page(cards.told(own, reports.bare(), choices=None))
 
 

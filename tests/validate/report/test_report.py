@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import evaluations
+import measured
 import pytest
 import reports
 from browser import PROBE, contrast, look, opened
@@ -199,7 +200,7 @@ def recorded(folder: Path, record: object) -> tuple[object, str]:
 
 def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
     """And the figures of the page are those of the account, as `keepmtp quantize` has them on the terminal."""
-    record = {"calibration": reports.summary(), "recipe": {"calibration": reports.SETTINGS}}
+    record = measured.recorded(summary=reports.summary(), calibration=reports.SETTINGS)
     found, why = recorded(tmp_path / "glm", record)
     assert found == reports.calibrated().calibration and not why
     report, opened, evidence = examine(tmp_path / "glm")
@@ -219,13 +220,18 @@ def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        ({"keepmtp": "0.1.0"}, "None: every value was computed from the weights alone"),
+        (measured.recorded(), "None: every value was computed from the weights alone"),
         ("{", "Not read: "),
         ("[" * 100_000, "Not read: "),
-        ("[]", "None: "),
+        ("[]", "Not read: "),
+        (
+            {"keepmtp": "0.1.0"},
+            "Not read: keepmtp.json is not as this keepmtp writes it (keepmtp.json: must be",
+        ),
         ("7", "Not read: "),
-        ({"calibration": {}, "recipe": {"calibration": None}}, "Not read: "),
-        ({"calibration": {}, "recipe": {"calibration": reports.SETTINGS}}, "data: Field required"),
+        (measured.recorded(summary={}, calibration=None), "Not read: "),
+        (measured.recorded(summary={}), "Not read: "),
+        (measured.recorded(summary={}, calibration=reports.SETTINGS), "data: Field required"),
     ],
 )
 def test_a_record_that_says_nothing_is_no_error(record, why, tmp_path):
@@ -249,7 +255,7 @@ def test_a_record_that_says_nothing_is_no_error(record, why, tmp_path):
 def test_figures_that_nobody_measured_are_not_shown(change, where, tmp_path):
     told = reports.summary()
     change(told)
-    found, why = recorded(tmp_path / "odd", {"calibration": told, "recipe": {"calibration": reports.SETTINGS}})
+    found, why = recorded(tmp_path / "odd", measured.recorded(summary=told, calibration=reports.SETTINGS))
     assert found is None and where in why
 
 

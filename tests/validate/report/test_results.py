@@ -192,12 +192,13 @@ def test_a_check_of_the_same_bytes_is_kept(evidence):
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        ({"recipe": {"gates": {"max_drop": 2}}}, r"recipe\.gates\.max_drop must be a gate's limit"),
-        ({"recipe": {"gates": {"colour": 2}}}, r"recipe\.gates\.colour must be a gate's limit"),
-        ({"recipe": {}}, ""),
-        ({"recipe": {"gates": None}}, ""),
-        ({"recipe": 7}, ""),
-        ([], ""),
+        (measured.recorded(gates={"max_drop": 2}), r"recipe\.gates\.max_drop must be a gate's limit"),
+        (measured.recorded(gates={"colour": 2}), r"recipe\.gates\.colour must be a gate's limit"),
+        (measured.recorded(), ""),
+        (measured.recorded(gates=None), ""),
+        ({"recipe": 7}, "must be keepmtp's own record; got keepmtp: Field required"),
+        (measured.recorded() | {"recipe": 7}, r"must be keepmtp's own record; got recipe: Input should be"),
+        ([7], "must be keepmtp's own record; got the whole: Input should be"),
     ],
 )
 def test_gates_are_those_of_the_record(record, says, tmp_path):

@@ -1,0 +1,112 @@
+"""keepmtp.json: what made a checkpoint, with which versions. One model, one writer, one reader.
+
+In: the parts of a `Record`, or a file. Out: the file's text, or a `Record`.
+
+Easy to get wrong: the recipe that was run is the one in this file. recipe.yaml is the file it came from, before
+`--scheme`, `--mtp` and what `mtp: auto` chose.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer, model_validator
+
+from ..recipes.errors import CheckpointError, first_fault
+
+RECORD = "keepmtp.json"
+RECIPE = "recipe.yaml"
+CURE = "Quantize with `keepmtp quantize`, which writes it"
+
+
+class _Part(BaseModel):
+    """A part of the file. Further keys are ignored: a later keepmtp may have written them."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class RecordedSource(_Part):
+    """What a checkpoint was made from: a Hub id and its commit, or a folder's name and "local".
+
+    `files` has the size of every safetensors file.
+    """
+
+    name: str
+    revision: str
+    files: Mapping[str, int]
+
+
+class RecordedRecipe(_Part):
+    """The recipe as it was run. `whole` is all of it, in the order in which it is written."""
+
+    model: str
+    variant: str
+    summary: str
+    source: str
+    revision: str
+    backbone: Mapping[str, str]
+    mtp: str | Mapping[str, str]
+    whole: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """`<model>.<variant>`."""
+        return f"{self.model}.{self.variant}"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_all(cls, found: Any) -> Any:
+        return {**found, "whole": found} if isinstance(found, dict) else found
+
+    @model_serializer
+    def _as_it_was_run(self) -> dict[str, Any]:
+        return dict(self.whole)
+
+
+class RecordedBytes(_Part):
+    """Of all tensors."""
+
+    before: int
+    after: int
+
+
+class Record(_Part):
+    """The file; `calibration` is the run's own summary, and None where no batches were needed."""
+
+    keepmtp: str
+    recipe: RecordedRecipe
+    source: RecordedSource
+    calibration: Mapping[str, Any] | None = None
+    tensors: Mapping[str, int]
+    bytes: RecordedBytes
+    versions: Mapping[str, str]
+
+    def text(self) -> str:
+        """The file's text. Equal values give equal bytes."""
+        written = self.model_dump()
+        if self.calibration is None:
+            del written["calibration"]
+        return json.dumps(written, indent=2) + "\n"
+
+
+def read_record(path: Path, *, where: object = None, cure: str = CURE) -> Record:
+    """Read a checkpoint's keepmtp.json.
+
+    Args:
+        path: the file.
+        where: its name in messages; default `path`.
+        cure: what to do where it cannot be read.
+
+    Raises:
+        CheckpointError: there is no such file, or not one that keepmtp wrote.
+    """
+    try:
+        return Record.model_validate(json.loads(path.read_bytes()))
+    except OSError as error:
+        got = error.strerror or repr(error)
+    except ValidationError as error:
+        got = first_fault(error)
+    except (ValueError, RecursionError) as error:
+        got = repr(error)
+    raise CheckpointError(where or path, "must be keepmtp's own record", got=got, cure=cure)
