@@ -34,9 +34,10 @@ from torch import Tensor
 
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
-from . import layer as backend
 from .backbone import Backbone, Stream
-from .mtp_block import MtpBlock, draft_steps
+from .draft_steps import draft_steps
+from .forwards import serving
+from .mtp_block import MtpBlock
 from .skeleton import Batch
 from .statistics import write_statistics
 
@@ -119,7 +120,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Combination:
     """A backbone with an MTP block.
 
     Attributes:
@@ -208,7 +209,7 @@ def acceptance(
         head = skeleton.model.get_output_embeddings()
         assert head is not None
         for block in blocks:
-            stack.enter_context(backend.serving(block))
+            stack.enter_context(serving(block))
         for row, sequence in _sequences(backbone, stream):
             ids = sequence.ids.to(skeleton.device)
             outputs = draft_steps(

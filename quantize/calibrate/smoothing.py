@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...recipes.errors import CheckpointError
+from .ranks import has_others
 
 # Rows kept of each module's output: enough to see any wrong channel, and 256 experts stay below a GiB.
 _ROWS = 64
@@ -74,6 +76,18 @@ def find_smoothings(
         else:
             kept += group
     return tuple(sorted(kept, key=lambda s: calls[s.smooth])), tuple(left_out)
+
+
+def agreed(found: tuple[Smoothing, ...], left_out: tuple[str, ...]) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:
+    """What all ranks found: each looked at a batch of its own."""
+    if not has_others():
+        return found, left_out
+    of_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (found, left_out))
+    first_found, _ = of_ranks[0]
+    common = tuple(smoothing for smoothing in first_found if all(smoothing in other for other, _ in of_ranks))
+    reasons = dict.fromkeys(reason for _, reasons in of_ranks for reason in reasons)
+    return common, tuple(reasons)
 
 
 def observe(model: Any, run: Run, names: Iterable[str]) -> Outputs:
@@ -198,7 +212,7 @@ def _is_routed(names: Iterable[str]) -> bool:
 
 
 def _is_inner(norm: str, consumers: Iterable[str]) -> bool:
-    """Whether the norm sits beside the modules it feeds, as those between the halves of a low-rank projection do."""
+    """Whether the norm has the parent of a module it feeds, as norms inside a low-rank projection do."""
     return any(name.rpartition(".")[0] == norm.rpartition(".")[0] for name in consumers)
 
 

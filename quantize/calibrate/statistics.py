@@ -1,11 +1,11 @@
-"""What calibration leaves behind: a folder of safetensors files, one a layer, in the names of the finished checkpoint.
+"""The results of calibration: a folder of safetensors files, one a layer, in the names of the finished checkpoint.
 
 In: tensors that depend on data. Static input scales; every tensor of a module whose weight an algorithm rewrote, packed
 already; plain tensors that were rescaled. Out: a `Statistics` from which the writer copies them. A plan says which of
 its outputs come from here, and both sides are compared before anything is written.
 
-Easy to get wrong: a scale that is missing, or one too many, still makes a checkpoint that loads. It drafts from, or
-answers with, noise.
+Easy to get wrong: with a scale that is missing, or one too many, the checkpoint still loads, but drafts and answers are
+noise.
 """
 
 import math
@@ -34,10 +34,10 @@ _CURE = "Remove this file, and run again: its layer is then calibrated anew"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """A folder of statistics seen through its headers; no tensor is held.
+    """The headers of a folder of statistics; no tensor is held in memory.
 
     Attributes:
-        folder: where the files lie.
+        folder: the folder of the files.
         entries: every tensor, by its name in the finished checkpoint.
     """
 
@@ -85,7 +85,7 @@ class Statistics:
         return next(value for _, value in self.read_all([name]))
 
     def read_all(self, names: Iterable[HFName]) -> Iterator[tuple[HFName, Tensor]]:
-        """Many tensors, one at a time, in the order in which they lie; each file is opened once."""
+        """Many tensors, one at a time, in the order of the files; each file is opened once."""
         by_file: dict[str, list[Entry]] = defaultdict(list)
         for name in names:
             by_file[self.entries[name].file].append(self.entries[name])
@@ -124,7 +124,7 @@ def read_metadata(path: Path) -> Mapping[str, str]:
 
 
 def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
-    """Compare what a plan takes from calibration with what is there, both ways, and look at scales of whole tensors.
+    """Compare what a plan takes from calibration with what is there, both ways, and check the scales of whole tensors.
 
     Raises:
         RecipeError: the plan needs statistics, and there are none.
@@ -184,7 +184,7 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
             continue
         first: dict[tuple[str, str], HFName] = {}
         for output in (output for tensor in unit for output in tensor.outputs if output.name in scales):
-            # Members of a fused group lie side by side; a stacked unit holds one group an expert.
+            # Members of a fused group have one parent; a stacked unit holds one group an expert.
             group = output.name.rpartition(".")[0].rpartition(".")[0], _leaf(output.name)
             other = first.setdefault(group, output.name)
             if scales[other] != scales[output.name]:

@@ -30,7 +30,7 @@ def test_the_step_in_words():
 
 
 def test_the_fields_are_those_of_the_run():
-    from keepmtp.quantize.calibrate.backbone import Progress
+    from keepmtp.quantize.calibrate.progress import Progress
 
     assert set(Progress.__dataclass_fields__) == set(Step.__dataclass_fields__)
 
