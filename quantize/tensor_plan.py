@@ -17,7 +17,7 @@ from ..recipes.family import HFName, Part, Place, Role, VLLMName
 from ..recipes.schemes import SCHEMES, Scheme, num_bytes
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
-Calibrated = Literal["", "scales", "weights"]
+FromBatches = Literal["", "scales", "weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class TensorPlan:
     runtime: VLLMName
     stacked: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
-    calibrated: Calibrated = ""
+    calibrated: FromBatches = ""
     may_change: bool = False
 
     @property

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from ...recipes.errors import CheckpointError
 
-Kind = Literal["decorator", "within", "other wrapper"]
+WrapperKind = Literal["decorator", "within", "other wrapper"]
 _RULE = (
     "must not compute under torch.inference_mode: calibration cannot write the weights that were loaded in it "
     "(llm-compressor #2745)"
@@ -36,7 +36,7 @@ _RULE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class InferenceForward:
     """A class whose forward is not plain.
 
     Attributes:
@@ -48,22 +48,22 @@ class Finding:
 
     modules: tuple[str, ...]
     cls: str
-    kind: Kind
+    kind: WrapperKind
 
 
-def decorated_forwards(model: nn.Module) -> list[Finding]:
+def decorated_forwards(model: nn.Module) -> list[InferenceForward]:
     """Each class in the model whose forward is wrapped, by inference_mode or by anything else.
 
     A forward that a subclass replaces is looked at too if the subclass may call it: `super().forward(...)`.
     """
-    names: dict[tuple[type, Kind], list[str]] = {}
+    names: dict[tuple[type, WrapperKind], list[str]] = {}
     for name, module in model.named_modules():
         forwards = _forwards(module)
         if any(True for forward in forwards for _ in _inference_cells(forward)):
             names.setdefault((type(module), "decorator"), []).append(name)
         elif hasattr(forwards[0], "__wrapped__"):
             names.setdefault((type(module), "other wrapper"), []).append(name)
-    return [Finding(modules=tuple(where), cls=_label(cls), kind=kind) for (cls, kind), where in names.items()]
+    return [InferenceForward(modules=tuple(where), cls=_label(cls), kind=kind) for (cls, kind), where in names.items()]
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def unwrap_forwards(model: nn.Module) -> Iterator[None]:
             cell.cell_contents = before[key]
 
 
-def probe(model: nn.Module, batch: Mapping[str, Any]) -> list[Finding]:
+def probe(model: nn.Module, batch: Mapping[str, Any]) -> list[InferenceForward]:
     """Run the model once and name the modules in whose forward inference mode begins, in the order met.
 
     Args:
@@ -105,13 +105,15 @@ def probe(model: nn.Module, batch: Mapping[str, Any]) -> list[Finding]:
     finder = _InferenceModeFinder(model)
     with torch.no_grad(), finder.hooked(), finder:
         model(**batch)
-    return [Finding(modules=tuple(where), cls=_label(cls), kind="within") for cls, where in finder.begun.items()]
+    return [
+        InferenceForward(modules=tuple(where), cls=_label(cls), kind="within") for cls, where in finder.begun.items()
+    ]
 
 
 @contextmanager
 def guard(
     model: nn.Module, batch: Mapping[str, Any] | None, *, policy: Literal["refuse", "unwrap"]
-) -> Iterator[list[Finding]]:
+) -> Iterator[list[InferenceForward]]:
     """The context to calibrate in: in it, no forward of the model computes under inference mode.
 
     Args:
@@ -242,14 +244,14 @@ def _label(cls: type) -> str:
     return f"{cls.__module__.rpartition('.')[2]}.{cls.__qualname__}"
 
 
-def _where(findings: list[Finding]) -> str:
+def _where(findings: list[InferenceForward]) -> str:
     return ", ".join(f"{finding.cls}.forward" for finding in findings)
 
 
-def _modules(findings: list[Finding]) -> str:
+def _modules(findings: list[InferenceForward]) -> str:
     names = [name or "the model itself" for finding in findings for name in finding.modules]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _files(findings: list[Finding]) -> str:
+def _files(findings: list[InferenceForward]) -> str:
     return ", ".join(sorted({finding.cls.partition(".")[0] + ".py" for finding in findings}))

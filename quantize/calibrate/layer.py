@@ -38,14 +38,14 @@ from ...recipes.schemes import RESCALING, REWRITES, SCHEMES
 from .coverage import Coverage, TokenCounter, no_batch
 from .forwards import calibrating, restore, small_parameters
 from .modifiers import modifiers_for, one_a_parent, rounded_to_nearest, share
-from .smoothing import Outputs, Run, Smoothing, agreed, check_preserved, find_smoothings, observe
+from .smoothing import Outputs, RunBatch, Smoothing, agreed, check_preserved, find_smoothings, observe
 
 # It logs by the line for every module; what matters of it is in `Calibrated`.
 for _name in ("llmcompressor", "compressed_tensors"):
     loguru_logger.disable(_name)
 
-Batch = Mapping[str, Tensor]
-Batches = Iterable[Batch]
+
+Inputs = Iterable[Mapping[str, Tensor]]
 
 # Scales of modules that run fused, and how one is made of several: divisors shrink, multipliers grow.
 _SHARED: Mapping[str, Callable[..., Tensor]] = {
@@ -77,7 +77,7 @@ class Calibrated:
 
 def calibrate(
     model: Any,
-    batches: Batches,
+    batches: Inputs,
     *,
     schemes: Mapping[str, str],
     algorithm: str,
@@ -162,7 +162,7 @@ def check_fused(model: Any, fused: Iterable[tuple[str, ...]]) -> None:
 
 def _run_pipeline(
     model: Any,
-    batches: Batches,
+    batches: Inputs,
     modifiers: list[Any],
     counter: TokenCounter,
     schemes: Mapping[str, str],
@@ -234,7 +234,7 @@ def _no_bars() -> Iterator[None]:
         yield
 
 
-def _first_batch(model: Any, batches: Batches) -> Run:
+def _first_batch(model: Any, batches: Inputs) -> RunBatch:
     def run() -> None:
         for batch in batches:
             model(**batch)
@@ -249,7 +249,7 @@ def _first_batch(model: Any, batches: Batches) -> Run:
 
 def _reference(
     model: Any,
-    run: Run,
+    run: RunBatch,
     rewritten: Sequence[str],
     untouchable: Collection[str],
     *,
@@ -269,7 +269,7 @@ def _reference(
 
 
 def _check_smoothed(
-    model: Any, run: Run, rewritten: Sequence[str], found: Sequence[Smoothing], reference: Outputs
+    model: Any, run: RunBatch, rewritten: Sequence[str], found: Sequence[Smoothing], reference: Outputs
 ) -> None:
     """Refuses a layer that computes something else than before.
 

@@ -26,7 +26,7 @@ from .backbone import Backbone
 from .held_out import Acceptance, Combination, Target, agreement, target
 from .mtp_block import bind_block, build_block
 from .mtp_policy import NothingCounts, PolicyResults, block_schemes, num_blocks
-from .progress import Progress, ProgressCallback, progress_since
+from .progress import CalibrationStep, ProgressCallback, progress_since
 from .statistics import read_metadata
 
 
@@ -201,7 +201,7 @@ def choose(
             continue
         tried.append(_try(results, policy, plans[number]))
         if progress:
-            progress(_progress(results.backbone, len(tried), len(policies), started))
+            progress(_step(results.backbone, len(tried), len(policies), started))
     enough = [number for number in plans if tried[number].kept >= auto.min_acceptance]
     if not enough:
         return tuple(tried), None
@@ -279,7 +279,7 @@ def _cannot_run(plan: Plan) -> RecipeError | CheckpointError | None:
     return None
 
 
-def _progress(backbone: Backbone, done: int, total: int, started: float) -> Progress:
+def _step(backbone: Backbone, done: int, total: int, started: float) -> CalibrationStep:
     return progress_since(
         started,
         "mtp",

@@ -1,6 +1,8 @@
 """How far a long run is, after each of its steps.
 
-In: how many steps are done, and since when. Out: a `Progress` for a caller's callback.
+In: how many steps are done, and since when. Out: a `CalibrationStep` for a caller's callback.
+
+Easy to get wrong: steps of an earlier run count as done, but this process did not spend its time on them.
 """
 
 import resource
@@ -12,7 +14,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class CalibrationStep:
     """One step of a long run, for people and as a JSON line."""
 
     step: str
@@ -23,12 +25,12 @@ class Progress:
     memory_gib: float
 
 
-ProgressCallback = Callable[[Progress], None]
+ProgressCallback = Callable[[CalibrationStep], None]
 
 
 def progress_since(
     started: float, step: str, *, done: int, total: int, num_here: int, tokens: int, device: torch.device
-) -> Progress:
+) -> CalibrationStep:
     """The progress of a run.
 
     Args:
@@ -41,7 +43,7 @@ def progress_since(
         device: whose peak memory is reported.
     """
     seconds = (time.monotonic() - started) / num_here
-    return Progress(
+    return CalibrationStep(
         step=step,
         done=done,
         total=total,

@@ -31,7 +31,7 @@ from ..tensor_plan import TensorPlan
 from .binding import Binding, Names, Piece, bind, fill
 from .experts import linear_experts
 
-State = tuple[Tensor | None, ...]
+LayerState = tuple[Tensor | None, ...]
 """What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more for the next one."""
 
 
@@ -45,7 +45,7 @@ class Batch:
     """
 
     ids: Tensor
-    state: State | None = None
+    state: LayerState | None = None
 
 
 class StandIn(nn.Module):

@@ -167,10 +167,8 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
 
 def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     """NaN activations end up here; and vLLM keeps one global scale where modules are fused."""
-    scales = {
-        name: value.item()
-        for name, value in statistics.read_all(name for name in statistics if _leaf(name) in _TENSOR_SCALES)
-    }
+    names = [name for name in statistics if _leaf(name) in _TENSOR_SCALES]
+    scales = {name: value.item() for name, value in statistics.read_all(names)}
     for name, value in scales.items():
         if not 0 < value < math.inf:
             raise CheckpointError(
@@ -180,20 +178,25 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
                 cure="The activations or weights of this module are not finite: choose a data-free scheme for it",
             )
     for unit in plan.units:
-        if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
-            continue
-        first: dict[tuple[str, str], HFName] = {}
-        for output in (output for tensor in unit for output in tensor.outputs if output.name in scales):
-            # Members of a fused group have one parent; a stacked unit holds one group an expert.
-            group = output.name.rpartition(".")[0].rpartition(".")[0], _leaf(output.name)
-            other = first.setdefault(group, output.name)
-            if scales[other] != scales[output.name]:
-                raise CheckpointError(
-                    statistics.folder,
-                    f"{other} and {output.name} must be equal: vLLM fuses their modules",
-                    got=f"{scales[other]} and {scales[output.name]}",
-                    cure="Remove the file of their layer, and run again",
-                )
+        if unit[0].scheme and SCHEMES[unit[0].scheme].shares_global_scale:
+            names = [output.name for tensor in unit for output in tensor.outputs if output.name in scales]
+            _refuse_unequal(names, scales, statistics.folder)
+
+
+def _refuse_unequal(names: Iterable[HFName], scales: Mapping[HFName, float], folder: Path) -> None:
+    """Scales of one unit must be equal within each fused group."""
+    first: dict[tuple[str, str], HFName] = {}
+    for name in names:
+        # Members of a fused group have one parent; a stacked unit holds one group an expert.
+        group = name.rpartition(".")[0].rpartition(".")[0], _leaf(name)
+        other = first.setdefault(group, name)
+        if scales[other] != scales[name]:
+            raise CheckpointError(
+                folder,
+                f"{other} and {name} must be equal: vLLM fuses their modules",
+                got=f"{scales[other]} and {scales[name]}",
+                cure="Remove the file of their layer, and run again",
+            )
 
 
 def _leaf(name: HFName) -> str:
@@ -202,11 +205,13 @@ def _leaf(name: HFName) -> str:
 
 def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFName, Output]:
     """What one unit may take from the statistics, once what it must take is found there."""
-    required = {output.name for tensor in unit for output in tensor.calibrated_outputs}
-    optional = {
-        output.name for tensor in unit if tensor.may_change for output in tensor.outputs if output.name not in required
-    }
-    if any(name in statistics for name in optional):  # modules that share a global scale change together
+    required: set[HFName] = set()
+    optional: set[HFName] = set()
+    for tensor in unit:
+        required |= {output.name for output in tensor.calibrated_outputs}
+        if tensor.may_change:
+            optional |= {output.name for output in tensor.outputs}
+    if any(name in statistics for name in optional - required):  # modules that share a global scale change together
         required |= optional
     for name in sorted(required):
         if name not in statistics:

@@ -14,7 +14,7 @@ from keepmtp.cli.pipeline import plan_for
 from keepmtp.quantize.calibrate.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.claim import fingerprint
 from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
-from keepmtp.quantize.calibrate.progress import Progress
+from keepmtp.quantize.calibrate.progress import CalibrationStep
 from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -200,7 +200,7 @@ def test_layers_that_hand_on_more_than_states_can_be_resumed(tmp_path):
     plan, data = deep(tmp_path / "source", "glm-5", 4, 1)
     assert run(plan, data, tmp_path / "whole") == [1, 2, 3, 4]
 
-    def stop(step: Progress) -> None:
+    def stop(step: CalibrationStep) -> None:
         if step.done == 2:
             raise KeyboardInterrupt
 
