@@ -166,7 +166,7 @@ def quality(variant: str, folder: Path) -> list[dict]:
 def speed(variant: str, folder: Path) -> list[dict]:
     """Wall time and peak memory of both sides, interleaved, on a model that takes longer than an import."""
     recipe, text = find_recipe("tiny-glm4-moe", scheme=variant)
-    # As much held-out text beside the samples as in the recipes of large models.
+    # The same share of held-out text as in the recipes of large models.
     text = text.replace("samples: 32", "samples: 128").replace("held_out: 16", "held_out: 8")
     source = folder / "source"
     if not source.is_dir():

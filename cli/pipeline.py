@@ -146,7 +146,7 @@ def _calibrated(plan: Plan, out: Path, ranks: "Ranks", progress: RunProgress) ->
         return None
     from ..quantize.calibrate.run import calibrate
 
-    return calibrate(plan, calibration_folder(out), ranks=ranks, watch=progress.calibration)
+    return calibrate(plan, calibration_folder(out), ranks=ranks, progress=progress.calibration)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from rich.progress import (
 )
 
 if TYPE_CHECKING:
-    from ..quantize.calibrate.backbone import Progress as CalibrationStep
+    from ..quantize.calibrate.progress import CalibrationStep
     from ..validate.evaluation.ask import Step as EvaluationStep
 
 # The word for one step in each part of calibration.

@@ -134,7 +134,7 @@ def _paths(view: FamilyView, place: Place) -> tuple[str, ...]:
 
 
 def _concrete(spelled: _Spelled) -> Iterator[str]:
-    """The names that a set of spellings stands for; expert 0 is the one vLLM asks about."""
+    """The names of a set of spellings; expert 0 is the one vLLM asks about."""
     for stem in spelled.stems:
         for path in spelled.paths:
             pattern = stem.replace("{}", str(spelled.layer)) + path

@@ -18,7 +18,7 @@ from ..recipes.family_view import Place
 from ..recipes.schemes import SCHEMES, Scheme, num_bytes
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
-Calibrated = Literal["", "scales", "weights"]
+FromBatches = Literal["", "scales", "weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class TensorPlan:
     runtime: VLLMName
     stacked: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
-    calibrated: Calibrated = ""
+    calibrated: FromBatches = ""
     may_change: bool = False
 
     @property

@@ -1,27 +1,24 @@
 """The backbone pass: batches in, statistics and rewritten weights out, a file a decoder layer.
 
 In: a plan over a local source, and the batches. Out: a folder with what calibration found (`statistics.py` reads it),
-and the hidden states behind the last layer, from which the MTP pass and the figures of `held_out.py` are made.
+and the hidden states after the last layer, which the MTP pass and the figures of `held_out.py` read.
 
-Each decoder layer is a small model of its own: its weights come from the source, its inputs are what the layer before
-it left on disk, llm-compressor's modifiers see it in one basic pass, and its outputs become the next layer's inputs.
-Memory is one layer, whatever the model's size, and a killed run goes on at the layer it was in. Statistics equal those
-of llm-compressor's sequential pipeline, bit for bit, because the layer computes the same in the same order.
+Each decoder layer is a small model of its own: its weights come from the source, its inputs from the files that the
+layer before it wrote, llm-compressor's modifiers run on it in one basic pass, and its outputs become the next layer's
+inputs. Memory is one layer, whatever the model's size, and a killed run goes on at the layer it was in. Statistics
+equal those of llm-compressor's sequential pipeline, bit for bit: the layer computes the same in the same order.
 
-Easy to get wrong: three streams of hidden states run side by side and must not be mixed. `calibration` is propagated as
+Easy to get wrong: there are three streams of hidden states, and they must not be mixed. `calibration` is propagated as
 llm-compressor does (activations are not rounded), `source` has seen no quantization at all, and `served` is what a
 server would compute; the last two are held-out text.
 """
 
-import hashlib
 import json
-import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,16 +27,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ... import __version__
-from ...checkpoints.files import complete, partial_path, sync, write_whole
-from ...checkpoints.source import file_sizes
+from ...checkpoints.files import complete, partial_path, sync
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ..plan import Plan
-from . import layer as backend
 from .binding import Binding
+from .claim import claim_pass
 from .data import CalibrationData
+from .forwards import propagating, serving
 from .inference_mode import guard
+from .layer import Calibrated, calibrate
+from .progress import ProgressCallback, progress_since
 from .ranks import Ranks
 from .skeleton import Batch, Skeleton, frozen_in, fused_in, on_disk, schemes_in
 from .statistics import read_metadata, write_statistics
@@ -48,27 +46,12 @@ Stream = Literal["calibration", "source", "served"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """One step of a long run, for people and as a JSON line."""
-
-    step: str
-    done: int
-    total: int
-    tokens_per_second: float
-    eta_seconds: float
-    memory_gib: float
-
-
-Watch = Callable[[Progress], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Backbone:
     """A finished backbone pass.
 
     Attributes:
         folder: of the pass; `folder / "statistics"` has the statistics.
-        skeleton: the model's class, for what comes behind the last layer.
+        skeleton: the model's class, for what comes after the last layer.
         data: the batches.
         coverage: module on disk -> tokens its calibration saw; experts: tokens the router sent them.
     """
@@ -80,13 +63,19 @@ class Backbone:
     coverage: Mapping[HFName, int]
 
     def batches(self, stream: Stream) -> "Batches":
-        """The sequences with the hidden states behind the last layer."""
+        """The sequences with the hidden states after the last layer."""
         run = _Pass(self.skeleton, self.data, self.folder, self.ranks)
         return Batches(run=run, stream=stream, index=len(self.skeleton))
 
 
 def calibrate_backbone(
-    plan: Plan, data: CalibrationData, folder: Path, *, device: torch.device, ranks: Ranks, watch: Watch | None = None
+    plan: Plan,
+    data: CalibrationData,
+    folder: Path,
+    *,
+    device: torch.device,
+    ranks: Ranks,
+    progress: ProgressCallback | None = None,
 ) -> Backbone:
     """Calibrate every decoder layer of the backbone, resuming what an earlier run left in `folder`.
 
@@ -94,9 +83,9 @@ def calibrate_backbone(
         plan: a plan over a local source whose recipe has a calibration block.
         data: what `calibration_data` chose.
         folder: of this pass alone; on several nodes one that all of them see.
-        device: where the layer in hand lives.
+        device: where the layer's weights go.
         ranks: which part of the batches is this process's.
-        watch: told after each layer, on the first rank.
+        progress: called after each layer, on the first rank.
 
     Raises:
         RecipeError: the folder holds another run's pass or is not the same for all ranks, or a layer does not fit the
@@ -105,7 +94,7 @@ def calibrate_backbone(
     """
     calibration = plan.recipe.calibration
     assert calibration is not None
-    _claim(plan, data, folder, ranks)
+    claim_pass(plan, data, folder, ranks)
     with fitting(plan, "the embedding", device):
         skeleton = Skeleton(plan, device=device)
     run = _Pass(skeleton, data, folder, ranks)
@@ -115,16 +104,17 @@ def calibrate_backbone(
     for index in range(first, len(skeleton)):
         with fitting(plan, f"decoder layer {index} and a batch", device):
             run.layer(index)
-        if watch and ranks.is_first:
-            seconds = (time.monotonic() - started) / (index - first + 1)
-            watch(
-                Progress(
-                    step="backbone",
-                    done=index + 1,
+        if progress and ranks.is_first:
+            done = index + 1
+            progress(
+                progress_since(
+                    started,
+                    "backbone",
+                    done=done,
                     total=len(skeleton),
-                    tokens_per_second=tokens / seconds,
-                    eta_seconds=seconds * (len(skeleton) - index - 1),
-                    memory_gib=peak_memory(device) / 2**30,
+                    num_here=done - first,
+                    tokens=tokens,
+                    device=device,
                 )
             )
     return Backbone(folder=folder, skeleton=skeleton, data=data, ranks=ranks, coverage=run.coverage())
@@ -135,7 +125,7 @@ def calibrate_backbone(
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One run over the layers: where states lie and whose turn each batch is."""
+    """One run over the layers: the folder of the states, and which batches are this rank's."""
 
     skeleton: Skeleton
     data: CalibrationData
@@ -143,7 +133,7 @@ class _Pass:
     ranks: Ranks
 
     def num_done(self) -> int:
-        """Layers whose states are on disk; statistics were written before."""
+        """How many layers have their states on disk; a layer's statistics are written before its states."""
         done = [int(path.name) for path in (self.folder / "states").glob("[0-9]" * 5)]
         return max(done, default=0)
 
@@ -156,7 +146,7 @@ class _Pass:
         self.ranks.wait()
 
     def layer(self, index: int) -> None:
-        """Calibrate one layer: statistics first, then, as its last act, the states it leaves."""
+        """Calibrate one layer: its statistics are written first, and the states it computes last."""
         skeleton, plan = self.skeleton, self.skeleton.plan
         calibration = plan.recipe.calibration
         assert calibration is not None
@@ -168,9 +158,9 @@ class _Pass:
             unfinished.mkdir()
         self.ranks.wait()
         with skeleton.layer(index) as layer, self._guarded(index):
-            self._run("source", index, layer, unfinished, backend.serving(skeleton.model))
+            self._run("source", index, layer, unfinished, serving(skeleton.model))
             if schemes:
-                found = backend.calibrate(
+                found = calibrate(
                     skeleton.model,
                     Batches(run=self, stream="calibration", index=index).arguments(),
                     schemes=schemes,
@@ -180,8 +170,8 @@ class _Pass:
                 )
                 if self.ranks.is_first:
                     self._record(index, found, binding, path)
-            self._run("calibration", index, layer, unfinished, backend.propagating(skeleton.model))
-            self._run("served", index, layer, unfinished, backend.serving(skeleton.model))
+            self._run("calibration", index, layer, unfinished, propagating(skeleton.model))
+            self._run("served", index, layer, unfinished, serving(skeleton.model))
         self.ranks.wait()
         if self.ranks.is_first:
             complete(states)
@@ -191,7 +181,7 @@ class _Pass:
 
     @contextmanager
     def _guarded(self, index: int) -> Iterator[None]:
-        """Keeps foreign model code out of inference mode, tried on one sequence."""
+        """Keeps a checkpoint's own code out of inference mode; one sequence is tried first."""
         calibration = self.skeleton.plan.recipe.calibration
         assert calibration is not None
         first = next(iter(Batches(run=self, stream="calibration", index=index)))
@@ -203,7 +193,7 @@ class _Pass:
     def _run(
         self, stream: Stream, index: int, layer: nn.Module, folder: Path, context: AbstractContextManager[None]
     ) -> None:
-        """Send a stream through the layer in its place and leave what comes out in `folder`."""
+        """Run a stream through the layer and write its outputs to `folder`."""
         batches = Batches(run=self, stream=stream, index=index)
         outputs: list[Any] = []
         handle = layer.register_forward_hook(lambda _module, _args, output: outputs.append(output))
@@ -217,8 +207,8 @@ class _Pass:
         finally:
             handle.remove()
 
-    def _record(self, index: int, found: backend.Calibrated, binding: Binding, path: str) -> None:
-        """The statistics of a layer, and beside them who saw how many tokens."""
+    def _record(self, index: int, found: Calibrated, binding: Binding, path: str) -> None:
+        """The statistics of a layer, with the number of tokens that each module saw."""
         file = self.folder / "statistics" / f"layer-{index:05d}.safetensors"
         record(file, found, binding, path, fingerprint=(self.folder / "fingerprint").read_text())
 
@@ -232,7 +222,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """This rank's batches of one stream at the door of one layer, read from disk one at a time, as often as asked."""
+    """This rank's batches of one stream as inputs of one layer, read from disk one at a time in each iteration."""
 
     run: _Pass
     stream: Stream
@@ -268,7 +258,7 @@ class Batches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """Batches as llm-compressor wants them: with a length, and iterated as often as it likes."""
+    """Batches as llm-compressor wants them: with a length, and iterated more than once."""
 
     batches: Batches
 
@@ -279,8 +269,8 @@ class Arguments:
         return self.batches.run.skeleton.feed(self.batches.index, self.batches)
 
 
-def record(path: Path, found: backend.Calibrated, binding: Binding, module: str, *, fingerprint: str) -> None:
-    """Write the statistics of a decoder layer or MTP block, and beside them who saw how many tokens.
+def record(path: Path, found: Calibrated, binding: Binding, module: str, *, fingerprint: str) -> None:
+    """Write the statistics of a decoder layer or MTP block, with the number of tokens that each module saw.
 
     Args:
         path: of the file.
@@ -306,58 +296,9 @@ def record(path: Path, found: backend.Calibrated, binding: Binding, module: str,
 # --- on disk --------------------------------------------------------------------------------------------------------
 
 
-def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
-    """SHA-256 over everything the statistics depend on; not the MTP policy, which may change without a new pass."""
-    recipe = plan.recipe.model_dump(mode="json", exclude={"mtp", "mtp_auto", "variant", "default", "summary"})
-    assert plan.source.folder is not None
-    files = {}
-    for name in (*file_sizes(plan.source), *plan.source.companions):
-        status = (plan.source.folder / name).stat()
-        files[name] = [status.st_size, status.st_mtime_ns]
-    packages = ("torch", "transformers", "llmcompressor", "compressed-tensors")
-    versions = [__version__, *(version(name) for name in packages)]
-    parts = (recipe, plan.source.config, files, data.provenance, versions, size)
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _claim(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> None:
-    """Make the folder this pass's, or refuse another's."""
-    wanted, stamp = fingerprint(plan, data, ranks.size), folder / "fingerprint"
-    if stamp.is_file() and stamp.read_text() != wanted:
-        raise RecipeError(
-            folder,
-            "an unfinished calibration can only be resumed with the same recipe, source, dataset, "
-            "number of processes and versions",
-            got="another run",
-            cure="Remove it, or choose another OUT",
-        )
-    calibration = plan.recipe.calibration
-    assert calibration is not None
-    fewest = min(len(data.ids), len(data.held_out_ids)) // calibration.batch_size
-    if fewest < ranks.size:
-        raise RecipeError(
-            plan.recipe.name,
-            "every process must have a batch of calibration and of held-out text",
-            got=f"{fewest} batches of {calibration.batch_size} for {ranks.size} processes",
-            cure="Raise calibration.samples and calibration.held_out, lower batch_size, or start fewer processes",
-        )
-    ranks.wait()  # before the first writes: whoever refuses must see what an earlier run left, not this one
-    if ranks.is_first and not stamp.is_file():
-        (folder / "states").mkdir(parents=True, exist_ok=True)
-        write_whole(stamp, wanted)
-    ranks.wait()
-    if not stamp.is_file() or stamp.read_text() != wanted:
-        raise RecipeError(
-            folder,
-            "all processes must see one folder and the same source",
-            got=f"another or none on {ranks}",
-            cure="Put the source and OUT where every node sees them, under the same path",
-        )
-
-
 @contextmanager
 def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
-    """Running out of a GPU's memory, as something that can be acted on."""
+    """Turns running out of a GPU's memory into a refusal that says what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -370,7 +311,7 @@ def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
 
 
 def _write_state(path: Path, state: Sequence[Tensor | None]) -> None:
-    """What a layer returned for one batch; cloned out of inference mode, should a foreign model have entered it."""
+    """What a layer returned for one batch; detached, because a checkpoint's code may compute in inference mode."""
     tensors = {str(turn): value.detach().cpu().contiguous() for turn, value in enumerate(state) if value is not None}
     save_file(tensors, path, metadata={"length": str(len(state))})
     sync(path)
@@ -381,10 +322,3 @@ def _read_state(path: Path) -> tuple[Tensor | None, ...]:
         length = int(file.metadata()["length"])
         keys = set(file.keys())
         return tuple(file.get_tensor(str(turn)) if str(turn) in keys else None for turn in range(length))
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes: of the GPU, or of the whole process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

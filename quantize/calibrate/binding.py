@@ -5,7 +5,7 @@ a `Binding`: parameter -> pieces on disk. Names follow transformers' own convers
 are single linears on the module's side, one by one or stacked on disk.
 
 Easy to get wrong: a loader that skips what it does not know calibrates a layer of noise. Here every tensor is used
-exactly once and every parameter is filled, or the binding is refused by name.
+exactly once and every parameter is filled, or the binding is refused and names the tensor.
 
 Source: transformers 5.17 conversion_mapping.py and core_model_loading.py (WeightRenaming, WeightConverter).
 """
@@ -167,14 +167,14 @@ def fill(
     device: torch.device,
     dtype_of: Callable[[str, Tensor, Tensor], torch.dtype],
 ) -> None:
-    """Give a module its weights, dequantized, in place of whatever it had.
+    """Give a module its weights, dequantized, in place of its parameters.
 
     Args:
         module: what `binding` was made for.
         binding: from `bind`.
         plan: over a local source.
         device: where the weights go.
-        dtype_of: the dtype a parameter is computed in, given its name, what stood in its place, and what is on disk.
+        dtype_of: the dtype a parameter is computed in, given its name, the parameter before, and the value on disk.
 
     Raises:
         CheckpointError: a shape on disk is not the parameter's.

@@ -1,7 +1,7 @@
-"""Calibration text: a dataset's rows, tokenized and packed into sequences of one length, the same ones every time.
+"""Calibration text: a dataset's rows, tokenized and cut into sequences of one length, the same ones every time.
 
 In: a recipe's calibration block and the source checkpoint, for its tokenizer and config. Out: token ids to calibrate
-on, token ids held out to measure on, which of these a model writes, and the provenance that proves which they were.
+on, token ids held out to measure on, which of these a model writes, and the provenance that proves which they are.
 
 Easy to get wrong: what looks shuffled need not be repeatable. The order drawn here depends on the seed and the rows'
 numbers alone, not on how a dataset is cut into files, nor on a library's version.
@@ -35,7 +35,7 @@ from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.schema import Calibration
 from ...recipes.shipped import find_path
-from .tokenize import UNENCODABLE, Answered, Encoders, Row, encoders
+from .tokenize import UNENCODABLE, Answered, DataRow, Encoders, encoders
 
 SHUFFLED_ROWS = 10_000
 """Rows are drawn in a seeded order from this many first ones of the split, then from as many next ones, and so on, so
@@ -52,7 +52,7 @@ class CalibrationData:
         ids: [samples, sequence_length] int64, CPU, no padding.
         held_out_ids: [held_out, sequence_length], of rows that are not in `ids`.
         held_out_written: bool, of the same shape: tokens that a model writes, not its user, in the row that a sequence
-            begins with; None where nothing tells them apart.
+            begins with; None where no row says which they are.
         provenance: dataset, its resolved revision, numbers of rows and tokens, and SHA-256 sums of the row numbers and
             of both sets' ids (int64, little-endian), which are equal exactly when the ids are.
     """
@@ -64,12 +64,12 @@ class CalibrationData:
 
 
 def calibration_data(calibration: Calibration, source: Source) -> CalibrationData:
-    """Read, draw, tokenize and pack.
+    """Read, draw, tokenize and cut.
 
-    Rows are laid end to end, each as the tokenizer or the chat template begins and ends it, and cut every
+    Rows follow one another, each as the tokenizer or the chat template begins and ends it, and are cut every
     `sequence_length` tokens, which may be within a row. Each held-out sequence begins with a row of its own, as a
-    server's text does, and rows with the very tokens of a calibrated one are passed over. Blank rows are too; the
-    provenance counts them.
+    server's text does. Held-out text skips rows with the same tokens as a calibration row. Blank rows are skipped too;
+    the provenance counts them.
 
     Args:
         calibration: a recipe's block.
@@ -78,7 +78,7 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     Raises:
         RecipeError: the dataset, its split, its column or a row of it cannot be used, it is too short, or
             `sequence_length` is longer than the model takes.
-        CheckpointError: there is no usable tokenizer beside the weights, or it has ids the model has no embedding for.
+        CheckpointError: there is no usable tokenizer next to the weights, or it has ids the model has no embedding for.
     """
     where = f"calibration.dataset {calibration.dataset}"
     _refuse_long_sequences(calibration, source)
@@ -112,9 +112,9 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
         "blank_rows": used.num_blank + held.num_blank,
         "tokens": ids.numel(),
         "held_out_tokens": held_out_ids.numel(),
-        "row_numbers_sha256": _sum([*used.numbers, *held.numbers]),
-        "ids_sha256": _sum(used.ids),
-        "held_out_ids_sha256": _sum(held.ids),
+        "row_numbers_sha256": _sha256([*used.numbers, *held.numbers]),
+        "ids_sha256": _sha256(used.ids),
+        "held_out_ids_sha256": _sha256(held.ids),
     }
     written = _written(held, encoding, length)
     if written is not None:
@@ -152,7 +152,7 @@ def _open_split(calibration: Calibration, where: str) -> tuple[IterableDataset, 
         raise RecipeError(where, "must hold rows", got="none", cure="Name another file") from error
     except _UNREADABLE as error:
         cure = "Give calibration.subset if it names several here, or else Parquet or JSON files"
-        raise RecipeError(where, "must be a dataset that can be read", got=_line(error), cure=cure) from error
+        raise RecipeError(where, "must be a dataset that can be read", got=_one_line(error), cure=cure) from error
     if calibration.split not in splits:
         rule = f"split must be one of {', '.join(map(str, splits))}"
         raise RecipeError(where, rule, got=repr(calibration.split), cure="Correct calibration.split")
@@ -163,7 +163,7 @@ def _hub_commit(calibration: Calibration, where: str) -> str:
     name, revision = calibration.dataset, calibration.dataset_revision
 
     def refusal(error: Exception, rule: str, cure: str) -> RecipeError:
-        return RecipeError(where, rule, got=_line(error), cure=cure)
+        return RecipeError(where, rule, got=_one_line(error), cure=cure)
 
     try:
         return HfApi().dataset_info(name, revision=revision).sha or revision
@@ -180,33 +180,43 @@ def _hub_commit(calibration: Calibration, where: str) -> str:
         raise refusal(error, "the Hub must be reachable", cure) from error
 
 
-def _column(dataset: IterableDataset, calibration: Calibration, where: str) -> Iterator[tuple[int, Row]]:
-    """Row numbers and what stands in the column: a text or a conversation, maybe empty."""
-    column, prompt_column = calibration.column, calibration.prompt_column
-    read = {"column": column} | ({"prompt_column": prompt_column} if prompt_column else {})
-    if {*read.values()} <= {*(dataset.column_names or ())}:
-        dataset = dataset.select_columns([*read.values()])  # Parquet is stored by column: others are not even read
+def _column(dataset: IterableDataset, calibration: Calibration, where: str) -> Iterator[tuple[int, DataRow]]:
+    """Row numbers and the values of the column: a text or a conversation, maybe empty."""
+    columns = {"column": calibration.column}
+    if calibration.prompt_column:
+        columns["prompt_column"] = calibration.prompt_column
+    if {*columns.values()} <= {*(dataset.column_names or ())}:
+        dataset = dataset.select_columns([*columns.values()])  # Parquet is stored by column: others are not even read
+    for number, row in enumerate(_readable(dataset, where)):
+        for key, name in columns.items():
+            if name not in row:
+                rule = f"{key} must be one of {', '.join(row)}"
+                raise RecipeError(where, rule, got=repr(name), cure=f"Correct calibration.{key}")
+        yield number, _value(row, calibration, f"{where}: row {number}")
+
+
+def _readable(dataset: IterableDataset, where: str) -> Iterator[Mapping[str, Any]]:
+    """The rows; what the libraries raise while they read one becomes a refusal."""
     rows, number = iter(dataset), 0
     while True:
         try:
             row = next(rows, None)
         except _UNREADABLE as error:
             cure = "Mend the file, or download it again"
-            raise RecipeError(where, f"row {number} must be readable", got=_line(error), cure=cure) from error
+            raise RecipeError(where, f"row {number} must be readable", got=_one_line(error), cure=cure) from error
         if row is None:
             return
-        for key, name in read.items():
-            if name not in row:
-                rule = f"{key} must be one of {', '.join(row)}"
-                raise RecipeError(where, rule, got=repr(name), cure=f"Correct calibration.{key}")
-        value = row[column]
-        if not (isinstance(value, str) or (isinstance(value, list) and all(map(_is_turn, value)))):
-            rule = f"column {column} must hold a text or a list of {{role, content}}"
-            raise RecipeError(
-                f"{where}: row {number}", rule, got=_short(value), cure="Name another column, or mend the row"
-            )
-        yield number, value if prompt_column is None else _answered(row, calibration, f"{where}: row {number}")
+        yield row
         number += 1
+
+
+def _value(row: Mapping[str, Any], calibration: Calibration, where: str) -> DataRow:
+    value = row[calibration.column]
+    is_conversation = isinstance(value, list) and all(_is_turn(turn) for turn in value)
+    if not (isinstance(value, str) or is_conversation):
+        rule = f"column {calibration.column} must hold a text or a list of {{role, content}}"
+        raise RecipeError(where, rule, got=_short(value), cure="Name another column, or mend the row")
+    return value if calibration.prompt_column is None else _answered(row, calibration, where)
 
 
 def _answered(row: Mapping[str, Any], calibration: Calibration, where: str) -> Answered:
@@ -236,9 +246,9 @@ def _shuffled(rows: Iterator[tuple[int, Any]], seed: int) -> Iterator[tuple[int,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Consecutive rows' numbers, the sums of their tokens, and the tokens themselves end to end."""
+    """Consecutive rows with their token ids, their numbers and sums, and all ids one after another."""
 
-    rows: list[tuple[Row, list[int]]]
+    rows: list[tuple[DataRow, list[int]]]
     numbers: list[int]
     sums: list[str]
     ids: list[int]
@@ -246,11 +256,11 @@ class _Part:
 
 
 def _encoded(
-    rows: Iterable[tuple[int, Row]], encoding: Encoders, *, where: str, vocab_size: int | None
-) -> Iterator[tuple[int, Row, list[int]]]:
+    rows: Iterable[tuple[int, DataRow]], encoding: Encoders, *, where: str, vocab_size: int | None
+) -> Iterator[tuple[int, DataRow, list[int]]]:
     """Row numbers, rows and token ids; none for a blank row."""
     for number, row in rows:
-        if not row or (isinstance(row, str | Answered) and not "".join(row).strip()):
+        if _is_blank(row):
             yield number, row, []
             continue
         encode = encoding.of(row)
@@ -258,7 +268,7 @@ def _encoded(
             ids = encode()
         except UNENCODABLE as error:
             rule, cure = "must suit the model's chat format", "Mend the row, or name a column of texts"
-            raise RecipeError(f"{where}: row {number}", rule, got=_line(error), cure=cure) from error
+            raise RecipeError(f"{where}: row {number}", rule, got=_one_line(error), cure=cure) from error
         if vocab_size is not None and max(ids, default=0) >= vocab_size:
             rule = f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}"
             got = f"{max(ids)} in row {number}"
@@ -266,14 +276,24 @@ def _encoded(
         yield number, row, ids
 
 
-def _take(
-    rows: Iterator[tuple[int, Row, list[int]]], num_tokens: int, *, without: Collection[str] = (), restart: int = 0
-) -> _Part:
-    """The next rows until they have so many tokens, without what goes beyond; fewer only if the rows run out.
+def _is_blank(row: DataRow) -> bool:
+    """A text of spaces alone, or a conversation without turns."""
+    return not "".join(row).strip() if isinstance(row, str | Answered) else not row
 
-    With `restart`, a row is cut where so many tokens are full, and the next one begins behind them.
+
+def _take(
+    rows: Iterator[tuple[int, DataRow, list[int]]], num_tokens: int, *, without: Collection[str] = (), restart: int = 0
+) -> _Part:
+    """The next rows until they have so many tokens, cut to that number; fewer only if the rows run out.
+
+    Args:
+        rows: numbers, rows and token ids; those that are taken are used up.
+        num_tokens: how many tokens to take.
+        without: sums of rows to pass over, because another part has them.
+        restart: length of a sequence. If given, each sequence begins with a row of its own, and the rest of the row
+            before it is left out.
     """
-    kept: list[tuple[Row, list[int]]] = []
+    kept: list[tuple[DataRow, list[int]]] = []
     numbers: list[int] = []
     sums: list[str] = []
     ids: list[int] = []
@@ -281,28 +301,29 @@ def _take(
     while len(ids) < num_tokens and (drawn := next(rows, None)) is not None:
         number, row, of_row = drawn
         num_blank += not of_row
-        if of_row and (sum_of_row := _sum(of_row)) not in seen:
+        if of_row and (sum_of_row := _sha256(of_row)) not in seen:
             kept.append((row, of_row))
             numbers.append(number)
             sums.append(sum_of_row)
-            ids.extend(of_row[: restart - len(ids) % restart] if restart else of_row)
+            room = restart - len(ids) % restart if restart else len(of_row)
+            ids.extend(of_row[:room])
     return _Part(rows=kept, numbers=numbers, sums=sums, ids=ids[:num_tokens], num_blank=num_blank)
 
 
 def _written(part: _Part, encoding: Encoders, length: int) -> Tensor | None:
     """[sequences, length] bool; None where no row says which of its tokens a model writes.
 
-    Only the row that a sequence begins with counts: behind others, no server would have it.
+    Only the row that a sequence begins with counts: a server would not have other rows before it.
     """
     found = [encoding.written(row, ids) for row, ids in part.rows]
     if all(each is None for each in found):
         return None
     each_token: list[bool] = []
-    # Beside rows that say it, one that does not is nobody's.
     for written, (_, ids) in zip(found, part.rows, strict=True):
         place = len(each_token) % length
-        counted = written if written is not None and place == 0 else [False] * len(ids)
-        each_token += counted[: length - place]
+        if written is None or place:  # nothing says who wrote this row, or another row is before it
+            written = [False] * len(ids)
+        each_token += written[: length - place]
     return torch.tensor(each_token[: len(part.ids)]).view(-1, length)
 
 
@@ -317,11 +338,11 @@ def _refuse_long_sequences(calibration: Calibration, source: Source) -> None:
         raise RecipeError("calibration.sequence_length", rule, got=calibration.sequence_length, cure="Lower it")
 
 
-def _sum(numbers: Sequence[int]) -> str:
+def _sha256(numbers: Sequence[int]) -> str:
     return hashlib.sha256(b"".join(number.to_bytes(8, "little") for number in numbers)).hexdigest()
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__).rstrip(".")[:300]
 
 

@@ -1,20 +1,20 @@
 """What quantization did to a model, without a server: draft acceptance, perplexity, the target's own choices.
 
-In: a finished backbone pass, whose held-out text lies behind its last layer, and MTP blocks. Out: for a backbone with a
-block, which share of its drafts a server at temperature 0 accepts, by position, and how many tokens a step yields; for
-a backbone, its perplexity and its greedy choices.
+In: a finished backbone pass with the hidden states of held-out text after its last layer, and MTP blocks. Out: for a
+backbone with a block, the share of its drafts that a server at temperature 0 accepts, by position, and how many tokens
+a step yields; for a backbone, its perplexity and its greedy choices.
 
-Such a server drafts behind text that the target wrote. So a slot counts only where the held-out text is what the target
-would have written: token i+1 is the target's choice at slot i and does not end the text; for step k the same holds of
-the k-1 tokens behind it. There, teacher forcing is what the server does: step k is fed the drafts before it, and where
+Such a server drafts after text that the target wrote. So a slot counts only where the held-out text is what the target
+would have written: token i+1 is the target's choice at slot i and does not end the text; for step k the same is true of
+the k-1 tokens after it. There, teacher forcing is what the server does: step k reads the drafts before it, and where
 they were accepted they are the text. A rejected draft ends a server's step, so position k is accepted only where all
 positions before it are.
 
-A server does not draft at every slot either: behind n accepted drafts, its next one starts n + 1 slots on. Slots are
-weighted by how often it comes by, in stretches of text that the target would have written.
+A server does not draft at every slot either: after n accepted drafts, its next one starts n + 1 slots on. Slots are
+weighted by how often it drafts there, in stretches of text that the target would have written.
 
-Easy to get wrong: what a draft is compared with: the choice of the target in hand, right or wrong, never the text. And
-nobody drafts a prompt: counted as if the model had written it, it pulls every figure down (`written`).
+Easy to get wrong: a draft is compared with the choice of the same target, right or wrong, never with the text. And no
+server drafts a prompt: counted as if the model had written it, it lowers every figure (`written`).
 
 Source: vLLM 0.32.0 v1/spec_decode/metrics.py (accepted tokens by position over drafts), v1/core/sched/scheduler.py
 (counted before a text is cut at its end); compared with real counters in tests/vllm/test_acceptance_without_server.py.
@@ -34,10 +34,11 @@ from torch import Tensor
 
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
-from . import layer as backend
 from .backbone import Backbone, Stream
-from .mtp_block import MtpBlock, draft_steps
-from .skeleton import Batch
+from .draft_steps import draft_steps
+from .forwards import serving
+from .mtp_block import MtpBlock
+from .skeleton import Batch, Skeleton
 from .statistics import write_statistics
 
 NUM_STEPS = 3
@@ -46,10 +47,10 @@ NUM_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What one backbone says of the held-out text.
+    """One backbone on the held-out text.
 
     Attributes:
-        choices: by row of `held_out_ids`, [S] int64 on the CPU: its greedy choice behind each token; this rank's rows.
+        choices: by row of `held_out_ids`, [S] int64 on the CPU: its greedy choice after each token; this rank's rows.
         num_tokens: predicted tokens, over all ranks.
         log_likelihood: theirs, natural, summed.
     """
@@ -103,7 +104,7 @@ class Acceptance:
     def kept_of(self, other: "Acceptance") -> float:
         """The least that is kept of another's share of accepted tokens, whatever a server drafts a step.
 
-        Of nothing, all is kept: a released block that accepts no draft has nothing to lose.
+        A released block of which no draft is accepted has nothing to lose: all is kept.
         """
         shares = [(self.of_drafted(k), other.of_drafted(k)) for k in range(1, len(self.reached) + 1)]
         return min((own / theirs if theirs else 1.0 for own, theirs in shares), default=1.0)
@@ -119,7 +120,7 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Combination:
     """A backbone with an MTP block.
 
     Attributes:
@@ -157,10 +158,7 @@ def target(backbone: Backbone, stream: Stream) -> Target:
         likelihood, num_tokens = 0.0, 0
         with torch.no_grad(), skeleton.head():
             for row, sequence in _sequences(backbone, stream):
-                (logits,) = (
-                    skeleton.model(**arguments, use_cache=False).logits
-                    for arguments in skeleton.feed(len(skeleton), [sequence])
-                )
+                logits = _computed(skeleton, skeleton.model, sequence).logits
                 ids = sequence.ids.to(logits.device)
                 choices[HFName(str(row))] = logits[0].argmax(dim=-1)
                 likelihood -= F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum").item()
@@ -179,50 +177,40 @@ def target(backbone: Backbone, stream: Stream) -> Target:
 
 def agreement(backbone: Backbone, one: Target, other: Target) -> float:
     """Share of slots of held-out text where two backbones choose the same token."""
-    pairs = [(choices, other.choices[row]) for row, choices in one.choices.items()]
-    counts = torch.tensor([sum((a == b).sum().item() for a, b in pairs), sum(len(a) for a, _ in pairs)])
-    same, total = backbone.ranks.sum(counts).tolist()
+    num_same, num_slots = 0, 0
+    for row, choices in one.choices.items():
+        num_same += int((choices == other.choices[row]).sum())
+        num_slots += len(choices)
+    same, total = backbone.ranks.sum(torch.tensor([num_same, num_slots])).tolist()
     return same / total
 
 
 def acceptance(
     backbone: Backbone, stream: Stream, blocks: Sequence[MtpBlock], target: Target, *, written: Tensor | None = None
 ) -> Acceptance:
-    """What a server accepts of the drafts of `blocks` behind one backbone.
+    """What a server accepts of the drafts of `blocks` with one backbone.
 
     Args:
         backbone: a finished pass.
         stream: whose hidden states the blocks are given, `source` or `served`.
         blocks: filled, on the pass's device: one that takes every step, or one a step.
         target: of the same stream.
-        written: [held_out, S] bool: tokens that a model writes, not its user; None where nothing tells them apart.
+        written: [held_out, S] bool: tokens that a model writes, not its user; None where nothing says which they are.
 
     Raises:
         RecipeError: the held-out text has no slot that counts.
     """
     skeleton = backbone.skeleton
     num_steps = NUM_STEPS if len(blocks) == 1 else min(NUM_STEPS, len(blocks))
-    embedding, ends = skeleton.model.get_input_embeddings(), end_ids(backbone)
+    ends = end_ids(backbone)
     counts = torch.zeros(3, num_steps, num_steps, dtype=torch.float64)
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
-        head = skeleton.model.get_output_embeddings()
-        assert head is not None
         for block in blocks:
-            stack.enter_context(backend.serving(block))
+            stack.enter_context(serving(block))
         for row, sequence in _sequences(backbone, stream):
-            ids = sequence.ids.to(skeleton.device)
-            outputs = draft_steps(
-                blocks, embedding, ids=ids, hidden=block_input(backbone, blocks[0], sequence), num_steps=num_steps
-            )
-            heads = [blocks[min(step, len(blocks) - 1)].head or head for step in range(num_steps)]
-            drafts = [own(output).argmax(dim=-1).cpu() for own, output in zip(heads, outputs, strict=True)]
-            counts += judge(
-                sequence.ids[0],
-                target.choices[row],
-                torch.cat(drafts),
-                ends=ends,
-                written=None if written is None else written[row],
-            )
+            drafts_KS = _drafts(backbone, blocks, sequence, num_steps)
+            own = None if written is None else written[row]
+            counts += server_counts(sequence.ids[0], target.choices[row], drafts_KS, ends=ends, written=own)
     slots, reached, accepted = backbone.ranks.sum(counts).tolist()
     if not slots[0][0]:
         raise RecipeError(
@@ -238,36 +226,50 @@ def acceptance(
     )
 
 
-def judge(
+def _drafts(backbone: Backbone, blocks: Sequence[MtpBlock], sequence: Batch, num_steps: int) -> Tensor:
+    """[K, S] int64 on the CPU: the drafts of each step, at every slot of one sequence."""
+    skeleton = backbone.skeleton
+    target_head = skeleton.model.get_output_embeddings()
+    assert target_head is not None
+    outputs = draft_steps(
+        blocks,
+        skeleton.model.get_input_embeddings(),
+        ids=sequence.ids.to(skeleton.device),
+        hidden=block_input(backbone, blocks[0], sequence),
+        num_steps=num_steps,
+    )
+    drafts = []
+    for step, output in enumerate(outputs):
+        head = blocks[min(step, len(blocks) - 1)].head or target_head
+        drafts.append(head(output).argmax(dim=-1).cpu())
+    return torch.cat(drafts)
+
+
+def server_counts(
     ids_S: Tensor, choices_S: Tensor, drafts_KS: Tensor, *, ends: Collection[int], written: Tensor | None
 ) -> Tensor:
     """What a server would have counted over one text.
 
     Args:
         ids_S: the text, int64.
-        choices_S: the target's choice behind each token.
+        choices_S: the target's choice after each token.
         drafts_KS: of step k, slot i: the draft for token i + k + 1.
-        ends: tokens that end a text; a server drafts nothing behind them.
+        ends: tokens that end a text; a server drafts nothing after them.
         written: [S] bool, tokens that count as the model's; None for all.
 
     Returns: [3, K, K] float64, by tokens drafted a step and by position: slots that count (in every entry), slots
-        reached and slots accepted, weighted by how often a server that drafts so many comes by.
+        reached and slots accepted, weighted by how often a server that drafts so many drafts there.
     """
     num_steps, length = drafts_KS.shape
     is_own_S = F.pad(ids_S[1:] == choices_S[:-1], (0, 1))  # at slot i: token i + 1
-    # Nothing is drafted behind an end, but a draft may run across one, and vLLM counts what it does there.
-    is_slot_S = is_own_S.clone()
-    for end in ends:
-        is_slot_S[:-1] &= ids_S[1:] != end
-    if written is not None:
-        is_slot_S[:-1] &= written[1:]
-    reached, accepted, behind = [], [], is_slot_S
+    is_slot_S = _counting_slots(ids_S, is_own_S, ends, written)
+    reached, accepted, open_S = [], [], is_slot_S
     for step, drafts_S in enumerate(drafts_KS):
-        # Token i + step + 1 is the last one fed; the target's choice behind it is what the draft is for.
-        reached.append(behind)
-        right_S = drafts_S[: length - step - 1] == choices_S[step + 1 :]
-        accepted.append(behind & F.pad(right_S, (0, step + 1)))
-        behind = accepted[-1] & F.pad(is_own_S[step + 1 :], (0, step + 1))
+        # The step reads tokens up to i + step + 1; its draft is for the target's choice after that token.
+        reached.append(open_S)
+        is_right_S = drafts_S[: length - step - 1] == choices_S[step + 1 :]
+        accepted.append(open_S & F.pad(is_right_S, (0, step + 1)))
+        open_S = accepted[-1] & F.pad(is_own_S[step + 1 :], (0, step + 1))
     reached_KS, accepted_KS = torch.stack(reached).double(), torch.stack(accepted).double()
     counts = torch.zeros(3, num_steps, num_steps, dtype=torch.float64)
     counts[0] = is_slot_S.sum()
@@ -278,8 +280,23 @@ def judge(
     return counts
 
 
+def _counting_slots(ids_S: Tensor, is_own_S: Tensor, ends: Collection[int], written: Tensor | None) -> Tensor:
+    """[S] bool: slots where a server drafts: the next token is the target's choice, a model's, and no end.
+
+    A server drafts nothing after an end, but a draft may run across one, and vLLM counts what it does there.
+    """
+    is_slot_S = is_own_S.clone()
+    for end in ends:
+        is_slot_S[:-1] &= ids_S[1:] != end
+    if written is not None:
+        is_slot_S[:-1] &= written[1:]
+    return is_slot_S
+
+
 def _visits(is_slot: Sequence[bool], num_accepted: Sequence[int], k: int) -> Tensor:
-    """[S] float64: how often a server that drafts `k` tokens comes by, from one of a stretch's first k + 1 slots on.
+    """[S] float64: how often a server that drafts `k` tokens drafts at each slot.
+
+    It begins at one of a stretch's first k + 1 slots, each as likely as another.
 
     Args:
         is_slot: whether a server drafts there.
@@ -289,22 +306,18 @@ def _visits(is_slot: Sequence[bool], num_accepted: Sequence[int], k: int) -> Ten
     for slot, counts in enumerate(is_slot):
         place = place + 1 if counts else 0
         visits[slot] += 1.0 if 1 <= place <= k + 1 else 0.0
-        behind = slot + num_accepted[slot] + 1
+        following = slot + num_accepted[slot] + 1
         # The text is left, or ends, where a slot between does not count.
-        if counts and behind < len(is_slot) and all(is_slot[slot : behind + 1]):
-            visits[behind] += visits[slot]
+        if counts and following < len(is_slot) and all(is_slot[slot : following + 1]):
+            visits[following] += visits[slot]
     return torch.tensor(visits, dtype=torch.float64) / (k + 1)
 
 
 def block_input(backbone: Backbone, block: MtpBlock, batch: Batch) -> Tensor:
-    """The hidden states an MTP block is given for the tokens of a batch: behind the final norm, or before it."""
+    """The hidden states an MTP block reads for the tokens of a batch: after the final norm, or before it."""
     skeleton = backbone.skeleton
     if block.draft.reads_normed:
-        decoder = skeleton.model.get_decoder()
-        (hidden,) = (
-            decoder(**arguments, use_cache=False).last_hidden_state
-            for arguments in skeleton.feed(len(skeleton), [batch])
-        )
+        hidden = _computed(skeleton, skeleton.model.get_decoder(), batch).last_hidden_state
     else:
         assert batch.state is not None and batch.state[0] is not None
         hidden = batch.state[0].to(skeleton.device)
@@ -312,8 +325,14 @@ def block_input(backbone: Backbone, block: MtpBlock, batch: Batch) -> Tensor:
     return hidden.clone() if hidden.is_inference() else hidden
 
 
+def _computed(skeleton: Skeleton, module: Any, batch: Batch) -> Any:
+    """What the model, or its decoder, computes from the states after the last layer."""
+    (output,) = [module(**arguments, use_cache=False) for arguments in skeleton.feed(len(skeleton), [batch])]
+    return output
+
+
 def end_ids(backbone: Backbone) -> frozenset[int]:
-    """Tokens behind which a server stops."""
+    """Tokens after which a server stops."""
     plan = backbone.skeleton.plan
     assert plan.source.folder is not None
     path = plan.source.folder / "generation_config.json"

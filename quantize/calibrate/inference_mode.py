@@ -1,14 +1,13 @@
-"""Model code that computes under `torch.inference_mode`: found before calibration, then refused or disarmed.
+"""Model code that computes under `torch.inference_mode`: found before calibration, then refused or unwrapped.
 
 In: a model, and one batch it can be called with. Out: `guard`, a context in which no forward of the model makes
 inference tensors; CheckpointError where that cannot be had.
 
-Easy to get wrong: what is looked at is the class, through everything a forward wraps. Calibration replaces
-`module.forward` on each instance, and llm-compressor's own warning, which looks at the instance, is silent in the
-pipeline that crashes. Weights that are loaded inside such a forward are inference tensors, and GPTQ's write to them
-dies hours later, at the first decorated layer: "Inplace update to inference tensor outside InferenceMode"
-(llm-compressor #2745). A decorator shows on the class; `with torch.inference_mode()` inside a forward shows only when
-the forward runs.
+Easy to get wrong: look at the class, through everything that a forward wraps. Calibration replaces `module.forward` on
+each instance, and llm-compressor's own warning, which looks at the instance, is silent in the pipeline that crashes.
+Weights that are loaded inside such a forward are inference tensors, and GPTQ's write to them fails hours later, at the
+first decorated layer: "Inplace update to inference tensor outside InferenceMode" (llm-compressor #2745). A decorator is
+visible on the class; `with torch.inference_mode()` inside a forward is visible only when the forward runs.
 
 Source: torch 2.13 utils/_contextlib.py (`context_decorator`: the context factory is a closure cell), compressed-tensors
 0.19.0 offload/cache/base.py (`__setitem__`, the write that fails) and offload/module.py (the replaced forward),
@@ -29,7 +28,7 @@ from torch.utils import _pytree as pytree
 
 from ...recipes.errors import CheckpointError
 
-Kind = Literal["decorator", "within", "other wrapper"]
+WrapperKind = Literal["decorator", "within", "other wrapper"]
 _RULE = (
     "must not compute under torch.inference_mode: calibration cannot write the weights that were loaded in it "
     "(llm-compressor #2745)"
@@ -37,7 +36,7 @@ _RULE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class InferenceForward:
     """A class whose forward is not plain.
 
     Attributes:
@@ -49,31 +48,31 @@ class Finding:
 
     modules: tuple[str, ...]
     cls: str
-    kind: Kind
+    kind: WrapperKind
 
 
-def decorated_forwards(model: nn.Module) -> list[Finding]:
+def decorated_forwards(model: nn.Module) -> list[InferenceForward]:
     """Each class in the model whose forward is wrapped, by inference_mode or by anything else.
 
     A forward that a subclass replaces is looked at too if the subclass may call it: `super().forward(...)`.
     """
-    names: dict[tuple[type, Kind], list[str]] = {}
+    names: dict[tuple[type, WrapperKind], list[str]] = {}
     for name, module in model.named_modules():
         forwards = _forwards(module)
         if any(True for forward in forwards for _ in _inference_cells(forward)):
             names.setdefault((type(module), "decorator"), []).append(name)
         elif hasattr(forwards[0], "__wrapped__"):
             names.setdefault((type(module), "other wrapper"), []).append(name)
-    return [Finding(modules=tuple(where), cls=_label(cls), kind=kind) for (cls, kind), where in names.items()]
+    return [InferenceForward(modules=tuple(where), cls=_label(cls), kind=kind) for (cls, kind), where in names.items()]
 
 
 @contextmanager
 def unwrap_forwards(model: nn.Module) -> Iterator[None]:
     """The model without inference mode around its forwards, until the context ends; `no_grad` takes its place.
 
-    The decorator's own closure is changed, so it holds for whoever has the function already: subclasses, other
+    The decorator's own closure is changed, so the change reaches every holder of the function: subclasses, other
     decorators around it, the forwards that llm-compressor puts on instances, before or after this. Other models of the
-    same classes are disarmed with it for as long.
+    same classes are unwrapped with it for as long.
     """
     cells = {
         id(cell): cell
@@ -93,7 +92,7 @@ def unwrap_forwards(model: nn.Module) -> Iterator[None]:
             cell.cell_contents = before[key]
 
 
-def probe(model: nn.Module, batch: Mapping[str, Any]) -> list[Finding]:
+def probe(model: nn.Module, batch: Mapping[str, Any]) -> list[InferenceForward]:
     """Run the model once and name the modules in whose forward inference mode begins, in the order met.
 
     Args:
@@ -103,16 +102,18 @@ def probe(model: nn.Module, batch: Mapping[str, Any]) -> list[Finding]:
     Returns: a finding for each class; empty if all tensors are ordinary. A module that only holds an inference tensor
         (a table built under inference mode) counts as one.
     """
-    watch = _Watch(model)
-    with torch.no_grad(), watch.hooked(), watch:
+    finder = _InferenceModeFinder(model)
+    with torch.no_grad(), finder.hooked(), finder:
         model(**batch)
-    return [Finding(modules=tuple(where), cls=_label(cls), kind="within") for cls, where in watch.begun.items()]
+    return [
+        InferenceForward(modules=tuple(where), cls=_label(cls), kind="within") for cls, where in finder.begun.items()
+    ]
 
 
 @contextmanager
 def guard(
     model: nn.Module, batch: Mapping[str, Any] | None, *, policy: Literal["refuse", "unwrap"]
-) -> Iterator[list[Finding]]:
+) -> Iterator[list[InferenceForward]]:
     """The context to calibrate in: in it, no forward of the model computes under inference mode.
 
     Args:
@@ -120,7 +121,7 @@ def guard(
         batch: one sample for `probe`; None looks at decorators only, which needs no weights.
         policy: the recipe's `calibration.decorated_forward`. What begins inside a forward is refused by either.
 
-    Yields: the decorators that are disarmed meanwhile.
+    Yields: the decorators that are unwrapped meanwhile.
 
     Raises: CheckpointError naming classes and modules.
     """
@@ -142,7 +143,7 @@ def guard(
         yield decorated
 
 
-class _Watch(TorchFunctionMode):
+class _InferenceModeFinder(TorchFunctionMode):
     """State: the modules being run, and those that began inference mode.
 
     Every call of a torch function is seen, so a `with` block is found even if what leaves it is cloned, and a module's
@@ -157,7 +158,7 @@ class _Watch(TorchFunctionMode):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hooks on every module that note which are running, and whether inference mode was on at the door."""
+        """Hooks on every module that note which are running, and whether inference mode was on when they began."""
 
         def enter(name: str) -> Callable[..., None]:
             return lambda module, _: self._running.append((name, module, torch.is_inference_mode_enabled()))
@@ -179,7 +180,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # A tensor may come from a module that is named already; one that comes from nowhere is the module's own.
+        # Once a module is named, inference tensors may come from it; before that, one is the running module's own.
         if torch.is_inference_mode_enabled() or (not self.begun and _any_inference((args, kwargs, result))):
             outside = [(name, module) for name, module, is_on in self._running if not is_on]
             name, module = outside[-1] if outside else ("", self.model)
@@ -218,7 +219,7 @@ def _cells(function: FunctionType) -> list[CellType]:
     filled = []
     for cell in function.__closure__ or ():
         try:
-            cell.cell_contents  # noqa: B018 - an empty cell can be told from a full one only so
+            cell.cell_contents  # noqa: B018 - this raises for an empty cell
         except ValueError:
             continue
         filled.append(cell)
@@ -243,14 +244,14 @@ def _label(cls: type) -> str:
     return f"{cls.__module__.rpartition('.')[2]}.{cls.__qualname__}"
 
 
-def _where(findings: list[Finding]) -> str:
+def _where(findings: list[InferenceForward]) -> str:
     return ", ".join(f"{finding.cls}.forward" for finding in findings)
 
 
-def _modules(findings: list[Finding]) -> str:
+def _modules(findings: list[InferenceForward]) -> str:
     names = [name or "the model itself" for finding in findings for name in finding.modules]
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
-def _files(findings: list[Finding]) -> str:
+def _files(findings: list[InferenceForward]) -> str:
     return ", ".join(sorted({finding.cls.partition(".")[0] + ".py" for finding in findings}))

@@ -1,28 +1,20 @@
 """An MTP layer as a module of its own, built from the family's table: embedding and hidden state in, draft out.
 
 In: a family's view of a config.json. Out: an `MtpBlock` on the meta device, around transformers' own decoder layer, to
-be bound, filled and calibrated like a small model; and `draft_steps`, which runs it over whole sequences as vLLM 0.32.0
-runs it token by token. Slot i of draft step k predicts token i + k + 1:
+be bound, filled and calibrated like a small model. `draft_steps.py` runs it over whole sequences.
 
-    step 1, slot i: token i+1, hidden state of the target at i,     position i
-    step k, slot i: token i+k, hidden state of step k-1 at slot i,  position i+k-1
+Easy to get wrong: a family's block may be built with another entry of config.json than the backbone's layers: its own
+kind of attention, its own number of heads, norms kept in float32.
 
-Easy to get wrong: what step k attends to. vLLM's cache has step 1's keys for each token that the target has confirmed;
-later steps append their own only. So slot i of step k sees step 1 at slots <= i, and of the steps behind it slot i
-alone. A causal pass over the states of step 2 is a block that vLLM never runs.
-
-Source: vLLM 0.32.0 v1/spec_decode/llm_base_proposer.py (`propose`), v1/spec_decode/step3p5.py for blocks that take one
-step each, and the draft classes that the family files name.
+Source: the draft classes of vLLM 0.32.0 that the family files name.
 """
 
 import importlib
-from collections.abc import Sequence
 from functools import cached_property
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -33,14 +25,13 @@ from ...recipes.family_view import FamilyView
 from ..plan import Plan
 from ..tensor_plan import TensorPlan
 from .binding import Binding, Names, bind
-from .layer import linear_experts
+from .draft_steps import step_mask
+from .experts import linear_experts
 
 # Keys of config.json that say nothing about the computation of a layer, or say it of other classes.
 _NOT_THE_LAYER = frozenset({"quantization_config", "architectures", "auto_map", "model_type"})
 # Attention of these kinds looks back `sliding_window` tokens.
 _SLIDING = frozenset({"sliding_attention"})
-# Attention of these kinds caches what its indexer chooses keys by.
-_INDEXED = frozenset({"deepseek_sparse_attention", "minimax_m3_sparse", "qwen_sparse_attention"})
 
 
 class MtpBlock(PreTrainedModel):
@@ -106,11 +97,11 @@ class MtpBlock(PreTrainedModel):
         Args:
             inputs_embeds: [B, T, H], embeddings of the next tokens.
             hidden: [B, T, H], the target's hidden states at the same slots, or [B, T, C, H] where it has C streams.
-            position_ids: [T] int64, the same for all rows; 0, 1, ... where nothing is said.
-            mask: [T, S] bool, True where a slot may attend; causal where nothing is said, as in step 1.
-            cache: keys of the steps before; this one's are added.
+            position_ids: [T] int64, the same for all rows; 0, 1, ... by default.
+            mask: [T, S] bool, True where a slot may attend; causal by default, as in step 1.
+            cache: keys of the steps before; this step adds its own.
 
-        Returns: what the head multiplies [B, T, H], and the hidden state that the next step is fed, as `hidden`.
+        Returns: what the head multiplies [B, T, H], and the next step's `hidden`.
         """
         length = inputs_embeds.shape[1]
         positions_T = torch.arange(length, device=inputs_embeds.device) if position_ids is None else position_ids
@@ -223,7 +214,7 @@ class MtpBlock(PreTrainedModel):
     def _collapse(self, classes: ModuleType) -> nn.Module:
         assert self.draft.collapse is not None
         kind = getattr(classes, self.draft.collapse[0])
-        # Of the hyper-connections' own class, the one behind the last layer gives nothing back.
+        # Of the hyper-connections' own class, the one after the last layer gives nothing back.
         return kind(self.config, use_combine=False) if "Residual" in kind.__name__ else kind(self.config)
 
     def _join(self, tokens_BTH: Tensor, hidden: Tensor) -> Tensor:
@@ -297,7 +288,7 @@ def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
         RecipeError: the family's block cannot be run here.
     """
     draft = draft_of(view)
-    # Flat even where it is said to be a vision-language model's: only the language model's part is read.
+    # Only the language model's part of a vision-language model's config is read.
     values = {key: value for key, value in view.text_config.items() if key not in _NOT_THE_LAYER}
     config = CONFIG_MAPPING[draft.model_type].from_dict(values).get_text_config()
     if getattr(config, "mtp_layer_types", None):
@@ -316,7 +307,7 @@ def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
         for key, value in before.get(name, {}).items():
             if isinstance(value, float) and not hasattr(module, key):
                 setattr(module, key, value)
-    # On meta only: whoever fills the block goes by the dtype of what stands there.
+    # On meta only: `Skeleton.fill` takes the dtype from these parameters.
     nn.Module.to(block, dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16)
     if draft.rotary is not None:
         block.rotary = getattr(classes, draft.rotary or f"{draft.classes}RotaryEmbedding")(config=config)
@@ -332,73 +323,6 @@ def bind_block(block: MtpBlock, plan: Plan) -> Binding:
     """
     tensors = [tensor for tensor in plan.tensors if block.owns(tensor)]
     return bind(block, tensors, lambda tensor: block.path_of(tensor.name), str(plan.source.where))
-
-
-def draft_steps(
-    blocks: Sequence[MtpBlock], embedding: nn.Module, *, ids: Tensor, hidden: Tensor, num_steps: int
-) -> list[Tensor]:
-    """Head inputs of draft steps 1..num_steps, each [B, T, H]; the last k slots of step k have no real target.
-
-    Args:
-        blocks: one block that takes every step, or one block a step, as Step-3.5 has them.
-        embedding: the target's token embedding.
-        ids: [B, T] int64; every step is fed the true tokens, as after drafts that were accepted.
-        hidden: what `forward` takes.
-        num_steps: at most as many as there are blocks, if there are several.
-    """
-    assert len(blocks) == 1 or num_steps <= len(blocks)
-    cache = new_cache(blocks[0])
-    positions: list[Tensor] = []
-    outputs: list[Tensor] = []
-    for step in range(1, num_steps + 1):
-        block = blocks[min(step, len(blocks)) - 1]
-        if len(blocks) > 1:
-            cache, positions = new_cache(block), []
-        positions.append(_positions(ids, step))
-        mask = step_mask(positions, block.window)
-        output, hidden = block(embedding(_shifted(ids, step)), hidden, positions[-1], mask, cache)
-        outputs.append(output)
-    return outputs
-
-
-def new_cache(block: MtpBlock) -> DynamicCache:
-    """An empty one for `block`, which holds every key: what a slot may see is the mask's business.
-
-    Indexers want a cache of their own kind; the kind for a sliding window would forget keys that step 1 left.
-    """
-    return DynamicCache(config=block.config) if block.kind in _INDEXED else DynamicCache()
-
-
-def step_mask(positions: Sequence[Tensor], window: int | None) -> Tensor:
-    """[T, steps * T] bool: where slots of the last step may attend; the cache holds the steps one after another.
-
-    Args:
-        positions: [T] of each step.
-        window: how many tokens back a slot sees, itself counted.
-    """
-    length, device = len(positions[-1]), positions[-1].device
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    itself = torch.eye(length, dtype=torch.bool, device=device)
-    mask = torch.cat([causal, *[itself] * (len(positions) - 1)], dim=1)
-    if window is not None:
-        mask &= positions[-1][:, None] - torch.cat(list(positions))[None] < window
-    return mask
-
-
-def step_targets(values_BT: Tensor, step: int) -> Tensor:
-    """Values of tokens, aligned with the slots that predict them: slot i gets that of token i + step + 1, 0 past the
-    end. Step 0 is the target itself.
-    """
-    return _shifted(values_BT, step + 1)
-
-
-def _positions(ids_BT: Tensor, step: int) -> Tensor:
-    """[T]: a step stands one behind the one before it."""
-    return torch.arange(ids_BT.shape[1], device=ids_BT.device) + step - 1
-
-
-def _shifted(values_BT: Tensor, shift: int) -> Tensor:
-    return F.pad(values_BT[:, shift:], (0, shift))
 
 
 def _classes(config: PreTrainedConfig, draft: Draft) -> ModuleType:

@@ -4,7 +4,8 @@ In: torchrun's environment. Out: a `Ranks`. Every rank calibrates with its share
 modifiers sum up over the ranks (NCCL on GPUs, gloo on CPUs).
 
 Easy to get wrong: a rank that dies must not leave the others waiting for it. Their connections to it break, or torchrun
-ends them; either way they say so in a sentence. A wait longer than `TIMEOUT` ends them too, also on other nodes.
+ends them; either way they end with a sentence that says why. A wait longer than `TIMEOUT` ends them too, also on other
+nodes.
 """
 
 import os
@@ -43,14 +44,14 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does what is done once: writing files, talking to people."""
+        """Whether this process does what is done once: it writes files and prints."""
         return self.rank == 0
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size}"
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Returns when every rank has called it."""
         if self.size > 1:
             dist.barrier()
 
@@ -61,6 +62,11 @@ class Ranks:
         total = values.to(self.device)
         dist.all_reduce(total)
         return total.cpu()
+
+
+def has_others() -> bool:
+    """Whether this process is one of several that have joined."""
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager
@@ -119,7 +125,7 @@ def _is_about_peers(error: RuntimeError) -> bool:
 
 @contextmanager
 def _ended_by_torchrun() -> Iterator[None]:
-    """torchrun sends SIGTERM to those that are left when one of them is gone: say so, and leave no half-told story."""
+    """Turns the SIGTERM that torchrun sends to the other processes, when one has ended, into a refusal."""
 
     def say(_number: int, _frame: FrameType | None) -> None:
         raise RecipeError(

@@ -3,7 +3,7 @@
 In: a plan over a local source whose recipe has a calibration block. Out: a `CalibrationRun`: the plan with the MTP
 policy decided, the statistics it takes its tensors from, and the figures that go into the checkpoint's provenance.
 
-Easy to get wrong: whatever can be refused is refused before the backbone pass, which may take hours.
+Easy to get wrong: everything that can be refused is refused before the backbone pass, which may take hours.
 """
 
 from collections.abc import Mapping
@@ -16,21 +16,23 @@ from ...checkpoints.files import held
 from ...recipes.errors import RecipeError
 from ...recipes.schema import AUTO
 from ..plan import Plan
-from .backbone import Backbone, Watch, calibrate_backbone, fingerprint
+from .backbone import Backbone, calibrate_backbone
+from .claim import fingerprint
 from .data import calibration_data
 from .mtp_pass import MtpPass, mtp_pass, refuse_mtp
+from .progress import ProgressCallback
 from .ranks import Ranks
 from .statistics import Statistics, refuse_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRun:
-    """What the batches said.
+    """The result of both passes.
 
     Attributes:
         plan: what is to be written.
         statistics: for the writer.
-        salt: stands for recipe, data, source and versions, where a resumed writer compares.
+        salt: a hash of recipe, data, source and versions, which a resumed writer compares.
         summary: for keepmtp.json: the data's provenance, coverage, acceptance, candidates.
         mtp: the MTP pass.
     """
@@ -42,14 +44,14 @@ class CalibrationRun:
     mtp: MtpPass
 
 
-def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, watch: Watch | None = None) -> CalibrationRun:
+def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallback | None = None) -> CalibrationRun:
     """Run both passes, resuming what an earlier run left in `folder`.
 
     Args:
         plan: over a local source.
         folder: of this run alone; on several nodes one that all of them see.
         ranks: which part of the batches is this process's.
-        watch: told after each step.
+        progress: called after each step.
 
     Raises:
         RecipeError: data, recipe and model do not fit, or `folder` holds another run.
@@ -70,8 +72,8 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, watch: Watch | None = N
     folder.mkdir(parents=True, exist_ok=True)
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():
-        backbone = calibrate_backbone(plan, data, folder, device=ranks.device, ranks=ranks, watch=watch)
-        mtp = mtp_pass(plan, backbone, written=data.held_out_written, watch=watch)
+        backbone = calibrate_backbone(plan, data, folder, device=ranks.device, ranks=ranks, progress=progress)
+        mtp = mtp_pass(plan, backbone, written=data.held_out_written, progress=progress)
         ranks.wait()
         salt = fingerprint(plan, data, ranks.size)
         statistics = Statistics.open(folder / "statistics", fingerprint=salt)
@@ -87,7 +89,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, watch: Watch | None = N
 
 
 def _coverage(backbone: Backbone) -> dict[str, Any]:
-    """How evenly the modules were seen; for routed experts, what the router sent them."""
+    """How many tokens the modules saw; of routed experts, how many the router sent them."""
     fewest = sorted(backbone.coverage.items(), key=lambda each: each[1])
     return {
         "modules": len(fewest),

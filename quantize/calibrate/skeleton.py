@@ -1,8 +1,8 @@
 """The backbone as transformers builds it, with the weights of one decoder layer at a time.
 
 In: a plan over a local source. Out: a `Skeleton`: the model's own class on the meta device, whose decoder layers are
-stand-ins without weights. One at a time is made real; the stand-in before it answers with the hidden states that the
-layer before it left, so the model's own forward computes everything around the layer: embedding, rotary embedding,
+stand-ins without weights. One at a time is made real; the stand-in before it returns the hidden states that the layer
+before it computed, so the model's own forward computes everything around the layer: embedding, rotary embedding,
 masks, position ids.
 
 Easy to get wrong: llm-compressor's pipelines compute under eager attention. Any other implementation rounds elsewhere,
@@ -29,36 +29,36 @@ from ...recipes.schemes import SCHEMES
 from ..plan import Plan
 from ..tensor_plan import TensorPlan
 from .binding import Binding, Names, Piece, bind, fill
-from .layer import linear_experts
+from .experts import linear_experts
 
-State = tuple[Tensor | None, ...]
+LayerState = tuple[Tensor | None, ...]
 """What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more for the next one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Some sequences at the door of a decoder layer.
+    """Some sequences as inputs of a decoder layer.
 
     Attributes:
         ids: [B, S] int64.
-        state: what the layer before returned; None before the first.
+        state: what the layer before returned; None for the first layer.
     """
 
     ids: Tensor
-    state: State | None = None
+    state: LayerState | None = None
 
 
 class StandIn(nn.Module):
-    """A decoder layer without weights: answers with what it was given to answer, else hands its input on.
+    """A decoder layer without weights: it returns the states it was given, or its own input.
 
     Args:
-        real: whose place it takes.
-        like: holds how many values a layer of this model returns, once one has run.
+        real: the layer that it replaces.
+        like: a list of one number: how many values a layer of this model returns, once one has run.
     """
 
     def __init__(self, real: nn.Module, like: list[int]):
         super().__init__()
-        # Not a submodule: its parameters, all meta, must not be seen by whoever walks the model.
+        # Not a submodule: its parameters, all meta, must not be found among the model's.
         self.__dict__.update(real=real, like=like, answer=None)
 
     def __getattr__(self, name: str) -> Any:
@@ -71,7 +71,7 @@ class StandIn(nn.Module):
 
 
 class NoHead(nn.Identity):
-    """In place of the head while nobody wants logits."""
+    """In place of the head while no logits are needed."""
 
     weight = torch.empty(0, dtype=torch.bfloat16)  # some classes read its dtype
 
@@ -85,7 +85,7 @@ class Skeleton:
     """
 
     def __init__(self, plan: Plan, *, device: torch.device):
-        """Build the class and load what lies around the decoder layers.
+        """Build the class and load everything around the decoder layers.
 
         Raises:
             RecipeError: transformers has no class for this architecture.
@@ -128,7 +128,7 @@ class Skeleton:
             self._layers[index] = StandIn(layer, self._like)
 
     def _note(self, output: Any) -> None:
-        """Layers that hand on more than hidden states have stand-ins that do so too."""
+        """A stand-in returns as many values as a layer: some layers return more than hidden states."""
         self._like[0] = len(output) if isinstance(output, tuple) else 1
 
     def fill(self, module: nn.Module, binding: Binding) -> None:
@@ -153,9 +153,9 @@ class Skeleton:
             self._head.to("meta")
 
     def feed(self, index: int, batches: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
-        """The model's arguments for each batch at the door of layer `index` (the number of layers: behind the last).
+        """The model's arguments for each batch as input of layer `index` (the number of layers: after the last one).
 
-        Each must be used before the next is asked for: the stand-in in front answers for one batch at a time.
+        Use each before the next one is read: the stand-in before the layer holds the states of one batch.
         """
         before = self._layers[index - 1] if index else None
         for batch in batches:
@@ -168,7 +168,7 @@ class Skeleton:
             before.__dict__["answer"] = None
 
     def _fill_top(self) -> None:
-        """Everything of the language model but its layers and its head; a vision tower stays without weights."""
+        """Loads the language model without its layers and its head; a vision tower stays without weights."""
         decoder = self.model.get_decoder()
         inside = next(f"{name}." if name else "" for name, module in self.model.named_modules() if module is decoder)
         for name, child in decoder.named_children():  # a checkpoint's own code may keep its MTP block in here
@@ -234,7 +234,7 @@ def fused_in(binding: Binding, path: str) -> list[tuple[str, ...]]:
     for name, pieces in binding.items():
         scheme = scheme_of(pieces[0])
         if scheme and SCHEMES[scheme].shares_global_scale:
-            # Experts that lie in one stack are fused expert by expert, and only gate with up.
+            # Experts of one stack are fused expert by expert, and only gate with up.
             key = (pieces[0].tensor.unit, pieces[0].expert)
             groups.setdefault(key, []).append(f"{path}{name.rpartition('.')[0]}")
     return [tuple(members) for members in groups.values() if len(members) > 1]
@@ -249,7 +249,7 @@ def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[
         path: the layer's path in the model, with a dot.
 
     Raises:
-        CheckpointError: weights of a module were rewritten that lie in several tensors on disk.
+        CheckpointError: the weight of a module was rewritten, and it is several tensors on disk.
     """
     found: dict[HFName, Tensor] = {}
     for full, value in tensors.items():

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...recipes.errors import CheckpointError
+from .ranks import has_others
 
 # Rows kept of each module's output: enough to see any wrong channel, and 256 experts stay below a GiB.
 _ROWS = 64
@@ -31,7 +33,7 @@ _WIDE_EXPONENTS = 12
 # A projection that is linear in another's output, by the names of the two in one parent.
 _PAIRS = (("v_proj", "o_proj"), ("up_proj", "down_proj"), ("w3", "w2"))
 
-Run = Callable[[], None]
+RunBatch = Callable[[], None]
 Outputs = Mapping[str, tuple[Tensor, ...]]
 
 
@@ -44,7 +46,7 @@ class Smoothing:
 
 
 def find_smoothings(
-    model: Any, run: Run, *, rewritten: Collection[str], untouchable: Collection[str], norms_only: bool
+    model: Any, run: RunBatch, *, rewritten: Collection[str], untouchable: Collection[str], norms_only: bool
 ) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:
     """The smoothings that leave the layer's function as it is.
 
@@ -62,21 +64,50 @@ def find_smoothings(
     reference = observe(model, run, rewritten)
     kept: list[Smoothing] = []
     left_out: list[str] = []
-    for group in candidates:
-        group = [s for s in group if any(name in rewritten for name in s.balance)]
-        fixed = {s: name for s in group for name in (s.smooth, *s.balance) if name in untouchable}
-        left_out += [f"{s.smooth}: it or what it feeds is kept in other bytes ({name})" for s, name in fixed.items()]
-        group = [s for s in group if s not in fixed]
+    for candidate in candidates:
+        group, reasons = _allowed(candidate, rewritten, untouchable)
+        left_out += reasons
+        if not group:
+            continue
         with _powers_of_two(model, group):
-            changed = _changed(reference, observe(model, run, rewritten), {s.smooth for s in group}) if group else ""
+            changed = _changed(reference, observe(model, run, rewritten), {smoothing.smooth for smoothing in group})
         if changed:
-            left_out += [f"{s.smooth}: scaling it would change what {changed} computes" for s in group]
+            left_out += [f"{smoothing.smooth}: scaling it would change what {changed} computes" for smoothing in group]
         else:
             kept += group
-    return tuple(sorted(kept, key=lambda s: calls[s.smooth])), tuple(left_out)
+    return tuple(sorted(kept, key=lambda smoothing: calls[smoothing.smooth])), tuple(left_out)
 
 
-def observe(model: Any, run: Run, names: Iterable[str]) -> Outputs:
+def _allowed(
+    group: Iterable[Smoothing], rewritten: Collection[str], untouchable: Collection[str]
+) -> tuple[list[Smoothing], list[str]]:
+    """The smoothings that feed a rewritten module and touch no fixed one, and a sentence for each that touches one."""
+    allowed: list[Smoothing] = []
+    reasons: list[str] = []
+    for smoothing in group:
+        if not any(name in rewritten for name in smoothing.balance):
+            continue
+        fixed = [name for name in (smoothing.smooth, *smoothing.balance) if name in untouchable]
+        if fixed:
+            reasons.append(f"{smoothing.smooth}: it or what it feeds is kept in other bytes ({fixed[-1]})")
+        else:
+            allowed.append(smoothing)
+    return allowed, reasons
+
+
+def agreed(found: tuple[Smoothing, ...], left_out: tuple[str, ...]) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:
+    """What all ranks found: each looked at a batch of its own."""
+    if not has_others():
+        return found, left_out
+    of_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (found, left_out))
+    first_found, _ = of_ranks[0]
+    common = tuple(smoothing for smoothing in first_found if all(smoothing in other for other, _ in of_ranks))
+    reasons = dict.fromkeys(reason for _, reasons in of_ranks for reason in reasons)
+    return common, tuple(reasons)
+
+
+def observe(model: Any, run: RunBatch, names: Iterable[str]) -> Outputs:
     """The first rows of what each module with a matrix computes, and of every module that holds all of `names`.
 
     Of a router that is its logits, if it returns them: which experts it takes is not continuous in them.
@@ -137,9 +168,24 @@ def check_preserved(before: Outputs, after: Outputs, smoothings: Sequence[Smooth
                 )
 
 
-def _candidates(model: Any, run: Run, norms_only: bool) -> tuple[list[list[Smoothing]], dict[str, int]]:
+def _candidates(model: Any, run: RunBatch, norms_only: bool) -> tuple[list[list[Smoothing]], dict[str, int]]:
     """Groups of smoothings to be probed together, and the order of calls: a norm alone, pairs by their kind."""
     norms, matrices = _norms(model), _matrices(model)
+    fed, calls = _consumers(norms, matrices, run)
+    groups = []
+    for norm, names in fed.items():
+        consumers = tuple(name for name in names if matrices[name].weight.shape[1] == norms[norm].weight.numel())
+        if consumers and not (norms_only and (_is_routed(consumers) or _is_inner(norm, consumers))):
+            groups.append([Smoothing(smooth=norm, balance=consumers)])
+    if not norms_only:
+        groups += [pairs for first, second in _PAIRS if (pairs := _pairs(matrices, calls, first, second))]
+    return groups, calls
+
+
+def _consumers(
+    norms: Mapping[str, Any], matrices: Mapping[str, Any], run: RunBatch
+) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Norm -> the matrices that read its output in a run, and the order in which modules are called."""
     produced: dict[int, str] = {}
     alive: list[Tensor] = []
     fed: dict[str, list[str]] = {name: [] for name in norms}
@@ -173,24 +219,21 @@ def _candidates(model: Any, run: Run, norms_only: bool) -> tuple[list[list[Smoot
     finally:
         for handle in handles:
             handle.remove()
+    return fed, calls
 
-    groups = []
-    for norm, names in fed.items():
-        consumers = tuple(name for name in names if matrices[name].weight.shape[1] == norms[norm].weight.numel())
-        if consumers and not (norms_only and (_is_routed(consumers) or _is_inner(norm, consumers))):
-            groups.append([Smoothing(smooth=norm, balance=consumers)])
-    for first, second in () if norms_only else _PAIRS:
-        parents = [name.removesuffix(first) for name in matrices if name.rsplit(".", 1)[-1] == first]
-        pairs = [
-            Smoothing(smooth=parent + first, balance=(parent + second,))
-            for parent in parents
-            if parent + first in calls
-            and parent + second in calls
-            and matrices[parent + first].weight.shape[0] == matrices[parent + second].weight.shape[1]
-        ]
-        if pairs:
-            groups.append(pairs)
-    return groups, calls
+
+def _pairs(matrices: Mapping[str, Any], calls: Mapping[str, int], first_leaf: str, second_leaf: str) -> list[Smoothing]:
+    """Smoothings between two projections of one parent that were both called and have matching widths."""
+    found = []
+    for first in matrices:
+        if first.rsplit(".", 1)[-1] != first_leaf:
+            continue
+        second = first.removesuffix(first_leaf) + second_leaf
+        if first not in calls or second not in calls:
+            continue
+        if matrices[first].weight.shape[0] == matrices[second].weight.shape[1]:
+            found.append(Smoothing(smooth=first, balance=(second,)))
+    return found
 
 
 def _is_routed(names: Iterable[str]) -> bool:
@@ -198,7 +241,7 @@ def _is_routed(names: Iterable[str]) -> bool:
 
 
 def _is_inner(norm: str, consumers: Iterable[str]) -> bool:
-    """Whether the norm sits beside the modules it feeds, as those between the halves of a low-rank projection do."""
+    """Whether the norm has the parent of a module it feeds, as norms inside a low-rank projection do."""
     return any(name.rpartition(".")[0] == norm.rpartition(".")[0] for name in consumers)
 
 

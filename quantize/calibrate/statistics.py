@@ -1,11 +1,11 @@
-"""What calibration leaves behind: a folder of safetensors files, one a layer, in the names of the finished checkpoint.
+"""The results of calibration: a folder of safetensors files, one a layer, in the names of the finished checkpoint.
 
 In: tensors that depend on data. Static input scales; every tensor of a module whose weight an algorithm rewrote, packed
 already; plain tensors that were rescaled. Out: a `Statistics` from which the writer copies them. A plan says which of
 its outputs come from here, and both sides are compared before anything is written.
 
-Easy to get wrong: a scale that is missing, or one too many, still makes a checkpoint that loads. It drafts from, or
-answers with, noise.
+Easy to get wrong: with a scale that is missing, or one too many, the checkpoint still loads, but drafts and answers are
+noise.
 """
 
 import math
@@ -34,10 +34,10 @@ _CURE = "Remove this file, and run again: its layer is then calibrated anew"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """A folder of statistics seen through its headers; no tensor is held.
+    """The headers of a folder of statistics; no tensor is held in memory.
 
     Attributes:
-        folder: where the files lie.
+        folder: the folder of the files.
         entries: every tensor, by its name in the finished checkpoint.
     """
 
@@ -85,7 +85,7 @@ class Statistics:
         return next(value for _, value in self.read_all([name]))
 
     def read_all(self, names: Iterable[HFName]) -> Iterator[tuple[HFName, Tensor]]:
-        """Many tensors, one at a time, in the order in which they lie; each file is opened once."""
+        """Many tensors, one at a time, in the order of the files; each file is opened once."""
         by_file: dict[str, list[Entry]] = defaultdict(list)
         for name in names:
             by_file[self.entries[name].file].append(self.entries[name])
@@ -124,7 +124,7 @@ def read_metadata(path: Path) -> Mapping[str, str]:
 
 
 def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
-    """Compare what a plan takes from calibration with what is there, both ways, and look at scales of whole tensors.
+    """Compare what a plan takes from calibration with what is there, both ways, and check the scales of whole tensors.
 
     Raises:
         RecipeError: the plan needs statistics, and there are none.
@@ -167,10 +167,8 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
 
 def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     """NaN activations end up here; and vLLM keeps one global scale where modules are fused."""
-    scales = {
-        name: value.item()
-        for name, value in statistics.read_all(name for name in statistics if _leaf(name) in _TENSOR_SCALES)
-    }
+    names = [name for name in statistics if _leaf(name) in _TENSOR_SCALES]
+    scales = {name: value.item() for name, value in statistics.read_all(names)}
     for name, value in scales.items():
         if not 0 < value < math.inf:
             raise CheckpointError(
@@ -180,20 +178,25 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
                 cure="The activations or weights of this module are not finite: choose a data-free scheme for it",
             )
     for unit in plan.units:
-        if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
-            continue
-        first: dict[tuple[str, str], HFName] = {}
-        for output in (output for tensor in unit for output in tensor.outputs if output.name in scales):
-            # Members of a fused group lie side by side; a stacked unit holds one group an expert.
-            group = output.name.rpartition(".")[0].rpartition(".")[0], _leaf(output.name)
-            other = first.setdefault(group, output.name)
-            if scales[other] != scales[output.name]:
-                raise CheckpointError(
-                    statistics.folder,
-                    f"{other} and {output.name} must be equal: vLLM fuses their modules",
-                    got=f"{scales[other]} and {scales[output.name]}",
-                    cure="Remove the file of their layer, and run again",
-                )
+        if unit[0].scheme and SCHEMES[unit[0].scheme].shares_global_scale:
+            names = [output.name for tensor in unit for output in tensor.outputs if output.name in scales]
+            _refuse_unequal(names, scales, statistics.folder)
+
+
+def _refuse_unequal(names: Iterable[HFName], scales: Mapping[HFName, float], folder: Path) -> None:
+    """Scales of one unit must be equal within each fused group."""
+    first: dict[tuple[str, str], HFName] = {}
+    for name in names:
+        # Members of a fused group have one parent; a stacked unit holds one group an expert.
+        group = name.rpartition(".")[0].rpartition(".")[0], _leaf(name)
+        other = first.setdefault(group, name)
+        if scales[other] != scales[name]:
+            raise CheckpointError(
+                folder,
+                f"{other} and {name} must be equal: vLLM fuses their modules",
+                got=f"{scales[other]} and {scales[name]}",
+                cure="Remove the file of their layer, and run again",
+            )
 
 
 def _leaf(name: HFName) -> str:
@@ -202,11 +205,13 @@ def _leaf(name: HFName) -> str:
 
 def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFName, Output]:
     """What one unit may take from the statistics, once what it must take is found there."""
-    required = {output.name for tensor in unit for output in tensor.calibrated_outputs}
-    optional = {
-        output.name for tensor in unit if tensor.may_change for output in tensor.outputs if output.name not in required
-    }
-    if any(name in statistics for name in optional):  # modules that share a global scale change together
+    required: set[HFName] = set()
+    optional: set[HFName] = set()
+    for tensor in unit:
+        required |= {output.name for output in tensor.calibrated_outputs}
+        if tensor.may_change:
+            optional |= {output.name for output in tensor.outputs}
+    if any(name in statistics for name in optional - required):  # modules that share a global scale change together
         required |= optional
     for name in sorted(required):
         if name not in statistics:

@@ -1,11 +1,11 @@
-"""From a dataset's row to token ids, with whatever begins and ends a text or a conversation for this model.
+"""From a dataset's row to token ids, with the tokens that begin and end a text or a conversation for this model.
 
 In: the source checkpoint's tokenizer files. Out: an `Encoders`: a row's token ids, and which of them a model writes
 when it is asked what the row's user asked.
 
 Easy to get wrong: a chat template writes its own special tokens, so its text must not get the tokenizer's on top; and a
-model without a template may have its encoding as Python beside the weights, which runs only if the recipe says so.
-Templates may show a turn otherwise once others follow it; what is not surely a model's counts as its user's.
+model without a template may have its encoding as Python next to the weights, which runs only if the recipe allows it.
+Templates may show a turn differently once others follow it; a token that is not surely a model's counts as its user's.
 """
 
 import importlib.util
@@ -43,19 +43,19 @@ class Answered(NamedTuple):
     text: str
 
 
-Row = str | Answered | Conversation
+DataRow = str | Answered | Conversation
 _EncodeTurns = Callable[[Conversation, bool], list[int]]
 
 
 @dataclass(frozen=True)
 class Encoders:
-    """One model's ways to encode a row; what conversations need is looked for at the first one."""
+    """One model's ways to encode a row; the encoding of conversations is looked up at the first one."""
 
     tokenizer: PreTrainedTokenizerBase
     source: Source
     may_run_code: bool
 
-    def of(self, row: Row) -> Callable[[], list[int]]:
+    def of(self, row: DataRow) -> Callable[[], list[int]]:
         """How to encode this row.
 
         Raises: RecipeError or CheckpointError if it is a conversation and there is no way to encode one.
@@ -65,8 +65,8 @@ class Encoders:
         encode = self._conversation
         return lambda: encode(row, False)
 
-    def written(self, row: Row, ids: Sequence[int]) -> list[bool] | None:
-        """Which tokens of a row a model writes; None where nothing tells them from its user's.
+    def written(self, row: DataRow, ids: Sequence[int]) -> list[bool] | None:
+        """Which tokens of a row a model writes; None where nothing marks them.
 
         Args:
             row: one that can be encoded.
@@ -89,7 +89,10 @@ class Encoders:
         return written
 
     def _answers(self, row: Conversation, ids: Sequence[int]) -> list[bool]:
-        """A turn is known by what stands before it, the beginning of an answer included, as a server is given it."""
+        """The tokens of assistant turns.
+
+        A turn begins after the tokens that a server gets: the turns before it, and the beginning of an answer.
+        """
         written = [False] * len(ids)
         for index, turn in enumerate(row):
             if turn["role"] != "assistant":
@@ -98,10 +101,8 @@ class Encoders:
                 asked, answered = self._conversation(row[:index], True), self._conversation(row[: index + 1], False)
             except UNENCODABLE:  # templates need not take a part of a conversation
                 continue
-            # Behind the answer there may be an end that only a whole conversation has.
-            end = next(
-                (i for i, (a, b) in enumerate(zip(answered, ids, strict=False)) if a != b), min(len(answered), len(ids))
-            )
+            # After the answer there may be an end that only a whole conversation has.
+            end = _num_common(answered, ids)
             if asked == answered[: len(asked)] and len(asked) <= end:
                 written[len(asked) : end] = [True] * (end - len(asked))
         return written
@@ -113,7 +114,7 @@ class Encoders:
 
     @cached_property
     def _conversation(self) -> _EncodeTurns:
-        """Turns, and whether the beginning of an answer comes behind them."""
+        """How to encode turns; its second argument adds the beginning of an answer."""
         if not self.tokenizer.chat_template:
             return self._own_conversation()
 
@@ -160,7 +161,7 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
         may_run_code: whether Python that the checkpoint ships may be run.
 
     Raises:
-        CheckpointError: no tokenizer beside the weights, or none that transformers can build.
+        CheckpointError: there is no tokenizer next to the weights, or none that transformers can build.
     """
     assert source.folder is not None, "download() first"
     rule = "a calibrated run needs the model's tokenizer beside the weights"
@@ -174,6 +175,14 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
         cure = f"{copy}, or set calibration.model_code: checkpoint if it is code of the checkpoint"
         raise CheckpointError(source.where, rule, got=got, cure=cure) from error
     return Encoders(tokenizer=tokenizer, source=source, may_run_code=may_run_code)
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return min(len(one), len(other))
 
 
 def _turns(row: Conversation) -> list[dict[str, Any]]:

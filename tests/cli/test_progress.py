@@ -30,9 +30,9 @@ def test_the_step_in_words():
 
 
 def test_the_fields_are_those_of_the_run():
-    from keepmtp.quantize.calibrate.backbone import Progress
+    from keepmtp.quantize.calibrate.progress import CalibrationStep
 
-    assert set(Progress.__dataclass_fields__) == set(Step.__dataclass_fields__)
+    assert set(CalibrationStep.__dataclass_fields__) == set(Step.__dataclass_fields__)
 
 
 def test_a_log_has_a_line_a_step():

@@ -110,7 +110,7 @@ def backbone_pass(
                     folder,
                     device=ranks.device,
                     ranks=ranks,
-                    watch=lambda step: print(json.dumps(step.done), file=told, flush=True),
+                    progress=lambda step: print(json.dumps(step.done), file=told, flush=True),
                 )
         except KeepMTPError as refusal:
             folder.with_name(f"{folder.name}.error-{rank}").write_text(str(refusal))
@@ -184,7 +184,9 @@ def _amid_removal(calibrate: Any, layer: int) -> None:
 
 def _amid_calibration(calibrate: Any, layer: int) -> None:
     """While llm-compressor's modifiers look at activations; other ranks wait for this one's sums."""
-    real, seen = calibrate.backend._run_pipeline, []
+    from keepmtp.quantize.calibrate import layer as one_layer
+
+    real, seen = one_layer._run_pipeline, []
 
     def run(*args: Any) -> None:
         seen.append(args)
@@ -192,7 +194,7 @@ def _amid_calibration(calibrate: Any, layer: int) -> None:
             die()
         real(*args)
 
-    calibrate.backend._run_pipeline = run
+    one_layer._run_pipeline = run
 
 
 KILLS: Mapping[str, Callable[[Any, int], None]] = {

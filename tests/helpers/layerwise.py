@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from keepmtp.quantize.calibrate.layer import Calibrated, calibrate, linear_experts, propagating
+from keepmtp.quantize.calibrate.experts import linear_experts
+from keepmtp.quantize.calibrate.forwards import propagating
+from keepmtp.quantize.calibrate.layer import Calibrated, calibrate
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM

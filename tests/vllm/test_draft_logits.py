@@ -17,7 +17,7 @@ import pytest
 import torch
 from decorated_model import CONFIGURATION
 from drafts import changed, filled, lively, plan_over, weights_of
-from keepmtp.quantize.calibrate.mtp_block import draft_steps
+from keepmtp.quantize.calibrate.draft_steps import draft_steps
 from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.families import families
 from safetensors.torch import load_file
@@ -210,7 +210,7 @@ def test_a_wrong_table_parts_them(drafted, base, name, field):
 def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
     """The twin of the positions: each step at the one before it."""
     arange = torch.arange
-    monkeypatch.setattr("keepmtp.quantize.calibrate.mtp_block._positions", lambda ids, step: arange(ids.shape[1]))
+    monkeypatch.setattr("keepmtp.quantize.calibrate.draft_steps._positions", lambda ids, step: arange(ids.shape[1]))
     apart = parted(drafted[name])[1]
     assert apart > LEEWAY * base[name][1][1]
 

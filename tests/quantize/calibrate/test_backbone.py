@@ -11,9 +11,10 @@ import pytest
 import torch
 from calibrated import planned
 from keepmtp.cli.pipeline import plan_for
-from keepmtp.quantize.calibrate import backbone
-from keepmtp.quantize.calibrate.backbone import calibrate_backbone, fingerprint
+from keepmtp.quantize.calibrate.backbone import calibrate_backbone
+from keepmtp.quantize.calibrate.claim import fingerprint
 from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.progress import CalibrationStep
 from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -56,7 +57,9 @@ def test_a_killed_pass_goes_on_and_leaves_the_same_bytes(name, places, told, tmp
 def run(plan: Plan, data: CalibrationData, folder: Path, *, ranks: Ranks = ALONE) -> list[int]:
     """The layers that were done."""
     told: list[int] = []
-    calibrate_backbone(plan, data, folder, device=ranks.device, ranks=ranks, watch=lambda step: told.append(step.done))
+    calibrate_backbone(
+        plan, data, folder, device=ranks.device, ranks=ranks, progress=lambda step: told.append(step.done)
+    )
     return told
 
 
@@ -185,7 +188,7 @@ def test_nothing_is_held_from_layer_to_layer(tmp_path):
 
     plan, data = deep(tmp_path / "source", "glm-4.7", 5, 3)
     look(None)
-    calibrate_backbone(plan, data, tmp_path / "pass", device=ALONE.device, ranks=ALONE, watch=look)
+    calibrate_backbone(plan, data, tmp_path / "pass", device=ALONE.device, ranks=ALONE, progress=look)
     before, *after = held
     assert len(after) == 5
     assert max(after) - min(after) < 2**14
@@ -197,11 +200,11 @@ def test_layers_that_hand_on_more_than_states_can_be_resumed(tmp_path):
     plan, data = deep(tmp_path / "source", "glm-5", 4, 1)
     assert run(plan, data, tmp_path / "whole") == [1, 2, 3, 4]
 
-    def stop(step: backbone.Progress) -> None:
+    def stop(step: CalibrationStep) -> None:
         if step.done == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_backbone(plan, data, tmp_path / "cut", device=ALONE.device, ranks=ALONE, watch=stop)
+        calibrate_backbone(plan, data, tmp_path / "cut", device=ALONE.device, ranks=ALONE, progress=stop)
     assert run(plan, data, tmp_path / "cut") == [3, 4]
     assert statistics(tmp_path / "cut") == statistics(tmp_path / "whole")

@@ -56,7 +56,7 @@ def test_the_whole_line(model, scheme, algorithm, tmp_path, monkeypatch):
     recipe = recipe.model_copy(update={"calibration": block, "backbone": words, "mtp": mtp})
     plan = make_plan(recipe, open_source(tmp_path / "source"))
     run = calibration.calibrate(plan, tmp_path / "calibration", ranks=ALONE)
-    assert "must resemble what the model writes" in run.mtp.unmeasured or run.mtp.rows[0].acceptance
+    assert "must resemble what the model writes" in run.mtp.unmeasured or run.mtp.combinations[0].acceptance
     with claim(run.plan, tmp_path / "out", calibration=run.salt) as partial:
         write(run.plan, partial, recipe_text="", threads=1, statistics=run.statistics, calibration=run.summary)
         report = check(partial, source=plan.source)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from drafts import changed
 from keepmtp.quantize.calibrate.backbone import Backbone
-from keepmtp.quantize.calibrate.held_out import Acceptance, acceptance, agreement, end_ids, judge, target
+from keepmtp.quantize.calibrate.held_out import Acceptance, acceptance, agreement, end_ids, server_counts, target
 from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, finished, greedy_answers, laid_out, plan_over, prompts
@@ -156,7 +156,7 @@ def test_the_count_is_that_of_a_server_played_token_by_token(seed):
     is_wrong = torch.rand(3, length, generator=draw) < torch.tensor([0.2, 0.3, 0.4])[:, None]
     drafts = torch.where(is_wrong, torch.randint(0, 5, (3, length), generator=draw), drafts)
     written = torch.rand(length, generator=draw) < 0.97
-    counts = judge(ids, choices, drafts, ends={END}, written=written)
+    counts = server_counts(ids, choices, drafts, ends={END}, written=written)
     assert ends.any() and not written.all()
     for k in (1, 2, 3):
         expected = played(ids.tolist(), choices.tolist(), drafts.tolist(), k, written.tolist())

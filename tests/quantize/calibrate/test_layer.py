@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate import layer as backend
-from keepmtp.quantize.calibrate.layer import calibrate, check_fused, propagating, serving
+from keepmtp.quantize.calibrate.forwards import propagating, serving
+from keepmtp.quantize.calibrate.layer import calibrate, check_fused
+from keepmtp.quantize.calibrate.modifiers import modifiers_for
 from keepmtp.quantize.calibrate.smoothing import Smoothing
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schemes import SCHEMES
@@ -388,7 +389,7 @@ def test_scales_of_weights_must_be_exact_on_disk():
         )
 
 
-def test_backend_states_the_order_of_modifiers():
+def test_modifiers_act_in_this_order():
     """GPTQ comes last: a QuantizationModifier after it would compute its scales again from the rewritten weights."""
-    modifiers = backend._modifiers({"a": "FP8", "b": "W4A16"}, ["b"], "gptq", ())
+    modifiers = modifiers_for({"a": "FP8", "b": "W4A16"}, ["b"], "gptq", ())
     assert [type(modifier).__name__ for modifier in modifiers] == ["QuantizationModifier", "_GPTQ"]

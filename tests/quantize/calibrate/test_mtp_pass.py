@@ -9,9 +9,11 @@ import torch
 from keepmtp.quantize.calibrate import backbone as calibrate
 from keepmtp.quantize.calibrate import held_out as evaluate
 from keepmtp.quantize.calibrate import mtp_pass as mtp
+from keepmtp.quantize.calibrate import mtp_policy as policy
 from keepmtp.quantize.calibrate.backbone import Backbone
+from keepmtp.quantize.calibrate.draft_steps import draft_steps
 from keepmtp.quantize.calibrate.held_out import Acceptance
-from keepmtp.quantize.calibrate.mtp_block import bind_block, build_block, draft_steps
+from keepmtp.quantize.calibrate.mtp_block import bind_block, build_block
 from keepmtp.quantize.calibrate.mtp_pass import MtpPass, mtp_pass, refuse_mtp
 from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
 from keepmtp.quantize.plan import Plan, make_plan
@@ -75,15 +77,15 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     wanted = {o.name for t in plan.tensors if t.part == "mtp" for o in t.calibrated_outputs}
     assert wanted and {name for name in statistics if statistics.entries[name].file.startswith("mtp-")} == wanted
     assert set(found.coverage) == {t.module for t in plan.tensors if t.part == "mtp" and t.calibrated}
-    assert [(row.backbone, row.mtp) for row in found.rows] == [
+    assert [(row.backbone, row.mtp) for row in found.combinations] == [
         ("source", "source"),
         ("quantized", "source"),
         ("quantized", "quantized"),
     ]
-    source, kept, quantized = (row.acceptance for row in found.rows)
+    source, kept, quantized = (row.acceptance for row in found.combinations)
     assert source.by_position(1)[0] > 0.98
     assert kept.kept_of(source) > 0.9 and quantized.kept_of(source) > 0.85
-    assert 0.8 < found.agreement < 1.0 and found.rows[1].perplexity == found.rows[2].perplexity
+    assert 0.8 < found.agreement < 1.0 and found.combinations[1].perplexity == found.combinations[2].perplexity
     assert found.as_dict()["rows"][2]["acceptance"]["by_position"]["1"] == [round(quantized.by_position(1)[0], 5)]
 
 
@@ -101,7 +103,7 @@ def test_another_policy_takes_the_place_of_the_first_ones_statistics(glm, tmp_pa
     mtp_pass(with_mtp(plan, "NVFP4"), backbone, written=written)
     assert "mtp-00000.safetensors" in files(backbone)
     found = mtp_pass(with_mtp(plan, "bf16"), backbone, written=written)
-    assert "mtp-00000.safetensors" not in files(backbone) and len(found.rows) == 2
+    assert "mtp-00000.safetensors" not in files(backbone) and len(found.combinations) == 2
     refuse_statistics(found.plan, Statistics.open(backbone.folder / "statistics"))
 
 
@@ -121,11 +123,14 @@ def test_auto_takes_the_cheapest_that_keeps_enough(made, tmp_path):
     assert tried[0].num_bytes == sum(o.num_bytes for t in plan.tensors if t.part == "mtp" for o in t.outputs)
     assert chosen.num_bytes < tried[1].num_bytes < tried[0].num_bytes
     assert found.plan.recipe.mtp == chosen.policy and found.plan.recipe.mtp_auto is None
-    assert found.rows[2].acceptance == chosen.acceptance and found.rows[1].acceptance == tried[0].acceptance
+    assert (
+        found.combinations[2].acceptance == chosen.acceptance
+        and found.combinations[1].acceptance == tried[0].acceptance
+    )
     # What was chosen is what a recipe that names it gets.
     alone = fresh(backbone, tmp_path / "alone")
     named = mtp_pass(with_mtp(plan, chosen.policy), alone, written=written)
-    assert named.rows == found.rows and named.candidates == ()
+    assert named.combinations == found.combinations and named.candidates == ()
     for name in files(alone):
         assert (alone.folder / "statistics" / name).read_bytes() == (backbone.folder / "statistics" / name).read_bytes()
 
@@ -136,16 +141,18 @@ def test_the_budget_decides(glm, tmp_path, monkeypatch, least, chosen):
     plan, backbone, _ = glm
     rates = iter((0.8, 0.72, 0.77, 0.798))
     monkeypatch.setattr(
-        mtp,
+        policy,
         "acceptance",
         lambda *_, **__: Acceptance(num_slots=1000, reached=((1000.0,),), accepted=((1000 * next(rates),),)),
     )
-    monkeypatch.setattr(mtp._Pass, "_calibrated", lambda *_: [])
-    monkeypatch.setattr(mtp._Pass, "statistics", lambda *_: ())
-    run = mtp._Pass(plan=plan, backbone=fresh(backbone, tmp_path / "pass"), source=None, served=None, written=None)
+    monkeypatch.setattr(policy.PolicyResults, "_calibrated", lambda *_: [])
+    monkeypatch.setattr(policy.PolicyResults, "statistics", lambda *_: ())
+    run = policy.PolicyResults(
+        plan=plan, backbone=fresh(backbone, tmp_path / "pass"), source=None, served=None, written=None
+    )
     run.released()
     asked = auto(plan, "W4A16", "FP8_DYNAMIC", "bf16", least=least)
-    tried, best = mtp._tried(replace(run, plan=asked), None)
+    tried, best = mtp.choose(replace(run, plan=asked), asked.recipe.mtp_auto, None)
     assert [each.kept for each in tried] == pytest.approx([0.9, 0.9625, 0.9975])
     assert [each.policy for each in tried if each.is_chosen] == ([chosen] if chosen else [])
     assert (best and best.recipe.mtp) == chosen
@@ -181,17 +188,17 @@ def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypat
                 raise KeyboardInterrupt
             return original(*args, **kwargs)
 
-        original = mtp.backend.calibrate
+        original = policy.calibrate
         return run
 
     with monkeypatch.context() as patch:
-        patch.setattr(mtp.backend, "calibrate", killed_at(2))
+        patch.setattr(policy, "calibrate", killed_at(2))
         with pytest.raises(KeyboardInterrupt):
             mtp_pass(asked, cut, written=written)
     assert not [name for name in files(cut) if name.startswith("mtp-")], "nothing is published before the end"
     calls.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(mtp.backend, "calibrate", killed_at(0))
+        patch.setattr(policy, "calibrate", killed_at(0))
         patch.setattr(calibrate._Pass, "layer", lambda *_: pytest.fail("a second backbone pass"))
         resumed = mtp_pass(asked, cut, written=written)
         assert len(calls) == 2, "the first candidate was done"
@@ -221,7 +228,7 @@ def test_a_block_that_cannot_be_run_is_refused_or_left_unmeasured(glm, tmp_path)
     refuse_mtp(kept)
     found: MtpPass = mtp_pass(kept, fresh(backbone, tmp_path / "pass"), written=written)
     assert "transformers has no class for it" in found.unmeasured and found.plan is kept
-    assert [row.acceptance for row in found.rows] == [None, None] and found.rows[1].perplexity > 1
+    assert [row.acceptance for row in found.combinations] == [None, None] and found.combinations[1].perplexity > 1
     refuse_mtp(with_mtp(plan, "NVFP4"))
 
 
@@ -233,9 +240,9 @@ def test_text_that_says_nothing_costs_a_figure_not_the_run(glm, tmp_path):
     found = mtp_pass(plan, backbone, written=nobody)
     says = f"{plan.recipe.name}: the held-out text must resemble what the model writes; got not one token"
     assert found.unmeasured.startswith(says)
-    assert [row.mtp for row in found.rows] == ["source", "source", "quantized"]
-    assert not any(row.acceptance for row in found.rows)
-    assert found.plan is plan and found.coverage and found.rows[1].perplexity > 1
+    assert [row.mtp for row in found.combinations] == ["source", "source", "quantized"]
+    assert not any(row.acceptance for row in found.combinations)
+    assert found.plan is plan and found.coverage and found.combinations[1].perplexity > 1
     refuse_statistics(found.plan, Statistics.open(backbone.folder / "statistics"))
     known = mtp_pass(plan, fresh(backbone, tmp_path / "known"), written=written)
     for name in files(backbone):
@@ -267,7 +274,7 @@ def test_inputs_are_those_of_a_draft(made):
         hidden = evaluate.block_input(backbone, blocks[0], batch)
         steps = draft_steps(blocks, skeleton.model.get_input_embeddings(), ids=batch.ids, hidden=hidden, num_steps=2)
         for count, expected in enumerate(steps, start=1):
-            inputs = mtp._Inputs(backbone=backbone, blocks=blocks[:count])
+            inputs = policy.BlockInputs(backbone=backbone, blocks=blocks[:count])
             arguments = next(iter(inputs))
             assert len(inputs) == len(list(inputs)) == len(list(inputs))
             output = blocks[count - 1](**arguments)[0]

@@ -1,0 +1,178 @@
+"""llm-compressor's modifiers for a recipe: quantization, GPTQ, AWQ, SmoothQuant.
+
+In: schemes by module, an algorithm, and the smoothings that were found. Out: the modifiers in the order they act, and
+`share`, which gives every rank the weights that another rank computed.
+
+Easy to get wrong: a QuantizationModifier after a GPTQModifier in one recipe computes GPTQ's scales again, from the
+rewritten weights. Before it, it does no harm: both act on every quantized module at the end of the pass.
+
+Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compressed_tensors.offload import as_single_threaded
+from compressed_tensors.offload.dist_utils import as_broadcastable
+from compressed_tensors.quantization import QuantizationScheme
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.quantization.calibration import observe as observe_weights
+from llmcompressor.modifiers.quantization.calibration import update_qparams
+from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.modifiers.transform.awq.base import get_lowest_common_ancestor_with_avoid
+from llmcompressor.modifiers.transform.awq.mappings import ResolvedMapping
+from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
+from pydantic import PrivateAttr
+from torch import Tensor, nn
+
+from ...recipes.schemes import SCHEMES
+from .ranks import has_others
+from .smoothing import Smoothing
+
+
+def modifiers_for(
+    schemes: Mapping[str, str], rewritten: Sequence[str], algorithm: str, smoothings: Sequence[Smoothing]
+) -> list[Any]:
+    """The modifiers of one layer, in the order they act.
+
+    Args:
+        schemes: module -> scheme that it is rounded to.
+        rewritten: those whose weights the algorithm rewrites.
+        algorithm: minmax, gptq, awq or smoothquant.
+        smoothings: what awq or smoothquant rescales; without any, modules are rounded to nearest.
+    """
+    if algorithm == "gptq":
+        own = {name: schemes[name] for name in rewritten}
+        rest = {name: scheme for name, scheme in schemes.items() if name not in own}
+        modifiers: list[Any] = [QuantizationModifier(config_groups=_config_groups(rest))] if rest else []
+        return modifiers + ([_GPTQ(config_groups=_config_groups(own))] if own else [])
+    quantization = QuantizationModifier(config_groups=_config_groups(schemes))
+    if not smoothings:
+        return [quantization]
+    if algorithm == "awq":
+        mappings = [AWQMapping(_pattern((s.smooth,)), [_pattern(s.balance)]) for s in smoothings]
+        return [_AWQ(mappings=mappings), quantization]
+    pairs: list[Any] = [([_pattern(s.balance)], _pattern((s.smooth,))) for s in smoothings]
+    return [SmoothQuantModifier(mappings=pairs), quantization]
+
+
+def one_a_parent(model: Any, found: Sequence[Smoothing]) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:
+    """AWQ replays the module around what it balances, and keeps that module's arguments for one smoothing only.
+
+    Source: llm-compressor 0.14.0.1 modifiers/transform/awq/base.py (`_parent_args_cache`), a KeyError otherwise.
+    """
+    kept: list[Smoothing] = []
+    left_out: list[str] = []
+    parents: set[str] = set()
+    for smoothing in found:
+        parent, _ = get_lowest_common_ancestor_with_avoid(iter(smoothing.balance), model)
+        if parent in parents:
+            left_out.append(f"{smoothing.smooth}: another smoothing is judged by {parent} already")
+        else:
+            parents.add(parent)
+            kept.append(smoothing)
+    return tuple(kept), tuple(left_out)
+
+
+def rounded_to_nearest(modifiers: Iterable[Any]) -> tuple[str, ...]:
+    """Modules that GPTQ rounded to nearest because their Hessian could not be inverted."""
+    return tuple(name for modifier in modifiers if isinstance(modifier, _GPTQ) for name in modifier.fell_back)
+
+
+def share(model: Any, modifiers: Iterable[Any], schemes: Mapping[str, str]) -> None:
+    """Gives every rank what the owners of modules computed; llm-compressor 0.14.0.1 does so on GPUs only.
+
+    It takes modules on the CPU for offloaded ones in memory that the ranks share (utils/dist.py, skip_cpu).
+    """
+    if not has_others():
+        return
+    owned: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(owned, [name for m in modifiers if isinstance(m, _GPTQ) for name in m.own])
+    owner = {name: rank for rank, names in enumerate(owned) for name in names}
+    rounded = [model.get_submodule(name) for name in schemes if name not in owner]
+    observe_weights(rounded, "weight")
+    update_qparams(rounded, "weight")
+    for name in sorted(owner):
+        for key, value in model.get_submodule(name).named_parameters(recurse=False):
+            if key.startswith("weight"):
+                dist.broadcast(as_broadcastable(value.data), src=owner[name])
+
+
+class _GPTQ(GPTQModifier):
+    """GPTQModifier that reports which modules it rewrote on this rank, and where the Hessian was of no use."""
+
+    _own: list[str] = PrivateAttr(default_factory=list)
+    _fell_back: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def own(self) -> list[str]:
+        return self._own
+
+    @property
+    def fell_back(self) -> list[str]:
+        return self._fell_back
+
+    def compress_module_list(self, module_list: list[nn.Module]) -> None:
+        module_list = list(module_list)
+        self._own += [self._module_names[module] for module in module_list]
+        super().compress_module_list(module_list)
+        self._fell_back += self._rtn_fallback_module_names
+
+
+class _AWQ(AWQModifier):
+    """AWQModifier that runs on CPUs, too, where 0.14.0.1 sums over ranks on an accelerator that is not there."""
+
+    def _setup_activation_cache_hooks(self) -> None:
+        super()._setup_activation_cache_hooks()
+        # The hooks look their cache up when they are called.
+        device: Any = self.offload_device
+        self._parent_args_cache = {module: _Cache(None, device) for module in self._parent_args_cache}
+
+    def _compute_best_scale(self, mapping: ResolvedMapping, fp16_outputs: Any, orig_layer_weights: Any) -> Tensor:
+        if not _sums_on_cpu():
+            return super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
+        for value in self._smooth_activation_stats[mapping.smooth_name]:
+            dist.all_reduce(value)
+        with as_single_threaded():
+            return super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
+
+    def _compute_loss(self, fp16_outputs: list[Tensor], int_w_outputs: list[Tensor]) -> float:
+        loss = super()._compute_loss(fp16_outputs, int_w_outputs)
+        if not _sums_on_cpu():
+            return loss
+        count = sum(output.numel() for output in fp16_outputs)
+        totals = torch.tensor([loss * count, count], dtype=torch.float64)
+        dist.all_reduce(totals)
+        return (totals[0] / totals[1]).item()
+
+
+class _Cache(IntermediatesCache):
+    """IntermediatesCache that works without an accelerator, where pinning memory is an error (0.14.0.1)."""
+
+    def pin_memory(self, batch_index: int, input_names: list[str] | None = None) -> None:
+        if torch.accelerator.is_available():
+            super().pin_memory(batch_index, input_names)
+
+
+def _sums_on_cpu() -> bool:
+    return has_others() and not torch.accelerator.is_available()
+
+
+def _config_groups(schemes: Mapping[str, str]) -> dict[str, QuantizationScheme]:
+    by_scheme: dict[str, list[str]] = {}
+    for name, scheme in schemes.items():
+        by_scheme.setdefault(scheme, []).append(name)
+    return {
+        scheme: QuantizationScheme(targets=[_pattern(names)], **SCHEMES[scheme].config_group())
+        for scheme, names in by_scheme.items()
+    }
+
+
+def _pattern(names: Iterable[str]) -> str:
+    """One pattern for a group of modules: to match names one by one is quadratic in the experts."""
+    return f"re:^(?:{'|'.join(re.escape(name) for name in names)})$"

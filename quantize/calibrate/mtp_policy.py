@@ -1,0 +1,177 @@
+"""The MTP block under one policy: filled, calibrated, its acceptance measured.
+
+In: a finished backbone pass, and a plan for each policy. Out: `PolicyResults`: the acceptance of the released model, of
+the quantized backbone with the block as released, and of both quantized, and the files with the block's statistics.
+
+The block is a small model of its own. Its inputs are the hidden states of the calibration batches, which the backbone
+pass wrote after its last layer, and the embeddings of the next tokens. So a policy needs no other backbone pass.
+
+Easy to get wrong: with several blocks, block j drafts step j + 1. Its inputs are the tokens j + 1 slots on, and the
+hidden state that block j - 1 computes as a server would.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...checkpoints.files import write_whole
+from ...recipes.errors import RecipeError
+from ...recipes.family import HFName
+from ..plan import Plan
+from .backbone import Backbone, Stream, fitting, record
+from .forwards import serving
+from .held_out import Acceptance, Target, acceptance, block_input
+from .layer import calibrate
+from .mtp_block import MtpBlock, bind_block, build_block
+from .skeleton import Batch, frozen_in, fused_in, schemes_in
+
+# vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
+# spec_step_idx at 0). For this family alone a proposer takes the next layer at each step (v1/spec_decode/step3p5.py).
+_A_LAYER_A_STEP = frozenset({"step3p5"})
+
+
+class NothingCounts(RecipeError):
+    """The held-out text has no slot that counts for acceptance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyResults:
+    """Results of policies, measured when they are first asked for.
+
+    Each is kept in a file of the pass's folder, so that a killed run repeats one policy at most.
+    """
+
+    plan: Plan
+    backbone: Backbone
+    source: Target
+    served: Target
+    written: Tensor | None
+
+    def released(self) -> Acceptance:
+        """Of the released model."""
+        return self._kept("released", lambda: self._acceptance("source", self._filled(self.plan)))
+
+    def unquantized(self) -> Acceptance:
+        """Of the quantized backbone with the block as released."""
+        return self._kept("unquantized", lambda: self._acceptance("served", self._filled(self.plan)))
+
+    def measured(self, plan: Plan) -> Acceptance:
+        """Of the quantized backbone with the block as `plan` has it."""
+        if not block_schemes(plan):
+            return self.unquantized()
+        return self._kept(_key(plan), lambda: self._acceptance("served", self._calibrated(plan)))
+
+    def statistics(self, plan: Plan) -> tuple[Path, ...]:
+        """The statistics of a policy that was measured: a file for each block."""
+        return tuple(self._folder() / f"{_key(plan)}-{index:05d}.safetensors" for index in range(num_blocks(plan)))
+
+    def _folder(self) -> Path:
+        return self.backbone.folder / "mtp"
+
+    def _kept(self, key: str, measure: Callable[[], Acceptance]) -> Acceptance:
+        """A result from the pass's folder, or one that is measured now and written there for the next run."""
+        path = self._folder() / f"{key}.json"
+        if path.is_file():
+            return Acceptance.read(json.loads(path.read_text()))
+        with fitting(self.plan, "the MTP block and a batch", self.backbone.skeleton.device):
+            found = measure()
+        # Every rank has looked for the file before it took part in the sums behind `found`.
+        if self.backbone.ranks.is_first:
+            self._folder().mkdir(exist_ok=True)
+            write_whole(path, json.dumps(asdict(found)))
+        return found
+
+    def _acceptance(self, stream: Stream, blocks: Sequence[MtpBlock]) -> Acceptance:
+        own = blocks if self.plan.view.family.model_type in _A_LAYER_A_STEP else blocks[:1]
+        target = self.source if stream == "source" else self.served
+        try:
+            return acceptance(self.backbone, stream, own, target, written=self.written)
+        except RecipeError as error:
+            raise NothingCounts(error.where, error.rule, got=error.got, cure=error.cure) from error
+
+    def _filled(self, plan: Plan) -> list[MtpBlock]:
+        """The blocks with the released weights."""
+        skeleton, blocks = self.backbone.skeleton, []
+        for index in range(num_blocks(plan)):
+            block = build_block(plan.view, index)
+            skeleton.fill(block, bind_block(block, plan))
+            if block.rotary is not None:
+                block.rotary.to(skeleton.device)
+            blocks.append(block.requires_grad_(False))
+        return blocks
+
+    def _calibrated(self, plan: Plan) -> list[MtpBlock]:
+        """The blocks rounded as `plan` says, once their statistics are on disk."""
+        calibration = plan.recipe.calibration
+        assert calibration is not None
+        blocks = self._filled(plan)
+        for index, (block, file) in enumerate(zip(blocks, self.statistics(plan), strict=True)):
+            binding = bind_block(block, plan)
+            schemes = schemes_in(binding, "")
+            if not schemes:
+                continue
+            inputs = BlockInputs(backbone=self.backbone, blocks=blocks[: index + 1])
+            found = calibrate(
+                block,
+                inputs,
+                schemes=schemes,
+                algorithm=calibration.algorithm,
+                fused=fused_in(binding, ""),
+                frozen=frozen_in(binding, ""),
+            )
+            if self.backbone.ranks.is_first:
+                record(file, found, binding, "", fingerprint=(self.backbone.folder / "fingerprint").read_text())
+        return blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockInputs:
+    """The calibration batches as inputs of the last of `blocks`, computed again for each iteration."""
+
+    backbone: Backbone
+    blocks: Sequence[MtpBlock]
+
+    def __len__(self) -> int:
+        return len(self.backbone.batches("calibration"))
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for batch in self.backbone.batches("calibration"):
+            yield self._arguments(batch)
+
+    @torch.no_grad()
+    def _arguments(self, batch: Batch) -> dict[str, Tensor]:
+        skeleton = self.backbone.skeleton
+        embedding, ids = skeleton.model.get_input_embeddings(), batch.ids.to(skeleton.device)
+        # The last slots have no next token.
+        length = ids.shape[1] - len(self.blocks)
+        hidden, arguments = block_input(self.backbone, self.blocks[0], batch)[:, :length], {}
+        for step, block in enumerate(self.blocks, start=1):
+            arguments = {
+                "inputs_embeds": embedding(ids[:, step : step + length]),
+                "hidden": hidden,
+                "position_ids": torch.arange(length, device=skeleton.device) + step - 1,
+            }
+            if block is not self.blocks[-1]:
+                with serving(block):
+                    hidden = block(**arguments)[1]
+        return arguments
+
+
+def block_schemes(plan: Plan) -> dict[HFName, str]:
+    """Tensor of the block -> scheme that it is rounded to."""
+    return {tensor.name: tensor.scheme for tensor in plan.tensors if tensor.part == "mtp" and tensor.fate == "quantize"}
+
+
+def num_blocks(plan: Plan) -> int:
+    """MTP layers of the model, each of one part or more on disk."""
+    return plan.view.num_mtp_layers // plan.view.num_mtp_parts
+
+
+def _key(plan: Plan) -> str:
+    """What a policy makes of the block, whatever a recipe calls it."""
+    return hashlib.sha256(json.dumps(sorted(block_schemes(plan).items())).encode()).hexdigest()[:16]
