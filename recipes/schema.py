@@ -47,7 +47,7 @@ def _known_role(word: str) -> str:
 
 Decision = Annotated[str, AfterValidator(_known_decision)]
 Group = Annotated[str, AfterValidator(_known_role)]
-# The tags pick one branch by the value's type, so that an error is about what was written, not about the other branch.
+# The tags choose one branch by the value's type, so that an error is about the written value, not the other branch.
 _BY_TYPE = Discriminator(lambda value: "groups" if isinstance(value, dict) else "word")
 _ByGroup = Annotated[dict[Group, Decision], Tag("groups")]
 Candidate = Annotated[Annotated[Decision, Tag("word")] | _ByGroup, _BY_TYPE]
@@ -59,7 +59,7 @@ class _Frozen(BaseModel):
 
 
 class Override(_Frozen):
-    """Exception to the group's scheme: modules by name on disk, or by `re:` and a regex of the whole name."""
+    """An exception to the group's scheme: modules by name on disk, or by `re:` and a regex of the whole name."""
 
     modules: str
     scheme: Decision
@@ -70,7 +70,7 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class Calibration(_Frozen):
-    """Everything a calibrated run needs to be repeated.
+    """Everything that is needed to repeat a calibrated run.
 
     Attributes:
         algorithm: minmax observes activations only; the others also rewrite the weights of the schemes in
@@ -80,14 +80,14 @@ class Calibration(_Frozen):
         subset: the configuration of a dataset that has several; null for its default.
         split: of the dataset; "train" for a single file.
         column: texts, or conversations as lists of {role, content}, which go through the model's chat template.
-        prompt_column: texts that users wrote, put directly before those of `column`: part of what is calibrated on, but
-            acceptance counts only what a model writes. Null where a text is not an answer.
+        prompt_column: texts that users wrote; each comes directly before its text of `column`. Calibration uses them,
+            but acceptance counts only what a model writes. Null where a text is not an answer.
         samples: sequences to calibrate on.
-        held_out: further sequences, from rows not calibrated on, to measure acceptance and perplexity on.
-        sequence_length: tokens in each; rows are packed end to end, so none is padding.
-        batch_size: sequences run at once, on each rank.
-        seed: order in which rows are drawn.
-        model_code: `checkpoint` lets Python that the checkpoint ships build the model and encode conversations.
+        held_out: other sequences, from other rows, to measure acceptance and perplexity on.
+        sequence_length: tokens in each sequence; rows follow each other without padding.
+        batch_size: sequences in one batch, on each rank.
+        seed: for the order of the rows.
+        model_code: `checkpoint` lets the checkpoint's own Python build the model and encode conversations.
         decorated_forward: what to do with a model whose forward is wrapped in no_grad or inference_mode.
     """
 
@@ -112,8 +112,8 @@ class MtpAuto(_Frozen):
     """How `mtp: auto` chooses.
 
     Attributes:
-        min_acceptance: part of the released model's acceptance to be kept on held-out text.
-        candidates: policies in the order they are tried; the one of fewest bytes that keeps enough is taken.
+        min_acceptance: part of the released model's acceptance that the block must keep on held-out text.
+        candidates: policies, tried in this order. The smallest that keeps enough acceptance is chosen.
     """
 
     min_acceptance: Annotated[float, Field(gt=0, le=1)]
@@ -144,14 +144,14 @@ DEFAULT_AUTO = MtpAuto(
         "NVFP4",
     ),
 )
-"""What `--mtp auto` tries where the recipe does not say."""
+"""What `--mtp auto` tries where the recipe has no `mtp_auto`."""
 
 
 def candidates_for(candidates: Iterable[str | Mapping[str, str]], groups: Collection[str]) -> tuple[Candidate, ...]:
     """The candidates that are different policies for an MTP block with these module groups, in order.
 
-    A list serves every family: groups that the block lacks are left out of a mapping, and one that then says the same
-    for all of them is that word.
+    One list is for every family. A mapping loses the groups that the block lacks. If it then has one word for all of
+    the block's groups, it becomes that word.
     """
     found: list[Candidate] = []
     for candidate in candidates:
@@ -165,10 +165,10 @@ def candidates_for(candidates: Iterable[str | Mapping[str, str]], groups: Collec
 
 
 class Recipe(_Frozen):
-    """One checkpoint to be made.
+    """What a person decides about one checkpoint.
 
     Attributes:
-        model: name people type, shared by a model's recipes.
+        model: the model's name on the command line, the same in all its recipes.
         variant: name of this recipe among those of the model.
         default: whether the bare model name means this recipe.
         summary: one line for `keepmtp ls MODEL`.
@@ -177,12 +177,12 @@ class Recipe(_Frozen):
         revision: Hub revision; "local" for folders.
         backbone: module group -> scheme, `source` or `bf16`; every group that the model has must be named.
         mtp: the same for the MTP block: one word for all of it, a mapping by group, or `auto`.
-        mtp_auto: how `auto` chooses; given with it and only then.
-        overrides: exceptions, first match wins; each must match something.
-        keep: names (or `re:` regexes) of tensors outside the family table to carry over as they are.
+        mtp_auto: how `auto` chooses; only with `mtp: auto`.
+        overrides: exceptions; the first match wins, and each must match something.
+        keep: names (or `re:` regexes) of tensors outside the family table that keepmtp copies as they are.
         calibration: how batches are chosen; null for data-free recipes.
-        evaluation: how the result is scored; what it leaves out is as in `protocol.Evaluation`.
-        gates: what the result must keep of its source; what it leaves out is as in `protocol.Gates`.
+        evaluation: how the result is scored; `protocol.Evaluation` has the defaults.
+        gates: what the result must keep of its source; `protocol.Gates` has the defaults.
     """
 
     model: str
@@ -207,13 +207,14 @@ class Recipe(_Frozen):
         return f"{self.model}.{self.variant}"
 
     def decisions(self) -> set[str]:
-        """Every word this recipe uses for a scheme, or may use where `mtp: auto` has yet to choose."""
-        policies = self.mtp_auto.candidates if self.mtp_auto else (self.mtp,)
-        mtp = {word for policy in policies for word in (policy.values() if isinstance(policy, dict) else (policy,))}
-        return {*self.backbone.values(), *mtp, *(override.scheme for override in self.overrides)}
+        """Every word that this recipe uses for a scheme, also those of the candidates of `mtp: auto`."""
+        words = {*self.backbone.values(), *(override.scheme for override in self.overrides)}
+        for policy in self.mtp_auto.candidates if self.mtp_auto else (self.mtp,):
+            words |= {policy} if isinstance(policy, str) else set(policy.values())
+        return words
 
     def calibrated_schemes(self) -> list[str]:
-        """The schemes of this recipe whose tensors depend on data: by static scales, or by rewritten weights."""
+        """The schemes of this recipe with tensors that depend on data: static scales or rewritten weights."""
         rewritten = REWRITES[self.calibration.algorithm] if self.calibration else frozenset()
         schemes = sorted(self.decisions() & SCHEMES.keys())
         return [name for name in schemes if name in rewritten or SCHEMES[name].needs_calibration]
@@ -250,17 +251,17 @@ class Recipe(_Frozen):
         return self
 
     def resolved(self, mtp: str | dict[str, str]) -> "Recipe":
-        """This recipe once `mtp: auto` has chosen.
+        """This recipe after `mtp: auto` has chosen.
 
-        Not validated again: the calibration block may by then serve nothing but the choice.
+        It is not validated again: perhaps only the choice needed the calibration block.
         """
         return self.model_copy(update={"mtp": mtp, "mtp_auto": None})
 
     def with_choices(self, *, scheme: str | None, mtp: str | None) -> "Recipe":
         """This recipe with a command line's `--scheme` in every quantized group, and its `--mtp`.
 
-        A scheme by its name is rounded to nearest: algorithms that rewrite weights are a recipe's choice. Calibration
-        is dropped when nothing chosen needs it.
+        Weights of `--scheme` are rounded to nearest: only a recipe chooses an algorithm that rewrites weights. The
+        result has no calibration if nothing in it needs batches.
         """
         changed: dict[str, Any] = {}
         variant = self.variant
