@@ -15,7 +15,7 @@ from rich.console import Console
 from ..checkpoints.identity import Identity, identify
 from ..checkpoints.source import Source, open_source
 from ..recipes.errors import RecipeError
-from ..validate.dryload.check_on import Checked
+from ..validate.check.check import Checked
 from ..validate.report import report as reports
 from ..validate.report.check_data import check_data
 from ..validate.report.results import report_folder, write_result
@@ -34,9 +34,7 @@ class Record:
     def keep(self, checked: Checked) -> Path:
         """Write check.json and the report of all results; returns report.json's path."""
         source = None if checked.source is None else _source_of(checked.source)
-        data = check_data(
-            checked.report, vllm=TESTED[0], evidence=checked.evidence, opened=checked.source, source=source
-        )
+        data = check_data(checked.data, opened=checked.source, source=source)
         write_result(self.folder, "check", data, checkpoint=self.identity, vllm=TESTED[0])
         reports.refresh(self.folder)
         return self.folder / reports.JSON_FILE

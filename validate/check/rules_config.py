@@ -14,14 +14,14 @@ from ...recipes.family import HFName, VLLMName
 from .dialects.choose import quantization_of, read_dialect
 from .dialects.fp8 import Fp8
 from .dialects.modelopt import ALGORITHMS, ModelOpt
-from .findings import Finding
+from .findings import Objection, objection
 from .runtime_view import HF_QUANT_CONFIG, Evidence
 from .vllm_module import Entry, Unknown
 
 _SIZE_TOLERANCE = 0.01
 
 
-def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
+def entries_match_a_module(evidence: Evidence) -> Iterator[Objection]:
     """Targets and ignore entries reach a runtime module: R2; F11, F17, F27, F34; G6, H1.
 
     Entries in names on disk are the usual mistake. One is reported if the modules it means to leave alone are built
@@ -45,7 +45,7 @@ def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
             # A name on disk beside vLLM's is for other readers: all it means is built quantized.
             is_second = meant and all(evidence.placed[module].runtime in quantized for module in meant)
             if not _is_class_name(entry) and not is_second:
-                yield Finding(
+                yield objection(
                     rule="entry-unmatched",
                     severity="warning",
                     where=entry.written,
@@ -55,7 +55,7 @@ def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
                     cause=f"target {bool(meant)}",
                 )
         elif missed is not None:
-            yield Finding(
+            yield objection(
                 rule="entry-unmatched",
                 severity="warning",
                 where=entry.written,
@@ -65,7 +65,7 @@ def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
                 cause="ignore by name on disk",
             )
         elif not meant and is_draft_wrong and _speaks_of_mtp(evidence, entry):
-            yield Finding(
+            yield objection(
                 rule="entry-unmatched",
                 severity="warning",
                 where=entry.written,
@@ -75,7 +75,7 @@ def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
+def quantization_configs_agree(evidence: Evidence) -> Iterator[Objection]:
     """config.json and hf_quant_config.json say the same: R5; M11."""
     given, other = quantization_of(evidence.source.config), evidence.hf_quant_config
     if given is None or other is None:
@@ -85,7 +85,7 @@ def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
     first = evidence.dialect
     if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
         if first.name != second.name:
-            yield Finding(
+            yield objection(
                 rule="two-configs",
                 severity="warning",
                 where=where,
@@ -95,7 +95,7 @@ def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
             )
         return
     if first.algorithm != second.algorithm:
-        yield Finding(
+        yield objection(
             rule="two-configs",
             severity="error",
             where=f"{where}.quant_algo",
@@ -104,7 +104,7 @@ def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
             cure="Make both say what is on disk",
         )
     for entry in sorted(set(first.exclude) ^ set(second.exclude)):
-        yield Finding(
+        yield objection(
             rule="two-configs",
             severity="warning",
             where=entry,
@@ -114,12 +114,12 @@ def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
+def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Objection]:
     """Keys that a class of vLLM needs, in the length it needs: E5, E6."""
     view = evidence.view
     for key in view.family.loader.needs:
         if view.text_config.get(key) is None:
-            yield Finding(
+            yield objection(
                 rule="config",
                 severity="error",
                 where=f"config.json: {key}",
@@ -129,7 +129,7 @@ def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
     layer_types = view.text_config.get("layer_types")
     expected = view.num_layers + (view.num_mtp_layers if view.family.layer_types_count_mtp else 0)
     if isinstance(layer_types, list) and len(layer_types) != expected:
-        yield Finding(
+        yield objection(
             rule="config",
             severity="error",
             where="config.json: layer_types",
@@ -140,7 +140,7 @@ def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
         )
     ratios = view.text_config.get("compress_ratios")
     if isinstance(ratios, list) and len(ratios) < view.num_layers:
-        yield Finding(
+        yield objection(
             rule="config",
             severity="error",
             where="config.json: compress_ratios",
@@ -149,13 +149,13 @@ def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def modelopt_is_complete(evidence: Evidence) -> Iterator[Finding]:
+def modelopt_is_complete(evidence: Evidence) -> Iterator[Objection]:
     """modelopt's algorithm is one that vLLM loads, and hf_quant_config.json has the fields that NVFP4 needs: R7."""
     dialect = evidence.dialect
     given = quantization_of(evidence.source.config)
     file = HF_QUANT_CONFIG if given is None else "config.json"
     if isinstance(dialect, Unknown) and dialect.name.startswith("modelopt"):
-        yield Finding(
+        yield objection(
             rule="algorithm",
             severity="error",
             where=f"{file}: {'quantization' if given is None else 'quantization_config'}.quant_algo",
@@ -167,7 +167,7 @@ def modelopt_is_complete(evidence: Evidence) -> Iterator[Finding]:
     if isinstance(dialect, ModelOpt) and "NVFP4" in dialect.algorithm and isinstance(inner, Mapping):
         for key in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
             if key not in inner:
-                yield Finding(
+                yield objection(
                     rule="algorithm",
                     severity="error",
                     where=f"{file}: quantization.{key}",
@@ -177,12 +177,12 @@ def modelopt_is_complete(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def extras_are_present(evidence: Evidence) -> Iterator[Finding]:
+def extras_are_present(evidence: Evidence) -> Iterator[Objection]:
     """Keys that a family's runtime wants inside quantization_config: Fp4 (vllm #43288); M12."""
     quantization = quantization_of(evidence.source.config)
     for key, value in evidence.view.family.config_extras.items():
         if quantization is not None and key not in quantization:
-            yield Finding(
+            yield objection(
                 rule="extras",
                 severity="warning",
                 where=f"config.json: quantization_config.{key}",
@@ -191,7 +191,7 @@ def extras_are_present(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def index_size_is_sane(evidence: Evidence) -> Iterator[Finding]:
+def index_size_is_sane(evidence: Evidence) -> Iterator[Objection]:
     """The index' total_size is that of the tensors: R6; an index merged by hand tells by it."""
     metadata = (evidence.index or {}).get("metadata") or {}
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
@@ -199,7 +199,7 @@ def index_size_is_sane(evidence: Evidence) -> Iterator[Finding]:
         return
     have = sum(entry.num_bytes for entry in evidence.source.entries.values())
     if abs(total - have) > _SIZE_TOLERANCE * have:
-        yield Finding(
+        yield objection(
             rule="index-size",
             severity="warning",
             where="model.safetensors.index.json: metadata.total_size",

@@ -16,13 +16,13 @@ from ...recipes.family_view import FamilyView
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.fp8 import Fp8
 from .dialects.modelopt import ModelOpt
-from .findings import Finding
+from .findings import Objection, objection
 from .layouts import layout_problem
 from .runtime_view import Evidence, Member, Module
 from .vllm_module import Built
 
 
-def fused_modules_are_uniform(evidence: Evidence) -> Iterator[Finding]:
+def fused_modules_are_uniform(evidence: Evidence) -> Iterator[Objection]:
     """Weights that vLLM fuses must be stored alike, scales included: R3; F8, F20, F28; M1, M15."""
     for module in evidence.modules:
         if not _is_mixed(module):
@@ -30,7 +30,7 @@ def fused_modules_are_uniform(evidence: Evidence) -> Iterator[Finding]:
         usual = Counter(_manner(member.weight) for member in module.members).most_common(1)[0][0]
         for member in module.members:
             if (manner := _manner(member.weight)) != usual:
-                yield Finding(
+                yield objection(
                     rule="fused-uniform",
                     severity="error",
                     where=member.weight.weight.name,
@@ -41,7 +41,7 @@ def fused_modules_are_uniform(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
+def fused_shards_are_complete(evidence: Evidence) -> Iterator[Objection]:
     """Inside one form: all weights of one projection have one shape, and FP8 blocks end where shards do: R15; M2."""
     for module in evidence.modules:
         if len(module.members) < 2:
@@ -50,7 +50,7 @@ def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
         for member in module.members:
             expected = shapes.setdefault(member.place.row.path, member.weight.weight.shape)
             if member.weight.weight.shape != expected:
-                yield Finding(
+                yield objection(
                     rule="shapes",
                     severity="error",
                     where=member.weight.weight.name,
@@ -66,7 +66,7 @@ def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
             is_last = member.place.row.path in evidence.view.last_shards and module.kind != "experts"
             rows = member.weight.weight.shape[0]
             if rows % built.block[0] and not is_last and member.weight.form == "fp8_block":
-                yield Finding(
+                yield objection(
                     rule="shapes",
                     severity="error",
                     where=member.weight.weight.name,
@@ -77,7 +77,7 @@ def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Finding]:
+def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Objection]:
     """Each weight agrees with what the config resolves for its runtime name: R2, R7; F11-F29, F34, F35; Fp5, G1-G6, H1.
 
     Both ways: plain on disk but built packed, packed on disk but built plain; and packed on both sides but with other
@@ -89,7 +89,7 @@ def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Finding]:
             continue
         resolution = module.resolution
         if resolution.error:
-            yield Finding(
+            yield objection(
                 rule="config-group",
                 severity="error",
                 where=resolution.entry or module.name,
@@ -103,7 +103,7 @@ def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Finding]:
                 yield from _compare(evidence, module, member)
 
 
-def glue_is_plain(evidence: Evidence) -> Iterator[Finding]:
+def glue_is_plain(evidence: Evidence) -> Iterator[Objection]:
     """Modules that vLLM builds without a quantization config must be plain: R4; F13, F38, F42; Fp9, G5, H7; M5."""
     for module in evidence.modules:
         if module.loads_quantized:
@@ -112,7 +112,7 @@ def glue_is_plain(evidence: Evidence) -> Iterator[Finding]:
             weight = member.weight
             if weight.form == "plain" or _is_dequantized_on_load(evidence.view, member):
                 continue
-            yield Finding(
+            yield objection(
                 rule="glue",
                 severity="error",
                 where=weight.weight.name,
@@ -123,7 +123,7 @@ def glue_is_plain(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def draft_head_is_excluded(evidence: Evidence) -> Iterator[Finding]:
+def draft_head_is_excluded(evidence: Evidence) -> Iterator[Objection]:
     """A dialect that quantizes heads must exclude the draft's placeholder head: R10; F36, F38 (vllm #57532)."""
     if not isinstance(evidence.dialect, ModelOpt):
         return
@@ -132,7 +132,7 @@ def draft_head_is_excluded(evidence: Evidence) -> Iterator[Finding]:
         resolution = evidence.resolve(name, (), "head", "mtp")
         if resolution.built.form != "nvfp4_modelopt" or (weight is not None and weight.form != "plain"):
             continue
-        yield Finding(
+        yield objection(
             rule="draft-head",
             severity="error",
             where=name,
@@ -152,7 +152,7 @@ RULES = (
 )
 
 
-def _compare(evidence: Evidence, module: Module, member: Member) -> Iterator[Finding]:
+def _compare(evidence: Evidence, module: Module, member: Member) -> Iterator[Objection]:
     built, weight = module.resolution.built, member.weight
     if built.form == "plain" and weight.form == "plain":
         return
@@ -183,7 +183,7 @@ def _compare(evidence: Evidence, module: Module, member: Member) -> Iterator[Fin
     else:
         yield from _scale_dtype(evidence, module, weight)
         return
-    yield Finding(rule="form", severity="error", where=where, says=says, cure=cure, cause=cause)
+    yield objection(rule="form", severity="error", where=where, says=says, cure=cure, cause=cause)
 
 
 def _leaves_problem(view: FamilyView, module: Module, built: Built, leaves: set[str]) -> tuple[str, str, str] | None:
@@ -207,13 +207,13 @@ def _leaves_problem(view: FamilyView, module: Module, built: Built, leaves: set[
     return None
 
 
-def _scale_dtype(evidence: Evidence, module: Module, weight: StoredWeight) -> Iterator[Finding]:
+def _scale_dtype(evidence: Evidence, module: Module, weight: StoredWeight) -> Iterator[Objection]:
     """FP8 block scales in BF16 (Fp2) or, outside DeepSeek-V4's own format, in E8M0."""
     if module.resolution.built.form != "fp8_block" or not isinstance(evidence.dialect, CompressedTensors):
         return
     scale = weight.parts.get("weight_scale")
     if scale is not None and scale.dtype != "F32":
-        yield Finding(
+        yield objection(
             rule="scale-dtype",
             severity="warning",
             where=scale.name,

@@ -14,7 +14,7 @@ from ...checkpoints.stored import KV_SCALE_LEAVES, OTHER_LEAVES, SCALE_LEAVES, W
 from ...recipes.family import HFName, Part
 from ...recipes.family_view import Place
 from .dialects.fp8 import Fp8
-from .findings import Finding
+from .findings import Objection, objection
 from .runtime_view import Evidence
 from .vllm_module import Unknown
 
@@ -27,7 +27,7 @@ _GET_IT = "Copy the MTP block from the original release, or quantize that releas
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 
 
-def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
+def promised_layers_exist(evidence: Evidence) -> Iterator[Objection]:
     """config.json's count of MTP layers and the tensors agree: R1; F1-F6, F8-F10; C1; M4, M7, M9."""
     view, promised, found = evidence.view, evidence.promised, evidence.found
     where = f"config.json: {view.mtp_count_key}"
@@ -35,7 +35,7 @@ def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
     for index in range(promised):
         if index not in found and index not in elsewhere:
             refuses = view.family.loader.refuses_missing_mtp
-            yield Finding(
+            yield objection(
                 rule="mtp-missing",
                 severity="error",
                 where=f"{view.mtp_stem(index)}*",
@@ -53,7 +53,7 @@ def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
             key not in holder for holder in (view.text_config, view.config) for key in view.family.mtp_count_keys
         )
         says = view.family.loader.missing_count if missing_key else "ZeroDivisionError"
-        yield Finding(
+        yield objection(
             rule="mtp-not-promised",
             severity="error",
             where=where,
@@ -63,7 +63,7 @@ def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
         )
     elif extra:
         inline = view.layout.mtp is None
-        yield Finding(
+        yield objection(
             rule="mtp-not-promised",
             severity="error",
             where=f"{view.mtp_stem(extra[0])}*",
@@ -76,7 +76,7 @@ def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
             cure=f"Correct {view.mtp_count_key}, or num_hidden_layers, to what the files hold",
         )
     if promised == 0 and not extra:
-        yield Finding(
+        yield objection(
             rule="mtp-missing",
             severity="error",
             where=where,
@@ -85,11 +85,11 @@ def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def mtp_file_is_indexed(evidence: Evidence) -> Iterator[Finding]:
+def mtp_file_is_indexed(evidence: Evidence) -> Iterator[Objection]:
     """Files that the index does not list are not read: R6; F4, F9."""
     for entry in evidence.source.unindexed.values():
         is_mtp = evidence.is_mtp_name(entry.name)
-        yield Finding(
+        yield objection(
             rule="unindexed",
             severity="error" if is_mtp else "warning",
             where=entry.name,
@@ -100,13 +100,13 @@ def mtp_file_is_indexed(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Finding]:
+def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Objection]:
     """Each MTP layer has the modules that join embedding and hidden state, and their norms: R1; F2; M1."""
     view = evidence.view
     layers = [index for index in range(evidence.promised) if index in evidence.found]
     for name in view.required_mtp_modules(layers):
         if name not in evidence.placed:
-            yield Finding(
+            yield objection(
                 rule="mtp-incomplete",
                 severity="error",
                 where=name,
@@ -117,13 +117,13 @@ def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
+def layers_are_complete(evidence: Evidence) -> Iterator[Objection]:
     """Every layer has what its like have: projections, biases, norms, router: R1; E2, E7, E8; M1, M2, M8."""
     parts = _layer_parts(evidence)
     view = evidence.view
     for index in range(view.num_layers):
         if ("backbone", index) not in parts:
-            yield Finding(
+            yield objection(
                 rule="layer-missing",
                 severity="error",
                 where=f"{view.disk_stem('backbone', index)}*",
@@ -137,7 +137,7 @@ def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
             gap -= set(view.family.mtp_lacks) if part == "mtp" else set()
             for path in sorted(gap):
                 leaf = "" if path.endswith((".bias", "e_score_correction_bias", "tid2eid")) else ".weight*"
-                yield Finding(
+                yield objection(
                     rule="mtp-incomplete" if part == "mtp" else "layer-incomplete",
                     severity="error",
                     where=view.disk_stem(part, index) + path.replace("{e}", "0") + leaf,
@@ -148,7 +148,7 @@ def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
+def experts_are_complete(evidence: Evidence) -> Iterator[Objection]:
     """Routed experts 0 to n-1 have all projections, in the backbone and in the MTP layer: E2; M1."""
     config = evidence.view.text_config
     expected = next((config[key] for key in _NUM_EXPERTS_KEYS if isinstance(config.get(key), int)), None)
@@ -168,7 +168,7 @@ def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
             stem = evidence.view.disk_stem(module.part, module.layer or 0)
             for expert in sorted(set(range(expected)) ^ experts):
                 too_many = expert >= expected
-                yield Finding(
+                yield objection(
                     rule="experts",
                     severity="error",
                     where=f"{stem}{path.replace('{e}', str(expert))}",
@@ -180,7 +180,7 @@ def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def names_are_known(evidence: Evidence) -> Iterator[Finding]:
+def names_are_known(evidence: Evidence) -> Iterator[Objection]:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
     loader = evidence.view.family.loader
     foreign = _FOREIGN_LEAVES if isinstance(evidence.dialect, Unknown) else ()
@@ -191,7 +191,7 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
             yield _nested_finding(evidence, entry.name)
         elif leaf in KV_SCALE_LEAVES or entry.name.endswith("kv_scale"):
             if evidence.is_mtp_name(entry.name) and not loader.takes_kv_scales:
-                yield Finding(
+                yield objection(
                     rule="kv-scales",
                     severity="error",
                     where=entry.name,
@@ -201,7 +201,7 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
                     cause="kv",
                 )
         elif leaf in SCALE_LEAVES:
-            yield Finding(
+            yield objection(
                 rule="unknown-tensor",
                 severity="error",
                 where=entry.name,
@@ -220,7 +220,7 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
         elif module not in evidence.placed or evidence.placed[module].leaf != "weight":
             yield _unknown(evidence, weight.weight.name)
         elif evidence.placed[module].part == "mtp" and (leaves := _unrenamed(loader.mtp_leaves, weight.parts)):
-            yield Finding(
+            yield objection(
                 rule="unknown-tensor",
                 severity="error",
                 where=f"{module}.{leaves[0]}",
@@ -231,7 +231,7 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def aliases_are_present(evidence: Evidence) -> Iterator[Finding]:
+def aliases_are_present(evidence: Evidence) -> Iterator[Objection]:
     """Copies that older vLLM reads the draft's embedding and head from: R10; E10 (vllm #43456, #43459); M14.
 
     The original releases lack them too and are served by the classes made for them: no finding there.
@@ -242,7 +242,7 @@ def aliases_are_present(evidence: Evidence) -> Iterator[Finding]:
         for alias in evidence.view.family.aliases:
             name = HFName(evidence.view.mtp_stem(index) + alias.path)
             if name not in evidence.source.entries:
-                yield Finding(
+                yield objection(
                     rule="alias",
                     severity="warning",
                     where=name,
@@ -252,12 +252,12 @@ def aliases_are_present(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Finding]:
+def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Objection]:
     """GPTQ, AWQ, Quark, AutoRound: a plain MTP block must be on the list of what is left alone: R8; F15, F16, F20."""
     if not isinstance(evidence.dialect, Unknown) or evidence.dialect.name.startswith("modelopt"):
         return
     dialect = evidence.dialect
-    yield Finding(
+    yield objection(
         rule="dialect",
         severity="warning",
         where="config.json: quantization_config",
@@ -274,7 +274,7 @@ def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Finding]:
         and m.kind != "head"
     ]
     if plain and not any(dialect.covers(entry, module.name) for module in plain for entry in dialect.entries):
-        yield Finding(
+        yield objection(
             rule="dialect",
             severity="error",
             where=plain[0].members[0].weight.weight.name,
@@ -309,8 +309,8 @@ def _is_nested(evidence: Evidence, name: HFName) -> bool:
     return _NESTED_MTP.match(name) is not None and not evidence.is_mtp_name(name)
 
 
-def _nested_finding(evidence: Evidence, name: HFName) -> Finding:
-    return Finding(
+def _nested_finding(evidence: Evidence, name: HFName) -> Objection:
+    return objection(
         rule="mtp-prefix",
         severity="error",
         where=name,
@@ -321,9 +321,9 @@ def _nested_finding(evidence: Evidence, name: HFName) -> Finding:
     )
 
 
-def _unknown(evidence: Evidence, name: HFName) -> Finding:
+def _unknown(evidence: Evidence, name: HFName) -> Objection:
     is_mtp = evidence.is_mtp_name(name)
-    return Finding(
+    return objection(
         rule="unknown-tensor",
         severity="error" if is_mtp else "warning",
         where=name,

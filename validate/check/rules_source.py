@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from ...checkpoints.stored import FLOATS, StoredWeight
 from ...recipes.family import HFName
-from .findings import Finding
+from .findings import Objection, objection
 from .runtime_view import Evidence
 
 
-def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[Finding]:
+def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[Objection]:
     """MTP tensors against the source's: none lost, same shapes, dtypes kept: R13; F24, C3; E4, E8."""
     for module, theirs in source.weights.items():
         place = source.placed.get(module)
@@ -22,7 +22,7 @@ def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[
             continue
         ours = evidence.weights.get(module)
         if ours is None:
-            yield Finding(
+            yield objection(
                 rule="source",
                 severity="error",
                 where=theirs.weight.name,
@@ -31,7 +31,7 @@ def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[
                 cause="lost",
             )
         elif _is_known(ours) and _is_known(theirs) and ours.shape != theirs.shape:
-            yield Finding(
+            yield objection(
                 rule="source",
                 severity="error",
                 where=ours.weight.name,
@@ -47,7 +47,7 @@ def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[
             continue
         ours = evidence.source.entries.get(HFName(entry.name))
         if ours is None:
-            yield Finding(
+            yield objection(
                 rule="source",
                 severity="error",
                 where=entry.name,
@@ -56,7 +56,7 @@ def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[
                 cause="lost",
             )
         elif ours.shape != entry.shape:
-            yield Finding(
+            yield objection(
                 rule="source",
                 severity="error",
                 where=ours.name,
@@ -76,10 +76,10 @@ def _is_known(weight: StoredWeight) -> bool:
     return weight.form != "unknown" and (weight.form != "int_packed" or bool(weight.scheme))
 
 
-def _dtype(name: HFName, ours: str, theirs: str) -> Iterator[Finding]:
+def _dtype(name: HFName, ours: str, theirs: str) -> Iterator[Objection]:
     if ours != theirs:
         narrower = FLOATS.index(ours) <= FLOATS.index(theirs) if {ours, theirs} <= set(FLOATS) else True
-        yield Finding(
+        yield objection(
             rule="source",
             severity="warning",
             where=name,

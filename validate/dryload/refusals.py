@@ -1,6 +1,6 @@
 """What vLLM says when it refuses, the entry of the checkpoint that it means, and what to do.
 
-In: a `Failure`. Out: the first `Refusal` whose words match "<exception>: <message> [<file:line>]", or None.
+In: a `LoadFailure`. Out: the first `Refusal` whose words match "<exception>: <message> [<file:line>]", or None.
 
 Easy to get wrong: order. A general exception (KeyError, AssertionError) stands behind every message that says more.
 Source: met in vLLM 0.32.0, each by a broken checkpoint of tests/helpers/broken.py or tests/helpers/dry_corpus.py.
@@ -9,7 +9,7 @@ Source: met in vLLM 0.32.0, each by a broken checkpoint of tests/helpers/broken.
 import re
 from dataclasses import dataclass
 
-from .loader import Failure
+from .facts import LoadFailure
 
 INDEX = "model.safetensors.index.json"
 
@@ -130,7 +130,7 @@ REFUSALS = (
 )
 
 
-def known_refusal(failure: Failure) -> tuple[str, str] | None:
+def known_refusal(failure: LoadFailure) -> tuple[str, str] | None:
     """Where and cure of the first that matches; {count} is left in `where` for the caller."""
     text = f"{failure.type}: {' '.join(failure.words.split())} [{failure.at}]"
     for refusal in REFUSALS:

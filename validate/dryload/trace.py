@@ -1,6 +1,6 @@
 """From vLLM's parameters back to the files: which tensors on disk a parameter is, or should have been, made of.
 
-In: a `Side` of a dry load, the `Evidence`. Out: names on disk.
+In: the questions that vLLM asked its quantization config, the `Evidence`. Out: names on disk.
 
 Easy to get wrong: a parameter is named after its place in the model (`model.layers.3.mtp_block.self_attn.qkv_proj`),
 the quantization config and the family's table after the prefix it was constructed with (`model.layers.3.self_attn.
@@ -8,12 +8,12 @@ qkv_proj`, `mtp.fc` for `model.fc`). The pairs that the config was asked about t
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from ...recipes.family import HFName
 from ..check.runtime_view import Evidence
-from .loader import Fault, Side
+from .facts import Fault, Question
 
 # Experts' parameters carry their half in their name.
 _HALF = re.compile(r"^(w13|w2)_")
@@ -21,10 +21,10 @@ _GATE_UP = re.compile(r"\.(gate_proj|up_proj|w1|w3|gate_up_proj)$")
 
 
 class Trace:
-    """The way back for one side of one dry load."""
+    """The way back for the target or the draft of one dry load; `questions` are those of its quantization config."""
 
-    def __init__(self, side: Side, evidence: Evidence):
-        self._side = side
+    def __init__(self, questions: Sequence[Question], evidence: Evidence):
+        self._questions = questions
         self._evidence = evidence
 
     def module(self, param: str) -> str:
@@ -98,7 +98,7 @@ class Trace:
 
     @cached_property
     def _asked(self) -> Mapping[str, str]:
-        return {question.path: question.prefix for question in self._side.asked if question.path and question.prefix}
+        return {question.path: question.prefix for question in self._questions if question.path and question.prefix}
 
     @cached_property
     def _stems(self) -> Mapping[str, str]:

@@ -3,6 +3,6 @@
 Runs in vLLM's environment, never in keepmtp's process: `..loader` starts `server.main` with vLLM's Python and speaks
 JSON lines with it. Nothing here imports keepmtp.
 
-Reading order: server (jobs in, answers out), judge (one checkpoint), account (what was written, from what),
+Reading order: server (jobs in, answers out), stages (one checkpoint), account (what was written, from what),
 demands (what must be), kernels (what vLLM would run), then the pretence itself: gpu, cuda, stubs, world.
 """
