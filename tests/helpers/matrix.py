@@ -107,8 +107,8 @@ def run(
                 ]
                 accounts = iter(loader.load_all(jobs))
             for model, variant, folder, target in made:
-                draft = examined[folder].evidence
-                checked = examined[folder]._replace(evidence=None if target else draft)
+                draft = examined[folder].runtime
+                checked = examined[folder]._replace(runtime=None if target else draft)
                 for tp in tps:
                     data = with_loads(checked, [next(accounts)], vllm.version, draft=draft).data
                     yield Cell(family=family_of(model), model=model, variant=variant, gpu=gpu, tp=tp, data=data)

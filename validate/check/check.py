@@ -19,9 +19,9 @@ from ..dryload.facts import LoadAccount
 from ..report.results import CheckData
 from . import rules_config, rules_forms, rules_mtp, rules_source
 from .findings import CheckpointFacts, Finding, Objection, errors_first, grouped
-from .runtime_view import Evidence
+from .runtime_view import RuntimeView
 
-Rule = Callable[[Evidence], Iterator[Objection]]
+Rule = Callable[[RuntimeView], Iterator[Objection]]
 RULES: tuple[Rule, ...] = (*rules_mtp.RULES, *rules_forms.RULES, *rules_config.RULES)
 SOURCE_RULES = rules_source.RULES
 
@@ -32,13 +32,13 @@ class Checked(NamedTuple):
     Attributes:
         data: facts, findings and dry loads.
         source: the headers; None where they cannot be read.
-        evidence: None without a family's table.
+        runtime: None without a family's table.
         accounts: of the dry loads.
     """
 
     data: CheckData
     source: Source | None
-    evidence: Evidence | None
+    runtime: RuntimeView | None
     accounts: tuple[LoadAccount, ...] = ()
 
 
@@ -60,8 +60,8 @@ def examine(where: str | Path, *, source: Source | None = None) -> Checked:
         opened = open_source(where)
     except CheckpointError as error:
         return Checked(_refused(str(where), "files", str(error)), None, None)
-    data, evidence = _found(opened, source)
-    return Checked(data, opened, evidence)
+    data, runtime = _found(opened, source)
+    return Checked(data, opened, runtime)
 
 
 def check_source(opened: Source, *, source: Source | None = None) -> CheckData:
@@ -69,7 +69,7 @@ def check_source(opened: Source, *, source: Source | None = None) -> CheckData:
     return _found(opened, source)[0]
 
 
-def _found(opened: Source, source: Source | None) -> tuple[CheckData, Evidence | None]:
+def _found(opened: Source, source: Source | None) -> tuple[CheckData, RuntimeView | None]:
     try:
         view = find_view(opened.config, opened.where)
         for number in (view.num_layers, view.num_mtp_layers):
@@ -80,12 +80,12 @@ def _found(opened: Source, source: Source | None) -> tuple[CheckData, Evidence |
     except (KeyError, TypeError, ValueError) as error:
         message = f"{opened.where}/config.json: must count its layers; got {error!r}. Take the original's config.json."
         return _refused(opened.where, "config", message), None
-    evidence = Evidence(source=opened, view=view)
-    found = [objection for rule in RULES for objection in rule(evidence)]
+    runtime = RuntimeView(source=opened, view=view)
+    found = [objection for rule in RULES for objection in rule(runtime)]
     if source is not None:
-        original = Evidence(source=source, view=find_view(source.config, source.where))
-        found += [objection for rule in SOURCE_RULES for objection in rule(evidence, original)]
-    return CheckData(path=opened.where, facts=_facts(evidence), findings=errors_first(grouped(found))), evidence
+        original = RuntimeView(source=source, view=find_view(source.config, source.where))
+        found += [objection for rule in SOURCE_RULES for objection in rule(runtime, original)]
+    return CheckData(path=opened.where, facts=_facts(runtime), findings=errors_first(grouped(found))), runtime
 
 
 def _refused(path: str, rule: str, message: str) -> CheckData:
@@ -95,26 +95,26 @@ def _refused(path: str, rule: str, message: str) -> CheckData:
     return CheckData(path=path, facts=CheckpointFacts(), findings=(finding,))
 
 
-def _facts(evidence: Evidence) -> CheckpointFacts:
-    entries = evidence.source.entries
-    mtp = [module for module in evidence.modules if module.part == "mtp"]
+def _facts(runtime: RuntimeView) -> CheckpointFacts:
+    entries = runtime.source.entries
+    mtp = [module for module in runtime.modules if module.part == "mtp"]
     forms = {member.weight.form for module in mtp for member in module.members if len(member.weight.shape) >= 2}
     return CheckpointFacts(
-        family=evidence.view.family.model_type,
-        dialect=evidence.dialect.name,
+        family=runtime.view.family.model_type,
+        dialect=runtime.dialect.name,
         num_tensors=len(entries),
         num_bytes=sum(entry.num_bytes for entry in entries.values()),
-        num_mtp_tensors=_count_mtp(evidence),
-        num_mtp_layers=len(evidence.found),
+        num_mtp_tensors=_count_mtp(runtime),
+        num_mtp_layers=len(runtime.found),
         mtp_forms=tuple(sorted(forms)),
     )
 
 
-def _count_mtp(evidence: Evidence) -> int:
+def _count_mtp(runtime: RuntimeView) -> int:
     weights = sum(
         len(weight.parts)
-        for module, weight in evidence.weights.items()
-        if (place := evidence.placed.get(module)) and place.part == "mtp"
+        for module, weight in runtime.weights.items()
+        if (place := runtime.placed.get(module)) and place.part == "mtp"
     )
-    others = sum(1 for entry in evidence.others if (place := evidence.placed.get(entry.name)) and place.part == "mtp")
+    others = sum(1 for entry in runtime.others if (place := runtime.placed.get(entry.name)) and place.part == "mtp")
     return weights + others

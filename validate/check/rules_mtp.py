@@ -1,6 +1,6 @@
 """Rules on the MTP block: is it promised, is it there, is it whole, and will the draft's loader find it.
 
-In: an `Evidence`. Out: findings. Sources as in rules_forms.py.
+In: a `RuntimeView`. Out: findings. Sources as in rules_forms.py.
 
 Easy to get wrong: what a block needs. No list of modules per family is kept here: an MTP layer is compared with the
 decoder layers of the same checkpoint, mixer and feed-forward part apart, and must have all that some decoder layer has.
@@ -15,8 +15,8 @@ from ...recipes.family import HFName, Part
 from ...recipes.family_view import Place
 from .dialects.fp8 import Fp8
 from .findings import Objection, objection
-from .runtime_view import Evidence
-from .vllm_module import Unknown
+from .runtime_view import Module, RuntimeView
+from .vllm_module import UnknownDialect
 
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
@@ -27,68 +27,71 @@ _GET_IT = "Copy the MTP block from the original release, or quantize that releas
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 
 
-def promised_layers_exist(evidence: Evidence) -> Iterator[Objection]:
+def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
     """config.json's count of MTP layers and the tensors agree: R1; F1-F6, F8-F10; C1; M4, M7, M9."""
-    view, promised, found = evidence.view, evidence.promised, evidence.found
-    where = f"config.json: {view.mtp_count_key}"
-    elsewhere = _unindexed_layers(evidence) | ({0} if _nested(evidence) else set())
-    for index in range(promised):
-        if index not in found and index not in elsewhere:
-            refuses = view.family.loader.refuses_missing_mtp
-            yield objection(
-                rule="mtp-missing",
-                severity="error",
-                where=f"{view.mtp_stem(index)}*",
-                says=f"{view.mtp_count_key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
-                + (
-                    "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
-                    if refuses
-                    else "quantized, vLLM loads this without a word and drafts from uninitialised memory"
-                ),
-                cure=_GET_IT,
-            )
-    extra = sorted(index for index in found if index >= promised)
-    if extra and promised == 0:
-        missing_key = all(
-            key not in holder for holder in (view.text_config, view.config) for key in view.family.mtp_count_keys
-        )
-        says = view.family.loader.missing_count if missing_key else "ZeroDivisionError"
-        yield objection(
-            rule="mtp-not-promised",
-            severity="error",
-            where=where,
-            says=f"is {'missing' if missing_key else 0}, but {view.mtp_stem(extra[0])}* exists: with method=mtp vLLM "
-            f"raises {says}",
-            cure=f"Set {view.mtp_count_key} to {len(extra)}",
-        )
-    elif extra:
-        inline = view.layout.mtp is None
-        yield objection(
-            rule="mtp-not-promised",
-            severity="error",
-            where=f"{view.mtp_stem(extra[0])}*",
-            says=f"exists beyond {view.mtp_count_key}={promised}"
-            + (
-                f" and num_hidden_layers={view.num_layers}: the target model itself fails to load it"
-                if inline
-                else ": the draft's loader meets a name it does not know and raises"
-            ),
-            cure=f"Correct {view.mtp_count_key}, or num_hidden_layers, to what the files hold",
-        )
-    if promised == 0 and not extra:
+    extra = sorted(index for index in runtime.found if index >= runtime.promised)
+    yield from _layers_without_tensors(runtime)
+    if extra:
+        yield _extra_layers(runtime, extra)
+    elif runtime.promised == 0:
         yield objection(
             rule="mtp-missing",
             severity="error",
-            where=where,
+            where=f"config.json: {runtime.view.mtp_count_key}",
             says="no MTP block is promised and none is there: method=mtp has nothing to draft with",
             cure=_GET_IT,
         )
 
 
-def mtp_file_is_indexed(evidence: Evidence) -> Iterator[Objection]:
+def _layers_without_tensors(runtime: RuntimeView) -> Iterator[Objection]:
+    view, promised = runtime.view, runtime.promised
+    elsewhere = runtime.view.mtp_layers_of(runtime.source.unindexed) | ({0} if _has_nested(runtime) else set())
+    if view.family.loader.refuses_missing_mtp:
+        effect = "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
+    else:
+        effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
+    for index in sorted(set(range(promised)) - runtime.found - elsewhere):
+        yield objection(
+            rule="mtp-missing",
+            severity="error",
+            where=f"{view.mtp_stem(index)}*",
+            says=f"{view.mtp_count_key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
+            f"{effect}",
+            cure=_GET_IT,
+        )
+
+
+def _extra_layers(runtime: RuntimeView, extra: list[int]) -> Objection:
+    """MTP layers on disk that config.json does not count."""
+    view, promised = runtime.view, runtime.promised
+    first = f"{view.mtp_stem(extra[0])}*"
+    if promised == 0:
+        holders = (view.text_config, view.config)
+        is_missing = not any(key in holder for holder in holders for key in view.family.mtp_count_keys)
+        error = view.family.loader.missing_count if is_missing else "ZeroDivisionError"
+        return objection(
+            rule="mtp-not-promised",
+            severity="error",
+            where=f"config.json: {view.mtp_count_key}",
+            says=f"is {'missing' if is_missing else 0}, but {first} exists: with method=mtp vLLM raises {error}",
+            cure=f"Set {view.mtp_count_key} to {len(extra)}",
+        )
+    effect = ": the draft's loader meets a name it does not know and raises"
+    if view.layout.mtp is None:
+        effect = f" and num_hidden_layers={view.num_layers}: the target model itself fails to load it"
+    return objection(
+        rule="mtp-not-promised",
+        severity="error",
+        where=first,
+        says=f"exists beyond {view.mtp_count_key}={promised}{effect}",
+        cure=f"Correct {view.mtp_count_key}, or num_hidden_layers, to what the files hold",
+    )
+
+
+def mtp_file_is_indexed(runtime: RuntimeView) -> Iterator[Objection]:
     """Files that the index does not list are not read: R6; F4, F9."""
-    for entry in evidence.source.unindexed.values():
-        is_mtp = evidence.is_mtp_name(entry.name)
+    for entry in runtime.source.unindexed.values():
+        is_mtp = runtime.is_mtp_name(entry.name)
         yield objection(
             rule="unindexed",
             severity="error" if is_mtp else "warning",
@@ -100,12 +103,12 @@ def mtp_file_is_indexed(evidence: Evidence) -> Iterator[Objection]:
         )
 
 
-def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Objection]:
+def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Each MTP layer has the modules that join embedding and hidden state, and their norms: R1; F2; M1."""
-    view = evidence.view
-    layers = [index for index in range(evidence.promised) if index in evidence.found]
+    view = runtime.view
+    layers = [index for index in range(runtime.promised) if index in runtime.found]
     for name in view.required_mtp_modules(layers):
-        if name not in evidence.placed:
+        if name not in runtime.placed:
             yield objection(
                 rule="mtp-incomplete",
                 severity="error",
@@ -117,10 +120,10 @@ def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Objection]:
             )
 
 
-def layers_are_complete(evidence: Evidence) -> Iterator[Objection]:
+def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Every layer has what its like have: projections, biases, norms, router: R1; E2, E7, E8; M1, M2, M8."""
-    parts = _layer_parts(evidence)
-    view = evidence.view
+    parts = _layer_parts(runtime)
+    view = runtime.view
     for index in range(view.num_layers):
         if ("backbone", index) not in parts:
             yield objection(
@@ -148,13 +151,13 @@ def layers_are_complete(evidence: Evidence) -> Iterator[Objection]:
                 )
 
 
-def experts_are_complete(evidence: Evidence) -> Iterator[Objection]:
+def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Routed experts 0 to n-1 have all projections, in the backbone and in the MTP layer: E2; M1."""
-    config = evidence.view.text_config
+    config = runtime.view.text_config
     expected = next((config[key] for key in _NUM_EXPERTS_KEYS if isinstance(config.get(key), int)), None)
     if not expected:
         return
-    for module in evidence.modules:
+    for module in runtime.modules:
         if module.kind != "experts":
             continue
         have: dict[str, set[int]] = defaultdict(set)
@@ -165,7 +168,7 @@ def experts_are_complete(evidence: Evidence) -> Iterator[Objection]:
             elif member.place.expert is not None:
                 have[row.path].add(member.place.expert)
         for path, experts in have.items():
-            stem = evidence.view.disk_stem(module.part, module.layer or 0)
+            stem = runtime.view.disk_stem(module.part, module.layer or 0)
             for expert in sorted(set(range(expected)) ^ experts):
                 too_many = expert >= expected
                 yield objection(
@@ -180,46 +183,18 @@ def experts_are_complete(evidence: Evidence) -> Iterator[Objection]:
                 )
 
 
-def names_are_known(evidence: Evidence) -> Iterator[Objection]:
+def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
-    loader = evidence.view.family.loader
-    foreign = _FOREIGN_LEAVES if isinstance(evidence.dialect, Unknown) else ()
-    for entry in evidence.others:
-        place = evidence.placed.get(entry.name)
-        leaf = entry.name.rpartition(".")[2] if place is None else place.leaf
-        if _is_nested(evidence, entry.name):
-            yield _nested_finding(evidence, entry.name)
-        elif leaf in KV_SCALE_LEAVES or entry.name.endswith("kv_scale"):
-            if evidence.is_mtp_name(entry.name) and not loader.takes_kv_scales:
-                yield objection(
-                    rule="kv-scales",
-                    severity="error",
-                    where=entry.name,
-                    says="is a scale of the KV cache inside the MTP layer, which this draft's loader does not know: "
-                    "vLLM raises KeyError or ValueError",
-                    cure="Remove the KV-cache scales of the MTP layer",
-                    cause="kv",
-                )
-        elif leaf in SCALE_LEAVES:
-            yield objection(
-                rule="unknown-tensor",
-                severity="error",
-                where=entry.name,
-                says="is a scale without a weight beside it: vLLM raises, or drops it and leaves the weight "
-                "uninitialised",
-                cure="Quantize the checkpoint again",
-                cause=f"orphan {leaf}",
-            )
-        elif not _RECOMPUTED.search(entry.name) and (
-            place is None or (place.role != "vision" and leaf not in (*OTHER_LEAVES, *foreign))
-        ):
-            yield _unknown(evidence, entry.name)
-    for module, weight in evidence.weights.items():
-        if _is_nested(evidence, weight.weight.name):
-            yield _nested_finding(evidence, weight.weight.name)
-        elif module not in evidence.placed or evidence.placed[module].leaf != "weight":
-            yield _unknown(evidence, weight.weight.name)
-        elif evidence.placed[module].part == "mtp" and (leaves := _unrenamed(loader.mtp_leaves, weight.parts)):
+    for entry in runtime.others:
+        yield from _other_name(runtime, entry.name)
+    loader = runtime.view.family.loader
+    for module, weight in runtime.weights.items():
+        place = runtime.placed.get(module)
+        if _is_nested(runtime, weight.weight.name):
+            yield _nested(runtime, weight.weight.name)
+        elif place is None or place.leaf != "weight":
+            yield _unknown(runtime, weight.weight.name)
+        elif place.part == "mtp" and (leaves := _unrenamed(loader.mtp_leaves, weight.parts)):
             yield objection(
                 rule="unknown-tensor",
                 severity="error",
@@ -231,17 +206,54 @@ def names_are_known(evidence: Evidence) -> Iterator[Objection]:
             )
 
 
-def aliases_are_present(evidence: Evidence) -> Iterator[Objection]:
+def _other_name(runtime: RuntimeView, name: HFName) -> Iterator[Objection]:
+    """A tensor that is no weight and no scale of one."""
+    place = runtime.placed.get(name)
+    leaf = name.rpartition(".")[2] if place is None else place.leaf
+    if _is_nested(runtime, name):
+        yield _nested(runtime, name)
+    elif leaf in KV_SCALE_LEAVES or name.endswith("kv_scale"):
+        if runtime.is_mtp_name(name) and not runtime.view.family.loader.takes_kv_scales:
+            yield objection(
+                rule="kv-scales",
+                severity="error",
+                where=name,
+                says="is a scale of the KV cache inside the MTP layer, which this draft's loader does not know: "
+                "vLLM raises KeyError or ValueError",
+                cure="Remove the KV-cache scales of the MTP layer",
+                cause="kv",
+            )
+    elif leaf in SCALE_LEAVES:
+        yield objection(
+            rule="unknown-tensor",
+            severity="error",
+            where=name,
+            says="is a scale without a weight beside it: vLLM raises, or drops it and leaves the weight uninitialised",
+            cure="Quantize the checkpoint again",
+            cause=f"orphan {leaf}",
+        )
+    elif not _RECOMPUTED.search(name) and not _has_place(runtime, place, leaf):
+        yield _unknown(runtime, name)
+
+
+def _has_place(runtime: RuntimeView, place: Place | None, leaf: str) -> bool:
+    if place is None:
+        return False
+    foreign = _FOREIGN_LEAVES if isinstance(runtime.dialect, UnknownDialect) else ()
+    return place.role == "vision" or leaf in (*OTHER_LEAVES, *foreign)
+
+
+def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
     """Copies that older vLLM reads the draft's embedding and head from: R10; E10 (vllm #43456, #43459); M14.
 
     The original releases lack them too and are served by the classes made for them: no finding there.
     """
-    if isinstance(evidence.dialect, Fp8) or evidence.dialect.name == "none":
+    if isinstance(runtime.dialect, Fp8) or runtime.dialect.name == "none":
         return
-    for index in sorted(evidence.found):
-        for alias in evidence.view.family.aliases:
-            name = HFName(evidence.view.mtp_stem(index) + alias.path)
-            if name not in evidence.source.entries:
+    for index in sorted(runtime.found):
+        for alias in runtime.view.family.aliases:
+            name = HFName(runtime.view.mtp_stem(index) + alias.path)
+            if name not in runtime.source.entries:
                 yield objection(
                     rule="alias",
                     severity="warning",
@@ -252,11 +264,11 @@ def aliases_are_present(evidence: Evidence) -> Iterator[Objection]:
                 )
 
 
-def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Objection]:
+def other_dialects_exclude_mtp(runtime: RuntimeView) -> Iterator[Objection]:
     """GPTQ, AWQ, Quark, AutoRound: a plain MTP block must be on the list of what is left alone: R8; F15, F16, F20."""
-    if not isinstance(evidence.dialect, Unknown) or evidence.dialect.name.startswith("modelopt"):
+    if not isinstance(runtime.dialect, UnknownDialect) or runtime.dialect.name.startswith("modelopt"):
         return
-    dialect = evidence.dialect
+    dialect = runtime.dialect
     yield objection(
         rule="dialect",
         severity="warning",
@@ -264,15 +276,7 @@ def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Objection]:
         says=f"is {dialect.name}, whose matching keepmtp does not reproduce: stored forms are not judged against it",
         cure="Use `keepmtp check` without --static-only: the dry load asks vLLM itself",
     )
-    plain = [
-        m
-        for m in evidence.modules
-        if m.part == "mtp"
-        and m.role != "norm"
-        and m.members[0].weight.form == "plain"
-        and m.loads_quantized
-        and m.kind != "head"
-    ]
+    plain = [module for module in runtime.modules if _is_plain_mtp_matrix(module)]
     if plain and not any(dialect.covers(entry, module.name) for module in plain for entry in dialect.entries):
         yield objection(
             rule="dialect",
@@ -282,6 +286,13 @@ def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Objection]:
             f"{plain[0].name}: vLLM builds the draft quantized, and raises KeyError or a shape mismatch",
             cure=f"Add {plain[0].name} and its like to that list",
         )
+
+
+def _is_plain_mtp_matrix(module: Module) -> bool:
+    """Whether a module of the MTP block is plain on disk, and would be built quantized."""
+    is_matrix = module.role != "norm" and module.kind != "head"
+    is_plain = module.members[0].weight.form == "plain"
+    return module.part == "mtp" and is_matrix and is_plain and module.loads_quantized
 
 
 RULES = (
@@ -296,33 +307,29 @@ RULES = (
 )
 
 
-def _unindexed_layers(evidence: Evidence) -> set[int]:
-    return evidence.view.mtp_layers_of(evidence.source.unindexed)
+def _has_nested(runtime: RuntimeView) -> bool:
+    return any(_is_nested(runtime, weight.weight.name) for weight in runtime.weights.values())
 
 
-def _nested(evidence: Evidence) -> bool:
-    return any(_is_nested(evidence, weight.weight.name) for weight in evidence.weights.values())
-
-
-def _is_nested(evidence: Evidence, name: HFName) -> bool:
+def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
     """Whether an MTP tensor carries a prefix that its family does not have."""
-    return _NESTED_MTP.match(name) is not None and not evidence.is_mtp_name(name)
+    return _NESTED_MTP.match(name) is not None and not runtime.is_mtp_name(name)
 
 
-def _nested_finding(evidence: Evidence, name: HFName) -> Objection:
+def _nested(runtime: RuntimeView, name: HFName) -> Objection:
     return objection(
         rule="mtp-prefix",
         severity="error",
         where=name,
         says="carries the vision-language model's prefix, which the draft's loader does not strip: vLLM raises "
         "'There is no module or parameter named language_model', or skips the block",
-        cure=f"Rename it to start with {evidence.view.mtp_stem(0).partition('layers.')[0] or 'mtp.'}",
+        cure=f"Rename it to start with {runtime.view.mtp_stem(0).partition('layers.')[0] or 'mtp.'}",
         cause="nested",
     )
 
 
-def _unknown(evidence: Evidence, name: HFName) -> Objection:
-    is_mtp = evidence.is_mtp_name(name)
+def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
+    is_mtp = runtime.is_mtp_name(name)
     return objection(
         rule="unknown-tensor",
         severity="error" if is_mtp else "warning",
@@ -342,12 +349,12 @@ def _unrenamed(known: tuple[str, ...], leaves: Iterable[str]) -> list[str]:
     return [leaf for leaf in leaves if known and leaf not in known]
 
 
-def _layer_parts(evidence: Evidence) -> Mapping[tuple[Part, int], Mapping[str, frozenset[str]]]:
+def _layer_parts(runtime: RuntimeView) -> Mapping[tuple[Part, int], Mapping[str, frozenset[str]]]:
     """For each layer what it has, mixer and feed-forward part apart, whatever form it is stored in."""
     sets: dict[tuple[Part, int], dict[str, set[str]]] = defaultdict(lambda: {"mixer": set(), "ffn": set()})
-    family = evidence.view.family
+    family = runtime.view.family
     only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
-    for place in evidence.placed.values():
+    for place in runtime.placed.values():
         path = place.row.path
         # Compressors and indexers come and go by layer within one family.
         if place.layer is None or not place.row.in_every_layer or ".compressor." in path or ".indexer." in path:

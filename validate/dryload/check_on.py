@@ -15,7 +15,7 @@ from pathlib import Path
 from ...recipes.errors import CheckpointError, RecipeError
 from ..check.check import Checked, examine
 from ..check.findings import errors_first, grouped
-from ..check.runtime_view import Evidence
+from ..check.runtime_view import RuntimeView
 from ..serving.vllm_env import VLLM
 from .facts import GPU, LoadAccount
 from .hollow import headers_of
@@ -60,7 +60,7 @@ def check_on(
             if checked.source is None:
                 yield checked
                 continue
-            if checked.evidence is not None and not checked.evidence.view.family.num_layers_key:
+            if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:
                 raise RecipeError(
                     path,
                     "a draft is loaded beside its target",
@@ -79,17 +79,17 @@ def check_on(
                 separate.joined(checked) if separate else checked,
                 accounts,
                 vllm.version,
-                draft=separate.checked.evidence if separate else None,
+                draft=separate.checked.runtime if separate else None,
             )
 
 
 def with_loads(
-    checked: Checked, accounts: Sequence[LoadAccount], version: str, *, draft: Evidence | None = None
+    checked: Checked, accounts: Sequence[LoadAccount], version: str, *, draft: RuntimeView | None = None
 ) -> Checked:
-    """A static check with dry loads; `draft` is the evidence of a draft's own checkpoint."""
+    """A static check with dry loads; `draft` is the runtime of a draft's own checkpoint."""
     counted, found = [], []
     for account in accounts:
-        own = objections(account, checked.evidence, version=version, static=checked.data.findings, draft=draft)
+        own = objections(account, checked.runtime, version=version, static=checked.data.findings, draft=draft)
         counted.append(account.counted(sum(finding.severity == "error" for finding, _ in own)))
         found += own
     update = {

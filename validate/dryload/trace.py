@@ -1,6 +1,6 @@
 """From vLLM's parameters back to the files: which tensors on disk a parameter is, or should have been, made of.
 
-In: the questions that vLLM asked its quantization config, the `Evidence`. Out: names on disk.
+In: the questions that vLLM asked its quantization config, the `RuntimeView`. Out: names on disk.
 
 Easy to get wrong: a parameter is named after its place in the model (`model.layers.3.mtp_block.self_attn.qkv_proj`),
 the quantization config and the family's table after the prefix it was constructed with (`model.layers.3.self_attn.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from ...recipes.family import HFName
-from ..check.runtime_view import Evidence
+from ..check.runtime_view import RuntimeView
 from .facts import Fault, Question
 
 # Experts' parameters carry their half in their name.
@@ -23,9 +23,9 @@ _GATE_UP = re.compile(r"\.(gate_proj|up_proj|w1|w3|gate_up_proj)$")
 class Trace:
     """The way back for the target or the draft of one dry load; `questions` are those of its quantization config."""
 
-    def __init__(self, questions: Sequence[Question], evidence: Evidence):
+    def __init__(self, questions: Sequence[Question], runtime: RuntimeView):
         self._questions = questions
-        self._evidence = evidence
+        self._runtime = runtime
 
     def module(self, param: str) -> str:
         """vLLM's prefix of the module that owns a parameter; the parameter's own name if it belongs to none."""
@@ -33,7 +33,7 @@ class Trace:
         for name in (path, param):
             for known in (name, name.replace(".routed_experts", "")):
                 prefix = self._prefix(known)
-                if prefix in self._evidence.view.disk_modules:
+                if prefix in self._runtime.view.disk_modules:
                     return prefix
         return self._prefix(path)
 
@@ -46,22 +46,22 @@ class Trace:
             if missing:
                 return self._on_disk(missing[0], leaf, is_there=False)
             return min(fault.sources, key=lambda name: fault.sources[name])
-        there = [module for module in members if module in self._evidence.weights]
+        there = [module for module in members if module in self._runtime.weights]
         if there:
             return self._on_disk(there[0], leaf, is_there=True)
         return self._on_disk(members[0], leaf, is_there=False) if members else fault.param
 
     def module_entry(self, prefix: str) -> str:
         """The first tensor on disk of a module that vLLM calls `prefix`; "" if the table does not know it."""
-        members = self._expand(self._evidence.view.disk_modules.get(prefix, ()), "")
-        there = [module for module in members if module in self._evidence.weights]
+        members = self._expand(self._runtime.view.disk_modules.get(prefix, ()), "")
+        there = [module for module in members if module in self._runtime.weights]
         if there:
             return self._on_disk(there[0], "", is_there=True)
         return members[0] if members else ""
 
     def _members(self, param: str) -> list[HFName]:
         half = _HALF.match(param.rpartition(".")[2])
-        return self._expand(self._evidence.view.disk_modules.get(self.module(param), ()), half[1] if half else "")
+        return self._expand(self._runtime.view.disk_modules.get(self.module(param), ()), half[1] if half else "")
 
     def _expand(self, modules: Iterable[HFName], half: str) -> list[HFName]:
         """Experts by number, as many as there are on disk; stacked ones only if there are no single ones."""
@@ -70,19 +70,19 @@ class Trace:
         if not single:
             return kept
         count = self._num_experts(single[0])
-        stacked = [module for module in kept if "{e}" not in module and module in self._evidence.source.entries]
+        stacked = [module for module in kept if "{e}" not in module and module in self._runtime.source.entries]
         return stacked or [HFName(module.replace("{e}", str(e))) for e in range(count) for module in single]
 
     def _num_experts(self, template: str) -> int:
         pattern = re.compile(re.escape(template).replace(r"\{e\}", r"(\d+)"))
-        found = [int(match[1]) for module in self._evidence.weights if (match := pattern.fullmatch(module))]
+        found = [int(match[1]) for module in self._runtime.weights if (match := pattern.fullmatch(module))]
         return max(found, default=0) + 1
 
     def _on_disk(self, module: HFName, leaf: str, *, is_there: bool) -> str:
-        weight = self._evidence.weights.get(module)
+        weight = self._runtime.weights.get(module)
         if weight is None:
             entry = HFName(module)
-            return entry if entry in self._evidence.source.entries else f"{module}.{leaf or 'weight'}"
+            return entry if entry in self._runtime.source.entries else f"{module}.{leaf or 'weight'}"
         if not is_there and leaf not in weight.parts:
             return f"{module}.{leaf}"
         return next(iter(entry.name for entry in weight.parts.values()), module)

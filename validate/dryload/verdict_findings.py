@@ -1,6 +1,6 @@
 """Findings from a dry load: what vLLM said or did in silence, the checkpoint's entry that caused it, and the cure.
 
-In: a `LoadAccount`, and the `Evidence` of the static check where the family is known. Out: an `Objection` for each
+In: a `LoadAccount`, and the `RuntimeView` of the static check where the family is known. Out: an `Objection` for each
 parameter or tensor, in names on disk.
 
 Easy to get wrong: parameters have vLLM's names, but people know names on disk. trace.py finds the one from the other.
@@ -14,7 +14,7 @@ from functools import cached_property
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
 from ..check.findings import Finding, Objection, objection
-from ..check.runtime_view import Evidence
+from ..check.runtime_view import RuntimeView
 from .defects import NAMELESS_HEAD, known_defect
 from .facts import ROLES, Fault, LoadAccount, LoadedModel, LoadFailure, Misfit, ModelAccount, Role
 from .refusals import known_refusal
@@ -40,22 +40,22 @@ _ACTS = {
 
 def objections(
     account: LoadAccount,
-    evidence: Evidence | None,
+    runtime: RuntimeView | None,
     *,
     version: str,
     static: Iterable[Finding] = (),
-    draft: Evidence | None = None,
+    draft: RuntimeView | None = None,
 ) -> list[Objection]:
     """Everything that is wrong on this GPU at this TP size.
 
     Args:
         account: of the dry load.
-        evidence: the static check's; None where the family has no table.
+        runtime: the static check's; None where the family has no table.
         draft: that of the draft, where it has a checkpoint of its own.
         version: of vLLM.
         static: what the static check found: its cure for an entry is better than a general one.
     """
-    case = _Case(account=account, evidence=evidence, draft=draft or evidence, version=version, static=tuple(static))
+    case = _Case(account=account, runtime=runtime, draft=draft or runtime, version=version, static=tuple(static))
     failure = account.load.failure
     return [*case.nameless_heads(), *(case.failure(failure) if failure else case.silence())]
 
@@ -65,8 +65,8 @@ class _Case:
     """One dry load, and what is known about its checkpoint."""
 
     account: LoadAccount
-    evidence: Evidence | None
-    draft: Evidence | None
+    runtime: RuntimeView | None
+    draft: RuntimeView | None
     version: str
     static: tuple[Finding, ...]
 
@@ -76,8 +76,8 @@ class _Case:
 
     @cached_property
     def traces(self) -> dict[str, Trace]:
-        known: dict[Role, Evidence | None] = {"target": self.evidence, "draft": self.draft}
-        return {role: Trace(self.models[role][1].asked, evidence) for role, evidence in known.items() if evidence}
+        known: dict[Role, RuntimeView | None] = {"target": self.runtime, "draft": self.draft}
+        return {role: Trace(self.models[role][1].asked, runtime) for role, runtime in known.items() if runtime}
 
     def nameless_heads(self) -> Iterator[Objection]:
         """vLLM's own defect: a head that no entry can except from quantization, since it asks with an empty name."""
@@ -154,7 +154,7 @@ class _Case:
 
     def _unused(self) -> Iterator[Objection]:
         for name in self.account.unconsumed:
-            holder = self.evidence if self.evidence and name in self.evidence.source.entries else self.draft
+            holder = self.runtime if self.runtime and name in self.runtime.source.entries else self.draft
             place = holder.view.place(HFName(name)) if holder else None
             is_mtp = place is not None and place.part == "mtp"
             if _RECOMPUTED.search(name) or (place is not None and is_mtp and self._is_left_alone(place)):

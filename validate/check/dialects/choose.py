@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....recipes.family import Part, VLLMName
-from ..vllm_module import PLAIN, Dialect, Entry, Kind, Resolution, Unknown
+from ..vllm_module import PLAIN, ConfigEntry, Dialect, Kind, Resolution, UnknownDialect
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
 from .matching import renamer
@@ -24,13 +24,13 @@ class Unquantized:
     """No quantization config: everything is plain."""
 
     name: str = "none"
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ConfigEntry, ...] = ()
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
         """Plain, whatever it is."""
         return Resolution(built=PLAIN)
 
-    def covers(self, entry: Entry, module: VLLMName) -> bool:
+    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
         """There are no entries."""
         return False
 
@@ -73,9 +73,9 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def read_unknown(method: str, raw: Mapping[str, Any]) -> Unknown:
+def read_unknown(method: str, raw: Mapping[str, Any]) -> UnknownDialect:
     """Dialects that are not reproduced: only their lists of modules to leave alone are read."""
     entries = []
     for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers", "dynamic", "extra_config"):
-        entries += [Entry(where=key, written=str(word), read=(str(word),)) for word in raw.get(key) or ()]
-    return Unknown(name=method, entries=tuple(entries))
+        entries += [ConfigEntry(where=key, written=str(word), read=(str(word),)) for word in raw.get(key) or ()]
+    return UnknownDialect(name=method, entries=tuple(entries))
