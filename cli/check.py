@@ -1,6 +1,9 @@
 """`keepmtp check`: will vLLM load a checkpoint, and will its MTP draft be real?
 
 In: checkpoints, ours or anyone's. Out: a table or a JSON line for each; exit status 1 if one has an error.
+
+Easy to get wrong: the JSON lines have names of their own, which other programs read (`check_json`); they stay when a
+field of check.json gets another name.
 """
 
 from collections.abc import Iterator, Sequence

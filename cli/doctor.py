@@ -2,9 +2,9 @@
 
 In: this Python's package metadata, vLLM's environment, the machine. Out: tables, or JSON. Nothing heavy is imported.
 
-Easy to get wrong: what is not installed is not broken, since planning and checking need no torch and no vLLM. Broken is
-what somebody chose and cannot work: a VLLM_PYTHON without vLLM, a vLLM outside the supported range. A token is found,
-never shown.
+Easy to get wrong: what is not installed is not broken, because planning and checking need no torch and no vLLM. What
+somebody chose and cannot work is broken: a VLLM_PYTHON without vLLM, a vLLM outside the supported range. The doctor
+finds a token and never shows it.
 """
 
 import json
@@ -42,7 +42,7 @@ _GET_EVALUATE = "pip install 'keepmtp[evaluate]'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ability:
-    """One thing that keepmtp can do somewhere: whether it can here, why, and the command that does or enables it."""
+    """One thing that keepmtp can do: whether it can do it here, why, and the command that does or enables it."""
 
     what: str
     can: bool
@@ -52,7 +52,7 @@ class Ability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything that was found.
+    """What was found on this machine.
 
     Attributes:
         packages: versions in keepmtp's environment; "" where not installed.
@@ -269,7 +269,7 @@ def _serving(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> tupl
 
 
 def _where_token() -> str:
-    """Where huggingface_hub 1.33 finds one; the Hub is not asked what it is good for."""
+    """Where huggingface_hub 1.33 finds a token; the Hub is not asked whether it is valid."""
     from huggingface_hub import get_token
 
     named = next((name for name in _TOKEN_NAMES if os.environ.get(name, "").strip()), "")

@@ -1,8 +1,8 @@
-"""dtypes and shapes of the tensors of each built form, against those on disk.
+"""Compares dtypes and shapes on disk with those that vLLM builds.
 
-In: what vLLM builds, and a stored weight that has all the tensors for it. Out: the first one that does not fit.
+In: what vLLM builds, and a stored weight that has all the tensors for it. Out: the first tensor that does not fit.
 
-Easy to get wrong: vLLM's `copy_` never complains about a dtype. FP8 bytes kept as U8 become the numbers 0 to 255.
+Easy to get wrong: vLLM's `copy_` accepts every dtype. FP8 bytes that are stored as U8 become the numbers 0 to 255.
 """
 
 from collections.abc import Mapping

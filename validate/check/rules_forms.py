@@ -1,10 +1,10 @@
-"""Rules on how weights are stored: does what vLLM builds fit what lies on disk, in both directions.
+"""Rules on how weights are stored: the form on disk must be the form that vLLM builds.
 
-In: a `RuntimeView`. Out: findings. Each rule names its sources by their numbers in docs/failures.md.
+In: a `RuntimeView`. Out: objections. Each rule names its sources by their numbers in docs/failures.md.
 
-Easy to get wrong: whether vLLM raises. A packed weight has a parameter name of its own, so a plain one in its place
-raises; an FP8 weight is called `weight` like a plain one, so a plain one is cast in silence and its scale is never
-written.
+Easy to get wrong: whether vLLM raises. A packed weight has a parameter name of its own, so vLLM raises on a plain
+weight in its place. An FP8 weight has the name `weight`, as a plain one has. So vLLM casts a plain weight in silence,
+and never writes its scale.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from .dialects.compressed_tensors import CompressedTensors
 from .dialects.fp8 import Fp8
 from .dialects.modelopt import ModelOpt
 from .findings import Objection, objection
-from .layouts import layout_problem
+from .layouts import Problem, layout_problem
 from .runtime_view import Member, Module, RuntimeView
 from .vllm_module import VLLMModule
 
@@ -80,9 +80,9 @@ def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
 def stored_form_is_what_is_built(runtime: RuntimeView) -> Iterator[Objection]:
     """Each weight agrees with what the config resolves for its runtime name: R2, R7; F11-F29, F34, F35; Fp5, G1-G6, H1.
 
-    Both ways: plain on disk but built packed, packed on disk but built plain; and packed on both sides but with other
-    tensors. An exception that vLLM raises while it resolves (shards that disagree, FP8 blocks with
-    `input_activations: null`, M10) is reported for the module it concerns.
+    It finds three faults: plain on disk but built packed; packed on disk but built plain; packed in both, but with
+    other tensors. vLLM may also raise while it resolves a module: shards that disagree, FP8 blocks with
+    `input_activations: null` (M10).
     """
     for module in runtime.modules:
         if not module.loads_quantized:
@@ -186,10 +186,8 @@ def _compare(runtime: RuntimeView, module: Module, member: Member) -> Iterator[O
     yield objection(rule="form", severity="error", where=where, says=says, cure=cure, cause=cause)
 
 
-def _leaves_problem(
-    view: FamilyView, module: Module, built: VLLMModule, leaves: set[str]
-) -> tuple[str, str, str] | None:
-    """A tensor too few or too many: (leaf, what happens, cure)."""
+def _leaves_problem(view: FamilyView, module: Module, built: VLLMModule, leaves: set[str]) -> Problem | None:
+    """A tensor too few or too many."""
     optional = set(built.optional)
     if module.kind == "experts" and built.form == "nvfp4":
         optional.add("input_global_scale")  # experts of NVFP4A16 have a slot for it too (M13)
@@ -315,7 +313,7 @@ def _is_mixed(module: Module) -> bool:
 
 
 def _coarse(weight: StoredWeight) -> str:
-    """The form, without what only the shape of a small weight's scale tells."""
+    """The form; FP8 by tensor, channel and block are one, because a small weight's scale does not show which it is."""
     return "fp8" if weight.form.startswith("fp8") else weight.form
 
 
@@ -334,7 +332,7 @@ def _is_dequantized_on_load(view: FamilyView, member: Member) -> bool:
 
 
 def _draft_heads(runtime: RuntimeView) -> Iterator[tuple[VLLMName, HFName]]:
-    """Heads that the draft builds with a quantization config: their runtime names, and where they would be on disk."""
+    """Heads that the draft builds with a quantization config: their runtime names, and their names on disk."""
     view = runtime.view
     head = next((row for row in view.family.mtp_block if row.role == "head"), None)
     if head is not None:

@@ -1,9 +1,10 @@
-"""Rules on the MTP block: is it promised, is it there, is it whole, and will the draft's loader find it.
+"""Rules on the MTP block: config.json promises it, it is there, it is whole, and the draft's loader finds it.
 
-In: a `RuntimeView`. Out: findings. Sources as in rules_forms.py.
+In: a `RuntimeView`. Out: objections. Each rule names its sources by their numbers in docs/failures.md.
 
-Easy to get wrong: what a block needs. No list of modules per family is kept here: an MTP layer is compared with the
-decoder layers of the same checkpoint, mixer and feed-forward part apart, and must have all that some decoder layer has.
+Easy to get wrong: what a block needs. There is no list of modules for each family here. A rule compares an MTP layer
+with the decoder layers of the same checkpoint: its mixer and its feed-forward part must each have all that some decoder
+layer has.
 """
 
 import re
@@ -21,7 +22,7 @@ from .vllm_module import UnknownDialect
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
-# GPTQ's and AWQ's: known as names, their form is not judged.
+# GPTQ's and AWQ's: the names are known, the forms are not.
 _FOREIGN_LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 _GET_IT = "Copy the MTP block from the original release, or quantize that release with keepmtp"
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
@@ -121,7 +122,7 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
 
 
 def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
-    """Every layer has what its like have: projections, biases, norms, router: R1; E2, E7, E8; M1, M2, M8."""
+    """Every layer has what other layers of its kind have: projections, norms, router: R1; E2, E7, E8; M1, M2, M8."""
     parts = _layer_parts(runtime)
     view = runtime.view
     for index in range(view.num_layers):
@@ -246,7 +247,7 @@ def _has_place(runtime: RuntimeView, place: Place | None, leaf: str) -> bool:
 def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
     """Copies that older vLLM reads the draft's embedding and head from: R10; E10 (vllm #43456, #43459); M14.
 
-    The original releases lack them too and are served by the classes made for them: no finding there.
+    The original releases have no such copies either, and vLLM serves them: the rule says nothing there.
     """
     if isinstance(runtime.dialect, Fp8) or runtime.dialect.name == "none":
         return
@@ -350,13 +351,13 @@ def _unrenamed(known: tuple[str, ...], leaves: Iterable[str]) -> list[str]:
 
 
 def _layer_parts(runtime: RuntimeView) -> Mapping[tuple[Part, int], Mapping[str, frozenset[str]]]:
-    """For each layer what it has, mixer and feed-forward part apart, whatever form it is stored in."""
+    """The parts of each layer, of its mixer and of its feed-forward part, in any stored form."""
     sets: dict[tuple[Part, int], dict[str, set[str]]] = defaultdict(lambda: {"mixer": set(), "ffn": set()})
     family = runtime.view.family
     only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
     for place in runtime.placed.values():
         path = place.row.path
-        # Compressors and indexers come and go by layer within one family.
+        # Within one family some layers have a compressor or an indexer, and others have none.
         if place.layer is None or not place.row.in_every_layer or ".compressor." in path or ".indexer." in path:
             continue
         if place.part == "backbone" or path not in only_mtp:
@@ -375,9 +376,10 @@ def _elements(place: Place) -> Iterator[str]:
 
 
 def _gap(paths: frozenset[str], models: set[frozenset[str]], *, is_backbone: bool) -> frozenset[str]:
-    """What a layer lacks against the decoder layer most like it; nothing if some decoder layer has no more.
+    """What a layer lacks, compared with the decoder layer most like it; nothing if some decoder layer has no more.
 
-    A decoder layer is its own model: it lacks something only if it has less than another one that has all of it.
+    Decoder layers of one family differ. So a decoder layer lacks something only if another one has all that it has, and
+    more.
     """
     if is_backbone:
         larger = [model for model in models if paths < model]

@@ -86,7 +86,7 @@ DEFECTS = (
 
 
 def known_defect(failure: LoadFailure, *, family: str, version: str) -> Defect | None:
-    """The defect behind a failure."""
+    """The known defect that caused a failure; None if there is none."""
     text = f"{failure.type}: {failure.words} [{failure.at}]"
     for defect in DEFECTS:
         is_concerned = version in defect.versions and (not defect.families or family in defect.families)

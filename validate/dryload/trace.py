@@ -1,10 +1,10 @@
-"""From vLLM's parameters back to the files: which tensors on disk a parameter is, or should have been, made of.
+"""From vLLM's parameters to the files: which tensors on disk fill a parameter, or should have filled it.
 
 In: the questions that vLLM asked its quantization config, the `RuntimeView`. Out: names on disk.
 
-Easy to get wrong: a parameter is named after its place in the model (`model.layers.3.mtp_block.self_attn.qkv_proj`),
-the quantization config and the family's table after the prefix it was constructed with (`model.layers.3.self_attn.
-qkv_proj`, `mtp.fc` for `model.fc`). The pairs that the config was asked about tell how one becomes the other.
+Easy to get wrong: a parameter's name is its place in the model (`model.layers.3.mtp_block.self_attn.qkv_proj`). The
+quantization config and the family's table use the prefix of construction (`model.layers.3.self_attn.qkv_proj`, and
+`mtp.fc` for `model.fc`). Each question to the config has both names; the two are compared to rename the others.
 """
 
 import re
@@ -15,7 +15,7 @@ from ...recipes.family import HFName
 from ..check.runtime_view import RuntimeView
 from .facts import Fault, Question
 
-# Experts' parameters carry their half in their name.
+# The name of an experts' parameter says which half it is.
 _HALF = re.compile(r"^(w13|w2)_")
 _GATE_UP = re.compile(r"\.(gate_proj|up_proj|w1|w3|gate_up_proj)$")
 
@@ -38,7 +38,7 @@ class Trace:
         return self._prefix(path)
 
     def entry(self, fault: Fault) -> str:
-        """The tensor on disk that a fault is about: the missing one, else the odd one, else the first there is."""
+        """The tensor on disk that a fault is about: the missing one, else the one least written, else the first."""
         leaf = _HALF.sub("", fault.param.rpartition(".")[2])
         members = self._members(fault.param)
         if fault.sources:
@@ -88,7 +88,7 @@ class Trace:
         return next(iter(entry.name for entry in weight.parts.values()), module)
 
     def _prefix(self, path: str) -> str:
-        """The prefix for a path in the model; the longest stem that is known to be called otherwise is replaced."""
+        """The prefix for a path in the model: its longest stem with another known prefix is replaced."""
         if path in self._asked:
             return self._asked[path]
         for stem in sorted(self._stems, key=len, reverse=True):
@@ -102,7 +102,7 @@ class Trace:
 
     @cached_property
     def _stems(self) -> Mapping[str, str]:
-        """Stem of a path -> stem of its prefix, where the two differ: what is left once their common end is cut off."""
+        """Stem of a path -> stem of its prefix, where they differ. A stem is a name without the end that both share."""
         stems: dict[str, str] = {}
         for path, prefix in self._asked.items():
             ours, theirs = path.split("."), prefix.split(".")

@@ -22,7 +22,7 @@ from .trace import Trace
 
 RULE = "dry-load"
 DEFECT = "vllm-defect"
-# Buffers that vLLM computes anew, so that its loaders pass over them.
+# Buffers that vLLM computes itself; its loaders skip them.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _SCALE = re.compile(r"scale(_inv|_2)?$|zero_point$")
 _LONGEST = 400
@@ -53,7 +53,7 @@ def objections(
         runtime: the static check's; None where the family has no table.
         draft: that of the draft, where it has a checkpoint of its own.
         version: of vLLM.
-        static: what the static check found: its cure for an entry is better than a general one.
+        static: findings of the static check; their cures are better than general ones.
     """
     case = _Case(account=account, runtime=runtime, draft=draft or runtime, version=version, static=tuple(static))
     failure = account.load.failure
@@ -80,7 +80,7 @@ class _Case:
         return {role: Trace(self.models[role][1].asked, runtime) for role, runtime in known.items() if runtime}
 
     def nameless_heads(self) -> Iterator[Objection]:
-        """vLLM's own defect: a head that no entry can except from quantization, since it asks with an empty name."""
+        """A defect of vLLM: no entry can except a head from quantization if vLLM asks about it with an empty name."""
         for role, (model, account) in self.models.items():
             for question in account.asked:
                 is_quantized = bool(question.method) and not question.method.startswith("Unquantized")
@@ -114,7 +114,7 @@ class _Case:
         )
 
     def silence(self) -> Iterator[Objection]:
-        """What vLLM accepted without a word."""
+        """What vLLM accepted without a message."""
         for role, (model, account) in self.models.items():
             is_nameless = any(not asked.prefix and asked.layer == "ParallelLMHead" for asked in account.asked)
             for fault, what in _faults(account):
@@ -169,7 +169,7 @@ class _Case:
             yield self._objection(RULE, name, says, self._static_cure(name) or cure, "truncated")
 
     def _is_left_alone(self, place: Place) -> bool:
-        """A copy of what the draft takes from the target, or an MTP layer beyond those that vLLM reads at all."""
+        """A copy of what the draft takes from the target, or an MTP layer that vLLM never reads."""
         assert self.draft is not None
         view = self.draft.view
         num_used = view.family.loader.num_layers_used
@@ -178,7 +178,7 @@ class _Case:
         return is_beyond or (place.role in ("embedding", "head") and bool(self.account.load.draft.shared))
 
     def _named_in(self, failure: LoadFailure) -> str:
-        """The entry of a parameter or module that vLLM's message names, else of the module it built last."""
+        """The entry of a parameter or module that vLLM's message names, else of the module that it built last."""
         roles = [failure.role] if failure.role in self.traces else [*self.traces]
         for name in re.findall(r"\w+(?:\.\w+)+", failure.words):
             for role in roles:
@@ -233,7 +233,7 @@ def _misfits(account: ModelAccount) -> Iterator[tuple[Misfit, str]]:
 
 
 def _said(failure: LoadFailure) -> str:
-    """vLLM's message on one line; pydantic's frame around it says nothing about the checkpoint."""
+    """vLLM's message on one line, without the words that pydantic puts around it."""
     words = " ".join(failure.words.split())
     words = re.sub(r"^\d+ validation errors? for \w+ (Value error|Assertion failed), ", "", words)
     words = words.partition(" [type=")[0]

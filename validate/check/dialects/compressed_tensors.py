@@ -2,9 +2,9 @@
 
 In: quantization_config. Out: a `CompressedTensors`.
 
-Easy to get wrong: the fused name is tried before its shards, and shards must all agree; routed experts are asked about
-by the three projections of expert 0; what no target matches is unquantized without a word; a target `Linear` reaches
-experts too, but no head.
+Easy to get wrong: vLLM tries the fused name before its shards, and all shards must agree. For routed experts it asks
+about the three projections of expert 0. A module that no target matches is plain, without a message. A target `Linear`
+also reaches experts, but no head.
 
 Source: vLLM 0.32.0 quantization/compressed_tensors/{compressed_tensors,utils}.py,
 compressed_tensors_moe/compressed_tensors_moe.py; compared with the real functions by
@@ -29,7 +29,7 @@ class CompressedTensors:
 
     Attributes:
         ignore: entries after renaming.
-        targets: target after renaming -> what it builds for linear modules, or the exception it raises.
+        targets: target after renaming -> what vLLM builds for linear modules, or the exception it raises.
         expert_targets: the same for routed experts.
     """
 

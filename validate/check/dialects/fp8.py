@@ -2,8 +2,8 @@
 
 In: quantization_config and config.json. Out: an `Fp8`.
 
-Easy to get wrong: exceptions are whole names, without any pattern. DeepSeek-V4 has a class of its own: its experts are
-MXFP4 whatever the config says of blocks, or NVFP4 with `moe_quant_algo`, and its scales are called `.scale` on disk.
+Easy to get wrong: exceptions are whole names, never patterns. DeepSeek-V4 has a class of its own. Its experts are MXFP4
+even if the config says blocks, or NVFP4 with `moe_quant_algo`. Its scales have the name `.scale` on disk.
 
 Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4 as well),
 models/deepseek_v4/nvidia/{model,mtp}.py for the names; compared with the real functions by
@@ -25,14 +25,14 @@ from .modelopt import modelopt_built
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """`quant_method: fp8`, and DeepSeek-V4's class of it, which holds routed experts in a form of their own.
+    """`quant_method: fp8`, also in DeepSeek-V4's class, where routed experts have a form of their own.
 
     Attributes:
         ignored: ignored_layers or modules_to_not_convert, after renaming.
         linear: what a linear module becomes.
         experts: what routed experts become.
-        keeps_mxfp4: DeepSeek-V4 with NVFP4 experts: entries, by name on disk, whose experts stay MXFP4.
-        num_layers: num_hidden_layers, to tell MTP layers there.
+        keeps_mxfp4: for DeepSeek-V4 with NVFP4 experts: names on disk of the experts that stay MXFP4.
+        num_layers: num_hidden_layers; later layers are MTP layers.
     """
 
     ignored: tuple[str, ...]
@@ -61,7 +61,7 @@ class Fp8:
         return Resolution(built=self.experts)
 
     def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
-        """Whole name; for experts any entry that contains it."""
+        """Whole name; for experts every entry that contains it."""
         if entry.by_disk:
             return any(fnmatchcase(module, pattern) for pattern in entry.read)
         return bool(is_layer_skipped(module, (), entry.read)[0])
@@ -94,7 +94,7 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
         linear = VLLMModule(form="fp8_tensor", leaves=leaves)
     if config.get("model_type") != "deepseek_v4":
         return Fp8(ignored=ignored, linear=linear, experts=linear, entries=tuple(entries))
-    # DeepSeek-V4's loaders turn `.scale` into `.weight_scale_inv`, that of FP4 experts into `.weight_scale`.
+    # DeepSeek-V4's loaders rename `.scale` to `.weight_scale_inv`, and for FP4 experts to `.weight_scale`.
     linear = replace(linear, renames=_SCALE_IS_INVERSE)
     experts, keeps = linear, ()
     if config.get("expert_dtype", "fp4") == "fp4":

@@ -2,8 +2,8 @@
 
 In: the quantization config. Out: a `ModelOpt`, or an `UnknownDialect` for algorithms that vLLM 0.32 does not load.
 
-Easy to get wrong: an entry excludes by whole name, then by substring, then as a glob, so `model.layers.1` also takes
-layers 10 to 19. Heads are quantized unless excluded, the draft's too.
+Easy to get wrong: vLLM compares an entry as a whole name, then as a substring, then as a glob. So `model.layers.1` also
+excludes layers 10 to 19. Heads are quantized unless an entry excludes them; the draft's head too.
 
 Source: vLLM 0.32.0 quantization/modelopt.py; compared with the real functions by tests/validate/check/test_dialects.py.
 """
@@ -38,7 +38,7 @@ class ModelOpt:
     name: str = "modelopt"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
-        """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` where it is mixed."""
+        """vLLM's `is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for MIXED_PRECISION."""
         parts = () if kind == "experts" else shards
         skipped, error = is_layer_skipped(module, parts, self.exclude)
         if error:
@@ -93,7 +93,7 @@ class ModelOpt:
 def read_modelopt(
     raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer
 ) -> ModelOpt | UnknownDialect:
-    """The config as vLLM reads it: config.json's form, or that of hf_quant_config.json under `quantization`."""
+    """The config as vLLM reads it: in the form of config.json, or under `quantization` as in hf_quant_config.json."""
     inner = raw["quantization"] if isinstance(raw.get("quantization"), Mapping) else None
     holder = inner if inner is not None else raw
     listed = holder.get("exclude_modules" if inner is not None else "ignore") or holder.get("ignored_layers") or ()
@@ -165,12 +165,12 @@ def modelopt_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
 
 
 def _mixed_linear_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
-    """MIXED_PRECISION's linear modules and heads: an algorithm that is none of theirs leaves them plain."""
+    """MIXED_PRECISION's linear modules and heads: another algorithm leaves them plain."""
     return modelopt_built(algorithm, group_size, block) if algorithm in _OF_MODULES else PLAIN
 
 
 def _mixed_experts_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
-    """MIXED_PRECISION's routed experts: FP8 in blocks by native FP8's method, by its names; none a channel."""
+    """MIXED_PRECISION's routed experts: FP8 in blocks has the names of native FP8; FP8 by channel stays plain."""
     if algorithm in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
         leaves = frozenset({"weight", "weight_scale_inv"})
         return VLLMModule(form="fp8_block", leaves=leaves, block=(block, block), scale_ndim=2)

@@ -4,8 +4,8 @@ In: the GPU's name as argument, jobs as JSON lines on standard input. Out: JSON 
 {"ready": GPU}, then {"id", "account"} for each job, in the order in which they end; {"id", "died"} for a child that was
 killed or took too long. vLLM's own output goes to standard error.
 
-Easy to get wrong: the parent must stay single-threaded to fork, and must never touch what a child changes (the process
-group, vLLM's globals).
+Easy to get wrong: the parent forks, so it must have one thread only, and it must never change what a child changes (the
+process group, vLLM's globals).
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--cache", required=True, help="folder for what vLLM and transformers want to write")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what vLLM prints must not end up among the answers
+    os.dup2(2, 1)  # what vLLM prints must not get into the answers
     _prepare(options.gpu, options.cache)
     _print(answers, {"ready": options.gpu})
     _serve(answers, options)

@@ -146,7 +146,7 @@ class StagedLoad:
         start = time.perf_counter()
         try:
             yield
-        except Exception as error:  # whatever vLLM raises is its verdict
+        except Exception as error:  # vLLM may raise anything, and that is its verdict
             raise Refused(
                 {
                     "stage": stage,
@@ -180,8 +180,10 @@ class StagedLoad:
 
         model = self._models[role]
         account = self._account = self._accounts[role] = Account(model, self._construction, demands_of(model))
-        # The reader is vLLM's (which files, what of the index); only the bytes are replaced.
-        default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: account.watch(meta_tensors(files))
+        # vLLM's own reader chooses the files; only the tensors are replaced.
+        default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: account.hand_over(
+            meta_tensors(files)
+        )
         loader = default_loader.DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         loader.counter_before_loading_weights = time.perf_counter()
         try:
@@ -198,7 +200,7 @@ class StagedLoad:
         before = dict(draft.named_parameters(remove_duplicate=False))
         cpu, equal = torch.Tensor.cpu, torch.equal
         torch.Tensor.cpu = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
-        torch.equal = lambda left, right: False  # values are unknown here; a copy that differs stays the draft's own
+        torch.equal = lambda left, right: False  # values are unknown here, so a copy counts as different
         try:
             with set_current_vllm_config(self._config):
                 share = _share_v2 if self._runner == "v2" else _share_v1
@@ -266,7 +268,7 @@ class StagedLoad:
 
 
 def _last_frame(error: BaseException) -> str:
-    """file:line where vLLM raised; what it called beyond itself is not the place that a person can look at."""
+    """file:line of the last frame in vLLM itself, not in a library that it called."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages/vllm/" in frame.filename] or frames
     return f"{own[-1].filename.rpartition('site-packages/')[2]}:{own[-1].lineno}"
@@ -308,7 +310,7 @@ def _engine_config(job: Job) -> Any:
 
 
 def _know_config(declared: dict[str, Any]) -> None:
-    """Config classes that come with a checkpoint (auto_map) become config.json's keys: none of its code is run."""
+    """Config classes that come with a checkpoint (auto_map) become config.json's keys: its code never runs."""
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
@@ -340,7 +342,7 @@ def _share_v1(target: Any, draft: Any, config: Any) -> None:
 def record_questions(note: Any) -> None:
     """Call `note` with every question to a quantization config of this process: layer, prefix, method, scheme.
 
-    A config may ask another one; only the outermost question counts.
+    A config may ask another one; only the outer question counts.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
