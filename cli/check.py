@@ -1,11 +1,14 @@
 """`keepmtp check`: will vLLM load a checkpoint, and will its MTP draft be real?
 
 In: checkpoints, ours or anyone's. Out: a table or a JSON line for each; exit status 1 if one has an error.
+
+Easy to get wrong: the JSON lines have names of their own, which other programs read (`check_json`); they stay when a
+field of check.json gets another name.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,8 +20,9 @@ from . import tables
 from .options import JsonOption
 
 if TYPE_CHECKING:
-    from ..validate.dryload.check_on import Checked
-    from ..validate.dryload.loader import GPU
+    from ..validate.check.check import Checked
+    from ..validate.dryload.facts import GPU, LoadAccount, Role
+    from ..validate.report.results import CheckData
 
 
 def check(
@@ -70,30 +74,71 @@ def check(
     is_good = True
     found = _loaded(paths, chosen, tps or [1], num_drafts, draft, err) if is_dry else _checked(paths)
     for number, checked in enumerate(found):
-        is_good &= checked.report.ok
+        is_good &= checked.data.ok
         if html is not None:
             folder = html if len(paths) == 1 else html / f"{number + 1}-{Path(paths[number]).name}"
-            page = save(folder, checked.report, vllm=TESTED[0], evidence=checked.evidence, opened=checked.source)
+            page = save(folder, checked.data, vllm=TESTED[0], opened=checked.source)
             err.print(f"report: {page}", highlight=False)
         if as_json:
-            tables.print_json(checked.report.as_dict(), indent=None)
+            tables.print_json(check_json(checked.data, checked.accounts), indent=None)
         else:
-            out.print(tables.report(checked.report))
+            out.print(tables.report(checked.data))
         if notes is not None:
             err.print(f"recorded: {notes.keep(checked)}", highlight=False, soft_wrap=True)
     if not is_good:
         raise typer.Exit(1)
 
 
+def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dict[str, Any]:
+    """What `keepmtp check --json` prints of one checkpoint."""
+    printed: dict[str, Any] = {
+        "path": data.path,
+        "ok": data.ok,
+        "findings": [finding.model_dump(exclude={"origin"}) for finding in data.findings],
+        "facts": data.facts.model_dump(),
+    }
+    if accounts:
+        printed["dry"] = [_load_json(account) for account in accounts]
+    return printed
+
+
+def _load_json(account: "LoadAccount") -> dict[str, Any]:
+    load = account.load
+    return {
+        "gpu": load.gpu,
+        "tp": load.tp,
+        "num_drafts": load.k,
+        "loads": load.failure is None,
+        "failure": load.failure.model_dump() if load.failure else None,
+        "runner": load.runner,
+        "quant_config": account.quant_config,
+        "target": _model_json(account, "target"),
+        "draft": _model_json(account, "draft"),
+        "seconds": load.seconds,
+        "peak_mib": load.peak_mib,
+    }
+
+
+def _model_json(account: "LoadAccount", role: "Role") -> dict[str, Any]:
+    model, written = account.of(role)
+    return {
+        "class": model.cls,
+        "parameters": model.num_params,
+        "written": model.num_written,
+        "shared": list(model.shared),
+        "padded": [fault.param for fault in written.padded],
+        "kernels": [kernel.model_dump() for kernel in model.kernels],
+    }
+
+
 def _checked(paths: list[str]) -> "Iterator[Checked]":
     from ..validate.check.check import examine
-    from ..validate.dryload.check_on import Checked
 
-    return (Checked(*examine(path)) for path in paths)
+    return (examine(path) for path in paths)
 
 
 def _gpus(gpus: list[str]) -> "list[GPU]":
-    from ..validate.dryload.loader import GPUS
+    from ..validate.dryload.facts import GPUS
 
     if wrong := [gpu for gpu in gpus if gpu not in GPUS]:
         raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=wrong[0], cure="Take the nearest")
@@ -117,5 +162,5 @@ def _loaded(
             tps=tps,
             num_drafts=num_drafts,
             draft=draft,
-            watch=lambda doing: progress.update(task, description=doing),
+            progress=lambda doing: progress.update(task, description=doing),
         )

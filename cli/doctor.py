@@ -2,9 +2,9 @@
 
 In: this Python's package metadata, vLLM's environment, the machine. Out: tables, or JSON. Nothing heavy is imported.
 
-Easy to get wrong: what is not installed is not broken, since planning and checking need no torch and no vLLM. Broken is
-what somebody chose and cannot work: a VLLM_PYTHON without vLLM, a vLLM outside the supported range. A token is found,
-never shown.
+Easy to get wrong: what is not installed is not broken, because planning and checking need no torch and no vLLM. What
+somebody chose and cannot work is broken: a VLLM_PYTHON without vLLM, a vLLM outside the supported range. The doctor
+finds a token and never shows it.
 """
 
 import json
@@ -36,12 +36,13 @@ EXTRAS = {
 _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _GET_VLLM = "make vllm"
 _GET_QUANTIZE = "pip install 'keepmtp[quantize]'"
+_GET_REPORT = "pip install 'keepmtp[report]'"
 _GET_EVALUATE = "pip install 'keepmtp[evaluate]'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ability:
-    """One thing that keepmtp can do somewhere: whether it can here, why, and the command that does or enables it."""
+    """One thing that keepmtp can do: whether it can do it here, why, and the command that does or enables it."""
 
     what: str
     can: bool
@@ -51,7 +52,7 @@ class Ability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything that was found.
+    """What was found on this machine.
 
     Attributes:
         packages: versions in keepmtp's environment; "" where not installed.
@@ -138,19 +139,8 @@ def _abilities(
     gpus: tuple[vllm_env.GPU, ...],
     token: str,
 ) -> tuple[Ability, ...]:
-    from ..validate.dryload.loader import GPUS
+    from ..validate.dryload.facts import GPUS
 
-    can_pack = not lacking["quantize"]
-    no_packing = f"needs {' and '.join(lacking['quantize'])}"
-    on_gpu = can_pack and bool(gpus) and not packages["torch"].endswith("+cpu")
-    can_serve = vllm is not None and (vllm.build == "cpu" or bool(gpus))
-    no_vllm = "needs vLLM's own classes, in an environment of their own"
-    get_server = _GET_VLLM if vllm is None else "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
-    natively, copied = _serving(vllm, gpus)
-    can_copy = can_serve and can_pack
-    page, absent, scoring = lacking["report"], lacking["calibrate"], lacking["evaluate"]
-    can_score = can_serve and not scoring
-    dry = f"vLLM {vllm.version} on meta tensors, no GPU needed" if vllm else no_vllm
     return (
         Ability(
             what="plan, static check",
@@ -158,82 +148,109 @@ def _abilities(
             why="headers and config.json are enough",
             command="keepmtp check CHECKPOINT",
         ),
-        *(
-            Ability(
-                what=f"dry load on a pretended {gpu}",
-                can=vllm is not None,
-                why=dry,
-                command=f"keepmtp check CHECKPOINT --gpu {gpu}" if vllm else _GET_VLLM,
-            )
-            for gpu in GPUS
+        *(_dry_load(gpu, vllm) for gpu in GPUS),
+        *_servers(vllm, gpus, lacking["quantize"]),
+        _page("HTML report", lacking["report"], "keepmtp check CHECKPOINT --html FOLDER", _GET_REPORT),
+        *_packing(lacking["quantize"], packages["torch"], gpus),
+        _needing(
+            lacking["calibrate"],
+            what="calibrated recipes, mtp: auto",
+            why="llm-compressor, transformers and datasets are here",
+            command="keepmtp quantize MODEL",
+            get="pip install 'keepmtp[calibrate]'",
         ),
+        _scoring(lacking["evaluate"], packages["lm-eval"], vllm, gpus),
+        _page("model card", lacking["report"], "keepmtp card CHECKPOINT", _GET_EVALUATE),
+        _publishing(lacking["report"], token),
+    )
+
+
+def _needing(lacking: list[str], *, what: str, why: str, command: str, get: str) -> Ability:
+    """What needs packages only: `why` and `command` where they are here, else what is missing, and how to get it."""
+    if lacking:
+        return Ability(what=what, can=False, why=f"needs {' and '.join(lacking)}", command=get)
+    return Ability(what=what, can=True, why=why, command=command)
+
+
+def _page(what: str, lacking: list[str], command: str, get: str) -> Ability:
+    return _needing(lacking, what=what, why="jinja2 and matplotlib are here", command=command, get=get)
+
+
+def _dry_load(gpu: str, vllm: vllm_env.VLLM | None) -> Ability:
+    what = f"dry load on a pretended {gpu}"
+    if vllm is None:
+        why = "needs vLLM's own classes, in an environment of their own"
+        return Ability(what=what, can=False, why=why, command=_GET_VLLM)
+    why = f"vLLM {vllm.version} on meta tensors, no GPU needed"
+    return Ability(what=what, can=True, why=why, command=f"keepmtp check CHECKPOINT --gpu {gpu}")
+
+
+def _can_serve(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> bool:
+    return vllm is not None and (vllm.build == "cpu" or bool(gpus))
+
+
+def _get_server(vllm: vllm_env.VLLM | None) -> str:
+    return _GET_VLLM if vllm is None else "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
+
+
+def _servers(
+    vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...], no_packing: list[str]
+) -> tuple[Ability, Ability]:
+    """A server of the checkpoint's own bytes, and one of a BF16 copy, which keepmtp has to pack."""
+    natively, copied = _serving(vllm, gpus)
+    can_serve = _can_serve(vllm, gpus)
+    serve = "keepmtp serve-check CHECKPOINT"
+    copy_command = _GET_QUANTIZE if can_serve else _get_server(vllm)
+    return (
         Ability(
             what="real server, natively",
             can=can_serve,
             why=natively,
-            command="keepmtp serve-check CHECKPOINT" if can_serve else get_server,
+            command=serve if can_serve else _get_server(vllm),
         ),
         Ability(
             what="real server, on a BF16 copy",
-            can=can_copy,
-            why=copied if can_pack else no_packing,
-            command="keepmtp serve-check CHECKPOINT" if can_copy else _GET_QUANTIZE if can_serve else get_server,
+            can=can_serve and not no_packing,
+            why=f"needs {' and '.join(no_packing)}" if no_packing else copied,
+            command=serve if can_serve and not no_packing else copy_command,
         ),
-        Ability(
-            what="HTML report",
-            can=not page,
-            why="jinja2 and matplotlib are here" if not page else f"needs {' and '.join(page)}",
-            command="keepmtp check CHECKPOINT --html FOLDER" if not page else "pip install 'keepmtp[report]'",
-        ),
-        Ability(
+    )
+
+
+def _packing(lacking: list[str], torch: str, gpus: tuple[vllm_env.GPU, ...]) -> tuple[Ability, Ability]:
+    on_gpu = not lacking and bool(gpus) and not torch.endswith("+cpu")
+    return (
+        _needing(
+            lacking,
             what="packing weights, without data",
-            can=can_pack,
-            why=f"torch {packages['torch']}, on the CPU" if can_pack else no_packing,
-            command="keepmtp quantize MODEL" if can_pack else _GET_QUANTIZE,
+            why=f"torch {torch}, on the CPU",
+            command="keepmtp quantize MODEL",
+            get=_GET_QUANTIZE,
         ),
         Ability(
             what="packing weights on a GPU",
             can=on_gpu,
-            command="keepmtp quantize MODEL" if on_gpu else "",
             why="one shard a GPU at a time" if on_gpu else "needs a GPU and torch built for CUDA",
-        ),
-        Ability(
-            what="calibrated recipes, mtp: auto",
-            can=not absent,
-            why="llm-compressor, transformers and datasets are here" if not absent else f"needs {' and '.join(absent)}",
-            command="keepmtp quantize MODEL" if not absent else "pip install 'keepmtp[calibrate]'",
-        ),
-        Ability(
-            what="GSM8K, with method=mtp",
-            can=can_score,
-            why=f"needs {' and '.join(scoring)}"
-            if scoring
-            else f"lm-eval {packages['lm-eval']} asks vLLM's server"
-            if can_serve
-            else "needs a real server",
-            command=_GET_EVALUATE if scoring else "keepmtp eval CHECKPOINT" if can_serve else get_server,
-        ),
-        Ability(
-            what="model card",
-            can=not page,
-            why="jinja2 and matplotlib are here" if not page else f"needs {' and '.join(page)}",
-            command="keepmtp card CHECKPOINT" if not page else _GET_EVALUATE,
-        ),
-        Ability(
-            what="publishing to the Hub",
-            can=bool(token) and not page,
-            why=f"needs {' and '.join(page)}"
-            if page
-            else f"a token from {token}, not tried"
-            if token
-            else "needs a token with write access",
-            command=_GET_EVALUATE
-            if page
-            else "keepmtp publish CHECKPOINT --repo ORG/NAME"
-            if token
-            else "hf auth login",
+            command="keepmtp quantize MODEL" if on_gpu else "",
         ),
     )
+
+
+def _scoring(lacking: list[str], lm_eval: str, vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> Ability:
+    what = "GSM8K, with method=mtp"
+    if not lacking and not _can_serve(vllm, gpus):
+        return Ability(what=what, can=False, why="needs a real server", command=_get_server(vllm))
+    why = f"lm-eval {lm_eval} asks vLLM's server"
+    return _needing(lacking, what=what, why=why, command="keepmtp eval CHECKPOINT", get=_GET_EVALUATE)
+
+
+def _publishing(lacking: list[str], token: str) -> Ability:
+    what = "publishing to the Hub"
+    if not lacking and not token:
+        return Ability(what=what, can=False, why="needs a token with write access", command="hf auth login")
+    why = f"a token from {token}, not tried"
+    command = "keepmtp publish CHECKPOINT --repo ORG/NAME"
+    return _needing(lacking, what=what, why=why, command=command, get=_GET_EVALUATE)
 
 
 def _serving(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> tuple[str, str]:
@@ -252,7 +269,7 @@ def _serving(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> tupl
 
 
 def _where_token() -> str:
-    """Where huggingface_hub 1.33 finds one; the Hub is not asked what it is good for."""
+    """Where huggingface_hub 1.33 finds a token; the Hub is not asked whether it is valid."""
     from huggingface_hub import get_token
 
     named = next((name for name in _TOKEN_NAMES if os.environ.get(name, "").strip()), "")

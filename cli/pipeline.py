@@ -29,7 +29,8 @@ from ..quantize.plan import Plan, make_plan
 from ..recipes.errors import GateError
 from ..recipes.find import find_recipe
 from ..recipes.schema import AUTO, Recipe
-from ..validate.check.check import Report, check
+from ..validate.check.check import check
+from ..validate.report.results import CheckData
 from .progress import SILENT, RunProgress
 from .refusals import needs_calibration, refuse
 
@@ -51,7 +52,7 @@ class FinishedRun:
 
     plan: Plan
     out: Path
-    report: Report
+    report: CheckData
     calibration: "CalibrationRun | None" = None
 
 
@@ -111,7 +112,7 @@ def quantize(
         if ranks.is_first and not keep_calibration:
             shutil.rmtree(calibration_folder(out), ignore_errors=True)
         ranks.wait()
-    return FinishedRun(plan=plan, out=out, report=replace(report, path=str(out)), calibration=run)
+    return FinishedRun(plan=plan, out=out, report=report.model_copy(update={"path": str(out)}), calibration=run)
 
 
 def plan_before_measuring(recipe: Recipe, source: Source, **options: int) -> Plan:
@@ -194,7 +195,7 @@ def _packing_bar(
     return progress.packing(sum(plan.entries[name].num_bytes for tensor in written for name in tensor.inputs))
 
 
-def _checked(partial: Path, source: Source) -> Report:
+def _checked(partial: Path, source: Source) -> CheckData:
     report = check(partial, source=source)
     if not report.ok:
         first = report.findings[0]

@@ -22,7 +22,7 @@ from . import tables
 from .progress import bytes_bar
 
 if TYPE_CHECKING:
-    from ..validate.dryload.loader import GPU
+    from ..validate.dryload.facts import GPU
     from ..validate.publish.hub import Hub, Remote
     from ..validate.publish.upload import Comparison, Sent
     from ..validate.publish.upload_set import Parcel
@@ -121,9 +121,9 @@ def _publish(
             checked, how = publishing.load_remote(
                 there, parcel, gpu=gpu, watch=lambda doing: status.update(escape(doing))
             )
-        if not checked.report.ok:
-            err.print(tables.report(checked.report))
-            worst = checked.report.findings[0]
+        if not checked.data.ok:
+            err.print(tables.report(checked.data))
+            worst = checked.data.findings[0]
             raise GateError(
                 f"{repo} at {there.commit}",
                 "must pass the check there as it did here",
@@ -201,7 +201,7 @@ def _refuse_unasked(what: str, *, yes: bool) -> None:
 
 
 def _gpu(word: str | None) -> "GPU | None":
-    from ..validate.dryload.loader import GPUS
+    from ..validate.dryload.facts import GPUS
 
     if word is not None and word not in GPUS:
         raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure="Take the nearest")

@@ -87,6 +87,7 @@ def quantize(
 def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
     from ..validate.report.check_data import calibration_fact
     from . import calibration_tables, plan_tables
+    from .check import check_json
 
     settings = result.plan.recipe.calibration
     fact = None
@@ -97,7 +98,7 @@ def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
             {
                 "out": str(result.out),
                 "plan": plan_tables.plan_json(result.plan),
-                "check": result.report.as_dict(),
+                "check": check_json(result.report),
                 "calibration": fact.model_dump(mode="json") if fact else None,
             }
         )

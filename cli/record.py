@@ -1,10 +1,10 @@
-"""`keepmtp check --record`: what a check found, kept beside the checkpoint with the bytes it is about.
+"""`keepmtp check --record`: keeps what a check found, together with the hashes of the files that it checked.
 
-In: one local checkpoint, and what `validate.check.check` or `validate.dryload.check_on` found of it. Out: check.json in
+In: one local checkpoint, and what `validate.check.check` or `validate.dryload.check_on` found in it. Out: check.json in
 NAME.report, and report.json and report.html of all results there.
 
-Easy to get wrong: the bytes are read before the check, so that a file that is written meanwhile cannot pass as checked,
-and results of other bytes are refused before that, not after a dry load.
+Easy to get wrong: the files are hashed before the check, so that a file that changes meanwhile does not count as
+checked. Results of other bytes are refused before that, not after a dry load.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from rich.console import Console
 from ..checkpoints.identity import Identity, identify
 from ..checkpoints.source import Source, open_source
 from ..recipes.errors import RecipeError
-from ..validate.dryload.check_on import Checked
+from ..validate.check.check import Checked
 from ..validate.report import report as reports
 from ..validate.report.check_data import check_data
 from ..validate.report.results import report_folder, write_result
@@ -26,17 +26,15 @@ from .source_of import recorded_source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A check that has begun: the evidence folder, and the bytes that are judged."""
+    """A check that has begun: the folder of its results, and the identity of the files."""
 
     folder: Path
     identity: Identity
 
     def keep(self, checked: Checked) -> Path:
-        """Write check.json and the report of all results; returns report.json's path."""
+        """Write check.json and the report of all results; return the path of report.json."""
         source = None if checked.source is None else _source_of(checked.source)
-        data = check_data(
-            checked.report, vllm=TESTED[0], evidence=checked.evidence, opened=checked.source, source=source
-        )
+        data = check_data(checked.data, opened=checked.source, source=source)
         write_result(self.folder, "check", data, checkpoint=self.identity, vllm=TESTED[0])
         reports.refresh(self.folder)
         return self.folder / reports.JSON_FILE
@@ -47,7 +45,7 @@ def begin(paths: list[str]) -> Record:
 
     Raises:
         RecipeError: several checkpoints, or a Hub id.
-        CheckpointError: the evidence folder holds results of other bytes.
+        CheckpointError: the folder of results holds results of other bytes.
     """
     if len(paths) != 1 or not Path(paths[0]).is_dir():
         raise RecipeError(
@@ -64,7 +62,7 @@ def begin(paths: list[str]) -> Record:
 
 
 def _source_of(checkpoint: Source) -> Source | None:
-    """What it was made from, for sizes before and after, where its record names a folder here."""
+    """The source of the checkpoint, for sizes before and after; None unless its record names a folder here."""
     try:
         return open_source(recorded_source(checkpoint, cure=""))
     except RecipeError:

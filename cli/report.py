@@ -15,8 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
-    from ..validate.check.findings import Report
-    from ..validate.check.runtime_view import Evidence
+    from ..validate.report.results import CheckData
     from ..validate.report.schema import Serve
 
 
@@ -44,10 +43,9 @@ def page(
 
 def save(
     folder: Path,
-    found: "Report",
+    found: "CheckData",
     *,
     vllm: str,
-    evidence: "Evidence | None" = None,
     opened: "Source | None" = None,
     source: "Source | None" = None,
     serve: "Serve | None" = None,
@@ -56,9 +54,9 @@ def save(
 
     Args:
         folder: made if need be; an older report in it is replaced.
-        found: the check's report, dry loads included.
+        found: the check, dry loads included.
         vllm: the version that judged, or that the rules describe.
-        evidence, opened: the checkpoint's, from `validate.check.check.examine`; None where it could not be read.
+        opened: the checkpoint; None where it could not be read.
         source: what it was made from, for sizes before and after.
         serve: a real server's answers.
     """
@@ -66,5 +64,5 @@ def save(
     from ..validate.report.report import assemble, write
     from ..validate.report.results import TIME
 
-    data = check_data(found, vllm=vllm, evidence=evidence, opened=opened, source=source)
+    data = check_data(found, opened=opened, source=source)
     return write(folder, assemble(data, vllm=vllm, serve=serve, made_at=datetime.now(UTC).strftime(TIME)))

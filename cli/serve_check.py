@@ -241,15 +241,12 @@ def _record(
 def _write(report: ServeReport, checkpoint: "Source", source: "Source | None", out: Path) -> None:
     """report.json with the static check, sizes and calibration, and the page if what it needs is installed."""
     from ..validate.check.check import check_source
-    from ..validate.check.runtime_view import Evidence
     from ..validate.report.schema import Serve
 
-    view = find_view(checkpoint.config, checkpoint.where)
     save(
         out,
         check_source(checkpoint, source=source),
         vllm=report.environment["vllm"],
-        evidence=Evidence(source=checkpoint, view=view),
         opened=checkpoint,
         source=source,
         serve=Serve.model_validate(report.as_dict()),

@@ -21,8 +21,8 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from ..quantize.plan import Plan, TensorPlan
-    from ..validate.check.findings import Report
-    from ..validate.dryload.loader import Side, Verdict
+    from ..validate.dryload.facts import DryLoad, LoadedModel
+    from ..validate.report.results import CheckData
     from ..validate.report.schema import JudgementWord
 
 MIB = 2**20
@@ -124,7 +124,7 @@ def config_listing(config: Mapping[str, Any]) -> RenderableType:
     return table
 
 
-def report(found: "Report") -> RenderableType:
+def report(found: "CheckData") -> RenderableType:
     """A check's findings, or that there are none, and what vLLM did with it on every pretended GPU."""
     parts: list[RenderableType] = [_findings(found)]
     if found.dry:
@@ -132,7 +132,7 @@ def report(found: "Report") -> RenderableType:
     return Group(*parts)
 
 
-def _findings(found: "Report") -> RenderableType:
+def _findings(found: "CheckData") -> RenderableType:
     if not found.findings:
         return Text.from_markup(f"[green]check passed[/] {escape(str(found.path))}: no findings")
     table = plain_table(f"check {found.path}")
@@ -149,32 +149,32 @@ def _findings(found: "Report") -> RenderableType:
     return table
 
 
-def _dry_loads(verdicts: "Sequence[Verdict]") -> RenderableType:
+def _dry_loads(loads: "Sequence[DryLoad]") -> RenderableType:
     table = plain_table("dry load: vLLM's own classes and loaders on meta tensors")
     for column in ("GPU", "TP", "", "class", "filled", "shared with the target", "kernels"):
         table.add_column(column, overflow="fold")
-    for verdict in verdicts:
-        failure = verdict.failure
-        for role, side in (("target", verdict.target), ("draft", verdict.draft)):
-            is_stopped = failure is not None and (not side.cls or failure.role == role)
-            filled = f"{side.num_written:,} of {side.num_params:,}"
+    for load in loads:
+        failure = load.failure
+        for role, model in (("target", load.target), ("draft", load.draft)):
+            is_stopped = failure is not None and (not model.cls or failure.role == role)
+            filled = f"{model.num_written:,} of {model.num_params:,}"
             table.add_row(
-                verdict.gpu if role == "target" else "",
-                str(verdict.tp) if role == "target" else "",
+                load.gpu if role == "target" else "",
+                str(load.tp) if role == "target" else "",
                 role,
-                side.cls or "-",
+                model.cls or "-",
                 "[red]stopped[/]" if is_stopped else filled,
-                escape(", ".join(side.shared)),
-                escape(_kernels(side)),
+                escape(", ".join(model.shared)),
+                escape(_kernels(model)),
             )
         table.add_section()
     return table
 
 
-def _kernels(side: "Side") -> str:
+def _kernels(model: "LoadedModel") -> str:
     """Kernels by name with their number of layers; one whose preparation needs values is marked."""
     counts: dict[str, int] = defaultdict(int)
-    for kernel in side.kernels:
+    for kernel in model.kernels:
         if kernel.kernel:
             mark = {"ok": "", "not": "?", "refused": " refused"}[kernel.outcome.partition(" ")[0].rstrip(":")]
             counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count

@@ -11,13 +11,12 @@ from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.cli import pipeline
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.check.findings import Report
-from keepmtp.validate.dryload.check_on import with_verdicts
+from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.publish.card_page import Told
 from keepmtp.validate.publish.provenance import groups_of, recipe_text
 from keepmtp.validate.report import report as full_reports
 from keepmtp.validate.report.check_data import check_data
-from keepmtp.validate.report.results import report_folder, write_result
+from keepmtp.validate.report.results import CheckData, report_folder, write_result
 from keepmtp.validate.report.schema import FullReport
 
 RECIPE = "tiny-glm4-moe.nvfp4a16-fp8"
@@ -41,9 +40,9 @@ def evidence(
     """Results of these stations for the checkpoint in `folder`; returns its evidence folder, report.json in it."""
     where, identity = report_folder(folder), identify(folder)
     source = open_source(reports.MODEL)
-    report, opened, found = examine(str(folder), source=source)
-    checked = with_verdicts(report, found, [reports.verdict("sm90", 1), reports.verdict("sm100", 4)], reports.VLLM)
-    data = check_data(_warned(checked), vllm=reports.VLLM, evidence=found, opened=opened, source=source)
+    loads = [reports.account("sm90", 1), reports.account("sm100", 4)]
+    checked = with_loads(examine(str(folder), source=source), loads, reports.VLLM)
+    data = check_data(_warned(checked.data), opened=checked.source, source=source)
     write_result(where, "check", data, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
     if "serve" in stations:
         serve = reports.told(reports.served(is_copy=is_copy))
@@ -81,5 +80,5 @@ def source_with_card(folder: Path, text: str) -> Source:
     return replace(open_source(reports.MODEL), folder=folder)
 
 
-def _warned(report: Report) -> Report:
-    return replace(report, findings=(*report.findings, reports.WARNED))
+def _warned(data: CheckData) -> CheckData:
+    return data.model_copy(update={"findings": (*data.findings, reports.WARNED)})

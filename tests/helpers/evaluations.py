@@ -100,7 +100,7 @@ def evaluation(
 
 def judged(found: EvaluationFact, gates: Gates | None = None) -> FullReport:
     """A report of a checkpoint that was checked, evaluated and judged."""
-    data = check_data(check(reports.MODEL), vllm=reports.VLLM)
+    data = check_data(check(reports.MODEL))
     judgement = judge(gates=gates or Gates(), check=data, serve=None, evaluation=found)
     return assemble(
         data,

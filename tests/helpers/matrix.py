@@ -20,9 +20,10 @@ from good import companions, ours
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_family
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.check.findings import Report
-from keepmtp.validate.dryload.check_on import with_verdicts
-from keepmtp.validate.dryload.loader import GPU, GPUS, DryLoader, Job
+from keepmtp.validate.dryload.check_on import with_loads
+from keepmtp.validate.dryload.facts import GPU, GPUS
+from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.report.results import CheckData
 from keepmtp.validate.serving.vllm_env import find_vllm
 from layouts import gemma4_assistant
 from modelopt_form import modelopt
@@ -56,22 +57,22 @@ VARIANTS: dict[str, Callable[[str], Checkpoint]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One checkpoint on one GPU at one TP size; `report` is None where keepmtp refuses to make the checkpoint."""
+    """One checkpoint on one GPU at one TP size; `data` is None where keepmtp refuses to make the checkpoint."""
 
     family: str
     model: str
     variant: str
     gpu: GPU
     tp: int
-    report: Report | None
+    data: CheckData | None
     refusal: str = ""
 
     @property
     def text(self) -> str:
         """What stands in the table: "loads", or why not."""
-        if self.report is None:
+        if self.data is None:
             return f"not made: {self.refusal}"
-        errors = [finding for finding in self.report.findings if finding.severity == "error"]
+        errors = [finding for finding in self.data.findings if finding.severity == "error"]
         return "loads" if not errors else errors[0].says.partition(": ")[2] or errors[0].says
 
 
@@ -104,14 +105,13 @@ def run(
                     for _, _, folder, target in made
                     for tp in tps
                 ]
-                verdicts = iter(loader.judge_all(jobs))
+                accounts = iter(loader.load_all(jobs))
             for model, variant, folder, target in made:
-                report, _, evidence = examined[folder]
+                draft = examined[folder].runtime
+                checked = examined[folder]._replace(runtime=None if target else draft)
                 for tp in tps:
-                    judged = with_verdicts(
-                        report, None if target else evidence, [next(verdicts)], vllm.version, draft=evidence
-                    )
-                    yield Cell(family=family_of(model), model=model, variant=variant, gpu=gpu, tp=tp, report=judged)
+                    data = with_loads(checked, [next(accounts)], vllm.version, draft=draft).data
+                    yield Cell(family=family_of(model), model=model, variant=variant, gpu=gpu, tp=tp, data=data)
             for model, variant, refusal in refused:
                 for tp in tps:
                     yield Cell(
@@ -120,7 +120,7 @@ def run(
                         variant=variant,
                         gpu=gpu,
                         tp=tp,
-                        report=None,
+                        data=None,
                         refusal=refusal,
                     )
 

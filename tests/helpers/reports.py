@@ -1,17 +1,26 @@
 """Reports as the stations would give them, in real values of their own types: for report.json and the page."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.validate.check.check import check, examine
-from keepmtp.validate.check.findings import Facts, Finding, Report
-from keepmtp.validate.dryload.check_on import with_verdicts
-from keepmtp.validate.dryload.loader import GPU, Failure, Kernel, Misfit, Side, Verdict
+from keepmtp.validate.check.findings import CheckpointFacts, Finding
+from keepmtp.validate.dryload.check_on import with_loads
+from keepmtp.validate.dryload.facts import (
+    GPU,
+    DryLoad,
+    KernelUse,
+    LoadAccount,
+    LoadedModel,
+    LoadFailure,
+    Misfit,
+    ModelAccount,
+)
 from keepmtp.validate.report.check_data import calibration_fact, check_data, sizes_by_group
 from keepmtp.validate.report.report import assemble
+from keepmtp.validate.report.results import CheckData
 from keepmtp.validate.report.schema import FullReport, Serve
 from keepmtp.validate.serving.acceptance import Drafts, Output, Parting, Run, Served, ServeReport
 
@@ -25,16 +34,23 @@ CAST = Misfit(
     tensor="model.layers.3.mlp.shared_experts.down_proj.weight",
     wanted="float8_e4m3fn",
 )
-WARNED = Finding(rule="old", severity="warning", where="config.json", says="older versions want aliases", cure="Add")
+WARNED = Finding(
+    origin="static",
+    rule="old",
+    severity="warning",
+    where="config.json",
+    says="older versions want aliases",
+    cure="Add",
+)
 
 
-def side(cls: str, *, shared: tuple[str, ...] = (), kernels: tuple[Kernel, ...] = ()) -> Side:
-    return Side(cls=cls, num_params=1312, num_written=1312 - len(shared), shared=shared, kernels=kernels)
+def model(cls: str, *, shared: tuple[str, ...] = (), kernels: tuple[KernelUse, ...] = ()) -> LoadedModel:
+    return LoadedModel(cls=cls, num_params=1312, num_written=1312 - len(shared), shared=shared, kernels=kernels)
 
 
-def verdict(gpu: GPU, tp: int, *, failure: Failure | None = None, casts: tuple[Misfit, ...] = ()) -> Verdict:
+def account(gpu: GPU, tp: int, *, failure: LoadFailure | None = None, casts: tuple[Misfit, ...] = ()) -> LoadAccount:
     kernels = (
-        Kernel(
+        KernelUse(
             layer="RoutedExperts",
             method="CompressedTensorsW4A4Nvfp4MoEMethod",
             kernel="MarlinExperts" if gpu == "sm90" else "FlashInferExperts",
@@ -42,7 +58,7 @@ def verdict(gpu: GPU, tp: int, *, failure: Failure | None = None, casts: tuple[M
             where="model.layers.1.mlp.experts",
             outcome="not judged: the post-load step reads values",
         ),
-        Kernel(
+        KernelUse(
             layer="LinearBase",
             method="CompressedTensorsW8A8Fp8",
             kernel="CutlassFP8ScaledMMLinearKernel",
@@ -51,22 +67,23 @@ def verdict(gpu: GPU, tp: int, *, failure: Failure | None = None, casts: tuple[M
             outcome="ok",
         ),
     )
-    draft = replace(side("Glm4MoeMTP", shared=SHARED, kernels=kernels[1:]), casts=casts)
-    return Verdict(
-        path=str(MODEL),
+    load = DryLoad(
         gpu=gpu,
         tp=tp,
-        num_drafts=1,
+        k=1,
+        ok=failure is None,
         failure=failure,
         runner="v2",
         peak_mib=740,
-        target=side("Glm4MoeForCausalLM", kernels=kernels),
-        draft=Side() if failure else draft,
-        seconds={"imports": 11.8, "target load": 19.3},
+        target=model("Glm4MoeForCausalLM", kernels=kernels),
+        draft=LoadedModel() if failure else model("Glm4MoeMTP", shared=SHARED, kernels=kernels[1:]),
+        seconds=31.1,
     )
+    written = ModelAccount() if failure else ModelAccount(casts=casts)
+    return LoadAccount(path=str(MODEL), load=load, draft=written)
 
 
-REFUSED = Failure(
+REFUSED = LoadFailure(
     stage="load",
     role="draft",
     type="KeyError",
@@ -156,7 +173,7 @@ def whole(**choices: bool) -> FullReport:
     """Everything ran; `choices` go to `served`."""
     opened = open_source(MODEL)
     return loaded(
-        *[verdict(gpu, tp) for gpu in ("sm90", "sm100", "sm120") for tp in (1, 4)],
+        *[account(gpu, tp) for gpu in ("sm90", "sm100", "sm120") for tp in (1, 4)],
         before=opened,
         serve=served(**choices),
     )
@@ -165,7 +182,7 @@ def whole(**choices: bool) -> FullReport:
 def broken() -> FullReport:
     """The draft is refused on one GPU and wrong in silence on another; no server was run."""
     return loaded(
-        verdict("sm90", 1, casts=(CAST,)), verdict("sm100", 1, failure=REFUSED), verdict("sm100", 4, failure=REFUSED)
+        account("sm90", 1, casts=(CAST,)), account("sm100", 1, failure=REFUSED), account("sm100", 4, failure=REFUSED)
     )
 
 
@@ -248,18 +265,16 @@ def summary(word: str = "") -> dict[str, Any]:
 def calibrated(**changed: Any) -> FullReport:
     """A calibrated checkpoint, checked and no more; `changed` are entries of the run's account."""
     fact = calibration_fact(summary() | changed, SETTINGS)
-    data = check_data(check(MODEL), vllm=VLLM).model_copy(update={"calibration": fact})
+    data = check_data(check(MODEL)).model_copy(update={"calibration": fact})
     return assemble(data, vllm=VLLM, made_at=AT)
 
 
-def loaded(*verdicts: Verdict, before: Source | None = None, serve: ServeReport | None = None) -> FullReport:
+def loaded(*accounts: LoadAccount, before: Source | None = None, serve: ServeReport | None = None) -> FullReport:
     """A real static check, with these dry loads, a warning, and a server's report."""
-    report, opened, evidence = examine(MODEL)
-    assert opened is not None
-    judged = with_verdicts(report, evidence, verdicts, VLLM)
-    data = check_data(
-        replace(judged, findings=(*judged.findings, WARNED)), vllm=VLLM, evidence=evidence, opened=opened, source=before
-    )
+    checked = with_loads(examine(MODEL), accounts, VLLM)
+    assert checked.source is not None
+    warned = checked.data.model_copy(update={"findings": (*checked.data.findings, WARNED)})
+    data = check_data(warned, opened=checked.source, source=before)
     return assemble(data, vllm=VLLM, serve=told(serve), made_at=AT)
 
 
@@ -270,11 +285,11 @@ def told(serve: ServeReport | None) -> Serve | None:
 
 def hostile(word: str) -> FullReport:
     """Every string that a stranger's checkpoint or server may choose is `word`."""
-    found = Finding(rule=word, severity="error", where=word, says=word, cure=word)
-    kernel = Kernel(layer=word, method=word, kernel=word, count=1, where=word, outcome=f"refused: {word}")
-    bad = Failure(stage="load", role="draft", type=word, words=word, at=word, tensor=word)
-    sides = Side(cls=word, num_params=1, num_written=1, shared=(word,), kernels=(kernel,))
-    load = Verdict(path=word, gpu="sm90", tp=1, num_drafts=1, failure=bad, target=sides, draft=sides, seconds={})
+    found = Finding(origin="static", rule=word, severity="error", where=word, says=word, cure=word)
+    kernel = KernelUse(layer=word, method=word, kernel=word, count=1, where=word, outcome=f"refused: {word}")
+    bad = LoadFailure(stage="load", role="draft", type=word, words=word, at=word, tensor=word)
+    built = LoadedModel(cls=word, num_params=1, num_written=1, shared=(word,), kernels=(kernel,))
+    load = DryLoad(gpu="sm90", tp=1, k=1, ok=False, num_errors=1, failure=bad, target=built, draft=built)
     model = Served(
         role="checkpoint",
         path=word,
@@ -290,9 +305,9 @@ def hostile(word: str) -> FullReport:
     server = ServeReport(
         checkpoint=model, source=None, floor=0.97, prompts=(word,), max_tokens=1, environment={word: word}, seconds=1.0
     )
-    facts = Facts(family=word, dialect=word, mtp_forms=(word,))
+    facts = CheckpointFacts(family=word, dialect=word, mtp_forms=(word,))
     sizes = [row.model_copy(update={"group": word}) for row in sizes_by_group(open_source(MODEL))]
-    checked = check_data(Report(path=word, findings=(found,), facts=facts, dry=(load,)), vllm=word)
+    checked = check_data(CheckData(path=word, findings=(found,), facts=facts, dry=(load,)))
     fact = calibration_fact(summary(word), SETTINGS | {"algorithm": word})
     data = checked.model_copy(update={"sizes": tuple(sizes), "calibration": fact})
     return assemble(data, vllm=word, serve=told(server), made_at=AT)
@@ -300,4 +315,4 @@ def hostile(word: str) -> FullReport:
 
 def bare() -> FullReport:
     """Only the static check ran."""
-    return assemble(check_data(check(MODEL), vllm=VLLM), vllm=VLLM, made_at=AT)
+    return assemble(check_data(check(MODEL)), vllm=VLLM, made_at=AT)

@@ -11,9 +11,9 @@ import pytest
 from checkpoint_files import Checkpoint, lose, write
 from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
-from keepmtp.validate.check.findings import Report
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.dryload.loader import DryLoader
+from keepmtp.validate.report.results import CheckData
 from keepmtp.validate.serving.vllm_env import find_vllm
 from layouts import gemma4_assistant
 from releases import source_layout, write_checkpoint
@@ -60,7 +60,7 @@ def without_norm() -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def judged(silent, tmp_path_factory) -> dict[str, Report]:
+def judged(silent, tmp_path_factory) -> dict[str, CheckData]:
     """What is found on sm100; a vLLM takes 10 s to start, so one judges all."""
     made = {
         "renamed": renamed(),
@@ -71,7 +71,7 @@ def judged(silent, tmp_path_factory) -> dict[str, Report]:
     place = tmp_path_factory.mktemp("judged")
     folders = {"silent": silent} | {name: write(place / name, checkpoint) for name, checkpoint in made.items()}
     found = check_on([str(folder) for folder in folders.values()], vllm=find_vllm(), gpus=["sm100"])
-    return {name: checked.report for name, checked in zip(folders, found, strict=True)}
+    return {name: checked.data for name, checked in zip(folders, found, strict=True)}
 
 
 def test_one_call_judges_all_checkpoints_on_all_gpus(good, silent):
@@ -98,13 +98,13 @@ def test_one_call_judges_all_checkpoints_on_all_gpus(good, silent):
 def test_what_vllm_leaves_unsaid_is_found_by_the_account_alone(silent):
     """No rule of the static check is asked: parameters that keep their placeholder, weights cast into eight bits."""
     with DryLoader(find_vllm(), gpu="sm100") as loader:
-        verdict = loader.judge(silent)
-    assert verdict.failure is None
-    assert {fault.param for fault in verdict.draft.default} >= {
+        account = loader.load(silent)
+    assert account.load.failure is None
+    assert {fault.param for fault in account.draft.default} >= {
         "model.layers.3.mtp_block.self_attn.qkv_proj.weight_scale",
         "model.layers.3.mtp_block.mlp.shared_experts.down_proj.weight_scale",
     }
-    cast = next(misfit for misfit in verdict.draft.casts if "q_proj" in misfit.tensor)
+    cast = next(misfit for misfit in account.draft.casts if "q_proj" in misfit.tensor)
     assert (cast.given, cast.wanted) == ("bfloat16", "float8_e4m3fn")
 
 
@@ -217,4 +217,4 @@ def test_a_vllm_that_cannot_pretend_is_told_with_its_last_words(good, tmp_path):
         pytest.raises(VLLMError, match=r"pretended sm100; got .*ImportError: no module named vllm\.platforms"),
         DryLoader(replace(find_vllm(), python=script), gpu="sm100") as loader,
     ):
-        loader.judge(good)
+        loader.load(good)

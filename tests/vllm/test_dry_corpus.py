@@ -14,7 +14,7 @@ from dry_corpus import DryCase, broken_cases, good_cases
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.findings import Finding
-from keepmtp.validate.dryload.check_on import with_verdicts
+from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.serving.vllm_env import VLLM, find_vllm
 
@@ -70,9 +70,9 @@ def test_right_both_ways(vllm: VLLM, tmp_path: Path, capsys: pytest.CaptureFixtu
             Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts)
             for folder, case in zip(folders, cases, strict=True)
         ]
-        verdicts = loader.judge_all(jobs)
-    for case, (report, _, evidence), verdict in zip(cases, examined, verdicts, strict=True):
-        found = with_verdicts(report, evidence, [verdict], vllm.version).findings
+        accounts = loader.load_all(jobs)
+    for case, checked, account in zip(cases, examined, accounts, strict=True):
+        found = with_loads(checked, [account], vllm.version).data.findings
         (_score_broken if case.by else _score_good)(score, case, found)
     with capsys.disabled():
         print(f"\n\nchecked on {GPU}, vLLM {vllm.version}\n{score.table()}")

@@ -18,7 +18,8 @@ from keepmtp.recipes.families import find_family, find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.validate.dryload.defects import known_defect
-from keepmtp.validate.dryload.loader import DryLoader, Job, Question, Verdict
+from keepmtp.validate.dryload.facts import LoadAccount, Question
+from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.serving.vllm_env import find_vllm
 
 SCHEME = "FP8_DYNAMIC"  # the one that every family's modules take
@@ -32,25 +33,26 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory) -> dict[tuple[str, str], Verdict]:
+def accounts(tmp_path_factory) -> dict[tuple[str, str], LoadAccount]:
     """(model, MTP policy) -> what vLLM did with what keepmtp writes."""
     folder = tmp_path_factory.mktemp("names")
     wanted = [(model, mtp) for model in MODELS for mtp in MTP]
     jobs = [Job(folder=write(folder / f"{model}-{mtp}", ours(model, SCHEME, mtp))) for model, mtp in wanted]
     with DryLoader(find_vllm(), gpu="sm100") as loader:
-        return dict(zip(wanted, loader.judge_all(jobs), strict=True))
+        return dict(zip(wanted, loader.load_all(jobs), strict=True))
 
 
-def questions(verdict: Verdict, part: str) -> list[Question]:
+def questions(account: LoadAccount, part: str) -> list[Question]:
     """What was asked on behalf of a part; skips a part that a known defect of vLLM's keeps from being built."""
-    side = verdict.draft if part == "mtp" else verdict.target
-    family = find_family(json.loads((Path(verdict.path) / "config.json").read_text()), verdict.path)
-    if not side.cls and verdict.failure:
-        defect = known_defect(verdict.failure, family=family.model_type, version=find_vllm().version)
-        assert defect, verdict.failure
+    model, written = account.of("draft" if part == "mtp" else "target")
+    family = find_family(json.loads((Path(account.path) / "config.json").read_text()), account.path)
+    failure = account.load.failure
+    if not model.cls and failure:
+        defect = known_defect(failure, family=family.model_type, version=find_vllm().version)
+        assert defect, failure
         pytest.skip(f"vLLM cannot build it: {defect.says}")
     # A layer without a place in the model was thrown away again during construction.
-    return [asked for asked in side.asked if asked.path and not asked.layer.endswith(NOT_A_MATRIX)]
+    return [asked for asked in written.asked if asked.path and not asked.layer.endswith(NOT_A_MATRIX)]
 
 
 @cache
@@ -72,9 +74,9 @@ def table(model: str, part: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize("part", ["backbone", "mtp"])
 @pytest.mark.parametrize("model", MODELS)
-def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, verdicts):
+def test_vllm_asks_for_the_modules_in_the_table_and_no_other(model, part, accounts):
     """Every name that vLLM asks about is in the table, and vLLM asks about every name that the table says it does."""
-    asked = questions(verdicts[model, "bf16"], part)
+    asked = questions(accounts[model, "bf16"], part)
     config, _ = releases.source_layout(model, size="tiny")
     view = find_view(config, model)
     opaque = tuple(runtime for _, runtime, _ in view.layout.opaque)
@@ -95,21 +97,21 @@ def is_head(view: FamilyView, name: str) -> bool:
 
 @pytest.mark.parametrize("mtp", MTP)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_ignore_list_makes_vllm_choose_what_the_plan_chose(model, mtp, verdicts):
+def test_the_ignore_list_makes_vllm_choose_what_the_plan_chose(model, mtp, accounts):
     """Of every question: quantized by vLLM exactly where the plan quantizes."""
     chosen = {str(module.name): module.scheme for module in runtime_modules(planned(model, SCHEME, mtp))}
     wrong = {}
     for part in ("backbone", "mtp"):
-        for question in questions(verdicts[model, mtp], part):
+        for question in questions(accounts[model, mtp], part):
             is_quantized = bool(question.method) and not question.method.startswith("Unquantized")
             if is_quantized != bool(chosen.get(question.prefix)):
                 wrong[question.prefix] = (question.method, chosen.get(question.prefix))
     assert not wrong
 
 
-def test_a_family_file_that_drifts_is_named(verdicts):
+def test_a_family_file_that_drifts_is_named(accounts):
     """The twin: a table that calls a draft's modules by their names on disk does not agree with vLLM."""
-    theirs = {question.prefix for question in questions(verdicts["mimo-7b", "bf16"], "mtp")}
+    theirs = {question.prefix for question in questions(accounts["mimo-7b", "bf16"], "mtp")}
     drifted = {name.replace("model.layers.3.", "model.mtp_layers.0.") for name in table("mimo-7b", "mtp")}
     assert "model.mtp_layers.0.self_attn.qkv_proj" in drifted - theirs
     assert "model.layers.3.self_attn.qkv_proj" in theirs - drifted

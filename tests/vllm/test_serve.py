@@ -137,7 +137,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
     assert "source, k=1" in done.stderr and "checkpoint, k=1" in done.stderr
 
     folder = broken(fp8, tmp_path / "twin")
-    assert any(finding.where.startswith("mtp.layers.0.") for finding in examine(folder)[0].findings)
+    assert any(finding.where.startswith("mtp.layers.0.") for finding in examine(folder).data.findings)
     twin = serve(open_source(folder), "checkpoint", vllm=find_vllm(), check=check(tmp_path, 1, prompts=ASKED[:1]))
     (run,) = twin.runs
     assert run.loaded and "8" in run.outputs[0].text.rpartition("####")[2], "right answers all the same"

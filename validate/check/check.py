@@ -1,56 +1,75 @@
 """`keepmtp check`: will vLLM load this checkpoint with method=mtp, and will the draft be real? From headers alone.
 
-In: a folder or Hub id, ours or not: compressed-tensors, modelopt or native FP8. Out: a `Report`. Nothing is downloaded
-but JSON files and safetensors headers, and vLLM is not needed.
+In: a folder or Hub id, ours or not: compressed-tensors, modelopt or native FP8. Out: a `CheckData`. Only JSON files and
+safetensors headers are downloaded, and vLLM is not needed.
 
 Easy to get wrong: a checkpoint that loads can still draft at 0 %. A finding is an error where vLLM 0.32 raises, and
-where it stays silent but holds something else than the files; what only older versions or other engines mind is a
+where it stays silent but holds something else than the files. What only older versions or other engines refuse is a
 warning.
 """
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_view
+from ..dryload.facts import LoadAccount
+from ..report.results import CheckData
 from . import rules_config, rules_forms, rules_mtp, rules_source
-from .findings import Facts, Finding, Report, grouped
-from .runtime_view import Evidence
+from .findings import CheckpointFacts, Finding, Objection, errors_first, grouped
+from .runtime_view import RuntimeView
 
-Rule = Callable[[Evidence], Iterator[Finding]]
+Rule = Callable[[RuntimeView], Iterator[Objection]]
 RULES: tuple[Rule, ...] = (*rules_mtp.RULES, *rules_forms.RULES, *rules_config.RULES)
 SOURCE_RULES = rules_source.RULES
 
 
-def check(where: str | Path, *, source: Source | None = None) -> Report:
-    """Judge one checkpoint.
+class Checked(NamedTuple):
+    """What was found of a checkpoint, and what it was found from.
+
+    Attributes:
+        data: facts, findings and dry loads.
+        source: the headers; None where they cannot be read.
+        runtime: None without a family's table.
+        accounts: of the dry loads.
+    """
+
+    data: CheckData
+    source: Source | None
+    runtime: RuntimeView | None
+    accounts: tuple[LoadAccount, ...] = ()
+
+
+def check(where: str | Path, *, source: Source | None = None) -> CheckData:
+    """Check one checkpoint.
 
     Args:
         where: a folder or a Hub id.
         source: the release it was made from; kept MTP tensors are then compared with it.
 
-    Returns: the report; a checkpoint that cannot be opened at all is one finding.
+    Returns: facts and findings; a checkpoint that cannot be opened at all is one finding.
     """
-    return examine(where, source=source)[0]
+    return examine(where, source=source).data
 
 
-def examine(where: str | Path, *, source: Source | None = None) -> tuple[Report, Source | None, Evidence | None]:
-    """`check`, with the headers (None where they cannot be read) and the evidence (None for an unknown family)."""
+def examine(where: str | Path, *, source: Source | None = None) -> Checked:
+    """`check`, with what it read."""
     try:
         opened = open_source(where)
     except CheckpointError as error:
-        return _refused(str(where), "files", str(error)), None, None
-    report, evidence = _judge(opened, source)
-    return report, opened, evidence
+        return Checked(_refused(str(where), "files", str(error)), None, None)
+    data, runtime = _found(opened, source)
+    return Checked(data, opened, runtime)
 
 
-def check_source(opened: Source, *, source: Source | None = None) -> Report:
+def check_source(opened: Source, *, source: Source | None = None) -> CheckData:
     """`check` for a checkpoint whose headers are already read."""
-    return _judge(opened, source)[0]
+    return _found(opened, source)[0]
 
 
-def _judge(opened: Source, source: Source | None) -> tuple[Report, Evidence | None]:
+def _found(opened: Source, source: Source | None) -> tuple[CheckData, RuntimeView | None]:
     try:
         view = find_view(opened.config, opened.where)
         for number in (view.num_layers, view.num_mtp_layers):
@@ -61,42 +80,41 @@ def _judge(opened: Source, source: Source | None) -> tuple[Report, Evidence | No
     except (KeyError, TypeError, ValueError) as error:
         message = f"{opened.where}/config.json: must count its layers; got {error!r}. Take the original's config.json."
         return _refused(opened.where, "config", message), None
-    evidence = Evidence(source=opened, view=view)
-    findings = [finding for rule in RULES for finding in rule(evidence)]
+    runtime = RuntimeView(source=opened, view=view)
+    found = [objection for rule in RULES for objection in rule(runtime)]
     if source is not None:
-        original = Evidence(source=source, view=find_view(source.config, source.where))
-        findings += [finding for rule in SOURCE_RULES for finding in rule(evidence, original)]
-    return Report(path=opened.where, findings=grouped(findings), facts=_facts(evidence)), evidence
+        original = RuntimeView(source=source, view=find_view(source.config, source.where))
+        found += [objection for rule in SOURCE_RULES for objection in rule(runtime, original)]
+    return CheckData(path=opened.where, facts=_facts(runtime), findings=errors_first(grouped(found))), runtime
 
 
-def _refused(path: str, rule: str, message: str) -> Report:
+def _refused(path: str, rule: str, message: str) -> CheckData:
     where, _, rest = message.partition(": ")
     says, _, cure = rest.partition(". ")
-    return Report(
-        path=path, findings=(Finding(rule=rule, severity="error", where=where, says=says, cure=cure),), facts=Facts()
-    )
+    finding = Finding(origin="static", severity="error", where=where, says=says, cure=cure, rule=rule)
+    return CheckData(path=path, facts=CheckpointFacts(), findings=(finding,))
 
 
-def _facts(evidence: Evidence) -> Facts:
-    entries = evidence.source.entries
-    mtp = [module for module in evidence.modules if module.part == "mtp"]
+def _facts(runtime: RuntimeView) -> CheckpointFacts:
+    entries = runtime.source.entries
+    mtp = [module for module in runtime.modules if module.part == "mtp"]
     forms = {member.weight.form for module in mtp for member in module.members if len(member.weight.shape) >= 2}
-    return Facts(
-        family=evidence.view.family.model_type,
-        dialect=evidence.dialect.name,
+    return CheckpointFacts(
+        family=runtime.view.family.model_type,
+        dialect=runtime.dialect.name,
         num_tensors=len(entries),
         num_bytes=sum(entry.num_bytes for entry in entries.values()),
-        num_mtp_tensors=_count_mtp(evidence),
-        num_mtp_layers=len(evidence.found),
+        num_mtp_tensors=_count_mtp(runtime),
+        num_mtp_layers=len(runtime.found),
         mtp_forms=tuple(sorted(forms)),
     )
 
 
-def _count_mtp(evidence: Evidence) -> int:
+def _count_mtp(runtime: RuntimeView) -> int:
     weights = sum(
         len(weight.parts)
-        for module, weight in evidence.weights.items()
-        if (place := evidence.placed.get(module)) and place.part == "mtp"
+        for module, weight in runtime.weights.items()
+        if (place := runtime.placed.get(module)) and place.part == "mtp"
     )
-    others = sum(1 for entry in evidence.others if (place := evidence.placed.get(entry.name)) and place.part == "mtp")
+    others = sum(1 for entry in runtime.others if (place := runtime.placed.get(entry.name)) and place.part == "mtp")
     return weights + others

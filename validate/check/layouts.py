@@ -1,65 +1,88 @@
-"""dtypes and shapes of the tensors of each built form, against those on disk.
+"""Compares dtypes and shapes on disk with those that vLLM builds.
 
-In: what vLLM builds, and a stored weight that has all the tensors for it. Out: the first one that does not fit.
+In: what vLLM builds, and a stored weight that has all the tensors for it. Out: the first tensor that does not fit.
 
-Easy to get wrong: vLLM's `copy_` never complains about a dtype. FP8 bytes kept as U8 become the numbers 0 to 255.
+Easy to get wrong: vLLM's `copy_` accepts every dtype. FP8 bytes that are stored as U8 become the numbers 0 to 255.
 """
 
+from collections.abc import Mapping
+
+from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import FLOATS, StoredWeight
-from .vllm_module import Built
+from .vllm_module import VLLMModule
 
 _SCALAR = ((), (1,))
+_AGAIN = "Quantize this weight again"
 
 
-def layout_problem(built: Built, weight: StoredWeight) -> tuple[str, str, str] | None:
-    """A dtype or shape that vLLM's parameter does not have: (leaf, what happens, cure)."""
+Problem = tuple[str, str, str]
+"""(leaf, what happens, cure)"""
+
+
+def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
+    """A dtype or shape that vLLM's parameter does not have."""
     parts = {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
-    main_leaf = "weight_packed" if "weight_packed" in built.leaves else "weight"
-    scale_leaf = "weight_scale_inv" if "weight_scale_inv" in built.leaves else "weight_scale"
-    main, scale = parts[main_leaf], parts[scale_leaf]
-    again = "Quantize this weight again"
-    if len(main.shape) != 2:
-        return main_leaf, f"{main_leaf} has shape {list(main.shape)}, no matrix: vLLM raises", again
-    dtypes, per_element, scale_dtypes = _DTYPES[built.form]
-    if built.form == "mxfp4" and main_leaf == "weight_packed":
-        scale_dtypes = ("U8",)  # only the loaders of DeepSeek-V4 take the bytes of E8M0 as they are
-    if main.dtype not in dtypes:
+    return _weight_problem(built, parts) or _scale_problem(built, parts) or _scalar_problem(parts)
+
+
+def _weight_problem(built: VLLMModule, parts: Mapping[str, Entry]) -> Problem | None:
+    leaf = _weight_leaf(built)
+    entry, dtypes = parts[leaf], _DTYPES[built.form][0]
+    if len(entry.shape) != 2:
+        return leaf, f"{leaf} has shape {list(entry.shape)}, no matrix: vLLM raises", _AGAIN
+    if entry.dtype not in dtypes:
         return (
-            main_leaf,
-            f"{main_leaf} is {main.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, in silence",
+            leaf,
+            f"{leaf} is {entry.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, in silence",
             f"Store it as {dtypes[0]} (a view of the same bytes)",
         )
-    n, k = main.shape[0], main.shape[1] * (32 // built.bits if built.form == "int_packed" else per_element)
-    if scale.dtype not in scale_dtypes:
+    return None
+
+
+def _scale_problem(built: VLLMModule, parts: Mapping[str, Entry]) -> Problem | None:
+    """Of the scale that follows the weight's shape; the weight itself is a matrix of the right dtype."""
+    leaf = "weight_scale_inv" if "weight_scale_inv" in built.leaves else "weight_scale"
+    scale, shape_NK = parts[leaf], parts[_weight_leaf(built)].shape
+    _, per_element, dtypes = _DTYPES[built.form]
+    if built.form == "mxfp4" and "weight_packed" in built.leaves:
+        dtypes = ("U8",)  # only the loaders of DeepSeek-V4 take the bytes of E8M0 as they are
+    if scale.dtype not in dtypes:
         return (
-            scale_leaf,
-            f"{scale_leaf} is {scale.dtype}, not {scale_dtypes[0]}: vLLM's copy_ converts the bytes as "
-            "numbers, in silence",
-            f"Store it as {scale_dtypes[0]}",
+            leaf,
+            f"{leaf} is {scale.dtype}, not {dtypes[0]}: vLLM's copy_ converts the bytes as numbers, in silence",
+            f"Store it as {dtypes[0]}",
         )
+    n, k = shape_NK[0], shape_NK[1] * (32 // built.bits if built.form == "int_packed" else per_element)
     if built.group_size and k % built.group_size:
         return (
-            scale_leaf,
+            leaf,
             f"its {k} input channels are no multiple of the group of {built.group_size}: vLLM "
             "raises, or its kernel reads past the scales",
             "Leave this module in BF16",
         )
-    shapes = _scale_shapes(built, n, k)
-    wanted = tuple(shape for shape in shapes if built.scale_ndim in (0, len(shape)))
+    wanted = [shape for shape in _scale_shapes(built, n, k) if built.scale_ndim in (0, len(shape))]
     if scale.shape not in wanted:
         return (
-            scale_leaf,
-            f"{scale_leaf} has shape {list(scale.shape)} where {list(wanted[0])} is built: a linear "
+            leaf,
+            f"{leaf} has shape {list(scale.shape)} where {list(wanted[0])} is built: a linear "
             "module raises, routed experts load in silence",
-            again,
+            _AGAIN,
         )
+    return None
+
+
+def _scalar_problem(parts: Mapping[str, Entry]) -> Problem | None:
     for leaf in ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale"):
         entry = parts.get(leaf)
         if entry is not None and entry.shape not in _SCALAR:
-            return leaf, f"{leaf} has shape {list(entry.shape)} where one number is built: vLLM raises", again
+            return leaf, f"{leaf} has shape {list(entry.shape)} where one number is built: vLLM raises", _AGAIN
         if entry is not None and entry.dtype not in FLOATS:
-            return leaf, f"{leaf} is {entry.dtype}, not F32: vLLM's copy_ converts the bytes as numbers", again
+            return leaf, f"{leaf} is {entry.dtype}, not F32: vLLM's copy_ converts the bytes as numbers", _AGAIN
     return None
+
+
+def _weight_leaf(built: VLLMModule) -> str:
+    return "weight_packed" if "weight_packed" in built.leaves else "weight"
 
 
 _DTYPES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
@@ -76,7 +99,7 @@ _DTYPES: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
 }
 
 
-def _scale_shapes(built: Built, n: int, k: int) -> tuple[tuple[int, ...], ...]:
+def _scale_shapes(built: VLLMModule, n: int, k: int) -> tuple[tuple[int, ...], ...]:
     if built.block:
         rows, columns = -(-n // built.block[0]), -(-k // built.block[1])
         return ((rows, columns), (rows, 1, columns, 1))

@@ -1,9 +1,9 @@
 """Rules on the JSON files around the weights: config.json, its quantization config, the index.
 
-In: an `Evidence`. Out: findings. Sources by their numbers in docs/failures.md.
+In: a `RuntimeView`. Out: objections. Each rule names its sources by their numbers in docs/failures.md.
 
-Easy to get wrong: an entry that matches nothing is not an error to vLLM. It only shows by what is built in its place,
-which rules_forms.py judges; the findings here say which entry to look at.
+Easy to get wrong: vLLM accepts an entry that matches nothing, and builds something else. rules_forms.py finds that;
+the rules here say which entry to look at.
 """
 
 import re
@@ -14,78 +14,94 @@ from ...recipes.family import HFName, VLLMName
 from .dialects.choose import quantization_of, read_dialect
 from .dialects.fp8 import Fp8
 from .dialects.modelopt import ALGORITHMS, ModelOpt
-from .findings import Finding
-from .runtime_view import HF_QUANT_CONFIG, Evidence
-from .vllm_module import Entry, Unknown
+from .findings import Objection, objection
+from .runtime_view import HF_QUANT_CONFIG, RuntimeView
+from .vllm_module import ConfigEntry, UnknownDialect
 
 _SIZE_TOLERANCE = 0.01
 
 
-def entries_match_a_module(evidence: Evidence) -> Iterator[Finding]:
+def entries_match_a_module(runtime: RuntimeView) -> Iterator[Objection]:
     """Targets and ignore entries reach a runtime module: R2; F11, F17, F27, F34; G6, H1.
 
-    Entries in names on disk are the usual mistake. One is reported if the modules it means to leave alone are built
-    quantized for all that; a second, right entry beside it silences this. So does a draft that is built as stored:
-    tools write `mtp.*` for every family.
+    The usual mistake is an entry with a name on disk. It is reported only if vLLM still builds quantized what the entry
+    means to leave alone: a second, right entry cures it. An entry that matches nothing at all is reported only if the
+    draft is built otherwise than it is stored, because tools write `mtp.*` for every family.
     """
-    if isinstance(evidence.dialect, Unknown):
+    if isinstance(runtime.dialect, UnknownDialect):
         return
-    runtime, disk = evidence.known_names
-    quantized = {module.name for module in evidence.modules if module.resolution.built.form != "plain"}
-    is_draft_wrong = any(
-        module.name in quantized and module.part == "mtp" and module.members[0].weight.form == "plain"
-        for module in evidence.modules
-    )
-    for entry in evidence.dialect.entries:
-        if _reaches(evidence, entry, disk if entry.by_disk else runtime):
+    asked, disk = runtime.known_names
+    is_draft_wrong = _is_draft_wrong(runtime)
+    for entry in runtime.dialect.entries:
+        if _reaches(runtime, entry, disk if entry.by_disk else asked):
             continue
-        meant = _meant(evidence, entry, disk)
-        missed = next((module for module in meant if evidence.placed[module].runtime in quantized), None)
+        meant = _meant(runtime, entry, disk)
         if entry.where in ("targets", "quantized_layers"):
-            # A name on disk beside vLLM's is for other readers: all it means is built quantized.
-            is_second = meant and all(evidence.placed[module].runtime in quantized for module in meant)
-            if not _is_class_name(entry) and not is_second:
-                yield Finding(
-                    rule="entry-unmatched",
-                    severity="warning",
-                    where=entry.written,
-                    says=f"({entry.where}) matches no module of vLLM's"
-                    + (f": {meant[0]} is {evidence.placed[meant[0]].runtime} there" if meant else ""),
-                    cure="Write vLLM's name, or remove the entry",
-                    cause=f"target {bool(meant)}",
-                )
-        elif missed is not None:
-            yield Finding(
-                rule="entry-unmatched",
-                severity="warning",
-                where=entry.written,
-                says=f"({entry.where}) is a name on disk: vLLM calls {missed} "
-                f"{evidence.placed[missed].runtime} and builds it quantized all the same",
-                cure="Write vLLM's name",
-                cause="ignore by name on disk",
-            )
-        elif not meant and is_draft_wrong and _speaks_of_mtp(evidence, entry):
-            yield Finding(
-                rule="entry-unmatched",
-                severity="warning",
-                where=entry.written,
-                says=f"({entry.where}) speaks of the MTP block but matches nothing, neither in vLLM nor on disk",
-                cure="Write vLLM's name, or remove the entry",
-                cause="ignore nothing",
-            )
+            yield from _unmatched_target(runtime, entry, meant)
+        else:
+            yield from _unmatched_ignore(runtime, entry, meant, is_draft_wrong=is_draft_wrong)
 
 
-def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
+def _unmatched_target(runtime: RuntimeView, entry: ConfigEntry, meant: list[HFName]) -> Iterator[Objection]:
+    # A name on disk may be written for other readers, next to vLLM's: then all that it means is built quantized.
+    is_second = meant and all(runtime.placed[module].runtime in runtime.quantized for module in meant)
+    if _is_class_name(entry) or is_second:
+        return
+    there = f": {meant[0]} is {runtime.placed[meant[0]].runtime} there" if meant else ""
+    yield objection(
+        rule="entry-unmatched",
+        severity="warning",
+        where=entry.written,
+        says=f"({entry.where}) matches no module of vLLM's{there}",
+        cure="Write vLLM's name, or remove the entry",
+        cause=f"target {bool(meant)}",
+    )
+
+
+def _unmatched_ignore(
+    runtime: RuntimeView, entry: ConfigEntry, meant: list[HFName], *, is_draft_wrong: bool
+) -> Iterator[Objection]:
+    missed = next((module for module in meant if runtime.placed[module].runtime in runtime.quantized), None)
+    if missed is not None:
+        yield objection(
+            rule="entry-unmatched",
+            severity="warning",
+            where=entry.written,
+            says=f"({entry.where}) is a name on disk: vLLM calls {missed} "
+            f"{runtime.placed[missed].runtime} and builds it quantized all the same",
+            cure="Write vLLM's name",
+            cause="ignore by name on disk",
+        )
+    elif not meant and is_draft_wrong and _speaks_of_mtp(runtime, entry):
+        yield objection(
+            rule="entry-unmatched",
+            severity="warning",
+            where=entry.written,
+            says=f"({entry.where}) speaks of the MTP block but matches nothing, neither in vLLM nor on disk",
+            cure="Write vLLM's name, or remove the entry",
+            cause="ignore nothing",
+        )
+
+
+def _is_draft_wrong(runtime: RuntimeView) -> bool:
+    """Whether a module of the draft is plain on disk, and built quantized."""
+    return any(
+        module.name in runtime.quantized and module.part == "mtp" and module.members[0].weight.form == "plain"
+        for module in runtime.modules
+    )
+
+
+def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
     """config.json and hf_quant_config.json say the same: R5; M11."""
-    given, other = quantization_of(evidence.source.config), evidence.hf_quant_config
+    given, other = quantization_of(runtime.source.config), runtime.hf_quant_config
     if given is None or other is None:
         return
     where = f"{HF_QUANT_CONFIG}: quantization"
-    second = read_dialect(_without_quantization(evidence.source.config), other)
-    first = evidence.dialect
+    second = read_dialect(_without_quantization(runtime.source.config), other)
+    first = runtime.dialect
     if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
         if first.name != second.name:
-            yield Finding(
+            yield objection(
                 rule="two-configs",
                 severity="warning",
                 where=where,
@@ -95,7 +111,7 @@ def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
             )
         return
     if first.algorithm != second.algorithm:
-        yield Finding(
+        yield objection(
             rule="two-configs",
             severity="error",
             where=f"{where}.quant_algo",
@@ -104,7 +120,7 @@ def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
             cure="Make both say what is on disk",
         )
     for entry in sorted(set(first.exclude) ^ set(second.exclude)):
-        yield Finding(
+        yield objection(
             rule="two-configs",
             severity="warning",
             where=entry,
@@ -114,12 +130,12 @@ def quantization_configs_agree(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
+def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
     """Keys that a class of vLLM needs, in the length it needs: E5, E6."""
-    view = evidence.view
+    view = runtime.view
     for key in view.family.loader.needs:
         if view.text_config.get(key) is None:
-            yield Finding(
+            yield objection(
                 rule="config",
                 severity="error",
                 where=f"config.json: {key}",
@@ -129,7 +145,7 @@ def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
     layer_types = view.text_config.get("layer_types")
     expected = view.num_layers + (view.num_mtp_layers if view.family.layer_types_count_mtp else 0)
     if isinstance(layer_types, list) and len(layer_types) != expected:
-        yield Finding(
+        yield objection(
             rule="config",
             severity="error",
             where="config.json: layer_types",
@@ -140,7 +156,7 @@ def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
         )
     ratios = view.text_config.get("compress_ratios")
     if isinstance(ratios, list) and len(ratios) < view.num_layers:
-        yield Finding(
+        yield objection(
             rule="config",
             severity="error",
             where="config.json: compress_ratios",
@@ -149,13 +165,13 @@ def config_has_what_vllm_reads(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def modelopt_is_complete(evidence: Evidence) -> Iterator[Finding]:
+def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """modelopt's algorithm is one that vLLM loads, and hf_quant_config.json has the fields that NVFP4 needs: R7."""
-    dialect = evidence.dialect
-    given = quantization_of(evidence.source.config)
+    dialect = runtime.dialect
+    given = quantization_of(runtime.source.config)
     file = HF_QUANT_CONFIG if given is None else "config.json"
-    if isinstance(dialect, Unknown) and dialect.name.startswith("modelopt"):
-        yield Finding(
+    if isinstance(dialect, UnknownDialect) and dialect.name.startswith("modelopt"):
+        yield objection(
             rule="algorithm",
             severity="error",
             where=f"{file}: {'quantization' if given is None else 'quantization_config'}.quant_algo",
@@ -163,11 +179,11 @@ def modelopt_is_complete(evidence: Evidence) -> Iterator[Finding]:
             "supports: ...'",
             cure=f"Export again with one of {', '.join(ALGORITHMS)}",
         )
-    inner = ((evidence.hf_quant_config if given is None else given) or {}).get("quantization")
+    inner = ((runtime.hf_quant_config if given is None else given) or {}).get("quantization")
     if isinstance(dialect, ModelOpt) and "NVFP4" in dialect.algorithm and isinstance(inner, Mapping):
         for key in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
             if key not in inner:
-                yield Finding(
+                yield objection(
                     rule="algorithm",
                     severity="error",
                     where=f"{file}: quantization.{key}",
@@ -177,12 +193,12 @@ def modelopt_is_complete(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def extras_are_present(evidence: Evidence) -> Iterator[Finding]:
+def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
     """Keys that a family's runtime wants inside quantization_config: Fp4 (vllm #43288); M12."""
-    quantization = quantization_of(evidence.source.config)
-    for key, value in evidence.view.family.config_extras.items():
+    quantization = quantization_of(runtime.source.config)
+    for key, value in runtime.view.family.config_extras.items():
         if quantization is not None and key not in quantization:
-            yield Finding(
+            yield objection(
                 rule="extras",
                 severity="warning",
                 where=f"config.json: quantization_config.{key}",
@@ -191,15 +207,15 @@ def extras_are_present(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def index_size_is_sane(evidence: Evidence) -> Iterator[Finding]:
+def index_size_is_sane(runtime: RuntimeView) -> Iterator[Objection]:
     """The index' total_size is that of the tensors: R6; an index merged by hand tells by it."""
-    metadata = (evidence.index or {}).get("metadata") or {}
+    metadata = (runtime.index or {}).get("metadata") or {}
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     if not isinstance(total, int | float) or not total:
         return
-    have = sum(entry.num_bytes for entry in evidence.source.entries.values())
+    have = sum(entry.num_bytes for entry in runtime.source.entries.values())
     if abs(total - have) > _SIZE_TOLERANCE * have:
-        yield Finding(
+        yield objection(
             rule="index-size",
             severity="warning",
             where="model.safetensors.index.json: metadata.total_size",
@@ -219,34 +235,34 @@ RULES = (
 )
 
 
-def _reaches(evidence: Evidence, entry: Entry, names: frozenset[str]) -> bool:
+def _reaches(runtime: RuntimeView, entry: ConfigEntry, names: frozenset[str]) -> bool:
     if any(word in names for word in entry.read):
         return True
-    return _is_pattern(evidence, entry) and any(evidence.dialect.covers(entry, VLLMName(name)) for name in names)
+    return _is_pattern(runtime, entry) and any(runtime.dialect.covers(entry, VLLMName(name)) for name in names)
 
 
-def _meant(evidence: Evidence, entry: Entry, disk: frozenset[str]) -> list[HFName]:
+def _meant(runtime: RuntimeView, entry: ConfigEntry, disk: frozenset[str]) -> list[HFName]:
     """Modules on disk that the entry as written names."""
-    as_written = Entry(where=entry.where, written=entry.written, read=(entry.written,))
-    if not _is_pattern(evidence, entry):
-        names = [entry.written] if HFName(entry.written) in evidence.placed else []
+    as_written = ConfigEntry(where=entry.where, written=entry.written, read=(entry.written,))
+    if not _is_pattern(runtime, entry):
+        names = [entry.written] if HFName(entry.written) in runtime.placed else []
     else:
-        names = [name for name in disk if evidence.dialect.covers(as_written, VLLMName(name))]
-    return sorted(HFName(name) for name in names if HFName(name) in evidence.placed)
+        names = [name for name in disk if runtime.dialect.covers(as_written, VLLMName(name))]
+    return sorted(HFName(name) for name in names if HFName(name) in runtime.placed)
 
 
-def _is_pattern(evidence: Evidence, entry: Entry) -> bool:
+def _is_pattern(runtime: RuntimeView, entry: ConfigEntry) -> bool:
     """Whether matching takes more than comparing whole names."""
-    return entry.written.startswith("re:") or isinstance(evidence.dialect, ModelOpt | Fp8)
+    return entry.written.startswith("re:") or isinstance(runtime.dialect, ModelOpt | Fp8)
 
 
-def _is_class_name(entry: Entry) -> bool:
+def _is_class_name(entry: ConfigEntry) -> bool:
     return re.fullmatch(r"\w+", entry.written) is not None
 
 
-def _speaks_of_mtp(evidence: Evidence, entry: Entry) -> bool:
+def _speaks_of_mtp(runtime: RuntimeView, entry: ConfigEntry) -> bool:
     words = entry.written.replace("\\", "")
-    return "mtp" in words or "nextn" in words or evidence.view.mtp_stem(0).rstrip(".") in words
+    return "mtp" in words or "nextn" in words or runtime.view.mtp_stem(0).rstrip(".") in words
 
 
 def _without_quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,10 +1,10 @@
-"""Rules on how weights are stored: does what vLLM builds fit what lies on disk, in both directions.
+"""Rules on how weights are stored: the form on disk must be the form that vLLM builds.
 
-In: an `Evidence`. Out: findings. Each rule names its sources by their numbers in docs/failures.md.
+In: a `RuntimeView`. Out: objections. Each rule names its sources by their numbers in docs/failures.md.
 
-Easy to get wrong: whether vLLM raises. A packed weight has a parameter name of its own, so a plain one in its place
-raises; an FP8 weight is called `weight` like a plain one, so a plain one is cast in silence and its scale is never
-written.
+Easy to get wrong: whether vLLM raises. A packed weight has a parameter name of its own, so vLLM raises on a plain
+weight in its place. An FP8 weight has the name `weight`, as a plain one has. So vLLM casts a plain weight in silence,
+and never writes its scale.
 """
 
 from collections import Counter
@@ -16,21 +16,21 @@ from ...recipes.family_view import FamilyView
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.fp8 import Fp8
 from .dialects.modelopt import ModelOpt
-from .findings import Finding
-from .layouts import layout_problem
-from .runtime_view import Evidence, Member, Module
-from .vllm_module import Built
+from .findings import Objection, objection
+from .layouts import Problem, layout_problem
+from .runtime_view import Member, Module, RuntimeView
+from .vllm_module import VLLMModule
 
 
-def fused_modules_are_uniform(evidence: Evidence) -> Iterator[Finding]:
+def fused_modules_are_uniform(runtime: RuntimeView) -> Iterator[Objection]:
     """Weights that vLLM fuses must be stored alike, scales included: R3; F8, F20, F28; M1, M15."""
-    for module in evidence.modules:
+    for module in runtime.modules:
         if not _is_mixed(module):
             continue
         usual = Counter(_manner(member.weight) for member in module.members).most_common(1)[0][0]
         for member in module.members:
             if (manner := _manner(member.weight)) != usual:
-                yield Finding(
+                yield objection(
                     rule="fused-uniform",
                     severity="error",
                     where=member.weight.weight.name,
@@ -41,16 +41,16 @@ def fused_modules_are_uniform(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
+def fused_shards_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Inside one form: all weights of one projection have one shape, and FP8 blocks end where shards do: R15; M2."""
-    for module in evidence.modules:
+    for module in runtime.modules:
         if len(module.members) < 2:
             continue
         shapes: dict[str, tuple[int, ...]] = {}
         for member in module.members:
             expected = shapes.setdefault(member.place.row.path, member.weight.weight.shape)
             if member.weight.weight.shape != expected:
-                yield Finding(
+                yield objection(
                     rule="shapes",
                     severity="error",
                     where=member.weight.weight.name,
@@ -63,10 +63,10 @@ def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
         if built.form != "fp8_block" or not built.block:
             continue
         for member in module.members:
-            is_last = member.place.row.path in evidence.view.last_shards and module.kind != "experts"
+            is_last = member.place.row.path in runtime.view.last_shards and module.kind != "experts"
             rows = member.weight.weight.shape[0]
             if rows % built.block[0] and not is_last and member.weight.form == "fp8_block":
-                yield Finding(
+                yield objection(
                     rule="shapes",
                     severity="error",
                     where=member.weight.weight.name,
@@ -77,19 +77,19 @@ def fused_shards_are_complete(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Finding]:
+def stored_form_is_what_is_built(runtime: RuntimeView) -> Iterator[Objection]:
     """Each weight agrees with what the config resolves for its runtime name: R2, R7; F11-F29, F34, F35; Fp5, G1-G6, H1.
 
-    Both ways: plain on disk but built packed, packed on disk but built plain; and packed on both sides but with other
-    tensors. An exception that vLLM raises while it resolves (shards that disagree, FP8 blocks with
-    `input_activations: null`, M10) is reported for the module it concerns.
+    It finds three faults: plain on disk but built packed; packed on disk but built plain; packed in both, but with
+    other tensors. vLLM may also raise while it resolves a module: shards that disagree, FP8 blocks with
+    `input_activations: null` (M10).
     """
-    for module in evidence.modules:
+    for module in runtime.modules:
         if not module.loads_quantized:
             continue
         resolution = module.resolution
         if resolution.error:
-            yield Finding(
+            yield objection(
                 rule="config-group",
                 severity="error",
                 where=resolution.entry or module.name,
@@ -100,39 +100,39 @@ def stored_form_is_what_is_built(evidence: Evidence) -> Iterator[Finding]:
             )
         elif resolution.built.form != "unknown" and not _is_mixed(module):
             for member in module.members:
-                yield from _compare(evidence, module, member)
+                yield from _compare(runtime, module, member)
 
 
-def glue_is_plain(evidence: Evidence) -> Iterator[Finding]:
+def glue_is_plain(runtime: RuntimeView) -> Iterator[Objection]:
     """Modules that vLLM builds without a quantization config must be plain: R4; F13, F38, F42; Fp9, G5, H7; M5."""
-    for module in evidence.modules:
+    for module in runtime.modules:
         if module.loads_quantized:
             continue
         for member in module.members:
             weight = member.weight
-            if weight.form == "plain" or _is_dequantized_on_load(evidence.view, member):
+            if weight.form == "plain" or _is_dequantized_on_load(runtime.view, member):
                 continue
-            yield Finding(
+            yield objection(
                 rule="glue",
                 severity="error",
                 where=weight.weight.name,
                 says=f"stored as {_manner(weight)}, but vLLM builds it plain whatever the config says "
-                f"({member.place.row.why_kept}): {_packed_in_plain(evidence.view, module, member)}",
+                f"({member.place.row.why_kept}): {_packed_in_plain(runtime.view, module, member)}",
                 cure="Store it in BF16: copy it from the original release, or dequantize it",
                 cause=f"{module.part} {member.place.row.path} {weight.form}",
             )
 
 
-def draft_head_is_excluded(evidence: Evidence) -> Iterator[Finding]:
+def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
     """A dialect that quantizes heads must exclude the draft's placeholder head: R10; F36, F38 (vllm #57532)."""
-    if not isinstance(evidence.dialect, ModelOpt):
+    if not isinstance(runtime.dialect, ModelOpt):
         return
-    for name, disk in _draft_heads(evidence):
-        weight = evidence.weights.get(disk)
-        resolution = evidence.resolve(name, (), "head", "mtp")
+    for name, disk in _draft_heads(runtime):
+        weight = runtime.weights.get(disk)
+        resolution = runtime.resolve(name, (), "head", "mtp")
         if resolution.built.form != "nvfp4_modelopt" or (weight is not None and weight.form != "plain"):
             continue
-        yield Finding(
+        yield objection(
             rule="draft-head",
             severity="error",
             where=name,
@@ -152,42 +152,42 @@ RULES = (
 )
 
 
-def _compare(evidence: Evidence, module: Module, member: Member) -> Iterator[Finding]:
+def _compare(runtime: RuntimeView, module: Module, member: Member) -> Iterator[Objection]:
     built, weight = module.resolution.built, member.weight
     if built.form == "plain" and weight.form == "plain":
         return
     leaves = {built.renames.get(leaf, leaf) for leaf in weight.parts}
-    decided = _decided(evidence, module)
+    decided = _decided(runtime, module)
     if built.form == "plain":
         says = (
             f"stored as {_manner(weight)}, but vLLM builds {module.name} plain ({decided}): "
-            f"{_packed_in_plain(evidence.view, module, member)}"
+            f"{_packed_in_plain(runtime.view, module, member)}"
         )
-        cure = _cover_cure(evidence, module)
+        cure = _cover_cure(runtime, module)
         cause = f"built plain {module.part} {weight.form} {module.resolution.entry}"
         where = weight.weight.name
     elif weight.form == "plain":
         says = (
             f"stored as {_manner(weight)}, but vLLM builds {module.name} as {built.form} ({decided}): "
-            f"{_plain_in_packed(evidence.view, module, built)}"
+            f"{_plain_in_packed(runtime.view, module, built)}"
         )
-        cure = _ignore_cure(evidence, module)
+        cure = _ignore_cure(runtime, module)
         cause = f"built packed {module.part} {built.form} {module.resolution.entry}"
         where = weight.weight.name
-    elif problem := _leaves_problem(evidence.view, module, built, leaves) or layout_problem(built, weight):
+    elif problem := _leaves_problem(runtime.view, module, built, leaves) or layout_problem(built, weight):
         leaf, said, cure = problem
         disk_leaf = next((name for name in weight.parts if built.renames.get(name, name) == leaf), "")
         where = weight.parts[disk_leaf].name if disk_leaf else HFName(f"{weight.module}.{leaf}")
         says = f"vLLM builds {module.name} as {built.form} ({decided}); {said}"
         cause = f"{module.part} {built.form} {leaf} {said}"
     else:
-        yield from _scale_dtype(evidence, module, weight)
+        yield from _scale_dtype(runtime, module, weight)
         return
-    yield Finding(rule="form", severity="error", where=where, says=says, cure=cure, cause=cause)
+    yield objection(rule="form", severity="error", where=where, says=says, cure=cure, cause=cause)
 
 
-def _leaves_problem(view: FamilyView, module: Module, built: Built, leaves: set[str]) -> tuple[str, str, str] | None:
-    """A tensor too few or too many: (leaf, what happens, cure)."""
+def _leaves_problem(view: FamilyView, module: Module, built: VLLMModule, leaves: set[str]) -> Problem | None:
+    """A tensor too few or too many."""
     optional = set(built.optional)
     if module.kind == "experts" and built.form == "nvfp4":
         optional.add("input_global_scale")  # experts of NVFP4A16 have a slot for it too (M13)
@@ -207,13 +207,13 @@ def _leaves_problem(view: FamilyView, module: Module, built: Built, leaves: set[
     return None
 
 
-def _scale_dtype(evidence: Evidence, module: Module, weight: StoredWeight) -> Iterator[Finding]:
+def _scale_dtype(runtime: RuntimeView, module: Module, weight: StoredWeight) -> Iterator[Objection]:
     """FP8 block scales in BF16 (Fp2) or, outside DeepSeek-V4's own format, in E8M0."""
-    if module.resolution.built.form != "fp8_block" or not isinstance(evidence.dialect, CompressedTensors):
+    if module.resolution.built.form != "fp8_block" or not isinstance(runtime.dialect, CompressedTensors):
         return
     scale = weight.parts.get("weight_scale")
     if scale is not None and scale.dtype != "F32":
-        yield Finding(
+        yield objection(
             rule="scale-dtype",
             severity="warning",
             where=scale.name,
@@ -227,16 +227,16 @@ def _scale_dtype(evidence: Evidence, module: Module, weight: StoredWeight) -> It
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
-def _decided(evidence: Evidence, module: Module) -> str:
+def _decided(runtime: RuntimeView, module: Module) -> str:
     entry = module.resolution.entry
     if entry:
         return f"by the entry {entry!r}"
     if module.resolution.built.form != "plain":
-        return f"by {evidence.dialect.name}, which quantizes what is not excluded"
-    return "no target matches it" if evidence.dialect.name != "none" else "config.json has no quantization_config"
+        return f"by {runtime.dialect.name}, which quantizes what is not excluded"
+    return "no target matches it" if runtime.dialect.name != "none" else "config.json has no quantization_config"
 
 
-def _plain_in_packed(view: FamilyView, module: Module, built: Built) -> str:
+def _plain_in_packed(view: FamilyView, module: Module, built: VLLMModule) -> str:
     if "weight_packed" in built.leaves:
         return _unknown_name(view, module, "weight")
     if built.form in ("nvfp4_modelopt", "mxfp4"):
@@ -277,18 +277,18 @@ def _resolution_cure(error: str) -> str:
     return "Name all parts of a fused module, or the fused module itself, in the same list"
 
 
-def _ignore_cure(evidence: Evidence, module: Module) -> str:
-    stem = _stem(evidence.view, module)
-    if isinstance(evidence.dialect, ModelOpt):
+def _ignore_cure(runtime: RuntimeView, module: Module) -> str:
+    stem = _stem(runtime.view, module)
+    if isinstance(runtime.dialect, ModelOpt):
         return f"Exclude it under vLLM's name: {stem + '*' if module.part == 'mtp' and stem else module.name}"
-    if isinstance(evidence.dialect, Fp8):
+    if isinstance(runtime.dialect, Fp8):
         return f"Add {module.name} to ignored_layers: whole names only, no patterns"
     pattern = stem if module.part == "mtp" and stem else module.name
     return f"Add 're:^{pattern.replace('.', chr(92) + '.')}' to ignore: vLLM's name, not the one on disk"
 
 
-def _cover_cure(evidence: Evidence, module: Module) -> str:
-    if evidence.dialect.name == "none":
+def _cover_cure(runtime: RuntimeView, module: Module) -> str:
+    if runtime.dialect.name == "none":
         return "Write quantization_config into config.json, or ship the weights in BF16"
     entry = module.resolution.entry
     narrow = (
@@ -313,7 +313,7 @@ def _is_mixed(module: Module) -> bool:
 
 
 def _coarse(weight: StoredWeight) -> str:
-    """The form, without what only the shape of a small weight's scale tells."""
+    """The form; FP8 by tensor, channel and block are one, because a small weight's scale does not show which it is."""
     return "fp8" if weight.form.startswith("fp8") else weight.form
 
 
@@ -331,12 +331,12 @@ def _is_dequantized_on_load(view: FamilyView, member: Member) -> bool:
     return is_block and member.place.row.path.endswith("indexer.wk")
 
 
-def _draft_heads(evidence: Evidence) -> Iterator[tuple[VLLMName, HFName]]:
-    """Heads that the draft builds with a quantization config: their runtime names, and where they would be on disk."""
-    view = evidence.view
+def _draft_heads(runtime: RuntimeView) -> Iterator[tuple[VLLMName, HFName]]:
+    """Heads that the draft builds with a quantization config: their runtime names, and their names on disk."""
+    view = runtime.view
     head = next((row for row in view.family.mtp_block if row.role == "head"), None)
     if head is not None:
-        for index in range(evidence.promised):
+        for index in range(runtime.promised):
             disk_index = index + (view.num_layers if view.layout.mtp is None else 0)
             name = view.runtime_stem("mtp", disk_index) + (head.runtime or head.path)
             yield VLLMName(name), HFName(view.mtp_stem(index) + head.path)

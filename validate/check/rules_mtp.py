@@ -1,9 +1,10 @@
-"""Rules on the MTP block: is it promised, is it there, is it whole, and will the draft's loader find it.
+"""Rules on the MTP block: config.json promises it, it is there, it is whole, and the draft's loader finds it.
 
-In: an `Evidence`. Out: findings. Sources as in rules_forms.py.
+In: a `RuntimeView`. Out: objections. Each rule names its sources by their numbers in docs/failures.md.
 
-Easy to get wrong: what a block needs. No list of modules per family is kept here: an MTP layer is compared with the
-decoder layers of the same checkpoint, mixer and feed-forward part apart, and must have all that some decoder layer has.
+Easy to get wrong: what a block needs. There is no list of modules for each family here. A rule compares an MTP layer
+with the decoder layers of the same checkpoint: its mixer and its feed-forward part must each have all that some decoder
+layer has.
 """
 
 import re
@@ -14,82 +15,85 @@ from ...checkpoints.stored import KV_SCALE_LEAVES, OTHER_LEAVES, SCALE_LEAVES, W
 from ...recipes.family import HFName, Part
 from ...recipes.family_view import Place
 from .dialects.fp8 import Fp8
-from .findings import Finding
-from .runtime_view import Evidence
-from .vllm_module import Unknown
+from .findings import Objection, objection
+from .runtime_view import Module, RuntimeView
+from .vllm_module import UnknownDialect
 
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
-# GPTQ's and AWQ's: known as names, their form is not judged.
+# GPTQ's and AWQ's: the names are known, the forms are not.
 _FOREIGN_LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 _GET_IT = "Copy the MTP block from the original release, or quantize that release with keepmtp"
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 
 
-def promised_layers_exist(evidence: Evidence) -> Iterator[Finding]:
+def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
     """config.json's count of MTP layers and the tensors agree: R1; F1-F6, F8-F10; C1; M4, M7, M9."""
-    view, promised, found = evidence.view, evidence.promised, evidence.found
-    where = f"config.json: {view.mtp_count_key}"
-    elsewhere = _unindexed_layers(evidence) | ({0} if _nested(evidence) else set())
-    for index in range(promised):
-        if index not in found and index not in elsewhere:
-            refuses = view.family.loader.refuses_missing_mtp
-            yield Finding(
-                rule="mtp-missing",
-                severity="error",
-                where=f"{view.mtp_stem(index)}*",
-                says=f"{view.mtp_count_key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
-                + (
-                    "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
-                    if refuses
-                    else "quantized, vLLM loads this without a word and drafts from uninitialised memory"
-                ),
-                cure=_GET_IT,
-            )
-    extra = sorted(index for index in found if index >= promised)
-    if extra and promised == 0:
-        missing_key = all(
-            key not in holder for holder in (view.text_config, view.config) for key in view.family.mtp_count_keys
-        )
-        says = view.family.loader.missing_count if missing_key else "ZeroDivisionError"
-        yield Finding(
-            rule="mtp-not-promised",
-            severity="error",
-            where=where,
-            says=f"is {'missing' if missing_key else 0}, but {view.mtp_stem(extra[0])}* exists: with method=mtp vLLM "
-            f"raises {says}",
-            cure=f"Set {view.mtp_count_key} to {len(extra)}",
-        )
-    elif extra:
-        inline = view.layout.mtp is None
-        yield Finding(
-            rule="mtp-not-promised",
-            severity="error",
-            where=f"{view.mtp_stem(extra[0])}*",
-            says=f"exists beyond {view.mtp_count_key}={promised}"
-            + (
-                f" and num_hidden_layers={view.num_layers}: the target model itself fails to load it"
-                if inline
-                else ": the draft's loader meets a name it does not know and raises"
-            ),
-            cure=f"Correct {view.mtp_count_key}, or num_hidden_layers, to what the files hold",
-        )
-    if promised == 0 and not extra:
-        yield Finding(
+    extra = sorted(index for index in runtime.found if index >= runtime.promised)
+    yield from _layers_without_tensors(runtime)
+    if extra:
+        yield _extra_layers(runtime, extra)
+    elif runtime.promised == 0:
+        yield objection(
             rule="mtp-missing",
             severity="error",
-            where=where,
+            where=f"config.json: {runtime.view.mtp_count_key}",
             says="no MTP block is promised and none is there: method=mtp has nothing to draft with",
             cure=_GET_IT,
         )
 
 
-def mtp_file_is_indexed(evidence: Evidence) -> Iterator[Finding]:
+def _layers_without_tensors(runtime: RuntimeView) -> Iterator[Objection]:
+    view, promised = runtime.view, runtime.promised
+    elsewhere = runtime.view.mtp_layers_of(runtime.source.unindexed) | ({0} if _has_nested(runtime) else set())
+    if view.family.loader.refuses_missing_mtp:
+        effect = "vLLM raises 'MTP speculative decoding layer ... weights missing from checkpoint'"
+    else:
+        effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
+    for index in sorted(set(range(promised)) - runtime.found - elsewhere):
+        yield objection(
+            rule="mtp-missing",
+            severity="error",
+            where=f"{view.mtp_stem(index)}*",
+            says=f"{view.mtp_count_key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
+            f"{effect}",
+            cure=_GET_IT,
+        )
+
+
+def _extra_layers(runtime: RuntimeView, extra: list[int]) -> Objection:
+    """MTP layers on disk that config.json does not count."""
+    view, promised = runtime.view, runtime.promised
+    first = f"{view.mtp_stem(extra[0])}*"
+    if promised == 0:
+        holders = (view.text_config, view.config)
+        is_missing = not any(key in holder for holder in holders for key in view.family.mtp_count_keys)
+        error = view.family.loader.missing_count if is_missing else "ZeroDivisionError"
+        return objection(
+            rule="mtp-not-promised",
+            severity="error",
+            where=f"config.json: {view.mtp_count_key}",
+            says=f"is {'missing' if is_missing else 0}, but {first} exists: with method=mtp vLLM raises {error}",
+            cure=f"Set {view.mtp_count_key} to {len(extra)}",
+        )
+    effect = ": the draft's loader meets a name it does not know and raises"
+    if view.layout.mtp is None:
+        effect = f" and num_hidden_layers={view.num_layers}: the target model itself fails to load it"
+    return objection(
+        rule="mtp-not-promised",
+        severity="error",
+        where=first,
+        says=f"exists beyond {view.mtp_count_key}={promised}{effect}",
+        cure=f"Correct {view.mtp_count_key}, or num_hidden_layers, to what the files hold",
+    )
+
+
+def mtp_file_is_indexed(runtime: RuntimeView) -> Iterator[Objection]:
     """Files that the index does not list are not read: R6; F4, F9."""
-    for entry in evidence.source.unindexed.values():
-        is_mtp = evidence.is_mtp_name(entry.name)
-        yield Finding(
+    for entry in runtime.source.unindexed.values():
+        is_mtp = runtime.is_mtp_name(entry.name)
+        yield objection(
             rule="unindexed",
             severity="error" if is_mtp else "warning",
             where=entry.name,
@@ -100,13 +104,13 @@ def mtp_file_is_indexed(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Finding]:
+def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Each MTP layer has the modules that join embedding and hidden state, and their norms: R1; F2; M1."""
-    view = evidence.view
-    layers = [index for index in range(evidence.promised) if index in evidence.found]
+    view = runtime.view
+    layers = [index for index in range(runtime.promised) if index in runtime.found]
     for name in view.required_mtp_modules(layers):
-        if name not in evidence.placed:
-            yield Finding(
+        if name not in runtime.placed:
+            yield objection(
                 rule="mtp-incomplete",
                 severity="error",
                 where=name,
@@ -117,13 +121,13 @@ def mtp_glue_is_complete(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
-    """Every layer has what its like have: projections, biases, norms, router: R1; E2, E7, E8; M1, M2, M8."""
-    parts = _layer_parts(evidence)
-    view = evidence.view
+def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
+    """Every layer has what other layers of its kind have: projections, norms, router: R1; E2, E7, E8; M1, M2, M8."""
+    parts = _layer_parts(runtime)
+    view = runtime.view
     for index in range(view.num_layers):
         if ("backbone", index) not in parts:
-            yield Finding(
+            yield objection(
                 rule="layer-missing",
                 severity="error",
                 where=f"{view.disk_stem('backbone', index)}*",
@@ -137,7 +141,7 @@ def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
             gap -= set(view.family.mtp_lacks) if part == "mtp" else set()
             for path in sorted(gap):
                 leaf = "" if path.endswith((".bias", "e_score_correction_bias", "tid2eid")) else ".weight*"
-                yield Finding(
+                yield objection(
                     rule="mtp-incomplete" if part == "mtp" else "layer-incomplete",
                     severity="error",
                     where=view.disk_stem(part, index) + path.replace("{e}", "0") + leaf,
@@ -148,13 +152,13 @@ def layers_are_complete(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
+def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Routed experts 0 to n-1 have all projections, in the backbone and in the MTP layer: E2; M1."""
-    config = evidence.view.text_config
+    config = runtime.view.text_config
     expected = next((config[key] for key in _NUM_EXPERTS_KEYS if isinstance(config.get(key), int)), None)
     if not expected:
         return
-    for module in evidence.modules:
+    for module in runtime.modules:
         if module.kind != "experts":
             continue
         have: dict[str, set[int]] = defaultdict(set)
@@ -165,10 +169,10 @@ def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
             elif member.place.expert is not None:
                 have[row.path].add(member.place.expert)
         for path, experts in have.items():
-            stem = evidence.view.disk_stem(module.part, module.layer or 0)
+            stem = runtime.view.disk_stem(module.part, module.layer or 0)
             for expert in sorted(set(range(expected)) ^ experts):
                 too_many = expert >= expected
-                yield Finding(
+                yield objection(
                     rule="experts",
                     severity="error",
                     where=f"{stem}{path.replace('{e}', str(expert))}",
@@ -180,47 +184,19 @@ def experts_are_complete(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def names_are_known(evidence: Evidence) -> Iterator[Finding]:
+def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:
     """Every tensor has a parameter to go to: R7, R11, R12; F7, F37; E7, E9; M5, M9."""
-    loader = evidence.view.family.loader
-    foreign = _FOREIGN_LEAVES if isinstance(evidence.dialect, Unknown) else ()
-    for entry in evidence.others:
-        place = evidence.placed.get(entry.name)
-        leaf = entry.name.rpartition(".")[2] if place is None else place.leaf
-        if _is_nested(evidence, entry.name):
-            yield _nested_finding(evidence, entry.name)
-        elif leaf in KV_SCALE_LEAVES or entry.name.endswith("kv_scale"):
-            if evidence.is_mtp_name(entry.name) and not loader.takes_kv_scales:
-                yield Finding(
-                    rule="kv-scales",
-                    severity="error",
-                    where=entry.name,
-                    says="is a scale of the KV cache inside the MTP layer, which this draft's loader does not know: "
-                    "vLLM raises KeyError or ValueError",
-                    cure="Remove the KV-cache scales of the MTP layer",
-                    cause="kv",
-                )
-        elif leaf in SCALE_LEAVES:
-            yield Finding(
-                rule="unknown-tensor",
-                severity="error",
-                where=entry.name,
-                says="is a scale without a weight beside it: vLLM raises, or drops it and leaves the weight "
-                "uninitialised",
-                cure="Quantize the checkpoint again",
-                cause=f"orphan {leaf}",
-            )
-        elif not _RECOMPUTED.search(entry.name) and (
-            place is None or (place.role != "vision" and leaf not in (*OTHER_LEAVES, *foreign))
-        ):
-            yield _unknown(evidence, entry.name)
-    for module, weight in evidence.weights.items():
-        if _is_nested(evidence, weight.weight.name):
-            yield _nested_finding(evidence, weight.weight.name)
-        elif module not in evidence.placed or evidence.placed[module].leaf != "weight":
-            yield _unknown(evidence, weight.weight.name)
-        elif evidence.placed[module].part == "mtp" and (leaves := _unrenamed(loader.mtp_leaves, weight.parts)):
-            yield Finding(
+    for entry in runtime.others:
+        yield from _other_name(runtime, entry.name)
+    loader = runtime.view.family.loader
+    for module, weight in runtime.weights.items():
+        place = runtime.placed.get(module)
+        if _is_nested(runtime, weight.weight.name):
+            yield _nested(runtime, weight.weight.name)
+        elif place is None or place.leaf != "weight":
+            yield _unknown(runtime, weight.weight.name)
+        elif place.part == "mtp" and (leaves := _unrenamed(loader.mtp_leaves, weight.parts)):
+            yield objection(
                 rule="unknown-tensor",
                 severity="error",
                 where=f"{module}.{leaves[0]}",
@@ -231,18 +207,55 @@ def names_are_known(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def aliases_are_present(evidence: Evidence) -> Iterator[Finding]:
+def _other_name(runtime: RuntimeView, name: HFName) -> Iterator[Objection]:
+    """A tensor that is no weight and no scale of one."""
+    place = runtime.placed.get(name)
+    leaf = name.rpartition(".")[2] if place is None else place.leaf
+    if _is_nested(runtime, name):
+        yield _nested(runtime, name)
+    elif leaf in KV_SCALE_LEAVES or name.endswith("kv_scale"):
+        if runtime.is_mtp_name(name) and not runtime.view.family.loader.takes_kv_scales:
+            yield objection(
+                rule="kv-scales",
+                severity="error",
+                where=name,
+                says="is a scale of the KV cache inside the MTP layer, which this draft's loader does not know: "
+                "vLLM raises KeyError or ValueError",
+                cure="Remove the KV-cache scales of the MTP layer",
+                cause="kv",
+            )
+    elif leaf in SCALE_LEAVES:
+        yield objection(
+            rule="unknown-tensor",
+            severity="error",
+            where=name,
+            says="is a scale without a weight beside it: vLLM raises, or drops it and leaves the weight uninitialised",
+            cure="Quantize the checkpoint again",
+            cause=f"orphan {leaf}",
+        )
+    elif not _RECOMPUTED.search(name) and not _has_place(runtime, place, leaf):
+        yield _unknown(runtime, name)
+
+
+def _has_place(runtime: RuntimeView, place: Place | None, leaf: str) -> bool:
+    if place is None:
+        return False
+    foreign = _FOREIGN_LEAVES if isinstance(runtime.dialect, UnknownDialect) else ()
+    return place.role == "vision" or leaf in (*OTHER_LEAVES, *foreign)
+
+
+def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
     """Copies that older vLLM reads the draft's embedding and head from: R10; E10 (vllm #43456, #43459); M14.
 
-    The original releases lack them too and are served by the classes made for them: no finding there.
+    The original releases have no such copies either, and vLLM serves them: the rule says nothing there.
     """
-    if isinstance(evidence.dialect, Fp8) or evidence.dialect.name == "none":
+    if isinstance(runtime.dialect, Fp8) or runtime.dialect.name == "none":
         return
-    for index in sorted(evidence.found):
-        for alias in evidence.view.family.aliases:
-            name = HFName(evidence.view.mtp_stem(index) + alias.path)
-            if name not in evidence.source.entries:
-                yield Finding(
+    for index in sorted(runtime.found):
+        for alias in runtime.view.family.aliases:
+            name = HFName(runtime.view.mtp_stem(index) + alias.path)
+            if name not in runtime.source.entries:
+                yield objection(
                     rule="alias",
                     severity="warning",
                     where=name,
@@ -252,29 +265,21 @@ def aliases_are_present(evidence: Evidence) -> Iterator[Finding]:
                 )
 
 
-def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Finding]:
+def other_dialects_exclude_mtp(runtime: RuntimeView) -> Iterator[Objection]:
     """GPTQ, AWQ, Quark, AutoRound: a plain MTP block must be on the list of what is left alone: R8; F15, F16, F20."""
-    if not isinstance(evidence.dialect, Unknown) or evidence.dialect.name.startswith("modelopt"):
+    if not isinstance(runtime.dialect, UnknownDialect) or runtime.dialect.name.startswith("modelopt"):
         return
-    dialect = evidence.dialect
-    yield Finding(
+    dialect = runtime.dialect
+    yield objection(
         rule="dialect",
         severity="warning",
         where="config.json: quantization_config",
         says=f"is {dialect.name}, whose matching keepmtp does not reproduce: stored forms are not judged against it",
         cure="Use `keepmtp check` without --static-only: the dry load asks vLLM itself",
     )
-    plain = [
-        m
-        for m in evidence.modules
-        if m.part == "mtp"
-        and m.role != "norm"
-        and m.members[0].weight.form == "plain"
-        and m.loads_quantized
-        and m.kind != "head"
-    ]
+    plain = [module for module in runtime.modules if _is_plain_mtp_matrix(module)]
     if plain and not any(dialect.covers(entry, module.name) for module in plain for entry in dialect.entries):
-        yield Finding(
+        yield objection(
             rule="dialect",
             severity="error",
             where=plain[0].members[0].weight.weight.name,
@@ -282,6 +287,13 @@ def other_dialects_exclude_mtp(evidence: Evidence) -> Iterator[Finding]:
             f"{plain[0].name}: vLLM builds the draft quantized, and raises KeyError or a shape mismatch",
             cure=f"Add {plain[0].name} and its like to that list",
         )
+
+
+def _is_plain_mtp_matrix(module: Module) -> bool:
+    """Whether a module of the MTP block is plain on disk, and would be built quantized."""
+    is_matrix = module.role != "norm" and module.kind != "head"
+    is_plain = module.members[0].weight.form == "plain"
+    return module.part == "mtp" and is_matrix and is_plain and module.loads_quantized
 
 
 RULES = (
@@ -296,34 +308,30 @@ RULES = (
 )
 
 
-def _unindexed_layers(evidence: Evidence) -> set[int]:
-    return evidence.view.mtp_layers_of(evidence.source.unindexed)
+def _has_nested(runtime: RuntimeView) -> bool:
+    return any(_is_nested(runtime, weight.weight.name) for weight in runtime.weights.values())
 
 
-def _nested(evidence: Evidence) -> bool:
-    return any(_is_nested(evidence, weight.weight.name) for weight in evidence.weights.values())
-
-
-def _is_nested(evidence: Evidence, name: HFName) -> bool:
+def _is_nested(runtime: RuntimeView, name: HFName) -> bool:
     """Whether an MTP tensor carries a prefix that its family does not have."""
-    return _NESTED_MTP.match(name) is not None and not evidence.is_mtp_name(name)
+    return _NESTED_MTP.match(name) is not None and not runtime.is_mtp_name(name)
 
 
-def _nested_finding(evidence: Evidence, name: HFName) -> Finding:
-    return Finding(
+def _nested(runtime: RuntimeView, name: HFName) -> Objection:
+    return objection(
         rule="mtp-prefix",
         severity="error",
         where=name,
         says="carries the vision-language model's prefix, which the draft's loader does not strip: vLLM raises "
         "'There is no module or parameter named language_model', or skips the block",
-        cure=f"Rename it to start with {evidence.view.mtp_stem(0).partition('layers.')[0] or 'mtp.'}",
+        cure=f"Rename it to start with {runtime.view.mtp_stem(0).partition('layers.')[0] or 'mtp.'}",
         cause="nested",
     )
 
 
-def _unknown(evidence: Evidence, name: HFName) -> Finding:
-    is_mtp = evidence.is_mtp_name(name)
-    return Finding(
+def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
+    is_mtp = runtime.is_mtp_name(name)
+    return objection(
         rule="unknown-tensor",
         severity="error" if is_mtp else "warning",
         where=name,
@@ -342,14 +350,14 @@ def _unrenamed(known: tuple[str, ...], leaves: Iterable[str]) -> list[str]:
     return [leaf for leaf in leaves if known and leaf not in known]
 
 
-def _layer_parts(evidence: Evidence) -> Mapping[tuple[Part, int], Mapping[str, frozenset[str]]]:
-    """For each layer what it has, mixer and feed-forward part apart, whatever form it is stored in."""
+def _layer_parts(runtime: RuntimeView) -> Mapping[tuple[Part, int], Mapping[str, frozenset[str]]]:
+    """The parts of each layer, of its mixer and of its feed-forward part, in any stored form."""
     sets: dict[tuple[Part, int], dict[str, set[str]]] = defaultdict(lambda: {"mixer": set(), "ffn": set()})
-    family = evidence.view.family
+    family = runtime.view.family
     only_mtp = {row.path for row in family.mtp_block} - {row.path for row in family.block}
-    for place in evidence.placed.values():
+    for place in runtime.placed.values():
         path = place.row.path
-        # Compressors and indexers come and go by layer within one family.
+        # Within one family some layers have a compressor or an indexer, and others have none.
         if place.layer is None or not place.row.in_every_layer or ".compressor." in path or ".indexer." in path:
             continue
         if place.part == "backbone" or path not in only_mtp:
@@ -368,9 +376,10 @@ def _elements(place: Place) -> Iterator[str]:
 
 
 def _gap(paths: frozenset[str], models: set[frozenset[str]], *, is_backbone: bool) -> frozenset[str]:
-    """What a layer lacks against the decoder layer most like it; nothing if some decoder layer has no more.
+    """What a layer lacks, compared with the decoder layer most like it; nothing if some decoder layer has no more.
 
-    A decoder layer is its own model: it lacks something only if it has less than another one that has all of it.
+    Decoder layers of one family differ. So a decoder layer lacks something only if another one has all that it has, and
+    more.
     """
     if is_backbone:
         larger = [model for model in models if paths < model]

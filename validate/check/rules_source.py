@@ -1,71 +1,70 @@
-"""Rules that need the original release beside the checkpoint: what was kept must still be what it was.
+"""Rules that compare the checkpoint with the original release: what was kept must still be what it was.
 
-In: the evidence of both. Out: findings. Headers only: that kept bytes are equal bytes is the writer's own test.
+In: the runtime view of both. Out: objections. They read headers only; the writer's own test compares the bytes.
 
-Easy to get wrong: a kept tensor may change its form honestly (FP8 dequantized to BF16, a scale renamed), but never its
-logical shape, and a float32 tensor never its dtype.
+Easy to get wrong: a kept tensor may change its form (FP8 dequantized to BF16, a scale renamed), but never its logical
+shape, and a float32 tensor never its dtype.
 """
 
 from collections.abc import Iterator
 
+from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import FLOATS, StoredWeight
 from ...recipes.family import HFName
-from .findings import Finding
-from .runtime_view import Evidence
+from .findings import Objection, objection
+from .runtime_view import RuntimeView
 
 
-def mtp_is_that_of_the_source(evidence: Evidence, source: Evidence) -> Iterator[Finding]:
+def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Iterator[Objection]:
     """MTP tensors against the source's: none lost, same shapes, dtypes kept: R13; F24, C3; E4, E8."""
     for module, theirs in source.weights.items():
         place = source.placed.get(module)
-        if place is None or place.part != "mtp":
-            continue
-        ours = evidence.weights.get(module)
-        if ours is None:
-            yield Finding(
-                rule="source",
-                severity="error",
-                where=theirs.weight.name,
-                says="is in the source's MTP block and not here: the draft runs without it",
-                cure="Quantize again, or graft the source's MTP block",
-                cause="lost",
-            )
-        elif _is_known(ours) and _is_known(theirs) and ours.shape != theirs.shape:
-            yield Finding(
-                rule="source",
-                severity="error",
-                where=ours.weight.name,
-                says=f"has the logical shape {list(ours.shape)}, in the source {list(theirs.shape)}",
-                cure="Quantize again",
-                cause="shape",
-            )
-        elif ours.form == theirs.form == "plain":
-            yield from _dtype(ours.weight.name, ours.weight.dtype, theirs.weight.dtype)
+        if place is not None and place.part == "mtp":
+            yield from _weight(runtime.weights.get(module), theirs)
     for entry in source.others:
         place = source.placed.get(entry.name)
-        if place is None or place.part != "mtp" or place.row.stacked:
-            continue
-        ours = evidence.source.entries.get(HFName(entry.name))
-        if ours is None:
-            yield Finding(
-                rule="source",
-                severity="error",
-                where=entry.name,
-                says="is in the source's MTP block and not here: the draft runs without it",
-                cure="Quantize again, or graft the source's MTP block",
-                cause="lost",
-            )
-        elif ours.shape != entry.shape:
-            yield Finding(
-                rule="source",
-                severity="error",
-                where=ours.name,
-                says=f"has shape {list(ours.shape)}, in the source {list(entry.shape)}",
-                cure="Quantize again",
-                cause="shape",
-            )
-        else:
-            yield from _dtype(ours.name, ours.dtype, entry.dtype)
+        if place is not None and place.part == "mtp" and not place.row.stacked:
+            yield from _other(runtime.source.entries.get(HFName(entry.name)), entry)
+
+
+def _weight(ours: StoredWeight | None, theirs: StoredWeight) -> Iterator[Objection]:
+    if ours is None:
+        yield _lost(theirs.weight.name)
+    elif _is_known(ours) and _is_known(theirs) and ours.shape != theirs.shape:
+        yield _shape(ours.weight.name, f"the logical shape {list(ours.shape)}", theirs.shape)
+    elif ours.form == theirs.form == "plain":
+        yield from _dtype(ours.weight.name, ours.weight.dtype, theirs.weight.dtype)
+
+
+def _other(ours: Entry | None, theirs: Entry) -> Iterator[Objection]:
+    if ours is None:
+        yield _lost(theirs.name)
+    elif ours.shape != theirs.shape:
+        yield _shape(ours.name, f"shape {list(ours.shape)}", theirs.shape)
+    else:
+        yield from _dtype(ours.name, ours.dtype, theirs.dtype)
+
+
+def _lost(name: HFName) -> Objection:
+    return objection(
+        rule="source",
+        severity="error",
+        where=name,
+        says="is in the source's MTP block and not here: the draft runs without it",
+        cure="Quantize again, or graft the source's MTP block",
+        cause="lost",
+    )
+
+
+def _shape(name: HFName, ours: str, theirs: tuple[int, ...]) -> Objection:
+    return objection(
+        rule="source",
+        severity="error",
+        where=name,
+        says=f"has {ours}, in the source {list(theirs)}",
+        cure="Quantize again",
+        cause="shape",
+    )
 
 
 RULES = (mtp_is_that_of_the_source,)
@@ -76,19 +75,16 @@ def _is_known(weight: StoredWeight) -> bool:
     return weight.form != "unknown" and (weight.form != "int_packed" or bool(weight.scheme))
 
 
-def _dtype(name: HFName, ours: str, theirs: str) -> Iterator[Finding]:
-    if ours != theirs:
-        narrower = FLOATS.index(ours) <= FLOATS.index(theirs) if {ours, theirs} <= set(FLOATS) else True
-        yield Finding(
-            rule="source",
-            severity="warning",
-            where=name,
-            says=f"is {ours}, in the source {theirs}"
-            + (
-                ": digits are lost that the draft was trained with"
-                if narrower
-                else ": twice the size for the same numbers"
-            ),
-            cure="Keep the source's dtype",
-            cause=f"{ours} {theirs}",
-        )
+def _dtype(name: HFName, ours: str, theirs: str) -> Iterator[Objection]:
+    if ours == theirs:
+        return
+    is_wider = {ours, theirs} <= set(FLOATS) and FLOATS.index(ours) > FLOATS.index(theirs)
+    effect = "twice the size for the same numbers" if is_wider else "digits are lost that the draft was trained with"
+    yield objection(
+        rule="source",
+        severity="warning",
+        where=name,
+        says=f"is {ours}, in the source {theirs}: {effect}",
+        cure="Keep the source's dtype",
+        cause=f"{ours} {theirs}",
+    )

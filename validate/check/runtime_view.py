@@ -1,10 +1,10 @@
-"""A checkpoint laid out the way vLLM will see it: which runtime module each tensor lands in, and how it will be built.
+"""The view that vLLM has of a checkpoint: which runtime module each tensor goes to, and how vLLM builds it.
 
-In: a `Source`. Out: an `Evidence`, computed once and read by every rule. Each runtime module is resolved once; what is
-done per tensor is a dictionary look-up.
+In: a `Source`. Out: a `RuntimeView`, computed once; every rule reads it. Each runtime module is resolved once, and the
+work for each tensor is a dictionary look-up.
 
-Easy to get wrong: routed experts are one runtime module whose fate vLLM asks about expert 0, a draft's head is asked
-about under a name of its own, and expert tensors may be stacked in three dimensions without a `.weight` in their name.
+Easy to get wrong: routed experts are one runtime module, and vLLM asks the quantization config about expert 0 only. A
+draft's head has a name of its own. Expert tensors may be stacked in three dimensions, without `.weight` in their name.
 """
 
 import json
@@ -40,8 +40,8 @@ class Module:
 
     Attributes:
         name: the prefix vLLM constructs it with.
-        shards: the names of its parts that vLLM also looks for in the quantization config.
-        loads_quantized: False where vLLM gives it no quantization config, whatever that says.
+        shards: names of its parts, which vLLM also looks up in the quantization config.
+        loads_quantized: False where vLLM builds it without the quantization config.
     """
 
     name: VLLMName
@@ -56,7 +56,7 @@ class Module:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RuntimeView:
     """A checkpoint, its family's names, and its quantization config."""
 
     source: Source
@@ -84,18 +84,18 @@ class Evidence:
 
     @cached_property
     def dialect(self) -> Dialect:
-        """The quantization config as vLLM reads it."""
+        """The quantization config, as the target's class reads it."""
         return read_dialect(self.source.config, self.hf_quant_config)
 
     @cached_property
     def draft_dialect(self) -> Dialect:
-        """The same as the draft's class reads it."""
+        """The quantization config, as the draft's class reads it."""
         afresh = self.view.layout.draft_reads_afresh
         return read_dialect(self.source.config, self.hf_quant_config, "mtp") if afresh else self.dialect
 
     @cached_property
     def placed(self) -> Mapping[HFName, Place]:
-        """Place of every weight (by module) and other tensor (by name) that the family knows."""
+        """The place of each weight (by module) and of each other tensor (by name) that the family knows."""
         names = [HFName(f"{module}.weight") for module in self.weights]
         places = {module: self.view.place(name) for module, name in zip(self.weights, names, strict=True)}
         places |= {entry.name: self.view.place(entry.name) for entry in self.others}
@@ -103,7 +103,7 @@ class Evidence:
 
     @cached_property
     def modules(self) -> tuple[Module, ...]:
-        """Every runtime module with weights on disk, vision and other opaque parts left out."""
+        """Every runtime module with weights on disk, without vision and other opaque parts."""
         members: dict[tuple[VLLMName, Part], list[Member]] = defaultdict(list)
         for name, weight in self.weights.items():
             place = self.placed.get(name)
@@ -117,14 +117,19 @@ class Evidence:
                 members[place.runtime, place.part].append(Member(place=place, weight=weight))
         return tuple(self._module(name, part, tuple(group)) for (name, part), group in members.items())
 
+    @cached_property
+    def quantized(self) -> frozenset[VLLMName]:
+        """Modules that vLLM does not build plain."""
+        return frozenset(module.name for module in self.modules if module.resolution.built.form != "plain")
+
     def resolve(self, module: VLLMName, shards: tuple[VLLMName, ...], kind: Kind, part: Part) -> Resolution:
-        """What vLLM builds for a module that asks the quantization config."""
+        """What vLLM builds for a module by the quantization config."""
         if module == "mtp.fc" and isinstance(self.dialect, ModelOpt) and "NVFP4" in self.dialect.algorithm:
             return Resolution(built=PLAIN, entry="vLLM builds mtp.fc without quantization under modelopt NVFP4")
         return (self.draft_dialect if part == "mtp" else self.dialect).resolve(module, shards=shards, kind=kind)
 
     def is_mtp_name(self, name: str) -> bool:
-        """Whether a name, known to the family or not, lies under an MTP layer or beside one."""
+        """Whether a name belongs to an MTP layer or to the MTP block around it; the family need not know it."""
         stems = tuple(self.view.mtp_stem(index) for index in range(max(1, self.promised)))
         place = self.view.place(HFName(name))
         return name.startswith((*stems, "mtp.")) or (place is not None and place.part == "mtp")
@@ -141,7 +146,7 @@ class Evidence:
 
     @cached_property
     def known_names(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Names that vLLM may ask about, and names of modules on disk; expert 0 stands for all."""
+        """Names that vLLM may ask about, and names of modules on disk; of the experts only number 0."""
         runtime: set[str] = set()
         disk: set[str] = set()
         for module in self.modules:

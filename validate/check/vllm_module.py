@@ -1,9 +1,9 @@
-"""The words of the static check: what vLLM builds for a module, which entry decided, and what a dialect must answer.
+"""What vLLM builds for a module, which entry of the config decides it, and what each dialect must answer.
 
-In and out: values only. A dialect is one way of writing a quantization config; each has a file of its own
-(dialects/compressed_tensors.py, dialects/modelopt.py, dialects/fp8.py), and dialects/choose.py picks one.
+In and out: values only. A dialect is one way to write a quantization config. Each dialect has a file of its own
+(dialects/compressed_tensors.py, dialects/modelopt.py, dialects/fp8.py); dialects/choose.py picks one.
 
-Easy to get wrong: `Built` is what vLLM registers, not what is on disk; that the two differ is what the check is for.
+Easy to get wrong: a `VLLMModule` is what vLLM registers, not what is on disk. The check compares the two.
 """
 
 import re
@@ -19,18 +19,18 @@ Kind = Literal["linear", "experts", "head"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
+class VLLMModule:
     """The parameters that vLLM registers for a module.
 
     Attributes:
-        form: how the weight is held; "unknown" where this file does not know the scheme.
+        form: how the weight is held; "unknown" where the check does not know the scheme.
         leaves: parameter names below the module.
-        optional: further leaves that are loaded, or skipped in silence, when there.
+        optional: more leaves; vLLM loads them or skips them in silence.
         group_size: input channels per scale; None where one scale spans them all.
         block: rows and columns per scale.
         bits: of packed integers.
-        scale_ndim: dimensions of the weight's scale where only one number of them loads; 0 where any does.
-        renames: what the model's loader makes of a leaf on disk.
+        scale_ndim: the only number of dimensions that the weight's scale may have; 0 where it may have any.
+        renames: leaf on disk -> leaf after the model's loader has renamed it.
     """
 
     form: Form
@@ -50,19 +50,19 @@ class Resolution:
     Attributes:
         built: what it registers.
         entry: the entry of the config that decided; "" where none matched or none is needed.
-        error: the exception that the question itself raises; `built` is then meaningless.
+        error: the exception that vLLM raises while it resolves the module; `built` then has no meaning.
     """
 
-    built: Built
+    built: VLLMModule
     entry: str = ""
     error: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ConfigEntry:
     """One name or pattern of a quantization config, as written and as vLLM reads it after renaming.
 
-    `by_disk`: it is matched against names on disk, which only DeepSeek-V4's list of MXFP4 experts is.
+    `by_disk`: vLLM compares it with names on disk. Only DeepSeek-V4's list of MXFP4 experts is of this kind.
     """
 
     where: str
@@ -76,11 +76,11 @@ class Dialect(Protocol):
 
     @property
     def name(self) -> str:
-        """Which dialect, for messages."""
+        """Name of the dialect, for messages."""
         ...
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[ConfigEntry, ...]:
         """Every name and pattern of the config."""
         ...
 
@@ -94,27 +94,27 @@ class Dialect(Protocol):
         """
         ...
 
-    def covers(self, entry: Entry, module: VLLMName) -> bool:
+    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
         """Whether `entry` alone matches the name `module`."""
         ...
 
 
-PLAIN = Built(form="plain")
-UNKNOWN = Built(form="unknown")
+PLAIN = VLLMModule(form="plain")
+UNKNOWN = VLLMModule(form="unknown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unknown:
-    """A dialect whose matching is not reproduced here (GPTQ, AWQ, Quark, AutoRound, ...)."""
+class UnknownDialect:
+    """A dialect whose matching keepmtp does not know (GPTQ, AWQ, Quark, AutoRound, ...)."""
 
     name: str
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ConfigEntry, ...] = ()
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
-        """Never known."""
+        """It never knows."""
         return Resolution(built=UNKNOWN)
 
-    def covers(self, entry: Entry, module: VLLMName) -> bool:
+    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
         """By substring, the loosest rule of these dialects."""
         words = (re.sub(r"^(?:re:|[-+]:)", "", word).replace("\\", "").strip(".*^$") for word in entry.read)
         return any(word in module for word in words if word)

@@ -1,34 +1,26 @@
 """`keepmtp check --gpu`: the static check, then vLLM's own classes and loaders on a GPU that is not there.
 
-In: checkpoints, pretended GPUs, TP sizes, a number of drafts. Out: one `Report` a checkpoint, with what both found.
-vLLM's processes are started first: they import while the headers are read.
+In: checkpoints, pretended GPUs, TP sizes, a number of drafts. Out: a `Checked` for each checkpoint, with what both
+found. vLLM's processes start first: they import while the headers are read.
 
-Easy to get wrong: a checkpoint with findings is loaded all the same, since vLLM's own words are what people search for;
-only one whose files cannot be read is not.
+Easy to get wrong: a checkpoint with findings is loaded all the same, because people search for vLLM's own words. Only a
+checkpoint whose files cannot be read is not loaded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
-from ..check.check import examine
-from ..check.findings import Report, grouped
-from ..check.runtime_view import Evidence
+from ..check.check import Checked, examine
+from ..check.findings import errors_first, grouped
+from ..check.runtime_view import RuntimeView
 from ..serving.vllm_env import VLLM
-from .loader import GPU, DryLoader, Job, Verdict, headers_of
-from .verdict_findings import findings
-
-
-class Checked(NamedTuple):
-    """A report and what it was made from: headers (None if unreadable), evidence (None without a family's table)."""
-
-    report: Report
-    source: Source | None
-    evidence: Evidence | None
+from .facts import GPU, LoadAccount
+from .hollow import headers_of
+from .loader import DryLoader, Job
+from .verdict_findings import objections
 
 
 def check_on(
@@ -39,18 +31,18 @@ def check_on(
     tps: Sequence[int] = (1,),
     num_drafts: int = 1,
     draft: str = "",
-    watch: Callable[[str], None] = lambda doing: None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[Checked]:
-    """Judge checkpoints, one after the other, on every GPU at every TP size.
+    """Check and load checkpoints, one after the other, on every GPU at every TP size.
 
     Args:
         paths: folders or Hub ids.
-        vllm: the environment that judges.
+        vllm: the environment that loads them.
         gpus: GPUs to pretend.
         tps: tensor-parallel sizes; rank 0 of each is built.
         num_drafts: num_speculative_tokens.
         draft: folder or Hub id of a draft model with a checkpoint of its own.
-        watch: told what is being done, for a progress line.
+        progress: gets a line that says what is done now.
 
     Yields: what was found for each path, in order.
 
@@ -61,32 +53,50 @@ def check_on(
     """
     with ExitStack() as stack:
         loaders = [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
-        beside = _Draft.read(draft, stack) if draft else None
+        separate = _Draft.read(draft, stack) if draft else None
         for path in paths:
-            watch(f"{path}: static check")
-            report, source, evidence = examine(path)
-            if source is None:
-                yield Checked(report, None, None)
+            progress(f"{path}: static check")
+            checked = examine(path)
+            if checked.source is None:
+                yield checked
                 continue
-            if evidence is not None and not evidence.view.family.num_layers_key:
+            if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:
                 raise RecipeError(
                     path,
                     "a draft is loaded beside its target",
                     got="no target",
                     cure=f"Check the target: keepmtp check TARGET --draft {path}",
                 )
-            with headers_of(source) as folder:
-                own = beside.folder if beside else None
+            with headers_of(checked.source) as folder:
+                own = separate.folder if separate else None
                 jobs = [Job(folder=folder, tp=tp, num_drafts=num_drafts, draft=own) for tp in tps]
-                verdicts: list[Verdict] = []
+                accounts: list[LoadAccount] = []
                 for loader in loaders:
-                    watch(f"{path}: dry load on {loader.gpu}")
-                    verdicts += loader.judge_all(jobs)
-            told = [replace(verdict, path=path) for verdict in verdicts]
-            if beside is not None:
-                report = beside.joined(report)
-            judged = with_verdicts(report, evidence, told, vllm.version, draft=beside.evidence if beside else None)
-            yield Checked(judged, source, evidence)
+                    progress(f"{path}: dry load on {loader.gpu}")
+                    accounts += loader.load_all(jobs)
+            accounts = [account.model_copy(update={"path": path}) for account in accounts]
+            yield with_loads(
+                separate.joined(checked) if separate else checked,
+                accounts,
+                vllm.version,
+                draft=separate.checked.runtime if separate else None,
+            )
+
+
+def with_loads(
+    checked: Checked, accounts: Sequence[LoadAccount], version: str, *, draft: RuntimeView | None = None
+) -> Checked:
+    """A static check with dry loads; `draft` is the runtime of a draft's own checkpoint."""
+    counted, found = [], []
+    for account in accounts:
+        own = objections(account, checked.runtime, version=version, static=checked.data.findings, draft=draft)
+        counted.append(account.counted(sum(finding.severity == "error" for finding, _ in own)))
+        found += own
+    update = {
+        "findings": errors_first([*checked.data.findings, *grouped(found)]),
+        "dry": tuple(account.load for account in counted),
+    }
+    return checked._replace(data=checked.data.model_copy(update=update), accounts=tuple(counted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,36 +104,18 @@ class _Draft:
     """A draft with a checkpoint of its own."""
 
     folder: Path
-    report: Report
-    evidence: Evidence | None
+    checked: Checked
 
     @classmethod
     def read(cls, where: str, stack: ExitStack) -> "_Draft":
-        report, source, evidence = examine(where)
-        if source is None:
-            raise CheckpointError(
-                where, "the draft must be readable", got=report.findings[0].says, cure="Check --draft"
-            )
-        return cls(folder=stack.enter_context(headers_of(source)), report=report, evidence=evidence)
+        checked = examine(where)
+        if checked.source is None:
+            got = checked.data.findings[0].says
+            raise CheckpointError(where, "the draft must be readable", got=got, cure="Check --draft")
+        return cls(folder=stack.enter_context(headers_of(checked.source)), checked=checked)
 
-    def joined(self, target: Report) -> Report:
-        """The target's static findings and the draft's; a target needs no family's table to have a draft beside it."""
-        kept = [finding for finding in target.findings if finding.rule != "family"]
-        return replace(target, findings=(*kept, *self.report.findings))
-
-
-def with_verdicts(
-    report: Report,
-    evidence: Evidence | None,
-    verdicts: Sequence[Verdict],
-    version: str,
-    *,
-    draft: Evidence | None = None,
-) -> Report:
-    """A static check's report with what dry loads found; `draft` is the evidence of a draft's own checkpoint."""
-    found = [
-        finding
-        for verdict in verdicts
-        for finding in findings(verdict, evidence, version=version, static=report.findings, draft=draft)
-    ]
-    return replace(report, findings=grouped([*report.findings, *found]), dry=tuple(verdicts))
+    def joined(self, target: Checked) -> Checked:
+        """The target with the static findings of both; a target with a separate draft needs no family's table."""
+        kept = [finding for finding in target.data.findings if finding.rule != "family"]
+        findings = (*kept, *self.checked.data.findings)
+        return target._replace(data=target.data.model_copy(update={"findings": findings}))

@@ -1,13 +1,15 @@
 """What vLLM itself cannot do with an MTP draft, whatever the checkpoint holds.
 
-In: a `Failure` of a dry load and the family. Out: the known defect it is, or None. A defect is told as vLLM's, with the
-version, so that nobody looks for the fault in the checkpoint.
+In: a `LoadFailure` and the family. Out: the known defect of vLLM that caused it, or None. The finding names vLLM and
+its version, so that nobody looks for the fault in the checkpoint.
+
+Easy to get wrong: a defect ends with a release. `versions` lists those that have it.
 """
 
 import re
 from dataclasses import dataclass
 
-from .loader import Failure
+from .facts import LoadFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,8 @@ DEFECTS = (
 )
 
 
-def known_defect(failure: Failure, *, family: str, version: str) -> Defect | None:
-    """The defect behind a failure."""
+def known_defect(failure: LoadFailure, *, family: str, version: str) -> Defect | None:
+    """The known defect that caused a failure; None if there is none."""
     text = f"{failure.type}: {failure.words} [{failure.at}]"
     for defect in DEFECTS:
         is_concerned = version in defect.versions and (not defect.families or family in defect.families)

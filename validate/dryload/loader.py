@@ -1,33 +1,25 @@
-"""The dry load, seen from keepmtp's side: vLLM's verdict on a checkpoint for a GPU that is not there.
+"""vLLM's process: starts it, sends it checkpoints, and reads what it says of them.
 
-In: checkpoints (folders, or Hub repositories by their headers), a GPU, a TP size, a number of drafts. Out: `Verdict`s.
-The work is done by validate/dryload/in_vllm in vLLM's own environment, one process for a GPU, reached by JSON lines.
+In: checkpoints (folders), a GPU, a TP size, a number of drafts. Out: a `LoadAccount` each. The work is done by
+validate/dryload/in_vllm in vLLM's own environment. There is one process for a GPU, and it speaks JSON lines.
 
-Easy to get wrong: nothing of vLLM is imported here, and a checkpoint from the Hub is not downloaded: vLLM reads files
-that have its headers, and holes where the weights would be.
+Easy to get wrong: nothing of vLLM is imported here. Each line is parsed once, into the models of facts.py.
 """
 
-import contextlib
 import json
-import struct
 import subprocess
 import tempfile
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
 
-from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import INDEX, SINGLE, Source, small_file
 from ...recipes.errors import VLLMError
+from ..fact import Fact
 from ..serving.vllm_env import VLLM
+from .facts import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
 
-GPU = Literal["sm90", "sm100", "sm120"]
-GPUS: tuple[GPU, ...] = get_args(GPU)
-# What vLLM's config classes read beside config.json.
-SMALL_FILES = ("hf_quant_config.json", "generation_config.json", "added_tokens.json", "preprocessor_config.json")
 _PACKAGE = Path(__file__).parent / "in_vllm"
 _LAUNCH = (
     "import importlib.util as u, sys; p = sys.argv.pop(1); "
@@ -40,148 +32,8 @@ _JOBS_AHEAD = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """A runtime parameter that was not written over all its elements.
-
-    Attributes:
-        param: its name in vLLM.
-        num_written, num_expected: elements.
-        dtype: the parameter's.
-        sources: the tensors on disk that it was written from, each with the elements written.
-    """
-
-    param: str
-    num_written: int
-    num_expected: int
-    dtype: str
-    sources: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Misfit:
-    """A write that changed what it wrote: numbers cast between packed and wide formats, or one value spread over many.
-
-    Attributes:
-        param: the parameter's name in vLLM.
-        tensor: the tensors on disk, comma-separated.
-        given, wanted: dtype or shape on disk, and that of the parameter.
-    """
-
-    param: str
-    tensor: str
-    given: str
-    wanted: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What a quantization config was asked at construction, and its answer ("" for none).
-
-    Attributes:
-        prefix: the name it was asked about.
-        layer: class of the layer; `path`: where the layer stands in the model, which parameters are named after.
-    """
-
-    prefix: str
-    layer: str
-    method: str
-    scheme: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """Layers of one kind and what vLLM would run them with.
-
-    Attributes:
-        layer, method, kernel: classes, or names of back-ends.
-        count: layers.
-        where: prefix of the first.
-        outcome: "ok", "refused: ...", or "not judged: ..." where values or compiled operators decide.
-    """
-
-    layer: str
-    method: str
-    kernel: str
-    count: int
-    where: str
-    outcome: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """The target or the draft.
-
-    Attributes:
-        cls: vLLM's class; "" if it was not reached.
-        num_params: parameters that a checkpoint must fill; num_written: those that it did.
-        unwritten: uninitialised memory; default: construction's value; partial: filled in part.
-        padded: filled as far as the checkpoint goes, the rest is padding on purpose.
-        shared: parameters that vLLM replaces by the target's after loading.
-    """
-
-    cls: str = ""
-    num_params: int = 0
-    num_written: int = 0
-    unwritten: tuple[Fault, ...] = ()
-    default: tuple[Fault, ...] = ()
-    partial: tuple[Fault, ...] = ()
-    padded: tuple[Fault, ...] = ()
-    casts: tuple[Misfit, ...] = ()
-    broadcasts: tuple[Misfit, ...] = ()
-    shared: tuple[str, ...] = ()
-    asked: tuple[Question, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """vLLM's exception.
-
-    Attributes:
-        stage: config, world, construct, load, share or process; "crash" if the process died.
-        role: target, draft or "".
-        type, words, at: the exception's class, message, and file:line in vLLM.
-        tensor: the tensor on disk that the loader had in hand; "" outside loading.
-    """
-
-    stage: str
-    role: str
-    type: str
-    words: str
-    at: str = ""
-    tensor: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What vLLM did with one checkpoint on one pretended GPU.
-
-    Attributes:
-        runner: vLLM's model runner, v1 or v2.
-        unconsumed: tensors on disk that neither target nor draft used.
-        truncated: (tensor, elements used, elements) of those used in part; only told at TP 1.
-        seconds: by stage; peak_mib: of the process that judged.
-    """
-
-    path: str
-    gpu: GPU
-    tp: int
-    num_drafts: int
-    failure: Failure | None
-    target: Side
-    draft: Side
-    unconsumed: tuple[str, ...] = ()
-    truncated: tuple[tuple[str, int, int], ...] = ()
-    runner: str = ""
-    quant_config: str = ""
-    seconds: dict[str, float]
-    peak_mib: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One checkpoint to judge; `folder` as `headers_of` gives it, `rank` of `tp` ranks."""
+    """One checkpoint to load; `folder` comes from `headers_of`, `rank` is one of `tp` ranks."""
 
     folder: Path
     tp: int = 1
@@ -190,11 +42,20 @@ class Job:
     draft: Path | None = None
 
 
+class _Line(Fact):
+    """A line of vLLM's process: the GPU when it is ready, then an account, or how the process of one was lost."""
+
+    ready: str = ""
+    id: int = -1
+    account: LoadAccount | None = None
+    died: str = ""
+
+
 class DryLoader:
     """vLLM, imported once for one GPU; a context manager.
 
         with DryLoader(find_vllm(), gpu="sm100") as loader:
-            verdict = loader.judge(folder, tp=4)
+            account = loader.load(folder, tp=4)
 
     Raises:
         VLLMError: vLLM's process ends before it is ready.
@@ -206,7 +67,7 @@ class DryLoader:
         Args:
             vllm: the environment.
             gpu: the pretended GPU.
-            workers: checkpoints judged side by side; default one a core.
+            workers: checkpoints that are loaded at the same time; default one a core.
         """
         self.gpu: GPU = gpu
         self._vllm = vllm
@@ -227,41 +88,39 @@ class DryLoader:
         self._log.close()
         self._cache.cleanup()
 
-    def judge(self, folder: Path, *, tp: int = 1, num_drafts: int = 1) -> Verdict:
+    def load(self, folder: Path, *, tp: int = 1, num_drafts: int = 1) -> LoadAccount:
         """One checkpoint."""
-        return self.judge_all([Job(folder=folder, tp=tp, num_drafts=num_drafts)])[0]
+        return self.load_all([Job(folder=folder, tp=tp, num_drafts=num_drafts)])[0]
 
-    def judge_all(self, jobs: Sequence[Job], *, done: Callable[[Verdict], None] | None = None) -> list[Verdict]:
-        """Several, side by side; verdicts come back in the jobs' order, `done` hears of each as it ends.
+    def load_all(self, jobs: Sequence[Job]) -> list[LoadAccount]:
+        """Several at the same time; the accounts come in the order of the jobs.
 
-        A tensor that the first rank leaves alone may be another rank's: those are asked before it counts as unused.
+        The first rank may not read a tensor that another rank reads. So the other ranks load it too, before a tensor
+        counts as unused.
         """
-        verdicts = self._judge_ranks(jobs, done)
-        for number, (job, verdict) in enumerate(zip(jobs, verdicts, strict=True)):
-            if job.tp > 1 and verdict.unconsumed and verdict.failure is None:
-                others = self._judge_ranks([replace(job, rank=rank) for rank in range(1, job.tp)], None)
-                left = set(verdict.unconsumed).intersection(*(set(other.unconsumed) for other in others))
-                verdicts[number] = replace(verdict, unconsumed=tuple(sorted(left)))
-        return verdicts
+        accounts = self._load_ranks(jobs)
+        for number, (job, account) in enumerate(zip(jobs, accounts, strict=True)):
+            if job.tp > 1 and account.unconsumed and account.load.failure is None:
+                others = self._load_ranks([replace(job, rank=rank) for rank in range(1, job.tp)])
+                left = set(account.unconsumed).intersection(*(set(other.unconsumed) for other in others))
+                accounts[number] = account.model_copy(update={"unconsumed": tuple(sorted(left))})
+        return accounts
 
-    def _judge_ranks(self, jobs: Sequence[Job], done: Callable[[Verdict], None] | None) -> list[Verdict]:
-        verdicts: dict[int, Verdict] = {}
+    def _load_ranks(self, jobs: Sequence[Job]) -> list[LoadAccount]:
+        accounts: dict[int, LoadAccount] = {}
         waiting = deque(enumerate(jobs))
-        while len(verdicts) < len(jobs):
+        while len(accounts) < len(jobs):
             # Few jobs at a time: both pipes are small, and neither side may wait for the other.
-            while waiting and len(jobs) - len(waiting) - len(verdicts) < _JOBS_AHEAD:
+            while waiting and len(jobs) - len(waiting) - len(accounts) < _JOBS_AHEAD:
                 self._send(*waiting.popleft())
-            answer = self._receive()
-            if "ready" not in answer:
-                verdict = _verdict(answer, jobs[answer["id"]], self.gpu, self._last_words)
-                verdicts[answer["id"]] = verdict
-                if done is not None:
-                    done(verdict)
-        return [verdicts[number] for number in range(len(jobs))]
+            line = self._receive()
+            if not line.ready:
+                accounts[line.id] = line.account or self._lost(jobs[line.id], line.died)
+        return [accounts[number] for number in range(len(jobs))]
 
     def _send(self, number: int, job: Job) -> None:
         assert self._process.stdin is not None
-        told = {
+        line = {
             "id": number,
             "path": str(job.folder),
             "tp": job.tp,
@@ -270,17 +129,31 @@ class DryLoader:
             "draft": str(job.draft or ""),
         }
         try:
-            self._process.stdin.write(json.dumps(told) + "\n")
+            self._process.stdin.write(json.dumps(line) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             self._refuse_death()
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> _Line:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._refuse_death()
-        return json.loads(line)
+        return _Line.model_validate_json(line)
+
+    def _lost(self, job: Job, died: str) -> LoadAccount:
+        """The account of a checkpoint whose process was killed or took too long."""
+        words = f"the process that judged it was lost ({died}): {self._last_words()}"
+        load = DryLoad(
+            gpu=self.gpu,
+            tp=job.tp,
+            k=job.num_drafts,
+            ok=False,
+            failure=LoadFailure(stage="crash", role="", type="", words=words),
+            target=LoadedModel(),
+            draft=LoadedModel(),
+        )
+        return LoadAccount(path=str(job.folder), load=load)
 
     def _refuse_death(self) -> None:
         self._process.wait()
@@ -295,92 +168,3 @@ class DryLoader:
         self._log.seek(0)
         lines = [line.strip() for line in self._log if line.strip() and "nanobind" not in line]
         return " | ".join(lines[-_LOG_LINES:])
-
-
-@contextlib.contextmanager
-def headers_of(source: Source) -> Iterator[Path]:
-    """A folder that vLLM can read `source` from: its own, or for a Hub repository its headers over holes."""
-    if source.folder is not None:
-        yield source.folder
-        return
-    with tempfile.TemporaryDirectory(prefix="keepmtp-headers-") as scratch:
-        folder = Path(scratch)
-        (folder / "config.json").write_text(json.dumps(source.config))
-        for name in SMALL_FILES:
-            if (path := small_file(source, name)) is not None:
-                (folder / name).write_bytes(path.read_bytes())
-        files: dict[str, list[Entry]] = defaultdict(list)
-        for entry in source.entries.values():
-            files[entry.file].append(entry)
-        for file, entries in files.items():
-            _write_headers(folder / file, entries)
-        if set(files) != {SINGLE}:
-            weight_map = {entry.name: entry.file for entry in source.entries.values()}
-            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-        yield folder
-
-
-def _write_headers(path: Path, entries: Iterable[Entry]) -> None:
-    header: dict[str, Any] = {}
-    end = 0
-    for entry in sorted(entries, key=lambda entry: entry.start):
-        header[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [end, end + entry.num_bytes],
-        }
-        end += entry.num_bytes
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(raw)) + raw)
-        file.truncate(8 + len(raw) + end)
-
-
-def _verdict(answer: dict[str, Any], job: Job, gpu: GPU, last_words: Callable[[], str]) -> Verdict:
-    if "died" in answer:
-        words = f"the process that judged it was lost ({answer['died']}): {last_words()}"
-        answer = {"failure": {"stage": "crash", "role": "", "type": "", "words": words}, "target": {}, "draft": {}}
-    failure = answer["failure"]
-    return Verdict(
-        path=str(job.folder),
-        gpu=gpu,
-        tp=job.tp,
-        num_drafts=job.num_drafts,
-        failure=Failure(**failure) if failure else None,
-        target=_side(answer["target"]),
-        draft=_side(answer["draft"]),
-        unconsumed=tuple(answer.get("unconsumed", ())),
-        truncated=tuple((name, used, size) for name, used, size in answer.get("truncated", ())),
-        runner=answer.get("runner", ""),
-        quant_config=answer.get("quant_config", ""),
-        seconds=answer.get("seconds", {}),
-        peak_mib=answer.get("peak_mib", 0),
-    )
-
-
-def _side(told: dict[str, Any]) -> Side:
-    def faults(key: str) -> tuple[Fault, ...]:
-        fields = ("param", "num_written", "num_expected", "dtype", "sources")
-        return tuple(Fault(**dict(zip(fields, row, strict=True))) for row in told.get(key, ()))
-
-    def misfits(key: str) -> tuple[Misfit, ...]:
-        fields = ("param", "tensor", "given", "wanted")
-        return tuple(Misfit(**dict(zip(fields, row, strict=True))) for row in told.get(key, ()))
-
-    answers = ("prefix", "layer", "method", "scheme", "path")
-    questions = (dict(zip(answers, row, strict=True)) for row in told.get("asked", ()))
-    return Side(
-        cls=told.get("cls", ""),
-        num_params=told.get("num_params", 0),
-        num_written=told.get("num_written", 0),
-        unwritten=faults("unwritten"),
-        default=faults("default"),
-        partial=faults("partial"),
-        padded=faults("padded"),
-        casts=misfits("casts"),
-        broadcasts=misfits("broadcasts"),
-        shared=tuple(told.get("shared", ())),
-        asked=tuple(Question(**question) for question in questions),
-        kernels=tuple(Kernel(**kernel) for kernel in told.get("kernels", ())),
-    )

@@ -1,15 +1,15 @@
-"""What vLLM says when it refuses, the entry of the checkpoint that it means, and what to do.
+"""Messages with which vLLM refuses a checkpoint: the entry that each one means, and what to do.
 
-In: a `Failure`. Out: the first `Refusal` whose words match "<exception>: <message> [<file:line>]", or None.
+In: a `LoadFailure`. Out: the first `Refusal` whose words match "<exception>: <message> [<file:line>]", or None.
 
-Easy to get wrong: order. A general exception (KeyError, AssertionError) stands behind every message that says more.
+Easy to get wrong: order. A general exception (KeyError, AssertionError) comes after every message that says more.
 Source: met in vLLM 0.32.0, each by a broken checkpoint of tests/helpers/broken.py or tests/helpers/dry_corpus.py.
 """
 
 import re
 from dataclasses import dataclass
 
-from .loader import Failure
+from .facts import LoadFailure
 
 INDEX = "model.safetensors.index.json"
 
@@ -20,7 +20,7 @@ class Refusal:
 
     Attributes:
         words: regular expression.
-        where: the entry it means, with groups of `words` filled in; "" for the tensor that vLLM had in hand.
+        where: the entry that it means, with groups of `words` filled in; "" for the tensor that vLLM was reading.
             {count} is config.json's key for the number of MTP layers.
         cure: what to do.
     """
@@ -130,8 +130,8 @@ REFUSALS = (
 )
 
 
-def known_refusal(failure: Failure) -> tuple[str, str] | None:
-    """Where and cure of the first that matches; {count} is left in `where` for the caller."""
+def known_refusal(failure: LoadFailure) -> tuple[str, str] | None:
+    """(where, cure) of the first refusal that matches; the caller replaces {count} in `where`."""
     text = f"{failure.type}: {' '.join(failure.words.split())} [{failure.at}]"
     for refusal in REFUSALS:
         if match := re.search(refusal.words, text):

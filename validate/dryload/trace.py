@@ -1,31 +1,31 @@
-"""From vLLM's parameters back to the files: which tensors on disk a parameter is, or should have been, made of.
+"""From vLLM's parameters to the files: which tensors on disk fill a parameter, or should have filled it.
 
-In: a `Side` of a dry load, the `Evidence`. Out: names on disk.
+In: the questions that vLLM asked its quantization config, the `RuntimeView`. Out: names on disk.
 
-Easy to get wrong: a parameter is named after its place in the model (`model.layers.3.mtp_block.self_attn.qkv_proj`),
-the quantization config and the family's table after the prefix it was constructed with (`model.layers.3.self_attn.
-qkv_proj`, `mtp.fc` for `model.fc`). The pairs that the config was asked about tell how one becomes the other.
+Easy to get wrong: a parameter's name is its place in the model (`model.layers.3.mtp_block.self_attn.qkv_proj`). The
+quantization config and the family's table use the prefix of construction (`model.layers.3.self_attn.qkv_proj`, and
+`mtp.fc` for `model.fc`). Each question to the config has both names; the two are compared to rename the others.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from ...recipes.family import HFName
-from ..check.runtime_view import Evidence
-from .loader import Fault, Side
+from ..check.runtime_view import RuntimeView
+from .facts import Fault, Question
 
-# Experts' parameters carry their half in their name.
+# The name of an experts' parameter says which half it is.
 _HALF = re.compile(r"^(w13|w2)_")
 _GATE_UP = re.compile(r"\.(gate_proj|up_proj|w1|w3|gate_up_proj)$")
 
 
 class Trace:
-    """The way back for one side of one dry load."""
+    """The way back for the target or the draft of one dry load; `questions` are those of its quantization config."""
 
-    def __init__(self, side: Side, evidence: Evidence):
-        self._side = side
-        self._evidence = evidence
+    def __init__(self, questions: Sequence[Question], runtime: RuntimeView):
+        self._questions = questions
+        self._runtime = runtime
 
     def module(self, param: str) -> str:
         """vLLM's prefix of the module that owns a parameter; the parameter's own name if it belongs to none."""
@@ -33,12 +33,12 @@ class Trace:
         for name in (path, param):
             for known in (name, name.replace(".routed_experts", "")):
                 prefix = self._prefix(known)
-                if prefix in self._evidence.view.disk_modules:
+                if prefix in self._runtime.view.disk_modules:
                     return prefix
         return self._prefix(path)
 
     def entry(self, fault: Fault) -> str:
-        """The tensor on disk that a fault is about: the missing one, else the odd one, else the first there is."""
+        """The tensor on disk that a fault is about: the missing one, else the one least written, else the first."""
         leaf = _HALF.sub("", fault.param.rpartition(".")[2])
         members = self._members(fault.param)
         if fault.sources:
@@ -46,22 +46,22 @@ class Trace:
             if missing:
                 return self._on_disk(missing[0], leaf, is_there=False)
             return min(fault.sources, key=lambda name: fault.sources[name])
-        there = [module for module in members if module in self._evidence.weights]
+        there = [module for module in members if module in self._runtime.weights]
         if there:
             return self._on_disk(there[0], leaf, is_there=True)
         return self._on_disk(members[0], leaf, is_there=False) if members else fault.param
 
     def module_entry(self, prefix: str) -> str:
         """The first tensor on disk of a module that vLLM calls `prefix`; "" if the table does not know it."""
-        members = self._expand(self._evidence.view.disk_modules.get(prefix, ()), "")
-        there = [module for module in members if module in self._evidence.weights]
+        members = self._expand(self._runtime.view.disk_modules.get(prefix, ()), "")
+        there = [module for module in members if module in self._runtime.weights]
         if there:
             return self._on_disk(there[0], "", is_there=True)
         return members[0] if members else ""
 
     def _members(self, param: str) -> list[HFName]:
         half = _HALF.match(param.rpartition(".")[2])
-        return self._expand(self._evidence.view.disk_modules.get(self.module(param), ()), half[1] if half else "")
+        return self._expand(self._runtime.view.disk_modules.get(self.module(param), ()), half[1] if half else "")
 
     def _expand(self, modules: Iterable[HFName], half: str) -> list[HFName]:
         """Experts by number, as many as there are on disk; stacked ones only if there are no single ones."""
@@ -70,25 +70,25 @@ class Trace:
         if not single:
             return kept
         count = self._num_experts(single[0])
-        stacked = [module for module in kept if "{e}" not in module and module in self._evidence.source.entries]
+        stacked = [module for module in kept if "{e}" not in module and module in self._runtime.source.entries]
         return stacked or [HFName(module.replace("{e}", str(e))) for e in range(count) for module in single]
 
     def _num_experts(self, template: str) -> int:
         pattern = re.compile(re.escape(template).replace(r"\{e\}", r"(\d+)"))
-        found = [int(match[1]) for module in self._evidence.weights if (match := pattern.fullmatch(module))]
+        found = [int(match[1]) for module in self._runtime.weights if (match := pattern.fullmatch(module))]
         return max(found, default=0) + 1
 
     def _on_disk(self, module: HFName, leaf: str, *, is_there: bool) -> str:
-        weight = self._evidence.weights.get(module)
+        weight = self._runtime.weights.get(module)
         if weight is None:
             entry = HFName(module)
-            return entry if entry in self._evidence.source.entries else f"{module}.{leaf or 'weight'}"
+            return entry if entry in self._runtime.source.entries else f"{module}.{leaf or 'weight'}"
         if not is_there and leaf not in weight.parts:
             return f"{module}.{leaf}"
         return next(iter(entry.name for entry in weight.parts.values()), module)
 
     def _prefix(self, path: str) -> str:
-        """The prefix for a path in the model; the longest stem that is known to be called otherwise is replaced."""
+        """The prefix for a path in the model: its longest stem with another known prefix is replaced."""
         if path in self._asked:
             return self._asked[path]
         for stem in sorted(self._stems, key=len, reverse=True):
@@ -98,11 +98,11 @@ class Trace:
 
     @cached_property
     def _asked(self) -> Mapping[str, str]:
-        return {question.path: question.prefix for question in self._side.asked if question.path and question.prefix}
+        return {question.path: question.prefix for question in self._questions if question.path and question.prefix}
 
     @cached_property
     def _stems(self) -> Mapping[str, str]:
-        """Stem of a path -> stem of its prefix, where the two differ: what is left once their common end is cut off."""
+        """Stem of a path -> stem of its prefix, where they differ. A stem is a name without the end that both share."""
         stems: dict[str, str] = {}
         for path, prefix in self._asked.items():
             ours, theirs = path.split("."), prefix.split(".")

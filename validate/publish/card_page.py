@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
-from ..report.schema import DryLoad, EvaluatedFact, FullReport, GroupSize, LoadedModel, RunFact
+from ..dryload.facts import DryLoad, LoadedModel
+from ..report.schema import EvaluatedFact, FullReport, GroupSize, RunFact
 from ..serving.acceptance import AsServed
 from . import hardware
 from .card_limits import limitations

@@ -20,7 +20,7 @@ from ...recipes.families import find_view
 from ...recipes.find import read_recipe
 from ...recipes.schema import AUTO, Recipe
 from ...recipes.schemes import SCHEMES
-from ..check.runtime_view import Evidence
+from ..check.runtime_view import RuntimeView
 
 # What judges a checkpoint, and what a policy chosen by measurement replaces: neither is a choice about its bytes.
 _NOT_OF_THE_BYTES = frozenset({"evaluation", "gates"})
@@ -101,7 +101,7 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[Group, ...]:
     """
     view = find_view(checkpoint.config, checkpoint.where)
     found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
-    for key, *stored in _stored(Evidence(source=checkpoint, view=view), record):
+    for key, *stored in _stored(RuntimeView(source=checkpoint, view=view), record):
         found[key].append((stored[0], stored[1], stored[2]))
     rows = [
         Group(
@@ -117,19 +117,19 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[Group, ...]:
     return tuple(sorted(rows, key=lambda row: (row.part, not row.schemes, row.modules)))
 
 
-def _stored(evidence: Evidence, record: Record) -> Iterator[tuple[tuple[str, str], str, str, str]]:
+def _stored(runtime: RuntimeView, record: Record) -> Iterator[tuple[tuple[str, str], str, str, str]]:
     """((part, group), scheme or "", dtype or "" where it has a scheme, why it is kept): each weight and parameter."""
     mtp = record.recipe.mtp
     words = {*record.recipe.backbone.values(), *([mtp] if isinstance(mtp, str) else mtp.values())}
     # One layout serves three schemes, which differ in what vLLM does with activations.
     mx = next((word for word in ("MXFP4", "MXFP4A16") if word in words), "MXFP4A8")
-    for module, weight in evidence.weights.items():
-        place = evidence.placed.get(module)
+    for module, weight in runtime.weights.items():
+        place = runtime.placed.get(module)
         key = ("backbone", "unknown") if place is None else (place.part, place.role)
         scheme = mx if weight.form == "mxfp4" else weight.scheme or ("" if weight.form == "plain" else weight.form)
         yield key, scheme, "" if scheme else weight.weight.dtype, place.row.why_kept if place and not scheme else ""
-    for entry in evidence.others:
-        place = evidence.placed.get(entry.name)
+    for entry in runtime.others:
+        place = runtime.placed.get(entry.name)
         key = ("backbone", "unknown") if place is None else (place.part, place.role)
         bias = "a bias, not a matrix" if place and place.leaf == "bias" else ""
         yield key, "", entry.dtype, (place.row.why_kept or bias) if place else ""

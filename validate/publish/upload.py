@@ -20,9 +20,9 @@ from huggingface_hub.hf_api import RepoFile
 from ...checkpoints.files import held
 from ...checkpoints.identity import listed
 from ...recipes.errors import CheckpointError, GateError, RecipeError, VLLMError
-from ..check.check import examine
-from ..dryload.check_on import Checked, check_on
-from ..dryload.loader import GPU, GPUS
+from ..check.check import Checked, examine
+from ..dryload.check_on import check_on
+from ..dryload.facts import GPU, GPUS
 from ..serving.vllm_env import find_vllm
 from .hub import Hub, HubError, Remote
 from .upload_set import LocalFile, Parcel, total_bytes
@@ -196,9 +196,9 @@ def load_remote(
     try:
         vllm = find_vllm()
     except VLLMError:
-        checked, how = Checked(*examine(remote.repo)), "static check, no dry load: no vLLM here (see `keepmtp doctor`)"
+        checked, how = examine(remote.repo), "static check, no dry load: no vLLM here (see `keepmtp doctor`)"
     else:
-        (checked,) = check_on([remote.repo], vllm=vllm, gpus=chosen, tps=[tp], num_drafts=k, watch=watch)
+        (checked,) = check_on([remote.repo], vllm=vllm, gpus=chosen, tps=[tp], num_drafts=k, progress=watch)
         how = f"dry load on {asked[0]} at TP {tp} with vLLM {vllm.version}"
     if checked.source is not None and checked.source.revision != remote.commit:
         raise HubError(

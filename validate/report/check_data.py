@@ -1,14 +1,13 @@
-"""What `check.json` holds: the static check and dry loads in the report's terms, sizes from headers, the calibration.
+"""What `check.json` holds next to findings and dry loads: sizes from headers, and the calibration.
 
-In: a `Report` of the check, and the opened checkpoint. Out: a `CheckData` (results.py).
+In: the `CheckData` of a check, and the opened checkpoint. Out: the same with sizes and calibration (results.py).
 
-Easy to get wrong: which station a finding is from is told by its rule, and a dry load is good only if none of them is
-its own: vLLM may have raised nothing and hold something else than the files.
+Easy to get wrong: a checkpoint without a family's table has no sizes, and one of another tool has no record. The reason
+goes into `absent`.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,66 +19,21 @@ from ...checkpoints.source import Source, small_file
 from ...recipes.errors import KeepMTPError, RecipeError, first_fault
 from ...recipes.families import find_view
 from ..check.check import examine
-from ..check.findings import Finding, Report
-from ..check.runtime_view import Evidence
-from ..dryload.loader import Side, Verdict
-from ..dryload.verdict_findings import DEFECT, RULE, findings
 from ..serving.vllm_env import TESTED
 from .results import CheckData, read_result, write_result
-from .schema import (
-    CalibrationFact,
-    CheckpointFacts,
-    DryLoad,
-    FindingFact,
-    GroupSize,
-    KernelUse,
-    LoadedModel,
-    LoadFailure,
-)
-
-DRY_RULES = (RULE, DEFECT, "no-kernel")
-"""Rules whose findings come from a dry load."""
+from .schema import CalibrationFact, GroupSize
 
 
-def check_data(
-    check: Report,
-    *,
-    vllm: str,
-    evidence: Evidence | None = None,
-    opened: Source | None = None,
-    source: Source | None = None,
-) -> CheckData:
+def check_data(check: CheckData, *, opened: Source | None = None, source: Source | None = None) -> CheckData:
     """A check with everything that headers and the checkpoint's own record say.
 
     Args:
-        check: the static check's report, with the dry loads that were made.
-        vllm: the version that judged.
-        evidence, opened: from `static.examine`; None where the family is unknown, or nothing could be read.
+        check: the static check, with the dry loads that were made.
+        opened: the checkpoint; None if nothing could be read.
         source: what it was made from, for sizes before and after.
     """
-    found = tuple(
-        FindingFact(
-            origin="dry" if finding.rule in DRY_RULES else "static",
-            severity=finding.severity,
-            where=finding.where,
-            says=finding.says,
-            cure=finding.cure,
-            rule=finding.rule,
-            count=finding.count,
-        )
-        for finding in check.findings
-    )
-    dry = tuple(_dry_load(verdict, findings(verdict, evidence, version=vllm)) for verdict in check.dry)
     sizes, calibration, absent = _from_files(opened, source)
-    return CheckData(
-        path=check.path,
-        facts=CheckpointFacts(**asdict(check.facts)),
-        findings=found,
-        sizes=sizes,
-        dry=dry,
-        calibration=calibration,
-        absent=absent,
-    )
+    return check.model_copy(update={"sizes": sizes, "calibration": calibration, "absent": absent})
 
 
 def record_static(folder: Path, checkpoint: Source, identity: Identity, *, source: Source | None = None) -> None:
@@ -87,8 +41,8 @@ def record_static(folder: Path, checkpoint: Source, identity: Identity, *, sourc
     found = read_result(folder, "check")
     if found is not None and found.checkpoint.sha256 == identity.sha256:
         return
-    report, opened, evidence = examine(checkpoint.where, source=source)
-    data = check_data(report, vllm=TESTED[0], evidence=evidence, opened=opened, source=source)
+    checked = examine(checkpoint.where, source=source)
+    data = check_data(checked.data, opened=checked.source, source=source)
     write_result(folder, "check", data, checkpoint=identity, vllm=TESTED[0])
 
 
@@ -163,34 +117,6 @@ def _from_files(
         return sizes_by_group(opened, source), calibration, absent
     except RecipeError as unknown:
         return (), calibration, absent | {"sizes": f"No sizes: {unknown}"}
-
-
-def _dry_load(verdict: Verdict, found: Sequence[Finding]) -> DryLoad:
-    num_errors = sum(finding.severity == "error" for finding in found)
-    failure = None if verdict.failure is None else LoadFailure(**asdict(verdict.failure))
-    return DryLoad(
-        gpu=verdict.gpu,
-        tp=verdict.tp,
-        k=verdict.num_drafts,
-        ok=not num_errors,
-        num_errors=num_errors,
-        failure=failure,
-        target=_loaded(verdict.target),
-        draft=_loaded(verdict.draft),
-        runner=verdict.runner,
-        seconds=round(sum(verdict.seconds.values()), 2),
-        peak_mib=verdict.peak_mib,
-    )
-
-
-def _loaded(side: Side) -> LoadedModel:
-    return LoadedModel(
-        cls=side.cls,
-        num_params=side.num_params,
-        num_written=side.num_written,
-        shared=side.shared,
-        kernels=tuple(KernelUse(**asdict(kernel)) for kernel in side.kernels),
-    )
 
 
 def _measured(source: Source) -> dict[tuple[str, str], list[int]]:

@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from ...recipes.protocol import Gates
+from ..check.findings import Finding, Origin
+from ..dryload.facts import DryLoad
 from .headline import places
 from .paired import one_sided
 from .results import CheckData
 from .schema import (
-    DryLoad,
     EvaluatedFact,
     EvaluationFact,
-    FindingFact,
     JudgementFact,
     JudgementWord,
-    Origin,
     PairedFact,
     ReasonFact,
     RunFact,
@@ -313,7 +312,7 @@ def _why(load: DryLoad, check: CheckData | None) -> str:
     return f"{told[0].where}: {told[0].says}" if told else f"{load.num_errors} errors in keepmtp's own account of it"
 
 
-def _errors(check: CheckData | None, origin: Origin) -> list[FindingFact]:
+def _errors(check: CheckData | None, origin: Origin) -> list[Finding]:
     found = check.findings if check else ()
     return [each for each in found if each.severity == "error" and each.origin == origin]
 

@@ -9,8 +9,10 @@ for which there are too few samples is told as that.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from ..check.findings import Finding
+from ..dryload.facts import DryLoad
 from .results import CheckData
-from .schema import DryLoad, EvaluationFact, FindingFact, JudgementFact, ReasonFact, Serve, ServedFact, VerdictFact
+from .schema import EvaluationFact, JudgementFact, ReasonFact, Serve, ServedFact, VerdictFact
 
 
 def verdict_of(
@@ -72,7 +74,7 @@ def _fault(check: CheckData, serve: Serve | None, judgement: JudgementFact | Non
     return f"It fails its recipe's gate for {lost.gate}: {lost.says}" if lost else ""
 
 
-def _refused(failed: Sequence[DryLoad], errors: Sequence[FindingFact], vllm: str) -> str:
+def _refused(failed: Sequence[DryLoad], errors: Sequence[Finding], vllm: str) -> str:
     told = tuple(f"on {load.gpu} at TP {load.tp}: " for load in failed)
     words = f"{told[0]}vLLM {vllm} raises {failed[0].failure.type if failed[0].failure else ''}"
     says = next((fact.says for fact in errors if fact.says.startswith(told)), words)

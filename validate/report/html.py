@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 
 from ...checkpoints.files import write_whole
 from ...recipes import extras
+from ..dryload.facts import DryLoad, KernelUse
 from .headline import places
-from .schema import DryLoad, FullReport, KernelUse, RunFact
+from .schema import FullReport, RunFact
 
 if TYPE_CHECKING:
     from markupsafe import Markup

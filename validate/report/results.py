@@ -23,7 +23,10 @@ from ... import __version__
 from ...checkpoints.files import write_whole
 from ...checkpoints.identity import Identity
 from ...recipes.errors import CheckpointError, first_fault
-from .schema import CalibrationFact, CheckpointFacts, DryLoad, EvaluationFact, FindingFact, GroupSize, Serve
+from ..check.findings import CheckpointFacts, Finding
+from ..dryload.facts import DryLoad
+from ..fact import Fact
+from .schema import CalibrationFact, EvaluationFact, GroupSize, Serve
 
 Station = Literal["check", "serve", "gsm8k"]
 STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k")
@@ -36,18 +39,21 @@ COMMANDS: Mapping[Station, str] = {
 TIME = "%Y-%m-%d %H:%M:%S UTC"
 
 
-class CheckData(BaseModel):
+class CheckData(Fact):
     """The static check and the dry loads; `absent` says why sizes, dry or calibration is empty, where that is known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str
     facts: CheckpointFacts
-    findings: tuple[FindingFact, ...]
+    findings: tuple[Finding, ...]
     sizes: tuple[GroupSize, ...] = ()
     dry: tuple[DryLoad, ...] = ()
     calibration: CalibrationFact | None = None
     absent: Mapping[str, str] = Field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """No errors; warnings do not count."""
+        return all(finding.severity != "error" for finding in self.findings)
 
 
 Data = TypeVar("Data", CheckData, Serve, EvaluationFact)

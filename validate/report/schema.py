@@ -28,11 +28,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...checkpoints.identity import Identity
 from ...recipes.protocol import Evaluation, Gates
-from ..check.findings import Severity
+from ..check.findings import CheckpointFacts, Finding
+from ..dryload.facts import DryLoad
 from ..serving.acceptance import AsServed, Drafts, Role
 from ..serving.acceptance import Verdict as GateVerdict
 
-Origin = Literal["static", "dry"]
 JudgementWord = Literal["pass", "regression", "infeasible"]
 # keepmtp.json may be anybody's: numbers that could not have been measured are refused before they are drawn.
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -44,30 +44,6 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class FindingFact(_Part):
-    """A `Finding` and the station that made it."""
-
-    origin: Origin
-    severity: Severity
-    where: str
-    says: str
-    cure: str
-    rule: str
-    count: int = 1
-
-
-class CheckpointFacts(_Part):
-    """What the checkpoint is, as in `Facts`."""
-
-    family: str = ""
-    dialect: str = ""
-    num_tensors: int = 0
-    num_bytes: int = 0
-    num_mtp_tensors: int = 0
-    num_mtp_layers: int = 0
-    mtp_forms: tuple[str, ...] = ()
-
-
 class GroupSize(_Part):
     """Bytes of one module group, scales included; `num_bytes_before` is the source's, None if none was given."""
 
@@ -76,57 +52,6 @@ class GroupSize(_Part):
     num_tensors: int
     num_bytes: int
     num_bytes_before: int | None = None
-
-
-class KernelUse(_Part):
-    """`count` layers of one kind, and what vLLM would run them with; `where` is the prefix of the first.
-
-    `outcome` is "ok", "refused: ...", or "not judged: ..." where values or compiled operators decide.
-    """
-
-    layer: str
-    method: str
-    kernel: str
-    count: int
-    where: str
-    outcome: str
-
-
-class LoadedModel(_Part):
-    """A target or draft after loading: parameters that the loader filled, of how many; `shared` are the target's."""
-
-    cls: str
-    num_params: int
-    num_written: int
-    shared: tuple[str, ...] = ()
-    kernels: tuple[KernelUse, ...] = ()
-
-
-class LoadFailure(_Part):
-    """vLLM's exception, in its own words; `tensor` is what the loader had in hand."""
-
-    stage: str
-    role: str
-    type: str
-    words: str
-    at: str = ""
-    tensor: str = ""
-
-
-class DryLoad(_Part):
-    """One dry load. `k`: draft tokens a step; `ok`: it gave rise to no error, neither vLLM's nor our account's."""
-
-    gpu: str
-    tp: int
-    k: int
-    ok: bool
-    num_errors: int = 0
-    failure: LoadFailure | None = None
-    target: LoadedModel
-    draft: LoadedModel
-    runner: str = ""
-    seconds: float = 0.0
-    peak_mib: int = 0
 
 
 class DataFact(_Part):
@@ -531,7 +456,7 @@ class FullReport(_Part):
     path: str
     verdict: VerdictFact
     facts: CheckpointFacts
-    findings: tuple[FindingFact, ...]
+    findings: tuple[Finding, ...]
     sizes: tuple[GroupSize, ...] = ()
     dry: tuple[DryLoad, ...] = ()
     calibration: CalibrationFact | None = None

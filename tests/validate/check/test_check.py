@@ -8,6 +8,7 @@ import releases
 from broken import BROKEN, GOOD, Case
 from checkpoint_files import as_source, write
 from good import gptq, ours, planned, released
+from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import RULES, check, check_source
@@ -128,7 +129,7 @@ def test_one_cause_is_one_finding(tmp_path):
 def test_report_as_json(tmp_path):
     checkpoint = GOOD["glm fp8"]()
     checkpoint.take(r"model\.layers\.3\.hnorm\.weight")
-    report = json.loads(json.dumps(check(write(tmp_path / "checkpoint", checkpoint)).as_dict()))
+    report = json.loads(json.dumps(check_json(check(write(tmp_path / "checkpoint", checkpoint)))))
     assert (report["ok"], report["path"]) == (False, str(tmp_path / "checkpoint"))
     assert {"severity", "where", "says", "cure", "rule"} <= report["findings"][0].keys()
     assert report["facts"]["num_mtp_layers"] == 1

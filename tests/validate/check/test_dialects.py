@@ -16,7 +16,7 @@ from good import released
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.dialects.choose import read_dialect
 from keepmtp.validate.check.dialects.modelopt import ModelOpt
-from keepmtp.validate.check.runtime_view import Evidence, Module
+from keepmtp.validate.check.runtime_view import Module, RuntimeView
 from keepmtp.validate.check.vllm_module import Dialect
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
@@ -102,8 +102,8 @@ print("ANSWERS" + json.dumps(answers))
 def modules_of(model: str) -> list[Module]:
     checkpoint = released(model)
     view = find_view(checkpoint.config, model)
-    evidence = Evidence(source=as_source(checkpoint, Path("/nonexistent")), view=view)
-    return [module for module in evidence.modules if module.loads_quantized]
+    runtime = RuntimeView(source=as_source(checkpoint, Path("/nonexistent")), view=view)
+    return [module for module in runtime.modules if module.loads_quantized]
 
 
 def some_entries(modules: list[Module], rng: random.Random, *, kind: str) -> list[str]:

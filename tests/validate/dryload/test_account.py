@@ -32,7 +32,7 @@ def loaded(load, tensors: dict[str, torch.Tensor], **demands) -> tuple[Account, 
         model = Model()
     account = Account(model, construction, Demands(**demands))
     with account:
-        load(model, dict(account.watch(tensors.items())))
+        load(model, dict(account.hand_over(tensors.items())))
     account.settle(model)
     return account, {param.name: param for param in account.params}
 
@@ -82,7 +82,7 @@ def test_rows_that_construction_fills_by_themselves_are_padding():
         model.weight.data[4:].zero_()
     account = Account(model, construction, Demands())
     with account:
-        for _, tensor in account.watch([("w", bf16(4, 4))]):
+        for _, tensor in account.hand_over([("w", bf16(4, 4))]):
             model.weight.data[:4].copy_(tensor)
     assert next(param for param in account.params if param.name == "weight").status == "full"
 
@@ -170,7 +170,7 @@ def test_the_tensor_in_hand_is_known():
     with META, construction:
         model = Model()
     account = Account(model, construction, Demands())
-    seen = [account.current for _ in account.watch([("a", bf16(1)), ("b", bf16(1))])]
+    seen = [account.current for _ in account.hand_over([("a", bf16(1)), ("b", bf16(1))])]
     assert seen == ["a", "b"] and account.current == ""
 
 

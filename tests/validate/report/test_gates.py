@@ -6,16 +6,13 @@ import pytest
 import reports
 from evaluations import COPY, Answers, evaluation
 from keepmtp.recipes.protocol import Evaluation, Gates
+from keepmtp.validate.check.findings import CheckpointFacts, Finding
+from keepmtp.validate.dryload.facts import DryLoad, LoadedModel, LoadFailure
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.results import CheckData
 from keepmtp.validate.report.schema import (
-    CheckpointFacts,
-    DryLoad,
     EvaluationFact,
-    FindingFact,
     JudgementFact,
-    LoadedModel,
-    LoadFailure,
     ReasonFact,
     Serve,
 )
@@ -23,7 +20,7 @@ from keepmtp.validate.report.schema import (
 GATES = Gates()
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)
 LOADED = DryLoad(gpu="sm100", tp=1, k=1, ok=True, target=SIDE, draft=SIDE)
-FINDING = FindingFact(
+FINDING = Finding(
     origin="static",
     severity="error",
     where="config.json",
@@ -34,7 +31,7 @@ FINDING = FindingFact(
 LAX = Gates(min_acceptance=0.5, max_drop=0.5)
 
 
-def checked(*findings: FindingFact, dry: tuple[DryLoad, ...] = (LOADED,)) -> CheckData:
+def checked(*findings: Finding, dry: tuple[DryLoad, ...] = (LOADED,)) -> CheckData:
     return CheckData(path="out/tiny", facts=CheckpointFacts(), findings=findings, dry=dry)
 
 

@@ -21,15 +21,16 @@ from keepmtp.cli.report import save
 from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.validate.check.check import check, examine
-from keepmtp.validate.check.findings import Facts, Report
+from keepmtp.validate.check.findings import CheckpointFacts
 from keepmtp.validate.dryload import verdict_findings
-from keepmtp.validate.dryload.loader import Verdict
+from keepmtp.validate.dryload.facts import DryLoad, LoadedModel
 from keepmtp.validate.report import html as report_html
-from keepmtp.validate.report import plots, schema, svg
-from keepmtp.validate.report.check_data import DRY_RULES, calibration_of, check_data, sizes_by_group
+from keepmtp.validate.report import plots, svg
+from keepmtp.validate.report.check_data import calibration_of, check_data, sizes_by_group
 from keepmtp.validate.report.headline import places
 from keepmtp.validate.report.html import render, write_html
 from keepmtp.validate.report.report import assemble, read_json, write_json
+from keepmtp.validate.report.results import CheckData
 from keepmtp.validate.report.schema import FullReport
 from keepmtp.validate.serving.acceptance import ServeReport
 from PIL import Image
@@ -81,10 +82,23 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(name, pages, tmp_pa
 
 def test_version_3_is_what_it_was():
     """Other fields are another version: change `schema`, what reads it, and this digest, in one change."""
-    defs = FullReport.model_json_schema()
-    shape = {name: sorted(part.get("properties", {})) for name, part in {**defs["$defs"], "": defs}.items()}
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
-    assert digest[:16] == "edc10119d7bc2218", shape
+    schema = FullReport.model_json_schema()
+    shape = sorted(fields(schema, schema["$defs"]))
+    digest = hashlib.sha256("\n".join(shape).encode()).hexdigest()
+    assert digest[:16] == "1f13facb60dd9a32", shape
+
+
+def fields(part: object, defs: dict, path: str = "") -> set[str]:
+    """Every key of the file by its path, whatever the class that holds it is called."""
+    if isinstance(part, list):
+        return set().union(*(fields(each, defs, path) for each in part))
+    if not isinstance(part, dict):
+        return set()
+    if "$ref" in part:
+        return fields(defs[part["$ref"].rpartition("/")[2]], defs, path)
+    named = {name: fields(inner, defs, f"{path}.{name}") for name, inner in part.get("properties", {}).items()}
+    deeper = (fields(part.get(key), defs, path) for key in ("anyOf", "items", "prefixItems", "additionalProperties"))
+    return {f"{path}.{name}" for name in named}.union(*named.values(), *deeper)
 
 
 def test_report_json_keeps_every_word_of_the_server(pages):
@@ -110,9 +124,12 @@ def test_another_version_is_refused(change, says, pages, tmp_path):
 
 
 def test_every_rule_of_the_dry_load_is_told_as_one():
-    named = set(re.findall(r"self\._finding\(\s*([\w\"-]+),", Path(verdict_findings.__file__).read_text()))
+    text = Path(verdict_findings.__file__).read_text()
+    named = set(re.findall(r"self\._objection\(\s*([\w\"-]+),", text))
     values = {getattr(verdict_findings, name, name.strip('"')) for name in named}
-    assert values == set(DRY_RULES)
+    assert values == {"dry-load", "vllm-defect", "no-kernel"}
+    assert re.findall(r"(?<!\._)\bobjection\(\s*origin=(.*),", text) == ['"dry"'], "one place makes them all"
+    assert text.count("objection(") == 2 + text.count("self._objection(")
     assert {fact.origin for fact in reports.broken().findings if fact.severity == "error"} == {"dry"}
 
 
@@ -138,21 +155,21 @@ def test_the_verdict_is_one_sentence_that_claims_no_more_than_was_tried(name, la
 
 def test_a_fault_in_silence_is_no_load():
     """A draft whose BF16 weights are cast into FP8: vLLM raised nothing, and the report must not say that it loads."""
-    full = reports.loaded(reports.verdict("sm90", 1, casts=(reports.CAST,)), reports.verdict("sm120", 1))
+    full = reports.loaded(reports.account("sm90", 1, casts=(reports.CAST,)), reports.account("sm120", 1))
     assert [load.ok for load in full.dry] == [False, True]
     assert not full.verdict.ok and "down_proj" in full.verdict.says
-    assert reports.loaded(reports.verdict("sm90", 1)).verdict.label == "Loads"
+    assert reports.loaded(reports.account("sm90", 1)).verdict.label == "Loads"
 
 
 def test_acceptance_without_a_source_is_no_proof():
     served = replace(reports.served(), source=None)
-    assert reports.loaded(reports.verdict("sm90", 1), serve=served).verdict.label == "Served"
+    assert reports.loaded(reports.account("sm90", 1), serve=served).verdict.label == "Served"
 
 
 def test_places():
-    def load(gpu: str, tp: int) -> schema.DryLoad:
-        side = schema.LoadedModel(cls="", num_params=0, num_written=0)
-        return schema.DryLoad(gpu=gpu, tp=tp, k=1, ok=True, target=side, draft=side)
+    def load(gpu: str, tp: int) -> DryLoad:
+        side = LoadedModel(cls="", num_params=0, num_written=0)
+        return DryLoad(gpu=gpu, tp=tp, k=1, ok=True, target=side, draft=side)
 
     assert places([load("sm90", 1), load("sm90", 1)]) == "sm90 at TP 1"
     assert places([load("sm90", 1), load("sm120", 4), load("sm100", 1)]) == "sm90 and sm100 at TP 1 and sm120 at TP 4"
@@ -203,8 +220,8 @@ def test_a_run_s_own_account_is_read_from_the_checkpoint(tmp_path):
     record = measured.recorded(summary=reports.summary(), calibration=reports.SETTINGS)
     found, why = recorded(tmp_path / "glm", record)
     assert found == reports.calibrated().calibration and not why
-    report, opened, evidence = examine(tmp_path / "glm")
-    page = save(tmp_path / "page", report, vllm="0.32.0", evidence=evidence, opened=opened)
+    checked = examine(tmp_path / "glm")
+    page = save(tmp_path / "page", checked.data, vllm="0.32.0", opened=checked.source)
     assert read_json(page.with_name("report.json")).calibration == found
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(calibration_tables.found(found))
@@ -465,10 +482,12 @@ def test_kernels_of_several_gpus_are_one_row_where_they_agree(pages):
 
 
 def test_layers_with_one_method_and_one_kernel_are_one_row():
-    first = reports.verdict("sm90", 1)
-    kernel = first.target.kernels[1]
-    more = replace(kernel, layer="RowParallelLinear", count=40, where="model.layers.0.self_attn.o_proj")
-    both = replace(first, target=replace(first.target, kernels=(*first.target.kernels, more)))
+    first = reports.account("sm90", 1)
+    kernel = first.load.target.kernels[1]
+    other = {"layer": "RowParallelLinear", "count": 40, "where": "model.layers.0.self_attn.o_proj"}
+    kernels = (*first.load.target.kernels, kernel.model_copy(update=other))
+    target = first.load.target.model_copy(update={"kernels": kernels})
+    both = first.model_copy(update={"load": first.load.model_copy(update={"target": target})})
     rows = report_html._kernels(reports.loaded(both).dry)
     (row,) = [row for row in rows if (row.role, row.kernel) == ("target", kernel.kernel)]
     assert (row.layers, row.count, row.first) == ("LinearBase, RowParallelLinear", 500, kernel.where)
@@ -512,8 +531,8 @@ def test_a_page_is_made_again_from_its_json(pages, tmp_path):
 
 
 def test_save_writes_both_even_for_what_cannot_be_read(tmp_path):
-    report, opened, evidence = examine(reports.MODEL)
-    page = save(tmp_path / "good", report, vllm="0.32.0", evidence=evidence, opened=opened, source=opened)
+    checked = examine(reports.MODEL)
+    page = save(tmp_path / "good", checked.data, vllm="0.32.0", opened=checked.source, source=checked.source)
     assert page.read_text().count("<svg") == 2 and read_json(page.with_name("report.json")).verdict.ok
     (tmp_path / "empty").mkdir()
     page = save(tmp_path / "bad", check(tmp_path / "empty"), vllm="0.32.0")
@@ -523,8 +542,8 @@ def test_save_writes_both_even_for_what_cannot_be_read(tmp_path):
 def test_an_unknown_family_has_a_report_without_sizes(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny")
     folder = write_checkpoint(tmp_path / "odd", config | {"model_type": "odd"}, tensors)
-    report, opened, evidence = examine(folder)
-    told = read_json(save(tmp_path, report, vllm="0.32.0", evidence=evidence, opened=opened).with_name("report.json"))
+    checked = examine(folder)
+    told = read_json(save(tmp_path, checked.data, vllm="0.32.0", opened=checked.source).with_name("report.json"))
     assert told.absent["sizes"].startswith("No sizes: ") and "odd" in told.absent["sizes"]
 
 
@@ -541,17 +560,17 @@ def test_the_wheel_has_what_the_stations_read():
 
 def test_an_empty_report_has_a_page():
     """A checkpoint with nothing in it, and a dry load that died before it built anything."""
-    died = Verdict(
-        path="x",
+    died = DryLoad(
         gpu="sm90",
         tp=1,
-        num_drafts=1,
+        k=1,
+        ok=False,
+        num_errors=1,
         failure=reports.REFUSED,
-        target=reports.Side(),
-        draft=reports.Side(),
-        seconds={},
+        target=LoadedModel(),
+        draft=LoadedModel(),
     )
-    data = check_data(Report(path="", findings=(), facts=Facts(), dry=(died,)), vllm="0.32.0")
+    data = check_data(CheckData(path="", findings=(), facts=CheckpointFacts(), dry=(died,)))
     full = assemble(data, vllm="0.32.0", made_at=reports.AT)
     html = render(full)
     assert "not reached" in html and "KeyError" in full.verdict.says and "No load came as far as" in html

@@ -3,8 +3,8 @@
 In: config.json, and hf_quant_config.json if there is one. Out: a `Dialect` with one question,
 `resolve(module, shards=..., kind=...)`: what vLLM 0.32 builds for a module, and which entry decided.
 
-Easy to get wrong: where the config is. vLLM looks in config.json, there also in text_config and for the old
-compression_config, and reads hf_quant_config.json only if it finds nothing.
+Easy to get wrong: where the config is. vLLM looks in config.json: for quantization_config, also in text_config, and
+for the old compression_config. It reads hf_quant_config.json only if it finds nothing there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....recipes.family import Part, VLLMName
-from ..vllm_module import PLAIN, Dialect, Entry, Kind, Resolution, Unknown
+from ..vllm_module import PLAIN, ConfigEntry, Dialect, Kind, Resolution, UnknownDialect
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
 from .matching import renamer
@@ -24,13 +24,13 @@ class Unquantized:
     """No quantization config: everything is plain."""
 
     name: str = "none"
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[ConfigEntry, ...] = ()
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
-        """Plain, whatever it is."""
+        """Every module is plain."""
         return Resolution(built=PLAIN)
 
-    def covers(self, entry: Entry, module: VLLMName) -> bool:
+    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
         """There are no entries."""
         return False
 
@@ -43,7 +43,7 @@ def read_dialect(
     Args:
         config: config.json.
         hf_quant_config: hf_quant_config.json, if there is one.
-        part: whose class reads it: some drafts have a mapper of their own.
+        part: backbone or mtp; the classes of some drafts have a mapper of their own.
     """
     found = quantization_of(config)
     if found is None and hf_quant_config is None:
@@ -73,9 +73,9 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def read_unknown(method: str, raw: Mapping[str, Any]) -> Unknown:
-    """Dialects that are not reproduced: only their lists of modules to leave alone are read."""
+def read_unknown(method: str, raw: Mapping[str, Any]) -> UnknownDialect:
+    """A dialect that keepmtp does not know: it reads only the lists of modules to leave alone."""
     entries = []
     for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers", "dynamic", "extra_config"):
-        entries += [Entry(where=key, written=str(word), read=(str(word),)) for word in raw.get(key) or ()]
-    return Unknown(name=method, entries=tuple(entries))
+        entries += [ConfigEntry(where=key, written=str(word), read=(str(word),)) for word in raw.get(key) or ()]
+    return UnknownDialect(name=method, entries=tuple(entries))

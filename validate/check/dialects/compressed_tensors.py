@@ -2,9 +2,9 @@
 
 In: quantization_config. Out: a `CompressedTensors`.
 
-Easy to get wrong: the fused name is tried before its shards, and shards must all agree; routed experts are asked about
-by the three projections of expert 0; what no target matches is unquantized without a word; a target `Linear` reaches
-experts too, but no head.
+Easy to get wrong: vLLM tries the fused name before its shards, and all shards must agree. For routed experts it asks
+about the three projections of expert 0. A module that no target matches is plain, without a message. A target `Linear`
+also reaches experts, but no head.
 
 Source: vLLM 0.32.0 quantization/compressed_tensors/{compressed_tensors,utils}.py,
 compressed_tensors_moe/compressed_tensors_moe.py; compared with the real functions by
@@ -17,7 +17,7 @@ from typing import Any
 
 from ....checkpoints.stored import Form
 from ....recipes.family import VLLMName
-from ..vllm_module import PLAIN, UNKNOWN, Built, Entry, Kind, Resolution
+from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .matching import Renamer, equal_or_regex, first_match
 
 _SHARD_ERROR = "ValueError: Found different quantization schemes for the shards of {}"
@@ -29,14 +29,14 @@ class CompressedTensors:
 
     Attributes:
         ignore: entries after renaming.
-        targets: target after renaming -> what it builds for linear modules, or the exception it raises.
+        targets: target after renaming -> what vLLM builds for linear modules, or the exception it raises.
         expert_targets: the same for routed experts.
     """
 
     ignore: tuple[str, ...]
-    targets: Mapping[str, Built | str]
-    expert_targets: Mapping[str, Built | str]
-    entries: tuple[Entry, ...]
+    targets: Mapping[str, VLLMModule | str]
+    expert_targets: Mapping[str, VLLMModule | str]
+    entries: tuple[ConfigEntry, ...]
     name: str = "compressed-tensors"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
@@ -62,12 +62,12 @@ class CompressedTensors:
             )
         return answers[-1]
 
-    def covers(self, entry: Entry, module: VLLMName) -> bool:
+    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
         """Whole name, or `re:` from the start."""
         return any(equal_or_regex(module, pattern) for pattern in entry.read)
 
     def _scheme(
-        self, name: str, shards: Sequence[str], class_name: str, targets: Mapping[str, Built | str]
+        self, name: str, shards: Sequence[str], class_name: str, targets: Mapping[str, VLLMModule | str]
     ) -> Resolution:
         if hit := first_match(name, self.ignore):
             return Resolution(built=PLAIN, entry=hit)
@@ -91,9 +91,9 @@ class CompressedTensors:
 
 def read_compressed_tensors(raw: Mapping[str, Any], rename: Renamer) -> CompressedTensors:
     """The config as vLLM reads it, entries renamed."""
-    targets: dict[str, Built | str] = {}
-    expert_targets: dict[str, Built | str] = {}
-    entries: list[Entry] = []
+    targets: dict[str, VLLMModule | str] = {}
+    expert_targets: dict[str, VLLMModule | str] = {}
+    entries: list[ConfigEntry] = []
     for group in (raw.get("config_groups") or {}).values():
         names = list(group.get("targets") or ())
         if len(names) == 1 and names[0].endswith("Attention"):
@@ -102,16 +102,16 @@ def read_compressed_tensors(raw: Mapping[str, Any], rename: Renamer) -> Compress
             read = rename.path(target)
             targets[read] = _compressed_tensors_built(group, raw.get("format"), is_experts=False)
             expert_targets[read] = _compressed_tensors_built(group, raw.get("format"), is_experts=True)
-            entries.append(Entry(where="targets", written=target, read=(read,)))
+            entries.append(ConfigEntry(where="targets", written=target, read=(read,)))
     ignore = tuple(rename.path(entry) for entry in raw.get("ignore") or ())
     entries += [
-        Entry(where="ignore", written=written, read=(read,))
+        ConfigEntry(where="ignore", written=written, read=(read,))
         for written, read in zip(raw.get("ignore") or (), ignore, strict=True)
     ]
     return CompressedTensors(ignore=ignore, targets=targets, expert_targets=expert_targets, entries=tuple(entries))
 
 
-def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, is_experts: bool) -> Built | str:
+def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, is_experts: bool) -> VLLMModule | str:
     """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception it raises."""
     weights, inputs = _arguments(group.get("weights")), _arguments(group.get("input_activations"))
     format_ = group.get("format") or format_
@@ -124,11 +124,11 @@ def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, 
         if inputs is not None and (inputs["num_bits"], inputs["strategy"]) != (4, "tensor_group"):
             return "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None for NVFP4A16"
         leaves = ("weight_packed", "weight_scale", "weight_global_scale", *(("input_global_scale",) if inputs else ()))
-        return Built(form="nvfp4", leaves=frozenset(leaves), group_size=16)
+        return VLLMModule(form="nvfp4", leaves=frozenset(leaves), group_size=16)
     if is_float and strategy == "group" and size == 32 and bits == 4:
-        return Built(form="mxfp4", leaves=frozenset({"weight_packed", "weight_scale"}), group_size=32)
+        return VLLMModule(form="mxfp4", leaves=frozenset({"weight_packed", "weight_scale"}), group_size=32)
     if is_float and strategy == "group" and size == 32 and bits == 8:
-        return Built(form="mxfp8", leaves=frozenset({"weight", "weight_scale"}), group_size=32)
+        return VLLMModule(form="mxfp8", leaves=frozenset({"weight", "weight_scale"}), group_size=32)
     if is_float and bits == 8 and strategy in ("tensor", "channel", "block"):
         if format_ not in ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized"):
             return f"NotImplementedError: No compressed-tensors compatible scheme was found (format {format_!r})"
@@ -145,12 +145,12 @@ def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, 
         form: Form = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}[strategy]  # type: ignore[assignment]
         block = tuple(weights["block_structure"] or (128, 128)) if strategy == "block" else None
         scale_ndim = 0 if strategy == "tensor" else 2
-        return Built(form=form, leaves=frozenset(leaves), block=block, scale_ndim=scale_ndim)  # type: ignore[arg-type]
+        return VLLMModule(form=form, leaves=frozenset(leaves), block=block, scale_ndim=scale_ndim)  # type: ignore[arg-type]
     if not is_float and inputs is None and format_ == "pack-quantized" and strategy in ("group", "channel"):
         leaves = {"weight_packed", "weight_scale", "weight_shape"}
         leaves |= set() if weights["symmetric"] else {"weight_zero_point"}
         group_size = size if strategy == "group" and size and size > 0 else None
-        return Built(
+        return VLLMModule(
             form="int_packed",
             leaves=frozenset(leaves),
             optional=frozenset({"weight_g_idx"}),
@@ -159,7 +159,7 @@ def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, 
         )
     if not is_float and bits == 8 and inputs and inputs["num_bits"] == 8 and strategy in ("channel", "tensor"):
         leaves = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
-        return Built(form="int8", leaves=frozenset(leaves), scale_ndim=2 if strategy == "channel" else 0)
+        return VLLMModule(form="int8", leaves=frozenset(leaves), scale_ndim=2 if strategy == "channel" else 0)
     return UNKNOWN
 
 

@@ -2,8 +2,8 @@
 
 In: quantization_config and config.json. Out: an `Fp8`.
 
-Easy to get wrong: exceptions are whole names, without any pattern. DeepSeek-V4 has a class of its own: its experts are
-MXFP4 whatever the config says of blocks, or NVFP4 with `moe_quant_algo`, and its scales are called `.scale` on disk.
+Easy to get wrong: exceptions are whole names, never patterns. DeepSeek-V4 has a class of its own. Its experts are MXFP4
+even if the config says blocks, or NVFP4 with `moe_quant_algo`. Its scales have the name `.scale` on disk.
 
 Source: vLLM 0.32.0 quantization/fp8.py, models/deepseek_v41/quant_config.py (which CUDA uses for V4 as well),
 models/deepseek_v4/nvidia/{model,mtp}.py for the names; compared with the real functions by
@@ -18,27 +18,27 @@ from types import MappingProxyType
 from typing import Any
 
 from ....recipes.family import VLLMName
-from ..vllm_module import PLAIN, Built, Entry, Kind, Resolution
+from ..vllm_module import PLAIN, ConfigEntry, Kind, Resolution, VLLMModule
 from .matching import Renamer, is_layer_skipped
 from .modelopt import modelopt_built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8:
-    """`quant_method: fp8`, and DeepSeek-V4's class of it, which holds routed experts in a form of their own.
+    """`quant_method: fp8`, also in DeepSeek-V4's class, where routed experts have a form of their own.
 
     Attributes:
         ignored: ignored_layers or modules_to_not_convert, after renaming.
         linear: what a linear module becomes.
         experts: what routed experts become.
-        keeps_mxfp4: DeepSeek-V4 with NVFP4 experts: entries, by name on disk, whose experts stay MXFP4.
-        num_layers: num_hidden_layers, to tell MTP layers there.
+        keeps_mxfp4: for DeepSeek-V4 with NVFP4 experts: names on disk of the experts that stay MXFP4.
+        num_layers: num_hidden_layers; later layers are MTP layers.
     """
 
     ignored: tuple[str, ...]
-    linear: Built
-    experts: Built
-    entries: tuple[Entry, ...]
+    linear: VLLMModule
+    experts: VLLMModule
+    entries: tuple[ConfigEntry, ...]
     keeps_mxfp4: tuple[str, ...] = ()
     num_layers: int = 0
     name: str = "fp8"
@@ -60,8 +60,8 @@ class Fp8:
                     return Resolution(built=_DSV4_MXFP4, entry=pattern)
         return Resolution(built=self.experts)
 
-    def covers(self, entry: Entry, module: VLLMName) -> bool:
-        """Whole name; for experts any entry that contains it."""
+    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
+        """Whole name; for experts every entry that contains it."""
         if entry.by_disk:
             return any(fnmatchcase(module, pattern) for pattern in entry.read)
         return bool(is_layer_skipped(module, (), entry.read)[0])
@@ -69,7 +69,9 @@ class Fp8:
 
 _SCALE_IS_INVERSE = MappingProxyType({"scale": "weight_scale_inv"})
 _SCALE_IS_SCALE = MappingProxyType({"scale": "weight_scale"})
-_DSV4_MXFP4 = Built(form="mxfp4", leaves=frozenset({"weight", "weight_scale"}), group_size=32, renames=_SCALE_IS_SCALE)
+_DSV4_MXFP4 = VLLMModule(
+    form="mxfp4", leaves=frozenset({"weight", "weight_scale"}), group_size=32, renames=_SCALE_IS_SCALE
+)
 
 
 def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer) -> Fp8:
@@ -77,20 +79,22 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
     listed = raw.get("ignored_layers") or raw.get("modules_to_not_convert") or ()
     ignored = tuple(rename.name(entry) for entry in listed)
     entries = [
-        Entry(where="ignored_layers", written=written, read=(read,))
+        ConfigEntry(where="ignored_layers", written=written, read=(read,))
         for written, read in zip(listed, ignored, strict=True)
     ]
     size = raw.get("weight_block_size")
     block = (int(size[0]), int(size[1])) if size else None
     if block:
-        linear = Built(form="fp8_block", leaves=frozenset({"weight", "weight_scale_inv"}), block=block, scale_ndim=2)
+        linear = VLLMModule(
+            form="fp8_block", leaves=frozenset({"weight", "weight_scale_inv"}), block=block, scale_ndim=2
+        )
     else:
         static = raw.get("activation_scheme") == "static"
         leaves = frozenset({"weight", "weight_scale", *(("input_scale",) if static else ())})
-        linear = Built(form="fp8_tensor", leaves=leaves)
+        linear = VLLMModule(form="fp8_tensor", leaves=leaves)
     if config.get("model_type") != "deepseek_v4":
         return Fp8(ignored=ignored, linear=linear, experts=linear, entries=tuple(entries))
-    # DeepSeek-V4's loaders turn `.scale` into `.weight_scale_inv`, that of FP4 experts into `.weight_scale`.
+    # DeepSeek-V4's loaders rename `.scale` to `.weight_scale_inv`, and for FP4 experts to `.weight_scale`.
     linear = replace(linear, renames=_SCALE_IS_INVERSE)
     experts, keeps = linear, ()
     if config.get("expert_dtype", "fp4") == "fp4":
@@ -98,7 +102,7 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
         if str(raw.get("moe_quant_algo") or "").upper() == "NVFP4":
             experts = modelopt_built("NVFP4", 16, 128)
             keeps = tuple(entry for entry in raw.get("ignore") or () if isinstance(entry, str))
-            entries += [Entry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps]
+            entries += [ConfigEntry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps]
     return Fp8(
         ignored=ignored,
         linear=linear,

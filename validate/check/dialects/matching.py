@@ -1,10 +1,10 @@
 """How vLLM compares names with the entries of a quantization config, and how it rewrites those entries before.
 
-In: names and entries. Out: which entry matched. `Renamer` applies the mapper of the target's model class, which the
-family's table holds.
+In: names and entries. Out: the entry that matched. `Renamer` applies the mapper of the target's model class; the family
+file holds that mapper.
 
-Easy to get wrong: a regex is matched from the start but not to the end, and is never renamed; a name is compared
-whole. The mapper also drops what it would not load, but not here: vLLM keeps such entries since 0.32.
+Easy to get wrong: a regex must match the start of a name but not its end, and vLLM never renames it. Other entries are
+whole names. The mapper also drops names that the model does not load, but vLLM keeps such entries since 0.32.
 
 Source: vLLM 0.32.0 quantization/utils/{config_utils,quant_utils}.py, compressed_tensors/utils.py, modelopt.py,
 model_executor/models/{utils,qwen3_vl,qwen3_5,qwen3_next,mimo}.py, models/deepseek_v4/nvidia/model.py; compared with the
@@ -25,7 +25,7 @@ _MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are 
 
 
 def first_match(name: str, patterns: Iterable[str], *, contains: bool = False) -> str | None:
-    """The first pattern that matches; `contains` as vLLM compares class names."""
+    """The first pattern that matches; `contains`: a part of the name is enough, as for class names in vLLM."""
     return next((pattern for pattern in patterns if equal_or_regex(name, pattern, contains=contains)), None)
 
 
@@ -60,7 +60,7 @@ def is_layer_skipped(module: str, shards: Sequence[str], entries: Sequence[str])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renamer:
-    """The target class's mapper as it is applied to entries; `renames` is None where the class has none."""
+    """The mapper of a model class, applied to entries; `renames` is None where the class has no mapper."""
 
     renames: Renames | None = None
 
@@ -75,11 +75,11 @@ class Renamer:
         return entry
 
     def path(self, entry: str) -> str:
-        """compressed-tensors renames paths only, neither regexes nor class names."""
+        """compressed-tensors renames paths, but no regexes and no class names."""
         return self.name(entry) if "." in entry and not entry.startswith("re:") else entry
 
     def modelopt(self, entry: str) -> tuple[str, ...]:
-        """modelopt splits `x*` into `x` and `x.*` first, but only where a mapper is applied at all."""
+        """modelopt splits `x*` into `x` and `x.*` first, but only for classes with a mapper."""
         if self.renames is not None and len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
             return self.name(entry[:-1]), self.name(entry[:-1] + ".*")
         return (self.name(entry),)
@@ -88,7 +88,7 @@ class Renamer:
 def renamer(config: Mapping[str, Any], part: Part = "backbone") -> Renamer:
     """The mapper of the class that vLLM serves this config.json with, from its family's table.
 
-    The draft mostly has the quantization config that the target's class has mapped already.
+    Most drafts get the quantization config that the target's class has already mapped.
     """
     architecture = (config.get("architectures") or [""])[0]
     family = families().get(str(architecture)) or families().get(str(config.get("model_type", "")))

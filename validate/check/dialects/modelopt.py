@@ -1,9 +1,9 @@
 """`quant_method: modelopt` and hf_quant_config.json: what vLLM builds for a module.
 
-In: the quantization config. Out: a `ModelOpt`, or an `Unknown` for algorithms that vLLM 0.32 does not load.
+In: the quantization config. Out: a `ModelOpt`, or an `UnknownDialect` for algorithms that vLLM 0.32 does not load.
 
-Easy to get wrong: an entry excludes by whole name, then by substring, then as a glob, so `model.layers.1` also takes
-layers 10 to 19. Heads are quantized unless excluded, the draft's too.
+Easy to get wrong: vLLM compares an entry as a whole name, then as a substring, then as a glob. So `model.layers.1` also
+excludes layers 10 to 19. Heads are quantized unless an entry excludes them; the draft's head too.
 
 Source: vLLM 0.32.0 quantization/modelopt.py; compared with the real functions by tests/validate/check/test_dialects.py.
 """
@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from ....recipes.family import VLLMName
-from ..vllm_module import PLAIN, UNKNOWN, Built, Entry, Kind, Resolution, Unknown
+from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
 from .matching import Renamer, is_layer_skipped
 
 
@@ -33,12 +33,12 @@ class ModelOpt:
     exclude: tuple[str, ...]
     quantized_layers: Mapping[str, str]
     group_size: int
-    entries: tuple[Entry, ...]
+    entries: tuple[ConfigEntry, ...]
     block: int = 128
     name: str = "modelopt"
 
     def resolve(self, module: VLLMName, *, shards: Sequence[VLLMName], kind: Kind) -> Resolution:
-        """`is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` where it is mixed."""
+        """vLLM's `is_layer_excluded`, then the one algorithm, or `_resolve_quant_algo` for MIXED_PRECISION."""
         parts = () if kind == "experts" else shards
         skipped, error = is_layer_skipped(module, parts, self.exclude)
         if error:
@@ -60,7 +60,7 @@ class ModelOpt:
         built = _mixed_experts_built if kind == "experts" else _mixed_linear_built
         return Resolution(built=built(algorithm, self.group_size, self.block), entry=entry)
 
-    def covers(self, entry: Entry, module: VLLMName) -> bool:
+    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
         """As `resolve` does, with this entry only."""
         if entry.where == "quantized_layers":
             return any(
@@ -90,8 +90,10 @@ class ModelOpt:
         return "", None, ""
 
 
-def read_modelopt(raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer) -> ModelOpt | Unknown:
-    """The config as vLLM reads it: config.json's form, or that of hf_quant_config.json under `quantization`."""
+def read_modelopt(
+    raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer
+) -> ModelOpt | UnknownDialect:
+    """The config as vLLM reads it: in the form of config.json, or under `quantization` as in hf_quant_config.json."""
     inner = raw["quantization"] if isinstance(raw.get("quantization"), Mapping) else None
     holder = inner if inner is not None else raw
     listed = holder.get("exclude_modules" if inner is not None else "ignore") or holder.get("ignored_layers") or ()
@@ -107,11 +109,13 @@ def read_modelopt(raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], re
     ):
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
-        return Unknown(name=f"modelopt {algorithm or 'without quant_algo'}")
+        return UnknownDialect(name=f"modelopt {algorithm or 'without quant_algo'}")
     exclude = [rename.modelopt(entry) for entry in listed]
-    entries = [Entry(where="exclude", written=entry, read=read) for entry, read in zip(listed, exclude, strict=True)]
+    entries = [
+        ConfigEntry(where="exclude", written=entry, read=read) for entry, read in zip(listed, exclude, strict=True)
+    ]
     read_layers = {rename.name(name): str(row.get("quant_algo", "")).upper() for name, row in layers.items()}
-    entries += [Entry(where="quantized_layers", written=name, read=(rename.name(name),)) for name in layers]
+    entries += [ConfigEntry(where="quantized_layers", written=name, read=(rename.name(name),)) for name in layers]
     blocks = {
         int(row.get("group_size", 128))
         for row in layers.values()
@@ -131,45 +135,45 @@ _OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_
 ALGORITHMS = (*_OF_MODULES, "MIXED_PRECISION")
 
 
-def modelopt_built(algorithm: str, group_size: int, block: int) -> Built:
+def modelopt_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
     """What a quant_algo builds."""
     weight_and_scale = frozenset({"weight", "weight_scale"})
     match algorithm:
         case "NVFP4":
-            return Built(
+            return VLLMModule(
                 form="nvfp4_modelopt",
                 leaves=weight_and_scale | {"weight_scale_2", "input_scale"},
                 group_size=group_size,
             )
         case "W4A16_NVFP4":
-            return Built(
+            return VLLMModule(
                 form="nvfp4_modelopt",
                 leaves=weight_and_scale | {"weight_scale_2"},
                 optional=frozenset({"input_scale"}),
                 group_size=group_size,
             )
         case "FP8":
-            return Built(form="fp8_tensor", leaves=weight_and_scale | {"input_scale"})
+            return VLLMModule(form="fp8_tensor", leaves=weight_and_scale | {"input_scale"})
         case "FP8_PER_CHANNEL_PER_TOKEN":
-            return Built(form="fp8_channel", leaves=weight_and_scale, scale_ndim=1)
+            return VLLMModule(form="fp8_channel", leaves=weight_and_scale, scale_ndim=1)
         case "FP8_PB_WO":
-            return Built(form="fp8_block", leaves=weight_and_scale, block=(block, block), scale_ndim=4)
+            return VLLMModule(form="fp8_block", leaves=weight_and_scale, block=(block, block), scale_ndim=4)
         case "MXFP8":
-            return Built(form="mxfp8", leaves=weight_and_scale, group_size=32)
+            return VLLMModule(form="mxfp8", leaves=weight_and_scale, group_size=32)
         case _:
             return UNKNOWN
 
 
-def _mixed_linear_built(algorithm: str, group_size: int, block: int) -> Built:
-    """MIXED_PRECISION's linear modules and heads: an algorithm that is none of theirs leaves them plain."""
+def _mixed_linear_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
+    """MIXED_PRECISION's linear modules and heads: another algorithm leaves them plain."""
     return modelopt_built(algorithm, group_size, block) if algorithm in _OF_MODULES else PLAIN
 
 
-def _mixed_experts_built(algorithm: str, group_size: int, block: int) -> Built:
-    """MIXED_PRECISION's routed experts: FP8 in blocks by native FP8's method, by its names; none a channel."""
+def _mixed_experts_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
+    """MIXED_PRECISION's routed experts: FP8 in blocks has the names of native FP8; FP8 by channel stays plain."""
     if algorithm in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
         leaves = frozenset({"weight", "weight_scale_inv"})
-        return Built(form="fp8_block", leaves=leaves, block=(block, block), scale_ndim=2)
+        return VLLMModule(form="fp8_block", leaves=leaves, block=(block, block), scale_ndim=2)
     return PLAIN if algorithm == "FP8_PER_CHANNEL_PER_TOKEN" else modelopt_built(algorithm, group_size, block)
 
 

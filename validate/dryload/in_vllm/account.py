@@ -3,11 +3,11 @@
 In: a model on the meta device, the checkpoint's tensors, vLLM's own load_weights. Out: for every parameter how many of
 its elements were written and from which tensors; for every tensor how much of it was used.
 
-The account sees aten operators. Tensors are told apart by storage, so views need no bookkeeping, and a computed tensor
-(dequantized, concatenated, cast) inherits the sources of what it was computed from.
+The account sees aten operators. It knows a tensor by its storage, so it need not follow views. A computed tensor
+(dequantized, concatenated, cast) has the sources of the tensors that it was computed from.
 
-Easy to get wrong: a parameter that nobody wrote may hold a value on purpose. FP8 scales are born filled with the
-smallest number, so a value from construction is as wrong there as uninitialised memory; a sink that vLLM pads is not.
+Easy to get wrong: a parameter that nobody wrote may hold a value on purpose. vLLM constructs FP8 scales with the
+smallest number, so there a value from construction is as wrong as uninitialised memory. A sink that vLLM pads is right.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,7 +43,7 @@ _VIEWS = {
 }
 # Operators that leave no value worth keeping: allocation, views, the random start of nn.Linear.
 _NO_VALUE = ("empty", "detach", "view", "alias", "uniform", "normal", "random", "set_")
-# What a value read from the meta device is taken for. No: a check of values must not refuse what nobody can see.
+# The value that is read from the meta device. False for a bool: vLLM must not refuse a value that nobody can see.
 _ONE = {torch.bool: False, torch.float64: 1.0, torch.float32: 1.0, torch.bfloat16: 1.0, torch.float16: 1.0}
 
 Region = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -51,11 +51,11 @@ Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Construction(TorchDispatchMode):
-    """Held while a model is built: which storages were given a value. The rest is uninitialised memory.
+    """Active while vLLM builds a model: the storages that get a value. All others are uninitialised memory.
 
     Attributes:
         filled: storages with a value, by address.
-        padding: regions of a storage that were written by themselves, as rows of padding are.
+        padding: regions of a storage that were written apart from the rest, as rows of padding are.
     """
 
     def __init__(self) -> None:
@@ -79,11 +79,11 @@ class Written:
 
     Attributes:
         num_expected: elements that a checkpoint must fill; vLLM allocates more where it pads.
-        has_value: construction left a value in it.
-        may_pad: construction's value may remain in a part of it.
+        has_value: construction wrote a value to it.
+        may_pad: a part of it may keep the value of construction.
         is_optional: a checkpoint need not have it.
         regions: what was written, with its number of elements.
-        sources: the checkpoint's tensors it was written from, each with the elements written.
+        sources: the checkpoint's tensors that it was written from, each with the elements written.
     """
 
     name: str
@@ -122,10 +122,10 @@ class Written:
 
 @dataclass(slots=True)
 class Read:
-    """What was used of one tensor of the checkpoint: all of it, once something was computed from it.
+    """What was used of one tensor of the checkpoint; all of it if something was computed from it.
 
     Attributes:
-        is_cut: what was left out is padding.
+        is_cut: the part that was not read is padding.
     """
 
     num_elements: int
@@ -145,11 +145,11 @@ class Read:
 
 
 class Account(TorchDispatchMode):
-    """Held while load_weights runs.
+    """Active while load_weights runs.
 
     Attributes:
-        tensors: the checkpoint's tensors that the loader was handed.
-        current: the one it was handed last, for the message when it raises.
+        tensors: the checkpoint's tensors that the loader got.
+        current: the last tensor that it got, for the message when it raises.
         casts: (parameter, sources, dtype on disk, dtype of the parameter) where packed and wide numbers were mixed.
         broadcasts: (parameter, sources, shape on disk, shape written) where one value filled many.
     """
@@ -185,11 +185,11 @@ class Account(TorchDispatchMode):
 
     @property
     def params(self) -> Iterable[Written]:
-        """The parameters; buffers are followed but not demanded."""
+        """The parameters. Buffers are followed too, but a checkpoint need not fill them."""
         return self._params.values()
 
-    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass (name, tensor) pairs through to the loader."""
+    def hand_over(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Give (name, tensor) pairs to the loader, one at a time, and note each."""
         for name, tensor in weights:
             storage = tensor.untyped_storage()
             address = storage._cdata
@@ -202,7 +202,7 @@ class Account(TorchDispatchMode):
         self.current = ""
 
     def settle(self, model: torch.nn.Module) -> None:
-        """After the load: parameters whose storage was replaced by one computed from the checkpoint."""
+        """After the load: note parameters that have a new storage, computed from the checkpoint."""
         for name, param in [*model.named_parameters(), *model.named_buffers()]:
             address = param.untyped_storage()._cdata
             names = self._sources.get(address, ())
@@ -222,7 +222,7 @@ class Account(TorchDispatchMode):
         if func is aten.equal.default and (args[0].is_meta or args[1].is_meta):
             return False
         device = kwargs.get("device")
-        is_from_meta = func is aten._to_copy.default and args[0].is_meta  # what is nowhere stays nowhere
+        is_from_meta = func is aten._to_copy.default and args[0].is_meta  # a meta tensor stays one
         if device is not None and (device.type == "cuda" or is_from_meta):
             kwargs = {**kwargs, "device": torch.device("meta")}
         out = func(*args, **kwargs)
@@ -231,7 +231,7 @@ class Account(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper that this leaves out costs as much as the operator
+        return False  # without this, torch wraps each call, which costs as much as the operator
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         if target.shape != source.shape:
@@ -250,7 +250,7 @@ class Account(TorchDispatchMode):
         if source_address in self._is_checkpoint:
             read = self.tensors[names[0]]
             read.regions[_region(source)] = source.numel()
-            # Vectors that a release pads are cut to size when they are read.
+            # Some releases pad a vector; vLLM reads only its first part.
             read.is_cut = written.may_pad and source.dim() == 1 and source.storage_offset() == 0
         else:
             self._use(names)
@@ -297,9 +297,9 @@ def _region(view: torch.Tensor) -> Region:
 
 
 def _keeps_value(given: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a cast leaves the numbers what they are, or rounds them as any model's weights are rounded.
+    """Whether a cast keeps the numbers, or rounds them as any model's weights are rounded.
 
-    Whole numbers may change their sign's bit (packed FP4 as int8 on disk, uint8 in vLLM); e8m0 is a power of two; int64
+    Whole numbers may change their sign bit (packed FP4 is int8 on disk, uint8 in vLLM); e8m0 is a power of two; int64
     holds shapes and tables, never packed weights.
     """
     if given in _WIDE or given == torch.float8_e8m0fnu:
@@ -308,7 +308,7 @@ def _keeps_value(given: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def _refuse_shape(target: torch.Tensor, source: torch.Tensor) -> None:
-    """copy_'s own refusal, which the meta device would not make."""
+    """Raise what `copy_` raises; the meta device does not."""
     pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)
     if source.dim() > target.dim() or any(size not in (1, wanted) for size, wanted in pairs):
         raise RuntimeError(
@@ -317,7 +317,7 @@ def _refuse_shape(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _covered(regions: dict[Region, int]) -> int:
-    """Distinct elements of all regions; exact where they are contiguous, else as if strided ones were disjoint."""
+    """Distinct elements of all regions. It is exact for contiguous ones; strided ones count as if none overlapped."""
     total = sum(regions.values())
     if len(regions) == 1 or total == 0:
         return total

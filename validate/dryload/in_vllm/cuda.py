@@ -1,10 +1,10 @@
-"""torch.cuda of a GPU that is not there: its questions are answered, and `device="cuda"` means the meta device.
+"""torch.cuda of a GPU that is not there: its functions answer, and `device="cuda"` means the meta device.
 
-In: a `Device`. Out: nothing; torch is changed for the life of the process.
+In: a `Device`. Out: nothing; torch is changed as long as the process runs.
 
-Easy to get wrong: torch._dynamo refuses one function under two names, so each replacement is an object of its own. And
-a function mode sees every `.shape`: it must be left while weights are loaded (`weights_only`), which halves the time;
-the account's dispatch mode maps devices there.
+Easy to get wrong: torch._dynamo refuses one function with two names, so each replacement is an object of its own. A
+function mode also sees every `.shape`. So it is left while weights load (`weights_only`), which halves the time; the
+account's dispatch mode maps devices there.
 """
 
 import contextlib
@@ -37,12 +37,12 @@ DEVICES = {
 
 
 def returns(value: Any) -> Any:
-    """A function of its own that takes anything and returns `value`."""
+    """A new function that takes every argument and returns `value`."""
     return lambda *args, **kwargs: value
 
 
 class Inert:
-    """Stands for a CUDA stream, event or graph: every method does nothing."""
+    """In place of a CUDA stream, event or graph: every method does nothing."""
 
     cuda_stream = 0
 

@@ -1,9 +1,9 @@
-"""What a checkpoint must fill of a model's parameters, by what vLLM's own code does with them.
+"""What a checkpoint must fill of a model's parameters; vLLM's own modules say it.
 
-In: a model as vLLM built it. Out: `Demands`. The account holds the load against them.
+In: a model as vLLM built it. Out: `Demands`. The account compares the load with them.
 
-Easy to get wrong: an excuse by name alone also excuses faults. Scales of inputs are superfluous only where nothing
-quantizes inputs, and padding is padding only where vLLM says that it rounded a size up. Source: vLLM 0.32.0.
+Easy to get wrong: a rule by name alone also hides faults. A checkpoint may leave out input scales only where nothing
+quantizes inputs. Padding is allowed only where vLLM says that it rounded a size up. Source: vLLM 0.32.0.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demands:
-    """What is asked of a checkpoint.
+    """What a checkpoint must fill.
 
     Attributes:
         optional: parameters that it need not have.
-        may_pad: parameters in a part of which construction's value may remain.
-        counts: elements to fill, where vLLM allocated more.
+        may_pad: parameters that may keep the value of construction in a part.
+        counts: elements to fill, for parameters with more elements than that.
     """
 
     optional: frozenset[str] = frozenset()
@@ -53,7 +53,7 @@ def _optional(model: torch.nn.Module) -> set[str]:
 
 
 def _may_pad(model: torch.nn.Module) -> set[str]:
-    """Parameters that a module owns by itself, no quantization method: a sink a head, padded to what a kernel takes."""
+    """Parameters of modules without a quantization method, such as sinks, which vLLM pads for its kernels."""
     return {
         f"{prefix}.{name}"
         for prefix, module in model.named_modules()
@@ -63,7 +63,7 @@ def _may_pad(model: torch.nn.Module) -> set[str]:
 
 
 def _unpadded(model: torch.nn.Module) -> dict[str, int]:
-    """Elements to fill of parameters that vLLM rounded up to what its kernel takes, where it says by how much.
+    """Elements to fill of parameters that vLLM rounded up for its kernel, where it says by how much.
 
     A module with a `pad_size` gives a fused linear beneath it that many rows more. Experts have both sizes in their
     config: w13 is [E, 2 * inner, hidden], w2 [E, hidden, inner], packed or in groups along the last; biases lack it.

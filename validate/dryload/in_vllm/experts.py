@@ -1,11 +1,11 @@
 """vLLM's search for an expert's parameter, without the entries that cannot match.
 
 vLLM's loaders compare the name of every tensor with three entries an expert, 768 in DeepSeek-V4: most of a dry load's
-time. The entries name their expert (`experts.17.w1.`), so for a tensor of expert 17 all others may be left out: what
-the loop then does is the same. A name without an expert's number sees the whole list.
+time. The entries name their expert (`experts.17.w1.`), so for a tensor of expert 17 all others may be left out: the
+loop then does the same. For a name without an expert's number the loop gets the whole list.
 
-Easy to get wrong: the name is that of the tensor the loader was handed last. vLLM 0.32.0's loaders work on one tensor
-at a time; one that collects them first is handed none at that point and sees the whole list too.
+Easy to get wrong: the name is that of the last tensor that the loader got. vLLM 0.32.0's loaders work on one tensor at
+a time. A loader that collects them first has no tensor at that point, and gets the whole list too.
 """
 
 import re
@@ -35,7 +35,7 @@ class Mapping(list):
 
 
 def install(current: Callable[[], str]) -> None:
-    """Let vLLM's mappings ask `current` for the name on disk of the tensor in hand."""
+    """Let vLLM's mappings call `current` for the name on disk of the tensor that is loaded now."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     build = RoutedExperts.build_expert_params_mapping

@@ -3,8 +3,8 @@
 In: a `Device`, before anything of vLLM but `vllm.platforms` is imported. Out: a process in which `current_platform` is
 CUDA of that capability.
 
-Easy to get wrong: many modules read the capability when they are imported, so there is one process a capability; and
-the platform must be in place before the first of them. Written against vLLM 0.32.0.
+Easy to get wrong: many modules read the capability when they are imported. So each capability needs a process of its
+own, and the platform must be set before the first of these imports. Written against vLLM 0.32.0.
 """
 
 import types
@@ -16,7 +16,7 @@ from . import cuda, stubs
 
 
 def install(device: cuda.Device) -> None:
-    """Pretend `device`; call once, before the rest of vLLM is imported."""
+    """Pretend `device`. Call it once, before the rest of vLLM is imported."""
     from vllm import platforms
 
     stubs.install_packages()
@@ -93,7 +93,7 @@ class _TritonDriver(cuda.Inert):
 
 
 def _let_vllm_find_its_packages() -> None:
-    """Kernel libraries are asked for their own tables, and a stub has none."""
+    """vLLM asks kernel libraries for tables, and a stub has none."""
     from vllm.utils import flashinfer, import_utils
 
     for name in ("has_deep_gemm", "has_cutedsl", "has_tilelang", "has_triton_kernels"):
@@ -104,7 +104,7 @@ def _let_vllm_find_its_packages() -> None:
 
 
 def _look_at_classes_in_this_process() -> None:
-    """vLLM looks at each architecture in a second Python (20 to 40 s each) and caches what it saw of the CPU build."""
+    """vLLM inspects each architecture in a second Python (20 to 40 s each) and caches the result of the CPU build."""
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()

@@ -1,7 +1,7 @@
 """Safetensors headers as meta tensors.
 
-In: safetensors files; the bytes behind a header may be a hole. Out: (name, tensor) pairs in the files' order, on the
-meta device, without a byte of data read.
+In: safetensors files; the data after a header may be a hole. Out: (name, tensor) pairs in the files' order, on the
+meta device; no data is read.
 """
 
 import json
@@ -38,7 +38,7 @@ def meta_tensors(files: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        with _disable_current_modes():  # a file at a time: 130,000 tensors need not pass the account to be made
+        with _disable_current_modes():  # a whole file at once: the account need not see how 130,000 tensors are made
             tensors = [
                 torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta") for entry in header.values()
             ]

@@ -1,10 +1,11 @@
 """What vLLM would run: post-load processing on meta tensors, and the kernel that each layer got.
 
 In: a loaded model. Out: an entry for each kind of layer: {layer, method, kernel, count, where (its first prefix),
-outcome}. The outcome is "ok", "refused: <vLLM's words>" where vLLM raises by itself, or "not judged: <why>" where it
-raised after a value was read from the meta device or a stand-in was asked: the kernel is known even then.
+outcome}. The outcome is "ok", "refused: <vLLM's words>" where vLLM itself raises, or "not judged: <why>" where it
+raised after it read a value from the meta device or called a stub: the kernel is known even then.
 
-Easy to get wrong: layers of one kind and shape share their fate, and a model has thousands: one of each is processed.
+Easy to get wrong: a model has thousands of layers. Layers of one kind and shape have the same outcome, so only one of
+each is processed.
 """
 
 import traceback
@@ -59,7 +60,7 @@ def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
 
 
 class _MetaValues(TorchDispatchMode):
-    """Code that looks at a value goes on: every number is one, every comparison true. `count` of them were told so."""
+    """Lets code that reads a value go on: every number is one, every comparison true. `count` is how many it read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ def _process(module: torch.nn.Module, method: Any) -> str:
     try:
         with torch.device("meta"), values:
             method.process_weights_after_loading(module)
-    except Exception as error:  # noqa: BLE001  whatever vLLM raises is its verdict, unless it was misled
+    except Exception as error:  # noqa: BLE001  what vLLM raises is its verdict, unless it read a pretended value
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if "site-packages/vllm/" in frame.filename]
         at = f"{own[-1].filename.rpartition('site-packages/')[2]}:{own[-1].lineno}"

@@ -1,11 +1,11 @@
-"""The process that judges: vLLM is imported once for a GPU, then a child is forked for every checkpoint.
+"""The process that loads: it imports vLLM once for a GPU, then forks a child for every checkpoint.
 
 In: the GPU's name as argument, jobs as JSON lines on standard input. Out: JSON lines on standard output: first
-{"ready": {...}}, then an answer for each job, in the order in which they end; {"id", "died"} for a child that was
+{"ready": GPU}, then {"id", "account"} for each job, in the order in which they end; {"id", "died"} for a child that was
 killed or took too long. vLLM's own output goes to standard error.
 
-Easy to get wrong: the parent must stay single-threaded to fork, and must never touch what a child changes (the process
-group, vLLM's globals).
+Easy to get wrong: the parent forks, so it must have one thread only, and it must never change what a child changes (the
+process group, vLLM's globals).
 """
 
 import argparse
@@ -31,10 +31,10 @@ def main() -> None:
     parser.add_argument("--cache", required=True, help="folder for what vLLM and transformers want to write")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what vLLM prints must not end up among the answers
+    os.dup2(2, 1)  # what vLLM prints must not get into the answers
     _prepare(options.gpu, options.cache)
-    _say(answers, {"ready": {"gpu": options.gpu}})
-    _serve(answers, options.workers, options.limit_seconds)
+    _print(answers, {"ready": options.gpu})
+    _serve(answers, options)
 
 
 def _prepare(gpu_name: str, cache: str) -> None:
@@ -58,7 +58,7 @@ def _prepare(gpu_name: str, cache: str) -> None:
     import vllm.v1.spec_decode.llm_base_proposer
     import vllm.v1.worker.gpu.spec_decode.eagle.utils  # noqa: F401
 
-    from . import judge  # noqa: F401
+    from . import stages  # noqa: F401
 
     gc.collect()
     gc.freeze()
@@ -67,20 +67,20 @@ def _prepare(gpu_name: str, cache: str) -> None:
 @dataclass(slots=True, kw_only=True)
 class _Child:
     pid: int
-    job: dict[str, Any]
+    number: int
     started: float
     received: bytearray
 
 
-def _serve(answers: Any, num_workers: int, limit_seconds: float) -> None:
+def _serve(answers: Any, options: argparse.Namespace) -> None:
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin.fileno(), selectors.EVENT_READ, None)
     waiting: list[dict[str, Any]] = []
     children: dict[int, _Child] = {}
     pending, is_open = b"", True
     while is_open or waiting or children:
-        while waiting and len(children) < num_workers:
-            fd, child = _fork(waiting.pop(0), answers)
+        while waiting and len(children) < options.workers:
+            fd, child = _fork(waiting.pop(0), options.gpu, answers)
             children[fd] = child
             selector.register(fd, selectors.EVENT_READ, child)
         for key, _ in selector.select(timeout=1.0):
@@ -97,32 +97,33 @@ def _serve(answers: Any, num_workers: int, limit_seconds: float) -> None:
                 selector.unregister(key.fd)
                 _finish(children.pop(key.fd), key.fd, answers)
         for child in children.values():
-            if time.monotonic() - child.started > limit_seconds:
+            if time.monotonic() - child.started > options.limit_seconds:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGKILL)
 
 
-def _fork(job: dict[str, Any], answers: Any) -> tuple[int, _Child]:
+def _fork(job: dict[str, Any], gpu: str, answers: Any) -> tuple[int, _Child]:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         answers.close()
         os.close(reader)
-        _child(job, writer)
+        _child(job, gpu, writer)
     os.close(writer)
-    return reader, _Child(pid=pid, job=job, started=time.monotonic(), received=bytearray())
+    return reader, _Child(pid=pid, number=job["id"], started=time.monotonic(), received=bytearray())
 
 
-def _child(job: dict[str, Any], writer: int) -> None:
-    """Judge, answer, and leave without running the parent's exit handlers."""
+def _child(job: dict[str, Any], gpu: str, writer: int) -> None:
+    """Load, answer, and leave without running the parent's exit handlers."""
     status = 1
     try:
-        from .judge import Job, Judge
+        from .stages import Job, StagedLoad
 
         gc.disable()  # a load makes millions of objects and almost no cycles
-        answer = json.dumps(Judge(Job(**job)).answer(), default=str).encode()
+        number = job.pop("id")
+        account = StagedLoad(Job(**job), gpu=gpu).account()
         with os.fdopen(writer, "wb") as pipe:
-            pipe.write(answer)
+            pipe.write(json.dumps({"id": number, "account": account}, default=str).encode())
         status = 0
     except BaseException:  # noqa: BLE001  a fault of the dry load itself, for the log before the child is gone
         traceback.print_exc()
@@ -139,8 +140,8 @@ def _finish(child: _Child, fd: int, answers: Any) -> None:
     else:
         code = os.waitstatus_to_exitcode(status)
         died = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        _say(answers, {"id": child.job["id"], "died": died})
+        _print(answers, {"id": child.number, "died": died})
 
 
-def _say(answers: Any, value: dict[str, Any]) -> None:
+def _print(answers: Any, value: dict[str, Any]) -> None:
     answers.write(json.dumps(value) + "\n")

@@ -1,12 +1,12 @@
-"""Stand-ins for what vLLM's CUDA wheel has and a machine without a GPU lacks: Python packages and compiled operators.
+"""Stubs for the Python packages and compiled operators of vLLM's CUDA wheel, for a machine without a GPU.
 
-In: nothing, or a compute capability. Out: importable packages that answer to anything, and operators that answer the
-questions vLLM asks while it builds and loads a model, and refuse to compute.
+In: nothing, or a compute capability. Out: importable packages that accept every call, and operators that answer what
+vLLM asks while it builds and loads a model. The operators refuse to compute.
 
 Easy to get wrong: a package that looks installed changes which kernel vLLM chooses. PACKAGES is what the CUDA wheel of
-vLLM 0.32.0 depends on, no more: `humming` would become the first choice on sm90 if it were here. transformers also asks
-importlib.metadata, where a stub counts as absent. Operators may appear only after `vllm._custom_ops` is imported, since
-vLLM registers fake implementations for each one that it finds.
+vLLM 0.32.0 depends on, and no more: with `humming` here, vLLM would choose it first on sm90. transformers also asks
+importlib.metadata, where a stub is absent. Operators may appear only after the import of `vllm._custom_ops`, because
+vLLM registers a fake implementation for each operator that it finds.
 """
 
 import importlib.abc
@@ -70,20 +70,20 @@ _DUNDER = "__"
 
 
 class Calls:
-    """How often a stand-in gave an answer: what follows from one says nothing about the checkpoint."""
+    """How often a stub gave an answer: an exception after such an answer says nothing about the checkpoint."""
 
     count = 0
 
 
 def install_packages() -> None:
-    """Let every submodule of PACKAGES import; an installed package wins."""
+    """Make every submodule of PACKAGES importable; an installed package comes first."""
     sys.meta_path.append(_Finder())
 
 
 def install_operators(capability: int) -> Callable[[], None]:
-    """Let unknown `*_support*` operators answer for `capability` (major * 10 + minor), and return what lets all appear.
+    """Let unknown `*_support*` operators answer for `capability` (major * 10 + minor).
 
-    Call the result once `vllm._custom_ops` is imported.
+    Returns: a function that lets all operators appear. Call it after the import of `vllm._custom_ops`.
     """
     original = torch._ops._OpNamespace.__getattr__
     allowed = {"all": False}
@@ -102,7 +102,7 @@ def install_operators(capability: int) -> Callable[[], None]:
 
 
 class NotOnMeta(RuntimeError):
-    """A compiled operator was called whose result nobody can know without a GPU."""
+    """vLLM called a compiled operator, and nobody can know its result without a GPU."""
 
 
 class _Operator:
@@ -143,7 +143,7 @@ def _supports(name: str, capability: int) -> bool:
 
 
 class _StubMeta(type):
-    """A class that answers to anything: attribute, call, index, union in an annotation."""
+    """A class that accepts everything: attribute, call, index, union in an annotation."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith(_DUNDER):
@@ -215,7 +215,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds any submodule of PACKAGES; appended to sys.meta_path, so that it is asked last."""
+    """Finds every submodule of PACKAGES. It is the last in sys.meta_path, so other finders come first."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if any(fullname == package or fullname.startswith(f"{package}.") for package in PACKAGES):

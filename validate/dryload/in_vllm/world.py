@@ -1,7 +1,7 @@
 """One rank of a tensor-parallel world whose other ranks do not exist.
 
-In: vLLM's config, a TP size and a rank. Out: vLLM's process groups, over torch's fake backend, which answers for the
-others.
+In: vLLM's config, a TP size and a rank. Out: vLLM's process groups with torch's fake backend, which answers for the
+other ranks.
 """
 
 import functools
@@ -11,7 +11,7 @@ import torch
 
 
 def init(config: Any, *, tp: int, rank: int) -> None:
-    """Be rank `rank` of `tp`. Once a process."""
+    """Become rank `rank` of `tp`. Call it once in a process."""
     import vllm.distributed.parallel_state as state
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from vllm.config import set_current_vllm_config

@@ -1,15 +1,16 @@
 """One checkpoint on one pretended GPU: construct, load, share, process, and say what happened.
 
-In: a `Job`, in a process that `gpu.install` has prepared. Out: a JSON-able dictionary (`Judge.answer`):
+In: a `Job`, in a process that `gpu.install` has prepared. Out: a JSON-able dictionary (`StagedLoad.account`), with the
+fields of `LoadAccount` in validate/dryload/facts.py, which reads it:
 
-    id, seconds {stage: s}, peak_mib, runner, quant_config
-    failure: null or {stage, role, type, words, at, tensor}   vLLM's exception, and the tensor it was handed last
-    target, draft: {cls, num_params (that a checkpoint must fill), num_written,
-        asked [[prefix, layer, method, scheme, path]], unwritten, default, partial, padded, casts, broadcasts,
-        shared, kernels}
+    path, quant_config
+    load: {gpu, tp, k, ok, failure, target, draft, runner, seconds, peak_mib}
+        failure: null or {stage, role, type, words, at, tensor}   vLLM's exception, and the tensor it was reading
+        target, draft: {cls, num_params (that a checkpoint must fill), num_written, shared, kernels}
+    target, draft: {asked, unwritten, default, partial, padded, casts, broadcasts}
     unconsumed: tensors that neither of the two used;  truncated: tensors used in part, at TP 1
 
-Easy to get wrong: vLLM's exception is the verdict, so everything it may raise is caught here, at this one boundary, and
+Easy to get wrong: vLLM's exception is its verdict. Everything that vLLM may raise is caught here, in one place, and
 nowhere else. Only vLLM's own code runs inside it.
 """
 
@@ -31,21 +32,22 @@ from .demands import demands_of
 from .headers import meta_tensors
 
 ROLES = ("target", "draft")
+# Of parameters that are not filled as they should be.
+STATUSES = ("unwritten", "default", "partial", "padded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What to judge.
+    """What to load.
 
     Attributes:
-        path: folder with config.json, the index and safetensors files; behind their headers there may be holes.
+        path: folder with config.json, the index and safetensors files; the files may hold headers and no data.
         tp: tensor-parallel size.
         rank: the rank of it that is built.
         num_drafts: num_speculative_tokens.
         draft: folder of a separate draft model, "" if the draft is in the checkpoint.
     """
 
-    id: int
     path: str
     tp: int = 1
     rank: int = 0
@@ -73,11 +75,12 @@ class Refused(Exception):
         self.failure = failure
 
 
-class Judge:
-    """The judgement of one job."""
+class StagedLoad:
+    """The dry load of one job, stage by stage."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, *, gpu: str):
         self._job = job
+        self._gpu = gpu
         self._seconds: dict[str, float] = {}
         self._parts = {role: Part() for role in ROLES}
         self._accounts: dict[str, Account] = {}
@@ -86,22 +89,31 @@ class Judge:
         self._asking = self._parts["target"].asked
         self._runner = self._quant_config = ""
 
-    def answer(self) -> dict[str, Any]:
-        """Run all stages; the first that vLLM refuses ends it."""
+    def account(self) -> dict[str, Any]:
+        """Run all stages; the first that vLLM refuses ends them."""
         try:
             self._run()
         except Refused as refused:
             self._failure = refused.failure
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return {
-            "id": self._job.id,
-            "seconds": self._seconds,
-            "peak_mib": peak_kib >> 10,
-            "runner": self._runner,
-            "quant_config": self._quant_config,
+        own = {role: self._own(role) for role in ROLES}
+        load = {
+            "gpu": self._gpu,
+            "tp": self._job.tp,
+            "k": self._job.num_drafts,
+            "ok": self._failure is None,
             "failure": self._failure,
-            **{role: self._describe(role) for role in ROLES},
+            **{role: self._loaded(role, own[role]) for role in ROLES},
+            "runner": self._runner,
+            "seconds": round(sum(self._seconds.values()), 2),
+            "peak_mib": peak_kib >> 10,
+        }
+        return {
+            "path": self._job.path,
+            "load": load,
+            **{role: self._written(role, own[role]) for role in ROLES},
             **self._tensors(),
+            "quant_config": self._quant_config,
         }
 
     def _run(self) -> None:
@@ -134,7 +146,7 @@ class Judge:
         start = time.perf_counter()
         try:
             yield
-        except Exception as error:  # whatever vLLM raises is its verdict
+        except Exception as error:  # vLLM may raise anything, and that is its verdict
             raise Refused(
                 {
                     "stage": stage,
@@ -168,8 +180,10 @@ class Judge:
 
         model = self._models[role]
         account = self._account = self._accounts[role] = Account(model, self._construction, demands_of(model))
-        # The reader is vLLM's (which files, what of the index); only the bytes are replaced.
-        default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: account.watch(meta_tensors(files))
+        # vLLM's own reader chooses the files; only the tensors are replaced.
+        default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: account.hand_over(
+            meta_tensors(files)
+        )
         loader = default_loader.DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         loader.counter_before_loading_weights = time.perf_counter()
         try:
@@ -186,7 +200,7 @@ class Judge:
         before = dict(draft.named_parameters(remove_duplicate=False))
         cpu, equal = torch.Tensor.cpu, torch.equal
         torch.Tensor.cpu = lambda tensor, *args, **kwargs: tensor  # type: ignore[method-assign]
-        torch.equal = lambda left, right: False  # values are unknown here; a copy that differs stays the draft's own
+        torch.equal = lambda left, right: False  # values are unknown here, so a copy counts as different
         try:
             with set_current_vllm_config(self._config):
                 share = _share_v2 if self._runner == "v2" else _share_v1
@@ -196,39 +210,49 @@ class Judge:
         after = dict(draft.named_parameters(remove_duplicate=False))
         self._parts["draft"].shared = sorted(name for name in before if after.get(name) is not before[name])
 
-    def _describe(self, role: str) -> dict[str, Any]:
+    def _own(self, role: str) -> list[tuple[Written, str]] | None:
+        """The parameters that a checkpoint must fill, with their status; None where nothing was loaded.
+
+        Shared and optional parameters are not among them.
+        """
+        if role not in self._accounts:
+            return None
+        shared = set(self._parts[role].shared)
+        params = [(param, param.status) for param in self._accounts[role].params if param.name not in shared]
+        return [(param, status) for param, status in params if status != "optional"]
+
+    def _loaded(self, role: str, own: list[tuple[Written, str]] | None) -> dict[str, Any]:
         part = self._parts[role]
-        asked = [
-            (prefix, type(layer).__name__, method, scheme, part.paths.get(id(layer), ""))
-            for layer, prefix, method, scheme in part.asked
-        ]
-        known = {
+        return {
             "cls": part.cls,
-            "num_params": part.num_params,
-            "asked": asked,
+            "num_params": part.num_params if own is None else len(own),
+            "num_written": sum(1 for _, status in own or () if status in ("full", "padded")),
             "shared": part.shared,
             "kernels": part.kernels,
         }
-        account = self._accounts.get(role)
-        if account is None:
-            return known
-        shared = set(part.shared)
-        own = [param for param in account.params if param.name not in shared and param.status != "optional"]
-        names = {param.name for param in own}
-        described = {
-            status: [_describe_param(param) for param in own if param.status == status]
-            for status in ("unwritten", "default", "partial", "padded")
-        }
-        return (
-            known
-            | described
-            | {
-                "num_params": len(own),
-                "num_written": sum(1 for param in own if param.status in ("full", "padded")),
-                "casts": [note for note in account.casts if note[0] in names],
-                "broadcasts": [note for note in account.broadcasts if note[0] in names],
+
+    def _written(self, role: str, own: list[tuple[Written, str]] | None) -> dict[str, Any]:
+        part = self._parts[role]
+        asked = [
+            {
+                "prefix": prefix,
+                "layer": type(layer).__name__,
+                "method": method,
+                "scheme": scheme,
+                "path": part.paths.get(id(layer), ""),
             }
-        )
+            for layer, prefix, method, scheme in part.asked
+        ]
+        if own is None:
+            return {"asked": asked}
+        account = self._accounts[role]
+        names = {param.name for param, _ in own}
+        return {
+            "asked": asked,
+            **{wanted: [_fault(param) for param, status in own if status == wanted] for wanted in STATUSES},
+            "casts": [_misfit(note) for note in account.casts if note[0] in names],
+            "broadcasts": [_misfit(note) for note in account.broadcasts if note[0] in names],
+        }
 
     def _tensors(self) -> dict[str, Any]:
         seen = {name for account in self._accounts.values() for name in account.tensors}
@@ -244,15 +268,24 @@ class Judge:
 
 
 def _last_frame(error: BaseException) -> str:
-    """file:line where vLLM raised; what it called beyond itself is not the place that a person can look at."""
+    """file:line of the last frame in vLLM itself, not in a library that it called."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages/vllm/" in frame.filename] or frames
     return f"{own[-1].filename.rpartition('site-packages/')[2]}:{own[-1].lineno}"
 
 
-def _describe_param(param: Written) -> list[Any]:
-    """[name, written, expected, dtype, {tensor it was written from: elements}]"""
-    return [param.name, param.num_written, param.num_expected, str(param.dtype).removeprefix("torch."), param.sources]
+def _fault(param: Written) -> dict[str, Any]:
+    return {
+        "param": param.name,
+        "num_written": param.num_written,
+        "num_expected": param.num_expected,
+        "dtype": str(param.dtype).removeprefix("torch."),
+        "sources": param.sources,
+    }
+
+
+def _misfit(note: tuple[str, str, str, str]) -> dict[str, str]:
+    return dict(zip(("param", "tensor", "given", "wanted"), note, strict=True))
 
 
 def _engine_config(job: Job) -> Any:
@@ -277,7 +310,7 @@ def _engine_config(job: Job) -> Any:
 
 
 def _know_config(declared: dict[str, Any]) -> None:
-    """Config classes that come with a checkpoint (auto_map) become config.json's keys: none of its code is run."""
+    """Config classes that come with a checkpoint (auto_map) become config.json's keys: its code never runs."""
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
@@ -307,9 +340,9 @@ def _share_v1(target: Any, draft: Any, config: Any) -> None:
 
 
 def record_questions(note: Any) -> None:
-    """Tell `note` what every quantization config of this process is asked: layer, prefix, method, scheme.
+    """Call `note` with every question to a quantization config of this process: layer, prefix, method, scheme.
 
-    A config may ask another one; only the outermost question counts.
+    A config may ask another one; only the outer question counts.
     """
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 

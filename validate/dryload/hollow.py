@@ -1,0 +1,62 @@
+"""A folder that vLLM can read a checkpoint from, without its data.
+
+In: an opened checkpoint. Out: its own folder; for a Hub repository a temporary folder with its headers, and holes where
+the data would be.
+
+Easy to get wrong: vLLM's config classes read more files than config.json.
+"""
+
+import contextlib
+import json
+import struct
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints.safetensors_file import Entry
+from ...checkpoints.source import INDEX, SINGLE, Source, small_file
+
+# What vLLM's config classes read, config.json apart.
+SMALL_FILES = ("hf_quant_config.json", "generation_config.json", "added_tokens.json", "preprocessor_config.json")
+
+
+@contextlib.contextmanager
+def headers_of(source: Source) -> Iterator[Path]:
+    """A folder that vLLM can read `source` from."""
+    if source.folder is not None:
+        yield source.folder
+        return
+    with tempfile.TemporaryDirectory(prefix="keepmtp-headers-") as scratch:
+        folder = Path(scratch)
+        (folder / "config.json").write_text(json.dumps(source.config))
+        for name in SMALL_FILES:
+            if (path := small_file(source, name)) is not None:
+                (folder / name).write_bytes(path.read_bytes())
+        files: dict[str, list[Entry]] = defaultdict(list)
+        for entry in source.entries.values():
+            files[entry.file].append(entry)
+        for file, entries in files.items():
+            _write_headers(folder / file, entries)
+        if set(files) != {SINGLE}:
+            weight_map = {entry.name: entry.file for entry in source.entries.values()}
+            (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        yield folder
+
+
+def _write_headers(path: Path, entries: Iterable[Entry]) -> None:
+    header: dict[str, Any] = {}
+    end = 0
+    for entry in sorted(entries, key=lambda entry: entry.start):
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [end, end + entry.num_bytes],
+        }
+        end += entry.num_bytes
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + end)
