@@ -1,12 +1,12 @@
 """Stored forms of released checkpoints back to BF16, one tensor at a time.
 
-In: the packed tensor and its scales as they lie in the file, on any device. Out: the weight, [N, K], BF16, same device.
+In: the packed tensor and its scales as they are in the file, on any device. Out: the weight, [N, K], BF16, same device.
 Codes become F32 through a table of 256 entries, are multiplied by their scale in F32 and rounded to BF16 once; a chunk
 of rows is in F32 at a time.
 
 Easy to get wrong: two of these forms come in two conventions. A second-level NVFP4 scale is a divisor in
-compressed-tensors and a multiplier in modelopt; E8M0 scales (byte e stands for 2**(e - 127)) are as often stored as
-plain uint8. Of two 4-bit codes in a byte, the low nibble is the even column.
+compressed-tensors and a multiplier in modelopt; E8M0 scales (byte e means 2**(e - 127)) are as often stored as plain
+uint8. Of two 4-bit codes in a byte, the low nibble is the even column.
 
 Source: compressed-tensors 0.19.0 compressors/* (decompress) and entrypoints/convert/converters
 (fp8block_dequantizer.py, modelopt_nvfp4.py). tests/checkpoints/test_dequantize.py holds these functions against both

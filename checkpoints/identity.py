@@ -1,10 +1,10 @@
 """Exactly which bytes a checkpoint is: SHA-256 of every file of its folder, and one number over all of them.
 
-In: a checkpoint folder. Out: an `Identity`. What is measured is measured on one identity;
-results of different ones never meet in a report, and only files of the report's identity are uploaded.
+In: a checkpoint folder. Out: an `Identity`. Every result names the identity it was measured on.
+A report takes results of one identity only, and an upload sends only files of the report's identity.
 
-Easy to get wrong: hashes are remembered by size and time of change, so that 700 GB is read once. A file that changed
-just before it was read may change again without its time showing it, and is not remembered.
+Easy to get wrong: a cache keeps each hash with the file's size and time of change, so that 700 GB is read once. A file
+that changed just before it was read may change again within the clock's step, so its hash is not kept.
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..recipes.errors import CheckpointError
 from .files import write_whole
 
-Watch = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Given the bytes to read, a context whose value is told about bytes read, from any thread."""
+ReadingBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Takes the number of bytes to read and returns a context. Its value is called with bytes read, from any thread."""
 
 CACHE = ".hashes.json"
 _BLOCK_BYTES = 1 << 20
@@ -60,9 +60,8 @@ class Identity(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """A file as it was found: `name` relative to the checkpoint, `path` on this machine."""
+    """A file as it was found; `path` on this machine."""
 
-    name: str
     path: Path
     num_bytes: int
     mtime_ns: int
@@ -93,40 +92,45 @@ def identify(
     cache: Path | None = None,
     fresh: bool = False,
     threads: int | None = None,
-    watch: Watch | None = None,
+    watch: ReadingBar | None = None,
 ) -> Identity:
     """The bytes of one checkpoint.
 
-    Every regular file counts, and links by what they lead to. Hidden files and folders and `*.partial` do not: they are
-    the tools', not the checkpoint's.
+    Every regular file counts, and a link counts as the file it points to. Hidden files and folders and `*.partial` do
+    not count: they belong to tools, not to the checkpoint.
 
     Args:
         folder: with config.json.
-        cache: evidence folder whose `.hashes.json` remembers hashes; made if need be. None: nothing is remembered.
-        fresh: read every byte again, and remember that.
-        threads: files read side by side; default one a core.
+        cache: evidence folder whose `.hashes.json` keeps hashes; it is made if there is none. None: nothing is kept.
+        fresh: read every byte again, and keep the new hashes.
+        threads: files read at the same time; default one for each core.
         watch: a progress bar; opened only if there is something to read.
 
     Raises:
         CheckpointError: no config.json, a link to nowhere or to a folder, or a file that changes while it is read.
     """
     settled = time.time_ns() - _SETTLED_NS
-    files = list(_files(folder))
+    files = dict(sorted(_files(folder)))
     known = {} if cache is None else _read_cache(cache / CACHE)
     seen = {} if fresh else known
-    hashes = {file.name: entry.sha256 for file in files if (entry := seen.get(_key(file))) and _is_same(entry, file)}
-    unread = [file for file in files if file.name not in hashes]
+    hashes: dict[str, str] = {}
+    for name, file in files.items():
+        entry = seen.get(_key(file))
+        if entry and _is_same(entry, file):
+            hashes[name] = entry.sha256
+    unread = {name: file for name, file in files.items() if name not in hashes}
     if unread:
         hashes |= _read_all(unread, threads or os.cpu_count() or 1, watch)
         if cache is not None:
-            found = {
-                _key(file): _Known(num_bytes=file.num_bytes, mtime_ns=file.mtime_ns, sha256=hashes[file.name])
-                for file in unread
-                if file.mtime_ns < settled
-            }
-            kept = {key: entry for key, entry in known.items() if key not in {_key(file) for file in unread}}
-            _write_cache(cache / CACHE, kept | found)
-    return identity_of({file.name: FileFact(num_bytes=file.num_bytes, sha256=hashes[file.name]) for file in files})
+            kept = dict(known)
+            for name, file in unread.items():
+                kept.pop(_key(file), None)
+                if file.mtime_ns < settled:
+                    entry = _Known(num_bytes=file.num_bytes, mtime_ns=file.mtime_ns, sha256=hashes[name])
+                    kept[_key(file)] = entry
+            _write_cache(cache / CACHE, kept)
+    facts = {name: FileFact(num_bytes=file.num_bytes, sha256=hashes[name]) for name, file in files.items()}
+    return identity_of(facts)
 
 
 def identity_of(files: Mapping[str, FileFact]) -> Identity:
@@ -136,20 +140,20 @@ def identity_of(files: Mapping[str, FileFact]) -> Identity:
     return Identity(sha256=hashlib.sha256(lines.encode()).hexdigest(), files=ordered)
 
 
-def refuse_other_bytes(folder: Path, told: Identity, found: Identity) -> None:
-    """Refuse a checkpoint that is not what its report is about any more.
+def refuse_other_bytes(folder: Path, measured: Identity, found: Identity) -> None:
+    """Refuse a checkpoint whose bytes are not those of its report.
 
     Raises:
-        CheckpointError: names the first files that changed, came or went.
+        CheckpointError: names the first files that changed, are new or are gone.
     """
-    if told.sha256 == found.sha256:
+    if measured.sha256 == found.sha256:
         return
     wrong = [
         f"{name} is {'not there' if name not in found.files else 'another'}"
-        for name, fact in told.files.items()
+        for name, fact in measured.files.items()
         if found.files.get(name) != fact
     ]
-    wrong += [f"{name} is new" for name in found.files if name not in told.files]
+    wrong += [f"{name} is new" for name in found.files if name not in measured.files]
     raise CheckpointError(
         folder,
         "must be the bytes that its report is about",
@@ -170,8 +174,8 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _files(folder: Path) -> Iterator[_File]:
-    """Regular files by name, hidden ones left out."""
+def _files(folder: Path) -> Iterator[tuple[str, _File]]:
+    """Regular files by their path in the checkpoint, hidden ones left out."""
     cure = "Name the folder of a checkpoint"
     if not (folder / "config.json").is_file():
         raise CheckpointError(folder, "must hold a checkpoint", got="no config.json", cure=cure)
@@ -190,7 +194,7 @@ def _files(folder: Path) -> Iterator[_File]:
                 yield _file(folder, Path(root, name))
 
 
-def _file(folder: Path, path: Path) -> _File:
+def _file(folder: Path, path: Path) -> tuple[str, _File]:
     try:
         state = path.stat()
     except FileNotFoundError as error:
@@ -200,7 +204,7 @@ def _file(folder: Path, path: Path) -> _File:
     name = path.relative_to(folder).as_posix()
     if "\n" in name:
         raise CheckpointError(repr(name), "a file's name must be one line", got="a line break", cure="Rename it")
-    return _File(name=name, path=path, num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+    return name, _File(path=path, num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
 
 
 def _raise(error: OSError) -> None:
@@ -215,30 +219,30 @@ def _is_same(entry: _Known, file: _File) -> bool:
     return (entry.num_bytes, entry.mtime_ns) == (file.num_bytes, file.mtime_ns)
 
 
-def _read_all(files: list[_File], threads: int, watch: Watch | None) -> dict[str, str]:
-    """Hash by name. The largest files come first, so that no thread is left with one at the end."""
-    ordered = sorted(files, key=lambda file: -file.num_bytes)
-    total = sum(file.num_bytes for file in files)
+def _read_all(files: Mapping[str, _File], threads: int, watch: ReadingBar | None) -> dict[str, str]:
+    """Hash by name. The largest files come first, so that no thread has a large one left at the end."""
+    names = sorted(files, key=lambda name: -files[name].num_bytes)
+    total = sum(file.num_bytes for file in files.values())
     stop = threading.Event()
-    with nullcontext(_ignore) if watch is None else watch(total) as told, ThreadPoolExecutor(threads) as pool:
+    with nullcontext(_ignore) if watch is None else watch(total) as advance, ThreadPoolExecutor(threads) as pool:
         try:
-            sums = list(pool.map(lambda file: _read(file, told, stop), ordered))
+            sums = list(pool.map(lambda name: _read(files[name], advance, stop), names))
         finally:  # an error or Ctrl-C does not wait for terabytes
             stop.set()
             pool.shutdown(cancel_futures=True)
-    return {file.name: digest for file, digest in zip(ordered, sums, strict=True)}
+    return dict(zip(names, sums, strict=True))
 
 
-def _read(file: _File, told: Callable[[int], None], stop: threading.Event) -> str:
+def _read(file: _File, advance: Callable[[int], None], stop: threading.Event) -> str:
     # Not hashlib.file_digest: a shard of 5 GB would be one step of the bar. Updates release the GIL likewise.
     digest, block = hashlib.sha256(), bytearray(_BLOCK_BYTES)
     view, done = memoryview(block), 0
     try:
         with open(file.path, "rb", buffering=0) as raw:
-            # One that grows as fast as it is read would never end.
+            # Stop at the size that was found: a file that grows as fast as it is read would never end.
             while (count := raw.readinto(block)) and done <= file.num_bytes and not stop.is_set():
                 digest.update(view[:count])
-                told(count)
+                advance(count)
                 done += count
             state = os.fstat(raw.fileno())
     except OSError as error:
@@ -259,7 +263,7 @@ def _ignore(_: int) -> None:
 
 
 def _read_cache(path: Path) -> Mapping[str, _Known]:
-    """What is remembered; a cache that cannot be read remembers nothing, and is written anew."""
+    """The kept hashes; a cache that cannot be read has none, and is written again."""
     try:
         cache = _Cache.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
@@ -268,5 +272,5 @@ def _read_cache(path: Path) -> Mapping[str, _Known]:
 
 
 def _write_cache(path: Path, files: Mapping[str, _Known]) -> None:
-    told = {"version": 1, "files": {key: entry.model_dump() for key, entry in sorted(files.items())}}
-    write_whole(path, json.dumps(told, indent=2) + "\n")
+    cache = {"version": 1, "files": {key: entry.model_dump() for key, entry in sorted(files.items())}}
+    write_whole(path, json.dumps(cache, indent=2) + "\n")

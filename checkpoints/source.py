@@ -1,9 +1,9 @@
 """A released checkpoint seen through its headers: a local folder or a Hub repository, no weight read.
 
 In: a folder or a Hub id. Out: a `Source`: config.json, and for every tensor its file, dtype, shape and byte range.
-`read` then streams one tensor's bytes at a time.
+`read` then reads one tensor's bytes at a time.
 
-Easy to get wrong: an MTP block may sit in a file that the index does not list (`mtp.safetensors`), and a file may be
+Easy to get wrong: an MTP block may be in a file that the index does not list (`mtp.safetensors`), and a file may be
 shorter than its header says. Both are found here, before anything is planned.
 """
 
@@ -49,7 +49,7 @@ class Source:
     Attributes:
         where: what the user named: a path or a Hub id.
         revision: the Hub commit, or "local".
-        folder: where the files lie; None for a Hub repository that has not been downloaded.
+        folder: the folder of its files; None for a Hub repository that has not been downloaded.
         config: config.json as it is.
         entries: the tensors that a loader following the index would see.
         unindexed: tensors of safetensors files that the index does not list.
@@ -107,7 +107,7 @@ def download(source: Source, *, to: Path | None = None) -> Source:
 
 
 def small_file(source: Source, name: str) -> Path | None:
-    """A file beside the weights, fetched if the source is a repository; None if there is no such file."""
+    """A file of the checkpoint that is no shard, downloaded if the source is a repository; None if there is none."""
     if source.folder is not None:
         path = source.folder / name
         return path if path.is_file() else None

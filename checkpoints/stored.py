@@ -1,7 +1,7 @@
-"""How a checkpoint stores each module's weight: plain, or packed with scales, told from headers alone.
+"""How a checkpoint stores each module's weight: plain, or packed with scales. Headers alone decide it.
 
-In: the entries of a checkpoint. Out: one `StoredWeight` per module that has a weight, and the tensors that are none.
-Used on the way in (what must be dequantized) and by the static check (what is on disk against what the config says).
+In: the entries of a checkpoint. Out: one `StoredWeight` per module that has a weight, and all other tensors. The plan
+uses it to find what must be dequantized; the static check compares it with what the config says.
 
 Easy to get wrong: three conventions share suffixes. `weight_scale` is per block, row or tensor by its shape only, and
 NVFP4's second scale is a divisor (`weight_global_scale`) or a multiplier (`weight_scale_2`).
@@ -41,7 +41,7 @@ SCALE_LEAVES = (
     "weight_zero_point",
     "weight_g_idx",
 )
-# What stands beside a weight in its module, or alone as a parameter ("").
+# Other tensors of a module, or a parameter that has no module ("").
 OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
 # Scales of the KV cache: they belong to an attention module, not to a weight.
 KV_SCALE_LEAVES = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
@@ -50,26 +50,26 @@ FP8 = ("F8_E4M3", "F8_E5M2")
 
 
 _FIRST_SCALES = ("weight_scale_inv", "weight_scale", "scale")
-Part = TypeVar("Part")
+T = TypeVar("T")
 
 
-def weight_of(parts: Mapping[str, Part]) -> Part:
+def weight_of(parts: Mapping[str, T]) -> T:
     """The weight among a module's parts, by leaf; a parameter without a module is its own."""
     return next((parts[leaf] for leaf in ("weight_packed", "weight") if leaf in parts), next(iter(parts.values())))
 
 
-def scale_of(parts: Mapping[str, Part]) -> Part:
+def scale_of(parts: Mapping[str, T]) -> T:
     """The first scale among a module's parts; each convention has its own word for it."""
     return next(parts[leaf] for leaf in _FIRST_SCALES if leaf in parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeight:
-    """One module's weight as it lies on disk.
+    """One module's weight as it is on disk.
 
     Attributes:
         module: the module's name on disk.
-        form: see `Form`; "unknown" where the tensors fit no form (`parts` tells which there are).
+        form: see `Form`; "unknown" where the tensors fit no form (`parts` has what was found).
         parts: leaf -> entry, the weight and its scales.
         shape: logical shape, [N, K] for linear weights.
         scheme: the compressed-tensors scheme with the same bytes; "" if none.

@@ -1,9 +1,9 @@
-"""Tensors of a safetensors file as PyTorch's, and the rows of a large one in pieces.
+"""Reads tensors of a checkpoint into PyTorch, and cuts the rows of a large one into pieces.
 
 In: an opened checkpoint, or bytes of it. Out: tensors on the CPU, in the dtype that the file names.
 
-Easy to get wrong: this is the one module of a checkpoint's that needs torch for reading; `source.py` and
-`safetensors_file.py` must stay without, for commands that read headers alone.
+Easy to get wrong: only this module and `dequantize.py` may import torch. Commands that read headers alone run without
+it, so `source.py` and `safetensors_file.py` must not need it.
 """
 
 from collections.abc import Iterator, Mapping

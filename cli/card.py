@@ -1,10 +1,10 @@
-"""`keepmtp card`: the model card of a checkpoint, from what was measured of it.
+"""`keepmtp card`: the model card of a checkpoint, from its measurements.
 
-In: a checkpoint folder NAME with NAME.report beside it. Out: NAME.card with README.md, plots, report.json, report.html,
-and the score as the Hub's leaderboards want it.
+In: a checkpoint folder NAME with NAME.report. Out: NAME.card with README.md, plots, report.json, report.html, and the
+score in the form of the Hub's leaderboards.
 
-Easy to get wrong: a card does not say that a checkpoint is good. One that failed its gates gets a card as well, which
-says so first; `keepmtp publish` refuses it.
+Easy to get wrong: a card does not mean that a checkpoint is good. One that failed its gates gets a card too, which says
+so first; `keepmtp publish` refuses it.
 """
 
 import json
@@ -22,7 +22,7 @@ from .tables import VERDICT_COLOURS
 
 
 def card(
-    path: Annotated[Path, typer.Argument(help="The checkpoint's folder; what was measured lies in NAME.report.")],
+    path: Annotated[Path, typer.Argument(help="The checkpoint's folder NAME; its measurements are in NAME.report.")],
     base_model: Annotated[
         str | None,
         typer.Option(
@@ -48,8 +48,8 @@ def card(
 ) -> None:
     """Write a checkpoint's model card: README.md, plots, the whole report, ready for `keepmtp publish`.
 
-    Every number is taken from the results beside the checkpoint, and one that they do not bear out makes no card. What
-    was not measured is said. A card is made whatever the gates say, and says what they say; exit status 0.
+    Every number comes from the result files in NAME.report. A report that differs from them makes no card. The card
+    says what was not measured, and what the gates say. It is made whether they pass or not; exit status 0.
 
     Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`
     """

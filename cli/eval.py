@@ -24,7 +24,7 @@ from .gate import EXITS
 from .progress import asking, bytes_bar
 
 if TYPE_CHECKING:
-    from ..checkpoints.identity import Identity, Watch
+    from ..checkpoints.identity import Identity, ReadingBar
     from ..checkpoints.source import Source
     from ..recipes.protocol import Evaluation, Gates
     from ..validate.report.schema import EvaluationFact, JudgementFact
@@ -183,7 +183,7 @@ def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json
         raise typer.Exit(status)
 
 
-def _identity(source: "Source", out: Path, reading: "Watch | None") -> "Identity":
+def _identity(source: "Source", out: Path, reading: "ReadingBar | None") -> "Identity":
     from ..checkpoints.identity import identify
 
     assert source.folder is not None

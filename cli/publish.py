@@ -2,8 +2,8 @@
 
 In: a checkpoint with a green report and a card. Out: a table or JSON; on the Hub, a commit with exactly those files.
 
-Easy to get wrong: what is public cannot be taken back. The question is asked before the first byte, a new repository
-becomes public only after its bytes and its loading were checked there, and one that is public already asks as well.
+Easy to get wrong: what was public once cannot be taken back. The command asks before it sends a byte. A new repository
+becomes public only after its bytes and its loading were checked there. For one that is public already it asks too.
 """
 
 import json
@@ -31,7 +31,7 @@ err = Console(stderr=True)
 
 
 def publish(
-    path: Annotated[Path, typer.Argument(help="Folder of the checkpoint; its report and card lie beside it.")],
+    path: Annotated[Path, typer.Argument(help="The checkpoint's folder NAME, next to NAME.report and NAME.card.")],
     repo: Annotated[str, typer.Option("--repo", help="Repository on the Hub, ORG/NAME.")],
     public: Annotated[bool, typer.Option("--public", help="Let everybody read it, once it is checked there.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask whether to go public.")] = False,

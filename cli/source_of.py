@@ -1,8 +1,8 @@
-"""What a checkpoint was made from, as its own record says, where that is a folder on this machine.
+"""Finds what a checkpoint was made from: the source that the user names, or the folder in its record.
 
-In: an opened checkpoint with keepmtp.json. Out: the source's folder. A source that was named is only looked at.
+In: an opened checkpoint with keepmtp.json. Out: the source, opened and not downloaded.
 
-Easy to get wrong: the record names only a folder, which may hold another release by now. A folder of that name is taken
+Easy to get wrong: the record has only the folder's name, and that folder may hold another release by now. It is taken
 only if its files have the recorded sizes.
 """
 
@@ -20,15 +20,16 @@ _KEPT = ("vocab_size", "hidden_size", "num_hidden_layers")
 
 
 def original_of(checkpoint: Source, named: str | None, *, cure: str) -> Source | None:
-    """What a checkpoint is compared with, opened and not downloaded; None for `none`.
+    """The source that a checkpoint is compared with, opened and not downloaded; None for `none`.
 
     Args:
         checkpoint: local, or named with its source.
-        named: by the user; None for what the record says.
-        cure: what to do where the record does not say.
+        named: by the user; None takes the record's.
+        cure: what to do if the record has none.
 
     Raises:
-        RecipeError: it is not known, or not what the checkpoint can have been made from.
+        RecipeError: it is not known, or the checkpoint cannot be made from it.
+        CheckpointError: the record is not keepmtp's.
     """
     if named == "none":
         return None
@@ -41,8 +42,9 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
     """The source that keepmtp.json names, where it is a folder here with the recorded files.
 
     Raises:
-        RecipeError: no record, a Hub repository (whose download should be somebody's decision), or no such folder;
-            `cure` says what to do then.
+        RecipeError: no record, a Hub repository (a download is the user's decision), or no such folder; `cure` says
+            what to do then.
+        CheckpointError: the record is not keepmtp's.
     """
     rule = "the source to compare with must be known"
     assert checkpoint.folder is not None
@@ -62,7 +64,7 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
 
 
 def refuse_stranger(checkpoint: Source, source: Source) -> None:
-    """Refuse a source that the checkpoint cannot have been made from: what is lost against it would mean nothing.
+    """Refuse a source that the checkpoint cannot be made from: a comparison with it would mean nothing.
 
     Raises:
         RecipeError: another family, or another size of what quantizing never changes.

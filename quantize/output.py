@@ -1,10 +1,10 @@
-"""The output folder around the shards: what would make it pointless, config.json, index, provenance, final name.
+"""The output folder without its shards: refusals, config.json, index, record, and the final name.
 
-In: a plan. Out: small files, written whole or not at all. No weight is touched and torch is not needed, so a refusal
+In: a plan. Out: small files, written whole or not at all. No weight is read and torch is not needed, so a refusal
 costs nothing.
 
-Easy to get wrong: a killed run's shards may only be taken over by the very same plan. A fingerprint beside the partial
-folder says which plan that was; it is removed last.
+Easy to get wrong: only the same plan may continue from a killed run's shards. The file OUT.partial.sha256 has the
+fingerprint of that plan; it is removed last.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ def _stamp(out: Path) -> Path:
 
 
 def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> None:
-    """Everything about the output folder that would make a run pointless, before a byte is written.
+    """Refuse an output folder in which the run could not end, before a byte is written.
 
     Args:
         plan: what will be written.
@@ -44,7 +44,7 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
             output is not compared.
 
     Raises:
-        RecipeError: it exists, lies inside the source, its disk is too small, or its unfinished part is another run's.
+        RecipeError: it exists, is inside the source, its disk is too small, or its unfinished part is another run's.
     """
     if out.exists():
         raise RecipeError(
@@ -101,7 +101,7 @@ def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
 
 
 def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[str, Any] | None = None) -> None:
-    """Everything beside the shards: config.json, index, tokenizer and other files, recipe, provenance."""
+    """Write all files but the shards: config.json, index, tokenizer and other files, recipe, record."""
     write_whole(partial / "config.json", json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n")
     weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
     index = {"metadata": {"total_size": plan.num_bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
@@ -134,8 +134,7 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
 
     Args:
         plan: over a local source.
-        calibration: anything that stands for the batches, such as the hash of their ids; counts only where the plan
-            needs batches.
+        calibration: identifies the batches, such as the hash of their ids; counts only where the plan needs batches.
     """
     assert plan.source.folder is not None
     folder = plan.source.folder

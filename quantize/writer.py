@@ -1,14 +1,14 @@
-"""Streams a source through its plan into output shards.
+"""Writes the shards that a plan describes, from its source.
 
-In: a plan over a local source, and the statistics of calibration if it needs them. Out: the shards, and by `output.py`
-everything beside them, in a folder that gets its final name only when it is whole. What calibration gave is copied,
-everything else is packed from the source.
+In: a plan over a local source, and the statistics of calibration if it needs them. Out: the shards, and the other files
+of `output.py`, in a folder that gets its final name only when it is whole. What calibration gave is copied; everything
+else is packed from the source.
 
-The plan fixes every output's name, dtype and shape, so a shard's header is written first and each tensor straight to
-its place: memory is the tensors in flight, whatever the size of shards. A shard is renamed when complete; a killed
-run keeps the complete ones and starts the others again, with the same bytes.
+The plan fixes every output's name, dtype and shape, so a shard's header is written first, and each tensor directly at
+its place. Memory holds only the tensors that are being written, whatever the size of shards. A shard gets its name when
+it is complete. After a kill, the next run keeps the complete ones and writes the others again, with the same bytes.
 
-Easy to get wrong: safetensors lets tensors lie at any offset, but readers map them, so wider dtypes come first.
+Easy to get wrong: safetensors allows any offset for a tensor, but readers map the file, so wider dtypes come first.
 """
 
 import os
@@ -60,8 +60,8 @@ def write(
         plan: a plan over a local source, which `output.refuse_output` let pass.
         partial: the folder, from `output.claim`; `output.publish` gives it its final name.
         recipe_text: the recipe file, carried over verbatim.
-        threads: shards written side by side on this machine, each by one thread on one device.
-        progress: told about source bytes done.
+        threads: shards written at the same time on this machine, each by one thread on one device.
+        progress: called with source bytes done.
         statistics: what calibration gave; None for a plan without calibrated tensors.
         calibration: the provenance's account of it.
         ranks: processes that share the work and a file system; each calls this and returns when all is written.
@@ -263,7 +263,7 @@ def _devices() -> list[torch.device]:
 
 @contextmanager
 def _one_torch_thread_each() -> Iterator[None]:
-    """Whole shards side by side use the cores better than threads inside one operator."""
+    """Several shards at the same time use the cores better than threads inside one operator."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -12,7 +12,7 @@ from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.cli import pipeline
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.publish.card_page import Told
+from keepmtp.validate.publish.card_page import CardFacts
 from keepmtp.validate.publish.provenance import groups_of, recipe_text
 from keepmtp.validate.report import report as full_reports
 from keepmtp.validate.report.check_data import check_data
@@ -55,7 +55,7 @@ def evidence(
     return where
 
 
-def told(folder: Path, report: FullReport, **changed: Any) -> Told:
+def told(folder: Path, report: FullReport, **changed: Any) -> CardFacts:
     """What a card of the checkpoint in `folder` is made from, with any report; `changed` are fields of it."""
     record, opened = read_record(folder / RECORD), open_source(folder)
     fields: dict[str, Any] = {
@@ -70,7 +70,7 @@ def told(folder: Path, report: FullReport, **changed: Any) -> Told:
         "plots": frozenset(),
         "off_leaderboard": "",
     }
-    return Told(**(fields | changed))
+    return CardFacts(**(fields | changed))
 
 
 def source_with_card(folder: Path, text: str) -> Source:

@@ -1,14 +1,14 @@
-"""The model card of a checkpoint: `NAME.card` beside NAME, from its evidence and its own record, and from nothing else.
+"""The model card of a checkpoint NAME, in the folder NAME.card: made from its evidence and its record alone.
 
-In: a checkpoint folder with NAME.report. Out: a folder of what is uploaded beside the checkpoint's own files:
+In: a checkpoint folder with NAME.report. Out: a folder of what is uploaded with the checkpoint's own files:
 
     README.md                   front matter for the Hub, then `card_page.page`
     acceptance.png, gsm8k.png   where there is something to draw
     report.json, report.html    the whole evidence, with folders of this machine shortened to their last name
     .eval_results/gsm8k.yaml    the score, where it is one that belongs on the benchmark's leaderboard
 
-Easy to get wrong: a number that is changed by hand after it was measured. A report that its result files do not bear
-out makes no card, and a card that differs from what its report makes is refused.
+Easy to get wrong: somebody changes a number after it was measured. A report that differs from its result files makes no
+card, and a card that differs from what its report makes is refused.
 """
 
 import json
@@ -19,7 +19,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from ...checkpoints.files import complete, partial_path, sync
-from ...checkpoints.identity import Watch, identify, refuse_other_bytes
+from ...checkpoints.identity import ReadingBar, identify, refuse_other_bytes
 from ...checkpoints.record import RECORD, Record, read_record
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError, RecipeError
@@ -39,7 +39,7 @@ from .card_metadata import (
     off_leaderboard,
     read_front_matter,
 )
-from .card_page import Told, page
+from .card_page import CardFacts, page
 from .provenance import choices, groups_of, recipe_text
 
 EVAL_RESULTS = ".eval_results/gsm8k.yaml"
@@ -49,7 +49,7 @@ _SHOWN = 160
 
 
 def card_folder(checkpoint: Path) -> Path:
-    """Where a checkpoint's card lies: `NAME.card` beside NAME."""
+    """The folder of a checkpoint's card: `NAME.card`, next to NAME."""
     whole = checkpoint.resolve()
     return whole.with_name(f"{whole.name}.card")
 
@@ -61,12 +61,12 @@ def build(
     base_model: str | None = None,
     license_id: str | None = None,
     out: Path | None = None,
-    watch: Watch | None = None,
+    watch: ReadingBar | None = None,
 ) -> tuple[Path, FullReport]:
     """Write a checkpoint's card, replacing an older one.
 
     Args:
-        checkpoint: with its evidence beside it.
+        checkpoint: its evidence is in NAME.report.
         source: what it was made from, where that is here: its own card gives license, language and task.
         base_model: Hub id; default the record's source, where that is on the Hub.
         license_id: the license's name on the Hub; default the source's.
@@ -76,12 +76,12 @@ def build(
     Returns: the folder, and the report the card was made from.
 
     Raises:
-        CheckpointError: no evidence, or evidence that does not bear out its report or is about other bytes.
-        RecipeError: the `report` extra is missing, or a choice that is none of the Hub's forms.
+        CheckpointError: no evidence, or evidence that differs from its report or is about other bytes.
+        RecipeError: the `report` extra is missing, or a choice does not have the Hub's form.
     """
     require_extra("keepmtp card", "report")
     folder = out or card_folder(checkpoint)
-    for place in (folder, *_beside(folder)):
+    for place in (folder, *_around(folder)):
         _refuse_strange(place)
     told, opened = _verified(checkpoint, watch)
     record = read_record(checkpoint / RECORD)
@@ -105,9 +105,9 @@ def refuse_none(folder: Path, checkpoint: Path) -> None:
 
 
 def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
-    """The folder of a checkpoint's card, if it is what the evidence makes, file by file.
+    """The folder of a checkpoint's card, once every file of it is compared with what the evidence makes.
 
-    License, language, task and base model are taken as the card has them: they are claims, not measurements.
+    License, language, task and base model are taken as the card has them: nobody measured them.
 
     Raises:
         CheckpointError: no card, or a file of it that differs; names the first line that does.
@@ -130,8 +130,8 @@ def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
     return folder
 
 
-def _verified(checkpoint: Path, watch: Watch | None = None) -> tuple[FullReport, Source]:
-    """The report, if its results bear it out and the checkpoint still is those bytes; paths shortened."""
+def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullReport, Source]:
+    """The report with shortened paths, if it is what its results make and the checkpoint still is those bytes."""
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(
             checkpoint, "a card is made of a checkpoint's folder", got="no config.json", cure="Check PATH"
@@ -158,7 +158,7 @@ def _files(
 
     plots = {"acceptance.png": report_plots.acceptance_png(report), "gsm8k.png": report_plots.gsm8k_png(report)}
     drawn = {name: drawing for name, drawing in plots.items() if drawing}
-    told = Told(
+    told = CardFacts(
         name=checkpoint.resolve().name,
         report=report,
         record=record,
@@ -183,7 +183,7 @@ def _files(
 
 
 def _difference(path: Path, got: bytes, wanted: bytes, cure: str) -> CheckpointError:
-    """A refusal that names the first line that differs, or the file where it has no lines."""
+    """A refusal that names the first line that differs, or the file if it has no lines."""
     if path.suffix == ".png":
         return CheckpointError(path, "must be the drawing that the report makes", got="another", cure=cure)
     lines = zip_longest(got.decode(errors="replace").split("\n"), wanted.decode().split("\n"), fillvalue="nothing")
@@ -196,7 +196,7 @@ def _difference(path: Path, got: bytes, wanted: bytes, cure: str) -> CheckpointE
 
 
 def _refuse_strange(folder: Path) -> None:
-    """A folder with anything but a card in it is somebody's, and is not replaced."""
+    """Refuse to replace a folder that holds anything but a card."""
     strange = [
         path for path in folder.rglob("*") if not path.is_dir() and path.relative_to(folder).as_posix() not in FILES
     ]
@@ -207,14 +207,14 @@ def _refuse_strange(folder: Path) -> None:
         )
 
 
-def _beside(folder: Path) -> tuple[Path, Path]:
-    """The unfinished card, and the one that it replaces."""
+def _around(folder: Path) -> tuple[Path, Path]:
+    """The folder of the unfinished card, and that of the card which it replaces."""
     return partial_path(folder), folder.with_name(f"{folder.name}.old")
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a folder so that a reader sees the old card or the new one, never a mixture."""
-    partial, old = _beside(folder)
+    """Write a folder so that a reader finds the old card or the new one, never a mixture."""
+    partial, old = _around(folder)
     for left in (partial, old):
         if left.exists():
             shutil.rmtree(left)

@@ -1,9 +1,9 @@
-"""The limitations in a model card: what a reader could take for proven and is not.
+"""The limitations in a model card: what a reader could think is proven, and is not.
 
-In: a report, and the checkpoint's own record. Out: sentences.
+In: a report, and the checkpoint's record. Out: sentences.
 
-Easy to get wrong: what nobody remembers to write. So they follow from what was measured and from what was not: a BF16
-copy, a CPU, kernels that were not judged, parts of the report that are absent.
+Easy to get wrong: people forget limitations. So each one follows from the report: a BF16 copy, a CPU, kernels that were
+not judged, parts that are absent.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ _MAX_NAMED = 5
 
 
 def limitations(report: FullReport, record: Record, off_leaderboard: str) -> Iterator[str]:
-    """A sentence or two for each, the gravest first; `off_leaderboard` as in `card_page.Told`."""
+    """A sentence or two for each, the most important first; `off_leaderboard` as in `card_page.CardFacts`."""
     for reason in report.judgement.reasons if report.judgement else ():
         if reason.verdict == "infeasible":
             yield f"The gate of {reason.gate} is undecided; it says above why."

@@ -3,8 +3,8 @@
 In: a report, the checkpoint's record, the source's card if it is here, and what the command line says. Out: YAML,
 through huggingface_hub's own types.
 
-Easy to get wrong: a score of other questions, of the first fifty, or of a copy's answers looks just like one of the
-benchmark. It is told in the card, and is no entry of the leaderboard.
+Easy to get wrong: a score on other questions, on the first fifty, or of a copy's answers looks like a score of the
+benchmark. The card says it, and it is no entry of the leaderboard.
 """
 
 import re
@@ -21,11 +21,11 @@ from ...checkpoints.record import Record
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
 from ..report.schema import EvaluationFact, FullReport
-from .card_page import Told, percent
+from .card_page import CardFacts, percent
 
 README = "README.md"
 INHERITED = ("license", "license_name", "license_link", "pipeline_tag", "language")
-"""What a checkpoint's card takes over from its source's. The source's own base model is not this checkpoint's."""
+"""What a checkpoint's card copies from its source's card. The source's base model is not the checkpoint's."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 # The Hub's own forms; https://huggingface.co/docs/hub/model-cards#model-card-metadata.
 _WORD = re.compile(r"[\w.+-]{1,64}", re.ASCII)
@@ -46,7 +46,7 @@ _SHA = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metadata:
-    """What the front matter says that no measurement tells; "" or () where it is not known."""
+    """What the front matter says and nobody measured; "" or () where it is not known."""
 
     base_model: str = ""
     license: str = ""
@@ -79,10 +79,10 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
 def metadata_of(
     record: Record, opened: Source, front: Mapping[str, Any], given: Mapping[str, str | None], *, where: object
 ) -> Metadata:
-    """What the command line says, else the front matter of a card, else what record and config.json tell.
+    """What the command line says, else a card's front matter, else the record and config.json.
 
     Raises:
-        RecipeError: a value that is none of the Hub's forms.
+        RecipeError: a value that does not have the Hub's form.
     """
     found = dict(front) | {key: value for key, value in given.items() if value is not None}
     if given.get("license") is not None:
@@ -101,7 +101,7 @@ def metadata_of(
     return Metadata(**words, language=tuple(_listed(found.get("language"))))
 
 
-def front_matter(told: Told, metadata: Metadata) -> str:
+def front_matter(told: CardFacts, metadata: Metadata) -> str:
     """The card's YAML for the Hub, without its fences."""
     schemes = [name.lower() for name in told.schemes]
     roots = [re.sub(r"(?<=fp4)a(8|16)$|_(dynamic|block)$", "", name) for name in schemes]
@@ -174,7 +174,7 @@ def eval_results(report: FullReport) -> str | None:
 
 
 def _hub_id(record: Record) -> str:
-    """What the checkpoint was made from, where that has a place on the Hub."""
+    """The Hub id of what the checkpoint was made from; "" where it has none."""
     if record.source.revision != "local" and HUB_ID.fullmatch(record.source.name):
         return record.source.name
     is_there = record.recipe.revision != "local" and HUB_ID.fullmatch(record.recipe.source)
@@ -182,6 +182,6 @@ def _hub_id(record: Record) -> str:
 
 
 def _listed(value: Any) -> list[str]:
-    """A value of a front matter as a list of words; YAML reads Norwegian, unquoted, as false."""
+    """A value of a front matter as a list of words; YAML reads `no`, which is Norwegian, as false."""
     values = value if isinstance(value, (list, tuple)) else [] if value in (None, "") else [value]
     return ["no" if each is False else str(each) for each in values]

@@ -1,9 +1,9 @@
 """README.md below its front matter: what a model card says, from report.json, keepmtp.json and recipe.yaml alone.
 
-In: a `Told`. Out: Markdown. Needs the `report` extra (jinja2). Sentences are in templates/card.md.j2, here are the rows
-of its tables.
+In: a `CardFacts`. Out: Markdown. Needs the `report` extra (jinja2). The sentences are in templates/card.md.j2; the rows
+of its tables are made here.
 
-Easy to get wrong: a number that is not in the report, or computed from numbers in it, has no place in a card.
+Easy to get wrong: a card may only have numbers of the report, and numbers computed from them.
 """
 
 import shlex
@@ -20,25 +20,25 @@ from ..serving.acceptance import AsServed
 from . import hardware
 from .card_limits import limitations
 from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
-from .provenance import Group
+from .provenance import ModuleGroup
 
 MAX_PROMPTS = 12
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class CardFacts:
     """Everything a card is made from.
 
     Attributes:
         name: of the checkpoint's folder.
         report: with paths of the machine already shortened.
         record, recipe: keepmtp.json and recipe.yaml.
-        choices: words for the command line that made the recorded recipe of recipe.yaml; None where none do.
-        groups: what lies in the checkpoint.
+        choices: the options that make the recorded recipe from recipe.yaml; None where no options do.
+        groups: what is in the checkpoint.
         base_model: Hub id; "" where there is none.
         license: its name on the Hub; "" where it is not known.
-        plots: files of drawings that lie beside the card.
+        plots: names of the card's drawings.
         off_leaderboard: why the score is no entry of the benchmark's leaderboard; "" where it is one.
     """
 
@@ -47,7 +47,7 @@ class Told:
     record: Record
     recipe: str
     choices: tuple[str, ...] | None
-    groups: tuple[Group, ...]
+    groups: tuple[ModuleGroup, ...]
     base_model: str
     license: str
     plots: frozenset[str]
@@ -65,7 +65,7 @@ class Told:
 
     @property
     def num_drafts(self) -> int:
-        """Drafted tokens a step to serve with: as evaluated, else as fast as it was measured, else one an MTP layer."""
+        """How many tokens to draft in a step: as evaluated, else the fastest measured, else one for each MTP layer."""
         if self.report.evaluation:
             return self.report.evaluation.protocol.k
         runs = self.report.serve.checkpoint.drafting if self.report.serve else ()
@@ -90,7 +90,7 @@ class Accepted:
     speed_up: float | None
 
 
-def page(told: Told) -> str:
+def page(told: CardFacts) -> str:
     """The card's text. Equal values give equal bytes."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -134,7 +134,7 @@ def page(told: Told) -> str:
 
 
 def accepted_rows(report: FullReport) -> Iterator[Accepted]:
-    """GSM8K's run first, then serve-check's, source before checkpoint."""
+    """The rows of GSM8K first, then those of serve-check; the source before the checkpoint."""
     evaluation, serve = report.evaluation, report.serve
     for model in evaluation.evaluated if evaluation else ():
         if evaluation and model.draft_tokens:
@@ -199,7 +199,7 @@ def codes(words: Iterable[str]) -> Md:
     return Md(", ".join(code(word) for word in words))
 
 
-def _group_rows(told: Told) -> Iterator[tuple[Group, GroupSize | None, str]]:
+def _group_rows(told: CardFacts) -> Iterator[tuple[ModuleGroup, GroupSize | None, str]]:
     """Each group with its bytes and why it is stored as it is."""
     sizes: Mapping[tuple[str, str], GroupSize] = {(row.part, row.group): row for row in told.report.sizes}
     for group in told.groups:
@@ -210,7 +210,7 @@ def _group_rows(told: Told) -> Iterator[tuple[Group, GroupSize | None, str]]:
 
 
 def _load_rows(loads: Iterable[DryLoad]) -> Iterator[tuple[str, str, str, str, str, str]]:
-    """(GPU, TP sizes, k, verdict, target's kernels, draft's kernels), TP sizes of one outcome together."""
+    """(GPU, TP sizes, k, verdict, target's kernels, draft's kernels); TP sizes with the same outcome share a row."""
     found: dict[tuple[str, str, str, str, str], list[str]] = defaultdict(list)
     for load in loads:
         word = "loads" if load.ok else "fails"
@@ -220,7 +220,7 @@ def _load_rows(loads: Iterable[DryLoad]) -> Iterator[tuple[str, str, str, str, s
 
 
 def _kernels(model: LoadedModel) -> str:
-    """Layers by kernel; a question mark where its preparation needs values, which a dry load has not."""
+    """Layers by kernel. A question mark: preparing the weights needs values, and a dry load has none."""
     counts: dict[str, int] = defaultdict(int)
     for use in model.kernels:
         if use.kernel:
@@ -229,8 +229,8 @@ def _kernels(model: LoadedModel) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or "-"
 
 
-def _commands(told: Told) -> Iterator[str]:
-    """What repeats the run, with what it measured."""
+def _commands(told: CardFacts) -> Iterator[str]:
+    """The commands that repeat the run and its measurements."""
     report, out = told.report, shlex.quote(told.name)
     extras = "calibrate,evaluate" if report.calibration else "quantize,evaluate"
     source = shlex.quote(told.base_model or told.record.source.name)

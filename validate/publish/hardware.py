@@ -1,11 +1,11 @@
-"""Where vLLM runs each scheme, for people who have a GPU and want to know before they download.
+"""On which GPUs vLLM runs each scheme, for people who want to know before they download.
 
-In: names of schemes. Out: for each the compute capabilities on which vLLM 0.32.0 has kernels of its own for it, and
-what it does elsewhere.
+In: names of schemes. Out: for each, the compute capabilities on which vLLM 0.32.0 has kernels of its own for it, and
+what vLLM does on other GPUs.
 
-Easy to get wrong: that a checkpoint loads says little of the GPU. vLLM serves 4-bit and 8-bit floats on older ones too,
-by unpacking the weights inside the kernel and leaving activations at 16 bits: right answers, other speed, and not the
-numerics that NVFP4 or FP8 activations have.
+Easy to get wrong: a checkpoint that loads says little about the GPU. vLLM serves 4-bit and 8-bit floats on older GPUs
+too: the kernel unpacks the weights, and activations have 16 bits. Answers are right, but the speed differs, and the
+numerics are not those of NVFP4 or FP8 activations.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 READ_FROM = "0.32.0"
-"""The vLLM release whose source this table was read from; older ones were not."""
+"""The vLLM release whose source code this table is from. Older releases were not read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         ),
     }
 )
-"""Scheme -> where it runs. What each of them does on sm90, sm100 and sm120 was also seen in dry loads."""
+"""Scheme -> where it runs. Dry loads on sm90, sm100 and sm120 showed the same."""
 
 
 def where_they_run(schemes: Iterable[str]) -> tuple[tuple[str, Hardware], ...]:

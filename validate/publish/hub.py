@@ -1,11 +1,11 @@
-"""The Hugging Face Hub as `keepmtp publish` needs it: whose token it is, what a repository holds, an upload, a switch.
+"""The calls of the Hugging Face Hub that `keepmtp publish` needs: sign in, look, create, upload, make public.
 
-In: a token, from huggingface_hub.get_token, and a repository's name. Out: values, or one sentence, in which a token
-that the server repeats is blacked out.
+In: a token, from huggingface_hub.get_token, and a repository's name. Out: values, or one sentence. Where the server
+repeats the token, the sentence has `<token>` instead.
 
 Easy to get wrong: huggingface_hub 1.33 tries again where it uploads bytes (`http_backoff`), but not in whoami-v2,
-repos/create, listings, settings, nor in the commit without Xet. So each call here is tried again from outside, which is
-safe because `upload_folder` sends only what is missing.
+repos/create, listings, settings, nor in the commit without Xet. So each call is tried again here. That is safe, because
+`upload_folder` sends only what is missing.
 """
 
 import logging
@@ -28,10 +28,10 @@ from ...recipes.errors import KeepMTPError
 WAITS_SECONDS = (2, 10, 30)
 """Between attempts, where the Hub does not say how long."""
 LONGEST_WAIT_SECONDS = 600
-"""Whoever says longer than this is not waited for. The Hub's rate limits are for windows of 300 seconds."""
+"""If the Hub says longer than this, the call fails at once. Its rate limits are for windows of 300 seconds."""
 
 T = TypeVar("T")
-Watch = Callable[[str], None]
+Say = Callable[[str], None]
 _PASSING = (408, 429, 500, 502, 503, 504)
 _TOKENS = "https://huggingface.co/settings/tokens"
 _NEW_TOKEN = f"Make one with write access at {_TOKENS} and set HF_TOKEN, or run `hf auth login`"
@@ -39,7 +39,7 @@ _AGAIN = "Run the same command again: what has arrived is not sent twice"
 
 
 class HubError(KeepMTPError):
-    """The Hub says no, or nothing."""
+    """The Hub refuses, or does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +57,10 @@ class Hub:
 
     Args:
         token: lives here and in huggingface_hub's request headers only.
-        watch: told what is waited for.
+        watch: called with words about what it waits for.
     """
 
-    def __init__(self, token: str, *, watch: Watch) -> None:
+    def __init__(self, token: str, *, watch: Say) -> None:
         self._token, self._watch = token, watch
         self._api = HfApi(token=token)
         self._user = ""
@@ -130,17 +130,17 @@ class Hub:
 
     @contextmanager
     def discreet(self) -> Iterator[None]:
-        """Black out the token in what huggingface_hub itself logs, which quotes the server's warnings."""
+        """Remove the token from huggingface_hub's own log, which quotes the server's warnings."""
         handlers = logging.getLogger("huggingface_hub").handlers
         for handler in handlers:
-            handler.addFilter(self._blacked_out)
+            handler.addFilter(self._cleaned)
         try:
             yield
         finally:
             for handler in handlers:
-                handler.removeFilter(self._blacked_out)
+                handler.removeFilter(self._cleaned)
 
-    def _blacked_out(self, record: logging.LogRecord) -> bool:
+    def _cleaned(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = self._clean(record.getMessage()), ()
         return True
 
@@ -182,7 +182,7 @@ class Hub:
         return self._clean(f"{status}: {line}" if status and str(status) not in line else line)
 
     def _clean(self, text: str) -> str:
-        """Without the token, and without the query of a URL, which is where a presigned one has its signature."""
+        """Without the token, and without the query of a URL: that of a presigned URL has its signature."""
         return re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]+", r"\1", text.replace(self._token, "<token>"))
 
 
@@ -206,7 +206,7 @@ def _status(error: BaseException) -> int:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The Hub's own answer below what a thread of the upload has wrapped it in."""
+    """The Hub's own answer; a thread of the upload may have wrapped it in other errors."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, (HfHubHTTPError, TransportError)):
         seen = seen.__cause__

@@ -1,9 +1,9 @@
-"""Text for a model card: Markdown that says what it was given, whatever that is.
+"""Text for a model card: Markdown that shows any string as it is.
 
 In: strings of strangers' checkpoints, servers and recipes. Out: `Md`, Markdown in which they are text or code, never
-markup: no heading, link, image, HTML or table cell that the card's author did not write.
+markup: no heading, link, image, HTML or table cell that the template does not have.
 
-Easy to get wrong: a template that forgets to escape. Here everything it prints is escaped unless it is `Md` already.
+Easy to get wrong: a template can forget to escape. So everything that it prints is escaped, unless it is `Md` already.
 """
 
 import json
@@ -18,7 +18,7 @@ _ENTITIES = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;"})
 
 
 class Md(str):
-    """Markdown that is printed as it is."""
+    """Markdown, which a template prints as it is."""
 
     __slots__ = ()
 
@@ -45,7 +45,7 @@ def code(text: str) -> Md:
 
 
 def ticked(words: str) -> Md:
-    """A sentence in which what stands between backticks is code."""
+    """A sentence; the words between backticks are code."""
     parts = words.split("`")
     if len(parts) % 2 == 0:
         return escaped(words)
@@ -59,14 +59,14 @@ def quoted(text: str) -> Md:
 
 
 def fenced(text: str, language: str) -> Md:
-    """A block of code, verbatim but for marks that cannot be seen."""
+    """A block of code as it is, without characters that cannot be seen."""
     text = "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
     fence = "`" * max(3, max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     return Md(f"{fence}{language}\n{text.rstrip()}\n{fence}")
 
 
 def bare(text: str) -> Md:
-    """Text on one line as it is, for a line of a code block that begins with something else."""
+    """Text on one line as it is, for the end of a line in a code block."""
     return Md(_line(text))
 
 
@@ -77,5 +77,5 @@ def _inner(part: str) -> str:
 
 
 def _line(text: str) -> str:
-    """One line without control characters, marks that turn its direction, or halves of surrogate pairs."""
+    """One line without control characters, marks of text direction, or halves of surrogate pairs."""
     return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())

@@ -1,10 +1,8 @@
-"""What made a checkpoint, and what lies in it: keepmtp.json, recipe.yaml, and every module group by stored form.
+"""What repeats a run, and what is in its checkpoint: options for recipe.yaml, and every module group by stored form.
 
-In: the folder of a checkpoint that keepmtp wrote. Out: a `Record`, the words that repeat the run, and a row for each
-module group, read from the headers and not from what the recipe wished for.
+In: the folder of a checkpoint that keepmtp wrote, and its record. Out: the options, and a row for each module group.
 
-Easy to get wrong: the recipe that was run is the one in keepmtp.json. recipe.yaml is the file it came from, before
-`--scheme`, `--mtp` and what `mtp: auto` chose.
+Easy to get wrong: a recipe says what somebody wanted. The rows are read from the headers, which say what is there.
 """
 
 from collections import defaultdict
@@ -22,13 +20,13 @@ from ...recipes.schema import AUTO, Recipe
 from ...recipes.schemes import SCHEMES
 from ..check.runtime_view import RuntimeView
 
-# What judges a checkpoint, and what a policy chosen by measurement replaces: neither is a choice about its bytes.
+# What judges a checkpoint, and what `mtp: auto` replaces by its choice: neither is a decision about its bytes.
 _NOT_OF_THE_BYTES = frozenset({"evaluation", "gates"})
 _CHOSEN = frozenset({"mtp", "mtp_auto", "calibration"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ModuleGroup:
     """Modules of one kind.
 
     Attributes:
@@ -93,7 +91,7 @@ def other_decision(recipe: Recipe, made: Mapping[str, Any]) -> str | None:
     return next((key for key, value in told.items() if made.get(key) != value), None)
 
 
-def groups_of(checkpoint: Source, record: Record) -> tuple[Group, ...]:
+def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     """Every module group of a checkpoint, backbone first, quantized ones before the others.
 
     Raises:
@@ -104,7 +102,7 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[Group, ...]:
     for key, *stored in _stored(RuntimeView(source=checkpoint, view=view), record):
         found[key].append((stored[0], stored[1], stored[2]))
     rows = [
-        Group(
+        ModuleGroup(
             part=part,
             modules=modules,
             schemes=_unique(scheme for scheme, _, _ in stored),

@@ -1,10 +1,10 @@
-"""A checkpoint with its card on the Hub: sent where it is not there yet, compared with what arrived, loaded from there.
+"""Sends a checkpoint and its card to the Hub, compares what arrived, and loads it from there.
 
-In: a `Parcel` (upload_set.py) and a repository's name. Out: the commit that holds exactly these files, compared hash by
-hash and checked by range requests.
+In: a `Parcel` (upload_set.py) and a repository's name. Out: the commit that holds exactly these files. Hashes are
+compared, and the check runs on it by range requests.
 
-Easy to get wrong: a repository that exists is somebody's. What is there and differs is replaced only on request,
-nothing is deleted, and a run that was cut off must recognize its own files.
+Easy to get wrong: a repository that exists may be somebody else's. A file that differs is replaced only on request,
+nothing is deleted, and a run that continues after a cut must recognize its own files.
 """
 
 import re
@@ -27,7 +27,7 @@ from ..serving.vllm_env import find_vllm
 from .hub import Hub, HubError, Remote
 from .upload_set import LocalFile, Parcel, total_bytes
 
-State = Literal["new", "same", "differs"]
+FileState = Literal["new", "same", "differs"]
 # The Hub writes this file into every new repository, and after that by itself.
 HUBS_OWN = (".gitattributes",)
 _NAME = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?", re.ASCII)
@@ -36,12 +36,12 @@ _GPU: GPU = "sm100"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A parcel beside a repository; `others` are files there that are not of the parcel, and stay."""
+    """A parcel compared with a repository; `others` are files there that are not of the parcel, and stay."""
 
-    states: Mapping[str, State]
+    states: Mapping[str, FileState]
     others: tuple[str, ...]
 
-    def named(self, state: State) -> list[str]:
+    def named(self, state: FileState) -> list[str]:
         """The parcel's files in that state."""
         return [name for name, found in self.states.items() if found == state]
 
@@ -57,7 +57,7 @@ class Sent:
 
 
 def check_name(repo: str) -> None:
-    """Refuse what cannot be a repository of the Hub before anything is read.
+    """Refuse a name that no repository of the Hub can have, before anything is read.
 
     Raises:
         RecipeError: not ORG/NAME, characters that the Hub does not take, or the name of a folder here.
@@ -86,9 +86,9 @@ def check_name(repo: str) -> None:
 
 
 def compare(parcel: Parcel, remote: Remote | None) -> Comparison:
-    """A parcel beside what the repository holds (None: there is none)."""
+    """Compare a parcel with what the repository holds (None: there is no repository)."""
     there = {} if remote is None else remote.files
-    states: dict[str, State] = {
+    states: dict[str, FileState] = {
         name: "new" if name not in there else "same" if _is_same(local, there[name]) else "differs"
         for name, local in parcel.files.items()
     }
@@ -97,7 +97,7 @@ def compare(parcel: Parcel, remote: Remote | None) -> Comparison:
 
 
 def refuse_overwriting(repo: str, found: Comparison) -> None:
-    """Refuse to write over, or beside, what is not ours.
+    """Refuse a repository with files that are not ours.
 
     Raises:
         RecipeError: the repository holds other files, or other bytes under our names.
@@ -109,18 +109,18 @@ def refuse_overwriting(repo: str, found: Comparison) -> None:
 
 
 def send(parcel: Parcel, hub: Hub, repo: str, *, update: bool, may_be_public: bool) -> Sent:
-    """Bring the repository to hold the parcel; what it holds already is not sent again.
+    """Send the parcel; files that the repository has already are not sent again.
 
     Args:
         parcel: from `prepare`.
         hub: signed in.
-        repo: made, and private, if there is none.
+        repo: if there is none, it is made, and private.
         update: replace files that differ.
         may_be_public: the repository may be a public one already.
 
     Raises:
         RecipeError: it holds something else, or everybody may read it.
-        HubError: the Hub refuses, or gives up answering.
+        HubError: the Hub refuses, or does not answer.
     """
     if hub.look(repo) is None:
         hub.create(repo)
@@ -144,7 +144,7 @@ def send(parcel: Parcel, hub: Hub, repo: str, *, update: bool, may_be_public: bo
 def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> None:
     """Compare a commit with the parcel, file by file: sizes, SHA-256 of large files, git's hash of small ones.
 
-    Both hashes are computed by the Hub from what it has received.
+    The Hub computes both hashes from what it received.
 
     Args:
         others: files that were there before, and may be.
@@ -179,15 +179,15 @@ def load_remote(
     """Check a repository by range requests, with vLLM's own loaders if there is a vLLM here.
 
     Args:
-        remote: the commit that must be on top of the repository.
+        remote: the commit that must be the repository's newest.
         parcel: what is there; its first dry load is repeated unless `gpu` is given.
-        gpu: to pretend.
-        watch: told what is being done.
+        gpu: the GPU to pretend.
+        watch: called with words about what is being done.
 
     Returns: what was found, and in words what was tried.
 
     Raises:
-        HubError: somebody else has written to the repository since.
+        HubError: somebody else wrote to the repository in the meantime.
     """
     first = next(iter(parcel.report.dry), None)
     tp, k = (first.tp, first.k) if first and gpu is None else (1, 1)
@@ -211,7 +211,7 @@ def load_remote(
 
 
 def _is_same(local: LocalFile, there: RepoFile) -> bool:
-    """A large file has a SHA-256 on the Hub, a small one git's own hash, which the local file is read for."""
+    """The Hub has the SHA-256 of a large file, and git's hash of a small one. For the latter the local file is read."""
     if there.lfs is not None:
         return (there.lfs.size, there.lfs.sha256) == (local.num_bytes, local.sha256)
     return there.size == local.num_bytes and there.blob_id == local.git_hash()
@@ -240,7 +240,7 @@ def _staged(folder: Path, files: Sequence[LocalFile]) -> Iterator[Path]:
 
 
 def _clear(staging: Path) -> None:
-    """Remove what a killed run has left: links, and folders of links."""
+    """Remove what a killed run left: links, and folders of links."""
     if strange := [path for path in staging.rglob("*") if not path.is_symlink() and not path.is_dir()]:
         raise CheckpointError(staging, "must hold links of `keepmtp publish` only", got=strange[0].name, cure="Move it")
     if staging.exists():

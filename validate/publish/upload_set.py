@@ -1,10 +1,10 @@
-"""What `keepmtp publish` may send: exactly the files that a green report and its card are about, or a refusal.
+"""The files that `keepmtp publish` may send: those of a green report and of its card, or a refusal.
 
 In: a checkpoint folder with its evidence (NAME.report) and card (NAME.card). Out: a `Parcel`: name in the repository ->
 file here, bytes, hash.
 
-Easy to get wrong: the list is made from the report, never from what happens to lie in a folder, and a file's time of
-change proves nothing: every byte is read again before it is sent.
+Easy to get wrong: the list comes from the report, never from the files that a folder holds. A file's time of change
+proves nothing, so every byte is read again before it is sent.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...checkpoints.identity import Watch, file_sha256, identify, refuse_other_bytes
+from ...checkpoints.identity import ReadingBar, file_sha256, identify, refuse_other_bytes
 from ...recipes.errors import CheckpointError, GateError
 from ..report import report
 from ..report.results import report_folder
@@ -30,7 +30,7 @@ class LocalFile:
     sha256: str
 
     def git_hash(self) -> str:
-        """What git calls these bytes, which is all that the Hub tells of a small file."""
+        """Git's hash of these bytes; the Hub gives no other hash of a small file."""
         digest = hashlib.sha1(b"blob %d\0" % self.num_bytes, usedforsecurity=False)
         with open(self.path, "rb") as file:
             while block := file.read(1 << 20):
@@ -52,18 +52,18 @@ class Parcel:
         return total_bytes(self.files.values())
 
 
-def prepare(folder: Path, *, watch: Watch | None = None) -> Parcel:
-    """What would be sent, or why nothing will be.
+def prepare(folder: Path, *, watch: ReadingBar | None = None) -> Parcel:
+    """The files that would be sent, or a refusal.
 
-    Files with known size and time of change are taken to be what they were, until `read_again`.
+    A file with the same size and time of change as before is not read until `read_again`.
 
     Args:
         folder: the checkpoint.
         watch: a progress bar, where bytes have to be read.
 
     Raises:
-        CheckpointError: no checkpoint, report or card; one of them altered; or bytes that the report is not about.
-        GateError: the report is red, or does not tell.
+        CheckpointError: no checkpoint, report or card; one of them was altered; or the bytes are not the report's.
+        GateError: the report is red, or has no judgement.
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Check PATH")
@@ -102,8 +102,8 @@ def prepare(folder: Path, *, watch: Watch | None = None) -> Parcel:
     return Parcel(folder=folder, report=told, files=dict(sorted(files.items())))
 
 
-def read_again(parcel: Parcel, *, watch: Watch | None = None) -> None:
-    """Read every byte of the checkpoint, whatever its files' times of change say.
+def read_again(parcel: Parcel, *, watch: ReadingBar | None = None) -> None:
+    """Read every byte of the checkpoint, whether its files' times of change differ or not.
 
     Raises:
         CheckpointError: names the files that are not what was measured.
