@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ..checkpoints.identity import Identity, Watch
     from ..checkpoints.source import Source
     from ..recipes.protocol import Evaluation, Gates
-    from ..validate.report.schema import EvaluationFact, JudgementFact
+    from ..validate.evaluation.evaluated import EvaluationFact
+    from ..validate.report.schema import JudgementFact
 
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _HUB = "hub"
@@ -240,6 +241,6 @@ def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
 
 def _status(judged: "JudgementFact") -> int:
     """The exit status for what this command measures; findings and loads are other commands'."""
-    from ..validate.report.gates import worst
+    from ..validate.report.gates import verdict_on
 
-    return EXITS[worst(reason.verdict for reason in judged.reasons if reason.gate in _OWN_GATES)]
+    return EXITS[verdict_on(judged, _OWN_GATES)]

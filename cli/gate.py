@@ -22,7 +22,7 @@ from .progress import bytes_bar
 from .tables import VERDICT_COLOURS
 
 if TYPE_CHECKING:
-    from ..validate.report.schema import FullReport, JudgementWord
+    from ..validate.report.schema import FullReport, JudgementFact, JudgementWord
 
 EXITS: "dict[JudgementWord, int]" = {"pass": 0, "regression": 1, "infeasible": 3}
 
@@ -58,18 +58,16 @@ def gate(
     checkpoint = checkpoint_folder(folder)
     refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
     if as_json:
-        sys.stdout.write(json.dumps(_told(full)) + "\n")
+        sys.stdout.write(json.dumps(_as_json(full)) + "\n")
     else:
-        Console().print(table(full))
+        Console().print(table(full.path, full.judgement))
     if full.judgement.verdict != "pass":
         raise typer.Exit(EXITS[full.judgement.verdict])
 
 
-def table(full: "FullReport") -> RenderableType:
-    """The verdict, and a row for each gate."""
-    assert full.judgement is not None
-    judged = full.judgement
-    rows = Table(title=f"gate {escape(full.path)}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def table(path: str, judged: "JudgementFact") -> RenderableType:
+    """A row for each gate with its reason, then the verdict; `path` is the checkpoint's."""
+    rows = Table(title=f"gate {escape(path)}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("gate", "verdict", "reason"):
         rows.add_column(name, no_wrap=name != "reason", overflow="fold")
     for reason in judged.reasons:
@@ -78,7 +76,7 @@ def table(full: "FullReport") -> RenderableType:
     return Group(rows, f"[{VERDICT_COLOURS[judged.verdict]}]{judged.verdict}[/]")
 
 
-def _told(full: "FullReport") -> dict[str, object]:
+def _as_json(full: "FullReport") -> dict[str, object]:
     assert full.judgement is not None
-    told = full.judgement.model_dump(mode="json")
-    return {"path": full.path, "sha256": full.identity.sha256 if full.identity else None, **told}
+    sha256 = full.identity.sha256 if full.identity else None
+    return {"path": full.path, "sha256": sha256, **full.judgement.model_dump(mode="json")}

@@ -1,9 +1,9 @@
-"""`keepmtp report`: report.json and the page made from it, for `check --html`, `serve-check` and on its own.
+"""`keepmtp report`: report.json and the page made from it, for `check --html` and on its own.
 
 In: what the stations found, an evidence folder, or an old report.json. Out: report.json and report.html in one folder.
 
-Easy to get wrong: the page needs the `report` extra. Who is going to write one calls `require_extra` before the work,
-not after ten minutes of it.
+Easy to get wrong: the page needs the `report` extra. A command that will write one calls `require_extra` before its
+work, not after ten minutes of it.
 """
 
 import sys
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from ..checkpoints.source import Source
     from ..validate.check.findings import Report
     from ..validate.check.runtime_view import Evidence
-    from ..validate.report.schema import Serve
 
 
 def page(
@@ -50,7 +49,6 @@ def save(
     evidence: "Evidence | None" = None,
     opened: "Source | None" = None,
     source: "Source | None" = None,
-    serve: "Serve | None" = None,
 ) -> Path:
     """Write report.json of one checkpoint, and report.html where it can be made; returns the one to look at.
 
@@ -60,11 +58,10 @@ def save(
         vllm: the version that judged, or that the rules describe.
         evidence, opened: the checkpoint's, from `validate.check.check.examine`; None where it could not be read.
         source: what it was made from, for sizes before and after.
-        serve: a real server's answers.
     """
     from ..validate.report.check_data import check_data
     from ..validate.report.report import assemble, write
     from ..validate.report.results import TIME
 
     data = check_data(found, vllm=vllm, evidence=evidence, opened=opened, source=source)
-    return write(folder, assemble(data, vllm=vllm, serve=serve, made_at=datetime.now(UTC).strftime(TIME)))
+    return write(folder, assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME)))

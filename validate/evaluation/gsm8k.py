@@ -18,14 +18,14 @@ from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ...recipes.protocol import Evaluation
 from ..report.paired import paired
-from ..report.schema import EvaluatedFact, EvaluationFact
-from ..serving.acceptance import AsServed, Role
 from ..serving.bf16_copy import why_no_kernel
 from ..serving.serve_check import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
+from ..serving.served import AsServed, Role, counters
 from ..serving.server import ServerFailed, serving
 from ..serving.vllm_env import TIMEOUT_SECONDS, VLLM
 from .answers import Header, Samples, open_samples, take_from_sibling
 from .ask import Step, Watch, ask
+from .evaluated import EvaluatedFact, EvaluationFact
 from .lm_eval_task import VERSIONS, Questions, scores
 
 _TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
@@ -204,7 +204,6 @@ def _fact(model: Model, samples: Samples, asked: Questions) -> EvaluatedFact:
     found, correct = scores(asked, {number: answer.text for number, answer in answers.items()})
     samples.finish(correct)
     last = samples.sittings[max(samples.sittings)]
-    drafts = samples.drafts
     return EvaluatedFact(
         role=model.role,
         path=model.source.where,
@@ -216,10 +215,7 @@ def _fact(model: Model, samples: Samples, asked: Questions) -> EvaluatedFact:
         num_truncated=sum(answer.finish_reason == "length" for answer in answers.values()),
         num_tokens=sum(answer.num_tokens for answer in answers.values()),
         seconds=sum(sitting.seconds for sitting in samples.sittings.values()),
-        drafts=drafts.drafts,
-        draft_tokens=drafts.draft_tokens,
-        accepted_tokens=drafts.accepted_tokens,
-        accepted_per_position=drafts.accepted_per_position,
+        **counters(samples.drafts),
         sittings=len(samples.sittings),
         samples=samples.path.name,
         samples_sha256=file_sha256(samples.path),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
-from ..report.schema import DryLoad, EvaluatedFact, FullReport, GroupSize, LoadedModel, RunFact
-from ..serving.acceptance import AsServed
+from ..report.schema import DryLoad, FullReport, GroupSize, LoadedModel
+from ..serving.served import AsServed, Drafts
 from . import hardware
 from .card_limits import limitations
 from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
@@ -85,7 +85,7 @@ class Accepted:
     k: int
     concurrency: int
     as_served: AsServed
-    counted: EvaluatedFact | RunFact
+    counted: Drafts
     speed_up: float | None
 
 

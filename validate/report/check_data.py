@@ -25,9 +25,9 @@ from ..check.runtime_view import Evidence
 from ..dryload.loader import Side, Verdict
 from ..dryload.verdict_findings import DEFECT, RULE, findings
 from ..serving.vllm_env import TESTED
+from .calibrated import CalibrationFact
 from .results import CheckData, read_result, write_result
 from .schema import (
-    CalibrationFact,
     CheckpointFacts,
     DryLoad,
     FindingFact,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from math import sqrt
 from statistics import NormalDist
 
-from .schema import PairedFact
+from ..evaluation.evaluated import PairedFact
 
 _ADDED = 0.5
 """Questions added to each of the four cells."""

@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from ...checkpoints.identity import file_sha256
 from ...recipes.errors import CheckpointError
 from ..evaluation.answers import Samples, read_samples
+from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
 from .paired import paired
 from .results import command, file_of
-from .schema import EvaluatedFact, EvaluationFact
 
 Figures = Iterator[tuple[str, object, object]]
 """Name, as it is told, as the answers give it."""

@@ -17,13 +17,15 @@ from pydantic import ValidationError
 from ... import __version__
 from ...checkpoints.files import write_whole
 from ...checkpoints.identity import Identity, file_sha256, identify
-from ...checkpoints.record import RECORD, read_record
+from ...checkpoints.record import RECORD
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
+from ..evaluation.evaluated import EvaluationFact
+from ..serving.served import ServeCheck
 from .check_data import record_static
-from .gates import judge
+from .gates import judge, limits_in
 from .headline import verdict_of
 from .html import HTML_FILE, write_html
 from .recount import refuse_unproved
@@ -37,7 +39,7 @@ from .results import (
     file_of,
     read_result,
 )
-from .schema import EvaluationFact, FullReport, JudgementFact, Serve
+from .schema import FullReport, JudgementFact
 
 JSON_FILE = "report.json"
 NOT_RUN = {
@@ -66,7 +68,7 @@ def assemble(
     vllm: str,
     made_at: str,
     keepmtp: str = __version__,
-    serve: Serve | None = None,
+    serve: ServeCheck | None = None,
     evaluation: EvaluationFact | None = None,
     judgement: JudgementFact | None = None,
     identity: Identity | None = None,
@@ -189,7 +191,8 @@ def verify(folder: Path) -> FullReport:
                 cure=f"If it was not measured again, run `{command(station, folder)}`, else `keepmtp report {folder}`",
             )
     full = from_results(folder)
-    for field, got, wanted in _differences(_plain(told), _plain(full)):
+    # The file itself, not what was read of it: computed figures are not read.
+    for field, got, wanted in _differences(json.loads(path.read_bytes()), _plain(full)):
         station = _STATION_OF.get(field.partition(".")[0])
         whose = f"as {file_of(folder, station).name} has it" if station else "what the results come to"
         wanted, got = _around_the_difference(str(wanted), str(got))
@@ -229,7 +232,7 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 3 does not have.
+        CheckpointError: no such file, no JSON, another version, or a field that version 4 does not have.
     """
     try:
         return FullReport.model_validate_json(path.read_bytes())
@@ -237,7 +240,7 @@ def read_json(path: Path) -> FullReport:
         got, cure = error.strerror or str(error), f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote"
     except ValidationError as error:
         got, cure = first_fault(error), "Run the check again with this keepmtp"
-    raise CheckpointError(path, f"a report is a {JSON_FILE} of version 3", got=got, cure=cure)
+    raise CheckpointError(path, f"a report is a {JSON_FILE} of version 4", got=got, cure=cure)
 
 
 def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None:
@@ -261,12 +264,7 @@ def _gates(folder: Path, identity: Identity) -> Gates:
     got = file_sha256(path) if path.is_file() else "no such file"
     if got != recorded.sha256:
         raise CheckpointError(path, f"must be the file that was measured, {recorded.sha256}", got=got, cure=cure)
-    try:
-        return Gates.model_validate(read_record(path, cure=cure).recipe.whole.get("gates") or {})
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, ("recipe", "gates", *first["loc"])))
-        raise CheckpointError(path, f"{place} must be a gate's limit", got=first["msg"], cure=cure) from error
+    return limits_in(path, cure=cure)
 
 
 def _plain(report: FullReport) -> dict[str, Any]:

@@ -1,0 +1,30 @@
+"""What every fact is: one frozen pydantic model, from the place that measures it to report.json, the page and the card.
+
+In: values that a station measured, or a file that holds them. Out: the same value, checked.
+
+Easy to get wrong: a computed figure (a `computed_field`) is written to a file and never read from one. It is computed
+again from the counts, so a file cannot hold a figure that its counts do not give.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# Files may be anybody's: a number that nobody could have measured is refused.
+Share = Annotated[float, Field(ge=0, le=1)]
+Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Fact(BaseModel):
+    """A value that does not change and has no field that keepmtp does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_computed_figures(cls, values: Any) -> Any:
+        computed = cls.model_computed_fields
+        if not isinstance(values, dict) or not computed:
+            return values
+        return {name: value for name, value in values.items() if name not in computed}
