@@ -2,7 +2,7 @@
 
 In: a checkpoint with its evidence folder NAME.report. Out: pass, regression or infeasible. Nothing is measured.
 
-Easy to get wrong: a verdict on numbers that somebody edited, or on bytes that have changed since, is none. Both are
+Easy to get wrong: there is no verdict on numbers that were edited, or on bytes that have changed since. Both are
 refused, with exit status 2, before anything is judged.
 """
 
@@ -34,8 +34,8 @@ def gate(
     """Judge a checkpoint by its recipe's gates: findings, loads, acceptance and GSM8K.
 
     The limits are those of the `gates` block in the recipe that the checkpoint was made by. A gate passes if its limit
-    holds at the confidence named there, not if the estimate happens to lie on the right side. Where the answer is
-    infeasible, something was not measured, or too little to tell; the table says which, and how many samples would do.
+    holds at the confidence named there; an estimate on the right side of the limit is not enough. Infeasible means that
+    something was not measured, or too little to tell: the table says which, and how many samples would do.
 
     Exit status 0: pass. 1: regression. 3: infeasible. 2: no result to judge, an altered one, or one of other bytes.
 

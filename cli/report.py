@@ -37,8 +37,8 @@ def page(
 
     require_extra()
     full = refresh(path) if path.is_dir() else read_json(path)
-    beside = path if path.is_dir() else path.parent
-    sys.stdout.write(f"{write_html(folder or beside, full)}\n")
+    own_folder = path if path.is_dir() else path.parent
+    sys.stdout.write(f"{write_html(folder or own_folder, full)}\n")
 
 
 def save(

@@ -85,7 +85,7 @@ _Kind = TypeVar("_Kind", Header, Answer, Sitting)
 
 
 class Samples:
-    """One file and what stands in it.
+    """One file and what it holds.
 
     Attributes:
         answers: by question.
@@ -133,8 +133,8 @@ class Samples:
     def finish(self, correct: Mapping[str, Sequence[bool]]) -> None:
         """Put the lines in order, with what each filter says of every answer."""
         for number, answer in sorted(self.answers.items()):
-            told = {name: right[number] for name, right in correct.items()}
-            self.answers[number] = answer.model_copy(update={"correct": told})
+            by_filter = {name: right[number] for name, right in correct.items()}
+            self.answers[number] = answer.model_copy(update={"correct": by_filter})
         lines: list[Fact] = [self.header]
         lines += [self.answers[number] for number in sorted(self.answers)]
         lines += [self.sittings[number] for number in sorted(self.sittings)]

@@ -70,7 +70,7 @@ def ask(
         samples: of these questions.
         as_served: whether `server` runs the checkpoint's own bytes, with `reason` where not.
         timeout: seconds for one answer; default `request_seconds`.
-        watch: told after each answer.
+        watch: called after each answer.
 
     Raises:
         ServerFailed: a request failed, in the server's words, with the number of its question.

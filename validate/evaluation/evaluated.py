@@ -64,7 +64,7 @@ class EvaluatedFact(Drafts):
         num_tokens: generated.
         seconds: of asking, over all sittings if it was interrupted.
         sittings: servers that were started; more than one where a run was resumed.
-        samples: file with a line for each question, beside the report, and its SHA-256.
+        samples: file in the report's folder with a line for each question, and its SHA-256.
     """
 
     role: Role

@@ -204,12 +204,12 @@ def _evaluation_charts(report: FullReport) -> list[_Chart]:
     if found is None:
         return []
     gates = plots.gates_of(report)
-    told = "; ".join(
+    alt = "; ".join(
         f"{model.role}, {score.filter}: {_percent(score.value)}" for model in found.evaluated for score in model.scores
     )
-    charts = [_Chart(title="Right answers, two standard errors each way", drawing=plots.scores(found), alt=told)]
+    charts = [_Chart(title="Right answers, two standard errors each way", drawing=plots.scores(found), alt=alt)]
     if found.paired:
-        told = "; ".join(
+        alt = "; ".join(
             f"{pair.filter}: {_points(pair.difference)}, from {_points(pair.low)} to {_points(pair.high)}"
             for pair in found.paired
         )
@@ -217,19 +217,19 @@ def _evaluation_charts(report: FullReport) -> list[_Chart]:
             _Chart(
                 title="Difference, question by question",
                 drawing=plots.differences(found, gates),
-                alt=f"{told}; limit: {100 * gates.max_drop:g} points lost",
+                alt=f"{alt}; limit: {100 * gates.max_drop:g} points lost",
             )
         )
     drafting = [model for model in found.evaluated if model.drafts]
     if drafting:
-        told = "; ".join(
+        alt = "; ".join(
             f"{model.role}: {', '.join(map(_percent, model.acceptance_per_position))}" for model in drafting
         )
         charts.append(
             _Chart(
                 title=f"Acceptance by position over these questions, k={found.protocol.k}",
                 drawing=plots.evaluated_acceptance(found, gates),
-                alt=told,
+                alt=alt,
             )
         )
     return charts
@@ -305,7 +305,7 @@ def _broken(name: str) -> "Markup":
 
 
 def _ticked(words: str) -> "Markup":
-    """A sentence, escaped, with what stands between backticks as code."""
+    """A sentence, escaped, with the words between backticks as code."""
     from markupsafe import Markup, escape
 
     parts = words.split("`")

@@ -3,8 +3,8 @@
 In: parts of a `FullReport`. Out: drawings (svg.py), which become SVG on the page and PNG on the card; for the card
 also the PNG of each of its pictures.
 
-Easy to get wrong: a chart must claim no more than its gate. Where a limit is drawn, so is the bound that the gate
-judges, and a model that was served as a copy is called one in the legend.
+Easy to get wrong: a chart must claim no more than its gate. A chart with a limit also has the bound that the gate
+judges, and the legend says which model was served as a copy.
 """
 
 from collections import defaultdict
@@ -66,7 +66,7 @@ def evaluated_acceptance(evaluation: EvaluationFact, gates: Gates) -> Drawing:
 
 
 def scores(evaluation: EvaluationFact) -> Drawing:
-    """Bars of the share of right answers by filter, source beside checkpoint, with two standard errors each way."""
+    """Bars of the share of right answers by filter, for source and checkpoint, with two standard errors each way."""
     names = [score.filter for score in evaluation.checkpoint.scores]
 
     def draw(axes: Axes, inks: Inks) -> None:
@@ -245,7 +245,7 @@ def candidates(calibration: CalibrationFact) -> Drawing:
 
 
 def speed_up(serve: ServeCheck) -> Drawing:
-    """Bars of output tokens a second over those without MTP, by k, source beside checkpoint."""
+    """Bars of output tokens a second over those without MTP, by k, for source and checkpoint."""
 
     def draw(axes: Axes, inks: Inks) -> None:
         ks = sorted({run.k for model in serve.served for run in model.drafting})

@@ -1,10 +1,10 @@
-"""report.json: made from the result files of one checkpoint, and believed only as far as they bear it out.
+"""report.json: made from the result files of one checkpoint, and checked against them.
 
 In: what the stations left in the evidence folder (results.py), or their values. Out: a `FullReport` (schema.py),
 written as report.json.
 
 Easy to get wrong: nothing is measured here, not even the time. The same result files give the same report to the byte,
-so a number that somebody changed in one of them, or in report.json, is a difference that can be named.
+so a number that was changed in one of them, or in report.json, is a difference with a name.
 """
 
 import json
@@ -132,16 +132,16 @@ def from_results(folder: Path) -> FullReport:
     for result in found[1:]:
         _refuse_other(folder, result, check.checkpoint)
     newest = max(found, key=lambda result: result.made_at)
-    told, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
+    served, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
     judge_of = check if check.data.dry else serve or gsm8k or check
-    judgement = judge(gates=_gates(folder, check.checkpoint), check=check.data, serve=told, evaluation=answers)
+    judgement = judge(gates=_gates(folder, check.checkpoint), check=check.data, serve=served, evaluation=answers)
     files = [file_of(folder, result.station) for result in found]
     return assemble(
         check.data,
         vllm=judge_of.vllm,
         made_at=newest.made_at,
         keepmtp=newest.keepmtp,
-        serve=told,
+        serve=served,
         evaluation=answers,
         judgement=judgement,
         identity=check.checkpoint,
@@ -173,11 +173,11 @@ def verify(folder: Path) -> FullReport:
             score, or a field of report.json that the result files do not give; the message names it.
     """
     path = folder / JSON_FILE
-    told = read_json(path)
+    claimed = read_json(path)
     again = f"Run `keepmtp report {folder}`"
     for station in STATIONS:
         name = file_of(folder, station).name
-        wanted, is_there = told.results.get(name), file_of(folder, station).is_file()
+        wanted, is_there = claimed.results.get(name), file_of(folder, station).is_file()
         got = file_sha256(file_of(folder, station)) if is_there else "no such file"
         if wanted is None and is_there:
             raise CheckpointError(
@@ -203,7 +203,7 @@ def verify(folder: Path) -> FullReport:
 
 
 def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) -> None:
-    """Refuse, before the work, to measure beside results of other bytes; those of `but` are measured now.
+    """Refuse, before the work, to measure where there are results of other bytes; those of `but` are measured now.
 
     Raises:
         CheckpointError: naming the file and both numbers.
@@ -271,16 +271,18 @@ def _plain(report: FullReport) -> dict[str, Any]:
     return report.model_dump(mode="json", by_alias=True)
 
 
-def _differences(told: Any, wanted: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Fields by dotted path whose values differ: (field, told, wanted), the deepest that can be named."""
-    if isinstance(told, dict) and isinstance(wanted, dict):
-        for key in [*wanted, *(key for key in told if key not in wanted)]:
-            yield from _differences(told.get(key, "nothing"), wanted.get(key, "nothing"), f"{field}.{key}".lstrip("."))
-    elif isinstance(told, list) and isinstance(wanted, list) and len(told) == len(wanted):
-        for number, pair in enumerate(zip(told, wanted, strict=True)):
+def _differences(claimed: Any, wanted: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Fields by dotted path whose values differ: (field, claimed, wanted), the deepest that can be named."""
+    if isinstance(claimed, dict) and isinstance(wanted, dict):
+        for key in [*wanted, *(key for key in claimed if key not in wanted)]:
+            yield from _differences(
+                claimed.get(key, "nothing"), wanted.get(key, "nothing"), f"{field}.{key}".lstrip(".")
+            )
+    elif isinstance(claimed, list) and isinstance(wanted, list) and len(claimed) == len(wanted):
+        for number, pair in enumerate(zip(claimed, wanted, strict=True)):
             yield from _differences(*pair, f"{field}.{number}")
-    elif told != wanted:
-        yield field, told, wanted
+    elif claimed != wanted:
+        yield field, claimed, wanted
 
 
 def _around_the_difference(one: str, other: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """The result files of one checkpoint: what each station measured, with the bytes it measured it on.
 
 In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json` and `gsm8k.json` in the evidence
-folder, `NAME.report` beside the checkpoint NAME; read back by `report.py`, which makes report.json of them.
+folder, `NAME.report` next to the checkpoint NAME. `report.py` reads them and makes report.json of them.
 
     station, schema                 check, serve or gsm8k; the form of its data, a number of SCHEMAS
     keepmtp, vllm, made_at          what measured, and when (UTC)
@@ -9,7 +9,7 @@ folder, `NAME.report` beside the checkpoint NAME; read back by `report.py`, whic
     data                            `CheckData`, `ServeCheck` or `EvaluationFact`
 
 Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The identity is taken before
-the measurement and stands in the file, not beside it.
+the measurement, and the same file holds both.
 """
 
 from collections.abc import Mapping
@@ -110,7 +110,7 @@ def command(station: Station, folder: Path) -> str:
 
 
 def file_of(folder: Path, station: Station) -> Path:
-    """Where a station's result lies in an evidence folder."""
+    """The file of a station's result in an evidence folder."""
     return folder / f"{station}.json"
 
 

@@ -14,7 +14,7 @@ card from it and from nothing else.
     evaluation {...}                    GSM8K of source and checkpoint under one protocol, paired, with draft counters
     judgement {...}                     the recipe's gates: pass, regression or infeasible, with a reason each
     identity {...}                      the bytes that all of this was measured on, file by file
-    results {file: sha256}              result files beside this one that hold the same numbers
+    results {file: sha256}              result files in the same folder with the same numbers
     absent {part: sentence}             why sizes, dry, calibration, serve, evaluation or identity is empty
 
 Easy to get wrong: a field that is added, renamed or read otherwise is a new version; unknown fields are refused, so
@@ -129,7 +129,7 @@ class ReasonFact(Fact):
     Attributes:
         gate: findings, loads, acceptance or gsm8k.
         says: a sentence with the figures.
-        needed: samples (questions or drafted tokens) with which it could be told; None where that is not the matter.
+        needed: samples (questions or drafted tokens) that would settle it; None where it is not a matter of samples.
     """
 
     gate: str

@@ -2,10 +2,10 @@
 
 In: two local checkpoints and a `VLLM`. Out: a `ServeCheck`. One server at a time; each log is kept.
 
-Easy to get wrong: vLLM's weight tracking (`enable_weights_track`) is off for quantized checkpoints, which is why dead
-drafts load in silence. It is switched on here. Some parameters it names are filled later or never read; a server that
-is refused for those alone is started again without it. One refused for others too, since its acceptance shows the
-damage, but that is a fault.
+Easy to get wrong: vLLM's weight tracking (`enable_weights_track`) is off for quantized checkpoints, so dead drafts load
+without a word. Here it is on. Some parameters that it names are filled later or never read. A server that it refuses is
+started again without it: if only such parameters were named, that is harmless; any other name is a fault, and the
+second start measures what it does to acceptance.
 """
 
 import re
@@ -78,7 +78,7 @@ def serve_check(
         source: what it was made from, local; None leaves acceptance unjudged.
         vllm: where vLLM lives.
         check: what to ask.
-        watch: told about progress.
+        watch: called with a line of progress.
 
     Raises:
         VLLMError: the port is taken, or no room for a BF16 copy.

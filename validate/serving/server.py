@@ -65,7 +65,7 @@ _MAX_WORDS = 600
 
 
 class ServerFailed(GateError):
-    """A server that did not come up, or died; `words` are vLLM's own, `log` is the file they stand in.
+    """A server that did not come up, or died; `words` are vLLM's own, `log` is the file that holds them.
 
     `asked` says which request, and `cure` what to do besides reading the log, where that is known.
     """
@@ -167,7 +167,7 @@ class Server:
             raise ServerFailed(words, self.log) from error
 
     def drafts(self) -> Drafts:
-        """vLLM's counters since the server started, once they stand still: they trail an answer by a moment."""
+        """vLLM's counters since the server started, once they no longer change: they come a moment after an answer."""
         before, now = None, self.drafts_now()
         while before != now:
             time.sleep(0.2)
@@ -221,7 +221,7 @@ def serving(
         port: a free one if None.
         timeout: seconds to a healthy server.
         extra: further words for `vllm serve`; they win over those here.
-        watch: told about the start.
+        watch: called with a line of progress during the start.
 
     Raises:
         VLLMError: the port is taken.
@@ -305,9 +305,9 @@ def last_error(log: Path, returncode: int | None) -> str:
     return (ended + last)[:_MAX_WORDS]
 
 
-def _reply(told: Any) -> Reply:
+def _reply(content: Any) -> Reply:
     """The one answer in a reply's JSON; ValueError, LookupError or TypeError where there is none."""
-    (choice,), num_tokens = told["choices"], told["usage"]["completion_tokens"]
+    (choice,), num_tokens = content["choices"], content["usage"]["completion_tokens"]
     reason, text = choice["finish_reason"], choice["text"] if "text" in choice else choice["message"]["content"]
     if reason not in ("stop", "length"):
         raise ValueError(f"finish_reason {reason}")
