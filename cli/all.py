@@ -139,16 +139,21 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
 
 
 def _is_served(out: Path, k: int) -> bool:
-    """Whether real servers have judged exactly these bytes at every k up to this one, and passed them."""
+    """Whether real servers have served exactly these bytes at every k up to this one, without a regression."""
     from ..checkpoints.identity import identify
+    from ..validate.report.report import from_results
     from ..validate.report.results import read_result, report_folder
     from ..validate.serving.serve_check import ks_up_to
+    from .serve_check import exit_status
 
     folder = report_folder(out)
     checked, found = read_result(folder, "check"), read_result(folder, "serve")
-    if checked is None or found is None or not found.data.ok:
+    if checked is None or found is None:
         return False
     wanted = ks_up_to(k, checked.data.facts.num_mtp_layers)
     if not set(wanted) <= {run.k for run in found.data.checkpoint.runs}:
         return False
-    return identify(out, cache=folder).sha256 == found.checkpoint.sha256
+    if identify(out, cache=folder).sha256 != found.checkpoint.sha256:
+        return False
+    judged = from_results(folder).judgement
+    return judged is not None and not exit_status(judged)

@@ -14,7 +14,7 @@ from rich.text import Text
 from ..quantize.plan import Plan, TensorPlan
 from ..recipes.schema import AUTO
 from ..recipes.schemes import RESCALING, REWRITES
-from ..validate.report.schema import CalibrationFact, CandidateFact
+from ..validate.report.calibrated import CalibrationFact, CandidateFact
 from .refusals import needs_calibration
 from .tables import plain_table, size_in_words
 

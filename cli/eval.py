@@ -1,7 +1,7 @@
 """`keepmtp eval`: GSM8K of a checkpoint and its source through real vLLM servers with method=mtp.
 
 In: two checkpoints and a protocol, the recipe's with what the command line changes. Out: a table, gsm8k.json with the
-answers beside it, and the report made anew.
+answers in the same folder, and the report made anew.
 
 Easy to get wrong: whatever may be refused is refused before a server is started, which may take half an hour: a row of
 the dataset, a chat template that is not there, a source that is not found, results of other bytes in the same folder.
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from ..checkpoints.identity import Identity, ReadingBar
     from ..checkpoints.source import Source
     from ..recipes.protocol import Evaluation, Gates
-    from ..validate.report.schema import EvaluationFact, JudgementFact
+    from ..validate.evaluation.evaluated import EvaluationFact
+    from ..validate.report.schema import JudgementFact
 
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _HUB = "hub"
@@ -172,8 +173,8 @@ def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json
     from .eval_tables import table
 
     if as_json:
-        told = {"evaluation": fact.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
-        sys.stdout.write(json.dumps(told) + "\n")
+        found = {"evaluation": fact.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
+        sys.stdout.write(json.dumps(found) + "\n")
     else:
         Console().print(table(fact, judged))
         Console().print(
@@ -222,13 +223,13 @@ def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
 
     from ..recipes.protocol import Evaluation
 
-    told = recipe.model_dump() | dict(changed)
+    fields = recipe.model_dump() | dict(changed)
     if {"dataset", "task"} & changed.keys():
-        told["dataset_revision"] = None
-    if told["dataset"] == _HUB:
-        told["dataset"] = None
+        fields["dataset_revision"] = None
+    if fields["dataset"] == _HUB:
+        fields["dataset"] = None
     try:
-        return Evaluation.model_validate(told)
+        return Evaluation.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         option = "--" + (".".join(map(str, first["loc"])) or "dataset").replace("_", "-")
@@ -240,6 +241,6 @@ def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
 
 def _status(judged: "JudgementFact") -> int:
     """The exit status for what this command measures; findings and loads are other commands'."""
-    from ..validate.report.gates import worst
+    from ..validate.report.gates import verdict_on
 
-    return EXITS[worst(reason.verdict for reason in judged.reasons if reason.gate in _OWN_GATES)]
+    return EXITS[verdict_on(judged, _OWN_GATES)]

@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..validate.report.schema import EvaluatedFact, EvaluationFact, JudgementFact, PairedFact
+from ..validate.evaluation.evaluated import EvaluatedFact, EvaluationFact, PairedFact
+from ..validate.report.schema import JudgementFact
 from .tables import VERDICT_COLOURS
 
 

@@ -2,7 +2,7 @@
 
 In: a checkpoint with its evidence folder NAME.report. Out: pass, regression or infeasible. Nothing is measured.
 
-Easy to get wrong: a verdict on numbers that somebody edited, or on bytes that have changed since, is none. Both are
+Easy to get wrong: there is no verdict on numbers that were edited, or on bytes that have changed since. Both are
 refused, with exit status 2, before anything is judged.
 """
 
@@ -22,7 +22,7 @@ from .progress import bytes_bar
 from .tables import VERDICT_COLOURS
 
 if TYPE_CHECKING:
-    from ..validate.report.schema import FullReport, JudgementWord
+    from ..validate.report.schema import FullReport, JudgementFact, JudgementWord
 
 EXITS: "dict[JudgementWord, int]" = {"pass": 0, "regression": 1, "infeasible": 3}
 
@@ -34,8 +34,8 @@ def gate(
     """Judge a checkpoint by its recipe's gates: findings, loads, acceptance and GSM8K.
 
     The limits are those of the `gates` block in the recipe that the checkpoint was made by. A gate passes if its limit
-    holds at the confidence named there, not if the estimate happens to lie on the right side. Where the answer is
-    infeasible, something was not measured, or too little to tell; the table says which, and how many samples would do.
+    holds at the confidence named there; an estimate on the right side of the limit is not enough. Infeasible means that
+    something was not measured, or too little to tell: the table says which, and how many samples would do.
 
     Exit status 0: pass. 1: regression. 3: infeasible. 2: no result to judge, an altered one, or one of other bytes.
 
@@ -58,18 +58,16 @@ def gate(
     checkpoint = checkpoint_folder(folder)
     refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
     if as_json:
-        sys.stdout.write(json.dumps(_told(full)) + "\n")
+        sys.stdout.write(json.dumps(_as_json(full)) + "\n")
     else:
-        Console().print(table(full))
+        Console().print(table(full.path, full.judgement))
     if full.judgement.verdict != "pass":
         raise typer.Exit(EXITS[full.judgement.verdict])
 
 
-def table(full: "FullReport") -> RenderableType:
-    """The verdict, and a row for each gate."""
-    assert full.judgement is not None
-    judged = full.judgement
-    rows = Table(title=f"gate {escape(full.path)}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def table(path: str, judged: "JudgementFact") -> RenderableType:
+    """A row for each gate with its reason, then the verdict; `path` is the checkpoint's."""
+    rows = Table(title=f"gate {escape(path)}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("gate", "verdict", "reason"):
         rows.add_column(name, no_wrap=name != "reason", overflow="fold")
     for reason in judged.reasons:
@@ -78,7 +76,7 @@ def table(full: "FullReport") -> RenderableType:
     return Group(rows, f"[{VERDICT_COLOURS[judged.verdict]}]{judged.verdict}[/]")
 
 
-def _told(full: "FullReport") -> dict[str, object]:
+def _as_json(full: "FullReport") -> dict[str, object]:
     assert full.judgement is not None
-    told = full.judgement.model_dump(mode="json")
-    return {"path": full.path, "sha256": full.identity.sha256 if full.identity else None, **told}
+    sha256 = full.identity.sha256 if full.identity else None
+    return {"path": full.path, "sha256": sha256, **full.judgement.model_dump(mode="json")}

@@ -1,9 +1,9 @@
-"""`keepmtp report`: report.json and the page made from it, for `check --html`, `serve-check` and on its own.
+"""`keepmtp report`: report.json and the page made from it, for `check --html` and on its own.
 
 In: what the stations found, an evidence folder, or an old report.json. Out: report.json and report.html in one folder.
 
-Easy to get wrong: the page needs the `report` extra. Who is going to write one calls `require_extra` before the work,
-not after ten minutes of it.
+Easy to get wrong: the page needs the `report` extra. A command that will write one calls `require_extra` before its
+work, not after ten minutes of it.
 """
 
 import sys
@@ -16,7 +16,6 @@ import typer
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
     from ..validate.report.results import CheckData
-    from ..validate.report.schema import Serve
 
 
 def page(
@@ -37,8 +36,8 @@ def page(
 
     require_extra()
     full = refresh(path) if path.is_dir() else read_json(path)
-    beside = path if path.is_dir() else path.parent
-    sys.stdout.write(f"{write_html(folder or beside, full)}\n")
+    own_folder = path if path.is_dir() else path.parent
+    sys.stdout.write(f"{write_html(folder or own_folder, full)}\n")
 
 
 def save(
@@ -48,7 +47,6 @@ def save(
     vllm: str,
     opened: "Source | None" = None,
     source: "Source | None" = None,
-    serve: "Serve | None" = None,
 ) -> Path:
     """Write report.json of one checkpoint, and report.html where it can be made; returns the one to look at.
 
@@ -58,11 +56,10 @@ def save(
         vllm: the version that judged, or that the rules describe.
         opened: the checkpoint; None where it could not be read.
         source: what it was made from, for sizes before and after.
-        serve: a real server's answers.
     """
     from ..validate.report.check_data import check_data
     from ..validate.report.report import assemble, write
     from ..validate.report.results import TIME
 
     data = check_data(found, opened=opened, source=source)
-    return write(folder, assemble(data, vllm=vllm, serve=serve, made_at=datetime.now(UTC).strftime(TIME)))
+    return write(folder, assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME)))

@@ -1,16 +1,17 @@
 """`keepmtp serve-check`: a checkpoint and its source in real vLLM servers, with and without method=mtp.
 
-In: two checkpoints. Out: a table, serve.json, report.json and, with the `report` extra, report.html; beside them the
-servers' logs.
+In: two checkpoints. Out: tables of servers and gates, serve.json, report.json and, with the `report` extra,
+report.html, with the servers' logs in the same folder.
 
-Easy to get wrong: whatever may be refused is refused before a server is started: a source that is not found, results of
-other bytes in the same folder.
+Easy to get wrong: every refusal comes before the first server: a source that is not found, results of other bytes in
+the same folder, a limit in keepmtp.json that is none.
 """
 
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,19 +25,21 @@ from rich.text import Text
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..recipes.families import find_view
-from ..validate.serving.acceptance import FLOOR, Run, Served, ServeReport
 from ..validate.serving.prompts import PROMPTS, read_prompts
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
+from . import gate
 from .progress import bytes_bar
-from .report import save
 
 if TYPE_CHECKING:
     from ..checkpoints.identity import Identity
     from ..checkpoints.source import Source
+    from ..recipes.protocol import Gates
+    from ..validate.report.schema import JudgementFact
+    from ..validate.serving.served import Run, ServeCheck
     from ..validate.serving.server import Watch
 
 _CURE = "Name it with --source, or leave acceptance unjudged with --source none"
-_COLOURS = {"passed": "green", "failed": "red", "not judged": "yellow"}
+_OWN_GATES = ("findings", "loads", "acceptance")
 
 
 def serve_check(
@@ -58,7 +61,6 @@ def serve_check(
             help="Serve with 1 to k drafted tokens a step, and without drafting.",
         ),
     ] = 1,
-    floor: Annotated[float, typer.Option(min=0, max=1, help="Least acceptance, as a share of the source's.")] = FLOOR,
     prompts: Annotated[
         Path | None, typer.Option(help='Your own: one a line, or .jsonl with "prompt"; default: eight word problems.')
     ] = None,
@@ -77,15 +79,21 @@ def serve_check(
 ) -> None:
     """Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.
 
-    Words after `--` go to `vllm serve`. Exit status 1 if a server does not come up, acceptance is below the floor, or
-    greedy outputs change by drafting. Without a GPU, what vLLM's CPU build has no kernel for is served as a BF16 copy
-    of the same weights, and the report says so.
+    The gates are those of the recipe that the checkpoint was made by, as in `keepmtp gate`. Exit status 1 if one of
+    them is a regression: a server of the checkpoint does not come up, acceptance lost more than the recipe allows,
+    drafting changes greedy outputs, or the check has an error. Exit status 0 where the prompts are too few to tell; the
+    table says how many would do.
+
+    Words after `--` go to `vllm serve`. Without a GPU, a checkpoint that vLLM's CPU build has no kernel for is served
+    as a BF16 copy of the same weights, and the report says so.
 
     Example: `keepmtp serve-check /data/out --source /data/GLM-4.7 -k 3 -- --tensor-parallel-size 8`
     """
     from ..checkpoints.identity import identify
-    from ..checkpoints.source import download, open_source
+    from ..checkpoints.record import RECORD
+    from ..checkpoints.source import download, open_source, small_file
     from ..validate.report import report as reports
+    from ..validate.report.gates import limits_in
     from ..validate.report.html import HTML_FILE
     from ..validate.report.results import report_folder
     from ..validate.serving import serve_check as measure
@@ -98,6 +106,7 @@ def serve_check(
         require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
     asked = PROMPTS if prompts is None else read_prompts(prompts)
     checkpoint = download(open_source(path))
+    limits = limits_in(small_file(checkpoint, RECORD), cure=f"Restore the {RECORD} that keepmtp wrote")
     original = original_of(checkpoint, source, cure=_CURE)
     original = original and download(original)
     assert checkpoint.folder is not None
@@ -109,7 +118,6 @@ def serve_check(
         out=out,
         prompts=asked,
         max_tokens=max_tokens,
-        floor=floor,
         port=port,
         timeout=timeout,
         extra=tuple(context.args),
@@ -126,26 +134,33 @@ def serve_check(
         identity = identify(checkpoint.folder, cache=out, watch=bytes_bar(Console(stderr=True), "reading"))
         reports.refuse_stale(out, identity, but=("check", "serve"))
     with _status() as watch:
-        report = measure.serve_check(checkpoint, original, vllm=vllm, check=check, watch=watch)
-    if as_json:
-        sys.stdout.write(json.dumps(report.as_dict()) + "\n")
-    else:
-        Console().print(table(report))
+        found = measure.serve_check(checkpoint, original, vllm=vllm, check=check, watch=watch)
     if identity is None:
-        _write(report, checkpoint, original, out)
+        judged = _write(found, checkpoint, original, out, limits)
     else:
-        _record(report, checkpoint, original, out, identity)
-    if not as_json:
+        judged = _record(found, checkpoint, original, out, identity)
+    if as_json:
+        sys.stdout.write(json.dumps({**found.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}))
+        sys.stdout.write("\n")
+    else:
+        Console().print(table(found, judged))
         written = next(out / name for name in (HTML_FILE, reports.JSON_FILE) if (out / name).is_file())
         Console().print(f"Report: {written}; logs: {out / 'logs'}", highlight=False, soft_wrap=True)
-    if not report.ok:
-        raise typer.Exit(1)
+    if status := exit_status(judged):
+        raise typer.Exit(status)
 
 
-def table(report: ServeReport) -> RenderableType:
-    """One row a server, then the gates and whatever a reader should know."""
+def exit_status(judged: "JudgementFact") -> int:
+    """1 if what this command measures is a regression. Too few prompts to tell is no fault: the table says how many."""
+    from ..validate.report.gates import verdict_on
+
+    return int(verdict_on(judged, _OWN_GATES) == "regression")
+
+
+def table(found: "ServeCheck", judged: "JudgementFact") -> RenderableType:
+    """One row a server, then the gates, then what a reader should know."""
     rows = Table(
-        title=f"serve-check {escape(report.checkpoint.path)}",
+        title=f"serve-check {escape(found.checkpoint.path)}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -153,35 +168,24 @@ def table(report: ServeReport) -> RenderableType:
     )
     for name in ("", "k", "start", "accepted", "by position", "length", "tok/s", "speed-up", "same"):
         rows.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for served in report.served:
+    for served in found.served:
         for run in served.runs:
             rows.add_row(served.role if run is served.runs[0] else "", *_cells(run))
         rows.add_section()
-    lines = [f"[{_COLOURS[gate.verdict]}]{gate.name}: {gate.verdict}[/]  {escape(gate.says)}" for gate in report.gates]
-    lines += [escape(note) for served in report.served for note in _notes(served)]
-    lines.append(
-        "start: seconds to a healthy server; length: mean accepted length, tokens a step of the target; same: "
-        "outputs equal to those of k=0."
-    )
-    lines.append(
-        escape(
-            f"vLLM {report.environment['vllm']} on {report.environment['device']}; {len(report.prompts)} "
-            f"prompts, {report.seconds:.0f} s in all."
-        )
-    )
-    return Group(rows, Text.from_markup("\n".join(lines)))
+    return Group(rows, gate.table(found.checkpoint.path, judged), "", Text("\n".join(_notes(found))))
 
 
-def _cells(run: Run) -> tuple[str, ...]:
+def _cells(run: "Run") -> tuple[str, ...]:
     if not run.loaded:
         return (str(run.k), "[red]failed[/]", *("-",) * 6)
-    drafts, length = run.drafts, run.drafts.mean_accepted_length
+    length = run.mean_accepted_length
+    by_position = " ".join(f"{100 * share:.0f}" for share in run.acceptance_per_position)
     same = "-" if run.partings is None else f"{len(run.outputs) - len(run.partings)}/{len(run.outputs)}"
     return (
         str(run.k),
         f"{run.seconds_to_health:.0f} s",
-        f"{drafts.accepted_tokens}/{drafts.draft_tokens}" if run.k else "-",
-        " ".join(f"{100 * share:.0f}" for share in drafts.acceptance_per_position) + " %" if drafts.drafts else "-",
+        f"{run.accepted_tokens}/{run.draft_tokens}" if run.k else "-",
+        f"{by_position} %" if by_position else "-",
         f"{length:.2f}" if length else "-",
         f"{run.tokens_per_second:.1f}",
         f"{run.speed_up:.2f}x" if run.speed_up else "-",
@@ -189,14 +193,21 @@ def _cells(run: Run) -> tuple[str, ...]:
     )
 
 
-def _notes(served: Served) -> Iterator[str]:
-    if served.as_served != "native":
-        yield f"The {served.role} was served as a {served.as_served}: {served.reason}."
-    for run in served.runs:
-        for note in run.notes:
-            yield f"{served.role}, k={run.k}: {note}"
-        if not run.is_repeatable:
-            yield f"{served.role}, k={run.k}: the same prompt got other tokens the second time."
+def _notes(found: "ServeCheck") -> Iterator[str]:
+    for served in found.served:
+        if served.as_served != "native":
+            yield f"The {served.role} was served as a {served.as_served}: {served.reason}."
+        for run in served.runs:
+            for note in run.notes:
+                yield f"{served.role}, k={run.k}: {note}"
+            if not run.is_repeatable:
+                yield f"{served.role}, k={run.k}: the same prompt got other tokens the second time."
+    yield (
+        "start: seconds to a healthy server; length: mean accepted length, tokens a step of the target; same: outputs "
+        "equal to those of k=0."
+    )
+    environment, num = found.environment, len(found.prompts)
+    yield f"vLLM {environment['vllm']} on {environment['device']}; {num} prompts, {found.seconds:.0f} s in all."
 
 
 @contextmanager
@@ -224,30 +235,37 @@ def _named(checkpoint: "Source") -> Path:
 
 
 def _record(
-    report: ServeReport, checkpoint: "Source", source: "Source | None", out: Path, identity: "Identity"
-) -> None:
-    """serve.json, and check.json if there is none of the same bytes; then the report of all results."""
+    found: "ServeCheck", checkpoint: "Source", source: "Source | None", out: Path, identity: "Identity"
+) -> "JudgementFact":
+    """Write serve.json, and check.json if there is none of the same bytes; then the report of all results."""
     from ..validate.report import report as reports
     from ..validate.report.check_data import record_static
     from ..validate.report.results import write_result
-    from ..validate.report.schema import Serve
 
     record_static(out, checkpoint, identity, source=source)
-    data = Serve.model_validate(report.as_dict())
-    write_result(out, "serve", data, checkpoint=identity, vllm=report.environment["vllm"])
-    reports.refresh(out)
+    write_result(out, "serve", found, checkpoint=identity, vllm=found.environment["vllm"])
+    judged = reports.refresh(out).judgement
+    assert judged is not None, "refresh() judges"
+    return judged
 
 
-def _write(report: ServeReport, checkpoint: "Source", source: "Source | None", out: Path) -> None:
-    """report.json with the static check, sizes and calibration, and the page if what it needs is installed."""
+def _write(
+    found: "ServeCheck", checkpoint: "Source", source: "Source | None", out: Path, limits: "Gates"
+) -> "JudgementFact":
+    """Write report.json with the static check, sizes and calibration, and the page if what it needs is installed."""
     from ..validate.check.check import check_source
-    from ..validate.report.schema import Serve
+    from ..validate.report import report as reports
+    from ..validate.report.check_data import check_data
+    from ..validate.report.gates import judge
+    from ..validate.report.results import TIME
 
-    save(
-        out,
+    vllm = found.environment["vllm"]
+    data = check_data(
         check_source(checkpoint, source=source),
-        vllm=report.environment["vllm"],
         opened=checkpoint,
         source=source,
-        serve=Serve.model_validate(report.as_dict()),
     )
+    judged = judge(gates=limits, check=data, serve=found, evaluation=None)
+    made_at = datetime.now(UTC).strftime(TIME)
+    reports.write(out, reports.assemble(data, vllm=vllm, serve=found, judgement=judged, made_at=made_at))
+    return judged

@@ -30,7 +30,6 @@ WITH_AS_DICT = {
     "quantize/calibrate/held_out.py",
     "quantize/calibrate/mtp_pass.py",
     "validate/check/findings.py",
-    "validate/serving/acceptance.py",
     "validate/serving/vllm_env.py",
 }
 # One word, one meaning. These names have a definition in more than one file. The list may only become shorter.

@@ -1,14 +1,30 @@
-"""The base of every fact that a report holds.
+"""What every fact is: one frozen pydantic model, from the place that measures it to report.json, the page and the card.
 
-In: values, or JSON. Out: a frozen model.
+In: values that a station measured, or a file that holds them. Out: the same value, checked.
 
-Easy to get wrong: a field that a fact does not know is refused, so that no page leaves out what it does not know.
+Easy to get wrong: a computed figure (a `computed_field`) is written to a file and never read from one. It is computed
+again from the counts, so a file cannot hold a figure that its counts do not give.
 """
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# Files may be anybody's: a number that nobody could have measured is refused.
+Share = Annotated[float, Field(ge=0, le=1)]
+Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Fact(BaseModel):
-    """A frozen model without unknown fields."""
+    """A value that does not change and has no field that keepmtp does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_computed_figures(cls, values: Any) -> Any:
+        computed = cls.model_computed_fields
+        if not isinstance(values, dict) or not computed:
+            return values
+        return {name: value for name, value in values.items() if name not in computed}

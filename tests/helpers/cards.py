@@ -45,8 +45,7 @@ def evidence(
     data = check_data(_warned(checked.data), opened=checked.source, source=source)
     write_result(where, "check", data, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
     if "serve" in stations:
-        serve = reports.told(reports.served(is_copy=is_copy))
-        assert serve is not None
+        serve = reports.served(is_copy=is_copy)
         write_result(where, "serve", serve, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
     if "gsm8k" in stations:
         asked = measured.asked(where, identity.sha256, answers)

@@ -8,12 +8,13 @@ import reports
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.check.check import check
+from keepmtp.validate.evaluation.evaluated import EvaluatedFact, EvaluationFact, ScoreFact
 from keepmtp.validate.report.check_data import check_data
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.paired import paired
 from keepmtp.validate.report.report import assemble
-from keepmtp.validate.report.schema import EvaluatedFact, EvaluationFact, FullReport, ScoreFact
-from keepmtp.validate.serving.acceptance import AsServed, Role
+from keepmtp.validate.report.schema import FullReport
+from keepmtp.validate.serving.served import AsServed, Role
 
 FILTERS = ("strict-match", "flexible-extract")
 COPY: AsServed = "BF16 copy of the same weights"

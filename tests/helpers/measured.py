@@ -10,10 +10,10 @@ from evaluations import FILTERS, Answers, evaluation
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.validate.evaluation.answers import Answer, Header, Samples, Sitting
+from keepmtp.validate.evaluation.evaluated import EvaluationFact
 from keepmtp.validate.report.check_data import record_static
 from keepmtp.validate.report.results import report_folder, write_result
-from keepmtp.validate.report.schema import EvaluationFact
-from keepmtp.validate.serving.acceptance import Role
+from keepmtp.validate.serving.served import Role, counters
 from releases import source_layout, write_checkpoint
 
 ANSWERS = Answers(both=50, only_source=2, only_checkpoint=3, neither=5)
@@ -49,8 +49,7 @@ def measured(folder: Path, *, answers: Answers = ANSWERS, record: dict[str, Any]
     evidence = report_folder(folder)
     identity = identify(folder, cache=evidence)
     record_static(evidence, open_source(folder), identity)
-    serve = reports.told(reports.served(is_copy=False))
-    assert serve is not None
+    serve = reports.served(is_copy=False)
     write_result(evidence, "serve", serve, checkpoint=identity, vllm=reports.VLLM, made_at=SERVED_AT)
     fact = asked(evidence, identity.sha256, answers)
     write_result(evidence, "gsm8k", fact, checkpoint=identity, vllm=reports.VLLM, made_at=ASKED_AT)
@@ -92,10 +91,7 @@ def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:
                 as_served="native",
                 reason="",
                 seconds=model.seconds,
-                drafts=model.drafts,
-                draft_tokens=model.draft_tokens,
-                accepted_tokens=model.accepted_tokens,
-                accepted_per_position=model.accepted_per_position,
+                **counters(model),
             )
         )
         samples.finish(dict.fromkeys(FILTERS, right))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from keepmtp.checkpoints.source import Source, open_source
+from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.check.check import check, examine
 from keepmtp.validate.check.findings import CheckpointFacts, Finding
 from keepmtp.validate.dryload.check_on import with_loads
@@ -19,14 +20,17 @@ from keepmtp.validate.dryload.facts import (
     ModelAccount,
 )
 from keepmtp.validate.report.check_data import calibration_fact, check_data, sizes_by_group
+from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
 from keepmtp.validate.report.results import CheckData
-from keepmtp.validate.report.schema import FullReport, Serve
-from keepmtp.validate.serving.acceptance import Drafts, Output, Parting, Run, Served, ServeReport
+from keepmtp.validate.report.schema import FullReport
+from keepmtp.validate.serving.served import Drafts, Output, Parting, Run, ServeCheck, Served, counters
 
 MODEL = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
 AT = "2030-01-02 03:04:05 UTC"
 VLLM = "0.32.0"
+LIMITS = Gates(min_acceptance=0.9)
+"""A recipe's that the drafts of `served` are enough for."""
 SHARED = ("model.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
 CAST = Misfit(
     param="model.layers.3.mtp_block.mlp.shared_experts.down_proj.weight",
@@ -118,7 +122,7 @@ def run(
         loaded=True,
         seconds_to_health=21.0 + k,
         tokens_per_second=tok_s,
-        drafts=drafts,
+        **counters(drafts),
         speed_up=speed_up,
         outputs=(Output(token_ids=(1, 2, 3), text="one\ntwo"), Output(token_ids=(4,), text="three")),
         partings=partings,
@@ -126,7 +130,7 @@ def run(
     )
 
 
-def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeReport:
+def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeCheck:
     """A server's report: k = 0 to 3, a near-tie, the checkpoint on a BF16 copy or natively, its draft alive or dead."""
     near = (Parting(prompt=1, at=17, plain_token=311, token=902, gap=0.0625),)
     source = Served(
@@ -158,10 +162,9 @@ def served(*, is_copy: bool = True, is_dead: bool = False) -> ServeReport:
             run(3, shares=(0.92 * alive, 0.80 * alive, 0.625 * alive), tok_s=78, speed_up=1.90, partings=near),
         ),
     )
-    return ServeReport(
+    return ServeCheck(
         checkpoint=checkpoint,
         source=source,
-        floor=0.97,
         prompts=("What is 2 + 2?", "Line\none"),
         max_tokens=128,
         environment={"vllm": VLLM, "device": "CPU: Xeon, 2 cores"},
@@ -269,18 +272,14 @@ def calibrated(**changed: Any) -> FullReport:
     return assemble(data, vllm=VLLM, made_at=AT)
 
 
-def loaded(*accounts: LoadAccount, before: Source | None = None, serve: ServeReport | None = None) -> FullReport:
-    """A real static check, with these dry loads, a warning, and a server's report."""
+def loaded(*accounts: LoadAccount, before: Source | None = None, serve: ServeCheck | None = None) -> FullReport:
+    """A real static check, with these dry loads and a warning; with what servers did, judged by `LIMITS`."""
     checked = with_loads(examine(MODEL), accounts, VLLM)
     assert checked.source is not None
     warned = checked.data.model_copy(update={"findings": (*checked.data.findings, WARNED)})
     data = check_data(warned, opened=checked.source, source=before)
-    return assemble(data, vllm=VLLM, serve=told(serve), made_at=AT)
-
-
-def told(serve: ServeReport | None) -> Serve | None:
-    """A server's report as report.json has it."""
-    return None if serve is None else Serve.model_validate(serve.as_dict())
+    judged = serve and judge(gates=LIMITS, check=data, serve=serve, evaluation=None)
+    return assemble(data, vllm=VLLM, serve=serve, judgement=judged, made_at=AT)
 
 
 def hostile(word: str) -> FullReport:
@@ -302,15 +301,16 @@ def hostile(word: str) -> FullReport:
             Run(k=2, loaded=False, error=word, notes=(word,), log=word, unwritten=(word,)),
         ),
     )
-    server = ServeReport(
-        checkpoint=model, source=None, floor=0.97, prompts=(word,), max_tokens=1, environment={word: word}, seconds=1.0
+    server = ServeCheck(
+        checkpoint=model, source=None, prompts=(word,), max_tokens=1, environment={word: word}, seconds=1.0
     )
     facts = CheckpointFacts(family=word, dialect=word, mtp_forms=(word,))
     sizes = [row.model_copy(update={"group": word}) for row in sizes_by_group(open_source(MODEL))]
     checked = check_data(CheckData(path=word, findings=(found,), facts=facts, dry=(load,)))
     fact = calibration_fact(summary(word), SETTINGS | {"algorithm": word})
     data = checked.model_copy(update={"sizes": tuple(sizes), "calibration": fact})
-    return assemble(data, vllm=word, serve=told(server), made_at=AT)
+    judged = judge(gates=LIMITS, check=data, serve=server, evaluation=None)
+    return assemble(data, vllm=word, serve=server, judgement=judged, made_at=AT)
 
 
 def bare() -> FullReport:

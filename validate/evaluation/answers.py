@@ -21,24 +21,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from ...checkpoints.files import write_whole
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
-from ..serving.acceptance import AsServed, Drafts, Role
+from ..fact import Count, Fact
+from ..serving.served import AsServed, Drafts, Role, total
 
 FinishReason = Literal["stop", "length"]
 
-_Count = Annotated[int, Field(ge=0)]
 _CURE = "Move the file away, and its questions are asked again"
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Header(_Line):
+class Header(Fact):
     """What was asked of what, and by which vLLM; equal headers may share a file.
 
     Attributes:
@@ -65,35 +61,31 @@ class Header(_Line):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
 
 
-class Answer(_Line):
+class Answer(Fact):
     """What a server wrote; `num_tokens` of it, and whether it ended by itself (stop) or was cut (length)."""
 
-    question: _Count
+    question: Count
     prompt_sha256: str
     text: str
     finish_reason: FinishReason
-    num_tokens: _Count
+    num_tokens: Count
     correct: Mapping[str, bool] = Field(default_factory=dict)
 
 
-class Sitting(_Line):
+class Sitting(Drafts):
     """One server: how it was served, seconds of asking, and vLLM's counters over them, as far as they were read."""
 
     sitting: Annotated[int, Field(gt=0)]
     as_served: AsServed
     reason: str
     seconds: Annotated[float, Field(ge=0)]
-    drafts: _Count
-    draft_tokens: _Count
-    accepted_tokens: _Count
-    accepted_per_position: tuple[_Count, ...]
 
 
 _Kind = TypeVar("_Kind", Header, Answer, Sitting)
 
 
 class Samples:
-    """One file and what stands in it.
+    """One file and what it holds.
 
     Attributes:
         answers: by question.
@@ -114,17 +106,7 @@ class Samples:
     @property
     def drafts(self) -> Drafts:
         """vLLM's counters over all sittings."""
-        sums: tuple[int, ...] = ()
-        for one in self.sittings.values():
-            longer, shorter = sorted((sums, one.accepted_per_position), key=len, reverse=True)
-            shorter += (0,) * (len(longer) - len(shorter))
-            sums = tuple(a + b for a, b in zip(longer, shorter, strict=True))
-        return Drafts(
-            drafts=sum(one.drafts for one in self.sittings.values()),
-            draft_tokens=sum(one.draft_tokens for one in self.sittings.values()),
-            accepted_tokens=sum(one.accepted_tokens for one in self.sittings.values()),
-            accepted_per_position=sums,
-        )
+        return total(list(self.sittings.values()))
 
     def correct(self, name: str) -> tuple[bool, ...]:
         """Right or not by one filter, in the questions' order, once the file is finished."""
@@ -151,9 +133,9 @@ class Samples:
     def finish(self, correct: Mapping[str, Sequence[bool]]) -> None:
         """Put the lines in order, with what each filter says of every answer."""
         for number, answer in sorted(self.answers.items()):
-            told = {name: right[number] for name, right in correct.items()}
-            self.answers[number] = answer.model_copy(update={"correct": told})
-        lines: list[BaseModel] = [self.header]
+            by_filter = {name: right[number] for name, right in correct.items()}
+            self.answers[number] = answer.model_copy(update={"correct": by_filter})
+        lines: list[Fact] = [self.header]
         lines += [self.answers[number] for number in sorted(self.answers)]
         lines += [self.sittings[number] for number in sorted(self.sittings)]
         text = "".join(map(_text, lines))
@@ -254,8 +236,12 @@ def _read(kind: type[_Kind], line: str, where: str) -> _Kind:
         raise CheckpointError(where, rule, got=first_fault(error), cure=_CURE) from error
 
 
-def _text(line: BaseModel) -> str:
-    return json.dumps(line.model_dump(mode="json")) + "\n"
+def _text(line: Fact) -> str:
+    """One line of JSON: the fields of its kind first, then the counters; no computed figure."""
+    kind = type(line)
+    values = line.model_dump(mode="json", exclude=set(kind.model_computed_fields))
+    own = [name for name in kind.__annotations__ if name in values]
+    return json.dumps({name: values[name] for name in dict.fromkeys((*own, *values))}) + "\n"
 
 
 def _aside(path: Path, header: Header) -> Path:

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ...recipes.protocol import Evaluation
-from ..serving.acceptance import AsServed, Drafts, Role
+from ..serving.served import AsServed, Drafts, Role, counters
 from ..serving.server import Reply, Server, ServerFailed
 from .answers import Answer, Samples, Sitting
 from .lm_eval_task import Question, Questions
@@ -70,7 +70,7 @@ def ask(
         samples: of these questions.
         as_served: whether `server` runs the checkpoint's own bytes, with `reason` where not.
         timeout: seconds for one answer; default `request_seconds`.
-        watch: told after each answer.
+        watch: called after each answer.
 
     Raises:
         ServerFailed: a request failed, in the server's words, with the number of its question.
@@ -79,14 +79,14 @@ def ask(
     before, start = server.drafts(), time.monotonic()
     number, num_known = len(samples.sittings) + 1, len(samples.answers)
 
-    def note(counters: Drafts) -> None:
+    def note(now: Drafts) -> None:
         samples.add(
             Sitting(
                 sitting=number,
                 as_served=as_served,
                 reason=reason,
                 seconds=round(time.monotonic() - start, 3),
-                **asdict(counters.since(before)),
+                **counters(now.since(before)),
             )
         )
 

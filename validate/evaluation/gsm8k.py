@@ -1,6 +1,6 @@
 """GSM8K through real servers: source and checkpoint, each with method=mtp, asked the same questions the same way.
 
-In: two local checkpoints, a protocol and a `VLLM`. Out: an `EvaluationFact`, and the answers beside it, a line each.
+In: two local checkpoints, a protocol and a `VLLM`. Out: an `EvaluationFact`, and files of the answers.
 
 Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes. Answers carry all of that
 in their file's first line; a run goes on with those that have exactly its own, and a model whose answers are complete
@@ -18,14 +18,14 @@ from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ...recipes.protocol import Evaluation
 from ..report.paired import paired
-from ..report.schema import EvaluatedFact, EvaluationFact
-from ..serving.acceptance import AsServed, Role
 from ..serving.bf16_copy import why_no_kernel
 from ..serving.serve_check import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
+from ..serving.served import AsServed, Role, counters
 from ..serving.server import ServerFailed, serving
 from ..serving.vllm_env import TIMEOUT_SECONDS, VLLM
 from .answers import Header, Samples, open_samples, take_from_sibling
 from .ask import Step, Watch, ask
+from .evaluated import EvaluatedFact, EvaluationFact
 from .lm_eval_task import VERSIONS, Questions, scores
 
 _TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
@@ -43,7 +43,7 @@ class Setup:
         port: of the servers; a free one if None.
         extra: further words for `vllm serve`.
         timeout: seconds to a healthy server.
-        say: told, a sentence each, what became of answers that are there already.
+        say: called with a sentence on answers that are there already.
     """
 
     out: Path
@@ -79,8 +79,8 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
     has_template = bool({"chat_template.jinja", "chat_template.json"} & set(source.companions))
     tokenizer = small_file(source, "tokenizer_config.json")
     has_template |= tokenizer is not None and '"chat_template"' in tokenizer.read_text(encoding="utf-8")
-    told = any(word.partition("=")[0] in _TEMPLATE_WORDS for word in extra)
-    if protocol.api == "chat" and not (has_template or told):
+    is_given = any(word.partition("=")[0] in _TEMPLATE_WORDS for word in extra)
+    if protocol.api == "chat" and not (has_template or is_given):
         rule, cure = "needs a chat template for evaluation.api chat", "Use --api completions or -- --chat-template FILE"
         raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
 
@@ -96,7 +96,7 @@ def evaluate(
         asked: from `harness.questions`.
         vllm: where vLLM lives.
         setup: how to serve, and where to write.
-        watch: told about progress.
+        watch: called with each step of progress.
 
     Raises:
         RecipeError: another run is at work there.
@@ -204,7 +204,6 @@ def _fact(model: Model, samples: Samples, asked: Questions) -> EvaluatedFact:
     found, correct = scores(asked, {number: answer.text for number, answer in answers.items()})
     samples.finish(correct)
     last = samples.sittings[max(samples.sittings)]
-    drafts = samples.drafts
     return EvaluatedFact(
         role=model.role,
         path=model.source.where,
@@ -216,10 +215,7 @@ def _fact(model: Model, samples: Samples, asked: Questions) -> EvaluatedFact:
         num_truncated=sum(answer.finish_reason == "length" for answer in answers.values()),
         num_tokens=sum(answer.num_tokens for answer in answers.values()),
         seconds=sum(sitting.seconds for sitting in samples.sittings.values()),
-        drafts=drafts.drafts,
-        draft_tokens=drafts.draft_tokens,
-        accepted_tokens=drafts.accepted_tokens,
-        accepted_per_position=drafts.accepted_per_position,
+        **counters(samples.drafts),
         sittings=len(samples.sittings),
         samples=samples.path.name,
         samples_sha256=file_sha256(samples.path),

@@ -28,8 +28,8 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
 from ...recipes.protocol import Evaluation
-from ..report.schema import ScoreFact
 from .dataset import FIELDS, Rows, read_rows
+from .evaluated import ScoreFact
 
 VERSIONS = {"lm-eval": version("lm_eval"), "datasets": version("datasets")}
 METRIC = "exact_match"

@@ -10,10 +10,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ...checkpoints.record import Record
-from ..report.schema import CalibrationFact, EvaluatedFact, EvaluationFact, FullReport, ServedFact
-from ..serving.acceptance import FEW_DRAFTS
+from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
+from ..report.calibrated import CalibrationFact
+from ..report.schema import FullReport
+from ..serving.served import Served
 
 _MAX_NAMED = 5
+FEW_DRAFTS = 200
+"""Below so many drafted tokens, one more or less accepted moves acceptance by half a point."""
 
 
 def limitations(report: FullReport, record: Record, off_leaderboard: str) -> Iterator[str]:
@@ -39,7 +43,7 @@ def limitations(report: FullReport, record: Record, off_leaderboard: str) -> Ite
 
 
 def _served(report: FullReport) -> Iterator[str]:
-    models: list[ServedFact | EvaluatedFact] = list(report.serve.served if report.serve else ())
+    models: list[Served | EvaluatedFact] = list(report.serve.served if report.serve else ())
     models += report.evaluation.evaluated if report.evaluation else ()
     copies = {
         (model.role, model.as_served, model.reason.rstrip(".")): None for model in models if model.as_served != "native"

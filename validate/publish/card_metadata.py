@@ -20,7 +20,8 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from ...checkpoints.record import Record
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
-from ..report.schema import EvaluationFact, FullReport
+from ..evaluation.evaluated import EvaluationFact
+from ..report.schema import FullReport
 from .card_page import CardFacts, percent
 
 README = "README.md"

@@ -15,8 +15,8 @@ from pathlib import Path
 from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
 from ..dryload.facts import DryLoad, LoadedModel
-from ..report.schema import EvaluatedFact, FullReport, GroupSize, RunFact
-from ..serving.acceptance import AsServed
+from ..report.schema import FullReport, GroupSize
+from ..serving.served import AsServed, Drafts
 from . import hardware
 from .card_limits import limitations
 from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
@@ -86,7 +86,7 @@ class Accepted:
     k: int
     concurrency: int
     as_served: AsServed
-    counted: EvaluatedFact | RunFact
+    counted: Drafts
     speed_up: float | None
 
 

@@ -20,8 +20,9 @@ from ...recipes.errors import KeepMTPError, RecipeError, first_fault
 from ...recipes.families import find_view
 from ..check.check import examine
 from ..serving.vllm_env import TESTED
+from .calibrated import CalibrationFact
 from .results import CheckData, read_result, write_result
-from .schema import CalibrationFact, GroupSize
+from .schema import GroupSize
 
 
 def check_data(check: CheckData, *, opened: Source | None = None, source: Source | None = None) -> CheckData:

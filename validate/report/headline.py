@@ -1,9 +1,10 @@
-"""The one sentence that a report comes to.
+"""The one sentence on top of a report.
 
-In: what the stations found. Out: a `VerdictFact`: the worst that is known, or else how far the checkpoint was tried.
+In: what the stations found, and the judgement of it. Out: a `VerdictFact`: the worst that is known, or else how far the
+checkpoint was tried.
 
-Easy to get wrong: a part that did not run is not a part that passed. The sentence names what was not tried, and a gate
-for which there are too few samples is told as that.
+Easy to get wrong: a part that did not run did not pass. The sentence names what was not tried, and it says where a gate
+has too few samples. Servers and scores are good or bad only by the judgement: this module compares no figure.
 """
 
 from collections import defaultdict
@@ -11,21 +12,23 @@ from collections.abc import Iterable, Sequence
 
 from ..check.findings import Finding
 from ..dryload.facts import DryLoad
+from ..evaluation.evaluated import EvaluationFact
+from ..serving.served import ServeCheck, Served
+from .numbers import percent
 from .results import CheckData
-from .schema import EvaluationFact, JudgementFact, ReasonFact, Serve, ServedFact, VerdictFact
+from .schema import JudgementFact, ReasonFact, VerdictFact
 
 
 def verdict_of(
     check: CheckData,
     *,
     vllm: str,
-    serve: Serve | None = None,
+    serve: ServeCheck | None = None,
     evaluation: EvaluationFact | None = None,
     judgement: JudgementFact | None = None,
 ) -> VerdictFact:
     """The sentence, from the stations that ran; `vllm` is the version that judged."""
-    fault = _fault(check, serve, judgement, vllm)
-    if fault:
+    if fault := _fault(check, judgement, vllm):
         return VerdictFact(ok=False, label="Not ready", says=fault if fault.endswith(".") else f"{fault}.")
     warnings = sum(fact.severity == "warning" for fact in check.findings)
     tried = (
@@ -38,10 +41,12 @@ def verdict_of(
     if evaluation:
         measured.append(_answers(evaluation, judgement))
     unmeasured = "no server was run" if check.dry else "it was neither dry-loaded nor served"
-    drafts = serve is not None and any(gate.name == "acceptance" and gate.verdict == "passed" for gate in serve.gates)
-    drafts |= any(reason.gate == "acceptance" and reason.verdict == "pass" for reason in _reasons(judgement))
-    label = "Loads and drafts" if drafts else "Served" if measured else "Loads" if check.dry else "No fault found"
-    return VerdictFact(ok=True, label=label, says=f"{tried}{also}; {'; '.join(measured) or unmeasured}.")
+    says = f"{tried}{also}; {'; '.join(measured) or unmeasured}."
+    if any(reason.gate == "acceptance" and reason.verdict == "pass" for reason in _reasons(judgement)):
+        return VerdictFact(ok=True, label="Loads and drafts", says=says)
+    if measured:
+        return VerdictFact(ok=True, label="Served", says=says)
+    return VerdictFact(ok=True, label="Loads" if check.dry else "No fault found", says=says)
 
 
 def places(loads: Iterable[DryLoad]) -> str:
@@ -56,7 +61,7 @@ def places(loads: Iterable[DryLoad]) -> str:
     return _listed([f"{_listed(gpus)} at TP {_listed(sizes)}" for sizes, gpus in together.items()])
 
 
-def _fault(check: CheckData, serve: Serve | None, judgement: JudgementFact | None, vllm: str) -> str:
+def _fault(check: CheckData, judgement: JudgementFact | None, vllm: str) -> str:
     """The worst that is known; "" if nothing is wrong."""
     errors = [fact for fact in check.findings if fact.severity == "error"]
     failed = [load for load in check.dry if load.failure]
@@ -66,35 +71,33 @@ def _fault(check: CheckData, serve: Serve | None, judgement: JudgementFact | Non
         more = f" ({len(errors) - 1} more error{'s' * (len(errors) > 2)} below)" if errors[1:] else ""
         says = f"{errors[0].where}: {errors[0].says}{more}"
         return f"vLLM {vllm} would not run this checkpoint as it was meant: {says}"
-    gate = next((gate for gate in serve.gates if gate.verdict == "failed"), None) if serve else None
-    if gate and serve:
-        server = serve.environment.get("vllm", vllm)
-        return f"Served by vLLM {server}, it fails on {gate.name}: {gate.says.partition('; ')[0]}"
     lost = next((reason for reason in _reasons(judgement) if reason.verdict == "regression"), None)
     return f"It fails its recipe's gate for {lost.gate}: {lost.says}" if lost else ""
 
 
 def _refused(failed: Sequence[DryLoad], errors: Sequence[Finding], vllm: str) -> str:
-    told = tuple(f"on {load.gpu} at TP {load.tp}: " for load in failed)
-    words = f"{told[0]}vLLM {vllm} raises {failed[0].failure.type if failed[0].failure else ''}"
-    says = next((fact.says for fact in errors if fact.says.startswith(told)), words)
+    """vLLM's own words on the first of these dry loads, and where all of them failed."""
+    starts = tuple(f"on {load.gpu} at TP {load.tp}: " for load in failed)
+    exception = failed[0].failure.type if failed[0].failure else ""
+    unexplained = f"{starts[0]}vLLM {vllm} raises {exception}"
+    says = next((fact.says for fact in errors if fact.says.startswith(starts)), unexplained)
     return f"On {places(failed)} {says.partition(': ')[2]}"
 
 
-def _drafts(serve: Serve) -> str:
+def _drafts(serve: ServeCheck) -> str:
     model = serve.checkpoint
     runs = [(run, run.acceptance) for run in model.drafting if run.acceptance is not None]
     if not runs:
         return "a server ran, but not with method=mtp"
     run, acceptance = max(runs, key=lambda pair: pair[0].speed_up or 0.0)
     source = serve.source.run(run.k) if serve.source else None
-    against = f" (source: {100 * source.acceptance:.1f} %)" if source and source.acceptance is not None else ""
+    against = f" (source: {percent(source.acceptance)})" if source and source.acceptance is not None else ""
     faster = f" and decodes {run.speed_up:.2f} times as fast as without MTP" if run.speed_up else ""
-    kept = f"{100 * acceptance:.1f} % of drafted tokens{against}"
+    kept = f"{percent(acceptance)} of drafted tokens{against}"
     return f"{_as_served(model)} with k={run.k}, it accepts {kept}{faster}"
 
 
-def _as_served(model: ServedFact) -> str:
+def _as_served(model: Served) -> str:
     """How a model was served, as words that start a clause."""
     return "served natively" if model.as_served == "native" else "served as a BF16 copy of the same weights"
 
@@ -103,12 +106,12 @@ def _answers(evaluation: EvaluationFact, judgement: JudgementFact | None) -> str
     """The score that the recipe judges, or the first, and whether it can be judged."""
     mine = evaluation.checkpoint
     name = judgement.gates.filter if judgement else mine.scores[0].filter
-    source = f" (source: {100 * evaluation.source.score(name).value:.2f} %)" if evaluation.source else ""
+    source = f" (source: {percent(evaluation.source.score(name).value, 2)})" if evaluation.source else ""
     reason = next((reason for reason in _reasons(judgement) if reason.gate == "gsm8k"), None)
     words = {"pass": ", within its recipe's gate", "infeasible": ", which its recipe's gate cannot judge yet"}
     judged = words.get(reason.verdict, "") if reason else ""
     asked = f"{mine.num_questions} questions of {evaluation.protocol.title}"
-    return f"it answers {100 * mine.score(name).value:.2f} % of {asked} right{source} by {name}{judged}"
+    return f"it answers {percent(mine.score(name).value, 2)} of {asked} right{source} by {name}{judged}"
 
 
 def _reasons(judgement: JudgementFact | None) -> tuple[ReasonFact, ...]:

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 from ...checkpoints.files import write_whole
 from ...recipes import extras
 from ..dryload.facts import DryLoad, KernelUse
+from ..serving.served import Run
 from .headline import places
-from .schema import FullReport, RunFact
+from .numbers import percent, size
+from .schema import FullReport
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -102,7 +104,7 @@ def render(report: FullReport) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "size": _size,
+        "size": size,
         "percent": _percent,
         "points": _points,
         "figure": _figure,
@@ -136,7 +138,7 @@ def _size_charts(report: FullReport) -> list[_Chart]:
     charts = []
     for part in dict.fromkeys(row.part for row in report.sizes):
         rows = [row for row in report.sizes if row.part == part]
-        alt = "; ".join(f"{row.group} {_size(row.num_bytes)}" for row in rows)
+        alt = "; ".join(f"{row.group} {size(row.num_bytes)}" for row in rows)
         charts.append(_Chart(title=titles.get(part, part), drawing=plots.sizes(rows), alt=alt))
     return charts
 
@@ -155,7 +157,13 @@ def _serve_charts(report: FullReport) -> list[_Chart]:
     )
     timed = [(model.role, run) for model in serve.served for run in model.drafting if run.speed_up]
     faster = "; ".join(f"{role}, k={run.k}: {run.speed_up:.2f}" for role, run in timed)
-    charts = [_Chart(title=f"Acceptance by position, k={k}", drawing=plots.acceptance(serve, k), alt=shares)]
+    charts = [
+        _Chart(
+            title=f"Acceptance by position, k={k}",
+            drawing=plots.acceptance(serve, k, plots.gates_of(report)),
+            alt=shares,
+        )
+    ]
     if faster:
         charts.append(_Chart(title="Speed-up by k", drawing=plots.speed_up(serve), alt=faster))
     return charts
@@ -181,7 +189,7 @@ def _calibration_charts(report: FullReport) -> list[_Chart]:
         )
     if any(each.acceptance for each in found.candidates):
         sizes = "; ".join(
-            f"{number}. {each.title}: {_size(each.bytes)}, keeps {_percent(each.kept)}" + ", chosen" * each.chosen
+            f"{number}. {each.title}: {size(each.bytes)}, keeps {_percent(each.kept)}" + ", chosen" * each.chosen
             for number, each in enumerate(found.candidates, start=1)
             if each.acceptance
         )
@@ -197,12 +205,12 @@ def _evaluation_charts(report: FullReport) -> list[_Chart]:
     if found is None:
         return []
     gates = plots.gates_of(report)
-    told = "; ".join(
+    alt = "; ".join(
         f"{model.role}, {score.filter}: {_percent(score.value)}" for model in found.evaluated for score in model.scores
     )
-    charts = [_Chart(title="Right answers, two standard errors each way", drawing=plots.scores(found), alt=told)]
+    charts = [_Chart(title="Right answers, two standard errors each way", drawing=plots.scores(found), alt=alt)]
     if found.paired:
-        told = "; ".join(
+        alt = "; ".join(
             f"{pair.filter}: {_points(pair.difference)}, from {_points(pair.low)} to {_points(pair.high)}"
             for pair in found.paired
         )
@@ -210,19 +218,19 @@ def _evaluation_charts(report: FullReport) -> list[_Chart]:
             _Chart(
                 title="Difference, question by question",
                 drawing=plots.differences(found, gates),
-                alt=f"{told}; limit: {100 * gates.max_drop:g} points lost",
+                alt=f"{alt}; limit: {100 * gates.max_drop:g} points lost",
             )
         )
     drafting = [model for model in found.evaluated if model.drafts]
     if drafting:
-        told = "; ".join(
+        alt = "; ".join(
             f"{model.role}: {', '.join(map(_percent, model.acceptance_per_position))}" for model in drafting
         )
         charts.append(
             _Chart(
                 title=f"Acceptance by position over these questions, k={found.protocol.k}",
                 drawing=plots.evaluated_acceptance(found, gates),
-                alt=told,
+                alt=alt,
             )
         )
     return charts
@@ -264,7 +272,7 @@ def _shared(loads: Iterable[DryLoad]) -> list[tuple[str, str]]:
     return [(name, places(where)) for name, where in sorted(found.items())]
 
 
-def _notes(runs: Iterable[tuple[str, RunFact]]) -> list[tuple[str, int, str]]:
+def _notes(runs: Iterable[tuple[str, Run]]) -> list[tuple[str, int, str]]:
     """(model, k, what a reader should know)."""
     found = []
     for role, run in runs:
@@ -275,16 +283,8 @@ def _notes(runs: Iterable[tuple[str, RunFact]]) -> list[tuple[str, int, str]]:
     return found
 
 
-def _size(num_bytes: int) -> str:
-    """Bytes for people, in the unit that leaves two to four digits."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes} bytes"
-
-
 def _percent(share: float | None) -> str:
-    return "unknown" if share is None else f"{100 * share:.1f} %"
+    return "unknown" if share is None else percent(share)
 
 
 def _points(share: float) -> str:
@@ -306,7 +306,7 @@ def _broken(name: str) -> "Markup":
 
 
 def _ticked(words: str) -> "Markup":
-    """A sentence, escaped, with what stands between backticks as code."""
+    """A sentence, escaped, with the words between backticks as code."""
     from markupsafe import Markup, escape
 
     parts = words.split("`")

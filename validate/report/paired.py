@@ -2,10 +2,11 @@
 
 In: for each question, whether source and checkpoint were right. Out: a `PairedFact`, or one-sided bounds for a gate.
 
-Easy to get wrong: questions that both get right, or both wrong, say nothing of a difference, and a quantized model
-parts from its source on few. With none at all the usual standard error is zero, which would make proof of twenty
-questions. So `difference` is the plain one, but `stderr` and every bound are Agresti and Min's: half a question is
-added to each of the four cells first, which also draws the middle of the interval towards zero, by 2 in n + 2.
+Easy to get wrong: a question that both get right, or both wrong, says nothing about a difference, and a quantized model
+differs from its source on few questions. Where they never differ, the usual standard error is zero, so twenty questions
+would seem to be proof. So `difference` is the plain one, but `stderr` and every bound are Agresti and Min's: half a
+question is added to each of the four cells first, which also moves the middle of the interval towards zero, by 2 in
+n + 2.
 (A. Agresti, Y. Min, "Simple improved confidence intervals for comparing matched proportions", Statistics in Medicine 24
 (2005), 729-740, "adjusted Wald".)
 """
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from math import sqrt
 from statistics import NormalDist
 
-from .schema import PairedFact
+from ..evaluation.evaluated import PairedFact
 
 _ADDED = 0.5
 """Questions added to each of the four cells."""
@@ -51,7 +52,7 @@ def paired(name: str, source: Sequence[bool], checkpoint: Sequence[bool], *, con
 
 
 def one_sided(fact: PairedFact, confidence: float) -> tuple[float, float]:
-    """(lower, upper) bound of the difference; with `confidence` it lies above the one, and likewise below the other.
+    """(lower, upper) bound of the difference; with `confidence` it is above the first, and likewise below the second.
 
     Not `low` and `high` of the fact, which leave out both ends at once.
     """

@@ -3,8 +3,8 @@
 In: parts of a `FullReport`. Out: drawings (svg.py), which become SVG on the page and PNG on the card; for the card
 also the PNG of each of its pictures.
 
-Easy to get wrong: a chart must claim no more than its gate. Where a limit is drawn, so is the bound that the gate
-judges, and a model that was served as a copy is called one in the legend.
+Easy to get wrong: a chart must claim no more than its gate. A chart with a limit also has the bound that the gate
+judges, and the legend says which model was served as a copy.
 """
 
 from collections import defaultdict
@@ -14,8 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from ...recipes.protocol import Gates
+from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
+from ..serving.served import ServeCheck, Served
+from .calibrated import CalibrationFact
 from .paired import one_sided
-from .schema import CalibrationFact, EvaluatedFact, EvaluationFact, FullReport, GroupSize, Serve, ServedFact
+from .schema import FullReport, GroupSize
 from .svg import Drawing, Inks, Series, bars, legend, png
 
 _LABEL_LETTERS = 20
@@ -50,10 +53,10 @@ def sizes(rows: Sequence[GroupSize]) -> Drawing:
     return Drawing(draw=draw, height=0.95 + (0.46 if has_before else 0.32) * len(rows))
 
 
-def acceptance(serve: Serve, k: int) -> Drawing:
-    """Bars of the share of drafts accepted at each position, source beside checkpoint, with the floor."""
+def acceptance(serve: ServeCheck, k: int, gates: Gates) -> Drawing:
+    """Bars of the share of drafts accepted at each position, for source and checkpoint, with the recipe's limit."""
     runs = [(model, run.acceptance_per_position) for model in serve.served if (run := model.run(k)) is not None]
-    return _by_position(runs, k, serve.floor)
+    return _by_position(runs, k, gates.min_acceptance)
 
 
 def evaluated_acceptance(evaluation: EvaluationFact, gates: Gates) -> Drawing:
@@ -63,7 +66,7 @@ def evaluated_acceptance(evaluation: EvaluationFact, gates: Gates) -> Drawing:
 
 
 def scores(evaluation: EvaluationFact) -> Drawing:
-    """Bars of the share of right answers by filter, source beside checkpoint, with two standard errors each way."""
+    """Bars of the share of right answers by filter, for source and checkpoint, with two standard errors each way."""
     names = [score.filter for score in evaluation.checkpoint.scores]
 
     def draw(axes: Axes, inks: Inks) -> None:
@@ -150,7 +153,8 @@ def acceptance_png(report: FullReport) -> bytes | None:
         return png((words, evaluated_acceptance(evaluation, gates_of(report))))
     ks = {run.k for model in serve.served for run in model.drafting} if serve else set()
     if serve and ks:
-        return png((f"{title}, {len(serve.prompts)} prompts, k={max(ks)}", acceptance(serve, max(ks))))
+        words = f"{title}, {len(serve.prompts)} prompts, k={max(ks)}"
+        return png((words, acceptance(serve, max(ks), gates_of(report))))
     if calibration and calibration.measured:
         return png((f"{title}, held-out text, k={calibration.k}", calibrated_acceptance(calibration)))
     return None
@@ -240,8 +244,8 @@ def candidates(calibration: CalibrationFact) -> Drawing:
     return Drawing(draw=draw, height=3.3)
 
 
-def speed_up(serve: Serve) -> Drawing:
-    """Bars of output tokens a second over those without MTP, by k, source beside checkpoint."""
+def speed_up(serve: ServeCheck) -> Drawing:
+    """Bars of output tokens a second over those without MTP, by k, for source and checkpoint."""
 
     def draw(axes: Axes, inks: Inks) -> None:
         ks = sorted({run.k for model in serve.served for run in model.drafting})
@@ -262,7 +266,7 @@ def speed_up(serve: Serve) -> Drawing:
     return Drawing(draw=draw, height=3.3)
 
 
-def _by_position(models: Sequence[tuple[ServedFact | EvaluatedFact, Sequence[float]]], k: int, floor: float) -> Drawing:
+def _by_position(models: Sequence[tuple[Served | EvaluatedFact, Sequence[float]]], k: int, floor: float) -> Drawing:
     """Shares accepted at each position, and `floor` as a share of the source's."""
 
     def draw(axes: Axes, inks: Inks) -> None:
@@ -285,7 +289,7 @@ def _by_position(models: Sequence[tuple[ServedFact | EvaluatedFact, Sequence[flo
 
 
 def _series(
-    model: ServedFact | EvaluatedFact, values: Sequence[float], inks: Inks, *, errors: Sequence[float] | None = None
+    model: Served | EvaluatedFact, values: Sequence[float], inks: Inks, *, errors: Sequence[float] | None = None
 ) -> Series:
     name = "source" if model.role == "source" else "this checkpoint"
     how = "" if model.as_served == "native" else " (BF16 copy)"

@@ -1,10 +1,10 @@
-"""A report for other people: what it says of folders of this machine, shortened to their last name.
+"""A report for other people, without the folders of this machine: each path becomes its last name.
 
-In: a `FullReport`, or any text. Out: the same without a path that begins at the root. Numbers and everything that a
-model wrote or was asked stay as they are.
+In: a `FullReport`, or any text. Out: the same without a path that begins at the root. Numbers, prompts and outputs stay
+as they are.
 
-Easy to get wrong: a name with a space in it. Folders that the report itself names as paths are removed first, as they
-are; the rest is told from text by its slashes.
+Easy to get wrong: a name with a space in it. First the folders of the report's own paths are removed, whatever their
+names are. After that, only slashes show what is a path.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 
 from .schema import FullReport
 
-# Not behind a letter, which is a relative path, nor behind a slash or colon, which is an address; not a server's /v1/.
+# Not after a letter, which is a relative path, nor after a slash or colon, which is an address; not a server's /v1/.
 _PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`,;:()<>|])")
 _PATH_FIELDS = frozenset({"path", "log", "samples"})
 # Text of a model, or for one.
@@ -23,9 +23,9 @@ _TEXT_FIELDS = frozenset({"prompts", "outputs"})
 
 def portable(report: FullReport) -> FullReport:
     """The report without this machine's folders; equal reports give equal ones."""
-    told = report.model_dump(mode="json", by_alias=True)
-    folders = {f"{PurePosixPath(path).parent}/" for path in _paths(told) if path.startswith("/")} - {"//"}
-    return FullReport.model_validate(_walk(told, sorted(folders, key=lambda folder: (-len(folder), folder))))
+    content = report.model_dump(mode="json", by_alias=True)
+    folders = {f"{PurePosixPath(path).parent}/" for path in _paths(content) if path.startswith("/")} - {"//"}
+    return FullReport.model_validate(_walk(content, sorted(folders, key=lambda folder: (-len(folder), folder))))
 
 
 def shortened(text: str, folders: Sequence[str] = ()) -> str:

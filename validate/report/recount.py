@@ -1,10 +1,10 @@
-"""Whether the answers on disk give the score that a report tells.
+"""Counts the answers on disk again, and refuses a report whose figures they do not give.
 
-In: an `EvaluationFact` and the files of answers beside it (validate/evaluation/answers.py). Out: nothing, or a refusal
-that names a figure.
+In: an `EvaluationFact` and its files of answers in the same folder (validate/evaluation/answers.py). Out: nothing, or a
+refusal that names a figure.
 
-Easy to get wrong: the hash of a file of answers proves only that it is the one that was named. Every figure that
-follows from the answers, the paired difference too, is computed from them again.
+Easy to get wrong: the hash of a file of answers proves only that it is the named file. So every figure that follows
+from the answers is computed from them again, the paired difference too.
 """
 
 import math
@@ -16,12 +16,12 @@ from pydantic import BaseModel
 from ...checkpoints.identity import file_sha256
 from ...recipes.errors import CheckpointError
 from ..evaluation.answers import Samples, read_samples
+from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
 from .paired import paired
 from .results import command, file_of
-from .schema import EvaluatedFact, EvaluationFact
 
 Figures = Iterator[tuple[str, object, object]]
-"""Name, as it is told, as the answers give it."""
+"""Name, as the report has it, as the answers give it."""
 
 # lm-evaluation-harness adds in another order; anything else than its last digits is another number.
 _TOLERANCE = 1e-9
@@ -46,8 +46,8 @@ def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
             right = samples.correct(score.filter)
             value = sum(right) / len(right)
             stderr = math.sqrt(value * (1 - value) / (len(right) - 1)) if len(right) > 1 else score.stderr
-            told = (("value", score.value, value), ("stderr", score.stderr, stderr))
-            _compare(folder, f"{fact.role}.scores.{number}", iter(told))
+            figures = (("value", score.value, value), ("stderr", score.stderr, stderr))
+            _compare(folder, f"{fact.role}.scores.{number}", iter(figures))
     if evaluation.source is None:
         return
     for number, pair in enumerate(evaluation.paired):
@@ -88,19 +88,21 @@ def _figures(fact: EvaluatedFact, samples: Samples) -> Figures:
     yield from _fields(fact, samples.drafts)
 
 
-def _fields(told: BaseModel, again: object) -> Figures:
+def _fields(fact: BaseModel, again: object) -> Figures:
     """Fields that both have."""
-    for name in type(told).model_fields:
+    for name in type(fact).model_fields:
         if hasattr(again, name):
-            yield name, getattr(told, name), getattr(again, name)
+            yield name, getattr(fact, name), getattr(again, name)
 
 
 def _compare(folder: Path, where: str, figures: Figures) -> None:
-    for name, told, counted in figures:
-        close = isinstance(told, float) and isinstance(counted, (int, float)) and abs(told - counted) <= _TOLERANCE
-        if told != counted and not close:
+    for name, claimed, counted in figures:
+        close = (
+            isinstance(claimed, float) and isinstance(counted, (int, float)) and abs(claimed - counted) <= _TOLERANCE
+        )
+        if claimed != counted and not close:
             place = f"{file_of(folder, 'gsm8k')}: {where}.{name}"
-            raise CheckpointError(place, f"must be what the answers give, {counted}", got=told, cure=_cure(folder))
+            raise CheckpointError(place, f"must be what the answers give, {counted}", got=claimed, cure=_cure(folder))
 
 
 def _cure(folder: Path) -> str:

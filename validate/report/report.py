@@ -1,10 +1,10 @@
-"""report.json: made from the result files of one checkpoint, and believed only as far as they bear it out.
+"""report.json: made from the result files of one checkpoint, and checked against them.
 
 In: what the stations left in the evidence folder (results.py), or their values. Out: a `FullReport` (schema.py),
 written as report.json.
 
 Easy to get wrong: nothing is measured here, not even the time. The same result files give the same report to the byte,
-so a number that somebody changed in one of them, or in report.json, is a difference that can be named.
+so a number that was changed in one of them, or in report.json, is a difference with a name.
 """
 
 import json
@@ -17,13 +17,15 @@ from pydantic import ValidationError
 from ... import __version__
 from ...checkpoints.files import write_whole
 from ...checkpoints.identity import Identity, file_sha256, identify
-from ...checkpoints.record import RECORD, read_record
+from ...checkpoints.record import RECORD
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
+from ..evaluation.evaluated import EvaluationFact
+from ..serving.served import ServeCheck
 from .check_data import record_static
-from .gates import judge
+from .gates import judge, limits_in
 from .headline import verdict_of
 from .html import HTML_FILE, write_html
 from .recount import refuse_unproved
@@ -37,7 +39,7 @@ from .results import (
     file_of,
     read_result,
 )
-from .schema import EvaluationFact, FullReport, JudgementFact, Serve
+from .schema import FullReport, JudgementFact
 
 JSON_FILE = "report.json"
 NOT_RUN = {
@@ -66,7 +68,7 @@ def assemble(
     vllm: str,
     made_at: str,
     keepmtp: str = __version__,
-    serve: Serve | None = None,
+    serve: ServeCheck | None = None,
     evaluation: EvaluationFact | None = None,
     judgement: JudgementFact | None = None,
     identity: Identity | None = None,
@@ -130,16 +132,16 @@ def from_results(folder: Path) -> FullReport:
     for result in found[1:]:
         _refuse_other(folder, result, check.checkpoint)
     newest = max(found, key=lambda result: result.made_at)
-    told, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
+    served, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
     judge_of = check if check.data.dry else serve or gsm8k or check
-    judgement = judge(gates=_gates(folder, check.checkpoint), check=check.data, serve=told, evaluation=answers)
+    judgement = judge(gates=_gates(folder, check.checkpoint), check=check.data, serve=served, evaluation=answers)
     files = [file_of(folder, result.station) for result in found]
     return assemble(
         check.data,
         vllm=judge_of.vllm,
         made_at=newest.made_at,
         keepmtp=newest.keepmtp,
-        serve=told,
+        serve=served,
         evaluation=answers,
         judgement=judgement,
         identity=check.checkpoint,
@@ -171,11 +173,11 @@ def verify(folder: Path) -> FullReport:
             score, or a field of report.json that the result files do not give; the message names it.
     """
     path = folder / JSON_FILE
-    told = read_json(path)
+    claimed = read_json(path)
     again = f"Run `keepmtp report {folder}`"
     for station in STATIONS:
         name = file_of(folder, station).name
-        wanted, is_there = told.results.get(name), file_of(folder, station).is_file()
+        wanted, is_there = claimed.results.get(name), file_of(folder, station).is_file()
         got = file_sha256(file_of(folder, station)) if is_there else "no such file"
         if wanted is None and is_there:
             raise CheckpointError(
@@ -189,7 +191,8 @@ def verify(folder: Path) -> FullReport:
                 cure=f"If it was not measured again, run `{command(station, folder)}`, else `keepmtp report {folder}`",
             )
     full = from_results(folder)
-    for field, got, wanted in _differences(_plain(told), _plain(full)):
+    # The file itself, not what was read of it: computed figures are not read.
+    for field, got, wanted in _differences(json.loads(path.read_bytes()), _plain(full)):
         station = _STATION_OF.get(field.partition(".")[0])
         whose = f"as {file_of(folder, station).name} has it" if station else "what the results come to"
         wanted, got = _around_the_difference(str(wanted), str(got))
@@ -200,7 +203,7 @@ def verify(folder: Path) -> FullReport:
 
 
 def refuse_stale(folder: Path, identity: Identity, *, but: tuple[Station, ...]) -> None:
-    """Refuse, before the work, to measure beside results of other bytes; those of `but` are measured now.
+    """Refuse, before the work, to measure where there are results of other bytes; those of `but` are measured now.
 
     Raises:
         CheckpointError: naming the file and both numbers.
@@ -229,7 +232,7 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 3 does not have.
+        CheckpointError: no such file, no JSON, another version, or a field that version 4 does not have.
     """
     try:
         return FullReport.model_validate_json(path.read_bytes())
@@ -237,7 +240,7 @@ def read_json(path: Path) -> FullReport:
         got, cure = error.strerror or str(error), f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote"
     except ValidationError as error:
         got, cure = first_fault(error), "Run the check again with this keepmtp"
-    raise CheckpointError(path, f"a report is a {JSON_FILE} of version 3", got=got, cure=cure)
+    raise CheckpointError(path, f"a report is a {JSON_FILE} of version 4", got=got, cure=cure)
 
 
 def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None:
@@ -261,28 +264,25 @@ def _gates(folder: Path, identity: Identity) -> Gates:
     got = file_sha256(path) if path.is_file() else "no such file"
     if got != recorded.sha256:
         raise CheckpointError(path, f"must be the file that was measured, {recorded.sha256}", got=got, cure=cure)
-    try:
-        return Gates.model_validate(read_record(path, cure=cure).recipe.whole.get("gates") or {})
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, ("recipe", "gates", *first["loc"])))
-        raise CheckpointError(path, f"{place} must be a gate's limit", got=first["msg"], cure=cure) from error
+    return limits_in(path, cure=cure)
 
 
 def _plain(report: FullReport) -> dict[str, Any]:
     return report.model_dump(mode="json", by_alias=True)
 
 
-def _differences(told: Any, wanted: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Fields by dotted path whose values differ: (field, told, wanted), the deepest that can be named."""
-    if isinstance(told, dict) and isinstance(wanted, dict):
-        for key in [*wanted, *(key for key in told if key not in wanted)]:
-            yield from _differences(told.get(key, "nothing"), wanted.get(key, "nothing"), f"{field}.{key}".lstrip("."))
-    elif isinstance(told, list) and isinstance(wanted, list) and len(told) == len(wanted):
-        for number, pair in enumerate(zip(told, wanted, strict=True)):
+def _differences(claimed: Any, wanted: Any, field: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Fields by dotted path whose values differ: (field, claimed, wanted), the deepest that can be named."""
+    if isinstance(claimed, dict) and isinstance(wanted, dict):
+        for key in [*wanted, *(key for key in claimed if key not in wanted)]:
+            yield from _differences(
+                claimed.get(key, "nothing"), wanted.get(key, "nothing"), f"{field}.{key}".lstrip(".")
+            )
+    elif isinstance(claimed, list) and isinstance(wanted, list) and len(claimed) == len(wanted):
+        for number, pair in enumerate(zip(claimed, wanted, strict=True)):
             yield from _differences(*pair, f"{field}.{number}")
-    elif told != wanted:
-        yield field, told, wanted
+    elif claimed != wanted:
+        yield field, claimed, wanted
 
 
 def _around_the_difference(one: str, other: str) -> tuple[str, str]:

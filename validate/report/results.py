@@ -1,15 +1,15 @@
 """The result files of one checkpoint: what each station measured, with the bytes it measured it on.
 
 In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json` and `gsm8k.json` in the evidence
-folder, `NAME.report` beside the checkpoint NAME; read back by `report.py`, which makes report.json of them.
+folder, `NAME.report` next to the checkpoint NAME. `report.py` reads them and makes report.json of them.
 
-    station, schema                 check, serve or gsm8k; 1
+    station, schema                 check, serve or gsm8k; the form of its data, a number of SCHEMAS
     keepmtp, vllm, made_at          what measured, and when (UTC)
     checkpoint                      `Identity`: the bytes, file by file
-    data                            `CheckData`, `Serve` or `EvaluationFact`
+    data                            `CheckData`, `ServeCheck` or `EvaluationFact`
 
 Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The identity is taken before
-the measurement and stands in the file, not beside it.
+the measurement, and the same file holds both.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, overload
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ... import __version__
 from ...checkpoints.files import write_whole
@@ -25,8 +25,11 @@ from ...checkpoints.identity import Identity
 from ...recipes.errors import CheckpointError, first_fault
 from ..check.findings import CheckpointFacts, Finding
 from ..dryload.facts import DryLoad
+from ..evaluation.evaluated import EvaluationFact
 from ..fact import Fact
-from .schema import CalibrationFact, EvaluationFact, GroupSize, Serve
+from ..serving.served import ServeCheck
+from .calibrated import CalibrationFact
+from .schema import GroupSize
 
 Station = Literal["check", "serve", "gsm8k"]
 STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k")
@@ -36,6 +39,8 @@ COMMANDS: Mapping[Station, str] = {
     "gsm8k": "keepmtp eval {}",
 }
 """What measures, with the checkpoint's place left open."""
+SCHEMAS: Mapping[Station, int] = {"check": 1, "serve": 2, "gsm8k": 1}
+"""The form of each station's data; another number is refused."""
 TIME = "%Y-%m-%d %H:%M:%S UTC"
 
 
@@ -56,7 +61,7 @@ class CheckData(Fact):
         return all(finding.severity != "error" for finding in self.findings)
 
 
-Data = TypeVar("Data", CheckData, Serve, EvaluationFact)
+Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact)
 
 
 class Result(BaseModel, Generic[Data]):
@@ -65,12 +70,20 @@ class Result(BaseModel, Generic[Data]):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
     station: Station
-    version: Literal[1] = Field(default=1, alias="schema")
+    version: int = Field(alias="schema")
     keepmtp: str
     vllm: str
     made_at: str
     checkpoint: Identity
     data: Data
+
+    @field_validator("version")
+    @classmethod
+    def _is_the_stations(cls, version: int, info: ValidationInfo) -> int:
+        """A file that is read must have the number of the station that its name says: the context."""
+        if info.context and version != SCHEMAS[info.context]:
+            raise ValueError(f"Input should be {SCHEMAS[info.context]}")
+        return version
 
 
 def report_folder(checkpoint: Path) -> Path:
@@ -103,7 +116,7 @@ def command(station: Station, folder: Path) -> str:
 
 
 def file_of(folder: Path, station: Station) -> Path:
-    """Where a station's result lies in an evidence folder."""
+    """The file of a station's result in an evidence folder."""
     return folder / f"{station}.json"
 
 
@@ -121,7 +134,7 @@ def write_result(
 def write_result(
     folder: Path,
     station: Literal["serve"],
-    data: Serve,
+    data: ServeCheck,
     *,
     checkpoint: Identity,
     vllm: str,
@@ -140,7 +153,7 @@ def write_result(
 def write_result(
     folder: Path,
     station: Station,
-    data: CheckData | Serve | EvaluationFact,
+    data: CheckData | ServeCheck | EvaluationFact,
     *,
     checkpoint: Identity,
     vllm: str,
@@ -158,7 +171,13 @@ def write_result(
     """
     when = (made_at or datetime.now(UTC)).strftime(TIME)
     result = _FORMS[station](
-        station=station, keepmtp=__version__, vllm=vllm, made_at=when, checkpoint=checkpoint, data=data
+        station=station,
+        schema=SCHEMAS[station],
+        keepmtp=__version__,
+        vllm=vllm,
+        made_at=when,
+        checkpoint=checkpoint,
+        data=data,
     )
     return write_whole(file_of(folder, station), result.model_dump_json(indent=2, by_alias=True) + "\n")
 
@@ -166,7 +185,7 @@ def write_result(
 @overload
 def read_result(folder: Path, station: Literal["check"]) -> Result[CheckData] | None: ...
 @overload
-def read_result(folder: Path, station: Literal["serve"]) -> Result[Serve] | None: ...
+def read_result(folder: Path, station: Literal["serve"]) -> Result[ServeCheck] | None: ...
 @overload
 def read_result(folder: Path, station: Literal["gsm8k"]) -> Result[EvaluationFact] | None: ...
 def read_result(folder: Path, station: Station) -> Result[Any] | None:
@@ -178,13 +197,14 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
     path = file_of(folder, station)
     cure = f"Run `{command(station, folder)}` again"
     try:
-        result = _FORMS[station].model_validate_json(path.read_bytes())
+        result = _FORMS[station].model_validate_json(path.read_bytes(), context=station)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointError(path, "must be readable", got=error.strerror or repr(error), cure=cure) from error
     except ValidationError as error:
-        raise CheckpointError(path, "must be a result of version 1", got=first_fault(error), cure=cure) from error
+        rule = f"must be a result of version {SCHEMAS[station]}"
+        raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
     if result.station != station:
         raise CheckpointError(path, f"must be a result of {station}", got=result.station, cure=cure)
     return result
@@ -192,6 +212,6 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
 
 _FORMS: Mapping[Station, type[Result[Any]]] = {
     "check": Result[CheckData],
-    "serve": Result[Serve],
+    "serve": Result[ServeCheck],
     "gsm8k": Result[EvaluationFact],
 }

