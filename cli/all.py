@@ -9,6 +9,7 @@ Easy to get wrong: a finished checkpoint is never written again, so one that ano
 this one's. Its own record is compared before anything runs.
 """
 
+import os
 import shlex
 import subprocess
 import sys
@@ -85,6 +86,8 @@ def everything(
     if not is_made:
         _refuse_evaluation(run.plan_for(model, source=source, scheme=scheme, mtp=mtp)[0])
     err = Console(stderr=True)
+    # `python -m` looks into the current folder first, which may hold another `keepmtp`.
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
     for name, words in stations.items():
         if (name == "quantize" and is_made) or (name == "serve-check" and words and _is_served(out, k)):
             err.print(f"[dim]{name}: done before[/]", highlight=False)
@@ -92,7 +95,8 @@ def everything(
         if not words:
             continue
         err.print(f"[bold]$ keepmtp {shlex.join(words)}[/]", highlight=False, soft_wrap=True)
-        status = subprocess.run([*_interpreter(name, nproc), *words]).returncode  # noqa: S603 - our own verbs
+        command = [*_interpreter(name, nproc), *words]
+        status = subprocess.run(command, env=environment).returncode  # noqa: S603 - our own verbs
         if status:
             raise typer.Exit(status if status > 0 else 128 - status)
 

@@ -53,9 +53,9 @@ def keepmtp(installed) -> Keepmtp:
     """The command of keepmtp's wheel, in an environment that has the extra `evaluate` and nothing else."""
     command = str(installed("evaluate") / "keepmtp")
 
-    def run(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, cwd: Path = ROOT, **changes: str) -> subprocess.CompletedProcess[str]:
         environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON), **changes)
-        return subprocess.run([command, *words], capture_output=True, text=True, env=environment, cwd=ROOT)
+        return subprocess.run([command, *words], capture_output=True, text=True, env=environment, cwd=cwd)
 
     return run
 
@@ -127,8 +127,8 @@ def test_the_same_again_starts_no_server(keepmtp, made, found):
     assert {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")} == logs
 
 
-def run_all(keepmtp: Keepmtp, made: Path) -> subprocess.CompletedProcess[str]:
-    return keepmtp("all", "tiny-glm4-moe", "--out", str(made), "--no-serve-check", "--gpu", "sm100")
+def run_all(keepmtp: Keepmtp, made: Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return keepmtp("all", "tiny-glm4-moe", "--out", str(made), "--no-serve-check", "--gpu", "sm100", cwd=cwd)
 
 
 def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, found):
@@ -148,7 +148,10 @@ def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, f
 
 
 def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
-    """The same bytes, their BF16 MTP layer claimed by the FP8 group: the check is red, and no server is started."""
+    """The same bytes, their BF16 MTP layer claimed by the FP8 group: the check is red, and no server is started.
+
+    The current folder holds another package of keepmtp's name, whose code nobody asked for.
+    """
     twin = shutil.copytree(made, tmp_path / "twin")
     config = json.loads((twin / "config.json").read_text())
     config["quantization_config"]["ignore"] = []
@@ -156,7 +159,10 @@ def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
         if group["weights"]["num_bits"] == 8:
             group["targets"].append(r"re:.*\.layers\.3\..*")
     (twin / "config.json").write_text(json.dumps(config))
-    done = run_all(keepmtp, twin)
+    stranger_package = tmp_path / "elsewhere" / "keepmtp"
+    stranger_package.mkdir(parents=True)
+    (stranger_package / "__init__.py").write_text("raise SystemExit('the code of the current folder ran')")
+    done = run_all(keepmtp, twin, cwd=stranger_package.parent)
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
     assert [line.split()[2] for line in done.stderr.splitlines() if line.startswith("$ keepmtp")] == ["check"]
     assert "model.layers.3" in done.stdout
