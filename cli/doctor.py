@@ -112,8 +112,8 @@ def diagnose() -> Diagnosis:
         vllm = vllm_env.find_vllm(any_version=True)
         vllm_env.find_vllm()
     except VLLMError as error:
-        # Its first word is "vllm" where none was named and none is in its usual place: not installed, not broken.
-        no_vllm, is_broken = str(error), not str(error).startswith("vllm: ")
+        # The refusal is about "vllm" where none was named and none is in its usual place: not installed, not broken.
+        no_vllm, is_broken = str(error), error.where != "vllm"
     gpus, (cpu, flags) = vllm_env.gpus_here(), vllm_env.cpu_here()
     features = tuple(flag for flag in vllm_env.CPU_FLAGS if flag in flags)
     usable, token = vllm if not no_vllm else None, _where_token()

@@ -30,8 +30,12 @@ class KeepMTPError(ValueError):
     def __str__(self) -> str:
         """The house form: `<where>: <rule>; got <got>. <cure>.`"""
         place = f"{self.where}: " if self.where else ""
-        stop = "" if self.cure.endswith(("?", ".")) else "."
-        return f"{place}{self.rule}; got {self.got}. {self.cure}{stop}"
+        return f"{place}{self.rule}; got {self.got}. {self.way_out}"
+
+    @property
+    def way_out(self) -> str:
+        """The cure as a sentence."""
+        return self.cure if self.cure.endswith(("?", ".")) else f"{self.cure}."
 
     def at(self, where: object) -> Self:
         """The same refusal, with a place in front of its own."""

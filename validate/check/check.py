@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...checkpoints.source import Source, open_source
-from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from ...recipes.families import find_view
 from ..dryload.facts import LoadAccount
 from ..report.results import CheckData
@@ -59,7 +59,7 @@ def examine(where: str | Path, *, source: Source | None = None) -> Checked:
     try:
         opened = open_source(where)
     except CheckpointError as error:
-        return Checked(_refused(str(where), "files", str(error)), None, None)
+        return Checked(_refused(str(where), "files", error), None, None)
     data, runtime = _found(opened, source)
     return Checked(data, opened, runtime)
 
@@ -76,10 +76,15 @@ def _found(opened: Source, source: Source | None) -> tuple[CheckData, RuntimeVie
             if number < 0:
                 raise ValueError(number)
     except RecipeError as error:
-        return _refused(opened.where, "family", str(error)), None
+        return _refused(opened.where, "family", error), None
     except (KeyError, TypeError, ValueError) as error:
-        message = f"{opened.where}/config.json: must count its layers; got {error!r}. Take the original's config.json."
-        return _refused(opened.where, "config", message), None
+        refusal = CheckpointError(
+            f"{opened.where}/config.json",
+            "must count its layers",
+            got=repr(error),
+            cure="Take the original's config.json",
+        )
+        return _refused(opened.where, "config", refusal), None
     runtime = RuntimeView(source=opened, view=view)
     found = [objection for rule in RULES for objection in rule(runtime)]
     if source is not None:
@@ -88,10 +93,16 @@ def _found(opened: Source, source: Source | None) -> tuple[CheckData, RuntimeVie
     return CheckData(path=opened.where, facts=_facts(runtime), findings=errors_first(grouped(found))), runtime
 
 
-def _refused(path: str, rule: str, message: str) -> CheckData:
-    where, _, rest = message.partition(": ")
-    says, _, cure = rest.partition(". ")
-    finding = Finding(origin="static", severity="error", where=where, says=says, cure=cure, rule=rule)
+def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
+    """A checkpoint that cannot be read has one finding: the refusal."""
+    finding = Finding(
+        origin="static",
+        severity="error",
+        where=str(refusal.where),
+        says=f"{refusal.rule}; got {refusal.got}",
+        cure=refusal.way_out,
+        rule=rule,
+    )
     return CheckData(path=path, facts=CheckpointFacts(), findings=(finding,))
 
 
