@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..quantize.calibrate.facts import CalibrationFact, CandidateFact
 from ..quantize.plan import Plan, TensorPlan
 from ..recipes.schema import AUTO
 from ..recipes.schemes import RESCALING, REWRITES
-from ..validate.report.calibrated import CalibrationFact, CandidateFact
 from .refusals import needs_calibration
 from .tables import plain_table, size_in_words
 

@@ -36,6 +36,7 @@ from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from .backbone import Backbone, Stream
 from .draft_steps import draft_steps
+from .facts import DIGITS, AcceptanceFact
 from .forwards import serving
 from .mtp_block import MtpBlock
 from .skeleton import Batch, Skeleton
@@ -109,39 +110,14 @@ class Acceptance:
         shares = [(self.of_drafted(k), other.of_drafted(k)) for k in range(1, len(self.reached) + 1)]
         return min((own / theirs if theirs else 1.0 for own, theirs in shares), default=1.0)
 
-    def as_dict(self) -> dict[str, Any]:
-        """By the number of tokens drafted a step."""
+    def fact(self) -> AcceptanceFact:
+        """The figures for the record, by the number of tokens drafted a step."""
         ks = range(1, len(self.reached) + 1)
-        return {
-            "num_slots": self.num_slots,
-            "by_position": {str(k): [round(rate, 5) for rate in self.by_position(k)] for k in ks},
-            "mean_accepted_length": {str(k): round(self.mean_accepted_length(k), 5) for k in ks},
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Combination:
-    """A backbone with an MTP block.
-
-    Attributes:
-        backbone: "source" or "quantized".
-        mtp: "source" (as released, or its BF16 values) or "quantized".
-        acceptance: None where the block cannot be run.
-        perplexity: of the backbone, per token of held-out text.
-    """
-
-    backbone: str
-    mtp: str
-    acceptance: Acceptance | None
-    perplexity: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "backbone": self.backbone,
-            "mtp": self.mtp,
-            "perplexity": round(self.perplexity, 6),
-            "acceptance": self.acceptance.as_dict() if self.acceptance else None,
-        }
+        return AcceptanceFact(
+            num_slots=self.num_slots,
+            by_position={str(k): tuple(round(rate, DIGITS) for rate in self.by_position(k)) for k in ks},
+            mean_accepted_length={str(k): round(self.mean_accepted_length(k), DIGITS) for k in ks},
+        )
 
 
 def target(backbone: Backbone, stream: Stream) -> Target:

@@ -11,7 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +20,15 @@ from torch import Tensor
 from ...checkpoints.files import complete, partial_path
 from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.family import HFName
-from ...recipes.schema import AUTO, Candidate, MtpAuto, candidates_for
+from ...recipes.schema import AUTO, MtpAuto, candidates_for
 from ..plan import Plan, make_plan
 from .backbone import Backbone
-from .held_out import Acceptance, Combination, Target, agreement, target
+from .facts import DIGITS, CandidateFact, MeasuredFact, Side
+from .held_out import Acceptance, Target, agreement, target
 from .mtp_block import bind_block, build_block
 from .mtp_policy import NothingCounts, PolicyResults, block_schemes, num_blocks
 from .progress import CalibrationStep, ProgressCallback, progress_since
 from .statistics import read_metadata
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tried:
-    """One policy for the MTP block.
-
-    Attributes:
-        policy: as in a recipe.
-        num_bytes: of the block's tensors on disk; 0 where it was refused.
-        acceptance: with the quantized backbone; None where it was refused.
-        kept: part of the released model's acceptance, see `Acceptance.kept_of`.
-        refused: why there is no plan; "" if there is.
-        is_chosen: it is what will be written.
-    """
-
-    policy: Candidate
-    num_bytes: int
-    acceptance: Acceptance | None
-    kept: float
-    refused: str = ""
-    is_chosen: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "policy": self.policy,
-            "bytes": self.num_bytes,
-            "kept": round(self.kept, 5),
-            "refused": self.refused,
-            "chosen": self.is_chosen,
-            "acceptance": self.acceptance.as_dict() if self.acceptance else None,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,19 +46,19 @@ class MtpPass:
     """
 
     plan: Plan
-    combinations: tuple[Combination, ...]
+    combinations: tuple[MeasuredFact, ...]
     agreement: float
-    candidates: tuple[Tried, ...] = ()
+    candidates: tuple[CandidateFact, ...] = ()
     coverage: Mapping[HFName, int]
     unmeasured: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """For reports: JSON values only."""
+    def summary(self) -> dict[str, Any]:
+        """Its part of the record's `calibration` block: JSON values only."""
         return {
             "mtp": self.plan.recipe.mtp,
-            "rows": [each.as_dict() for each in self.combinations],
-            "agreement": round(self.agreement, 5),
-            "candidates": [each.as_dict() for each in self.candidates],
+            "rows": [each.model_dump(mode="json") for each in self.combinations],
+            "agreement": round(self.agreement, DIGITS),
+            "candidates": [each.model_dump(mode="json") for each in self.candidates],
             "unmeasured": self.unmeasured,
         }
 
@@ -153,11 +123,20 @@ def mtp_pass(
     )
 
 
-def _combinations(source: Target, served: Target, *acceptances: Acceptance | None) -> tuple[Combination, ...]:
+def _combinations(source: Target, served: Target, *acceptances: Acceptance | None) -> tuple[MeasuredFact, ...]:
     """Released, with the block as released, and with the quantized block if there is a third acceptance."""
-    sides = (("source", "source", source), ("quantized", "source", served), ("quantized", "quantized", served))
+    sides: Sequence[tuple[Side, Side, Target]] = (
+        ("source", "source", source),
+        ("quantized", "source", served),
+        ("quantized", "quantized", served),
+    )
     return tuple(
-        Combination(backbone=backbone, mtp=mtp, acceptance=found, perplexity=target.perplexity)
+        MeasuredFact(
+            backbone=backbone,
+            mtp=mtp,
+            perplexity=round(target.perplexity, 6),
+            acceptance=found.fact() if found else None,
+        )
         for (backbone, mtp, target), found in zip(sides, acceptances, strict=False)
     )
 
@@ -172,7 +151,7 @@ def _coverage(files: Sequence[Path]) -> dict[HFName, int]:
 # --- candidates -----------------------------------------------------------------------------------------------------
 
 
-def _chosen(results: PolicyResults, progress: ProgressCallback | None) -> tuple[tuple[Tried, ...], Plan]:
+def _chosen(results: PolicyResults, progress: ProgressCallback | None) -> tuple[tuple[CandidateFact, ...], Plan]:
     """The candidates of `mtp: auto` and the plan of the one to be written; the recipe's own plan without auto."""
     auto = results.plan.recipe.mtp_auto
     if auto is None:
@@ -186,37 +165,42 @@ def _chosen(results: PolicyResults, progress: ProgressCallback | None) -> tuple[
 
 def choose(
     results: PolicyResults, auto: MtpAuto, progress: ProgressCallback | None
-) -> tuple[tuple[Tried, ...], Plan | None]:
+) -> tuple[tuple[CandidateFact, ...], Plan | None]:
     """Every policy measured, and the plan of the cheapest that keeps enough; None if none does."""
     plan = results.plan
     policies = candidates_for(auto.candidates, _groups(plan))
-    tried: list[Tried] = []
+    tried: list[CandidateFact] = []
     plans: dict[int, Plan] = {}
+    kept: dict[int, float] = {}  # all digits, unlike the record's
     started = time.monotonic()
     for number, policy in enumerate(policies):
         try:
             plans[number] = make_plan(plan.recipe.resolved(policy), plan.source, shard_bytes=plan.shard_bytes)
         except RecipeError as error:
-            tried.append(Tried(policy=policy, num_bytes=0, acceptance=None, kept=0.0, refused=str(error)))
+            tried.append(CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None))
             continue
-        tried.append(_try(results, policy, plans[number]))
+        found = results.measured(plans[number])
+        kept[number] = found.kept_of(results.released())
+        tried.append(
+            CandidateFact(
+                policy=policy,
+                bytes=_num_bytes(plans[number]),
+                kept=round(kept[number], DIGITS),
+                acceptance=found.fact(),
+            )
+        )
         if progress:
             progress(_step(results.backbone, len(tried), len(policies), started))
-    enough = [number for number in plans if tried[number].kept >= auto.min_acceptance]
+    enough = [number for number in plans if kept[number] >= auto.min_acceptance]
     if not enough:
         return tuple(tried), None
     # Of two that cost the same, the one that keeps more.
-    best = min(enough, key=lambda number: (tried[number].num_bytes, -tried[number].kept))
-    tried[best] = replace(tried[best], is_chosen=True)
+    best = min(enough, key=lambda number: (tried[number].bytes, -kept[number]))
+    tried[best] = tried[best].model_copy(update={"chosen": True})
     return tuple(tried), plans[best]
 
 
-def _try(results: PolicyResults, policy: Candidate, plan: Plan) -> Tried:
-    found = results.measured(plan)
-    return Tried(policy=policy, num_bytes=_num_bytes(plan), acceptance=found, kept=found.kept_of(results.released()))
-
-
-def _nothing_is_enough(results: PolicyResults, auto: MtpAuto, tried: Sequence[Tried]) -> GateError:
+def _nothing_is_enough(results: PolicyResults, auto: MtpAuto, tried: Sequence[CandidateFact]) -> GateError:
     """The refusal where no candidate keeps enough: it names the best one, and where acceptance is lost."""
     name, rule = results.plan.recipe.name, f"a candidate of mtp: auto must keep {auto.min_acceptance:.1%} of acceptance"
     measured = [each for each in tried if each.acceptance]
@@ -235,11 +219,7 @@ def _nothing_is_enough(results: PolicyResults, auto: MtpAuto, tried: Sequence[Tr
         else f"The quantized backbone keeps {alone:.1%} with the block as released: quantize less of it, or lower "
         "mtp_auto.min_acceptance"
     )
-    return GateError(name, rule, got=f"{best.kept:.1%} at best, by {_in_words(best.policy)}", cure=cure)
-
-
-def _in_words(policy: Candidate) -> str:
-    return policy if isinstance(policy, str) else ", ".join(f"{group}: {word}" for group, word in policy.items())
+    return GateError(name, rule, got=f"{best.kept:.1%} at best, by {best.title}", cure=cure)
 
 
 def _groups(plan: Plan) -> set[str]:

@@ -83,7 +83,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
         "processes": ranks.size,
         "coverage": _coverage(backbone),
         "min_acceptance": plan.recipe.mtp_auto.min_acceptance if plan.recipe.mtp_auto else None,
-        **mtp.as_dict(),
+        **mtp.summary(),
     }
     return CalibrationRun(plan=mtp.plan, statistics=statistics, salt=salt, summary=summary, mtp=mtp)
 

@@ -83,6 +83,6 @@ def test_it_is_what_vllm_counts(case, served, tmp_path):
     found = mtp_pass(plan, backbone, written=written).combinations[row].acceptance
     assert found is not None and counted["drafts"] > 200
     rates = [accepted / counted["drafts"] for accepted in counted["accepted_per_position"]]
-    assert found.by_position(k) == pytest.approx(rates, abs=TOLERANCE), rates
+    assert found.by_position[str(k)] == pytest.approx(rates, abs=TOLERANCE), rates
     if "noise" in case:
         assert 0.3 < rates[-1] < 0.97, "neither all nor nothing"

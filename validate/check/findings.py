@@ -9,7 +9,7 @@ its own in it; two layers without an alias are two, although their sentences are
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from ..fact import Fact
+from ...checkpoints.fact import Fact
 
 Severity = Literal["error", "warning"]
 Origin = Literal["static", "dry"]

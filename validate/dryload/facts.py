@@ -9,7 +9,7 @@ account has an error, also without a failure (check_on.py counts the errors).
 
 from typing import Literal, get_args
 
-from ..fact import Fact
+from ...checkpoints.fact import Fact
 
 GPU = Literal["sm90", "sm100", "sm120"]
 GPUS: tuple[GPU, ...] = get_args(GPU)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from ...checkpoints.fact import Fact
 from ...recipes.errors import VLLMError
-from ..fact import Fact
 from ..serving.vllm_env import VLLM
 from .facts import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
 

@@ -23,10 +23,10 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
+from ...checkpoints.fact import Count, Fact
 from ...checkpoints.files import write_whole
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
-from ..fact import Count, Fact
 from ..serving.served import AsServed, Drafts, Role, total
 
 FinishReason = Literal["stop", "length"]

@@ -11,8 +11,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.protocol import Evaluation
-from ..fact import Count, Fact, Figure, Share
 from ..serving.served import AsServed, Drafts, Role
 
 

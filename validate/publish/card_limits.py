@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ...checkpoints.record import Record
+from ...quantize.calibrate.facts import CalibrationFact
 from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
-from ..report.calibrated import CalibrationFact
 from ..report.schema import FullReport
 from ..serving.served import Served
 

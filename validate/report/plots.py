@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from ...quantize.calibrate.facts import CalibrationFact
 from ...recipes.protocol import Gates
 from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
 from ..serving.served import ServeCheck, Served
-from .calibrated import CalibrationFact
 from .paired import one_sided
 from .schema import FullReport, GroupSize
 from .svg import Drawing, Inks, Series, bars, legend, png

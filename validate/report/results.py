@@ -20,15 +20,15 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from ... import __version__
+from ...checkpoints.fact import Fact
 from ...checkpoints.files import write_whole
 from ...checkpoints.identity import Identity
+from ...quantize.calibrate.facts import CalibrationFact
 from ...recipes.errors import CheckpointError, first_fault
 from ..check.findings import CheckpointFacts, Finding
 from ..dryload.facts import DryLoad
 from ..evaluation.evaluated import EvaluationFact
-from ..fact import Fact
 from ..serving.served import ServeCheck
-from .calibrated import CalibrationFact
 from .schema import GroupSize
 
 Station = Literal["check", "serve", "gsm8k"]

@@ -26,14 +26,14 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from ...checkpoints.fact import Fact
 from ...checkpoints.identity import Identity
+from ...quantize.calibrate.facts import CalibrationFact
 from ...recipes.protocol import Gates
 from ..check.findings import CheckpointFacts, Finding
 from ..dryload.facts import DryLoad
 from ..evaluation.evaluated import EvaluationFact
-from ..fact import Fact
 from ..serving.served import ServeCheck
-from .calibrated import CalibrationFact
 
 JudgementWord = Literal["pass", "regression", "infeasible"]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, computed_field
 
-from ..fact import Count, Fact
+from ...checkpoints.fact import Count, Fact
 
 Role = Literal["source", "checkpoint"]
 AsServed = Literal["native", "BF16 copy of the same weights"]

@@ -12,6 +12,7 @@ from keepmtp.quantize.calibrate import mtp_pass as mtp
 from keepmtp.quantize.calibrate import mtp_policy as policy
 from keepmtp.quantize.calibrate.backbone import Backbone
 from keepmtp.quantize.calibrate.draft_steps import draft_steps
+from keepmtp.quantize.calibrate.facts import AcceptanceFact
 from keepmtp.quantize.calibrate.held_out import Acceptance
 from keepmtp.quantize.calibrate.mtp_block import bind_block, build_block
 from keepmtp.quantize.calibrate.mtp_pass import MtpPass, mtp_pass, refuse_mtp
@@ -62,6 +63,11 @@ def auto(plan: Plan, *candidates, least: float = 0.97) -> Plan:
     return replace(plan, recipe=plan.recipe.model_copy(update={"mtp": "auto", "mtp_auto": chooses}))
 
 
+def kept_of(own: AcceptanceFact, other: AcceptanceFact) -> float:
+    """The least share that is kept, over the numbers of tokens a step."""
+    return min(sum(own.by_position[k]) / sum(other.by_position[k]) for k in other.by_position)
+
+
 def files(backbone: Backbone) -> list[str]:
     return sorted(path.name for path in (backbone.folder / "statistics").iterdir())
 
@@ -83,10 +89,10 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
         ("quantized", "quantized"),
     ]
     source, kept, quantized = (row.acceptance for row in found.combinations)
-    assert source.by_position(1)[0] > 0.98
-    assert kept.kept_of(source) > 0.9 and quantized.kept_of(source) > 0.85
+    assert source.by_position["1"][0] > 0.98
+    assert kept_of(kept, source) > 0.9 and kept_of(quantized, source) > 0.85
     assert 0.8 < found.agreement < 1.0 and found.combinations[1].perplexity == found.combinations[2].perplexity
-    assert found.as_dict()["rows"][2]["acceptance"]["by_position"]["1"] == [round(quantized.by_position(1)[0], 5)]
+    assert found.summary()["rows"][2]["acceptance"]["by_position"]["1"] == [round(quantized.by_position["1"][0], 5)]
 
 
 def test_a_run_without_its_statistics_is_refused(made, tmp_path):
@@ -117,11 +123,11 @@ def test_auto_takes_the_cheapest_that_keeps_enough(made, tmp_path):
     assert [each.policy for each in tried] == list(candidates)
     refused = [each for each in tried if each.refused]
     assert refused[0].policy == {group: "NVFP4"} and "must say what happens to" in refused[0].refused
-    (chosen,) = (each for each in tried if each.is_chosen)
+    (chosen,) = (each for each in tried if each.chosen)
     enough = [each for each in tried if each.kept >= 0.9]
-    assert chosen.num_bytes == min(each.num_bytes for each in enough) and not chosen.refused
-    assert tried[0].num_bytes == sum(o.num_bytes for t in plan.tensors if t.part == "mtp" for o in t.outputs)
-    assert chosen.num_bytes < tried[1].num_bytes < tried[0].num_bytes
+    assert chosen.bytes == min(each.bytes for each in enough) and not chosen.refused
+    assert tried[0].bytes == sum(o.num_bytes for t in plan.tensors if t.part == "mtp" for o in t.outputs)
+    assert chosen.bytes < tried[1].bytes < tried[0].bytes
     assert found.plan.recipe.mtp == chosen.policy and found.plan.recipe.mtp_auto is None
     assert (
         found.combinations[2].acceptance == chosen.acceptance
@@ -154,7 +160,7 @@ def test_the_budget_decides(glm, tmp_path, monkeypatch, least, chosen):
     asked = auto(plan, "W4A16", "FP8_DYNAMIC", "bf16", least=least)
     tried, best = mtp.choose(replace(run, plan=asked), asked.recipe.mtp_auto, None)
     assert [each.kept for each in tried] == pytest.approx([0.9, 0.9625, 0.9975])
-    assert [each.policy for each in tried if each.is_chosen] == ([chosen] if chosen else [])
+    assert [each.policy for each in tried if each.chosen] == ([chosen] if chosen else [])
     assert (best and best.recipe.mtp) == chosen
 
 
@@ -291,5 +297,5 @@ def test_the_shipped_recipe_chooses(glm, tmp_path):
     shipped = replace(plan, recipe=recipe)
     found = mtp_pass(shipped, fresh(backbone, tmp_path / "pass"), written=written)
     assert len(found.candidates) == 7 and not any(each.refused for each in found.candidates)
-    (chosen,) = (each for each in found.candidates if each.is_chosen)
-    assert chosen.num_bytes < found.candidates[0].num_bytes * 0.75 and chosen.kept >= 0.97
+    (chosen,) = (each for each in found.candidates if each.chosen)
+    assert chosen.bytes < found.candidates[0].bytes * 0.75 and chosen.kept >= 0.97

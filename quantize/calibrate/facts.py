@@ -1,6 +1,7 @@
-"""What a checkpoint's own record says of its calibration: the data, the coverage, and the acceptance without a server.
+"""What calibration measures: the data, the coverage, and the acceptance without a server.
 
-In: the `calibration` block of keepmtp.json (`quantize/calibrate/run.py` writes it). Out: a `CalibrationFact`.
+In: figures of a pass (`mtp_pass.py`), or the `calibration` block of a keepmtp.json. Out: the same fact for the record,
+report.json, the page and the card.
 
 Easy to get wrong: keepmtp.json may be anybody's. A number that nobody could have measured is refused before it is
 drawn.
@@ -11,7 +12,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..fact import Count, Fact, Figure, Share
+from ...checkpoints.fact import Count, Fact, Figure, Share
+
+DIGITS = 5
+"""Of a share or a length in the record. What is decided is decided before rounding."""
 
 
 class DataFact(Fact):
@@ -88,11 +92,14 @@ class AcceptanceFact(Fact):
         return self.mean_accepted_length[str(self.k)]
 
 
+Side = Literal["source", "quantized"]
+
+
 class MeasuredFact(Fact):
     """One backbone with one MTP block on held-out text; `perplexity` is the backbone's, per token."""
 
-    backbone: Literal["source", "quantized"]
-    mtp: Literal["source", "quantized"]
+    backbone: Side
+    mtp: Side
     perplexity: Figure
     acceptance: AcceptanceFact | None
 
@@ -105,13 +112,22 @@ class MeasuredFact(Fact):
 
 
 class CandidateFact(Fact):
-    """A policy for the MTP block that `mtp: auto` tried; `kept` is its part of the released model's acceptance."""
+    """A policy for the MTP block that `mtp: auto` tried.
+
+    Attributes:
+        policy: as in a recipe.
+        bytes: of the block's tensors on disk; 0 where it was refused.
+        kept: part of the released model's acceptance, see `held_out.Acceptance.kept_of`.
+        refused: why there is no plan; "" if there is.
+        chosen: it is what is written.
+        acceptance: with the quantized backbone; None where it was refused.
+    """
 
     policy: str | Mapping[str, str]
     bytes: Count
     kept: Figure
-    refused: str
-    chosen: bool
+    refused: str = ""
+    chosen: bool = False
     acceptance: AcceptanceFact | None
 
     @property
