@@ -13,7 +13,7 @@ import platform
 import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich import box
@@ -25,6 +25,7 @@ from .. import __version__
 from ..recipes.errors import VLLMError
 from ..recipes.extras import missing, requirements
 from ..validate.serving import vllm_env
+from .options import JsonOption
 
 # Extra -> what keepmtp cannot do without it. A package that several need is listed with the first.
 EXTRAS = {
@@ -85,7 +86,7 @@ class Diagnosis:
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what was found on this machine, what can be checked here, and what would enable the rest.
 

@@ -21,6 +21,7 @@ from ..recipes.errors import CheckpointError, RecipeError, first_fault
 from ..recipes.extras import require_extra
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
 from .gate import EXITS
+from .options import JsonOption, PortOption, TimeoutOption
 from .progress import asking, bytes_bar
 
 if TYPE_CHECKING:
@@ -77,8 +78,8 @@ def evaluate(
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None,
     limit: Annotated[int | None, typer.Option(min=2, help="Ask the first so many questions only.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the shots drawn, and of the server.")] = None,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the servers; default: a free one.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")] = TIMEOUT_SECONDS,
+    port: PortOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -87,7 +88,7 @@ def evaluate(
             "NAME.report beside the checkpoint, with all its results.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Score a checkpoint and its source on GSM8K, served by vLLM with method=mtp, under one protocol.
 

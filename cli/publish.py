@@ -19,6 +19,7 @@ from rich.table import Table
 
 from ..recipes.errors import GateError, RecipeError
 from . import tables
+from .options import JsonOption
 from .progress import bytes_bar
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def publish(
         str | None,
         typer.Option("--gpu", help="GPU that the dry load of the repository pretends; default: the report's first."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Upload a checkpoint and its card to the Hub, private by default, and check what arrived.
 

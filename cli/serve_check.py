@@ -28,6 +28,7 @@ from ..recipes.families import find_view
 from ..validate.serving.prompts import PROMPTS, read_prompts
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
 from . import gate
+from .options import JsonOption, PortOption, TimeoutOption
 from .progress import bytes_bar
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def serve_check(
         Path | None, typer.Option(help='Your own: one a line, or .jsonl with "prompt"; default: eight word problems.')
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated a prompt, at most.")] = 256,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Of the servers; default: a free one.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")] = TIMEOUT_SECONDS,
+    port: PortOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -75,7 +76,7 @@ def serve_check(
             "NAME.report beside the checkpoint, with all its results.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.
 
