@@ -3,13 +3,36 @@
 In: four fields: where, rule, got and cure. Out: an error whose message is one sentence and its cure:
 `<where>: <rule>; got <value>. <what to do>.`
 
-Easy to get wrong: the message is for people. Code reads the fields, never the sentence.
+Easy to get wrong: the message is for people. Code reads the fields, never the sentence. The fields are as they came;
+the message is cut and `printable`, because a name or a value may be a stranger's.
 """
 
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:  # the callers import it; a refusal alone does not need it
     from pydantic import ValidationError
+
+MAX_GOT = 300
+"""Characters of a value that a message quotes."""
+_MAX_PART = 4000
+
+
+def printable(text: str) -> str:
+    r"""A text that moves no cursor, turns no line around and can be encoded.
+
+    Control characters, line breaks, escapes, bidirectional overrides, invisible characters and lone surrogates become
+    `\x1b`, `\u202e` and the like, as in Python's `repr`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def shortened(text: str, limit: int = MAX_GOT) -> str:
+    """A text, `printable`, of at most about `limit` characters; a longer one says how long it was."""
+    if len(text) > limit:
+        return f"{printable(text[:limit])[:limit]}... ({len(text)} characters)"
+    return printable(text)
 
 
 class KeepMTPError(ValueError):
@@ -30,7 +53,8 @@ class KeepMTPError(ValueError):
     def __str__(self) -> str:
         """The house form: `<where>: <rule>; got <got>. <cure>.`"""
         place = f"{self.where}: " if self.where else ""
-        return f"{place}{self.rule}; got {self.got}. {self.way_out}"
+        rule, cure = shortened(f"{place}{self.rule}", _MAX_PART), shortened(self.way_out, _MAX_PART)
+        return f"{rule}; got {shortened(str(self.got))}. {cure}"
 
     @property
     def way_out(self) -> str:
