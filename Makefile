@@ -54,7 +54,7 @@ BESIDE := %.partial %.sha256 %.report %.card %.hub %.calibration
 MADE = $(or $(OUT),$(firstword $(filter-out $(BESIDE),$(wildcard out/$(MODEL) out/$(MODEL).$(or $(SCHEME),*)))),out/$(MODEL))
 
 check: $(VENV)/.base $(if $(GPU),$(VENV_VLLM)/.vllm)
-	@$(VENV)/bin/keepmtp check "$(MADE)" $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp))
+	@$(VENV)/bin/keepmtp check "$(MADE)" $(if $(wildcard $(MADE)/config.json),--record) $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp))
 
 validate: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
 ifneq ($(filter-out gsm8k,$(EVAL)),)

@@ -199,21 +199,20 @@ def _rules(checkpoint: "Source", recipe: str | None) -> _Rules:
     from ..checkpoints.record import RECORD, read_record
     from ..checkpoints.source import small_file
     from ..recipes.find import find_recipe
-    from ..recipes.protocol import Evaluation, Gates
+    from ..recipes.protocol import Evaluation
+    from ..validate.report.gates import limits_in
 
     if recipe is not None:
         found, _ = find_recipe(recipe)
         return _Rules(evaluation=found.evaluation, gates=found.gates)
     record = small_file(checkpoint, RECORD)
-    if record is None:
-        return _Rules(evaluation=Evaluation(), gates=Gates())
     where, cure = f"{checkpoint.where}: {RECORD}", "Name a recipe with --recipe"
+    limits = limits_in(record, cure=cure, where=where)
+    if record is None:
+        return _Rules(evaluation=Evaluation(), gates=limits)
     made = read_record(record, where=where, cure=cure).recipe.whole
     try:
-        return _Rules(
-            evaluation=Evaluation.model_validate(made.get("evaluation") or {}),
-            gates=Gates.model_validate(made.get("gates") or {}),
-        )
+        return _Rules(evaluation=Evaluation.model_validate(made.get("evaluation") or {}), gates=limits)
     except ValidationError as error:
         raise CheckpointError(where, "must be keepmtp's own record", got=first_fault(error), cure=cure) from error
 

@@ -1,6 +1,7 @@
 """`keepmtp report`: report.json and the page made from it, for `check --html` and on its own.
 
-In: what the stations found, an evidence folder, or an old report.json. Out: report.json and report.html in one folder.
+In: what the stations found, a checkpoint with an evidence folder, or an old report.json. Out: report.json and
+report.html in one folder.
 
 Easy to get wrong: the page needs the `report` extra. A command that will write one calls `require_extra` before its
 work, not after ten minutes of it.
@@ -19,25 +20,36 @@ if TYPE_CHECKING:
 
 
 def page(
-    path: Annotated[Path, typer.Argument(help="A report.json, or NAME.report, the results of the checkpoint NAME.")],
+    path: Annotated[
+        Path, typer.Argument(help="A checkpoint's folder NAME, its results NAME.report, or a report.json.")
+    ],
     folder: Annotated[Path | None, typer.Option("--out", help="Where report.html goes; default beside it.")] = None,
 ) -> None:
     """Make the HTML page of a report.json again: one file without scripts or requests, to send or to print.
 
-    The page holds what report.json holds and nothing else; nothing is checked again. Of a folder NAME.report,
-    report.json is made anew first, from the results that the stations left there.
+    The page holds what report.json holds and nothing else. Of a checkpoint NAME or its NAME.report, report.json is made
+    anew first, from the results that the stations left there.
 
     Example: `keepmtp report out/report.json --out pages`
 
-    Example: `keepmtp report out/tiny-glm4-moe.w4a16-fp8.report`
+    Example: `keepmtp report out/tiny-glm4-moe.w4a16-fp8`
     """
     from ..validate.report.html import require_extra, write_html
     from ..validate.report.report import read_json, refresh
 
     require_extra()
-    full = refresh(path) if path.is_dir() else read_json(path)
-    own_folder = path if path.is_dir() else path.parent
-    sys.stdout.write(f"{write_html(folder or own_folder, full)}\n")
+    results = _results(path)
+    full = read_json(path) if results is None else refresh(results)
+    sys.stdout.write(f"{write_html(folder or results or path.parent, full)}\n")
+
+
+def _results(path: Path) -> Path | None:
+    """The folder of results that a person means by a checkpoint's folder or by NAME.report; None for a file."""
+    from ..validate.report.results import report_folder
+
+    if path.suffix == ".report" or not (path.is_dir() or report_folder(path).is_dir()):
+        return path if path.is_dir() else None
+    return report_folder(path)
 
 
 def save(

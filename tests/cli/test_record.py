@@ -2,10 +2,12 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import cards
 import measured
 import pytest
 from keepmtp.checkpoints.identity import CACHE, identify
@@ -15,6 +17,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.report.report import JSON_FILE, read_json, verify
 from keepmtp.validate.report.results import file_of, read_result, report_folder
 
+ROOT = Path(__file__).parents[2]
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 
 
@@ -39,9 +42,23 @@ def test_a_check_is_kept_with_the_bytes_it_is_about(folder, tmp_path):
     full = verify(evidence)
     assert full.identity == found.checkpoint and full.judgement is not None and full.judgement.verdict == "infeasible"
     assert {path.name for path in evidence.iterdir()} <= {"check.json", JSON_FILE, "report.html", CACHE}
-    again = keepmtp("report", evidence)
-    assert again.returncode == 0 and again.stdout == f"{evidence / 'report.html'}\n", again.stderr
+    for path in (evidence, folder):
+        again = keepmtp("report", path)
+        assert again.returncode == 0 and again.stdout == f"{evidence / 'report.html'}\n", again.stderr
     assert read_json(evidence / JSON_FILE) == full
+
+
+def test_what_make_check_keeps_is_enough_for_make_card(tmp_path):
+    """The very command that `make check` runs, then a card."""
+    folder = cards.checkpoint(tmp_path / "out" / "tiny")
+    dry = ["make", "-n", "-o", ".venv/.base", "check", f"OUT={folder}"]
+    command = subprocess.run(dry, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    made = keepmtp("card", folder)
+    assert made.returncode == 0 and (tmp_path / "out" / "tiny.card" / "README.md").is_file(), made.stderr
+    elsewhere = subprocess.run([*dry[:-1], "OUT=org/name"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert "--record" not in elsewhere, "a repository on the Hub has no folder for results"
 
 
 def test_a_checkpoint_with_errors_has_a_record_too(folder):

@@ -59,8 +59,13 @@ def verdict_on(judgement: JudgementFact, gates: Iterable[str]) -> JudgementWord:
     return worst(reason.verdict for reason in judgement.reasons if reason.gate in wanted)
 
 
-def limits_in(record: Path | None, *, cure: str) -> Gates:
+def limits_in(record: Path | None, *, cure: str, where: object = None) -> Gates:
     """The limits in a checkpoint's keepmtp.json; the defaults where there is no record, or none in it.
+
+    Args:
+        record: the file.
+        cure: what to do where it cannot be read.
+        where: its name in messages; default `record`.
 
     Raises:
         CheckpointError: keepmtp did not write it, or a limit in it is none.
@@ -68,11 +73,13 @@ def limits_in(record: Path | None, *, cure: str) -> Gates:
     if record is None:
         return Gates()
     try:
-        return Gates.model_validate(read_record(record, cure=cure).recipe.whole.get("gates") or {})
+        return Gates.model_validate(read_record(record, where=where, cure=cure).recipe.whole.get("gates") or {})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, ("recipe", "gates", *first["loc"])))
-        raise CheckpointError(record, f"{place} must be a gate's limit", got=first["msg"], cure=cure) from error
+        raise CheckpointError(
+            where or record, f"{place} must be a gate's limit", got=first["msg"], cure=cure
+        ) from error
 
 
 # --- findings ---------------------------------------------------------------------------------------------------------
