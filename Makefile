@@ -2,6 +2,7 @@
 #
 #   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR] [NPROC=GPUs]
 #   make plan ...     the same arguments: what would happen, nothing written
+#   make quantize|plan|all ... TRUST_REMOTE_CODE=1   you have read the checkpoint's own Python: it may run, and is carried
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
 #   make validate EVAL=gsm8k ...                             GSM8K of source and checkpoint with MTP on, and the gates
@@ -29,13 +30,13 @@ PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check
 # NPROC processes share batches and shards, one a GPU; on several nodes start torchrun by hand (docs/calibration.md).
 KEEPMTP = $(VENV)/bin/$(if $(NPROC),torchrun --standalone --nproc-per-node "$(NPROC)" -m keepmtp,keepmtp)
 VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)")
-CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT)
+CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT) $(if $(TRUST_REMOTE_CODE),--trust-remote-code)
 
 .DELETE_ON_ERROR:
 .PHONY: help quantize plan check validate card all publish ls vllm test lint measure matrix picture benchmark dist clean
 
 help:
-	@sed -n '3,15s/^# \{0,3\}//p' Makefile
+	@sed -n '3,16s/^# \{0,3\}//p' Makefile
 
 # A recipe that is calibrated installs .calibrate, any other no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base

@@ -12,7 +12,8 @@ import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,10 @@ from huggingface_hub.errors import (
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.shipped import find_path
-from .record import RECIPE, RECORD
+from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
 from .safetensors_file import Entry, fill, read_header
 
-INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# What belongs to a checkpoint besides weights: tokenizer, generation settings, model code, licence. Not the card.
-COMPANIONS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py", "LICENSE*", "encoding/*")
-NOT_CARRIED = ("config.json", INDEX, "hf_quant_config.json", "quantize_config.json", RECIPE, RECORD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +51,8 @@ class Source:
         entries: the tensors that a loader following the index would see.
         unindexed: tensors of safetensors files that the index does not list.
         companions: tokenizer and other files to carry over, relative paths.
+        code: its own Python, which is carried only if the user trusts it.
+        left: the names of all other files, which are never carried.
     """
 
     where: str
@@ -63,6 +62,8 @@ class Source:
     entries: Mapping[HFName, Entry]
     unindexed: Mapping[HFName, Entry]
     companions: tuple[str, ...]
+    code: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 def open_source(where: str | Path, *, revision: str = "main") -> Source:
@@ -90,20 +91,10 @@ def download(source: Source, *, to: Path | None = None) -> Source:
     """The same source with its files on this machine (the Hub's cache, or `to`), with the Hub's progress bars."""
     if source.folder is not None:
         return source
+    wanted = ["*.safetensors", *REWRITTEN, *map(escape, (*source.companions, *source.code))]
     with _hub_errors(source.where, source.revision):
-        folder = snapshot_download(
-            source.where, revision=source.revision, local_dir=to, allow_patterns=["*.safetensors", *COMPANIONS]
-        )
-    local = _open_folder(Path(folder), source.where)
-    return Source(
-        where=local.where,
-        revision=source.revision,
-        folder=local.folder,
-        config=local.config,
-        entries=local.entries,
-        unindexed=local.unindexed,
-        companions=local.companions,
-    )
+        folder = snapshot_download(source.where, revision=source.revision, local_dir=to, allow_patterns=wanted)
+    return replace(_open_folder(Path(folder), source.where), revision=source.revision)
 
 
 def small_file(source: Source, name: str) -> Path | None:
@@ -126,17 +117,15 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
 
 
 def _open_folder(folder: Path, where: str) -> Source:
+    if (folder / "config.json").is_symlink():  # an output's config.json has all of its values
+        inside(folder, "config.json")
     config = _parse_config(folder / "config.json", where)
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     index_path = folder / INDEX
     weight_map = _parse_index(index_path.read_bytes(), f"{where}/{INDEX}") if index_path.is_file() else None
     indexed = _indexed_files(weight_map, present, where)
     headers = {file: read_header(folder / file, f"{where}/{file}").entries for file in {*indexed, *present}}
-    companions = sorted(
-        {str(path.relative_to(folder)) for pattern in COMPANIONS for path in folder.glob(pattern) if path.is_file()}
-        - set(NOT_CARRIED)
-    )
-    return _assemble(where, "local", folder, config, weight_map, indexed, headers, tuple(companions))
+    return _assemble(where, "local", folder, config, weight_map, indexed, headers, companions_in(folder))
 
 
 def _open_hub(repo: str, revision: str) -> Source:
@@ -171,7 +160,7 @@ def _open_hub(repo: str, revision: str) -> Source:
 
         with ThreadPoolExecutor(max_workers=16) as pool:
             headers = dict(zip(present, pool.map(header, present), strict=True))
-    return _assemble(repo, commit, None, config, weight_map, indexed, headers, ())
+    return _assemble(repo, commit, None, config, weight_map, indexed, headers, companions_among(files))
 
 
 def _assemble(
@@ -182,7 +171,7 @@ def _assemble(
     weight_map: Mapping[str, str] | None,
     indexed: tuple[str, ...],
     headers: Mapping[str, Mapping[HFName, Entry]],
-    companions: tuple[str, ...],
+    companions: Companions,
 ) -> Source:
     entries: dict[HFName, Entry] = {}
     unindexed: dict[HFName, Entry] = {}
@@ -213,7 +202,9 @@ def _assemble(
         config=config,
         entries=entries,
         unindexed={name: entry for name, entry in unindexed.items() if name not in entries},
-        companions=companions,
+        companions=companions.carried,
+        code=companions.code,
+        left=companions.left,
     )
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.extras import require_extra
 from ..validate.serving.vllm_env import find_vllm
+from .options import TrustOption
 
 if TYPE_CHECKING:
     from ..quantize.plan import Plan
@@ -35,6 +36,7 @@ def everything(
     ] = None,
     scheme: Annotated[str | None, typer.Option("--scheme", help="As for `keepmtp quantize`.")] = None,
     mtp: Annotated[str | None, typer.Option("--mtp", help="As for `keepmtp quantize`.")] = None,
+    trust_remote_code: TrustOption = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     gpus: Annotated[
         list[str] | None, typer.Option("--gpu", help="GPUs that the dry load pretends; default sm90 and sm100.")
@@ -60,6 +62,7 @@ def everything(
 
     Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/GLM-4.7-NVFP4A16 --gpu sm100 -k 3`
     """
+    from ..quantize.own_code import refuse_untrusted_code
     from ..recipes.find import find_recipe
     from . import pipeline as run
 
@@ -68,6 +71,7 @@ def everything(
     is_made = out.exists()
     original = _option("--source", source)
     choices = [*original, *_option("--scheme", scheme), *_option("--mtp", mtp)]
+    choices += ["--trust-remote-code"] if trust_remote_code else []
     stations = {
         "quantize": [] if is_made else ["quantize", model, *choices, "--out", str(out)],
         "check": ["check", str(out), "--record", *_each("--gpu", gpus or ["sm90", "sm100"]), *_each("--tp", tps or [])],
@@ -84,7 +88,9 @@ def everything(
     require_extra("keepmtp all", "evaluate")
     find_vllm()
     if not is_made:
-        _refuse_evaluation(run.plan_for(model, source=source, scheme=scheme, mtp=mtp)[0])
+        made, _ = run.plan_for(model, source=source, scheme=scheme, mtp=mtp, trust_remote_code=trust_remote_code)
+        refuse_untrusted_code(made)
+        _refuse_evaluation(made)
     err = Console(stderr=True)
     # `python -m` looks into the current folder first, which may hold another `keepmtp`.
     environment = os.environ | {"PYTHONSAFEPATH": "1"}

@@ -24,3 +24,11 @@ MtpOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
 PortOption = Annotated[int | None, typer.Option(min=1, max=65535, help="Of the servers; default: a free one.")]
 TimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")]
+TrustOption = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="You have read the checkpoint's own Python: a recipe with `model_code: checkpoint` may run it, and the "
+        "output gets its .py files.",
+    ),
+]

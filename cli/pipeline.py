@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from ..checkpoints.files import partial_path
 from ..checkpoints.source import Source, download, open_source
 from ..quantize.output import claim, publish, refuse_output
-from ..quantize.plan import Plan, make_plan
+from ..quantize.plan import SHARD_BYTES, Plan, make_plan
 from ..recipes.errors import GateError
 from ..recipes.find import find_recipe
 from ..recipes.schema import AUTO, Recipe
@@ -57,7 +57,12 @@ class FinishedRun:
 
 
 def plan_for(
-    model: str, *, source: str | None = None, scheme: str | None = None, mtp: str | None = None
+    model: str,
+    *,
+    source: str | None = None,
+    scheme: str | None = None,
+    mtp: str | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Plan, str]:
     """Return the plan that a command line asks for, from headers alone, and the text of its recipe.
 
@@ -68,7 +73,8 @@ def plan_for(
     where = source or recipe.source
     # The recipe's revision belongs to the recipe's source. Another repository has a history of its own.
     revision = recipe.revision if where == recipe.source else "main"
-    return plan_before_measuring(recipe, open_source(where, revision=revision)), text
+    opened = open_source(where, revision=revision)
+    return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
 
 
 def quantize(
@@ -115,11 +121,13 @@ def quantize(
     return FinishedRun(plan=plan, out=out, report=report.model_copy(update={"path": str(out)}), calibration=run)
 
 
-def plan_before_measuring(recipe: Recipe, source: Source, **options: int) -> Plan:
+def plan_before_measuring(
+    recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES, trust_remote_code: bool = False
+) -> Plan:
     """Call `make_plan`. While `mtp: auto` has not chosen yet, plan a BF16 block and keep the word auto."""
-    if recipe.mtp != AUTO:
-        return make_plan(recipe, source, **options)
-    return replace(make_plan(recipe.resolved("bf16"), source, **options), recipe=recipe)
+    decided = recipe.resolved("bf16") if recipe.mtp == AUTO else recipe
+    made = make_plan(decided, source, shard_bytes=shard_bytes, trust_remote_code=trust_remote_code)
+    return replace(made, recipe=recipe)
 
 
 def default_out(recipe: Recipe) -> Path:
@@ -137,7 +145,9 @@ def _downloaded(plan: Plan, out: Path) -> Plan:
     local = download(plan.source)
     if local is plan.source:
         return plan
-    plan = plan_before_measuring(plan.recipe, local, shard_bytes=plan.shard_bytes)
+    plan = plan_before_measuring(
+        plan.recipe, local, shard_bytes=plan.shard_bytes, trust_remote_code=plan.trust_remote_code
+    )
     refuse(plan, out)
     return plan
 

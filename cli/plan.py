@@ -3,7 +3,7 @@
 In: a model and choices. Out: tables, or JSON. Nothing is written.
 """
 
-from .options import JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption
+from .options import JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption, TrustOption
 
 
 def plan(
@@ -11,6 +11,7 @@ def plan(
     source: SourceOption = None,
     scheme: SchemeOption = None,
     mtp: MtpOption = None,
+    trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what would become of every tensor, from headers alone: no weight is read, nothing is written.
@@ -22,5 +23,5 @@ def plan(
     """
     from . import pipeline, plan_tables
 
-    made, _ = pipeline.plan_for(model, source=source, scheme=scheme, mtp=mtp)
+    made, _ = pipeline.plan_for(model, source=source, scheme=scheme, mtp=mtp, trust_remote_code=trust_remote_code)
     plan_tables.show(made, as_json=as_json)

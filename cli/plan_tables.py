@@ -9,9 +9,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
+from ..checkpoints.identity import listed
+from ..quantize.own_code import code_left_out
 from ..quantize.plan import Plan
 from ..quantize.quant_config import quantization_config
+from ..recipes.errors import printable
 from . import calibration_tables, tables
 from .refusals import needs_calibration, refusals
 
@@ -23,11 +27,20 @@ def show(made: Plan, *, as_json: bool) -> None:
         return
     out = Console()
     out.print(tables.plan_summary(made))
+    out.print(companions(made))
     if needs_calibration(made):
         out.print(calibration_tables.will_do(made))
     out.print(tables.config_listing(quantization_config(made)))
     for refusal in refusals(made):
         out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False)
+
+
+def companions(plan: Plan) -> Text:
+    """Which files the output gets besides weights, and which it does not."""
+    left = plan.source.left
+    lines = [f"carried: {', '.join(plan.companions) or 'no other file'}", code_left_out(plan)]
+    lines.append(f"left: {listed(left)}" if left else "")
+    return Text("\n".join([*map(printable, filter(None, lines)), ""]))
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -38,6 +51,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "tensors": {"before": len(plan.entries), "after": sum(len(tensor.outputs) for tensor in plan.tensors)},
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
         "shards": len(plan.shards),
+        "carried": list(plan.companions),
+        "left": [*(() if plan.trust_remote_code else plan.source.code), *plan.source.left],
         "mtp_layers": plan.view.num_mtp_layers,
         "needs_calibration": plan.needs_calibration,
         "groups": tables.plan_rows(plan),

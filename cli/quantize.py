@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from . import tables
-from .options import JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption
+from .options import JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption, TrustOption
 from .progress import place_in_run, run_progress
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def quantize(
     source: SourceOption = None,
     scheme: SchemeOption = None,
     mtp: MtpOption = None,
+    trust_remote_code: TrustOption = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Shards written at the same time; default one for each core.")
@@ -59,7 +60,7 @@ def quantize(
     from . import calibration_tables, pipeline, plan_tables, refusals
 
     out = Console()
-    made, text = pipeline.plan_for(model, source=source, scheme=scheme, mtp=mtp)
+    made, text = pipeline.plan_for(model, source=source, scheme=scheme, mtp=mtp, trust_remote_code=trust_remote_code)
     rank, _ = place_in_run()
     if dry_run:
         if not rank:
@@ -69,6 +70,7 @@ def quantize(
     refusals.refuse(made, target)
     if not (as_json or rank):
         out.print(tables.plan_summary(made))
+        out.print(plan_tables.companions(made))
         if refusals.needs_calibration(made):
             out.print(calibration_tables.will_do(made))
     with run_progress(Console(stderr=True), as_json=as_json) as progress:

@@ -9,6 +9,7 @@ be refused at its start is refused there.
 from pathlib import Path
 
 from ..quantize.output import refuse_output
+from ..quantize.own_code import refuse_untrusted_code
 from ..quantize.plan import Plan
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
@@ -20,10 +21,11 @@ def refuse(plan: Plan, out: Path) -> None:
     """Refuse a run that cannot succeed here.
 
     Raises:
-        RecipeError: the output folder cannot be used; or the MTP block must be run and cannot be; or a package that
-            packs or calibrates is not installed.
+        RecipeError: the output folder cannot be used; or the checkpoint's own Python is needed and not trusted; or the
+            MTP block must be run and cannot be; or a package that packs or calibrates is not installed.
     """
     refuse_output(plan, out, calibration=None if needs_calibration(plan) else "")
+    refuse_untrusted_code(plan)
     refuse_no_draft(plan)
     refuse_missing_extra(plan)
 
@@ -60,7 +62,7 @@ def refuse_missing_extra(plan: Plan) -> None:
 def refusals(plan: Plan) -> list[str]:
     """Every sentence that would stop this plan here, whatever its output folder."""
     found = []
-    for refuse_plan in (refuse_no_draft, refuse_missing_extra):
+    for refuse_plan in (refuse_untrusted_code, refuse_no_draft, refuse_missing_extra):
         try:
             refuse_plan(plan)
         except RecipeError as error:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..checkpoints.companions import inside
 from ..checkpoints.files import complete, held, partial_path, write_whole
 from ..checkpoints.record import RECIPE, RECORD, Record
 from ..checkpoints.source import INDEX, file_sizes
@@ -107,9 +108,9 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[
     index = {"metadata": {"total_size": plan.num_bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
     write_whole(partial / INDEX, json.dumps(index, indent=2) + "\n")
     assert plan.source.folder is not None
-    for name in plan.source.companions:
+    for name in plan.companions:
         (partial / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(plan.source.folder / name, partial / name)
+        shutil.copyfile(inside(plan.source.folder, name), partial / name)
     write_whole(partial / RECIPE, recipe_text)
     write_whole(partial / RECORD, record_of(plan, calibration).text())
 

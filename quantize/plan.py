@@ -41,13 +41,24 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will happen, before it does."""
+    """Everything that will happen, before it does.
+
+    Attributes:
+        trust_remote_code: the user lets the checkpoint's own Python run, and travel with the output.
+    """
 
     recipe: Recipe
     source: Source
     view: FamilyView
     tensors: tuple[TensorPlan, ...]
     shard_bytes: int = SHARD_BYTES
+    trust_remote_code: bool = False
+
+    @property
+    def companions(self) -> tuple[str, ...]:
+        """The source's files, weights apart, that the output gets."""
+        source = self.source
+        return (*source.companions, *source.code) if self.trust_remote_code else source.companions
 
     @cached_property
     def num_bytes_before(self) -> int:
@@ -95,13 +106,16 @@ class Plan:
         return sorted({tensor.scheme for tensor in self.tensors if tensor.calibrated})
 
 
-def make_plan(recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES) -> Plan:
+def make_plan(
+    recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES, trust_remote_code: bool = False
+) -> Plan:
     """Decide the fate of every tensor.
 
     Args:
         recipe: what to do with each module group; `mtp: auto` has been resolved to one of its candidates.
         source: the released checkpoint's headers.
         shard_bytes: upper bound for an output file, unless one unit alone is larger.
+        trust_remote_code: the user lets the checkpoint's own Python run, and travel with the output.
 
     Raises:
         RecipeError: the recipe does not fit the model: a group without a decision or without modules, a width that a
@@ -124,7 +138,14 @@ def make_plan(recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES)
     _refuse_disagreeing_fusions(recipe, tensors)
     tensors = _with_calibration(recipe, tensors)
     tensors.sort(key=_plan_order)
-    plan = Plan(recipe=recipe, source=source, view=view, tensors=tuple(tensors), shard_bytes=shard_bytes)
+    plan = Plan(
+        recipe=recipe,
+        source=source,
+        view=view,
+        tensors=tuple(tensors),
+        shard_bytes=shard_bytes,
+        trust_remote_code=trust_remote_code,
+    )
     refuse_calibration(plan)
     return plan
 

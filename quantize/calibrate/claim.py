@@ -25,7 +25,7 @@ def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
     recipe = plan.recipe.model_dump(mode="json", exclude={"mtp", "mtp_auto", "variant", "default", "summary"})
     assert plan.source.folder is not None
     files = {}
-    for name in (*file_sizes(plan.source), *plan.source.companions):
+    for name in (*file_sizes(plan.source), *plan.source.companions, *plan.source.code):
         status = (plan.source.folder / name).stat()
         files[name] = [status.st_size, status.st_mtime_ns]
     packages = ("torch", "transformers", "llmcompressor", "compressed-tensors")

@@ -175,7 +175,12 @@ def choose(
     started = time.monotonic()
     for number, policy in enumerate(policies):
         try:
-            plans[number] = make_plan(plan.recipe.resolved(policy), plan.source, shard_bytes=plan.shard_bytes)
+            plans[number] = make_plan(
+                plan.recipe.resolved(policy),
+                plan.source,
+                shard_bytes=plan.shard_bytes,
+                trust_remote_code=plan.trust_remote_code,
+            )
         except RecipeError as error:
             tried.append(CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None))
             continue

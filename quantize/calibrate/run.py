@@ -15,6 +15,7 @@ from typing import Any
 from ...checkpoints.files import held
 from ...recipes.errors import RecipeError
 from ...recipes.schema import AUTO
+from ..own_code import refuse_untrusted_code
 from ..plan import Plan
 from .backbone import Backbone, calibrate_backbone
 from .claim import fingerprint
@@ -60,6 +61,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
     """
     calibration = plan.recipe.calibration
     assert calibration is not None, f"{plan.recipe.name}: nothing says what to calibrate on"
+    refuse_untrusted_code(plan)
     refuse_mtp(plan)
     data = calibration_data(calibration, plan.source)
     if plan.recipe.mtp == AUTO and data.held_out_written is not None and not data.held_out_written.any():

@@ -139,7 +139,10 @@ class Encoders:
             cure = "Put the release's chat_template.jinja beside tokenizer.json, or name a column of texts"
             raise CheckpointError(where, rule, got="none", cure=cure)
         if not self.may_run_code:
-            cure = "Read it and set calibration.model_code: checkpoint to run it, or name a column of texts"
+            cure = (
+                "Read it, set calibration.model_code: checkpoint and add --trust-remote-code to run it, "
+                "or name a column of texts"
+            )
             raise RecipeError(where, rule, got=f"encoding/{files[0].name}, which is the checkpoint's code", cure=cure)
         encode_messages = getattr(_imported(files[0]), "encode_messages", None)
         if encode_messages is None:

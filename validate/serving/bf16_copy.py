@@ -17,6 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.companions import inside
 from ...checkpoints.safetensors_file import Entry, lay_out
 from ...checkpoints.source import INDEX, Source, read
 from ...checkpoints.stored import KV_SCALE_LEAVES, StoredWeight, stored_weights
@@ -103,7 +104,7 @@ def write_copy(source: Source, folder: Path, progress: Progress | None = None) -
     (folder / "config.json").write_text(json.dumps(plain_config(source.config), indent=2) + "\n")
     for name in source.companions:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source.folder / name, folder / name)
+        shutil.copyfile(inside(source.folder, name), folder / name)
     return folder
 
 

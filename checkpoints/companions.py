@@ -1,0 +1,144 @@
+"""The files of a checkpoint besides its weights: which of them an output gets, and which it does not.
+
+In: a folder, or the names of a repository's files. Out: `Companions`: names to carry over, the checkpoint's own Python,
+and the names of everything else.
+
+Easy to get wrong: an output may be published, so a file is carried only if its name is known, and never through a link
+that leaves the folder. A link may lead to any file of the person who runs keepmtp, and a stray file may hold a token.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ..recipes.errors import CheckpointError
+from .record import RECIPE, RECORD
+
+INDEX = "model.safetensors.index.json"
+# Compared in lower case.
+_KNOWN = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model*",
+    "tekken.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.bpe",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "*chat_template*.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+    "*processor_config.json",
+    "configuration.json",
+    "license*",
+    "licence*",
+    "notice*",
+    "copying*",
+    "third_party_notices*",
+    "use_policy*",
+)
+_CODE = ("*.py", "encoding/*.py")
+REWRITTEN = ("config.json", INDEX, "hf_quant_config.json", "quantize_config.json", RECIPE, RECORD)
+"""Read, if they are there, and never copied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companions:
+    """Names with forward slashes, sorted.
+
+    Attributes:
+        carried: tokenizer, templates, generation settings, licence.
+        code: the checkpoint's own Python, which is carried only if the user trusts it.
+        left: everything else but weights and what keepmtp writes anew; a folder has a slash at its end.
+    """
+
+    carried: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+def companions_in(folder: Path) -> Companions:
+    """The companions of a local checkpoint.
+
+    Raises:
+        CheckpointError: one that would be carried is a link out of the folder, or to nowhere.
+    """
+    found = companions_among(_names(folder))
+    for name in (*found.carried, *found.code):
+        inside(folder, name)
+    return found
+
+
+def companions_among(names: Iterable[str]) -> Companions:
+    """The companions among the names of a repository's files."""
+    carried, code, left = [], [], set()
+    for name in sorted(names):
+        if name.startswith(".") or name in REWRITTEN or name.endswith(".safetensors"):
+            continue
+        if _is_one_of(name, _CODE):
+            code.append(name)
+        elif _is_one_of(name, _KNOWN):
+            carried.append(name)
+        else:
+            top, slash, _ = name.partition("/")
+            left.add(top + slash)
+    return Companions(carried=tuple(carried), code=tuple(code), left=tuple(sorted(left)))
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file of a checkpoint, once it is known to be in that checkpoint.
+
+    A snapshot of the Hub's cache is a folder of links to `blobs/` of the same repository: those are its own files.
+
+    Raises:
+        CheckpointError: a link that leaves the folder, or one to nowhere.
+    """
+    path = folder / name
+    home, target = folder.resolve(), path.resolve()
+    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+    if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+        raise CheckpointError(
+            path,
+            "a file of a checkpoint must be in its folder",
+            got=f"a link to {target}",
+            cure="Put a copy of the file there if it belongs to the checkpoint, or remove the link",
+        )
+    if not path.is_file():
+        raise CheckpointError(path, "must be a file", got="a link to nowhere", cure="Restore it, or remove the link")
+    return path
+
+
+def code_named_by(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """The checkpoint's own files that `auto_map` names, such as `modeling_kimi.py`; sorted."""
+    auto_map = config.get("auto_map")
+    values = auto_map.values() if isinstance(auto_map, Mapping) else ()
+    classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    own = {name.rpartition(".")[0] for name in classes if isinstance(name, str) and "--" not in name}
+    return tuple(sorted(f"{module}.py" for module in own if module))
+
+
+def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a name fits a pattern; a star never takes a slash."""
+    return any(name.count("/") == pattern.count("/") and fnmatchcase(name.lower(), pattern) for pattern in patterns)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Files of the folder and of its own folders, no deeper: a linked folder is one name."""
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            inner = [f"{entry.name}/{each.name}" for each in os.scandir(entry) if _is_file_or_link(each)]
+            yield from inner or [f"{entry.name}/"]
+        elif _is_file_or_link(entry):
+            yield entry.name
+
+
+def _is_file_or_link(entry: "os.DirEntry[str]") -> bool:
+    return entry.is_symlink() or entry.is_file()

@@ -1,0 +1,182 @@
+"""Files besides weights: known names alone are carried, nothing through a link that leaves the folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hub import FIRST_COMMIT
+from keepmtp.checkpoints.companions import code_named_by, companions_among
+from keepmtp.checkpoints.source import download, open_source
+from keepmtp.cli import pipeline
+from keepmtp.quantize.own_code import code_left_out
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from releases import source_layout, write_checkpoint
+
+KNOWN = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "tiktoken.model",
+    "qwen.tiktoken",
+    "generation_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/rag.jinja",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "LICENSE",
+    "LICENSE-MODEL",
+    "NOTICE.txt",
+)
+CODE = ("encoding/encoding_dsv4.py", "modeling_own.py")
+STRAY = ("secrets.json", "notes.txt", "README.md", "id_ed25519", "training/args.json", "inference/model.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    config["auto_map"] = {
+        "AutoModelForCausalLM": "modeling_own.Own",
+        "AutoConfig": ["org/other--configuration.C", None],
+    }
+    folder = write_checkpoint(tmp_path / "source", config, tensors, data="random")
+    for name in (*KNOWN, *CODE, *STRAY):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+def quantized(folder: Path, **choices: bool) -> dict[str, str]:
+    """The output's small files, by name."""
+    plan, text = pipeline.plan_for("glm-4.7", source=str(folder), scheme="FP8_DYNAMIC", **choices)
+    out = folder.parent / "out"
+    pipeline.quantize(plan, text, out=out, threads=1)
+    files = (path for path in out.rglob("*") if path.is_file() and path.suffix != ".safetensors")
+    return {path.relative_to(out).as_posix(): path.read_text() for path in files}
+
+
+WRITTEN = {"config.json", "model.safetensors.index.json", "recipe.yaml", "keepmtp.json"}
+
+
+def test_known_names_are_carried_and_nothing_else(folder):
+    assert quantized(folder).keys() == {*KNOWN, *WRITTEN}
+
+
+def test_own_code_travels_only_with_the_flag(folder):
+    plan, _ = pipeline.plan_for("glm-4.7", source=str(folder))
+    assert plan.source.code == CODE
+    said = code_left_out(plan)
+    assert "encoding/encoding_dsv4.py, modeling_own.py, the checkpoint's own Python" in said
+    assert "auto_map in config.json names modeling_own.py. Carry it: --trust-remote-code" in said
+    assert quantized(folder, trust_remote_code=True).keys() == {*KNOWN, *CODE, *WRITTEN}
+
+
+def test_a_plan_says_what_is_carried_and_what_is_not(folder, capsys):
+    from keepmtp.cli.plan import plan
+
+    plan("glm-4.7", source=str(folder), as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed["carried"]) == set(KNOWN)
+    top = {name.partition("/")[0] + "/" if "/" in name else name for name in STRAY}
+    assert set(printed["left"]) == {*CODE, *top}
+    plan("glm-4.7", source=str(folder))
+    words = " ".join(capsys.readouterr().out.split())
+    assert "carried: LICENSE, LICENSE-MODEL" in words and "not carried: encoding/encoding_dsv4.py" in words
+    assert "left: README.md, id_ed25519" in words and "secrets.json" in words
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "tokenizer.json", "modeling_own.py", "config.json", "notice"])
+def test_a_link_that_leaves_the_folder_is_refused(name, folder):
+    """The file behind it is anybody's: an output may be published."""
+    key = folder.parent / "id_ed25519"
+    key.write_text("PRIVATE KEY")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../id_ed25519")
+    with pytest.raises(
+        CheckpointError, match=rf"source/{name}: a file of a checkpoint must be in its folder; got a link"
+    ):
+        open_source(folder)
+
+
+def test_a_link_through_a_folder_of_links_is_refused(folder):
+    (folder.parent / "elsewhere").mkdir()
+    (folder.parent / "elsewhere" / "default.jinja").write_text("x")
+    (folder / "inner").symlink_to(folder.parent / "elsewhere")
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.jinja").symlink_to("inner/default.jinja")
+    with pytest.raises(CheckpointError, match="must be in its folder"):
+        open_source(folder)
+
+
+def test_a_link_made_after_the_plan_is_refused(folder):
+    plan, text = pipeline.plan_for("glm-4.7", source=str(folder), scheme="FP8_DYNAMIC")
+    (folder.parent / "key").write_text("PRIVATE KEY")
+    (folder / "LICENSE").unlink()
+    (folder / "LICENSE").symlink_to("../key")
+    out = folder.parent / "out"
+    with pytest.raises(CheckpointError, match="must be in its folder"):
+        pipeline.quantize(plan, text, out=out, threads=1)
+    assert not out.exists()
+
+
+def test_a_link_to_nowhere_is_refused(folder):
+    (folder / "LICENSE").unlink()
+    (folder / "LICENSE").symlink_to("gone")
+    with pytest.raises(CheckpointError, match="a link to nowhere"):
+        open_source(folder)
+
+
+def test_a_link_inside_the_folder_is_carried_as_a_file(folder):
+    (folder / "LICENSE").unlink()
+    (folder / "LICENSE").symlink_to("NOTICE.txt")
+    assert quantized(folder)["LICENSE"] == "{}"
+
+
+def test_the_hub_cache_keeps_its_links(folder, serve_hub):
+    """A snapshot is a folder of links to blobs/ of its own repository; one that leads further is refused."""
+    serve_hub(folder)
+    remote = open_source("org/model")
+    assert remote.companions == KNOWN_SORTED and remote.code == CODE
+    local = download(remote)
+    assert local.folder is not None and local.revision == FIRST_COMMIT
+    assert (local.folder / "LICENSE").is_symlink() and local.companions == remote.companions and local.code == CODE
+    assert not [name for name in STRAY if (local.folder / name).exists()], "strays are not even downloaded"
+    blob = (local.folder / "LICENSE").resolve()
+    blob.unlink()
+    blob.symlink_to(folder / "secrets.json")
+    with pytest.raises(CheckpointError, match="must be in its folder"):
+        open_source(local.folder)
+
+
+KNOWN_SORTED = tuple(sorted(KNOWN))
+
+
+def test_names_alone():
+    found = companions_among(
+        ["a/b/tokenizer.json", ".env.json", "x.safetensors", "Licence.md", "sub/LICENSE", "t.model"]
+    )
+    assert found.carried == ("Licence.md", "t.model") and found.left == ("a/", "sub/") and not found.code
+
+
+@pytest.mark.parametrize("auto_map", [None, 3, "modeling.A", {"AutoModel": 3}, {"AutoModel": [{}, None]}, {"A": "x"}])
+def test_an_odd_auto_map_names_nothing(auto_map):
+    assert code_named_by({"auto_map": auto_map}) == ()
+
+
+def test_a_recipe_that_runs_code_needs_the_flag(folder, tmp_path):
+    """The recipe may be a stranger's as well."""
+    recipe = tmp_path / "mine.yaml"
+    plan, _ = pipeline.plan_for("glm-4.7.nvfp4-fp8", source=str(folder))
+    raw = plan.recipe.model_dump(mode="json")
+    raw["calibration"]["model_code"] = "checkpoint"
+    recipe.write_text(json.dumps(raw))
+    from keepmtp.cli.refusals import refusals, refuse
+
+    plan, _ = pipeline.plan_for(str(recipe), source=str(folder))
+    rule = r"needs --trust-remote-code; got calibration.model_code: checkpoint without it\. Read .*modeling_own\.py"
+    with pytest.raises(RecipeError, match=rule):
+        refuse(plan, tmp_path / "out")
+    assert len(refusals(plan)) == 1 and not (tmp_path / "out.partial").exists()
+    trusted, _ = pipeline.plan_for(str(recipe), source=str(folder), trust_remote_code=True)
+    assert refusals(trusted) == []
