@@ -10,6 +10,7 @@
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
 #   make test         everything the project promises, on this machine
+#   make fuzz         an hour of hostile checkpoints, recipes and results; FUZZ_SECONDS=60 for a minute
 #   make lint         ruff, its format, pyright                    make measure  how readable the tree is, in numbers
 #   make picture      docs/check.svg and the README's table of families      make dist   sdist and wheel in dist/, checked
 #
@@ -33,7 +34,7 @@ VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)")
 CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT) $(if $(TRUST_REMOTE_CODE),--trust-remote-code)
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate card all publish ls vllm test lint measure matrix picture benchmark dist clean
+.PHONY: help quantize plan check validate card all publish ls vllm test lint fuzz measure matrix picture benchmark dist clean
 
 help:
 	@sed -n '3,16s/^# \{0,3\}//p' Makefile
@@ -83,6 +84,10 @@ vllm: $(VENV_VLLM)/.vllm
 # A worker a core, each with whole files, in the order that tests/conftest.py gives. One process: TESTS="-n 0 PATH".
 test: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
+
+# A failure prints a seed and a number: .venv/bin/python tests/fuzz/campaign.py --seed SEED --case NUMBER
+fuzz: $(VENV)/.test
+	@$(VENV)/bin/python -P tests/fuzz/campaign.py --seconds $(or $(FUZZ_SECONDS),3600)
 
 lint: $(VENV)/.test
 	$(VENV)/bin/ruff check

@@ -1,0 +1,276 @@
+"""One change to one file, described in words: what a fuzz case is made of.
+
+In: a file's bytes, text or JSON tree, and a random generator. Out: an `Edit`, which is applied to a folder.
+
+Easy to get wrong: an edit must not depend on what another one did, because a failing case is shrunk by leaving edits
+out. So each reads the file as it is when it is applied.
+"""
+
+import json
+import os
+import random
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+UNEDITABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, struct.error)
+"""What an edit may raise where one before it has left nothing to edit."""
+DEEP, HUGE, INFINITE = "@5000 lists in lists@", "@400 digits@", "@1e400@"
+"""Values that `json.dumps` cannot write; `text_of` puts them into the text."""
+REGEXES = (
+    "re:([a-z0-9._]+)*!",
+    "re:(a|a)*$",
+    "re:(.*.*.*.*.*.*.*.*)*x",
+    "re:(",
+    "re:*",
+    "re:" + "(" * 400,
+    "re:.*",
+    "re:",
+)
+NAMES = (
+    "",
+    "\x1b[31mred\x1b[0m",
+    "\x1b]0;title\x07",
+    "a\nb",
+    "a\r\x08b",
+    "\u202egnp.exe",
+    "\ud800",
+    "con\x00nul",
+    "\x9b2J",
+    "x" * 100_000,
+    "../../etc/passwd",
+    "/etc/passwd",
+    "[bold]not[/bold]",
+    "[/]",
+    "é" * 300,
+    "__metadata__",
+    ".",
+    "..",
+)
+NUMBERS = (-1, 0, 1, 2, 10**6, 10**9, 2**63, 2**64, 10**30, 1.5, -0.0, float("nan"), INFINITE, HUGE)
+OTHERS = (None, True, False, [], {}, [None], [[]], {"a": {"b": None}}, [1, "a"], [-1], {"": ""}, [1] * 10_000, DEEP)
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What is done, in words, and the function that does it to a folder."""
+
+    says: str
+    do: Callable[[Path], object]
+
+
+def value(rng: random.Random) -> Any:
+    """A value that nobody expects."""
+    return rng.choice(rng.choice((REGEXES, NAMES, NUMBERS, OTHERS)))
+
+
+def shown(given: Any) -> str:
+    text = ascii(given)
+    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
+
+
+# --- files and bytes ------------------------------------------------------------------------------------------------
+
+
+def regular(path: Path) -> Path:
+    """The path, if it is a file of moderate size: another edit may have put a FIFO or a device there."""
+    if not path.is_file() or path.stat().st_size > 2**30:
+        raise FileNotFoundError(path)
+    return path
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file anew: the old one may be a hard link to the original."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+
+
+def on_bytes(file: str, says: str, change: Callable[[bytes], bytes]) -> Edit:
+    return Edit(f"{file}: {says}", lambda folder: replace(folder / file, change(regular(folder / file).read_bytes())))
+
+
+def mangled(rng: random.Random, file: str, length: int) -> Edit:
+    """A change that knows nothing of what the bytes mean."""
+    at, byte = rng.randrange(max(length, 1)), rng.randrange(256)
+    many = [(rng.randrange(max(length, 1)), rng.randrange(256)) for _ in range(20)]
+    ways: tuple[tuple[str, Callable[[bytes], bytes]], ...] = (
+        (f"byte {at} is {byte}", lambda raw: raw[:at] + bytes([byte]) + raw[at + 1 :]),
+        ("20 bytes changed", lambda raw: _with(raw, many)),
+        (f"cut after {at} bytes", lambda raw: raw[:at]),
+        ("empty", lambda raw: b""),
+        ("in UTF-16", lambda raw: _decoded(raw).encode("utf-16")),
+        ("in UTF-16 without a mark", lambda raw: _decoded(raw).encode("utf-16-le")),
+        ("in UTF-32", lambda raw: _decoded(raw).encode("utf-32")),
+        ("after a byte order mark", lambda raw: b"\xef\xbb\xbf" + raw),
+        ("Latin-1 inside", lambda raw: raw.replace(b'"', b'"\xe9', 1)),
+        ("NUL bytes after it", lambda raw: raw + bytes(9)),
+        ("once more after it", lambda raw: raw + raw),
+        ("null", lambda raw: b"null"),
+        ("a list", lambda raw: b"[]"),
+        ("a number of 5000 digits", lambda raw: b"1" * 5000),
+        ("lists in lists", lambda raw: b"[" * 100_000),
+        ("mappings in mappings", lambda raw: b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    )
+    return on_bytes(file, *rng.choice(ways))
+
+
+def no_file(rng: random.Random, file: str) -> Edit:
+    """A file that is no file."""
+    ways: dict[str, Callable[[Path], object]] = {
+        "a FIFO": os.mkfifo,
+        "a folder": os.mkdir,
+        "gone": lambda path: None,
+        "empty": lambda path: path.write_bytes(b""),
+        "a link to itself": lambda path: path.symlink_to(path.name),
+        "a link to nothing": lambda path: path.symlink_to("nothing"),
+        "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
+        "a link to the folder": lambda path: path.symlink_to("."),
+        "a socket": _socket_at,
+        "a file of 64 GiB of holes": lambda path: os.truncate(_made(path), 2**36),
+    }
+    says = rng.choice(sorted(ways))
+
+    def do(folder: Path) -> None:
+        (folder / file).unlink(missing_ok=True)
+        ways[says](folder / file)
+
+    return Edit(f"{file}: is {says}", do)
+
+
+def _made(path: Path) -> Path:
+    path.write_bytes(b"")
+    return path
+
+
+def _socket_at(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        os.chdir(path.parent)  # the name of a socket has at most 107 bytes
+        bound.bind(path.name)
+
+
+def _with(raw: bytes, changes: list[tuple[int, int]]) -> bytes:
+    changed = bytearray(raw)
+    for at, byte in changes:
+        if at < len(changed):
+            changed[at] = byte
+    return bytes(changed)
+
+
+def _decoded(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+# --- JSON trees -----------------------------------------------------------------------------------------------------
+
+
+def text_of(tree: Any) -> str:
+    """JSON, with the values that json.dumps cannot write."""
+    deep = "[" * 5000 + "]" * 5000
+    text = json.dumps(tree)
+    for word, raw in ((DEEP, deep), (HUGE, "9" * 400), (INFINITE, "1e400")):
+        text = text.replace(json.dumps(word), raw)
+    return text
+
+
+def places(tree: Any, under: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a tree, without the root's."""
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, child in pairs:
+        yield (*under, key)
+        yield from places(child, (*under, key))
+
+
+def on_tree(file: str, says: str, change: Callable[[Any], Any]) -> Edit:
+    """A change of a file's JSON, in place, or a new tree if `change` returns one."""
+
+    def do(folder: Path) -> None:
+        tree = json.loads(regular(folder / file).read_bytes())
+        changed = change(tree)
+        replace(folder / file, text_of(tree if changed is None else changed).encode())
+
+    return Edit(f"{file}: {says}", do)
+
+
+def grafted(rng: random.Random, file: str, tree: Any, *, under: tuple[Any, ...] = ()) -> Edit:
+    """A value of the tree is another, gone, wrapped in a list, or under another name."""
+    found = [place for place in places(tree) if place[: len(under)] == under and place]
+    if not found:
+        return on_bytes(file, "null", lambda raw: b"null")
+    # Deep trees have most of their values in few lists; each depth gets its share.
+    depth = rng.choice(sorted({len(place) for place in found}))
+    place = rng.choice([each for each in found if len(each) == depth])
+    new, name, how = value(rng), rng.choice(NAMES), rng.choice(("set", "set", "set", "set", "remove", "wrap", "rename"))
+    words = {
+        "set": f"= {shown(new)}",
+        "remove": "is gone",
+        "wrap": "is in a list",
+        "rename": f"is called {shown(name)}",
+    }
+
+    def change(tree: Any) -> None:
+        holder = tree
+        for key in place[:-1]:
+            holder = holder[key]
+        old = holder.pop(place[-1])
+        if how == "remove":
+            return
+        put = {"set": new, "wrap": [old], "rename": old}[how]
+        if isinstance(holder, list):
+            holder.insert(place[-1], put)
+        else:
+            holder[name if how == "rename" else place[-1]] = put
+
+    return on_tree(file, f"{'.'.join(map(str, place))[:80]} {words[how]}", _unless_gone(change))
+
+
+def _unless_gone(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    """An edit whose place another edit has removed does nothing."""
+
+    def do(tree: Any) -> None:
+        try:
+            change(tree)
+        except (LookupError, TypeError, AttributeError):
+            return
+
+    return do
+
+
+# --- headers --------------------------------------------------------------------------------------------------------
+
+
+def read_header(path: Path) -> tuple[Any, int]:
+    """A shard's header, and where its tensors start."""
+    with open(regular(path), "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        return json.loads(file.read(min(length, 2**30))), 8 + length
+
+
+def write_shard(path: Path, header: bytes, *, length: int | None = None) -> None:
+    """The shard with another header; the tensors are holes, so that a file of gigabytes costs nothing."""
+    try:
+        _, start = read_header(path)
+        size = path.stat().st_size - start
+    except UNEDITABLE:
+        size = 0
+    replace(path, struct.pack("<Q", len(header) if length is None else length) + header)
+    os.truncate(path, path.stat().st_size + size)
+
+
+def on_header(file: str, says: str, change: Callable[[Any], Any]) -> Edit:
+    def do(folder: Path) -> None:
+        tree, _ = read_header(folder / file)
+        changed = change(tree)
+        write_shard(folder / file, text_of(tree if changed is None else changed).encode())
+
+    return Edit(f"{file}: {says}", do)
+
+
+def on_header_bytes(file: str, says: str, change: Callable[[bytes], bytes]) -> Edit:
+    def do(folder: Path) -> None:
+        tree, _ = read_header(folder / file)
+        write_shard(folder / file, change(json.dumps(tree).encode()))
+
+    return Edit(f"{file}: header {says}", do)

@@ -1,0 +1,495 @@
+"""The kinds of fuzz cases: which files are changed, and which verbs then read them.
+
+In: a random generator. Out: a `Case`: a folder to start from, edits, and a command line. KINDS is the list that the
+campaign counts by.
+
+Easy to get wrong: a case is made from its generator alone, so that seed and number repeat it. It must not ask what
+other cases did.
+"""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import corpus
+import edits
+import yaml
+from edits import Edit
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call of the command.
+
+    Attributes:
+        kind: a key of KINDS.
+        base: a name of corpus.py: the folder that is copied.
+        edits: what is changed in the copy.
+        words: the command line; {} is the copied folder.
+        reads_weights: whether status 0 claims that the weights' files are good.
+    """
+
+    kind: str
+    base: str
+    edits: tuple[Edit, ...]
+    words: tuple[str, ...]
+    reads_weights: bool = True
+
+    def without(self, number: int) -> "Case":
+        return replace(self, edits=self.edits[:number] + self.edits[number + 1 :])
+
+    def __str__(self) -> str:
+        """The case in words, enough to make it by hand."""
+        changes = "; ".join(edit.says for edit in self.edits) or "nothing changed"
+        return f"[{self.kind}] keepmtp {' '.join(self.words)} on {self.base!r} where {changes}"
+
+
+def make(seed: int, number: int) -> Case:
+    """The case of this number: kinds take turns."""
+    rng = random.Random(f"{seed} {number}")
+    kind = list(KINDS)[number % len(KINDS)]
+    return KINDS[kind](rng, kind)
+
+
+def checkpoint_words(rng: random.Random, base: str) -> tuple[str, ...]:
+    """A verb that reads a checkpoint."""
+    model = corpus.model_of(base)
+    ways: list[tuple[str, ...]] = [("check", "{}"), ("check", "{}", "--json"), ("check", "{}")]
+    if model:
+        ways += [("plan", model, "--source", "{}"), ("plan", model, "--source", "{}", "--json")]
+        ways += [("quantize", model, "--source", "{}", "--dry-run")]
+    if base in corpus.REAL:
+        ways += [("quantize", model, "--source", "{}", "--out", "{}.out")]
+    return rng.choice(ways)
+
+
+def some(rng: random.Random, make_edit: Callable[[], Edit]) -> tuple[Edit, ...]:
+    """Mostly one edit, sometimes two or three."""
+    return tuple(make_edit() for _ in range(rng.choice((1, 1, 1, 2, 3))))
+
+
+def _on_checkpoint(rng: random.Random, kind: str, base: str, make_edit: Callable[[Path], Edit]) -> Case:
+    folder = corpus.folder(base)
+    made = some(rng, lambda: make_edit(folder))
+    return Case(kind=kind, base=base, edits=made, words=checkpoint_words(rng, base))
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+def header_bytes(rng: random.Random, kind: str) -> Case:
+    """Headers whose bytes are wrong: flipped, cut, in another encoding, with another length."""
+
+    def edit(folder: Path) -> Edit:
+        file = _shard(rng, folder)
+        if rng.random() < 0.5:
+            _, start = edits.read_header(folder / file)
+            inner = edits.mangled(rng, file, start - 8)
+            if rng.random() < 0.7:
+                return _inside_header(file, inner)
+            return edits.mangled(rng, file, start)
+        length = rng.choice((0, 1, 7, 8, 99_999_999, 100_000_001, 2**31, 2**63 - 1, 2**63, 2**64 - 1))
+        return Edit(f"{file}: length field {length}", lambda folder: _relength(folder / file, length))
+
+    return _on_checkpoint(rng, kind, corpus.pick(rng), edit)
+
+
+def header_tree(rng: random.Random, kind: str) -> Case:
+    """Headers that are JSON and wrong: types, dtypes, shapes, offsets, names, metadata, duplicates."""
+    return _on_checkpoint(rng, kind, corpus.pick(rng), lambda folder: _header_edit(rng, _shard(rng, folder)))
+
+
+def _header_edit(rng: random.Random, file: str) -> Edit:
+    metadata = rng.choice(([], 1, "x", None, {"format": 1}, {"format": None}, {"a": {"b": "c"}}, {"a": ["b"]}, True))
+    dtype = rng.choice(("F4", "f32", "F33", "", "x" * 10_000, "\x1b[31m", 32, None, ["F32"], "C64", "F6_E2M3", "U16"))
+    numbers = (-1, 0, 2**31, 2**62, 2**63, 10**30, 1.0, 1.5, True, None, "2", [2], edits.INFINITE, edits.HUGE)
+    shape = rng.choice([[rng.choice(numbers), 2], [rng.choice(numbers)], [], [1] * 2000, None, "x", {}, [[2], 2], 4])
+    offsets = rng.choice(([0, -1], [-8, 8], [8, 0], [0], [0, 1, 2], None, "01", [0.0, 8.0], [True, 9], [2**63, 2**64]))
+    name, many = rng.choice(edits.NAMES), rng.choice((1000, 200_000))
+    ways: tuple[tuple[str, Callable[[Any, str], Any]], ...] = (
+        (f"metadata is {edits.shown(metadata)}", lambda tree, one: tree.update(__metadata__=metadata)),
+        (f"dtype {edits.shown(dtype)}", lambda tree, one: tree[one].update(dtype=dtype)),
+        (f"shape {edits.shown(shape)}", lambda tree, one: tree[one].update(shape=shape)),
+        (f"offsets {edits.shown(offsets)}", lambda tree, one: tree[one].update(data_offsets=offsets)),
+        ("offsets one byte later", lambda tree, one: _shift(tree[one], 1, 1)),
+        ("offsets one byte longer", lambda tree, one: _shift(tree[one], 0, 1)),
+        ("one tensor's offsets for two", lambda tree, one: tree.update({f"{one}.twin": tree[one]})),
+        ("half the shape, all the bytes", lambda tree, one: tree[one].update(shape=tree[one]["shape"][1:])),
+        (f"a tensor called {edits.shown(name)}", lambda tree, one: tree.update({name: tree.pop(one)})),
+        ("no dtype", lambda tree, one: tree[one].pop("dtype")),
+        ("no shape", lambda tree, one: tree[one].pop("shape")),
+        ("a key more", lambda tree, one: tree[one].update(stride=[1])),
+        ("no tensors", lambda tree, one: {}),
+        ("a tensor is null", lambda tree, one: tree.update({one: None})),
+        ("a tensor is a list", lambda tree, one: tree.update({one: [1]})),
+        (f"{many} empty tensors", lambda tree, one: tree.update(_empty(many))),
+    )
+    says, change = rng.choice(ways)
+    place = rng.random()
+    if rng.random() < 0.1:
+        return edits.on_header_bytes(file, "has a key twice", _twice)
+    if rng.random() < 0.2:
+        new = edits.value(rng)
+        says, change = f"a value is {edits.shown(new)}", lambda tree, one: _set(tree[one], place, new)
+
+    def on_one(tree: Any) -> Any:
+        names = [each for each in tree if each != "__metadata__"]
+        result = change(tree, names[int(place * len(names))]) if names else None
+        return result if says == "no tensors" else None
+
+    return edits.on_header(file, says, on_one)
+
+
+def _set(entry: Any, place: float, new: Any) -> None:
+    if isinstance(entry, dict) and entry:
+        entry[list(entry)[int(place * len(entry))]] = new
+
+
+def _shift(entry: Any, start: int, end: int) -> None:
+    entry["data_offsets"] = [entry["data_offsets"][0] + start, entry["data_offsets"][1] + end]
+
+
+def _empty(many: int) -> dict[str, Any]:
+    return {f"model.empty.{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(many)}
+
+
+def _twice(raw: bytes) -> bytes:
+    first = raw[1 : raw.index(b"}") + 1]
+    return b"{" + first + b"," + raw[1:]
+
+
+def _inside_header(file: str, inner: Edit) -> Edit:
+    """An edit of bytes, applied to the JSON of a header whose length field stays right."""
+
+    def do(folder: Path) -> None:
+        path = folder / file
+        tree, _ = edits.read_header(path)
+        shard = path.rename(folder / "shard")
+        path.write_bytes(json.dumps(tree).encode())
+        inner.do(folder)
+        changed = path.read_bytes()
+        edits.write_shard(shard.rename(path), changed)
+
+    return Edit(f"{inner.says} (in the header)", do)
+
+
+def _relength(path: Path, length: int) -> None:
+    tree, _ = edits.read_header(path)
+    edits.write_shard(path, json.dumps(tree).encode(), length=length)
+
+
+def _shard(rng: random.Random, folder: Path) -> str:
+    return rng.choice(sorted(path.name for path in folder.glob("*.safetensors")))
+
+
+# --- JSON files of a checkpoint -------------------------------------------------------------------------------------
+
+
+def index(rng: random.Random, kind: str) -> Case:
+    """The index: wrong types, files outside the folder, missing ones, wrong bytes."""
+    base = corpus.pick(rng)
+    paths = (
+        "../x.safetensors",
+        "/etc/passwd",
+        "/dev/zero",
+        "sub/x.safetensors",
+        "x\x00.safetensors",
+        "",
+        ".",
+        "..",
+        "\x1b[31m.safetensors",
+        "x" * 5000,
+        "config.json",
+        "\ud800.safetensors",
+        None,
+        1,
+        [],
+        {},
+        True,
+    )
+
+    def edit(folder: Path) -> Edit:
+        raw = (folder / INDEX).read_bytes()
+        if rng.random() < 0.2:
+            return edits.mangled(rng, INDEX, len(raw))
+        path, name = rng.choice(paths), rng.choice(edits.NAMES)
+        if rng.random() < 0.5:
+            return edits.on_tree(INDEX, f"a tensor in {edits.shown(path)}", lambda tree: _into(tree, name, path))
+        return edits.grafted(rng, INDEX, json.loads(raw))
+
+    return _on_checkpoint(rng, kind, base, edit)
+
+
+def _into(tree: Any, name: str, path: Any) -> None:
+    if isinstance(tree.get("weight_map"), dict):
+        tree["weight_map"][name] = path
+
+
+def config(rng: random.Random, kind: str) -> Case:
+    """Every key of config.json: null, other types, numbers out of range, deep trees."""
+    return _json_case(rng, kind, corpus.pick(rng), "config.json", ())
+
+
+def counts(rng: random.Random, kind: str) -> Case:
+    """The numbers of config.json that something is counted by."""
+    base = corpus.pick(rng)
+    tree = json.loads((corpus.folder(base) / "config.json").read_bytes())
+    found = [place for place in edits.places(tree) if isinstance(_at(tree, place), int)]
+    place, number = rng.choice(found), rng.choice(edits.NUMBERS)
+
+    def change(tree: Any) -> None:
+        _at(tree, place[:-1])[place[-1]] = number
+
+    edit = edits.on_tree("config.json", f"{'.'.join(map(str, place))} = {edits.shown(number)}", change)
+    return Case(kind=kind, base=base, edits=(edit,), words=checkpoint_words(rng, base))
+
+
+def quantization(rng: random.Random, kind: str) -> Case:
+    """quantization_config of every dialect."""
+    return _json_case(rng, kind, corpus.pick(rng, quantized=True), "config.json", ("quantization_config",))
+
+
+def regexes(rng: random.Random, kind: str) -> Case:
+    """Patterns of a stranger, in every list of names."""
+    base = corpus.pick(rng, quantized=True)
+    tree = json.loads((corpus.folder(base) / "config.json").read_bytes())
+    under = tree.get("quantization_config", {})
+    lists = [place for place in edits.places(under) if isinstance(_at(under, place), list)]
+    pattern, place = rng.choice(edits.REGEXES), rng.choice([*lists, ("ignore",)])
+    pattern = pattern if rng.random() < 0.8 else pattern.removeprefix("re:")
+
+    def change(tree: Any) -> None:
+        holder = tree.setdefault("quantization_config", {})
+        if place == ("ignore",):
+            holder.setdefault("ignore", [])
+        _at(holder, place).append(pattern)
+
+    edit = edits.on_tree("config.json", f"{'.'.join(map(str, place))} has {edits.shown(pattern)}", change)
+    return Case(kind=kind, base=base, edits=(edit,), words=checkpoint_words(rng, base))
+
+
+def modelopt_file(rng: random.Random, kind: str) -> Case:
+    """hf_quant_config.json."""
+    return _json_case(rng, kind, corpus.MODELOPT_FILE, "hf_quant_config.json", ())
+
+
+def _json_case(rng: random.Random, kind: str, base: str, file: str, under: tuple[str, ...]) -> Case:
+    def edit(folder: Path) -> Edit:
+        raw = (folder / file).read_bytes()
+        if rng.random() < 0.1:
+            return edits.mangled(rng, file, len(raw))
+        return edits.grafted(rng, file, json.loads(raw), under=under)
+
+    return _on_checkpoint(rng, kind, base, edit)
+
+
+def _at(tree: Any, place: tuple[Any, ...]) -> Any:
+    for key in place:
+        tree = tree[key]
+    return tree
+
+
+def files(rng: random.Random, kind: str) -> Case:
+    """A file of the checkpoint is a FIFO, a folder, a link that ends nowhere, a device."""
+    base = corpus.pick(rng)
+
+    def edit(folder: Path) -> Edit:
+        wanted = {path.name for path in folder.iterdir()} | {"hf_quant_config.json", "README.md", "tokenizer.json"}
+        return edits.no_file(rng, rng.choice(sorted(wanted)))
+
+    return _on_checkpoint(rng, kind, base, edit)
+
+
+# --- recipes and results --------------------------------------------------------------------------------------------
+
+
+def recipe_tree(rng: random.Random, kind: str) -> Case:
+    """A recipe whose values are of other types."""
+    base = rng.choice(corpus.RECIPES)
+    file = corpus.recipe_of(base)
+    tree = yaml.safe_load((corpus.folder(base) / file).read_text())
+    made = some(rng, lambda: _as_yaml(edits.grafted(rng, file, tree), file))
+    return Case(kind=kind, base=base, edits=made, words=_recipe_words(rng, file))
+
+
+def recipe_text(rng: random.Random, kind: str) -> Case:
+    """A recipe that is odd YAML: aliases of aliases, deep, huge, tagged, with a key twice."""
+    base = rng.choice(corpus.RECIPES)
+    file = corpus.recipe_of(base)
+    path = corpus.folder(base) / file
+    aliases = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))
+    key = rng.choice(("summary", "model", "groups", "variants", "source", "overrides", "mtp"))
+    texts: tuple[tuple[str, str], ...] = (
+        (f"{key} is aliases of aliases", f"a0: &a0 [x]\n{aliases}\n{key}: *a11\n"),
+        (f"{key} holds itself", f"{key}: &me [*me]\n"),
+        (f"{key} is lists in lists", f"{key}: {'[' * 20_000}\n"),
+        (f"{key} is mappings in mappings", f"{key}: {'{a: ' * 2000}1{'}' * 2000}\n"),
+        ("a tag of Python", "summary: !!python/object/apply:os.system ['true']\n"),
+        ("a tag of nobody", "summary: !nobody x\n"),
+        ("a key twice", "model: x\nmodel: y\n"),
+        ("a date", f"{key}: 2020-01-01\n"),
+        ("a date that is none", f"{key}: 2020-99-99\n"),
+        ("a set", f"{key}: !!set {{a, b}}\n"),
+        ("bytes", f"{key}: !!binary aGVsbG8=\n"),
+        ("a merge key", "<<: [1]\n"),
+        ("a list as key", "? [a]\n: b\n"),
+        ("ten megabytes", f"summary: {'x' * 10_000_000}\n"),
+        ("a line of control characters", 'summary: "\\e[31m\\a\\u202e"\n'),
+        ("two documents", "---\na: 1\n"),
+        ("a number of 5000 digits", f"{key}: {'9' * 5000}\n"),
+        ("a sexagesimal number", f"{key}: {'1:' * 50_000}1\n"),
+    )
+    says, text = rng.choice(texts)
+    if rng.random() < 0.3:
+        edit = edits.mangled(rng, file, path.stat().st_size)
+    elif rng.random() < 0.5:
+        edit = edits.on_bytes(file, f"{says}, at the end", lambda raw: raw + b"\n" + text.encode())
+    else:
+        edit = edits.on_bytes(file, f"{says}, alone", lambda raw: text.encode())
+    return Case(kind=kind, base=base, edits=(edit,), words=_recipe_words(rng, file))
+
+
+def _as_yaml(edit: Edit, file: str) -> Edit:
+    """An edit of a JSON tree, for a file that is YAML before and after."""
+
+    def do(folder: Path) -> None:
+        tree = yaml.safe_load(edits.regular(folder / file).read_text())
+        edits.replace(folder / file, json.dumps(tree).encode())
+        edit.do(folder)
+
+    return Edit(edit.says, do)
+
+
+def _recipe_words(rng: random.Random, file: str) -> tuple[str, ...]:
+    recipe = f"{{}}/{file}"
+    source = ("--source", "{}")
+    return rng.choice(
+        (
+            ("plan", recipe, *source),
+            ("plan", recipe, "--json", *source),
+            ("plan", recipe, "--scheme", "w4a16-fp8", *source),
+            ("quantize", recipe, "--dry-run", *source),
+            ("plan", recipe),
+            ("extra", recipe),
+            ("ls", recipe),
+        )
+    )
+
+
+def record(rng: random.Random, kind: str) -> Case:
+    """keepmtp.json and recipe.yaml of a measured checkpoint."""
+    return _evidence(rng, kind, ("NAME/keepmtp.json",))
+
+
+def results(rng: random.Random, kind: str) -> Case:
+    """report.json and the result of each station."""
+    stations = ("report", "check", "serve", "gsm8k")
+    return _evidence(rng, kind, tuple(f"NAME.report/{name}.json" for name in stations))
+
+
+def _evidence(rng: random.Random, kind: str, names: tuple[str, ...]) -> Case:
+    folder = corpus.folder(corpus.MEASURED)
+
+    def edit() -> Edit:
+        file = rng.choice(names)
+        raw = (folder / file).read_bytes()
+        if rng.random() < 0.1:
+            return edits.no_file(rng, file)
+        if rng.random() < 0.1:
+            return edits.mangled(rng, file, len(raw))
+        return edits.grafted(rng, file, json.loads(raw))
+
+    words = rng.choice(
+        (
+            ("report", "{}/NAME.report", "--out", "{}.page"),
+            ("report", "{}/NAME.report/report.json", "--out", "{}.page"),
+            ("card", "{}/NAME", "--out", "{}.card"),
+            ("gate", "{}/NAME"),
+            ("gate", "{}/NAME.report", "--json"),
+            ("check", "{}/NAME", "--record"),
+        )
+    )
+    return Case(kind=kind, base=corpus.MEASURED, edits=some(rng, edit), words=words, reads_weights=False)
+
+
+# --- the command line -----------------------------------------------------------------------------------------------
+
+
+def command_line(rng: random.Random, kind: str) -> Case:
+    """Words that name nothing: folders that are missing, odd names of repositories, of models, of numbers."""
+    base = rng.choice(corpus.REAL)
+    missing = (
+        "./missing",
+        "missing",
+        "a/b",
+        "a//b",
+        "a/b/c",
+        "..",
+        "",
+        " ",
+        "-",
+        "a/..",
+        "../x",
+        "https://x/y",
+        "a/b@c",
+        "a/-b",
+        "a--b/c",
+        "ORG/NAME.git",
+        "{}/config.json",
+        "{}/model.safetensors.index.json",
+        "/dev/null",
+        "/dev/zero",
+        "~",
+        "a/b:c",
+        "hf://a/b",
+        "é/ü",
+        "[x]/y",
+        "a/" + "b" * 300,
+    )
+    odd = rng.choice((*missing, *(name for name in edits.NAMES if "\x00" not in name and "\ud800" not in name)))
+    words = rng.choice(
+        (
+            ("check", odd),
+            ("check", odd, "{}"),
+            ("check", "{}", "--gpu", odd),
+            ("check", "{}", "--tp", odd),
+            ("plan", odd, "--source", "{}"),
+            ("plan", base, "--source", odd),
+            ("plan", base, "--source", "{}", "--scheme", odd),
+            ("plan", base, "--source", "{}", "--mtp", odd),
+            ("quantize", base, "--source", "{}", "--dry-run", "--out", odd),
+            ("report", odd),
+            ("card", odd),
+            ("gate", odd),
+            ("ls", odd),
+            ("extra", odd),
+            (odd,),
+        )
+    )
+    return Case(kind=kind, base=base, edits=(), words=words, reads_weights=False)
+
+
+KINDS: Mapping[str, Callable[[random.Random, str], Case]] = MappingProxyType(
+    {
+        "header bytes": header_bytes,
+        "header tree": header_tree,
+        "index": index,
+        "config": config,
+        "counts": counts,
+        "quantization": quantization,
+        "regexes": regexes,
+        "hf_quant_config": modelopt_file,
+        "files": files,
+        "recipe tree": recipe_tree,
+        "recipe text": recipe_text,
+        "record": record,
+        "results": results,
+        "command line": command_line,
+    }
+)
