@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     NotASafetensorsRepoError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
@@ -30,7 +31,7 @@ from huggingface_hub.errors import (
     SafetensorsParsingError,
 )
 
-from ..recipes.errors import CheckpointError
+from ..recipes.errors import CheckpointError, NoCheckpointError
 from ..recipes.family import HFName
 from ..recipes.shipped import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
@@ -81,7 +82,7 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
         return _open_folder(found, str(where))
     folder = Path(where)
     if revision == "local" or folder.is_file() or folder.is_absolute() or str(where).count("/") != 1:
-        raise CheckpointError(
+        raise NoCheckpointError(
             where, "a source is a folder with config.json or a Hub id ORG/NAME", got="neither", cure="Check SOURCE"
         )
     return _open_hub(str(where), revision)
@@ -231,7 +232,7 @@ def _indexed_files(weight_map: Mapping[str, str] | None, present: list[str], whe
 
 def _parse_config(path: Path, where: str) -> Mapping[str, Any]:
     if not path.is_file():
-        raise CheckpointError(where, "a checkpoint has a config.json", got="none", cure="Check SOURCE")
+        raise NoCheckpointError(where, "a checkpoint has a config.json", got="none", cure="Check SOURCE")
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
@@ -254,12 +255,16 @@ def _hub_errors(repo: str, revision: str) -> Iterator[None]:
 
     def refusal(error: Exception, rule: str, cure: str) -> CheckpointError:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return CheckpointError(repo, rule, got=first_line, cure=cure)
+        is_there = isinstance(error, NotASafetensorsRepoError | SafetensorsParsingError)
+        return (CheckpointError if is_there else NoCheckpointError)(repo, rule, got=first_line, cure=cure)
 
     try:
         yield
     except CheckpointError:
         raise
+    except HFValidationError as error:
+        rule = "a source is a folder with config.json or a Hub id ORG/NAME"
+        raise NoCheckpointError(repo, rule, got="neither", cure="Check the path or the name") from error
     except GatedRepoError as error:
         cure = "Ask for access on its page and run `hf auth login`"
         raise refusal(error, "the Hub repository must not be gated for you", cure) from error

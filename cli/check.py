@@ -1,6 +1,7 @@
 """`keepmtp check`: will vLLM load a checkpoint, and will its MTP draft be real?
 
-In: checkpoints, ours or anyone's. Out: a table or a JSON line for each; exit status 1 if one has an error.
+In: checkpoints, ours or anyone's. Out: findings or a JSON line for each; exit status 1 if one has an error, 2 if there
+is nothing to judge.
 
 Easy to get wrong: the JSON lines have names of their own, which other programs read (`check_json`); they stay when a
 field of check.json gets another name.
@@ -16,8 +17,8 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..recipes.errors import RecipeError
 from ..validate.serving.vllm_env import TESTED, find_vllm
-from . import tables
-from .options import JsonOption
+from . import exits, tables
+from .options import JsonOption, chosen_gpus
 
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
@@ -50,7 +51,10 @@ def check(
     Reads compressed-tensors, modelopt and native FP8 dialects; a Hub id is judged by range requests, not downloaded.
     Each finding says what will happen at serve time and what to do about it. With --gpu, vLLM's own target and draft
     classes and loaders judge too, on meta tensors for a GPU that need not be there: every parameter must be written,
-    every tensor used, and each layer must get a kernel. Exit status 1 if any checkpoint has an error.
+    every tensor used, and each layer must get a kernel.
+
+    Exit status 1 if any checkpoint has an error, 2 if there is nothing to judge at one of the places. The others are
+    judged all the same.
 
     With --record, every byte of one local checkpoint is hashed, once, and check.json, report.json and report.html are
     written beside it. What is measured later, by serve-check and eval, joins them if the bytes are the same.
@@ -63,30 +67,44 @@ def check(
     from .record import begin
     from .report import save
 
-    out, err = Console(), Console(stderr=True)
+    err = Console(stderr=True)
     if not gpus and not static_only and (tps or num_drafts != 1 or draft):
         raise RecipeError("check", "--tp, -k and --draft need a GPU to pretend", got="no --gpu", cure="Add --gpu sm100")
     if html is not None:
         require_extra()
     is_dry = bool(gpus) and not static_only
-    chosen = _gpus(gpus or []) if is_dry else []
+    chosen = chosen_gpus(gpus or []) if is_dry else []
     notes = begin(paths) if record else None
-    is_good = True
+    status = 0
     found = _loaded(paths, chosen, tps or [1], num_drafts, draft, err) if is_dry else _checked(paths)
     for number, checked in enumerate(found):
-        is_good &= checked.data.ok
+        status = max(status, _status(checked))
+        _show(checked, as_json=as_json)
+        if checked.refusal is not None:
+            continue
         if html is not None:
             folder = html if len(paths) == 1 else html / f"{number + 1}-{Path(paths[number]).name}"
             page = save(folder, checked.data, vllm=TESTED[0], opened=checked.source)
-            err.print(f"report: {page}", highlight=False)
-        if as_json:
-            tables.print_json(check_json(checked.data, checked.accounts), indent=None)
-        else:
-            out.print(tables.report(checked.data))
+            err.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
         if notes is not None:
-            err.print(f"recorded: {notes.keep(checked)}", highlight=False, soft_wrap=True)
-    if not is_good:
-        raise typer.Exit(1)
+            err.print(f"recorded: {notes.keep(checked)}", highlight=False, markup=False, soft_wrap=True)
+    if status:
+        raise typer.Exit(status)
+
+
+def _show(checked: "Checked", *, as_json: bool) -> None:
+    if as_json:
+        tables.print_json(check_json(checked.data, checked.accounts), indent=None)
+    elif checked.refusal is not None:
+        exits.say_refusal(checked.refusal)
+    else:
+        Console().print(tables.report(checked.data))
+
+
+def _status(checked: "Checked") -> int:
+    if checked.refusal is not None:
+        return exits.REFUSAL
+    return 0 if checked.data.ok else exits.FINDINGS
 
 
 def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dict[str, Any]:
@@ -135,14 +153,6 @@ def _checked(paths: list[str]) -> "Iterator[Checked]":
     from ..validate.check.check import examine
 
     return (examine(path) for path in paths)
-
-
-def _gpus(gpus: list[str]) -> "list[GPU]":
-    from ..validate.dryload.facts import GPUS
-
-    if wrong := [gpu for gpu in gpus if gpu not in GPUS]:
-        raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=wrong[0], cure="Take the nearest")
-    return [gpu for gpu in GPUS if gpu in gpus]
 
 
 def _loaded(

@@ -6,8 +6,7 @@ Easy to get wrong: programs read standard output, so everything that is not the 
 must be there at once: a verb's file is imported only when somebody asks for that verb, and it imports what is slow
 (pydantic, the Hub's client, the other floors) inside the functions that use it.
 
-Exit status: 0 good; 1 the checkpoint has findings or a gate is red; 2 bad input or environment; 3 (`gate`,
-`eval`, `all`) too little was measured to tell.
+`exits.py` has the exit statuses, and what is said when a command ends early.
 """
 
 import logging
@@ -24,10 +23,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
-from ..recipes.errors import GateError, KeepMTPError
+from . import exits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Verb:
     """Where a verb is, and what `keepmtp --help` says of it.
 
@@ -36,6 +35,7 @@ class Verb:
         help: the first line of the function's docstring.
         is_hidden: not shown in the help.
         words: how the usage names the words that the function parses itself.
+        how_to_go_on: a sentence without its full stop, for a command that is stopped by Ctrl-C or a signal.
     """
 
     module: str
@@ -43,6 +43,7 @@ class Verb:
     help: str
     is_hidden: bool = False
     words: str = ""
+    how_to_go_on: str = "The same command starts again"
 
 
 VERBS: Mapping[str, Verb] = MappingProxyType(
@@ -61,6 +62,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "quantize": Verb(
             module="quantize",
             function="quantize",
+            how_to_go_on="The same command goes on where this one stopped",
             help="Quantize a checkpoint and keep its MTP block, as the model's recipe says.",
         ),
         "extra": Verb(
@@ -83,6 +85,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "eval": Verb(
             module="eval",
             function="evaluate",
+            how_to_go_on="The same command asks only the questions that have no answer yet",
             words="[-- VLLM_OPTIONS]",
             help="Score a checkpoint and its source on GSM8K, served by vLLM with method=mtp, under one protocol.",
         ),
@@ -99,11 +102,13 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "publish": Verb(
             module="publish",
             function="publish",
+            how_to_go_on="The same command goes on: what was sent is not sent again",
             help="Upload a checkpoint and its card to the Hub, private by default, and check what arrived.",
         ),
         "all": Verb(
             module="all",
             function="everything",
+            how_to_go_on="The same command goes on: what was finished is not done again",
             help="Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.",
         ),
         "report": Verb(
@@ -123,6 +128,11 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
 
 class _Command(TyperCommand):
     """One verb."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words, with `~` expanded. A shell does that in `~/x`, but not in `--out=~/x` or in quotes."""
+        ours = args.index("--") if "--" in args else len(args)
+        return super().parse_args(ctx, [*map(_at_home, args[:ours]), *args[ours:]])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words after the verb in its usage."""
@@ -151,10 +161,23 @@ class _Verbs(TyperGroup):
         """--help, with the default False."""
         return _with_default_false(super().get_help_option(ctx))
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb. Ctrl-C at a question is Ctrl-C."""
+        try:
+            return super().invoke(ctx)
+        except typer.Abort as aborted:
+            raise KeyboardInterrupt from aborted
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that the first word names, with its options, and the words after it."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, name and _load(name), rest
+
+
+def _at_home(word: str) -> str:
+    """`~/x` or `--out=~/x` with the user's own folder."""
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return f"{option}{equals}{os.path.expanduser(value)}"
 
 
 def _filled(paragraph: str, width: int) -> str:
@@ -187,7 +210,6 @@ def _load(name: str) -> Any:
 app = typer.Typer(
     cls=_Verbs,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -215,21 +237,14 @@ def _common(
 
 
 def main() -> None:
-    """Entry point: a refusal is one sentence on standard error, never a traceback. Under torchrun it names the rank."""
-    try:
-        app()
-    except KeepMTPError as error:
-        _say(error)
-        sys.exit(1 if isinstance(error, GateError) else 2)
+    """Entry point; see `exits.py` for how it ends."""
+    verb = VERBS.get(next((word for word in sys.argv[1:] if word in VERBS), ""))
+    exits.run(_command(), how_to_go_on=verb.how_to_go_on if verb else Verb.how_to_go_on)
 
 
-def _say(error: KeepMTPError) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
-    from .progress import place_in_run
-
-    rank, size = place_in_run()
-    whose = f"rank {rank} of {size}: " if size > 1 else ""
-    console = Console(stderr=True)
-    console.print(f"{whose}[red]error:[/] {escape(str(error))}", highlight=False, markup=True, soft_wrap=True)
+def _command() -> Any:
+    """The whole command line. typer's own options for completion have no default, either."""
+    command = typer.main.get_command(app)
+    for option in command.params:
+        _with_default_false(option)
+    return command

@@ -1,8 +1,21 @@
 """The arguments and options that several verbs have, with their help."""
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from ..recipes.errors import RecipeError
+
+if TYPE_CHECKING:
+    from ..validate.dryload.facts import GPU
+
+# Names that people type instead of the one that vLLM's kernels go by.
+_GPU_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("h100", "h200", "h800", "h20", "gh200", "hopper"), "sm90"),
+    **dict.fromkeys(("b100", "b200", "gb200", "b300", "gb300", "blackwell"), "sm100"),
+    **dict.fromkeys(("rtx5090", "rtxpro6000", "gb10"), "sm120"),
+}
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A model's name, a recipe's full name, or a recipe file. See `keepmtp ls`.")
@@ -32,3 +45,19 @@ TrustOption = Annotated[
         "output gets its .py files.",
     ),
 ]
+
+
+def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
+    """The GPUs to pretend, in keepmtp's order.
+
+    Raises:
+        RecipeError: a name that is not among them; the cure says which one is meant.
+    """
+    from ..validate.dryload.facts import GPUS
+
+    for word in words:
+        if word not in GPUS:
+            meant = _GPU_NAMES.get(word.lower().replace(" ", "").replace("-", "").replace("_", ""))
+            cure = f"{word} is {meant}: write --gpu {meant}" if meant else "Take the nearest"
+            raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)
+    return [gpu for gpu in GPUS if gpu in words]

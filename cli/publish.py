@@ -19,7 +19,7 @@ from rich.table import Table
 
 from ..recipes.errors import GateError, RecipeError
 from . import tables
-from .options import JsonOption
+from .options import JsonOption, chosen_gpus
 from .progress import bytes_bar
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def publish(
     from ..validate.publish.upload_set import prepare, read_again
 
     publishing.check_name(repo)
-    chosen = _gpu(gpu)
+    chosen = next(iter(chosen_gpus([gpu] if gpu else [])), None)
     token = get_token()
     if token is None and not dry_run:
         raise RecipeError(
@@ -199,14 +199,6 @@ def _refuse_unasked(what: str, *, yes: bool) -> None:
         raise RecipeError(
             "publish", "going public must be confirmed", got=f"no terminal to ask on, and {what}", cure="Add --yes"
         )
-
-
-def _gpu(word: str | None) -> "GPU | None":
-    from ..validate.dryload.facts import GPUS
-
-    if word is not None and word not in GPUS:
-        raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure="Take the nearest")
-    return next((known for known in GPUS if known == word), None)
 
 
 def _show(parcel: "Parcel", repo: str, found: "Comparison | None", there: str, *, as_json: bool) -> None:

@@ -78,6 +78,10 @@ class CheckpointError(KeepMTPError):
     """A file of a checkpoint is missing, broken, or not what its config.json promises."""
 
 
+class NoCheckpointError(CheckpointError):
+    """There is no checkpoint at this place, or nobody can reach it from here. Nothing is known of its files."""
+
+
 class VLLMError(KeepMTPError):
     """There is no vLLM, or none that keepmtp knows, or a server cannot run on this machine now."""
 

@@ -53,7 +53,14 @@ def test_help_and_version_load_no_verb(words):
     modules, said = loaded(*words)
     assert said and not slow(modules)
     ours = {name for name in modules if name.partition(".")[0] == "keepmtp"}
-    assert ours == {"keepmtp", "keepmtp.cli", "keepmtp.cli.main", "keepmtp.recipes", "keepmtp.recipes.errors"}
+    assert ours == {
+        "keepmtp",
+        "keepmtp.cli",
+        "keepmtp.cli.exits",
+        "keepmtp.cli.main",
+        "keepmtp.recipes",
+        "keepmtp.recipes.errors",
+    }
 
 
 @pytest.mark.parametrize("words", [["ls"], ["ls", "glm-4.7"], ["ls", "--help"]], ids=" ".join)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...checkpoints.source import Source, open_source
-from ...recipes.errors import CheckpointError, KeepMTPError, RecipeError
+from ...recipes.errors import CheckpointError, KeepMTPError, NoCheckpointError, RecipeError
 from ...recipes.families import find_view
 from ..dryload.facts import LoadAccount
 from ..report.results import CheckData
@@ -34,12 +34,14 @@ class Checked(NamedTuple):
         source: the headers; None where they cannot be read.
         runtime: None without a family's table.
         accounts: of the dry loads.
+        refusal: why there was nothing to judge; None if there was.
     """
 
     data: CheckData
     source: Source | None
     runtime: RuntimeView | None
     accounts: tuple[LoadAccount, ...] = ()
+    refusal: KeepMTPError | None = None
 
 
 def check(where: str | Path, *, source: Source | None = None) -> CheckData:
@@ -58,6 +60,16 @@ def examine(where: str | Path, *, source: Source | None = None) -> Checked:
     """`check`, with what it read."""
     try:
         opened = open_source(where)
+    except NoCheckpointError as error:
+        return Checked(_refused(str(where), "files", error), None, None, refusal=error)
+    except OSError as error:
+        refusal = NoCheckpointError(
+            error.filename or where,
+            "must be readable",
+            got=error.strerror or str(error),
+            cure="Check its permissions and its disk",
+        )
+        return Checked(_refused(str(where), "files", refusal), None, None, refusal=refusal)
     except CheckpointError as error:
         return Checked(_refused(str(where), "files", error), None, None)
     data, runtime = _found(opened, source)

@@ -44,12 +44,11 @@ def check_on(
         draft: folder or Hub id of a draft model with a checkpoint of its own.
         progress: gets a line that says what is done now.
 
-    Yields: what was found for each path, in order.
+    Yields: what was found for each path, in order; a draft without its target has a refusal.
 
     Raises:
         VLLMError: vLLM's process cannot be started.
         CheckpointError: the separate draft cannot be read.
-        RecipeError: a path is a draft, which cannot be loaded without its target.
     """
     with ExitStack() as stack:
         loaders = [stack.enter_context(DryLoader(vllm, gpu=gpu)) for gpu in gpus]
@@ -61,12 +60,8 @@ def check_on(
                 yield checked
                 continue
             if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:
-                raise RecipeError(
-                    path,
-                    "a draft is loaded beside its target",
-                    got="no target",
-                    cure=f"Check the target: keepmtp check TARGET --draft {path}",
-                )
+                yield checked._replace(refusal=_no_target(path))
+                continue
             with headers_of(checked.source) as folder:
                 own = separate.folder if separate else None
                 jobs = [Job(folder=folder, tp=tp, num_drafts=num_drafts, draft=own) for tp in tps]
@@ -97,6 +92,11 @@ def with_loads(
         "dry": tuple(account.load for account in counted),
     }
     return checked._replace(data=checked.data.model_copy(update=update), accounts=tuple(counted))
+
+
+def _no_target(path: str) -> RecipeError:
+    cure = f"Check the target: keepmtp check TARGET --draft {path}"
+    return RecipeError(path, "a draft is loaded beside its target", got="no target", cure=cure)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

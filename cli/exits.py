@@ -1,0 +1,154 @@
+"""How the command ends: the exit status, and one sentence on standard error where something went wrong.
+
+In: the command as a function, and the sentence that says how to go on. Out: the process ends with one of these:
+
+    0     good                                         3     too little was measured to tell
+    1     findings, or a gate is red                   70    a defect of keepmtp, with a traceback
+    2     a refusal: bad input, or this machine        129, 130, 143    stopped by SIGHUP, Ctrl-C, SIGTERM
+    141   the reader of standard output went away
+
+Easy to get wrong: a library's error is a refusal only if a person can do something about it, such as a full disk or a
+Hub that does not answer. Every other exception is a defect, and its traceback is what finds it.
+"""
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from .. import __version__
+from ..recipes.errors import GateError, KeepMTPError, printable
+
+FINDINGS, REFUSAL, DEFECT = 1, 2, 70
+NO_READER = 128 + signal.SIGPIPE
+STOPPED: Mapping[int, str] = {
+    128 + signal.SIGHUP: "SIGHUP",
+    128 + signal.SIGINT: "Ctrl-C",
+    128 + signal.SIGTERM: "SIGTERM",
+}
+_AGAIN = "run the same command again"
+_OF_SYSTEM: Mapping[int, tuple[str, str]] = {
+    errno.ENOENT: ("must be there", "Check the path"),
+    errno.EACCES: ("must be yours to read and to write", "Check its permissions"),
+    errno.EPERM: ("must be yours to read and to write", "Check its permissions"),
+    errno.EEXIST: ("a file and a folder cannot have one name", "Name another path"),
+    errno.ENOTDIR: ("a file cannot be used as a folder", "Name another path"),
+    errno.EISDIR: ("a folder cannot be used as a file", "Name another path"),
+    errno.ENAMETOOLONG: ("a name must not be longer than the system allows", "Name another path"),
+    errno.ELOOP: ("links must not lead in a circle", "Name the file that is meant"),
+    errno.EROFS: ("must be on a disk that can be written", "Name another folder"),
+    errno.ENOSPC: ("its disk must have room", f"Free some, and {_AGAIN}"),
+    errno.EDQUOT: ("your share of its disk must have room", f"Free some, and {_AGAIN}"),
+    errno.EMFILE: ("more files must be open than the system allows", f"Raise `ulimit -n`, and {_AGAIN}"),
+}
+
+
+def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
+    """Run the command, and end the process.
+
+    Args:
+        command: ends with SystemExit, as typer's commands do.
+        how_to_go_on: a sentence without its full stop, for a command that is stopped from outside.
+    """
+    sys.excepthook = _defect
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP, and means it
+            signal.signal(number, _stop)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        try:
+            command()
+        finally:
+            sys.stdout.flush()
+    except KeepMTPError as error:
+        _refuse(error)
+    except BrokenPipeError:
+        _leave_quietly()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):
+            _leave_quietly()
+        if isinstance(end.code, int) and end.code in STOPPED:
+            _say("stopped", "yellow", f"by {STOPPED[end.code]}. {how_to_go_on}.", only_first=True)
+        raise
+    except (OSError, MemoryError, *_of_libraries()) as error:
+        _refuse(refusal_of(error))
+
+
+def refusal_of(error: BaseException) -> KeepMTPError:
+    """The refusal that an error of the system, of the network or of the Hub's client means."""
+    first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return KeepMTPError("", "there must be enough memory", got=first_line, cure="Use a machine with more")
+    if type(error).__name__ == "HFValidationError":
+        rule = "a checkpoint is a folder that is there, or ORG/NAME on the Hub"
+        return KeepMTPError("", rule, got=first_line, cure="Check the name")
+    if not isinstance(error, OSError) or (error.filename is None and error.errno not in _OF_SYSTEM):
+        cure = f"Check the network, and {_AGAIN}"
+        return KeepMTPError("", "the network must answer", got=first_line, cure=cure)
+    rule, cure = _OF_SYSTEM.get(error.errno or 0, ("the system must allow it", f"Mend that, and {_AGAIN}"))
+    where = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else error.filename or ""
+    return KeepMTPError(where, rule, got=error.strerror or first_line, cure=cure)
+
+
+def say_refusal(error: KeepMTPError) -> None:
+    """Print a refusal on standard error. Under torchrun it names the rank."""
+    _say("error:", "red", str(error))
+
+
+def foreseen() -> tuple[type[BaseException], ...]:
+    """What `refusal_of` can say in a sentence, for a caller that goes on with its next input."""
+    return (OSError, MemoryError, *_of_libraries())
+
+
+def _of_libraries() -> tuple[type[BaseException], ...]:
+    """Errors of libraries that a person can act on. A library that is not loaded has raised nothing."""
+    names = {
+        "httpx": ("HTTPError", "InvalidURL"),
+        "huggingface_hub.errors": ("HFValidationError", "EntryNotFoundError"),
+        "torch": ("OutOfMemoryError",),
+    }
+    loaded = ((sys.modules[module], name) for module in names if module in sys.modules for name in names[module])
+    return tuple(getattr(module, name) for module, name in loaded)
+
+
+def _refuse(error: KeepMTPError) -> NoReturn:
+    say_refusal(error)
+    sys.exit(FINDINGS if isinstance(error, GateError) else REFUSAL)
+
+
+def _leave_quietly() -> NoReturn:
+    """End as `cat` does when `head` has seen enough. Python would write what is left at exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(NO_READER)
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    """End through every `finally`, so that servers and locks are gone; a second signal does not disturb that."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def _defect(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, traceback)
+    if not issubclass(kind, KeyboardInterrupt):
+        says = f"a defect of keepmtp {__version__}, not of your input. Report it with the lines above"
+        sys.stderr.write(f"error: {says}. Exit status {DEFECT}.\n")
+        sys.exit(DEFECT)
+
+
+def _say(word: str, colour: str, words: str, *, only_first: bool = False) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    from .progress import place_in_run
+
+    rank, size = place_in_run()
+    if only_first and rank:
+        return
+    whose = f"rank {rank} of {size}: " if size > 1 else ""
+    console = Console(stderr=True)
+    console.print(f"{whose}[{colour}]{word}[/] {escape(printable(words))}", highlight=False, soft_wrap=True)

@@ -1,0 +1,177 @@
+"""How the command ends: its status, and one sentence where something went wrong."""
+
+import errno
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import KEEPMTP, keepmtp, refused
+from keepmtp.cli.exits import refusal_of
+
+ROOT = Path(__file__).parent.parent.parent
+MODEL = str(ROOT / "models" / "tiny-glm4-moe")
+RUN = "from keepmtp.cli import exits\nexits.run({command}, how_to_go_on='Do it again')\n"
+
+# `keepmtp quantize`, with something else in the place of its plan.
+WAITING = """
+import sys, time
+from keepmtp.cli import main, pipeline
+
+def wait(*words, **kept):
+    {doing}
+
+pipeline.plan_for = wait
+sys.argv = ["keepmtp", "quantize", "tiny-glm4-moe"]
+main.main()
+"""
+
+
+def python(code: str, **kept) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **kept)
+
+
+# --- what a person can mend: 2, and a sentence ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "place", ["./nope", "foo/bar baz", "foo/bar/baz", "/nowhere/at/all", "..", "a" * 300, "-/-", "org/offline"]
+)
+def test_a_place_without_a_checkpoint(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    refused("check", "--", place, says=place, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["plan", "quantize"])
+def test_a_source_that_is_not_there(verb, tmp_path):
+    refused(verb, "glm-4.7", "--source", "./nope", says="./nope: a source is a folder", cwd=tmp_path)
+
+
+def test_a_home_folder_in_an_option(tmp_path):
+    """A shell leaves the `~` of `--source=~/x`, and of one in quotes."""
+    (tmp_path / "home").mkdir()
+    shutil.copytree(MODEL, tmp_path / "home" / "mine")
+    for words in (("--source=~/mine",), ("--source", "~/mine")):
+        done = keepmtp("plan", "tiny-glm4-moe", *words, "--json", cwd=tmp_path, HOME=str(tmp_path / "home"))
+        assert done.returncode == 0, done.stderr
+    words = ("quantize", "tiny-glm4-moe", "--source=~/mine", "--out=~/made/out")
+    assert keepmtp(*words, cwd=tmp_path, HOME=str(tmp_path / "home")).returncode == 0
+    assert (tmp_path / "home" / "made" / "out").is_dir() and [each.name for each in tmp_path.iterdir()] == ["home"]
+
+
+def test_a_file_where_a_folder_is_needed(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = keepmtp("quantize", "tiny-glm4-moe", "--out", "file/sub/out", cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_disk_that_is_full(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([KEEPMTP, "ls"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "its disk must have room; got No space left" in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_error_of_the_system_names_its_file():
+    for number in (errno.EACCES, errno.EROFS, errno.EIO, errno.ENAMETOOLONG, errno.ELOOP, errno.EDQUOT):
+        told = str(refusal_of(OSError(number, os.strerror(number), "some/file")))
+        assert told.startswith("some/file: ") and f"; got {os.strerror(number)}. " in told, told
+    assert "network must answer" in str(refusal_of(ConnectionResetError(errno.ECONNRESET, "reset")))
+    assert "enough memory" in str(refusal_of(MemoryError()))
+
+
+def test_a_library_that_is_not_reached(tmp_path):
+    import httpx
+    from huggingface_hub.errors import HFValidationError
+
+    assert "network must answer; got no route" in str(refusal_of(httpx.ConnectError("no route")))
+    assert "ORG/NAME on the Hub" in str(refusal_of(HFValidationError("bad")))
+    raising = "__import__('httpx') and exec('def f(): raise httpx.ReadTimeout(\"slow\")', globals()) or f"
+    done = python(f"import httpx\n{RUN.format(command=raising)}")
+    assert done.returncode == 2 and done.stderr == "error: the network must answer; got slow. " + (
+        "Check the network, and run the same command again.\n"
+    )
+
+
+def test_one_hostile_folder_does_not_end_a_batch(tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(MODEL, broken)
+    (broken / "config.json").write_text("[]")
+    shut = tmp_path / "loop"
+    shut.symlink_to(shut)
+    done = keepmtp("check", "./nope", str(shut), str(broken), MODEL, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"check passed {MODEL}" in done.stdout and "must be a JSON object" in done.stdout
+    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == ["./nope", str(shut)], done.stderr
+    assert keepmtp("check", str(broken), MODEL).returncode == 1, "findings alone are 1"
+
+
+@pytest.mark.parametrize(("name", "means"), [("H100", "sm90"), ("RTX 5090", "sm120"), ("B200", "sm100")])
+def test_a_gpu_by_its_name_in_a_shop(name, means):
+    refused("check", MODEL, "--gpu", name, says=f"{name} is {means}: write --gpu {means}.")
+
+
+# --- a defect: 70, and a traceback ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", ["KeyError('x')", "ValueError('x')", "AssertionError()", "RecursionError()"])
+def test_a_defect_has_a_traceback_and_a_status_of_its_own(error):
+    done = python(f"def f(): raise {error}\n{RUN.format(command='f')}")
+    assert done.returncode == 70 and "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: a defect of keepmtp 0.")
+
+
+# --- stopped from outside ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=lambda each: str(each),
+)
+def test_a_stopped_command_says_how_to_go_on(number, status, tmp_path):
+    code = WAITING.format(doing=f"open({str(tmp_path / 'begun')!r}, 'w').close(); time.sleep(60)")
+    running = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    while not (tmp_path / "begun").exists():
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(number)
+    _, said = running.communicate(timeout=20)
+    assert running.returncode == status, said
+    assert said.startswith("stopped by ") and said.count("\n") == 1
+    assert said.endswith("The same command goes on where this one stopped.\n")
+
+
+def test_a_reader_that_went_away_is_no_error():
+    for words in (["ls"], ["ls", "models"], ["plan", "tiny-glm4-moe"], ["check", MODEL]):
+        reading, writing = os.pipe()
+        os.close(reading)
+        done = subprocess.run([KEEPMTP, *words], stdout=writing, stderr=subprocess.PIPE, text=True)
+        os.close(writing)
+        assert (done.returncode, done.stderr) == (141, ""), words
+
+
+def test_ctrl_c_at_a_question():
+    leader, follower = pty.openpty()
+    words = [sys.executable, "-c", WAITING.format(doing="__import__('typer').confirm('Go on?')")]
+    os.write(leader, b"\x04")
+    done = subprocess.run(words, stdin=follower, capture_output=True, text=True)
+    assert done.returncode == 130 and "stopped by Ctrl-C" in done.stderr, done.stderr
+
+
+# --- completion -------------------------------------------------------------------------------------------------------
+
+
+def test_a_shell_completes_verbs_and_options():
+    shown = keepmtp("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1").stdout
+    assert "_KEEPMTP_COMPLETE=complete_bash" in shown
+    words = {"_KEEPMTP_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    assert keepmtp(**words, COMP_WORDS="keepmtp qu").stdout.split() == ["quantize"]
+    words["COMP_CWORD"] = "2"
+    assert "--source" in keepmtp(**words, COMP_WORDS="keepmtp plan --so").stdout.split()
