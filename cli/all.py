@@ -9,9 +9,7 @@ Easy to get wrong: a finished checkpoint is never written again, so one that ano
 this one's. Its own record is compared before anything runs.
 """
 
-import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,12 +19,15 @@ from rich.console import Console
 
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.extras import require_extra
+from ..validate.child import Child, environment
 from ..validate.serving.vllm_env import find_vllm
 from .options import TrustOption
 
 if TYPE_CHECKING:
     from ..quantize.plan import Plan
     from ..recipes.schema import Recipe
+
+_STATION_SECONDS = 60.0  # it may have a server to end, which takes a third of that at most
 
 
 def everything(
@@ -92,8 +93,6 @@ def everything(
         refuse_untrusted_code(made)
         _refuse_evaluation(made)
     err = Console(stderr=True)
-    # `python -m` looks into the current folder first, which may hold another `keepmtp`.
-    environment = os.environ | {"PYTHONSAFEPATH": "1"}
     for name, words in stations.items():
         if (name == "quantize" and is_made) or (name == "serve-check" and words and _is_served(out, k)):
             err.print(f"[dim]{name}: done before[/]", highlight=False)
@@ -101,10 +100,15 @@ def everything(
         if not words:
             continue
         err.print(f"[bold]$ keepmtp {shlex.join(words)}[/]", highlight=False, soft_wrap=True)
-        command = [*_interpreter(name, nproc), *words]
-        status = subprocess.run(command, env=environment).returncode  # noqa: S603 - our own verbs
-        if status:
+        if status := _run([*_interpreter(name, nproc), *words]):
             raise typer.Exit(status if status > 0 else 128 - status)
+
+
+def _run(words: list[str]) -> int:
+    """The exit status of a station, which may load from the Hub and ends with this process."""
+    own = environment(reaches_hub=True, is_ours=True)
+    with Child(words, environment=own, grace_seconds=_STATION_SECONDS) as station:
+        return station.process.wait()
 
 
 def _interpreter(station: str, nproc: int) -> list[str]:

@@ -21,7 +21,7 @@ from ..recipes.errors import CheckpointError, RecipeError, first_fault
 from ..recipes.extras import require_extra
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
 from .gate import EXITS
-from .options import JsonOption, PortOption, TimeoutOption
+from .options import JsonOption, TimeoutOption
 from .progress import asking, bytes_bar
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _HUB = "hub"
-_SECRETS = ("--api-key", "--hf-token")
 _OWN_GATES = ("gsm8k", "acceptance")
 
 
@@ -78,7 +77,6 @@ def evaluate(
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None,
     limit: Annotated[int | None, typer.Option(min=2, help="Ask the first so many questions only.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the shots drawn, and of the server.")] = None,
-    port: PortOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
     folder: Annotated[
         Path | None,
@@ -106,17 +104,12 @@ def evaluate(
     from ..validate.report import report as reports
     from ..validate.report.gates import judge
     from ..validate.report.results import report_folder, write_result
+    from ..validate.serving.server import refuse_words
     from .source_of import original_of
 
     if context.args and not context.args[0].startswith("-"):
         raise RecipeError("eval", "judges one checkpoint", got=f"also {context.args[0]}", cure="Run it for each")
-    if secret := next((word for word in context.args if word.partition("=")[0] in _SECRETS), ""):
-        raise RecipeError(
-            "eval",
-            "words for vllm serve stand in its results",
-            got=secret.partition("=")[0],
-            cure="Give vLLM the secret through the environment",
-        )
+    refuse_words("eval", context.args)
     require_extra("keepmtp eval", "evaluate")
     extra, err = tuple(context.args), Console(stderr=True)
     from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
@@ -156,7 +149,6 @@ def evaluate(
     setup = gsm8k.Setup(
         out=out,
         confidence=rules.gates.confidence,
-        port=port,
         timeout=timeout,
         extra=extra,
         say=lambda words: err.print(words, highlight=False),

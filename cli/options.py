@@ -35,7 +35,6 @@ MtpOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
-PortOption = Annotated[int | None, typer.Option(min=1, max=65535, help="Of the servers; default: a free one.")]
 TimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")]
 TrustOption = Annotated[
     bool,

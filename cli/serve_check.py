@@ -28,7 +28,7 @@ from ..recipes.families import find_view
 from ..validate.serving.prompts import PROMPTS, read_prompts
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
 from . import gate
-from .options import JsonOption, PortOption, TimeoutOption
+from .options import JsonOption, TimeoutOption
 from .progress import bytes_bar
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ def serve_check(
         Path | None, typer.Option(help='Your own: one a line, or .jsonl with "prompt"; default: eight word problems.')
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated a prompt, at most.")] = 256,
-    port: PortOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
     folder: Annotated[
         Path | None,
@@ -98,10 +97,12 @@ def serve_check(
     from ..validate.report.html import HTML_FILE
     from ..validate.report.results import report_folder
     from ..validate.serving import serve_check as measure
+    from ..validate.serving.server import refuse_words
     from .source_of import original_of
 
     if context.args and not context.args[0].startswith("-"):
         raise RecipeError("serve-check", "judges one checkpoint", got=f"also {context.args[0]}", cure="Run it for each")
+    refuse_words("serve-check", context.args)
     vllm = find_vllm()
     if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them
         require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
@@ -119,7 +120,6 @@ def serve_check(
         out=out,
         prompts=asked,
         max_tokens=max_tokens,
-        port=port,
         timeout=timeout,
         extra=tuple(context.args),
     )

@@ -65,7 +65,7 @@ def test_no_source(checkpoint):
         (("--dataset", "openai/gsm8k"), "--dataset: must be a .jsonl file, or left out for openai/gsm8k; got 'open"),
         (("--shots", "400"), "must have more rows than evaluation.shots, 400; got 400. Use --shots 399 or fewer"),
         (("--recipe", "glm-9"), "glm-9"),
-        (("--", "--hf-token=hf_abc"), "stand in its results; got --hf-token. Give vLLM the secret through the env"),
+        (("--", "--hf-token=hf_abc"), "so none may be a secret; got --hf-token. Leave it out"),
         (("other",), "judges one checkpoint; got also other"),
     ],
 )

@@ -17,6 +17,7 @@ from types import TracebackType
 
 from ...checkpoints.fact import Fact
 from ...recipes.errors import VLLMError
+from ..child import Child, environment
 from ..serving.vllm_env import VLLM
 from .facts import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
 
@@ -75,16 +76,15 @@ class DryLoader:
         self._log = open(Path(self._cache.name) / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
         words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, "--cache", self._cache.name]
         words += ["--workers", str(workers)] if workers else []
-        self._process = subprocess.Popen(  # noqa: S603  the user's own vLLM
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log, "text": True, "cwd": "/"}
+        self._child = Child(words, environment=environment(), **pipes)
+        self._process = self._child.process
 
     def __enter__(self) -> "DryLoader":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
-        self._process.kill()  # it holds nothing that has to be saved, and may still be importing
-        self._process.communicate()
+        self._child.end()  # at once: it holds nothing that has to be saved, and may still be importing
         self._log.close()
         self._cache.cleanup()
 
@@ -122,11 +122,11 @@ class DryLoader:
         assert self._process.stdin is not None
         line = {
             "id": number,
-            "path": str(job.folder),
+            "path": str(job.folder.absolute()),
             "tp": job.tp,
             "rank": job.rank,
             "num_drafts": job.num_drafts,
-            "draft": str(job.draft or ""),
+            "draft": str(job.draft.absolute() if job.draft else ""),
         }
         try:
             self._process.stdin.write(json.dumps(line) + "\n")

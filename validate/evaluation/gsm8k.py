@@ -40,7 +40,6 @@ class Setup:
     Attributes:
         out: evidence folder.
         confidence: of the interval around the paired difference.
-        port: of the servers; a free one if None.
         extra: further words for `vllm serve`.
         timeout: seconds to a healthy server.
         say: called with a sentence on answers that are there already.
@@ -48,7 +47,6 @@ class Setup:
 
     out: Path
     confidence: float
-    port: int | None = None
     timeout: float = TIMEOUT_SECONDS
     extra: tuple[str, ...] = ()
     say: Callable[[str], None] | None = None
@@ -101,7 +99,7 @@ def evaluate(
     Raises:
         RecipeError: another run is at work there.
         ServerFailed: a server did not come up, died, refused a request, or was silent.
-        VLLMError: the port is taken, or no room for a BF16 copy.
+        VLLMError: no room for a BF16 copy.
         CheckpointError: answers that cannot be read, or weights that cannot be copied.
     """
     models = [model for model in (source, checkpoint) if model is not None]
@@ -173,7 +171,6 @@ def _serve_and_ask(
             is_tracked=False,
             max_model_len=_room(asked, model.source),
             max_num_seqs=asked.protocol.concurrency,
-            port=setup.port,
             timeout=setup.timeout,
             extra=setup.extra,
             watch=tell,

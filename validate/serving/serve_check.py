@@ -58,7 +58,6 @@ class Check:
     out: Path
     prompts: tuple[str, ...] = PROMPTS
     max_tokens: int = 256
-    port: int | None = None
     timeout: float = TIMEOUT_SECONDS
     extra: tuple[str, ...] = ()
 
@@ -81,7 +80,7 @@ def serve_check(
         watch: called with a line of progress.
 
     Raises:
-        VLLMError: the port is taken, or no room for a BF16 copy.
+        VLLMError: no room for a BF16 copy.
         CheckpointError: a copy is needed and a weight cannot be read.
     """
     start = time.monotonic()
@@ -237,7 +236,6 @@ def _attempt(
             log=log,
             is_tracked=is_tracked,
             max_model_len=check.max_model_len,
-            port=check.port,
             timeout=check.timeout,
             extra=check.extra,
             watch=tell,

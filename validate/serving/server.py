@@ -3,31 +3,29 @@
 In: a checkpoint folder and a `VLLM`. Out: `serving`, a context that holds a healthy `Server`; its log is a file.
 
 Easy to get wrong: a vLLM server is three processes or more, and killing the first leaves the others with the memory.
-They form a process group of their own that is ended as one, also on Ctrl-C, SIGTERM, SIGHUP and any exception; should
-this process be killed outright, the group's leader notices and ends it.
+validate/child.py ends all of them, whatever ends keepmtp. The server listens on a socket in a folder that nobody else
+can open, never on a port: two servers can share a port, and then one checkpoint gets the answers of the other.
 """
 
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Any, Literal
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...recipes.errors import GateError, VLLMError
+from ...recipes.errors import GateError, RecipeError
+from ..child import Child, environment
 from .served import Drafts, Output
 from .vllm_env import TIMEOUT_SECONDS, VLLM
 
@@ -40,21 +38,9 @@ _PLUGIN = Path(__file__).parent / "plugin"
 _NAME = "checkpoint"  # what the server calls the model
 _COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
 _STOP_SECONDS = 20.0
-# Leader of the server's process group. Its standard input is a pipe that ends when this process does, even by SIGKILL;
-# it then ends the whole group, which vLLM's front end does not do while an engine is starting.
-_LEADER = """
-import os, signal, subprocess, sys, threading
-server = subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.DEVNULL)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-def follow():
-    sys.stdin.buffer.read()
-    os.killpg(0, signal.SIGKILL)
-threading.Thread(target=follow, daemon=True).start()
-status = server.wait()
-if status < 0 and -status != signal.SIGTERM:
-    os.kill(os.getpid(), -status)
-os._exit(abs(status))
-"""
+_SOCKET_FOLDER_BYTES = 90  # the whole path of a socket has 107 at most (Linux; 103 on macOS)
+_ADDRESSES = ("--host", "--port", "--uds", "--served-model-name")
+_SECRETS = ("--api-key", "--hf-token")
 _PREFIX = re.compile(r"^\([\w :=.-]*pid=\d+\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s?)?")
 _RAISED = re.compile(r"^(?:[a-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit)\b")
 # What vLLM's outer processes say when an inner one has raised.
@@ -97,14 +83,14 @@ class Server:
     """A healthy server.
 
     Attributes:
-        client: bound to its address.
-        process: leader of the group; it ends when the front end does, with its status.
+        client: bound to its socket.
+        process: its supervisor; it ends when the front end does, with its status.
         seconds_to_health: from process start.
         log: everything it prints.
     """
 
     client: httpx.Client
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[Any]
     seconds_to_health: float
     log: Path
 
@@ -183,7 +169,7 @@ class Server:
             answer = self.client.request(method, path, **body)
         except httpx.HTTPError as error:
             try:
-                self.process.wait(timeout=5)  # a dying server closes its port before it has said why
+                self.process.wait(timeout=5)  # a dying server closes its socket before it has said why
             except subprocess.TimeoutExpired:
                 raise ServerFailed(f"{type(error).__name__} at {path}: {error}", self.log) from error
             raise ServerFailed(last_error(self.log, self.process.returncode), self.log) from error
@@ -203,7 +189,6 @@ def serving(
     is_tracked: bool = True,
     max_model_len: int = 2048,
     max_num_seqs: int = 4,
-    port: int | None = None,
     timeout: float = TIMEOUT_SECONDS,
     extra: tuple[str, ...] = (),
     watch: Watch | None = None,
@@ -218,51 +203,43 @@ def serving(
         is_tracked: switch on vLLM's weight tracking, which refuses parameters that no tensor wrote.
         max_model_len: tokens of prompt and answer together.
         max_num_seqs: requests that are computed at once.
-        port: a free one if None.
         timeout: seconds to a healthy server.
         extra: further words for `vllm serve`; they win over those here.
         watch: called with a line of progress during the start.
 
     Raises:
-        VLLMError: the port is taken.
         ServerFailed: it died while loading (vLLM's last error is quoted at once), or was not healthy in time.
     """
-    port = _free_port(port)
     log.parent.mkdir(parents=True, exist_ok=True)
-    words = [
-        str(vllm.python),
-        "-c",
-        _LEADER,
-        *_words(vllm, folder, port, k, is_tracked),
-        "--max-model-len",
-        str(max_model_len),
-        "--max-num-seqs",
-        str(max_num_seqs),
-        *extra,
-    ]
-    with TemporaryDirectory(prefix="keepmtp-") as plugin, open(log, "wb") as file, _signals_raise():
-        environment = _environment(vllm, Path(plugin))
+    with _private_folder() as private, open(log, "wb") as file:
+        socket = private / "socket"
+        words = [
+            vllm.python,
+            *_words(vllm, folder, socket, k, is_tracked),
+            "--max-model-len",
+            str(max_model_len),
+            "--max-num-seqs",
+            str(max_num_seqs),
+            *extra,
+        ]
         start = time.monotonic()
-        process = subprocess.Popen(  # noqa: S603 - the words are ours and the user's own
-            words,
-            stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            address = f"http://127.0.0.1:{port}"
-            with httpx.Client(
-                base_url=address,
+        with (
+            Child(
+                words,
+                environment=_environment(vllm, private),
+                grace_seconds=_STOP_SECONDS,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            ) as child,
+            httpx.Client(
+                base_url="http://localhost",
+                transport=httpx.HTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None)),
                 timeout=httpx.Timeout(600.0, connect=5.0),
                 trust_env=False,
-                limits=httpx.Limits(max_connections=None),
-            ) as client:
-                _wait(client, process, log, start, timeout, watch)
-                yield Server(client=client, process=process, seconds_to_health=time.monotonic() - start, log=log)
-        finally:
-            _stop(process)
+            ) as client,
+        ):
+            _wait(client, child.process, log, start, timeout, watch)
+            yield Server(client=client, process=child.process, seconds_to_health=time.monotonic() - start, log=log)
 
 
 def read_counters(text: str) -> Drafts:
@@ -321,7 +298,7 @@ def _reply(content: Any) -> Reply:
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-def _words(vllm: VLLM, folder: Path, port: int, k: int, is_tracked: bool) -> list[str]:
+def _words(vllm: VLLM, folder: Path, socket: Path, k: int, is_tracked: bool) -> list[str]:
     # Without prefix caching a prompt is computed the same way whatever was asked before; and on a CPU the gated delta
     # net cannot combine it with drafting (vLLM 0.32). The model's own sampling defaults would not be greedy.
     words = [
@@ -329,10 +306,8 @@ def _words(vllm: VLLM, folder: Path, port: int, k: int, is_tracked: bool) -> lis
         "vllm.entrypoints.cli.main",
         "serve",
         str(folder),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
+        "--uds",
+        str(socket),
         "--served-model-name",
         _NAME,
         "--no-enable-prefix-caching",
@@ -350,23 +325,47 @@ def _words(vllm: VLLM, folder: Path, port: int, k: int, is_tracked: bool) -> lis
     return words
 
 
+def refuse_words(where: str, extra: Sequence[str]) -> None:
+    """Refuse words for `vllm serve` that would lock keepmtp out, or that no result may hold.
+
+    Raises:
+        RecipeError: names the first such word.
+    """
+    for word in extra:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in _SECRETS:
+            rule = "a result holds the words for vllm serve, so none may be a secret"
+            raise RecipeError(where, rule, got=name, cure="Leave it out: a server needs no token here")
+        if name in _ADDRESSES:
+            rule = "keepmtp alone talks to its servers, through a socket and a name of its own"
+            raise RecipeError(where, rule, got=name, cure=f"Leave {name} out")
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A folder that only this user may open, with a path that is short enough for a socket in it."""
+    with TemporaryDirectory(prefix="keepmtp-") as found:
+        if len(os.fsencode(found)) <= _SOCKET_FOLDER_BYTES:
+            yield Path(found)
+            return
+    with TemporaryDirectory(prefix="keepmtp-", dir="/tmp") as found:  # only this user may open it
+        yield Path(found)
+
+
 def _environment(vllm: VLLM, plugin: Path) -> Mapping[str, str]:
-    """The caller's, without what belongs to keepmtp's Python or would lock us out; on a CPU with our plugin."""
-    ours = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_API_KEY")
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
-    environment |= {"VLLM_NO_USAGE_STATS": "1", "PYTHONSAFEPATH": "1"}  # the current folder is not for imports
-    environment.setdefault("HF_HUB_OFFLINE", "1")
+    """A child's that stays offline; on a CPU with our plugin."""
+    changes = {"VLLM_NO_USAGE_STATS": "1"}
     if vllm.build == "cpu":
         stubs = [] if vllm.torchvision else [str(_PLUGIN / "stubs")]
-        environment["PYTHONPATH"] = os.pathsep.join([str(plugin), str(_PLUGIN), *stubs])
+        changes["PYTHONPATH"] = os.pathsep.join([str(plugin), str(_PLUGIN), *stubs])
         for name, value in (
             ("VLLM_CPU_KVCACHE_SPACE", "1"),
             ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
             ("OMP_WAIT_POLICY", "PASSIVE"),
         ):
-            environment.setdefault(name, value)
+            changes[name] = os.environ.get(name, value)
         _register(vllm, plugin)
-    return environment
+    return environment(changes)
 
 
 def _register(vllm: VLLM, folder: Path) -> None:
@@ -382,23 +381,8 @@ def _register(vllm: VLLM, folder: Path) -> None:
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n")
 
 
-def _free_port(port: int | None) -> int:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port or 0))
-        except OSError as error:
-            raise VLLMError(
-                f"port {port}",
-                "must be free on 127.0.0.1",
-                got=error.strerror or repr(error),
-                cure="Choose another --port, or leave it out",
-            ) from error
-        return listener.getsockname()[1]
-
-
 def _wait(
-    client: httpx.Client, process: subprocess.Popen[bytes], log: Path, start: float, timeout: float, watch: Watch | None
+    client: httpx.Client, process: subprocess.Popen[Any], log: Path, start: float, timeout: float, watch: Watch | None
 ) -> None:
     while True:
         if process.poll() is not None:
@@ -415,55 +399,6 @@ def _wait(
         if watch is not None:
             watch(f"starting, {seconds:.0f} s  {last[:100]}")
         time.sleep(0.25)
-
-
-# --- stop -------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGHUP end this process through its `finally` blocks, as Ctrl-C does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the whole group: asked first, then by force, also if Ctrl-C is pressed again."""
-    try:
-        _signal(process, signal.SIGTERM)
-        deadline = time.monotonic() + _STOP_SECONDS
-        while _is_alive(process) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    finally:
-        _signal(process, signal.SIGKILL)
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # all gone
-        os.killpg(process.pid, number)
-
-
-def _is_alive(process: subprocess.Popen[bytes]) -> bool:
-    process.poll()  # else its leader stays in the table
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 # --- log --------------------------------------------------------------------------------------------------------------

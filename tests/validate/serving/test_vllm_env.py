@@ -59,7 +59,7 @@ def test_a_python_without_vllm(monkeypatch):
 def test_metadata_without_the_package(monkeypatch, tmp_path):
     """What an interrupted uninstall leaves."""
     python = environment(tmp_path / "env", distribution="vllm", installed="0.32.0", has_module=False)
-    refused(monkeypatch, python, "with vLLM; got none beside Python")
+    refused(monkeypatch, python, "with vLLM; got none for Python")
 
 
 @pytest.mark.parametrize("installed", ["0.31.1", "0.33.0", "1.0.0"])

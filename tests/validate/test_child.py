@@ -1,0 +1,129 @@
+"""Children of keepmtp: what they know, and that nothing of them is left, whatever ends whom."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from keepmtp.validate.child import Child, answer, environment
+from survivors import MARK, marked, none_left
+
+ROOT = Path(__file__).parents[2]
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+# A child, its own child, and one more that leads a session of its own, as torchrun's workers do.
+TREE = """
+import subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+subprocess.Popen([sys.executable, "-c", "import subprocess, time; subprocess.Popen(%r); time.sleep(600)" % sleep])
+subprocess.Popen(sleep, start_new_session=True)
+print("up", flush=True)
+time.sleep(600)
+"""
+OWNER = f"""
+import sys
+from keepmtp.validate.child import Child, environment
+with Child([sys.executable, "-c", {TREE!r}], environment=environment(is_ours=True)) as child:
+    child.process.wait()
+"""
+
+
+@pytest.fixture
+def mark(monkeypatch) -> str:
+    word = uuid4().hex
+    monkeypatch.setenv(MARK, word)
+    return word
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 4, 5])
+def test_nothing_is_left_of_a_parent_that_is_ended(mark, number, num_processes):
+    """Ended as soon as so many of its five processes run: the supervisor, the child, and three of the child's."""
+    with subprocess.Popen([sys.executable, "-c", OWNER]) as owner:
+        wait_for(lambda: len(marked(mark)) > num_processes)
+        owner.send_signal(number)
+        assert owner.wait(timeout=60) == -number
+    none_left(mark)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_supervisor_that_is_ended(mark, number):
+    """After SIGKILL, its child dies at once and the others of its process group when keepmtp sees it."""
+    tree = TREE.replace("start_new_session=True", "") if number == signal.SIGKILL else TREE
+    with Child([sys.executable, "-c", tree], environment=environment(is_ours=True)) as child:
+        wait_for(lambda: len(marked(mark)) == 5)
+        child.process.send_signal(number)
+        child.process.wait(timeout=60)
+    none_left(mark)
+
+
+def test_a_child_that_is_killed_takes_its_own_along(mark):
+    """As when vLLM's front end is killed: its engine would keep the memory."""
+    with Child([sys.executable, "-c", TREE], environment=environment(is_ours=True), stdout=subprocess.PIPE) as child:
+        assert child.process.stdout.readline() == b"up\n"
+        (front,) = Path(f"/proc/{child.process.pid}/task/{child.process.pid}/children").read_text().split()
+        os.kill(int(front), signal.SIGKILL)
+        assert child.process.wait(timeout=60) == -signal.SIGKILL, "its own status"
+        none_left(mark)
+
+
+def test_a_child_may_end_in_order(tmp_path):
+    words = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\nprint(1, flush=True)\n"
+    with Child(
+        [sys.executable, "-c", words + "time.sleep(600)"],
+        environment=environment(),
+        grace_seconds=60,
+        stdout=subprocess.PIPE,
+    ) as child:
+        child.process.stdout.readline()
+    assert child.process.returncode == 7
+
+
+def test_what_is_no_executable(tmp_path):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        answer([tmp_path / "nothing"], environment=environment(), timeout=60)
+    assert "No such file or directory" in caught.value.stderr
+
+
+def test_an_offline_child_gets_no_secret(monkeypatch):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "hf_secret")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    words = [sys.executable, "-c", "import os; print(dict(os.environ))"]
+    said = answer(words, environment=environment(), timeout=60)
+    assert "hf_secret" not in said and "'HF_HUB_OFFLINE': '1'" in said
+    assert "hf_secret" in answer(words, environment=environment(reaches_hub=True), timeout=60)
+
+
+@pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up")
+def test_nothing_of_the_current_folder_is_run(monkeypatch, tmp_path):
+    """A stranger's folder may hold modules with the names of the standard library's, and a .venv-vllm."""
+    evil = (
+        f"#!{sys.executable}\nimport os\nopen({str(tmp_path / 'ran')!r}, 'a').write(os.environ.get('HF_TOKEN', 'x'))\n"
+    )
+    folder = tmp_path / "strange"
+    (folder / ".venv-vllm" / "bin").mkdir(parents=True)
+    for name in ("platform.py", "json.py", "keepmtp.py", "vllm.py", ".venv-vllm/bin/python"):
+        (folder / name).write_text(evil)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("VLLM_PYTHON", str(VLLM_PYTHON))
+    model = str(ROOT / "models" / "tiny-glm4-moe")
+    done = subprocess.run([KEEPMTP, "check", model, "--gpu", "sm90"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.delenv("VLLM_PYTHON")
+    for words in (["doctor"], ["all", "tiny-glm4-moe", "--out", str(tmp_path / "out"), "--gpu", "sm80"]):
+        subprocess.run([KEEPMTP, *words], cwd=folder, capture_output=True, text=True)
+    assert not (tmp_path / "ran").exists()
