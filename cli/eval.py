@@ -156,7 +156,7 @@ def evaluate(
     with asking(err, as_json=as_json) as watch:
         fact = gsm8k.evaluate(judged, compared, asked, vllm=vllm, setup=setup, watch=watch)
     write_result(out, "gsm8k", fact, checkpoint=judged.identity, vllm=vllm.version)
-    judgement = reports.refresh(out).judgement if is_recorded else None
+    judgement = reports.refresh(out, measured="gsm8k").judgement if is_recorded else None
     _show(fact, judgement or judge(gates=rules.gates, check=None, serve=None, evaluation=fact), out, as_json=as_json)
 
 

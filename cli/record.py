@@ -36,7 +36,7 @@ class Record:
         source = None if checked.source is None else _source_of(checked.source)
         data = check_data(checked.data, opened=checked.source, source=source)
         write_result(self.folder, "check", data, checkpoint=self.identity, vllm=TESTED[0])
-        reports.refresh(self.folder)
+        reports.refresh(self.folder, measured="check")
         return self.folder / reports.JSON_FILE
 
 

@@ -245,7 +245,7 @@ def _record(
 
     record_static(out, checkpoint, identity, source=source)
     write_result(out, "serve", found, checkpoint=identity, vllm=found.environment["vllm"])
-    judged = reports.refresh(out).judgement
+    judged = reports.refresh(out, measured="serve").judgement
     assert judged is not None, "refresh() judges"
     return judged
 

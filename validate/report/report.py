@@ -8,7 +8,7 @@ so a number that was changed in one of them, or in report.json, is a difference 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from .gates import judge, limits_in
 from .headline import verdict_of
 from .html import HTML_FILE, write_html
 from .recount import refuse_unproved
+from .rederived import refuse_contradicted_check, refuse_contradicted_drafts, refuse_contradicted_serve
 from .results import (
     STATIONS,
     CheckData,
@@ -118,7 +119,8 @@ def from_results(folder: Path) -> FullReport:
     """The report that the result files of an evidence folder make.
 
     Raises:
-        CheckpointError: no check.json, a result of other bytes than the others, or a file that cannot be read.
+        CheckpointError: no check.json, a result of other bytes than the others, a file that cannot be read or was
+            edited, or a figure that the headers, the counters or the answers do not give.
     """
     check, serve, gsm8k = read_result(folder, "check"), read_result(folder, "serve"), read_result(folder, "gsm8k")
     if check is None:
@@ -131,6 +133,7 @@ def from_results(folder: Path) -> FullReport:
     found: list[Result[Any]] = [result for result in (check, serve, gsm8k) if result]
     for result in found[1:]:
         _refuse_other(folder, result, check.checkpoint)
+    _refuse_contradicted(folder, found)
     newest = max(found, key=lambda result: result.made_at)
     served, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
     judge_of = check if check.data.dry else serve or gsm8k or check
@@ -149,14 +152,20 @@ def from_results(folder: Path) -> FullReport:
     )
 
 
-def refresh(folder: Path) -> FullReport:
+def refresh(folder: Path, *, measured: Station | None = None) -> FullReport:
     """Make report.json from the result files, and report.html where the `report` extra is installed.
 
     A checkpoint that was measured without having been checked gets its check.json first, from its headers.
 
+    Args:
+        folder: evidence folder.
+        measured: the station that has just written its file. What the older report was made from must be there
+            otherwise: a red result that somebody replaced or removed does not become a green report.
+
     Raises:
-        CheckpointError: as `from_results`.
+        CheckpointError: as `from_results`; or a result of the older report is not there, or is no newer one.
     """
+    _refuse_replaced(folder, measured)
     if not file_of(folder, "check").is_file():
         checkpoint = checkpoint_folder(folder)
         record_static(folder, open_source(checkpoint), identify(checkpoint, cache=folder))
@@ -177,19 +186,10 @@ def verify(folder: Path) -> FullReport:
     again = f"Run `keepmtp report {folder}`"
     for station in STATIONS:
         name = file_of(folder, station).name
-        wanted, is_there = claimed.results.get(name), file_of(folder, station).is_file()
-        got = file_sha256(file_of(folder, station)) if is_there else "no such file"
-        if wanted is None and is_there:
-            raise CheckpointError(
-                path, f"must be made from every result, {name} too", got="a report without it", cure=again
-            )
-        if wanted is not None and got != wanted:
-            raise CheckpointError(
-                folder / name,
-                f"must be the file that {JSON_FILE} was made from, {wanted}",
-                got=got,
-                cure=f"If it was not measured again, run `{command(station, folder)}`, else `keepmtp report {folder}`",
-            )
+        if name not in claimed.results and file_of(folder, station).is_file():
+            got = "a report without it"
+            raise CheckpointError(path, f"must be made from every result, {name} too", got=got, cure=again)
+        _refuse_another_file(folder, station, claimed, is_new_good=False)
     full = from_results(folder)
     # The file itself, not what was read of it: computed figures are not read.
     for field, got, wanted in _differences(json.loads(path.read_bytes()), _plain(full)):
@@ -197,8 +197,6 @@ def verify(folder: Path) -> FullReport:
         whose = f"as {file_of(folder, station).name} has it" if station else "what the results come to"
         wanted, got = _around_the_difference(str(wanted), str(got))
         raise CheckpointError(f"{path}: {field}", f"must be {whose}, {wanted}", got=got, cure=again)
-    if full.evaluation:
-        refuse_unproved(folder, full.evaluation)
     return full
 
 
@@ -241,6 +239,50 @@ def read_json(path: Path) -> FullReport:
     except ValidationError as error:
         got, cure = first_fault(error), "Run the check again with this keepmtp"
     raise CheckpointError(path, f"a report is a {JSON_FILE} of version 4", got=got, cure=cure)
+
+
+def _refuse_contradicted(folder: Path, found: Iterable[Result[Any]]) -> None:
+    """Refuse results that contradict the headers, themselves, or the answers on disk."""
+    for result in found:
+        if result.station == "check":
+            refuse_contradicted_check(folder, result.data)
+        elif result.station == "serve":
+            refuse_contradicted_serve(folder, result.data)
+        else:
+            refuse_unproved(folder, result.data)
+            for fact in result.data.evaluated:
+                refuse_contradicted_drafts(folder, fact.role, fact, result.data.protocol.k)
+
+
+def _refuse_replaced(folder: Path, measured: Station | None) -> None:
+    """Refuse to make report.json anew where a result that it was made from is not there, or no newer one."""
+    if not (folder / JSON_FILE).is_file():
+        return
+    try:
+        claimed = read_json(folder / JSON_FILE)
+    except CheckpointError:
+        return  # an altered report, or one of another version: nothing was made from it
+    check = read_result(folder, "check")
+    if check and claimed.identity and check.checkpoint.sha256 != claimed.identity.sha256:
+        return  # the checkpoint was made anew, and measured anew
+    for station in STATIONS:
+        if station != measured:
+            _refuse_another_file(folder, station, claimed, is_new_good=True)
+
+
+def _refuse_another_file(folder: Path, station: Station, claimed: FullReport, *, is_new_good: bool) -> None:
+    """Refuse a result file that is not the one that a report was made from; a newer one is `is_new_good` or not."""
+    path = file_of(folder, station)
+    wanted = claimed.results.get(path.name)
+    got = file_sha256(path) if path.is_file() else "no such file"
+    if wanted is None or got == wanted:
+        return
+    found = read_result(folder, station)  # an edited file is refused here
+    is_new = found is not None and found.made_at >= claimed.made_at
+    if is_new and is_new_good:
+        return
+    cure = f"Run `keepmtp report {folder}`" if is_new else f"Run `{command(station, folder)}` again"
+    raise CheckpointError(path, f"must be the file that {JSON_FILE} was made from, {wanted}", got=got, cure=cure)
 
 
 def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None:

@@ -7,11 +7,15 @@ folder, `NAME.report` next to the checkpoint NAME. `report.py` reads them and ma
     keepmtp, vllm, made_at          what measured, and when (UTC)
     checkpoint                      `Identity`: the bytes, file by file
     data                            `CheckData`, `ServeCheck` or `EvaluationFact`
+    seal                            SHA-256 of all of that; a file that was edited is refused, and measured again
 
 Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The identity is taken before
-the measurement, and the same file holds both.
+the measurement, and the same file holds both. And a seal is no signature: it finds an edited number, and nobody who
+computes it anew. So what can be computed again from other facts is (rederived.py, recount.py).
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,7 +43,7 @@ COMMANDS: Mapping[Station, str] = {
     "gsm8k": "keepmtp eval {}",
 }
 """What measures, with the checkpoint's place left open."""
-SCHEMAS: Mapping[Station, int] = {"check": 1, "serve": 2, "gsm8k": 1}
+SCHEMAS: Mapping[Station, int] = {"check": 2, "serve": 3, "gsm8k": 2}
 """The form of each station's data; another number is refused."""
 TIME = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -76,6 +80,7 @@ class Result(BaseModel, Generic[Data]):
     made_at: str
     checkpoint: Identity
     data: Data
+    seal: str = ""
 
     @field_validator("version")
     @classmethod
@@ -179,7 +184,15 @@ def write_result(
         checkpoint=checkpoint,
         data=data,
     )
-    return write_whole(file_of(folder, station), result.model_dump_json(indent=2, by_alias=True) + "\n")
+    content = result.model_dump(mode="json", by_alias=True)
+    sealed = content | {"seal": seal_of(content)}
+    return write_whole(file_of(folder, station), json.dumps(sealed, indent=2, ensure_ascii=False) + "\n")
+
+
+def seal_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a result file's content without its seal, whatever the layout of the file."""
+    told = {key: value for key, value in content.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 @overload
@@ -192,12 +205,14 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
     """A station's result, or None if it left none.
 
     Raises:
-        CheckpointError: no JSON, another version or station, a figure that could not have been measured.
+        CheckpointError: no JSON, another version or station, a figure that could not have been measured, or a file that
+            was edited since.
     """
     path = file_of(folder, station)
     cure = f"Run `{command(station, folder)}` again"
     try:
-        result = _FORMS[station].model_validate_json(path.read_bytes(), context=station)
+        text = path.read_bytes()
+        result = _FORMS[station].model_validate_json(text, context=station)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -207,6 +222,10 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
         raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
     if result.station != station:
         raise CheckpointError(path, f"must be a result of {station}", got=result.station, cure=cure)
+    # The file itself, not what was read of it: computed figures are not read.
+    if (seal := seal_of(json.loads(text))) != result.seal:
+        rule = f"must be as its station wrote it, with the SHA-256 {result.seal or 'that it has to name'}"
+        raise CheckpointError(path, rule, got=f"{seal}: it was edited", cure=cure)
     return result
 
 

@@ -30,6 +30,7 @@ from keepmtp.validate.report.results import (
     file_of,
     read_result,
     report_folder,
+    seal_of,
     write_result,
 )
 from keepmtp.validate.report.schema import FullReport
@@ -71,6 +72,25 @@ def altered(path: Path, *place: str | int, value: Any) -> str:
     return ".".join(map(str, place))
 
 
+def forged(path: Path, *place: str | int, value: Any) -> str:
+    """`altered`, by somebody who also computes the seal anew."""
+    field = altered(path, *place, value=value)
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps(told | {"seal": seal_of(told)}))
+    return field
+
+
+def refused(evidence: Path, says: str) -> None:
+    """Neither `keepmtp gate` nor `keepmtp report` takes the results, nor the one after the other."""
+    before = (evidence / JSON_FILE).read_bytes()
+    for make in (verify, refresh, verify):
+        with pytest.raises(CheckpointError, match=f"{says}|must be the file that" if make is refresh else None):
+            make(evidence)
+    assert (evidence / JSON_FILE).read_bytes() == before
+    with pytest.raises(CheckpointError, match=says):
+        from_results(evidence)
+
+
 # --- the files --------------------------------------------------------------------------------------------------------
 
 
@@ -91,19 +111,19 @@ def test_a_result_read_back_is_the_same(evidence):
         write_result(evidence, station, found.data, checkpoint=found.checkpoint, vllm=found.vllm)  # type: ignore[call-overload]
         kept = read_result(evidence, station)
         assert kept is not None and kept.data == found.data and kept.checkpoint == found.checkpoint
-        assert json.loads(before)["schema"] == SCHEMAS[station] == {"check": 1, "serve": 2, "gsm8k": 1}[station]
+        assert json.loads(before)["schema"] == SCHEMAS[station] == {"check": 2, "serve": 3, "gsm8k": 2}[station]
     assert read_result(evidence.with_name("none.report"), "check") is None
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda told: told | {"schema": 1}, "version 2; got schema"),
-        (lambda told: told | {"colour": "red"}, "version 2; got colour"),
+        (lambda told: told | {"schema": 2}, "version 3; got schema"),
+        (lambda told: told | {"colour": "red"}, "version 3; got colour"),
         (lambda told: told | {"station": "gsm8k"}, "must be a result of serve; got gsm8k"),
-        (lambda told: {key: told[key] for key in told if key != "checkpoint"}, "version 2; got checkpoint"),
-        (lambda told: told | {"data": told["data"] | {"floor": "high"}}, r"version 2; got data\.floor"),
-        (lambda told: told | {"data": told["data"] | {"seconds": "long"}}, r"version 2; got data\.seconds"),
+        (lambda told: {key: told[key] for key in told if key != "checkpoint"}, "version 3; got checkpoint"),
+        (lambda told: told | {"data": told["data"] | {"floor": "high"}}, r"version 3; got data\.floor"),
+        (lambda told: told | {"data": told["data"] | {"seconds": "long"}}, r"version 3; got data\.seconds"),
     ],
 )
 def test_a_file_that_is_no_result(change, says, evidence):
@@ -150,7 +170,8 @@ def test_a_station_that_did_not_run_is_told(evidence):
 
 
 def test_what_was_never_checked_is_checked_from_its_headers(evidence):
-    file_of(evidence, "check").unlink()
+    for name in ("check.json", JSON_FILE):
+        (evidence / name).unlink()
     with pytest.raises(CheckpointError, match=r"starts with the static check; got no check\.json. Run `keepmtp check"):
         from_results(evidence)
     assert refresh(evidence).facts.num_mtp_layers == 1 and verify(evidence).identity is not None
@@ -170,7 +191,8 @@ def test_one_judge_with_the_recipes_limit(least, status, tmp_path):
     folder = measured.checkpoint(tmp_path / "glm", record=measured.recorded(gates={"min_acceptance": least}))
     evidence, served = report_folder(folder), reports.served(is_copy=False)
     for role, share in (("source", 0.9), ("checkpoint", 0.9 * 0.956)):
-        runs = (reports.run(0), reports.run(1, shares=(share,), num_drafts=20_000, partings=()))
+        drafting = reports.run(1, shares=(share,), num_drafts=20_000, speed_up=1.0, partings=())
+        runs = (reports.run(0), drafting)
         served = served.model_copy(update={role: getattr(served, role).model_copy(update={"runs": runs})})
     identity = identify(folder, cache=evidence)
     record_static(evidence, open_source(folder), identity)
@@ -273,24 +295,112 @@ def test_a_number_altered_in_the_report_is_named(place, value, whose, evidence):
 
 
 @pytest.mark.parametrize("station", STATIONS)
-def test_a_result_altered_or_gone_or_new_is_refused(station, evidence):
+def test_an_edited_result_is_measured_again(station, evidence):
+    """One digit: no command but the station's own takes it back."""
     path = file_of(evidence, station)
+    path.write_text(path.read_text().replace('"vllm": "0.32.0"', '"vllm": "0.32.9"', 1))
+    words = {"check": "check .* --record", "serve": "serve-check .*", "gsm8k": "eval .*"}[station]
+    refused(evidence, rf"{station}\.json: must be as its station wrote it, .* edited\. Run `keepmtp {words}` again")
+
+
+@pytest.mark.parametrize("station", STATIONS)
+def test_a_result_gone_or_replaced_by_an_older_one_is_not_reported(station, evidence):
+    """A red result that is removed leaves no green report."""
+    path, says = file_of(evidence, station), rf"{station}\.json: must be the file that report\.json was made from"
     kept = path.read_text()
-    path.write_text(kept.replace('"vllm": "0.32.0"', '"vllm": "0.32.9"', 1))
-    with pytest.raises(CheckpointError, match=rf"{station}\.json: must be the file that report\.json was made from"):
-        verify(evidence)
     path.unlink()
-    with pytest.raises(CheckpointError, match=rf"{station}\.json: .*; got no such file"):
-        verify(evidence)
-    (refresh if station == "check" else again)(evidence)
+    for make in (verify, refresh):
+        with pytest.raises(CheckpointError, match=rf"{says}, \w{{64}}; got no such file\. Run `keepmtp .*` again"):
+            make(evidence)
     path.write_text(kept)
-    with pytest.raises(
-        CheckpointError,
-        match=r"check\.json: must be the file"
-        if station == "check"
-        else rf"must be made from every result, {station}\.json too",
-    ):
+    forged(path, "made_at", value="2029-01-02 03:04:05 UTC")
+    for make in (verify, refresh):
+        with pytest.raises(CheckpointError, match=rf"{says}.* Run `keepmtp (check|serve-check|eval) .*` again"):
+            make(evidence)
+
+
+@pytest.mark.parametrize("station", STATIONS)
+def test_a_newer_result_makes_a_new_report(station, evidence):
+    """A station was killed before it made the report; or a result is there for the first time."""
+    path = file_of(evidence, station)
+    forged(path, "made_at", value="2031-01-02 03:04:05 UTC")
+    with pytest.raises(CheckpointError, match=r"must be the file that report\.json .* Run `keepmtp report"):
         verify(evidence)
+    assert refresh(evidence).made_at == "2031-01-02 03:04:05 UTC" and verify(evidence)
+    if station == "check":
+        return
+    altered(evidence / JSON_FILE, "results", value={})
+    with pytest.raises(CheckpointError, match=r"must be made from every result, \w+\.json too"):
+        verify(evidence)
+
+
+def test_a_station_makes_the_report_of_what_it_has_just_written(evidence):
+    """Its own file may be another; those of the other stations may not."""
+    forged(file_of(evidence, "serve"), "made_at", value="2029-01-02 03:04:05 UTC")
+    assert refresh(evidence, measured="serve").results["serve.json"] == file_sha256(file_of(evidence, "serve"))
+    file_of(evidence, "gsm8k").unlink()
+    with pytest.raises(CheckpointError, match=r"gsm8k\.json: must be the file .* got no such file"):
+        refresh(evidence, measured="serve")
+
+
+# --- edited together with its seal ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("facts", "num_mtp_layers"), 0, r"facts: must be what the rest of it gives"),
+        (("sizes", 0, "num_bytes"), 1, r"sizes: must be what the rest of it gives"),
+    ],
+)
+def test_what_the_headers_do_not_give_is_refused(place, value, says, evidence):
+    forged(file_of(evidence, "check"), "data", *place, value=value)
+    refused(evidence, rf"check\.json: {says}.* Run `keepmtp check .* --record` again")
+
+
+def test_emptied_findings_are_found_again(evidence):
+    """An error that somebody takes out of check.json: the headers still have it."""
+    folder = checkpoint_folder(evidence)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    shutil.rmtree(evidence)
+    record_static(evidence, open_source(folder), identify(folder))
+    full = refresh(evidence)
+    assert not full.verdict.ok and full.findings
+    forged(file_of(evidence, "check"), "data", "findings", value=[])
+    refused(evidence, r"check\.json: must have the finding of .*; got no such finding\. Run `keepmtp check .* --record")
+
+
+def test_a_failed_dry_load_has_a_finding(evidence):
+    found = read_result(evidence, "check")
+    assert found is not None
+    failed = reports.account("sm100", 1, failure=reports.REFUSED).load.model_copy(update={"num_errors": 1})
+    for load in (failed, failed.model_copy(update={"ok": True})):
+        data = found.data.model_copy(update={"dry": (load,)})
+        write_result(evidence, "check", data, checkpoint=found.checkpoint, vllm=found.vllm)
+        says = r"dry load on sm100 at TP 1: .*Run `keepmtp check .* --record --gpu sm100 --tp 1` again"
+        with pytest.raises(CheckpointError, match=says):
+            refresh(evidence, measured="check")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("accepted_tokens",), 999, "accepted_tokens: must be what the rest of it gives, 920; got 999"),
+        (("accepted_per_position",), [1000], "accepted_tokens: must be"),
+        (("drafts",), 900, "accepted at the first position"),
+        (("draft_tokens",), 1001, "draft_tokens, at most k a draft"),
+        (("draft_tokens",), 919, "accepted_tokens, of those drafted"),
+        (("speed_up",), 9.0, "speed_up: must be what the rest of it gives, 1.46"),
+        (("outputs",), [], "outputs: must be what the rest of it gives, 2; got 0"),
+        (("outputs", 0, "token_ids"), [7], "partings: must be"),
+        (("error",), "ValueError", "loaded: must be"),
+        (("partings",), [reports.NEAR.model_dump()], "partings: must be"),
+    ],
+)
+def test_a_server_that_contradicts_itself_is_refused(place, value, says, evidence):
+    forged(file_of(evidence, "serve"), "data", "checkpoint", "runs", 1, *place, value=value)
+    refused(evidence, rf"serve\.json: checkpoint, k=1: {says}.*Run `keepmtp serve-check")
 
 
 def test_answers_altered_in_their_file_are_refused(evidence):
@@ -321,10 +431,8 @@ def test_answers_that_do_not_give_the_score_are_refused(figure, evidence):
     """Altered together with the hash in gsm8k.json, and the report made anew: the figure itself is computed again."""
     path = evidence / "gsm8k.checkpoint.jsonl"
     path.write_text(path.read_text().replace(*LINES[figure], 1))
-    altered(file_of(evidence, "gsm8k"), "data", "checkpoint", "samples_sha256", value=file_sha256(path))
-    again(evidence)
-    with pytest.raises(CheckpointError, match=re.escape(f"gsm8k.json: {figure}: must be what the answers give, ")):
-        verify(evidence)
+    forged(file_of(evidence, "gsm8k"), "data", "checkpoint", "samples_sha256", value=file_sha256(path))
+    refused(evidence, re.escape(f"gsm8k.json: {figure}: must be what the answers give, "))
 
 
 @pytest.mark.parametrize(
@@ -342,17 +450,13 @@ def test_answers_that_do_not_give_the_score_are_refused(figure, evidence):
 )
 def test_a_figure_that_the_answers_do_not_give_is_refused(place, value, evidence):
     """A better number in gsm8k.json and everything after it made to match."""
-    field = altered(file_of(evidence, "gsm8k"), "data", *place, value=value).removeprefix("data.")
-    again(evidence)
-    with pytest.raises(CheckpointError, match=re.escape(f"gsm8k.json: {field}: must be what the answers give, ")):
-        verify(evidence)
+    field = forged(file_of(evidence, "gsm8k"), "data", *place, value=value).removeprefix("data.")
+    refused(evidence, re.escape(f"gsm8k.json: {field}: must be what the answers give, "))
 
 
 def test_answers_lie_in_the_folder(evidence):
-    altered(file_of(evidence, "gsm8k"), "data", "checkpoint", "samples", value="../elsewhere.jsonl")
-    again(evidence)
-    with pytest.raises(CheckpointError, match=r"answers lie beside it; got \.\./elsewhere\.jsonl"):
-        verify(evidence)
+    forged(file_of(evidence, "gsm8k"), "data", "checkpoint", "samples", value="../elsewhere.jsonl")
+    refused(evidence, r"answers lie beside it; got \.\./elsewhere\.jsonl")
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------
