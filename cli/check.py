@@ -17,7 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ..recipes.errors import RecipeError
 from ..validate.serving.vllm_env import TESTED, find_vllm
-from . import exits, tables
+from . import exits, findings, tables
 from .options import JsonOption, chosen_gpus
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _show(checked: "Checked", *, as_json: bool) -> None:
     elif checked.refusal is not None:
         exits.say_refusal(checked.refusal)
     else:
-        Console().print(tables.report(checked.data))
+        findings.show(Console(), checked.data)
 
 
 def _status(checked: "Checked") -> int:

@@ -30,9 +30,9 @@ def show(made: Plan, *, as_json: bool) -> None:
     out.print(companions(made))
     if needs_calibration(made):
         out.print(calibration_tables.will_do(made))
-    out.print(tables.config_listing(quantization_config(made)))
+    out.print(tables.config_listing(quantization_config(made)), highlight=False, soft_wrap=True)
     for refusal in refusals(made):
-        out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False)
+        out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False, soft_wrap=True)
 
 
 def companions(plan: Plan) -> Text:

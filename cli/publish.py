@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..recipes.errors import GateError, RecipeError
-from . import tables
+from . import findings, tables
 from .options import JsonOption, chosen_gpus
 from .progress import bytes_bar
 
@@ -123,7 +123,7 @@ def _publish(
                 there, parcel, gpu=gpu, watch=lambda doing: status.update(escape(doing))
             )
         if not checked.data.ok:
-            err.print(tables.report(checked.data))
+            findings.show(err, checked.data)
             worst = checked.data.findings[0]
             raise GateError(
                 f"{repo} at {there.commit}",

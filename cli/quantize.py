@@ -88,7 +88,7 @@ def quantize(
 
 def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
     from ..validate.report.check_data import calibration_fact
-    from . import calibration_tables, plan_tables
+    from . import calibration_tables, findings, plan_tables
     from .check import check_json
 
     settings = result.plan.recipe.calibration
@@ -108,8 +108,8 @@ def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
     out = Console()
     if fact:
         out.print(calibration_tables.found(fact))
-    out.print(tables.report(result.report))
-    out.print(tables.next_steps(result.plan, result.out))
+    findings.show(out, result.report)
+    out.print(tables.next_steps(result.plan, result.out), highlight=False, soft_wrap=True)
 
 
 def extra(model: ModelArgument, scheme: SchemeOption = None, mtp: MtpOption = None) -> None:

@@ -1,4 +1,4 @@
-"""What people see: plans and reports as rich tables, and the same values as JSON.
+"""What people see of a plan, as rich tables, and the same values as JSON.
 
 In: values of the other floors. Out: tables, plain dictionaries, and JSON on standard output. Nothing is decided here.
 
@@ -7,9 +7,10 @@ only.
 """
 
 import json
+import shlex
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..recipes.errors import printable
+
 if TYPE_CHECKING:
     from ..quantize.plan import Plan, TensorPlan
-    from ..validate.dryload.facts import DryLoad, LoadedModel
-    from ..validate.report.results import CheckData
     from ..validate.report.schema import JudgementWord
 
 MIB = 2**20
@@ -110,88 +111,21 @@ def _fate(row: Mapping[str, Any]) -> str:
             return f"keep {stored}"
 
 
-def config_listing(config: Mapping[str, Any]) -> RenderableType:
-    """Targets and ignore list, as the checkpoint's config.json will have them."""
-    table = plain_table("quantization_config, in vLLM's runtime names")
-    table.add_column("entry", no_wrap=True)
-    table.add_column("pattern", overflow="fold")
+def config_listing(config: Mapping[str, Any]) -> Text:
+    """Targets and ignore list, as the checkpoint's config.json will have them; a pattern is never broken."""
+    lines = ["quantization_config, in vLLM's runtime names"]
     for group in config["config_groups"].values():
-        for target in group["targets"]:
-            table.add_row(group["format"], escape(target))
-    table.add_section()
-    for entry in config["ignore"]:
-        table.add_row("ignore", escape(entry))
-    return table
-
-
-def report(found: "CheckData") -> RenderableType:
-    """A check's findings, or that there are none, and what vLLM did with it on every pretended GPU."""
-    parts: list[RenderableType] = [_findings(found)]
-    if found.dry:
-        parts.append(_dry_loads(found.dry))
-    return Group(*parts)
-
-
-def _findings(found: "CheckData") -> RenderableType:
-    if not found.findings:
-        return Text.from_markup(f"[green]check passed[/] {escape(str(found.path))}: no findings")
-    table = plain_table(f"check {found.path}")
-    for column in ("severity", "where", "what will happen", "cure"):
-        table.add_column(column, overflow="fold")
-    for finding in found.findings:
-        colour = "red" if finding.severity == "error" else "yellow"
-        table.add_row(
-            f"[{colour}]{finding.severity}[/]",
-            escape(finding.where) + _more(finding.count),
-            escape(finding.says),
-            escape(finding.cure),
-        )
-    return table
-
-
-def _dry_loads(loads: "Sequence[DryLoad]") -> RenderableType:
-    table = plain_table("dry load: vLLM's own classes and loaders on meta tensors")
-    for column in ("GPU", "TP", "", "class", "filled", "shared with the target", "kernels"):
-        table.add_column(column, overflow="fold")
-    for load in loads:
-        failure = load.failure
-        for role, model in (("target", load.target), ("draft", load.draft)):
-            is_stopped = failure is not None and (not model.cls or failure.role == role)
-            filled = f"{model.num_written:,} of {model.num_params:,}"
-            table.add_row(
-                load.gpu if role == "target" else "",
-                str(load.tp) if role == "target" else "",
-                role,
-                model.cls or "-",
-                "[red]stopped[/]" if is_stopped else filled,
-                escape(", ".join(model.shared)),
-                escape(_kernels(model)),
-            )
-        table.add_section()
-    return table
-
-
-def _kernels(model: "LoadedModel") -> str:
-    """Kernels by name with their number of layers; one whose preparation needs values is marked."""
-    counts: dict[str, int] = defaultdict(int)
-    for kernel in model.kernels:
-        if kernel.kernel:
-            mark = {"ok": "", "not": "?", "refused": " refused"}[kernel.outcome.partition(" ")[0].rstrip(":")]
-            counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
-    return ", ".join(f"{count} {name}" for name, count in counts.items())
-
-
-def _more(count: int) -> str:
-    return f" and {count - 1:,} more" if count > 1 else ""
+        lines += [f"  {group['format']}  {target}" for target in group["targets"]]
+    lines += [f"  ignore  {entry}" for entry in config["ignore"]]
+    return Text("\n".join(map(printable, lines)) + "\n")
 
 
 def next_steps(plan: "Plan", folder: Path) -> Text:
-    """Where the result is, and how it is served."""
+    """Where the result is, and the command that serves it, alone on its line."""
     speculative = f'{{"method":"mtp","num_speculative_tokens":{max(1, plan.view.num_mtp_layers)}}}'
-    return Text(
-        f"{folder}: {size_in_words(plan.num_bytes_after)}, MTP block {_mtp_word(plan)}.\n"
-        f"Serve it:  vllm serve {folder} --speculative-config '{speculative}'"
-    )
+    command = shlex.join(["vllm", "serve", str(folder), "--speculative-config", speculative])
+    size = size_in_words(plan.num_bytes_after)
+    return Text(f"{printable(str(folder))}: {size}, MTP block {_mtp_word(plan)}. Serve it:\n  {command}")
 
 
 def _mtp_word(plan: "Plan") -> str:

@@ -66,13 +66,18 @@ def objection(
 
 def grouped(objections: Iterable[Objection]) -> list[Finding]:
     """The first finding of each cause, with the number of tensors or entries that have it."""
+    return [*by_cause(objections).values()]
+
+
+def by_cause(objections: Iterable[Objection]) -> dict[tuple[str, str, str], Finding]:
+    """`grouped`, with what tells one cause from another."""
     first: dict[tuple[str, str, str], Finding] = {}
     counts: dict[tuple[str, str, str], int] = {}
     for finding, cause in objections:
         key = (finding.rule, finding.severity, cause or f"{finding.says} {finding.cure}")
         first.setdefault(key, finding)
         counts[key] = counts.get(key, 0) + 1
-    return [finding.model_copy(update={"count": counts[key]}) for key, finding in first.items()]
+    return {key: finding.model_copy(update={"count": counts[key]}) for key, finding in first.items()}
 
 
 def errors_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:

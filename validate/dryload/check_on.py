@@ -7,6 +7,7 @@ Easy to get wrong: a checkpoint with findings is loaded all the same, because pe
 checkpoint whose files cannot be read is not loaded.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from pathlib import Path
 
 from ...recipes.errors import CheckpointError, RecipeError
 from ..check.check import Checked, examine
-from ..check.findings import errors_first, grouped
+from ..check.findings import Finding, Objection, by_cause, errors_first
 from ..check.runtime_view import RuntimeView
+from ..report.headline import places
 from ..serving.vllm_env import VLLM
-from .facts import GPU, LoadAccount
+from .facts import GPU, DryLoad, LoadAccount
 from .hollow import headers_of
 from .loader import DryLoader, Job
 from .verdict_findings import objections
@@ -82,16 +84,31 @@ def with_loads(
     checked: Checked, accounts: Sequence[LoadAccount], version: str, *, draft: RuntimeView | None = None
 ) -> Checked:
     """A static check with dry loads; `draft` is the runtime of a draft's own checkpoint."""
-    counted, found = [], []
+    counted: list[LoadAccount] = []
+    found: list[tuple[DryLoad, list[Objection]]] = []
     for account in accounts:
         own = objections(account, checked.runtime, version=version, static=checked.data.findings, draft=draft)
         counted.append(account.counted(sum(finding.severity == "error" for finding, _ in own)))
-        found += own
+        found.append((account.load, own))
     update = {
-        "findings": errors_first([*checked.data.findings, *grouped(found)]),
+        "findings": errors_first([*checked.data.findings, *_once(found)]),
         "dry": tuple(account.load for account in counted),
     }
     return checked._replace(data=checked.data.model_copy(update=update), accounts=tuple(counted))
+
+
+def _once(found: Sequence[tuple[DryLoad, list[Objection]]]) -> list[Finding]:
+    """A finding for each cause, with every GPU and TP size that has it; of their counts, the largest."""
+    seen: dict[tuple[str, str, str], list[tuple[DryLoad, Finding]]] = defaultdict(list)
+    for load, objected in found:
+        for cause, finding in by_cause(objected).items():
+            seen[cause].append((load, finding))
+    merged = []
+    for each in seen.values():
+        first, most = each[0][1], max(finding.count for _, finding in each)
+        says = f"on {places(load for load, _ in each)}: {first.says}"
+        merged.append(first.model_copy(update={"says": says, "count": most}))
+    return merged
 
 
 def _no_target(path: str) -> RecipeError:

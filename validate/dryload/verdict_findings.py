@@ -4,6 +4,7 @@ In: a `LoadAccount`, and the `RuntimeView` of the static check where the family 
 parameter or tensor, in names on disk.
 
 Easy to get wrong: parameters have vLLM's names, but people know names on disk. trace.py finds the one from the other.
+Nothing here names the GPU: check_on.py does, because one cause on several GPUs is one finding.
 """
 
 import re
@@ -208,15 +209,14 @@ class _Case:
         return errors[0].cure if len(errors) == 1 else ""
 
     def _objection(self, rule: str, where: str, says: str, cure: str, cause: str = "") -> Objection:
-        load = self.account.load
         return objection(
             origin="dry",
             rule=rule,
             severity="error",
             where=where,
-            says=f"on {load.gpu} at TP {load.tp}: {says}",
+            says=says,
             cure=cure,
-            cause=f"{load.gpu} {load.tp} {cause}" if cause else "",
+            cause=cause,
         )
 
 

@@ -77,11 +77,10 @@ def _fault(check: CheckData, judgement: JudgementFact | None, vllm: str) -> str:
 
 def _refused(failed: Sequence[DryLoad], errors: Sequence[Finding], vllm: str) -> str:
     """vLLM's own words on the first of these dry loads, and where all of them failed."""
-    starts = tuple(f"on {load.gpu} at TP {load.tp}: " for load in failed)
     exception = failed[0].failure.type if failed[0].failure else ""
-    unexplained = f"{starts[0]}vLLM {vllm} raises {exception}"
-    says = next((fact.says for fact in errors if fact.says.startswith(starts)), unexplained)
-    return f"On {places(failed)} {says.partition(': ')[2]}"
+    explained = [fact.says for fact in errors if fact.origin == "dry" and exception in fact.says]
+    says = explained[0].partition(": ")[2] if explained else f"vLLM {vllm} raises {exception}"
+    return f"On {places(failed)} {says}"
 
 
 def _drafts(serve: ServeCheck) -> str:

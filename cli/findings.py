@@ -1,0 +1,117 @@
+"""What `keepmtp check` prints for people: a block for each finding, in a compiler's manner, and the dry loads.
+
+    error: mtp.layers.0.mlp.down_proj.weight and 6 more
+      stored as plain BF16, but vLLM builds mtp.layers.0.mlp.down_proj as fp8_channel: ...
+      cure: Add 're:^mtp[.]layers[.]0[.]' to ignore: vLLM's name, not the one on disk
+            "re:^mtp[.]layers[.]0[.]"
+
+In: a `CheckData`. Out: lines on a console. Nothing is decided here.
+
+Easy to get wrong: people copy the cure. It is on a line of its own that is never wrapped, and so is what it quotes:
+commands in backticks, patterns of vLLM and JSON, which are printed again as config.json has them. Only what will happen
+is wrapped, between words, and in a pipe not even that.
+"""
+
+import json
+import re
+import textwrap
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from ..recipes.errors import printable, shortened
+
+if TYPE_CHECKING:
+    from ..validate.check.findings import Finding
+    from ..validate.dryload.facts import DryLoad, LoadedModel
+    from ..validate.report.results import CheckData
+
+_WIDEST = 120
+_LONGEST = 4000
+_COLOURS = {"error": "bold red", "warning": "bold yellow"}
+# What a cure quotes: `a command`, 're:a pattern', or {"a": "JSON object"}.
+_QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<json>\{\".*\})")
+
+
+def show(console: Console, found: "CheckData") -> None:
+    """Print the findings of one checkpoint, what vLLM did with it on every pretended GPU, and the verdict."""
+    for finding in found.findings:
+        _print(console, *_block(console, finding), Text())
+    if found.dry:
+        title = Text("dry load: vLLM's own classes and loaders on meta tensors", style="italic")
+        _print(console, title, *(line for load in found.dry for line in _dry_load(load)), Text())
+    _print(console, _verdict(found))
+
+
+def pasted(cure: str) -> list[str]:
+    """What a cure quotes, each as it is pasted: a command as it is, a pattern as a JSON string."""
+    quoted = _QUOTED.finditer(cure)
+    return [json.dumps(found["pattern"]) if found["pattern"] else found["command"] or found["json"] for found in quoted]
+
+
+def wrapped(console: Console, words: str, indent: str = "") -> list[str]:
+    """Lines for this terminal, broken between words; one line in a pipe, whose reader has no width."""
+    if not console.is_terminal:
+        return [f"{indent}{words}"]
+    return textwrap.wrap(
+        words,
+        min(console.width, _WIDEST),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _print(console: Console, *lines: Text) -> None:
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _block(console: Console, finding: "Finding") -> list[Text]:
+    more = f" and {finding.count - 1:,} more" if finding.count > 1 else ""
+    first = Text.assemble(
+        (f"{finding.severity}: ", _COLOURS[finding.severity]), (shortened(finding.where, _LONGEST), "bold"), more
+    )
+    cure = [Text.assemble(("  cure: ", "green"), printable(finding.cure))]
+    return [
+        first,
+        *map(Text, wrapped(console, shortened(finding.says, _LONGEST), "  ")),
+        *cure,
+        *(Text(f"        {printable(line)}") for line in pasted(finding.cure)),
+    ]
+
+
+def _verdict(found: "CheckData") -> Text:
+    counts = Counter(finding.severity for finding in found.findings)
+    words = ", ".join(f"{count} {severity}{'s' * (count > 1)}" for severity, count in sorted(counts.items()))
+    verdict = ("check passed", "green") if found.ok else ("check failed", "red")
+    return Text.assemble(verdict, f" {printable(found.path)}: {words or 'no findings'}")
+
+
+def _dry_load(load: "DryLoad") -> list[Text]:
+    lines = [Text(f"  {load.gpu} at TP {load.tp}")]
+    for role, model in (("target", load.target), ("draft", load.draft)):
+        is_stopped = load.failure is not None and (not model.cls or load.failure.role == role)
+        filled = f"{model.num_written:,} of {model.num_params:,} filled"
+        lines.append(
+            Text.assemble(
+                f"    {role:<6}  {printable(model.cls or '-')}: ",
+                ("stopped", "red") if is_stopped else filled,
+                *(f"; shared with the target: {printable(name)}" for name in [", ".join(model.shared)] if name),
+                *(f"; kernels: {printable(names)}" for names in [_kernels(model)] if names),
+            )
+        )
+    return lines
+
+
+def _kernels(model: "LoadedModel") -> str:
+    """Kernels by name with their number of layers; one whose preparation needs values is marked."""
+    counts = Counter[str]()
+    for kernel in model.kernels:
+        if kernel.kernel:
+            mark = {"ok": "", "not": "?", "refused": " refused"}[kernel.outcome.partition(" ")[0].rstrip(":")]
+            counts[kernel.kernel.partition(" ")[0] + mark] += kernel.count
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
