@@ -31,12 +31,13 @@ _STATION_SECONDS = 60.0  # it may have a server to end, which takes a third of t
 
 
 def everything(
-    model: Annotated[str, typer.Argument(help="A model's name, a recipe's full name, or a recipe file.")],
+    model: Annotated[str, typer.Argument(help="As for `keepmtp quantize`.")],
     source: Annotated[
         str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; default: the recipe's.")
     ] = None,
     scheme: Annotated[str | None, typer.Option("--scheme", help="As for `keepmtp quantize`.")] = None,
     mtp: Annotated[str | None, typer.Option("--mtp", help="As for `keepmtp quantize`.")] = None,
+    calibration: Annotated[str | None, typer.Option("--calibration", help="As for `keepmtp quantize`.")] = None,
     trust_remote_code: TrustOption = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     gpus: Annotated[
@@ -64,14 +65,13 @@ def everything(
     Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/GLM-4.7-NVFP4A16 --gpu sm100 -k 3`
     """
     from ..quantize.own_code import refuse_untrusted_code
-    from ..recipes.find import find_recipe
     from . import pipeline as run
 
-    recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)
+    recipe = run.recipe_for(model, source=source, scheme=scheme, mtp=mtp, calibration=calibration)
     out = folder or run.default_out(recipe)
     is_made = out.exists()
     original = _option("--source", source)
-    choices = [*original, *_option("--scheme", scheme), *_option("--mtp", mtp)]
+    choices = [*original, *_option("--scheme", scheme), *_option("--mtp", mtp), *_option("--calibration", calibration)]
     choices += ["--trust-remote-code"] if trust_remote_code else []
     stations = {
         "quantize": [] if is_made else ["quantize", model, *choices, "--out", str(out)],
@@ -89,7 +89,8 @@ def everything(
     require_extra("keepmtp all", "evaluate")
     find_vllm()
     if not is_made:
-        made, _ = run.plan_for(model, source=source, scheme=scheme, mtp=mtp, trust_remote_code=trust_remote_code)
+        words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
+        made, _ = run.plan_for(model, **words, trust_remote_code=trust_remote_code)
         refuse_untrusted_code(made)
         _refuse_evaluation(made)
     err = Console(stderr=True)

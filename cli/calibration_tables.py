@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..quantize.calibrate.facts import CalibrationFact, CandidateFact
 from ..quantize.plan import Plan, TensorPlan
+from ..recipes.find import calibration_name
 from ..recipes.schema import AUTO
 from ..recipes.schemes import RESCALING, REWRITES
 from .refusals import needs_calibration
@@ -53,9 +54,11 @@ def _data(plan: Plan, num_tokens: int) -> str:
     calibration = plan.recipe.calibration
     assert calibration is not None
     subset = f", {calibration.subset}" if calibration.subset else ""
+    name = calibration_name(calibration)
+    named = f"--calibration {name}: " if name else ""
     return (
-        f"{calibration.algorithm} on {calibration.samples:,} sequences of {calibration.sequence_length:,} tokens "
-        f"({num_tokens:,}) of {calibration.dataset} ({calibration.dataset_revision}{subset}, split "
+        f"{named}{calibration.algorithm} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
+        f"tokens ({num_tokens:,}) of {calibration.dataset} ({calibration.dataset_revision}{subset}, split "
         f"{calibration.split}, column {calibration.column}); {calibration.held_out:,} more are held out to measure on."
     )
 

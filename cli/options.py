@@ -18,13 +18,21 @@ _GPU_NAMES: Mapping[str, str] = {
 }
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="A model's name, a recipe's full name, or a recipe file. See `keepmtp ls`.")
+    str,
+    typer.Argument(
+        help="A model's name, a recipe's full name or a recipe file (see `keepmtp ls`); or a checkpoint: "
+        "a folder, a Hub id, or the address of its page."
+    ),
 ]
 SourceOption = Annotated[
     str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; default: the recipe's.")
 ]
 SchemeOption = Annotated[
-    str | None, typer.Option("--scheme", help="Another variant of the model, or a scheme for every quantized group.")
+    str | None,
+    typer.Option(
+        "--scheme",
+        help="Another variant of the model, or a scheme for every quantized group. Needed where MODEL is a checkpoint.",
+    ),
 ]
 MtpOption = Annotated[
     str | None,
@@ -32,6 +40,14 @@ MtpOption = Annotated[
         "--mtp",
         help="MTP block: `source`, `bf16`, a scheme, or `auto`: the smallest that "
         "keeps enough acceptance, measured during the run; default: the recipe's.",
+    ),
+]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        help="A named block of recipes/calibrations.yaml, for schemes that need batches; default: the recipe's, "
+        "else ultrachat-256x2048.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]

@@ -26,11 +26,12 @@ from ..checkpoints.files import partial_path
 from ..checkpoints.source import Source, download, open_source
 from ..quantize.output import claim, publish, refuse_output
 from ..quantize.plan import SHARD_BYTES, Plan, make_plan
-from ..recipes.errors import GateError
-from ..recipes.find import find_recipe
+from ..recipes.errors import GateError, RecipeError
+from ..recipes.find import find_recipe, is_recipe_name
 from ..recipes.schema import AUTO, Recipe
 from ..validate.check.check import check
 from ..validate.report.results import CheckData
+from .checkpoint_as_model import NamedCheckpoint, place_of, recipe_of_checkpoint
 from .progress import SILENT, RunProgress
 from .refusals import needs_calibration, refuse
 
@@ -62,19 +63,59 @@ def plan_for(
     source: str | None = None,
     scheme: str | None = None,
     mtp: str | None = None,
+    calibration: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Plan, str]:
     """Return the plan that a command line asks for, from headers alone, and the text of its recipe.
 
+    Args:
+        model: a recipe by its name or file, or a checkpoint by its folder, its Hub id or the address of its page.
+        source: another checkpoint than the recipe's.
+        scheme, mtp, calibration: see `find_recipe`.
+        trust_remote_code: the checkpoint's own Python may run.
+
     Raises:
         RecipeError, CheckpointError: see `find_recipe`, `open_source` and `make_plan`.
     """
-    recipe, text = find_recipe(model, scheme=scheme, mtp=mtp)
+    place = place_of(model)
+    if place is not None and not is_recipe_name(place.where):
+        recipe, text, opened = _without_recipe(place, source, scheme=scheme, mtp=mtp, calibration=calibration)
+        return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
+    recipe, text = find_recipe(place.where if place else model, scheme=scheme, mtp=mtp, calibration=calibration)
     where = source or recipe.source
     # The recipe's revision belongs to the recipe's source. Another repository has a history of its own.
     revision = recipe.revision if where == recipe.source else "main"
+    if place is not None and place.revision and source is None:
+        revision = place.revision
     opened = open_source(where, revision=revision)
     return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
+
+
+def recipe_for(
+    model: str,
+    *,
+    source: str | None = None,
+    scheme: str | None = None,
+    mtp: str | None = None,
+    calibration: str | None = None,
+) -> Recipe:
+    """Return the recipe of `plan_for`; the headers are read only where MODEL is a checkpoint.
+
+    Raises:
+        RecipeError, CheckpointError: as `plan_for`.
+    """
+    place = place_of(model)
+    choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
+    if place is not None and not is_recipe_name(place.where):
+        return _without_recipe(place, source, **choices)[0]
+    return find_recipe(place.where if place else model, **choices)[0]
+
+
+def _without_recipe(place: NamedCheckpoint, source: str | None, **choices: str | None) -> tuple[Recipe, str, Source]:
+    if source is not None:
+        rule, cure = "must be left out where MODEL is itself a checkpoint", "Remove it, or name a recipe as MODEL"
+        raise RecipeError("--source", rule, got=source, cure=cure)
+    return recipe_of_checkpoint(place, **choices)
 
 
 def quantize(

@@ -3,7 +3,7 @@
 In: a model and choices. Out: tables, or JSON. Nothing is written.
 """
 
-from .options import JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption, TrustOption
+from .options import CalibrationOption, JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption, TrustOption
 
 
 def plan(
@@ -11,6 +11,7 @@ def plan(
     source: SourceOption = None,
     scheme: SchemeOption = None,
     mtp: MtpOption = None,
+    calibration: CalibrationOption = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -20,8 +21,11 @@ def plan(
     also says what batches contribute to which modules, and whether the MTP block can be measured.
 
     Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
+
+    Example: `keepmtp plan /data/my-fine-tune --scheme nvfp4a16-fp8`
     """
     from . import pipeline, plan_tables
 
-    made, _ = pipeline.plan_for(model, source=source, scheme=scheme, mtp=mtp, trust_remote_code=trust_remote_code)
+    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
+    made, _ = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
     plan_tables.show(made, as_json=as_json)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from . import tables
-from .options import JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption, TrustOption
+from .options import CalibrationOption, JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption, TrustOption
 from .progress import place_in_run, run_progress
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def quantize(
     source: SourceOption = None,
     scheme: SchemeOption = None,
     mtp: MtpOption = None,
+    calibration: CalibrationOption = None,
     trust_remote_code: TrustOption = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     threads: Annotated[
@@ -55,12 +56,15 @@ def quantize(
 
     Example: `keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7 --mtp auto`
 
+    Example: `keepmtp quantize /data/my-fine-tune --scheme nvfp4a16-fp8`
+
     Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7`
     """
     from . import calibration_tables, pipeline, plan_tables, refusals
 
     out = Console()
-    made, text = pipeline.plan_for(model, source=source, scheme=scheme, mtp=mtp, trust_remote_code=trust_remote_code)
+    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
+    made, text = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
     rank, _ = place_in_run()
     if dry_run:
         if not rank:
@@ -112,9 +116,20 @@ def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
     out.print(tables.next_steps(result.plan, result.out), highlight=False, soft_wrap=True)
 
 
-def extra(model: ModelArgument, scheme: SchemeOption = None, mtp: MtpOption = None) -> None:
+def extra(
+    model: ModelArgument,
+    source: SourceOption = None,
+    scheme: SchemeOption = None,
+    mtp: MtpOption = None,
+    trust_remote_code: TrustOption = False,
+    calibration: CalibrationOption = None,
+) -> None:
     """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate."""
-    from ..recipes.find import find_recipe
+    from . import pipeline, refusals
 
-    recipe, _ = find_recipe(model, scheme=scheme, mtp=mtp)
-    sys.stdout.write("calibrate\n" if recipe.calibration else "quantize\n")
+    # The whole plan: what would refuse it, or a Hub out of reach, is known before anything is installed.
+    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
+    made, _ = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
+    refusals.refuse_untrusted_code(made)
+    refusals.refuse_no_draft(made)
+    sys.stdout.write("calibrate\n" if refusals.needs_calibration(made) else "quantize\n")

@@ -1,15 +1,17 @@
 """Recipe files: which recipe a command line names, how a file is read, and which recipes ship with keepmtp.
 
-In: a model's name, a recipe's full name, or a file. Out: a `Recipe`, and its text for the checkpoint's recipe.yaml.
+In: a model's name, a recipe's full name, a file, or the Hub id of a model that has a recipe. Out: a `Recipe`, and its
+text for the checkpoint's recipe.yaml.
 
 A file is a flat recipe or a model file (`model_file`). A variant of a model file is expanded to a flat recipe before it
 is validated, and the checkpoint carries that flat recipe.
 
-Easy to get wrong: `--scheme` names a variant first, and a scheme only where the file has no such variant.
+Easy to get wrong: `--scheme` names a variant first, and a scheme only where the file has no such variant. On the
+command line, case does not count and `-` is `_`; in a file they do.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,11 +21,13 @@ import yaml
 
 from .errors import RecipeError
 from .listing import model_files
-from .model_file import flat_recipes, flat_text, is_model_file, load_shipped
-from .schema import AUTO, Recipe, validated
+from .model_file import calibrations, flat_recipes, flat_text, is_model_file, load_shipped
+from .schema import AUTO, KEEP_WORDS, Calibration, Recipe, validated
 from .schemes import SCHEMES
 
-_EXAMPLE = "glm-4.7.nvfp4-fp8"
+DEFAULT_CALIBRATION = "ultrachat-256x2048"
+"""The named block that is taken where batches are needed and nothing says which."""
+_POLICIES = (*KEEP_WORDS, AUTO, *SCHEMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,35 +90,80 @@ def read_recipe(path: Path) -> Recipe:
     return file.recipe(file.default)
 
 
-def find_recipe(model: str, *, scheme: str | None = None, mtp: str | None = None) -> tuple[Recipe, str]:
+def find_recipe(
+    model: str, *, scheme: str | None = None, mtp: str | None = None, calibration: str | None = None
+) -> tuple[Recipe, str]:
     """The recipe a command line names, and its text in the flat form.
 
     Args:
-        model: a recipe file, a recipe's full name, or a model's name (then its default recipe).
+        model: a recipe file, a recipe's full name, a model's name (then its default recipe), or its Hub id.
         scheme: another variant of the model, or a scheme for every quantized group.
         mtp: policy for the MTP block instead of the recipe's.
+        calibration: a named block instead of the recipe's.
 
     Raises:
-        RecipeError: no such model, variant or scheme; the message lists what there is.
+        RecipeError: no such model, variant, scheme or block; the message lists what there is.
     """
-    path, named = (Path(model), None) if model.endswith((".yaml", ".yml")) else _shipped(model)
+    file, variant = named_file(model)
+    return choose(file, variant, scheme=scheme, mtp=mtp, calibration=calibration)
+
+
+def named_file(model: str) -> tuple[RecipeFile, str]:
+    """The recipe file that MODEL names, and the variant that is meant without --scheme.
+
+    Raises:
+        RecipeError: there is none.
+    """
+    path, named = (Path(model), None) if is_file_name(model) else _shipped(model)
     if not path.is_file():
         raise RecipeError("MODEL", "a recipe file must exist", got=path, cure="See `keepmtp ls models`")
     file = read_file(path)
-    variant = scheme if scheme is not None and scheme in file.flat else named or file.default
+    return file, named or file.default
+
+
+def is_file_name(model: str) -> bool:
+    """Whether MODEL names a recipe file."""
+    return model.endswith((".yaml", ".yml"))
+
+
+def is_recipe_name(model: str) -> bool:
+    """Whether MODEL names a recipe, by a file or by one of keepmtp's names."""
+    return is_file_name(model) or _lookup(model) is not None
+
+
+def choose(
+    file: RecipeFile, named: str, *, scheme: str | None = None, mtp: str | None = None, calibration: str | None = None
+) -> tuple[Recipe, str]:
+    """One recipe of a file with what a command line changes, and the text of the variant that it began with.
+
+    Raises:
+        RecipeError: no such variant, scheme, policy or block, or a block that nothing needs.
+    """
+    variant = named if scheme is None else _spelled(scheme, file.flat) or named
     recipe, text = file.recipe(variant), file.recipe_text(variant)
-    override = None if scheme in (None, variant) else scheme
-    if override is not None and override not in SCHEMES:
-        raise RecipeError(
-            "--scheme",
-            f"must be a variant of {recipe.model} ({', '.join(file.flat)}) or a scheme ({', '.join(SCHEMES)})",
-            got=repr(scheme),
-            cure="See `keepmtp ls`",
-        )
-    if override is not None or mtp is not None:
-        _refuse_batches_without_a_dataset(recipe, override, mtp)
-        recipe = recipe.with_choices(scheme=override, mtp=mtp)
-    return recipe, text
+    override = None if scheme is None or _spelled(scheme, file.flat) else _scheme(scheme, recipe.model, file)
+    block = None if calibration is None else _named_block(calibration)
+    if override is None and mtp is None and block is None:
+        return recipe, text
+    changed = recipe.with_choices(
+        scheme=override,
+        mtp=None if mtp is None else _spelled(mtp, _POLICIES) or mtp,
+        calibration=block,
+        batches=_usual_block(file),
+    )
+    if block is not None and changed.calibration is None:
+        rule = "must be left out where no scheme needs batches"
+        raise RecipeError("--calibration", rule, got=f"{calibration} for {changed.name}", cure="Remove it")
+    return changed, text
+
+
+def calibration_name(calibration: Calibration) -> str:
+    """The name of the block in recipes/calibrations.yaml that a recipe's calibration is; "" for one of its own."""
+    for name, raw in calibrations().items():
+        block = Calibration.model_validate(raw)
+        if block.model_copy(update={"algorithm": calibration.algorithm}) == calibration:
+            return name
+    return ""
 
 
 def shipped_recipes() -> list[Recipe]:
@@ -133,23 +182,42 @@ def data_free_alternative(recipe: Recipe) -> str:
     return next((SCHEMES[name].data_free for name in recipe.calibrated_schemes() if SCHEMES[name].data_free), "W4A16")
 
 
-def _refuse_batches_without_a_dataset(recipe: Recipe, scheme: str | None, mtp: str | None) -> None:
-    """A choice that needs batches, on a recipe that names none: say which recipe does."""
-    needing = [SCHEMES[word] for word in (scheme or "", mtp or "") if word in SCHEMES]
-    needing = [each for each in needing if each.needs_calibration]
-    if recipe.calibration is not None or (not needing and mtp != AUTO):
-        return
-    siblings = [other.name for other in _recipes_of(recipe.model) if other.calibration is not None]
-    start = (
-        f"Start from {siblings[0]}, which has a dataset"
-        if siblings
-        else f"Copy the recipe's file and add a calibration block like that of {_EXAMPLE}"
-    )
-    other = f"or use {needing[0].data_free}, without data" if needing else "or choose a policy yourself"
-    what = needing[0].name if needing else "mtp: auto"
+def _spelled(word: str, known: Iterable[str]) -> str | None:
+    """The known name that `word` is a spelling of: exactly, or but for case and `-` for `_`."""
+    names = list(known)
+    if word in names:
+        return word
+    return next((name for name in names if _folded(name) == _folded(word)), None)
+
+
+def _folded(name: str) -> str:
+    return name.casefold().replace("_", "-")
+
+
+def _scheme(word: str, model: str, file: RecipeFile) -> str:
+    if scheme := _spelled(word, SCHEMES):
+        return scheme
     raise RecipeError(
-        recipe.name, f"calibration must be given for {what}", got="a recipe without data", cure=f"{start}, {other}"
+        "--scheme",
+        f"must be a variant of {model} ({', '.join(file.flat)}) or a scheme ({', '.join(SCHEMES)})",
+        got=repr(word),
+        cure=did_you_mean(word, [*file.flat, *SCHEMES], otherwise="See `keepmtp ls schemes`"),
     )
+
+
+def _named_block(name: str) -> Calibration:
+    if known := _spelled(name, calibrations()):
+        return Calibration.model_validate(calibrations()[known])
+    rule = f"must be one of {', '.join(calibrations())}"
+    cure = did_you_mean(name, calibrations(), otherwise="See recipes/calibrations.yaml")
+    raise RecipeError("--calibration", rule, got=repr(name), cure=cure)
+
+
+def _usual_block(file: RecipeFile) -> Calibration:
+    """The block for a choice that needs batches, on a recipe without any: that of another variant, else the default."""
+    blocks = [flat["calibration"] for flat in file.flat.values() if flat.get("calibration")]
+    raw = blocks[0] if blocks else calibrations()[DEFAULT_CALIBRATION]
+    return Calibration.model_validate({**raw, "algorithm": "minmax"})
 
 
 @cache
@@ -167,7 +235,30 @@ def _shipped_files() -> dict[str, Path]:
 
 
 def _shipped(name: str) -> tuple[Path, str | None]:
-    """The file of a model's name or of a recipe's full name, and the variant if the name says one."""
+    """The file of a model's name, of a recipe's full name or of a Hub id, and the variant if the name says one."""
+    if found := _lookup(name):
+        return found
+    raise unknown_model(name)
+
+
+def unknown_model(name: str) -> RecipeError:
+    """The refusal of a MODEL that is nothing keepmtp knows."""
+    return RecipeError(
+        "MODEL",
+        "must be a model's name, a recipe file, a folder with config.json, or a Hub id ORG/NAME",
+        got=repr(name),
+        cure=did_you_mean(name, _shipped_files(), otherwise="See `keepmtp ls`"),
+    )
+
+
+def did_you_mean(word: str, known: Iterable[str], *, otherwise: str) -> str:
+    """A cure that suggests the nearest known name, if there is one that is near."""
+    names = {_folded(name): name for name in known}
+    near = difflib.get_close_matches(_folded(word), names, n=1, cutoff=0.75)
+    return f"Did you mean {names[near[0]]}?" if near else otherwise
+
+
+def _lookup(name: str) -> tuple[Path, str | None] | None:
     files = _shipped_files()
     if name in files:
         return files[name], None
@@ -175,10 +266,9 @@ def _shipped(name: str) -> tuple[Path, str | None]:
         variant = name.removeprefix(f"{model}.")
         if variant != name and variant in flat_recipes(load_shipped(path), path):
             return path, variant
-    nearest = difflib.get_close_matches(name, sorted(files), n=1, cutoff=0.0)[0]
-    raise RecipeError(
-        "MODEL",
-        f"must be a recipe file or one of {', '.join(sorted(files))}",
-        got=repr(name),
-        cure=f"Did you mean {nearest}?",
-    )
+    if "/" in name:  # a Hub id
+        sources = ((path, load_shipped(path)) for path in files.values())
+        return next(
+            ((path, None) for path, raw in sources if raw["source"] == name and raw["revision"] != "local"), None
+        )
+    return None

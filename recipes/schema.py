@@ -16,6 +16,7 @@ from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
 from .protocol import Evaluation, Gates
 from .schemes import REWRITES, SCHEMES
+from .summary import summary_of
 
 KEEP_WORDS = ("source", "bf16")
 """`source`: stored as released. `bf16`: dequantized if the release is quantized, else as released."""
@@ -27,9 +28,9 @@ def _known_decision(word: str, *, besides: tuple[str, ...] = ()) -> str:
     known = {each.lower(): each for each in (*KEEP_WORDS, *SCHEMES, *besides)}
     if word in known.values():
         return word
-    nearest = known[difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.0)[0]]
-    rule = f"must be one of {', '.join(known.values())}"
-    raise RecipeError("", rule, got=repr(word), cure=f"Did you mean {nearest}?")
+    near = difflib.get_close_matches(word.lower(), known, n=1)
+    cure = f"Did you mean {known[near[0]]}?" if near else "See `keepmtp ls schemes`"
+    raise RecipeError("", f"must be one of {', '.join(known.values())}", got=repr(word), cure=cure)
 
 
 def _known_policy(word: str) -> str:
@@ -257,11 +258,24 @@ class Recipe(_Frozen):
         """
         return self.model_copy(update={"mtp": mtp, "mtp_auto": None})
 
-    def with_choices(self, *, scheme: str | None, mtp: str | None) -> "Recipe":
-        """This recipe with a command line's `--scheme` in every quantized group, and its `--mtp`.
+    def with_choices(
+        self,
+        *,
+        scheme: str | None,
+        mtp: str | None,
+        calibration: Calibration | None = None,
+        batches: Calibration | None = None,
+    ) -> "Recipe":
+        """This recipe with what a command line chooses.
 
-        Weights of `--scheme` are rounded to nearest: only a recipe chooses an algorithm that rewrites weights. The
+        Weights of `scheme` are rounded to nearest, unless `calibration` names an algorithm that rewrites them. The
         result has no calibration if nothing in it needs batches.
+
+        Args:
+            scheme: for every quantized group.
+            mtp: policy for the MTP block.
+            calibration: instead of this recipe's.
+            batches: the calibration that is taken where one is needed and this recipe has none.
         """
         changed: dict[str, Any] = {}
         variant = self.variant
@@ -273,10 +287,17 @@ class Recipe(_Frozen):
         if mtp is not None:
             variant += f"-mtp-{mtp.lower().replace('_', '-')}"
             changed |= {"mtp": mtp, "mtp_auto": (self.mtp_auto or DEFAULT_AUTO) if mtp == AUTO else None}
+        if calibration is not None:
+            changed["calibration"] = calibration
         made = self.model_copy(update=changed | {"variant": variant})
         if not made._uses_batches():
             made = made.model_copy(update={"calibration": None})
-        return validated(made.model_dump(), f"--scheme {scheme} --mtp {mtp}")
+        elif made.calibration is None:
+            made = made.model_copy(update={"calibration": batches})
+        summary = summary_of(made.backbone, made.mtp, is_calibrated=made.calibration is not None)
+        made = made.model_copy(update={"summary": summary})
+        words = [f"--scheme {scheme}"] * bool(scheme) + [f"--mtp {mtp}"] * bool(mtp)
+        return validated(made.model_dump(), " ".join(words) or self.name)
 
     def _uses_batches(self) -> bool:
         return self.mtp == AUTO or bool(self.calibrated_schemes())

@@ -45,8 +45,8 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
     """The family of the checkpoint that `config` (its config.json) describes.
 
     Raises:
-        RecipeError: vLLM has no MTP draft for this model_type, or keepmtp has no table for it. Then the message names
-            the nearest one and says how to add a family.
+        RecipeError: vLLM has no MTP draft for this model_type, or keepmtp has no table for it. Then the message says
+            what would have to be written, or which tool serves a model without an MTP block.
     """
     model_type = config.get("model_type", "")
     architecture = (config.get("architectures") or [""])[0]
@@ -56,14 +56,29 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
         got = f"{model_type!r}, of which vLLM 0.32.0 says: {words.removesuffix('.')}"
         cure = "Serve the original release without method=mtp"
         raise RecipeError(f"{where}/config.json", "vLLM must have an MTP draft for the model", got=got, cure=cure)
-    nearest = difflib.get_close_matches(str(model_type), families(), n=1, cutoff=0.0)[0]
     raise RecipeError(
         f"{where}/config.json",
-        f"model_type must be a supported family ({', '.join(families())})",
+        "model_type must be a family of keepmtp (`keepmtp ls families`)",
         got=f"{model_type!r} (architectures {config.get('architectures')})",
-        cure=f"The nearest family is {nearest}: copy recipes/families/{families()[nearest].model_type}.py to "
-        f"recipes/families/{model_type or '<model_type>'}.py and edit its rows (CONTRIBUTING.md, 'A new family')",
+        cure=_way_to(str(model_type), config),
     )
+
+
+def _way_to(model_type: str, config: Mapping[str, Any]) -> str:
+    """What a person can do with a model that has no table."""
+    if not _promises_mtp(config):
+        return "config.json promises no MTP block, which is what keepmtp is for: llm-compressor quantizes such models"
+    near = difflib.get_close_matches(model_type, families(), n=1)
+    nearest = f" (the nearest family is {families()[near[0]].model_type})" if near else ""
+    file = f"recipes/families/{model_type or '<model_type>'}.py"
+    return f"Write {file}{nearest}, a recipe and a fixture: CONTRIBUTING.md, 'A new family'"
+
+
+def _promises_mtp(config: Mapping[str, Any]) -> bool:
+    """Whether config.json has a key that counts MTP layers, by any name for them."""
+    holders = [config, config.get("text_config")]
+    keys = {key: value for holder in holders if isinstance(holder, Mapping) for key, value in holder.items()}
+    return any(bool(value) and ("mtp" in key or "nextn" in key) for key, value in keys.items())
 
 
 def find_view(config: Mapping[str, Any], where: object) -> FamilyView:

@@ -23,7 +23,7 @@ def run_all(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    plan, text = plan_for("tiny-glm4-moe", source=str(GLM), scheme="FP8_DYNAMIC")
+    plan, text = plan_for("tiny-glm4-moe", source=str(GLM), scheme="W8A16")
     return quantize(plan, text, out=tmp_path_factory.mktemp("made") / "glm").out
 
 
@@ -43,7 +43,7 @@ def test_the_commands_in_their_order(tmp_path):
 
 
 def test_a_finished_output_is_not_quantized_again(made):
-    done = run_all("tiny-glm4-moe", "--scheme", "FP8_DYNAMIC", "--out", str(made), "--no-serve-check", "--dry-run")
+    done = run_all("tiny-glm4-moe", "--scheme", "W8A16", "--out", str(made), "--no-serve-check", "--dry-run")
     assert [line.split()[1] for line in done.stdout.splitlines()] == ["check", "eval", "card"]
 
 
@@ -51,7 +51,7 @@ def test_an_output_of_another_recipe_is_refused(made):
     done = run_all("tiny-glm4-moe", "--out", str(made))
     words = " ".join(done.stderr.split())
     assert done.returncode == 2
-    assert "must be one of tiny-glm4-moe.w4a16-fp8, whose variant is w4a16-fp8; got fp8-dynamic" in words
+    assert "must be one of tiny-glm4-moe.w4a16-fp8, whose variant is w4a16-fp8; got w8a16" in words
     assert "$ keepmtp" not in words, "before anything runs"
 
 
@@ -68,7 +68,7 @@ def test_other_gates_do_not_make_another_checkpoint(made, tmp_path):
     """They judge the bytes and change none; another scheme does."""
     text = (made / "recipe.yaml").read_text()
     recipe = tmp_path / "recipe.yaml"
-    words = (str(recipe), "--scheme", "FP8_DYNAMIC", "--out", str(made), "--dry-run")
+    words = (str(recipe), "--scheme", "W8A16", "--out", str(made), "--dry-run")
     recipe.write_text(text + "gates:\n  max_drop: 0.05\n")
     done = run_all(*words)
     assert done.returncode == 0, done.stderr

@@ -37,8 +37,10 @@ ERROR = {
 }
 
 
-def make(model: str, tmp_path_factory, **choices: str) -> tuple[Plan, Path]:
-    plan, text = plan_for(model, source=str(ROOT / "models" / model), **choices)
+def make(model: str, tmp_path_factory, *, by_folder: bool = False, **choices: str) -> tuple[Plan, Path]:
+    """A checkpoint of the shipped model: by its recipe, or by its folder alone, where a scheme is for every group."""
+    folder = str(ROOT / "models" / model)
+    plan, text = plan_for(folder, **choices) if by_folder else plan_for(model, source=folder, **choices)
     out = tmp_path_factory.mktemp("made") / "out"
     result = quantize(plan, text, out=out, threads=2)
     assert result.report.ok and not result.report.findings
@@ -163,7 +165,7 @@ def test_nvfp4_experts_compute_what_the_source_computes(tmp_path_factory):
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "W4A16", "W8A16", "MXFP4"])
 def test_every_scheme_and_policy_passes_its_check(scheme, mtp, tmp_path_factory):
     """`--scheme S --mtp P`: written, checked clean, and what was packed decompresses within its scheme's error."""
-    plan, out = make("tiny-glm4-moe", tmp_path_factory, scheme=scheme, mtp=mtp)
+    plan, out = make("tiny-glm4-moe", tmp_path_factory, by_folder=True, scheme=scheme, mtp=mtp)
     source, weights = tensors_of(plan.source.folder), decompressed(plan, out)
     for tensor in plan.tensors:
         if tensor.fate == "quantize":

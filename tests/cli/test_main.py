@@ -199,7 +199,6 @@ def test_a_calibrated_run_for_machines(tmp_path):
         (["glm-4.7", "--source", "absent-folder"], "Check SOURCE"),
         (["nowhere.yaml"], "a recipe file must exist"),
         (["mimo-7b", "--source", "SOURCE"], "family must be that of"),
-        (["glm-4.7", "--source", "SOURCE", "--mtp", "auto"], "Start from glm-4.7.nvfp4-fp8, which has a dataset"),
         (["glm-4.7", "--source", "SOURCE", "--out", "SOURCE/out"], "must lie outside the source"),
     ],
 )

@@ -313,16 +313,26 @@ def test_stacked_and_single_experts_are_one_runtime_module():
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "glm4", "qwen3_5_vl_moe", ""])
-def test_an_unknown_architecture_is_told_what_to_do(model_type):
-    config = {"model_type": model_type, "architectures": ["NeverSeenForCausalLM"]}
+def test_an_unknown_architecture_says_what_would_have_to_be_written(model_type):
+    config = {"model_type": model_type, "architectures": ["NeverSeenForCausalLM"], "num_nextn_predict_layers": 1}
     with pytest.raises(RecipeError) as caught:
         find_family(config, "somewhere")
     message = str(caught.value)
     assert message.startswith("somewhere/config.json: ")
     assert f"{model_type!r} (architectures ['NeverSeenForCausalLM'])" in message
-    assert "CONTRIBUTING.md" in message
-    nearest = re.search(r"The nearest family is (\w+): copy recipes/families/(\w+)\.py", message)
-    assert nearest and nearest[1] in families() and nearest[2] == families()[nearest[1]].model_type
+    assert "CONTRIBUTING.md" in message and ", a recipe and a fixture" in message
+    nearest = re.search(r"Write recipes/families/(\S+)\.py(?: \(the nearest family is (\w+)\))?,", message)
+    assert nearest and nearest[1] == (model_type or "<model_type>")
+    assert nearest[2] is None or nearest[2] in families()
+    assert bool(nearest[2]) == bool(model_type)
+
+
+@pytest.mark.parametrize(
+    "counted", [{}, {"num_nextn_predict_layers": 0}, {"text_config": {"mtp_num_hidden_layers": 0}}]
+)
+def test_a_model_without_mtp_block_is_for_another_tool(counted):
+    with pytest.raises(RecipeError, match=r"promises no MTP block, .*: llm-compressor quantizes such models"):
+        find_family({"model_type": "llama"} | counted, "somewhere")
 
 
 def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
@@ -340,10 +350,14 @@ def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
 
 
 def test_the_nearest_family_is_near():
-    with pytest.raises(RecipeError, match="The nearest family is deepseek_v3"):
-        find_family({"model_type": "deepseek_v3_1"}, "x")
-    with pytest.raises(RecipeError, match="The nearest family is glm4_moe"):
-        find_family({"model_type": "glm4v_moe"}, "x")
+    def cure(model_type: str) -> str:
+        with pytest.raises(RecipeError) as caught:
+            find_family({"model_type": model_type, "text_config": {"mtp_num_hidden_layers": 1}}, "x")
+        return caught.value.cure
+
+    assert "the nearest family is deepseek_v3)" in cure("deepseek_v3_1")
+    assert "the nearest family is glm4_moe)" in cure("glm4v_moe")
+    assert "nearest" not in cure("whisper")
 
 
 # MiMo has no class in transformers; DeepSeek-V4's restores the published names only for weights that it has loaded.

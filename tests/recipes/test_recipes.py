@@ -12,7 +12,8 @@ import yaml
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.find import data_free_alternative, find_recipe, read_recipe, shipped_recipes
+from keepmtp.recipes.find import calibration_name, data_free_alternative, find_recipe, read_recipe, shipped_recipes
+from keepmtp.recipes.model_file import calibrations
 from keepmtp.recipes.schema import DEFAULT_AUTO, Calibration, MtpAuto, Recipe, candidates_for
 from keepmtp.recipes.schemes import REWRITES, SCHEMES
 
@@ -259,44 +260,127 @@ def test_data_free_scheme_on_the_command_line_drops_calibration():
 def test_mtp_on_the_command_line():
     recipe, _ = find_recipe("glm-4.7", mtp="FP8_DYNAMIC")
     assert (recipe.mtp, recipe.name) == ("FP8_DYNAMIC", "glm-4.7.nvfp4a16-fp8-mtp-fp8-dynamic")
+    assert recipe.summary == (
+        "FP8_DYNAMIC attention/dense_mlp/shared_experts, NVFP4A16 experts, MTP block FP8_DYNAMIC; no calibration"
+    )
     with pytest.raises(RecipeError) as caught:
-        find_recipe("glm-4.7", mtp="fp8_dynamic")
+        find_recipe("glm-4.7", mtp="fp8_dynamo")
     assert message_of(caught).endswith("Did you mean FP8_DYNAMIC?")
 
 
 @pytest.mark.parametrize(
-    ("model", "scheme", "says"),
+    ("scheme", "meant"),
     [
-        ("dsv4-flsh", None, "Did you mean dsv4-flash?"),
-        ("glm-4.7", "nvfp5", "a variant of glm-4.7 (fp8-dynamic, nvfp4-fp8, nvfp4a16-fp8, w4a16-fp8) or a scheme"),
+        ("NVFP4A16_FP8", "glm-4.7.nvfp4a16-fp8"),
+        ("Fp8-Dynamic", "glm-4.7.fp8-dynamic"),  # a variant before a scheme
+        ("w8a16", "glm-4.7.w8a16"),
+        ("fp8-block", "glm-4.7.fp8-block"),
+    ],
+)
+def test_case_and_hyphens_do_not_count_on_the_command_line(scheme, meant):
+    assert find_recipe("glm-4.7", scheme=scheme)[0].name == meant
+
+
+def test_a_policy_is_spelled_in_any_case():
+    for written, meant in {"fp8": "FP8", "fp8-dynamic": "FP8_DYNAMIC", "BF16": "bf16", "Auto": "auto"}.items():
+        assert find_recipe("glm-4.7", mtp=written)[0].mtp == meant
+
+
+@pytest.mark.parametrize("model", ["tiny-glm4-moe", "glm-4.7", "mimo-7b", "dsv4-flash"])
+def test_every_scheme_works_on_the_command_line_also_those_that_need_batches(model):
+    for name, scheme in SCHEMES.items():
+        recipe, _ = find_recipe(model, scheme=name, mtp=name)
+        assert {recipe.mtp, *recipe.backbone.values()} <= {name, "bf16", "source"}
+        assert scheme.needs_calibration <= (recipe.calibration is not None)
+
+
+@pytest.mark.parametrize(
+    ("model", "choices", "block"),
+    [
+        ("mimo-7b", {"scheme": "NVFP4"}, "ultrachat-256x2048"),  # the default
+        ("glm-4.7.w4a16-fp8", {"scheme": "FP8"}, "ultrachat-256x2048"),
+        ("dsv4-pro.w4a16-fp8", {"scheme": "FP8"}, "ultrachat-128x512-own-encoder"),  # that of another variant
+        ("tiny-glm4-moe", {"mtp": "auto"}, "problems-32x128"),
+        ("mimo-7b", {"scheme": "NVFP4", "calibration": "Problems_32x128"}, "problems-32x128"),
+        ("glm-4.7", {"scheme": "nvfp4-fp8", "calibration": "problems-32x128"}, "problems-32x128"),
+    ],
+)
+def test_which_calibration_a_choice_takes(model, choices, block):
+    calibration = find_recipe(model, **choices)[0].calibration
+    assert calibration == Calibration.model_validate(calibrations()[block])
+    assert calibration_name(calibration) == block
+
+
+def test_a_named_block_may_bring_an_algorithm():
+    recipe, _ = find_recipe("tiny-glm4-moe.w4a16-fp8", scheme="W4A16", calibration="problems-32x128-awq")
+    assert recipe.calibration.algorithm == "awq" and recipe.calibrated_schemes() == ["W4A16"]
+
+
+def test_a_block_of_ones_own_has_no_name():
+    assert calibration_name(CALIBRATED.calibration.model_copy(update={"samples": 3})) == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "choices", "says"),
+    [
+        ("dsv4-flsh", {}, "or a Hub id ORG/NAME; got 'dsv4-flsh'. Did you mean dsv4-flash?"),
+        ("something-else", {}, "got 'something-else'. See `keepmtp ls`."),
         (
-            "mimo-7b",
-            "NVFP4",
-            "mimo-7b.fp8-dynamic: calibration must be given for NVFP4; got a recipe without data. "
-            "Copy the recipe's file and add a calibration block like that of glm-4.7.nvfp4-fp8, or "
-            "use NVFP4A16, without data.",
+            "glm-4.7",
+            {"scheme": "nvfp5"},
+            "a variant of glm-4.7 (fp8-dynamic, nvfp4-fp8, nvfp4a16-fp8, w4a16-fp8) or a scheme",
+        ),
+        ("glm-4.7", {"mtp": "nothing"}, "got 'nothing'. See `keepmtp ls schemes`."),
+        (
+            "glm-4.7",
+            {"scheme": "NVFP4", "calibration": "ultrachat"},
+            "--calibration: must be one of ultrachat-256x2048",
         ),
         (
-            "glm-4.7.w4a16-fp8",
-            "FP8",
-            "calibration must be given for FP8; got a recipe without data. Start from "
-            "glm-4.7.nvfp4-fp8, which has a dataset, or use FP8_DYNAMIC, without data.",
+            "glm-4.7",
+            {"calibration": "problems-32x128"},
+            "--calibration: must be left out where no scheme needs batches; got problems-32x128 for "
+            "glm-4.7.nvfp4a16-fp8. Remove it.",
         ),
     ],
 )
-def test_command_lines_that_are_refused(model, scheme, says):
+def test_command_lines_that_are_refused(model, choices, says):
     with pytest.raises(RecipeError) as caught:
-        find_recipe(model, scheme=scheme)
+        find_recipe(model, **choices)
     assert says in message_of(caught)
 
 
-def test_auto_without_a_dataset_is_refused():
+TYPOS = ["nvfp4a16fp8", "fp8-dynamc", "w4a61", "NVFP-4", "mxfp4a61", "w4a16-fp", "FP8_BLOK"]
+
+
+@pytest.mark.parametrize("option", ["scheme", "mtp"])
+@pytest.mark.parametrize("typo", [*TYPOS, "fp8_dynamo", "sorce", "bf61", "aut"])
+def test_every_suggestion_works(option, typo):
+    """The word after "Did you mean" is taken in the same place of the same command."""
+    suggested = suggestion(model="glm-4.7", **{option: typo})
+    if suggested:
+        find_recipe("glm-4.7", **{option: suggested})
+
+
+@pytest.mark.parametrize("typo", ["glm4.7", "dsv4-flsh", "deepseek-r11", "qwen-3.5-27b", "ultrachat-256x2084"])
+def test_every_suggested_model_and_block_works(typo):
+    if typo.startswith("ultrachat"):
+        suggested = suggestion(model="mimo-7b", scheme="NVFP4", calibration=typo)
+        assert find_recipe("mimo-7b", scheme="NVFP4", calibration=suggested)
+    else:
+        assert find_recipe(suggestion(model=typo))
+
+
+def suggestion(**words: str) -> str:
     with pytest.raises(RecipeError) as caught:
-        find_recipe("glm-4.7", mtp="auto")
-    assert message_of(caught) == (
-        "glm-4.7.nvfp4a16-fp8: calibration must be given for mtp: auto; got a recipe without data. Start from "
-        "glm-4.7.nvfp4-fp8, which has a dataset, or choose a policy yourself."
-    )
+        find_recipe(**words)
+    return message_of(caught).partition("Did you mean ")[2].rstrip("?")
+
+
+def test_a_hub_id_names_the_recipe_of_that_release():
+    assert find_recipe("zai-org/GLM-4.7")[0].name == "glm-4.7.nvfp4a16-fp8"
+    with pytest.raises(RecipeError, match="got 'models/tiny-glm4-moe'"):
+        find_recipe("models/tiny-glm4-moe")  # a folder, not a release
 
 
 @pytest.mark.parametrize("name", SHIPPED)

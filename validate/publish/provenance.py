@@ -21,7 +21,7 @@ from ...recipes.schemes import SCHEMES
 from ..check.runtime_view import RuntimeView
 
 # What judges a checkpoint, and what `mtp: auto` replaces by its choice: neither is a decision about its bytes.
-_NOT_OF_THE_BYTES = frozenset({"evaluation", "gates"})
+_NOT_OF_THE_BYTES = frozenset({"summary", "evaluation", "gates"})
 _CHOSEN = frozenset({"mtp", "mtp_auto", "calibration"})
 
 
@@ -84,7 +84,7 @@ def choices(folder: Path, record: Record) -> tuple[str, ...] | None:
 def other_decision(recipe: Recipe, made: Mapping[str, Any]) -> str | None:
     """The first key of `recipe` that the recipe of a record has otherwise; None where both make the same bytes.
 
-    Evaluation and gates change no byte, and what `mtp: auto` has chosen is one of its own outcomes.
+    Summary, evaluation and gates change no byte, and what `mtp: auto` has chosen is one of its own outcomes.
     """
     passed_over = _NOT_OF_THE_BYTES | (_CHOSEN if recipe.mtp == AUTO else frozenset())
     told = recipe.model_dump(mode="json", exclude=set(passed_over))

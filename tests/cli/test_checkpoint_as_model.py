@@ -1,0 +1,138 @@
+"""MODEL as a folder, a Hub id or the address of a page: a checkpoint without a recipe, as fine-tunes are."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import keepmtp, refused
+from keepmtp.cli.checkpoint_as_model import NamedCheckpoint, model_name, place_of
+from keepmtp.cli.pipeline import plan_for
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from releases import source_layout, write_checkpoint
+from safetensors.torch import load_file, save_file
+
+TINY = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
+
+
+@pytest.fixture(scope="module")
+def fine_tune(tmp_path_factory) -> Path:
+    """The shipped tiny model with other weights, under another name."""
+    folder = tmp_path_factory.mktemp("tuned") / "My Tune-v1.2"
+    shutil.copytree(TINY, folder)
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = {
+            name: value * 1.01 if value.is_floating_point() else value for name, value in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "place"),
+    [
+        ("glm-4.7", None),
+        ("glm-4.7.w4a16-fp8", None),
+        ("mine.yaml", None),
+        ("./glm-4.7", NamedCheckpoint(where="glm-4.7")),
+        ("/data/tune", NamedCheckpoint(where="/data/tune")),
+        ("org/name", NamedCheckpoint(where="org/name")),
+        ("https://huggingface.co/org/name", NamedCheckpoint(where="org/name")),
+        ("https://huggingface.co/org/name/", NamedCheckpoint(where="org/name")),
+        ("https://huggingface.co/org/name/tree/v1", NamedCheckpoint(where="org/name", revision="v1")),
+        ("models/tiny-glm4-moe", NamedCheckpoint(where="models/tiny-glm4-moe")),
+    ],
+)
+def test_what_a_word_means(model, place):
+    assert place_of(model) == place
+
+
+@pytest.mark.parametrize("model", ["https://example.com/org/name", "a b", "glm 4.7", "org/name/part", ""])
+def test_a_word_that_means_nothing(model):
+    with pytest.raises(RecipeError, match=r"a folder with config\.json, or a Hub id ORG/NAME"):
+        place_of(model)
+
+
+def test_a_recipes_name_comes_before_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("glm-4.7").mkdir()
+    assert place_of("glm-4.7") is None and place_of("./glm-4.7") is not None
+
+
+def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path):
+    done = keepmtp("quantize", str(fine_tune), "--scheme", "NVFP4A16_fp8", cwd=tmp_path)
+    assert done.returncode == 0 and "check passed" in done.stdout, done.stderr
+    out = tmp_path / "out" / "My-Tune-v1.2.nvfp4a16-fp8"
+    record = json.loads((out / "keepmtp.json").read_text())
+    assert record["source"] == record["source"] | {"name": fine_tune.name, "revision": "local"}
+    assert record["recipe"]["family"] == "glm4_moe" and record["recipe"]["backbone"]["experts"] == "NVFP4A16"
+
+
+def test_without_a_scheme_the_variants_that_fit_are_one_sentence(fine_tune):
+    says = (
+        "(glm4_moe): --scheme must choose a variant where MODEL is a checkpoint; got none. "
+        "These fit: nvfp4a16-fp8, w4a16-fp8, fp8-dynamic, nvfp4-fp8 (calibrated)."
+    )
+    for verb in ("plan", "quantize", "extra"):
+        refused(verb, str(fine_tune), says=says)
+
+
+def test_a_variant_that_does_not_fit_is_not_offered(tmp_path):
+    changes = {"moe_intermediate_size": 72}  # no multiple of 16
+    folder = write_checkpoint(tmp_path / "odd", *source_layout("glm-4.7", size="tiny", changes=changes))
+    refused("plan", str(folder), says="These fit: fp8-dynamic.")
+    refused("plan", str(folder), "--scheme", "nvfp4a16-fp8", says="72")
+
+
+def test_any_scheme_and_policy_can_be_named(fine_tune):
+    plan, _ = plan_for(str(fine_tune), scheme="nvfp4", mtp="NVFP4")
+    assert plan.recipe.name == "My-Tune-v1.2.nvfp4-mtp-nvfp4" and plan.needs_calibration == ["NVFP4"]
+    shown = keepmtp("plan", str(fine_tune), "--scheme", "NVFP4", "--mtp", "NVFP4").stdout
+    assert "--calibration ultrachat-256x2048: minmax on 256 sequences" in shown
+    shown = keepmtp("plan", str(fine_tune), "--scheme", "NVFP4", "--calibration", "problems-32x128").stdout
+    assert "--calibration problems-32x128: minmax on 32 sequences" in shown
+
+
+def test_source_is_for_recipes(fine_tune):
+    refused("plan", str(fine_tune), "--source", "elsewhere", says="--source: must be left out")
+
+
+def test_a_recipe_still_takes_any_folder_of_its_family(fine_tune):
+    plan, _ = plan_for("glm-4.5-air", source=str(fine_tune))
+    assert plan.recipe.name == "glm-4.5-air.nvfp4a16-fp8" and plan.source.where == str(fine_tune)
+
+
+def test_a_hub_id_and_its_page(fine_tune, serve_hub):
+    serve_hub(fine_tune)
+    plans = [
+        plan_for(model, scheme="w4a16-fp8")[0] for model in ("org/model", "https://huggingface.co/org/model/tree/main")
+    ]
+    for plan in plans:
+        assert plan.recipe.name == "model.w4a16-fp8"
+        assert len(plan.recipe.revision) == 40 and plan.recipe.revision == plan.source.revision
+
+
+def test_the_page_of_a_release_with_a_recipe_means_that_recipe(serve_hub, fine_tune):
+    serve_hub(fine_tune)
+    with pytest.raises(CheckpointError, match=r"zai-org/GLM-4\.7"):  # not on this Hub
+        plan_for("https://huggingface.co/zai-org/GLM-4.7")
+
+
+def test_names_of_outputs(tmp_path, monkeypatch):
+    assert model_name("org/Name-1.0") == "Name-1.0"
+    assert model_name("/data/../Ünï cödé/") == "n-c-d"
+    snapshot = tmp_path / "models--org--Tune" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    assert model_name(str(snapshot)) == "Tune"
+    monkeypatch.chdir(snapshot.parent)
+    assert model_name(".") == "snapshots"
+
+
+def test_an_unknown_family_says_what_would_have_to_be_written(tmp_path):
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    folder = write_checkpoint(tmp_path / "new", config | {"model_type": "glm5_moe"}, tensors)
+    refused("plan", str(folder), "--scheme", "nvfp4a16-fp8", says="recipes/families/glm5_moe.py")
+    refused("plan", str(folder), says="a recipe and a fixture")
+    plain = {key: value for key, value in config.items() if key != "num_nextn_predict_layers"}
+    folder = write_checkpoint(tmp_path / "llama", plain | {"model_type": "llama"}, tensors)
+    refused("plan", str(folder), says="llm-compressor")

@@ -1,0 +1,87 @@
+"""The variants of a checkpoint without a recipe: every family has them, they fit it, and vLLM's rules find no fault."""
+
+from pathlib import Path
+
+import pytest
+import releases
+from checkpoint_files import Checkpoint, as_source
+from good import companions, released
+from keepmtp.quantize.output import output_config
+from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.recipes.families import families, find_view
+from keepmtp.recipes.family_wide import COMMON, model_mapping
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.model_file import flat_recipes
+from keepmtp.recipes.schema import Recipe, validated
+from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.validate.check.check import check_source
+
+NOWHERE = Path("/nonexistent")
+CASES = [(model, variant) for model in releases.MODELS for variant in COMMON]
+
+
+def recipe_of(checkpoint: Checkpoint, variant: str, *, model: str = "mine") -> Recipe:
+    source = as_source(checkpoint, NOWHERE)
+    view = find_view(source.config, model)
+    raw = model_mapping(view, source.entries, model=model, source="/data/mine", revision="local")
+    return validated(flat_recipes(raw, "mine")[variant], "mine")
+
+
+def planned(checkpoint: Checkpoint, variant: str) -> Plan:
+    return make_plan(recipe_of(checkpoint, variant), as_source(checkpoint, NOWHERE))
+
+
+def test_every_family_has_a_fixture_here():
+    covered = {find_view(config, model).family.model_type for model, config in releases.MODELS.items()}
+    assert covered == {family.model_type for family in families().values()}
+
+
+@pytest.mark.parametrize(("model", "variant"), CASES)
+def test_a_common_variant_fits_every_family(model, variant):
+    plan = planned(released(model), variant)
+    heavy, _ = COMMON[variant]
+    assert heavy in {tensor.scheme for tensor in plan.tensors}
+    assert plan.needs_calibration == ([heavy] if SCHEMES[heavy].needs_calibration else [])
+
+
+@pytest.mark.parametrize(("model", "variant"), CASES)
+def test_what_it_writes_has_no_findings(model, variant):
+    plan = planned(released(model), variant)
+    tensors = {str(output.name): (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
+    config = output_config(plan)
+    written = Checkpoint(config=config, tensors=tensors, json_files=companions(config))
+    errors = [finding for finding in check_source(as_source(written, NOWHERE)).findings if finding.severity == "error"]
+    assert not errors
+
+
+@pytest.mark.parametrize("variant", ["nvfp4a16-fp8", "nvfp4-fp8", "w4a16-fp8", "fp8-dynamic"])
+def test_a_release_gets_the_words_of_its_own_recipe(variant):
+    """What `keepmtp quantize glm-4.7 --source FOLDER` does, under another name."""
+    ours, shipped = recipe_of(released("glm-4.7"), variant), find_recipe(f"glm-4.7.{variant}")[0]
+    assert (ours.backbone, ours.mtp, ours.calibration) == (shipped.backbone, shipped.mtp, shipped.calibration)
+    assert ours.name == f"mine.{variant}" and ours.source == "/data/mine"
+
+
+def test_source_becomes_a_scheme_in_a_fine_tune_in_bf16():
+    config, tensors = releases.source_layout("deepseek-r1", size="tiny")
+    plain = {name: ("BF16", shape) for name, (_, shape) in tensors.items() if not name.endswith("_scale_inv")}
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    recipe = recipe_of(Checkpoint(config=config, tensors=plain), "w4a16-fp8")
+    assert recipe.backbone["attention"] == "FP8_BLOCK" and recipe.mtp == "source"
+    assert recipe_of(released("deepseek-r1"), "w4a16-fp8").backbone["attention"] == "source"
+
+
+def test_a_group_that_the_checkpoint_lacks_is_not_named():
+    config, tensors = releases.source_layout("glm-4.7", size="tiny", changes={"first_k_dense_replace": 0})
+    checkpoint = Checkpoint(config=config, tensors=dict(tensors))
+    assert set(recipe_of(checkpoint, "nvfp4a16-fp8").backbone) == {"attention", "shared_experts", "experts"}
+    assert planned(checkpoint, "nvfp4a16-fp8")
+
+
+def test_a_summary_says_every_word():
+    recipe = recipe_of(released("glm-4.7"), "nvfp4a16-fp8")
+    assert recipe.summary == (
+        "FP8_DYNAMIC attention/dense_mlp/shared_experts, NVFP4A16 experts, MTP block bf16; no calibration"
+    )
+    draft = recipe_of(released("gemma-4-26b-assistant"), "nvfp4a16-fp8")
+    assert draft.summary == "MTP block FP8_DYNAMIC attention, NVFP4A16 dense_mlp; no calibration"
