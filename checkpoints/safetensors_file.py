@@ -1,30 +1,40 @@
-"""One safetensors file: its header, read and checked, or made for a file that is about to be written.
+"""One safetensors file: its header, judged and read, or made for a file that is about to be written.
 
-In: a file, or the tensors that a file will hold. Out: for every tensor its dtype, shape and byte range. No torch is
-needed; `recipes.schemes.DTYPE_BITS` has the dtypes, and `dequantize.TORCH_DTYPES` what PyTorch calls them.
+In: a file, the bytes of a header, or the tensors that a file will hold. Out: for every tensor its dtype, shape and byte
+range. No torch is needed; `recipes.schemes.DTYPE_BITS` has the dtypes, and `values.TORCH_DTYPES` what PyTorch calls
+them.
 
-Easy to get wrong: a file may be shorter than its header says, and safetensors finds that out only when it maps the
-file. `read_header` compares both at once.
+Easy to get wrong: what a header is, decides the safetensors library alone, because vLLM reads files with it. Python's
+own JSON takes more: UTF-16, NaN, a name twice. So the library judges first, and only a header that it takes is read
+here.
 
 Source: the format in safetensors 0.8 README.md. The library's own reader gives no byte ranges, and its writer needs all
 tensors in memory: so both are here, and statistics, which are small, are written by the library.
 """
 
 import json
+import os
+import stat
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.schemes import DTYPE_BITS, num_bytes
 
 AGAIN = "Download the shard again"
+LENGTH_BYTES = 8
+"""A file starts with the length of its header in so many bytes."""
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _METADATA = "__metadata__"
+_RIGHT = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+_MISFIT = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,1]}}'
+_KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +80,71 @@ def read_header(path: Path, where: str) -> FileHeader:
         where: its name in messages.
 
     Raises:
-        CheckpointError: no safetensors file, a dtype that is not known, or tensors that do not fill the file.
+        CheckpointError: no regular file, no header that safetensors takes, a dtype that is not known, or tensors that
+            do not fill the file.
     """
-    size = path.stat().st_size
-    header, data_start = _parse(path, where, size)
-    try:
-        entries = _entries_of(header, path.name, data_start)
-        metadata = dict(header.get(_METADATA) or {})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_header(where, error) from error
-    _refuse_gaps(entries, data_start, size, where)
+    with open_regular(path, where) as file:
+        size = os.fstat(file.fileno()).st_size
+        raw = file.read(header_length(file.read(LENGTH_BYTES), size, where))
+    return parse_header(raw, file=path.name, num_bytes=size, where=where)
+
+
+def header_length(first: bytes, num_bytes: int, where: str) -> int:
+    """How many bytes of JSON follow the first 8 bytes of a file of `num_bytes`.
+
+    Raises:
+        CheckpointError: more than the file has, or more than safetensors reads.
+    """
+    length = struct.unpack("<Q", first)[0] if len(first) == LENGTH_BYTES else 0
+    if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes):
+        got = f"a length of {length} in a file of {num_bytes} bytes"
+        raise CheckpointError(where, "must start with a safetensors header", got=got, cure=AGAIN)
+    return length
+
+
+def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHeader:
+    """What a header says.
+
+    Args:
+        raw: its JSON, without the 8 bytes of its length.
+        file: the file's name.
+        num_bytes: of the whole file.
+        where: the file's name in messages.
+
+    Raises:
+        CheckpointError: safetensors does not take it, a name is there twice, a dtype that is not known, or the tensors
+            do not fill the file.
+    """
+    _judge(raw, where)
+    header = json.loads(raw)
+    metadata = header.pop(_METADATA, None) or {}
+    # A tensor's shape and its range are a list each: with more lists than that, a name may be there twice.
+    if raw.count(b"[") != 2 * len(header):
+        _refuse_a_name_twice(raw, where)
+    entries = _entries_of(header, file, LENGTH_BYTES + len(raw))
+    _refuse_unknown_dtypes(entries.values(), where)
+    _refuse_other_size(entries, LENGTH_BYTES + len(raw), num_bytes, where)
     return FileHeader(entries=entries, metadata=metadata)
+
+
+def open_regular(path: Path, where: object) -> BinaryIO:
+    """Open a file to read it; a pipe, a socket, a device or a folder is refused and never waited for.
+
+    Raises:
+        CheckpointError: no regular file, or one that cannot be opened.
+    """
+    try:
+        if (kind := _other_kind(os.stat(path))) is None:
+            # Without O_NONBLOCK, a pipe that has taken the file's place since then would be waited for.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            kind = _other_kind(os.fstat(descriptor))
+            if kind is None:
+                return open(descriptor, "rb")
+            os.close(descriptor)
+    except (OSError, ValueError) as error:
+        got = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(where, "must be a readable file", got=got, cure="Check the file") from error
+    raise CheckpointError(where, "must be a regular file", got=kind, cure="Replace it by the file")
 
 
 def lay_out(tensors: Iterable[tuple[HFName, str, tuple[int, ...]]]) -> FileLayout:
@@ -141,54 +205,89 @@ def sort_metadata(path: Path) -> None:
         file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length))
 
 
-def _parse(path: Path, where: str, size: int) -> tuple[Any, int]:
-    """The header's JSON, and where in the file the tensors start."""
-    with open(path, "rb") as file:
-        first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER_BYTES, size):
-            rule = "must start with a safetensors header"
-            raise CheckpointError(where, rule, got=f"{size} bytes", cure=AGAIN)
-        raw = file.read(length)
+def _other_kind(state: os.stat_result) -> str | None:
+    """What it is if it is no regular file."""
+    if stat.S_ISREG(state.st_mode):
+        return None
+    return next((word for is_kind, word in _KINDS if is_kind(state.st_mode)), "a device")
+
+
+def _judge(raw: bytes, where: str) -> None:
+    """Refuse what safetensors refuses.
+
+    The library gets the header as a file that ends after it. Of a right header it then says that the tensors' bytes are
+    missing, and it says so last of all: `_complaint` of a header known to be right gives these words.
+    """
+    complaint = _complaint(raw)
+    if complaint in ("", _complaint(_RIGHT)):
+        return
+    got = _misfit(raw) if complaint == _complaint(_MISFIT) else complaint
+    raise CheckpointError(where, "must have a valid safetensors header", got=got, cure=AGAIN)
+
+
+def _complaint(raw: bytes) -> str:
+    """What safetensors says of a file with this header and nothing after it; "" if it takes the file."""
+    from safetensors import SafetensorError, deserialize
+
     try:
-        return json.loads(raw), 8 + length
-    except ValueError as error:
-        raise _no_header(where, error) from error
+        deserialize(struct.pack("<Q", len(raw)) + raw)
+    except SafetensorError as error:
+        return str(error).removeprefix("Error while deserializing: ")
+    return ""
 
 
-def _no_header(where: str, error: Exception) -> CheckpointError:
-    return CheckpointError(where, "must have a valid safetensors header", got=repr(error), cure=AGAIN)
+def _misfit(raw: bytes) -> str:
+    """The tensor whose shape does not fit its bytes; the library does not name it."""
+    header = json.loads(raw)
+    header.pop(_METADATA, None)
+    for name, entry in _entries_of(header, "", 0).items():
+        if entry.dtype in DTYPE_BITS and entry.num_bytes != num_bytes(entry.dtype, entry.shape):
+            return f"{name}, which is {entry.dtype}{list(entry.shape)} in {entry.num_bytes} bytes"
+    return "a shape that does not fit its bytes"
 
 
-def _entries_of(header: Mapping[str, Any], file: str, data_start: int) -> dict[HFName, Entry]:
+def _refuse_a_name_twice(raw: bytes, where: str) -> None:
+    """safetensors takes the last of them, and its description of the format allows only one."""
+
+    def refuse(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            rule = "every name must be in the header once"
+            raise CheckpointError(where, rule, got=f"{name} twice", cure=AGAIN)
+        return found
+
+    json.loads(raw, object_pairs_hook=refuse)
+
+
+def _entries_of(header: Mapping[str, Any], file: str, first: int) -> dict[HFName, Entry]:
     entries = {}
     for name, info in header.items():
-        if name == _METADATA:
-            continue
-        start, end = info["data_offsets"]
-        entries[HFName(name)] = Entry(
+        if isinstance(info, list):  # the library takes a tensor's three values also without their keys
+            dtype, shape, (start, end) = info
+        else:
+            dtype, shape, (start, end) = info["dtype"], info["shape"], info["data_offsets"]
+        entries[name] = Entry(
             name=HFName(name),
             file=file,
-            dtype=info["dtype"],
-            shape=tuple(info["shape"]),
-            start=data_start + start,
+            dtype=dtype,
+            shape=tuple(shape),
+            start=first + start,
             num_bytes=end - start,
         )
     return entries
 
 
-def _refuse_gaps(entries: Mapping[HFName, Entry], data_start: int, size: int, where: str) -> None:
-    """Refuse tensors that do not fill the file from its header to its end."""
-    end = data_start
-    last = "its header"
-    for entry in sorted(entries.values(), key=lambda entry: entry.start):
+def _refuse_unknown_dtypes(entries: Iterable[Entry], where: str) -> None:
+    for entry in entries:
         if entry.dtype not in DTYPE_BITS:
             rule = f"{entry.name} must have a known dtype"
             raise CheckpointError(where, rule, got=entry.dtype, cure="Convert it with safetensors first")
-        if entry.num_bytes != num_bytes(entry.dtype, entry.shape) or entry.start != end:
-            rule = f"{entry.name} must fill {entry.dtype}{list(entry.shape)} without gaps"
-            raise CheckpointError(where, rule, got=f"{entry.num_bytes} bytes at {entry.start}", cure=AGAIN)
-        end = entry.start + entry.num_bytes
-        last = entry.name
+
+
+def _refuse_other_size(entries: Mapping[HFName, Entry], first: int, size: int, where: str) -> None:
+    """Refuse a file that does not end where its last tensor ends."""
+    last = max(entries.values(), key=lambda entry: entry.start + entry.num_bytes, default=None)
+    end, name = (last.start + last.num_bytes, last.name) if last else (first, "its header")
     if end != size:
-        raise CheckpointError(where, f"must be {end} bytes long to hold {last}", got=f"{size} bytes", cure=AGAIN)
+        raise CheckpointError(where, f"must be {end} bytes long to hold {name}", got=f"{size} bytes", cure=AGAIN)
