@@ -7,34 +7,23 @@ Easy to get wrong: an MTP block may be in a file that the index does not list (`
 shorter than its header says. Both are found here, before anything is planned.
 """
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
 from typing import Any
 
-from httpx import HTTPError
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    NotASafetensorsRepoError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-    SafetensorsParsingError,
-)
+from huggingface_hub.errors import EntryNotFoundError
 
 from ..recipes.errors import CheckpointError, NoCheckpointError
 from ..recipes.family import HFName
 from ..recipes.shipped import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
+from .hub import files_of, hub_errors, is_repo_id, read_remote_header
+from .json_file import read_config, read_index
 from .safetensors_file import Entry, fill, read_header
 
 SINGLE = "model.safetensors"
@@ -77,14 +66,14 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
     Raises:
         CheckpointError: nothing there, no config.json, an index naming a missing file, a truncated or corrupt shard.
     """
-    found = find_path(where)
+    found = _path_of(where)
     if found is not None and found.is_dir():
         return _open_folder(found, str(where))
-    folder = Path(where)
-    if revision == "local" or folder.is_file() or folder.is_absolute() or str(where).count("/") != 1:
-        raise NoCheckpointError(
-            where, "a source is a folder with config.json or a Hub id ORG/NAME", got="neither", cure="Check SOURCE"
-        )
+    rule = "a source is a folder with config.json or a Hub id ORG/NAME"
+    if found is not None:
+        raise NoCheckpointError(where, rule, got="a file", cure="Name its folder")
+    if revision == "local" or not is_repo_id(str(where)):
+        raise NoCheckpointError(where or "SOURCE", rule, got="no such folder", cure="Check SOURCE")
     return _open_hub(str(where), revision)
 
 
@@ -93,7 +82,7 @@ def download(source: Source, *, to: Path | None = None) -> Source:
     if source.folder is not None:
         return source
     wanted = ["*.safetensors", *REWRITTEN, *map(escape, (*source.companions, *source.code))]
-    with _hub_errors(source.where, source.revision):
+    with hub_errors(source.where, source.revision):
         folder = snapshot_download(source.where, revision=source.revision, local_dir=to, allow_patterns=wanted)
     return replace(_open_folder(Path(folder), source.where), revision=source.revision)
 
@@ -103,7 +92,7 @@ def small_file(source: Source, name: str) -> Path | None:
     if source.folder is not None:
         path = source.folder / name
         return path if path.is_file() else None
-    with _hub_errors(source.where, source.revision):
+    with hub_errors(source.where, source.revision):
         try:
             return Path(HfApi().hf_hub_download(source.where, name, revision=source.revision))
         except EntryNotFoundError:
@@ -120,47 +109,29 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
 def _open_folder(folder: Path, where: str) -> Source:
     if (folder / "config.json").is_symlink():  # an output's config.json has all of its values
         inside(folder, "config.json")
-    config = _parse_config(folder / "config.json", where)
+    config = _config_of(folder / "config.json", where)
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     index_path = folder / INDEX
-    weight_map = _parse_index(index_path.read_bytes(), f"{where}/{INDEX}") if index_path.is_file() else None
+    weight_map = read_index(index_path, f"{where}/{INDEX}") if os.path.lexists(index_path) else None
     indexed = _indexed_files(weight_map, present, where)
     headers = {file: read_header(folder / file, f"{where}/{file}").entries for file in {*indexed, *present}}
     return _assemble(where, "local", folder, config, weight_map, indexed, headers, companions_in(folder))
 
 
 def _open_hub(repo: str, revision: str) -> Source:
-    api = HfApi()
-    with _hub_errors(repo, revision):
-        info = api.model_info(repo, revision=revision)
-        files = sorted(sibling.rfilename for sibling in info.siblings or ())
-        commit = info.sha or revision
-        config_path = api.hf_hub_download(repo, "config.json", revision=commit)
-        config = _parse_config(Path(config_path), repo)
-        weight_map = None
-        if INDEX in files:
-            index_path = Path(api.hf_hub_download(repo, INDEX, revision=commit))
-            weight_map = _parse_index(index_path.read_bytes(), f"{repo}/{INDEX}")
-        present = [file for file in files if file.endswith(".safetensors") and "/" not in file]
-        indexed = _indexed_files(weight_map, present, repo)
+    commit, files = files_of(repo, revision)
 
-        def header(file: str) -> dict[HFName, Entry]:
-            parsed = api.parse_safetensors_file_metadata(repo, file, revision=commit)
-            # The parser leaves out where the data starts: only sizes and shapes matter until the file is downloaded.
-            return {
-                HFName(name): Entry(
-                    name=HFName(name),
-                    file=file,
-                    dtype=tensor.dtype,
-                    shape=tuple(tensor.shape),
-                    start=tensor.data_offsets[0],
-                    num_bytes=tensor.data_offsets[1] - tensor.data_offsets[0],
-                )
-                for name, tensor in parsed.tensors.items()
-            }
+    def small(name: str) -> Path:
+        with hub_errors(repo, revision):
+            return Path(HfApi().hf_hub_download(repo, name, revision=commit))
 
-        with ThreadPoolExecutor(max_workers=16) as pool:
-            headers = dict(zip(present, pool.map(header, present), strict=True))
+    config = read_config(small("config.json"), f"{repo}/config.json")
+    weight_map = read_index(small(INDEX), f"{repo}/{INDEX}") if INDEX in files else None
+    present = [file for file in files if file.endswith(".safetensors") and "/" not in file]
+    indexed = _indexed_files(weight_map, present, repo)
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        found = pool.map(lambda file: read_remote_header(repo, file, commit=commit).entries, present)
+        headers = dict(zip(present, found, strict=True))
     return _assemble(repo, commit, None, config, weight_map, indexed, headers, companions_among(files))
 
 
@@ -230,57 +201,18 @@ def _indexed_files(weight_map: Mapping[str, str] | None, present: list[str], whe
     )
 
 
-def _parse_config(path: Path, where: str) -> Mapping[str, Any]:
-    if not path.is_file():
+def _path_of(where: str | Path) -> Path | None:
+    try:
+        return find_path(where) if str(where) else None
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        got = error.strerror or repr(error)
+        raise NoCheckpointError(where, "a source must be readable", got=got, cure="Check SOURCE") from error
+
+
+def _config_of(path: Path, where: str) -> Mapping[str, Any]:
+    if not os.path.lexists(path):
         raise NoCheckpointError(where, "a checkpoint has a config.json", got="none", cure="Check SOURCE")
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(path, "must be JSON", got=str(error), cure="Download it again") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(path, "must be a JSON object", got=type(config).__name__, cure="Download it again")
-    return config
-
-
-def _parse_index(raw: bytes, where: str) -> Mapping[str, str]:
-    try:
-        return dict(json.loads(raw)["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(where, "must have a weight_map", got=repr(error), cure="Download it again") from error
-
-
-@contextmanager
-def _hub_errors(repo: str, revision: str) -> Iterator[None]:
-    """Turns the Hub's exceptions into one sentence."""
-
-    def refusal(error: Exception, rule: str, cure: str) -> CheckpointError:
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        is_there = isinstance(error, NotASafetensorsRepoError | SafetensorsParsingError)
-        return (CheckpointError if is_there else NoCheckpointError)(repo, rule, got=first_line, cure=cure)
-
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except HFValidationError as error:
-        rule = "a source is a folder with config.json or a Hub id ORG/NAME"
-        raise NoCheckpointError(repo, rule, got="neither", cure="Check the path or the name") from error
-    except GatedRepoError as error:
-        cure = "Ask for access on its page and run `hf auth login`"
-        raise refusal(error, "the Hub repository must not be gated for you", cure) from error
-    except RepositoryNotFoundError as error:
-        cure = "Check the name, or run `hf auth login` if it is private"
-        raise refusal(error, "must be a folder or a public Hub repository", cure) from error
-    except RevisionNotFoundError as error:
-        raise refusal(error, "the revision must exist", f"Check revision {revision}") from error
-    except EntryNotFoundError as error:
-        raise refusal(error, "a checkpoint has a config.json", "Check the repository") from error
-    except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        raise refusal(error, "files must be safetensors", "Convert them first") from error
-    except OfflineModeIsEnabled as error:
-        raise refusal(error, "the Hub must be reachable", "Unset HF_HUB_OFFLINE or give a folder") from error
-    except (HfHubHTTPError, HTTPError, OSError) as error:
-        raise refusal(error, "the Hub must be reachable", "Check the network, or give a folder as SOURCE") from error
+    return read_config(path, path)
 
 
 def file_sizes(source: Source) -> dict[str, int]:

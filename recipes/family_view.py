@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .errors import CheckpointError
 from .family import Family, HFName, Layout, Part, Role, Row, Stem, VLLMName
 
 _EXPERT = re.compile(r"(?<=experts\.)(\d+)(?=\.)")
@@ -67,7 +68,15 @@ class FamilyView:
 
     @cached_property
     def num_layers(self) -> int:
+        """Number of decoder layers; 0 where the checkpoint is only a draft.
+
+        Raises:
+            CheckpointError: config.json does not say it.
+        """
         key = self.family.num_layers_key
+        if key and self.text_config.get(key) is None:
+            cure = "Take config.json from the original release"
+            raise CheckpointError("config.json", f"{key} must be given", got="nothing", cure=cure)
         return int(self.text_config[key]) if key else 0
 
     @cached_property

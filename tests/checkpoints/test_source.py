@@ -1,6 +1,8 @@
 """Headers of local and Hub checkpoints, and each way they can be broken."""
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -35,7 +37,7 @@ def test_entries_are_what_safetensors_reads(folder):
         assert buffer == loaded[name].reshape(-1).view(torch.uint8).numpy().tobytes(), name
 
 
-def refusal(folder: Path) -> str:
+def refusal(folder: Path | str) -> str:
     with pytest.raises(CheckpointError) as caught:
         open_source(folder)
     message = str(caught.value)
@@ -60,6 +62,61 @@ def test_config_that_is_no_json(folder):
 
 def test_nothing_there(tmp_path):
     assert "Check SOURCE" in refusal(tmp_path / "absent")
+
+
+ODD_NAMES = [
+    "", ".", "..", "/", "nope", "./nope", "../nope/x", "~/nothing", "a/..", "a/b/c", "a//b", "/a/b", "foo/bar baz",
+    "foo/", "-a/b", "a/.b", "a/b..c", "a/b--c", "a/b.git", "a/" + "x" * 200, "x" * 5000, "a/\0", "a/\x1b[31m",
+    "a/\u202eb", "a/\udc80", "a/b?x=1", "http://x/y", "a/b@main", "a/b#1", "a/%2e%2e", "a/b\n", "\u00fc/\u00e4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_a_name_that_is_no_source(name, tmp_path, monkeypatch):
+    """Neither a folder with a checkpoint nor a name that the Hub can have; nothing is asked of the Hub."""
+    monkeypatch.chdir(tmp_path)
+    message = refusal(name)
+    assert message.isprintable() and message.endswith("Check SOURCE.") and len(message) < 6000
+
+
+def test_a_file_is_no_source(folder):
+    assert "got a file. Name its folder." in refusal(folder / "config.json")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00001-of-00002.safetensors", "mtp.safetensors"])
+def test_what_is_no_file_is_refused_and_not_waited_for(folder, name, make):
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    assert re.search(
+        rf"{name}: .*(must be a regular file; got a|must be in its folder; got a link to)", refusal(folder)
+    )
+
+
+INDEXES = {
+    "empty": b"",
+    "no JSON": b"{",
+    "no object": b"[]",
+    "nothing in it": b"{}",
+    "a list": b'{"weight_map": ["a"]}',
+    "a list of pairs": b'{"weight_map": [["a", "model.safetensors"]]}',
+    "null": b'{"weight_map": null}',
+    "a number for a file": b'{"weight_map": {"a": 7}}',
+    "a list for a file": b'{"weight_map": {"a": ["model.safetensors"]}}',
+    "a file elsewhere": b'{"weight_map": {"a": "../model.safetensors"}}',
+    "a name of control characters": b'{"weight_map": {"a": "\\u001b[2J\\ud800"}}',
+    "deep": b'{"weight_map": {"a": %b%b}}' % (b"[" * 100_000, b"]" * 100_000),
+    "deep elsewhere": b'{"weight_map": {}, "metadata": %b%b}' % (b"[" * 500, b"]" * 500),
+    "UTF-16": '{"weight_map": {}}'.encode("utf-16"),
+    "no UTF-8": b'{"weight_map": {"\xff": "a"}}',
+}
+
+
+@pytest.mark.parametrize("raw", INDEXES.values(), ids=INDEXES)
+def test_an_index_that_is_none(folder, raw):
+    (folder / INDEX).write_bytes(raw)
+    message = refusal(folder)
+    assert message.startswith(f"{folder / INDEX}: ") and message.isprintable() and len(message) < 1000
 
 
 def test_index_naming_a_missing_file(folder):
@@ -162,6 +219,31 @@ def test_hub_out_of_reach(hub_at):
     hub_at("http://127.0.0.1:9")  # nothing listens there
     with pytest.raises(CheckpointError, match=r"org/model: the Hub must be reachable; got .*give a folder as SOURCE\."):
         open_source("org/model")
+
+
+def test_a_header_on_the_hub_is_judged_as_a_local_one(folder, serve_hub):
+    """A shard that safetensors refuses, one that is too short, one whose header takes a second request."""
+    shard = first_shard(folder)
+    good = shard.read_bytes()
+    length = int.from_bytes(good[:8], "little")
+    header = good[8 : 8 + length]
+
+    def put(raw: bytes, cut: int = 0) -> Path:
+        new = len(raw).to_bytes(8, "little") + raw + good[8 + length :]
+        shard.write_bytes(new[: len(new) - cut])
+        return folder
+
+    serve_hub(put(header + b" " * 200_000))
+    assert open_source("org/model").entries == open_source(folder).entries
+    faults = {
+        "must have a valid safetensors header": (header.decode().encode("utf-16"), 0),
+        "must be .* bytes long to hold": (header, 7),
+        "must start with a safetensors header": (b"", 0),
+    }
+    for words, (raw, cut) in faults.items():
+        serve_hub(put(raw, cut))
+        with pytest.raises(CheckpointError, match=rf"^org/model/{shard.name}: {words}.*; got"):
+            open_source("org/model")
 
 
 def test_check_judges_a_repository_from_its_headers(hub, folder):

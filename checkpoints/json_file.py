@@ -1,0 +1,96 @@
+"""A checkpoint's JSON files, parsed once: config.json, the index, what else is small.
+
+In: a file. Out: its object, the config with the right types, or the index as tensor -> file.
+
+Easy to get wrong: Python's JSON takes what vLLM does not (UTF-16, a byte order mark), and a deep value ends in a
+RecursionError only where somebody copies it. Both are refused here. Infinity is taken: configs of state-space models
+have it.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..recipes.config_keys import refuse_wrong_types
+from ..recipes.errors import CheckpointError
+from .safetensors_file import open_regular
+
+_CURE = "Download it again"
+_MAX_BYTES = 256 * 1024 * 1024
+_MAX_DEPTH = 64
+_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+
+
+def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, Any]:
+    """The object of a JSON file.
+
+    Args:
+        path: the file.
+        where: its name in messages.
+        cure: what to do where it is refused.
+
+    Raises:
+        CheckpointError: no regular file, too large, not UTF-8, not JSON, too deep, or no object.
+    """
+    with open_regular(path, where) as file:
+        raw = file.read(_MAX_BYTES + 1)
+    if len(raw) > _MAX_BYTES:
+        raise CheckpointError(where, f"must be at most {_MAX_BYTES} bytes long", got="more", cure=cure)
+    try:
+        found = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        got = f"{error.reason} at byte {error.start}"
+        raise CheckpointError(where, "must be text in UTF-8", got=got, cure=cure) from error
+    except RecursionError as error:
+        raise _too_deep(where, cure) from error
+    except ValueError as error:
+        raise CheckpointError(where, "must be JSON", got=str(error) if raw else "an empty file", cure=cure) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(where, "must be a JSON object", got=_KINDS.get(type(found), "a number"), cure=cure)
+    if _is_deep(found):
+        raise _too_deep(where, cure)
+    return found
+
+
+def read_config(path: Path, where: object) -> Mapping[str, Any]:
+    """config.json, whose keys have the types that readers rely on (`recipes.config_keys`).
+
+    Raises:
+        CheckpointError: as `read_object`, or a key has another type; names it.
+    """
+    config = read_object(path, where)
+    refuse_wrong_types(config, where)
+    return config
+
+
+def read_index(path: Path, where: object) -> Mapping[str, str]:
+    """The index's weight_map: tensor -> file.
+
+    Raises:
+        CheckpointError: as `read_object`, or no weight_map, or one that does not map names to names.
+    """
+    weight_map = read_object(path, where).get("weight_map")
+    if not isinstance(weight_map, dict):
+        got = _KINDS.get(type(weight_map), "a number")
+        raise CheckpointError(where, "weight_map must be an object", got=got, cure=_CURE)
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise CheckpointError(where, f"weight_map: {name} must name a file", got=repr(file), cure=_CURE)
+    return weight_map
+
+
+def _too_deep(where: object, cure: str) -> CheckpointError:
+    return CheckpointError(where, f"values must be at most {_MAX_DEPTH} levels deep", got="more", cure=cure)
+
+
+def _is_deep(value: dict[str, Any]) -> bool:
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)

@@ -1,0 +1,122 @@
+"""What type each key of config.json must have, for the keys that keepmtp reads.
+
+In: a parsed config.json. Out: nothing, or a refusal that names the key. Whoever reads a key after that may rely on its
+type: the families' tables, the plan, the check.
+
+Easy to get wrong: a key may be in `text_config` too, and null means that it is not given. A count has an upper limit,
+because names are made for every layer and expert that config.json promises, and a file may be anybody's.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from .errors import CheckpointError
+from .families import families
+
+CURE = "Take config.json from the original release"
+_TEXT_CONFIG = "text_config"
+_MAX_LAYERS = 2_000
+_MAX_MTP_LAYERS = 100
+_MAX_EXPERTS = 20_000
+_MAX_SIZE = 2**31 - 1
+_MAX_TEXT = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """A type of value: what a message calls it, and whether a value has it."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(most: int = _MAX_SIZE) -> _Kind:
+    return _Kind(words=f"a whole number from 0 to {most}", fits=lambda value: _is_whole(value, most))
+
+
+def _is_whole(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _list_of(kind: _Kind, words: str) -> _Kind:
+    return _Kind(words=words, fits=lambda value: isinstance(value, list) and all(map(kind.fits, value)))
+
+
+def _either(one: _Kind, other: _Kind) -> _Kind:
+    return _Kind(words=f"{one.words} or {other.words}", fits=lambda value: one.fits(value) or other.fits(value))
+
+
+_OBJECT = _Kind(words="an object", fits=lambda value: isinstance(value, dict))
+_TEXT = _Kind(words="a short text", fits=lambda value: isinstance(value, str) and len(value) <= _MAX_TEXT)
+_TEXTS = _list_of(_TEXT, "a list of short texts")
+_EXPERTS = _whole(_MAX_EXPERTS)
+_KINDS = {
+    _TEXT_CONFIG: _OBJECT,
+    "architectures": _TEXTS,
+    "model_type": _TEXT,
+    "quantization_config": _OBJECT,
+    "compression_config": _OBJECT,
+    "expert_dtype": _TEXT,
+    "vocab_size": _whole(),
+    "hidden_size": _whole(),
+    "num_hidden_layers": _whole(_MAX_LAYERS),
+    "max_position_embeddings": _whole(),
+    "q_lora_rank": _whole(),
+    "layer_group_size": _whole(),
+    "layer_types": _TEXTS,
+    "linear_attn_config": _OBJECT,
+    "linear_attn_config.kda_layers": _list_of(_whole(), "a list of whole numbers"),
+    # One number, or one for each modality.
+    **dict.fromkeys(
+        ("n_routed_experts", "num_experts", "num_local_experts"),
+        _either(_EXPERTS, _list_of(_EXPERTS, "a list of such numbers")),
+    ),
+}
+
+
+def refuse_wrong_types(config: Mapping[str, Any], where: object) -> None:
+    """Refuse a config.json with a key that keepmtp reads and that has another type, or a number out of its range.
+
+    Args:
+        config: the file, parsed.
+        where: its name in messages.
+
+    Raises:
+        CheckpointError: names the key.
+    """
+    for key, kind in _kinds().items():
+        for name, value in _values(config, key):
+            if value is not None and not kind.fits(value):
+                raise CheckpointError(where, f"{name} must be {kind.words}", got=repr(value), cure=CURE)
+
+
+def _values(config: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+    """A key's value at top level and in text_config, with its full name."""
+    yield key, _at(config, key)
+    if isinstance(inner := config.get(_TEXT_CONFIG), dict):
+        yield f"{_TEXT_CONFIG}.{key}", _at(inner, key)
+
+
+def _at(holder: Mapping[str, Any], key: str) -> Any:
+    value: Any = holder
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+@cache
+def _kinds() -> Mapping[str, _Kind]:
+    """The kind of every key, those that the families' tables name too; an object comes before what is in it."""
+    found: dict[str, _Kind] = {}
+    for family in families().values():
+        for key in family.mtp_count_keys:
+            found |= {key.partition(".")[0]: _OBJECT} if "." in key else {}
+            found[key] = _whole(_MAX_MTP_LAYERS)
+        found |= dict.fromkeys(family.mtp_parts_keys, _either(_TEXT, _TEXTS))
+        if family.draft and family.draft.streams:
+            found[family.draft.streams] = _whole(_MAX_LAYERS)
+        if family.num_layers_key:
+            found[family.num_layers_key] = _whole(_MAX_LAYERS)
+    return found | _KINDS

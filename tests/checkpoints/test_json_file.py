@@ -1,0 +1,121 @@
+"""config.json and other small files of strangers: the right types, or one sentence with file and key."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from keepmtp.checkpoints.json_file import read_config, read_object
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.plan import make_plan
+from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.families import families
+from keepmtp.recipes.find import find_recipe
+from releases import source_layout, write_checkpoint
+
+FILES = {
+    "empty": (b"", "must be JSON; got an empty file"),
+    "spaces": (b"  \n", "must be JSON; got Expecting value"),
+    "cut": (b'{"a": ', "must be JSON; got Expecting value"),
+    "two objects": (b"{}{}", "must be JSON; got Extra data"),
+    "a list": (b"[]", "must be a JSON object; got a list"),
+    "a text": (b'"x"', "must be a JSON object; got a text"),
+    "a number": (b"7", "must be a JSON object; got a number"),
+    "null": (b"null", "must be a JSON object; got null"),
+    "a byte order mark": (b"\xef\xbb\xbf{}", "must be JSON; got Unexpected UTF-8 BOM"),
+    "UTF-16": ("{}".encode("utf-16"), "must be text in UTF-8; got invalid start byte at byte 0"),
+    "UTF-32": ("{}".encode("utf-32-be"), "must be JSON; got Expecting value"),
+    "no UTF-8": (b'{"\xff": 1}', "must be text in UTF-8; got invalid start byte at byte 2"),
+    "half a character in UTF-8": (b'{"\xed\xa0\x80": 1}', "must be text in UTF-8"),
+    "deep": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "values must be at most 64 levels deep; got more"),
+    "rather deep": (b'{"a":' * 70 + b"1" + b"}" * 70, "values must be at most 64 levels deep; got more"),
+    "a number without end": (b'{"a": %b}' % (b"1" * 100_000), "must be JSON; got Exceeds the limit"),
+    "a NUL": (b"{}\0", "must be JSON; got Extra data"),
+}
+
+
+@pytest.mark.parametrize(("raw", "said"), FILES.values(), ids=FILES)
+def test_a_file_that_holds_no_object(raw, said, tmp_path):
+    (tmp_path / "a.json").write_bytes(raw)
+    with pytest.raises(CheckpointError) as caught:
+        read_object(tmp_path / "a.json", "here", cure="Mend it")
+    assert str(caught.value).startswith(f"here: {said}") and str(caught.value).endswith(". Mend it.")
+
+
+def test_what_configs_of_released_models_have(tmp_path):
+    """State-space models have Infinity."""
+    (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity], "deep": [[[[[[[]]]]]]]}')
+    assert read_config(tmp_path / "config.json", "here")["time_step_limit"] == [0.0, math.inf]
+
+
+VALUES = [0, 3, 10**9, 10**400, -1, 1.5, True, math.nan, math.inf, "3", "\x1b[31m", "x" * 10**5, {}, {"a": []}, [], [3],
+          ["x"], [[]], [10**9], [-1], [None]]  # fmt: skip
+OBJECTS = ({}, {"a": []})
+TAKEN = {
+    "num_hidden_layers": (0, 3),
+    "num_nextn_predict_layers": (0, 3),
+    "n_routed_experts": (0, 3, [], [3]),
+    "vocab_size": (0, 3, 10**9),
+    "hidden_size": (0, 3, 10**9),
+    "q_lora_rank": (0, 3, 10**9),
+    "layer_group_size": (0, 3, 10**9),
+    "max_position_embeddings": (0, 3, 10**9),
+    "model_type": ("3", "\x1b[31m"),
+    "architectures": ([], ["x"]),
+    "layer_types": ([], ["x"]),
+    "text_config": OBJECTS,
+    "quantization_config": OBJECTS,
+    "linear_attn_config": OBJECTS,
+}
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["top", "text_config"])
+@pytest.mark.parametrize("key", TAKEN)
+def test_a_key_of_another_type(key, inner, tmp_path):
+    """Each value is taken or refused with the key's name; null is as if it were not there."""
+    path = tmp_path / "config.json"
+    taken = [json.dumps(value) for value in (*TAKEN[key], None)]
+    for value in map(json.dumps, [*VALUES, None]):
+        path.write_text(f'{{"text_config": {{"{key}": {value}}}}}' if inner else f'{{"{key}": {value}}}')
+        if value in taken:
+            read_config(path, "here")
+        else:
+            with pytest.raises(CheckpointError) as caught:
+                read_config(path, "here")
+            message = str(caught.value)
+            assert message.startswith(f"here: {'text_config.' * inner}{key} must be a") and len(message) < 500, value
+
+
+def test_every_key_of_every_family_has_a_type(tmp_path):
+    path = tmp_path / "config.json"
+    for family in families().values():
+        for key in (family.num_layers_key, *family.mtp_count_keys, *family.mtp_parts_keys):
+            outer, _, last = key.partition(".")
+            for value in [{}, -1, 10**9] if key else []:
+                path.write_text(json.dumps({outer: {last: value}} if last else {outer: value}))
+                with pytest.raises(CheckpointError, match=rf"^here: {key} must be a"):
+                    read_config(path, "here")
+
+
+def plan(folder: Path, **changes) -> int:
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    config = {key: value for key, value in (config | changes).items() if value != "gone"}
+    write_checkpoint(folder, config, tensors)
+    return len(make_plan(find_recipe("glm-4.7.nvfp4a16-fp8")[0], open_source(folder)).tensors)
+
+
+def test_the_plan_of_a_config_with_a_wrong_key(tmp_path):
+    assert plan(tmp_path / "right")
+    faults = {
+        r"num_hidden_layers must be a whole number from 0 to 2000; got 1000000000\.": {"num_hidden_layers": 10**9},
+        r"num_hidden_layers must be a whole number from 0 to 2000; got '5'\.": {"num_hidden_layers": "5"},
+        r"num_hidden_layers must be given; got nothing\.": {"num_hidden_layers": "gone"},
+        r"num_nextn_predict_layers must be a whole number from 0 to 100; got nan\.": {
+            "num_nextn_predict_layers": math.nan
+        },
+        r"architectures must be a list of short texts; got 'x'\.": {"architectures": "x"},
+        r"model_type must be a short text; got \[\]\.": {"model_type": []},
+    }
+    for number, (said, changes) in enumerate(faults.items()):
+        with pytest.raises(CheckpointError, match=rf"config\.json: {said} Take config\.json from the original release"):
+            plan(tmp_path / str(number), **changes)
