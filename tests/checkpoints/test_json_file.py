@@ -48,8 +48,29 @@ def test_what_configs_of_released_models_have(tmp_path):
     assert read_config(tmp_path / "config.json", "here")["time_step_limit"] == [0.0, math.inf]
 
 
-VALUES = [0, 3, 10**9, 10**400, -1, 1.5, True, math.nan, math.inf, "3", "\x1b[31m", "x" * 10**5, {}, {"a": []}, [], [3],
-          ["x"], [[]], [10**9], [-1], [None]]  # fmt: skip
+VALUES = [
+    0,
+    3,
+    10**9,
+    10**400,
+    -1,
+    1.5,
+    True,
+    math.nan,
+    math.inf,
+    "3",
+    "\x1b[31m",
+    "x" * 10**5,
+    {},
+    {"a": []},
+    [],
+    [3],
+    ["x"],
+    [[]],
+    [10**9],
+    [-1],
+    [None],
+]
 OBJECTS = ({}, {"a": []})
 TAKEN = {
     "num_hidden_layers": (0, 3),

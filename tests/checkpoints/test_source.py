@@ -65,10 +65,39 @@ def test_nothing_there(tmp_path):
 
 
 ODD_NAMES = [
-    "", ".", "..", "/", "nope", "./nope", "../nope/x", "~/nothing", "a/..", "a/b/c", "a//b", "/a/b", "foo/bar baz",
-    "foo/", "-a/b", "a/.b", "a/b..c", "a/b--c", "a/b.git", "a/" + "x" * 200, "x" * 5000, "a/\0", "a/\x1b[31m",
-    "a/\u202eb", "a/\udc80", "a/b?x=1", "http://x/y", "a/b@main", "a/b#1", "a/%2e%2e", "a/b\n", "\u00fc/\u00e4",
-]  # fmt: skip
+    "",
+    ".",
+    "..",
+    "/",
+    "nope",
+    "./nope",
+    "../nope/x",
+    "~/nothing",
+    "a/..",
+    "a/b/c",
+    "a//b",
+    "/a/b",
+    "foo/bar baz",
+    "foo/",
+    "-a/b",
+    "a/.b",
+    "a/b..c",
+    "a/b--c",
+    "a/b.git",
+    "a/" + "x" * 200,
+    "x" * 5000,
+    "a/\0",
+    "a/\x1b[31m",
+    "a/\u202eb",
+    "a/\udc80",
+    "a/b?x=1",
+    "http://x/y",
+    "a/b@main",
+    "a/b#1",
+    "a/%2e%2e",
+    "a/b\n",
+    "\u00fc/\u00e4",
+]
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
