@@ -16,13 +16,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
+from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
@@ -284,7 +284,7 @@ def _top(plan: Plan) -> list[TensorPlan]:
     ]
 
 
-def _on_meta(plan: Plan) -> tuple[PreTrainedModel, TemporaryDirectory[str]]:
+def _on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
     """The language model's class, without weights, and the folder its config says it comes from."""
     assert plan.source.folder is not None
     calibration = plan.recipe.calibration
@@ -313,9 +313,9 @@ def _on_meta(plan: Plan) -> tuple[PreTrainedModel, TemporaryDirectory[str]]:
             cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model}), or "
             "calibration.model_code: checkpoint if the checkpoint brings its own",
         ) from error
-    scratch = TemporaryDirectory(prefix="keepmtp-config-")
-    config.save_pretrained(scratch.name)
-    model.config._name_or_path = model.name_or_path = scratch.name
+    scratch = ScratchFolder("keepmtp-config-")
+    config.save_pretrained(scratch.path)
+    model.config._name_or_path = model.name_or_path = str(scratch.path)
     return model.eval(), scratch
 
 

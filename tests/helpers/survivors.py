@@ -6,13 +6,15 @@ from pathlib import Path
 MARK = "KEEPMTP_TEST_MARK"
 
 
-def marked(word: str) -> list[int]:
-    """Processes that were started with this mark; one that has ended and is only in the process table has none."""
-    found = []
+def marked(word: str) -> dict[int, str]:
+    """Process id -> command line of what was started with this mark and has not ended."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={word}".encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
+                found[int(folder.name)] = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
         except OSError:
             continue  # it has ended since
     return found
@@ -22,6 +24,5 @@ def none_left(word: str, seconds: float = 60.0) -> None:
     """Wait until there is none; a process that was killed takes a moment to be gone."""
     deadline = time.monotonic() + seconds
     while left := marked(word):
-        words = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in left if Path(f"/proc/{pid}").exists()]
-        assert time.monotonic() < deadline, f"{left} are left: {words}"
+        assert time.monotonic() < deadline, f"left: {left}"
         time.sleep(0.05)

@@ -9,13 +9,13 @@ Easy to get wrong: vLLM's config classes read more files than config.json.
 import contextlib
 import json
 import struct
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ...checkpoints.safetensors_file import Entry
+from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import INDEX, SINGLE, Source, small_file
 
 # What vLLM's config classes read, config.json apart.
@@ -28,8 +28,7 @@ def headers_of(source: Source) -> Iterator[Path]:
     if source.folder is not None:
         yield source.folder
         return
-    with tempfile.TemporaryDirectory(prefix="keepmtp-headers-") as scratch:
-        folder = Path(scratch)
+    with ScratchFolder("keepmtp-headers-") as folder:
         (folder / "config.json").write_text(json.dumps(source.config))
         for name in SMALL_FILES:
             if (path := small_file(source, name)) is not None:

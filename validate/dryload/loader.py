@@ -8,7 +8,6 @@ Easy to get wrong: nothing of vLLM is imported here. Each line is parsed once, i
 
 import json
 import subprocess
-import tempfile
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from ...checkpoints.fact import Fact
+from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import VLLMError
 from ..child import Child, environment
 from ..serving.vllm_env import VLLM
@@ -72,9 +72,9 @@ class DryLoader:
         """
         self.gpu: GPU = gpu
         self._vllm = vllm
-        self._cache = tempfile.TemporaryDirectory(prefix="keepmtp-dryload-")
-        self._log = open(Path(self._cache.name) / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
-        words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, "--cache", self._cache.name]
+        self._cache = ScratchFolder("keepmtp-dryload-")
+        self._log = open(self._cache.path / "log", "w+", errors="replace")  # noqa: SIM115  closed on exit
+        words = [str(vllm.python), "-c", _LAUNCH, str(_PACKAGE), gpu, "--cache", str(self._cache.path)]
         words += ["--workers", str(workers)] if workers else []
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log, "text": True, "cwd": "/"}
         self._child = Child(words, environment=environment(), **pipes)
@@ -86,7 +86,7 @@ class DryLoader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self._child.end()  # at once: it holds nothing that has to be saved, and may still be importing
         self._log.close()
-        self._cache.cleanup()
+        self._cache.remove()
 
     def load(self, folder: Path, *, tp: int = 1, num_drafts: int = 1) -> LoadAccount:
         """One checkpoint."""

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import Source
 from ...checkpoints.stored import stored_weights
 from .bf16_copy import NO_KERNEL, why_no_kernel, write_copy
@@ -141,10 +141,10 @@ def bf16_copy(source: Source, role: Role, *, out: Path, watch: Watch | None = No
         CheckpointError: a weight cannot be read.
     """
     out.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=out, prefix=f"{role}-bf16-") as folder:
+    with ScratchFolder(f"keepmtp-{role}-bf16-", out) as folder:
         if watch is not None:
             watch(f"{role}: writing a BF16 copy")
-        yield write_copy(source, Path(folder) / "copy").absolute()
+        yield write_copy(source, folder / "copy").absolute()
 
 
 def ks_up_to(most: int, num_mtp_layers: int) -> tuple[int, ...]:

@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any, Literal
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import GateError, RecipeError
 from ..child import Child, environment
 from .served import Drafts, Output
@@ -38,7 +39,7 @@ _PLUGIN = Path(__file__).parent / "plugin"
 _NAME = "checkpoint"  # what the server calls the model
 _COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
 _STOP_SECONDS = 20.0
-_SOCKET_FOLDER_BYTES = 90  # the whole path of a socket has 107 at most (Linux; 103 on macOS)
+_TEMP_BYTES = 70  # the whole path of a socket has 107 at most (Linux; 103 on macOS)
 _ADDRESSES = ("--host", "--port", "--uds", "--served-model-name")
 _SECRETS = ("--api-key", "--hf-token")
 _PREFIX = re.compile(r"^\([\w :=.-]*pid=\d+\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s?)?")
@@ -344,12 +345,9 @@ def refuse_words(where: str, extra: Sequence[str]) -> None:
 @contextmanager
 def _private_folder() -> Iterator[Path]:
     """A folder that only this user may open, with a path that is short enough for a socket in it."""
-    with TemporaryDirectory(prefix="keepmtp-") as found:
-        if len(os.fsencode(found)) <= _SOCKET_FOLDER_BYTES:
-            yield Path(found)
-            return
-    with TemporaryDirectory(prefix="keepmtp-", dir="/tmp") as found:  # only this user may open it
-        yield Path(found)
+    is_long = len(os.fsencode(gettempdir())) > _TEMP_BYTES
+    with ScratchFolder("keepmtp-server-", Path("/tmp") if is_long else None) as found:  # noqa: S108 - private
+        yield found
 
 
 def _environment(vllm: VLLM, plugin: Path) -> Mapping[str, str]:

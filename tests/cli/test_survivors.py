@@ -1,0 +1,106 @@
+"""Whatever ends a command that has started others, nothing of it is left: no station, no server, no copy of weights.
+
+A stub is `vllm serve` here, so that there is time for many moments; tests/vllm/test_serve.py has the real one.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from keepmtp.cli.pipeline import plan_for, quantize
+from stub_vllm import stub_vllm
+from survivors import MARK, marked, none_left
+from wheel import stranger
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+GLM = ROOT / "models" / "tiny-glm4-moe"
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
+SERVER = "vllm.entrypoints.cli.main serve"
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    plan, text = plan_for("tiny-glm4-moe", source=str(GLM))
+    return quantize(plan, text, out=tmp_path_factory.mktemp("made") / "glm").out
+
+
+@pytest.fixture
+def mark() -> str:
+    return uuid4().hex
+
+
+@pytest.fixture
+def start(tmp_path, mark) -> Start:
+    """keepmtp in an environment of which every descendant carries the mark, and with the stub as its vLLM."""
+    python = stub_vllm(tmp_path, real=VLLM_PYTHON, start=0.3, answer=0.05)
+    environment = stranger(VLLM_PYTHON=str(python), OMP_NUM_THREADS="1", TMPDIR=str(tmp_path), **{MARK: mark})
+
+    def run(*words: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [KEEPMTP, *map(str, words)],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            # A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+
+    return run
+
+
+def ended(process: subprocess.Popen[str], mark: str, words: str, number: signal.Signals, *, after: float = 0.0) -> str:
+    """End it once a descendant with these words on its command line runs; returns what it said, with nothing left."""
+    deadline = time.monotonic() + 120
+    while not any(words in said for said in marked(mark).values()):
+        assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
+        time.sleep(0.01)
+    time.sleep(after)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == STATUS[number], said
+    assert "Traceback" not in said
+    none_left(mark, seconds=10)
+    return said
+
+
+@pytest.mark.parametrize("number", STATUS)
+@pytest.mark.parametrize("after", [0.0, 0.5, 1.2], ids=["a server starts", "it answers", "or the next one"])
+def test_serve_check(start, mark, tmp_path, number, after):
+    process = start("serve-check", GLM, "--source", "none", "--out", tmp_path / "out")
+    said = ended(process, mark, SERVER, number, after=after)
+    assert number == signal.SIGKILL or "stopped by" in said
+    assert not [path for path in tmp_path.glob("keepmtp-*") if number != signal.SIGKILL]
+
+
+@pytest.mark.parametrize("number", STATUS)
+@pytest.mark.parametrize("after", [0.0, 1.0], ids=["a server starts", "it answers"])
+def test_eval(start, mark, tmp_path, number, after):
+    process = start("eval", GLM, "--recipe", "tiny-glm4-moe", "--source", "none", "--out", tmp_path / "out")
+    ended(process, mark, SERVER, number, after=after)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_check_on_a_pretended_gpu(start, mark, number):
+    ended(start("check", GLM, "--gpu", "sm90"), mark, "in_vllm", number, after=0.5)
+
+
+@pytest.mark.parametrize("number", STATUS)
+def test_all_while_it_quantizes(start, mark, tmp_path, number):
+    ended(start("all", "tiny-glm4-moe", "--out", tmp_path / "out"), mark, "keepmtp quantize", number, after=1.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("words", ["in_vllm", SERVER])
+def test_all_while_it_measures(start, mark, made, number, words):
+    ended(start("all", "tiny-glm4-moe", "--out", made, "--gpu", "sm90"), mark, words, number)

