@@ -77,13 +77,21 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
     return _open_hub(str(where), revision)
 
 
-def download(source: Source, *, to: Path | None = None) -> Source:
-    """The same source with its files on this machine (the Hub's cache, or `to`), with the Hub's progress bars."""
+def download(source: Source, *, to: Path | None = None, bars: type[Any] | None = None) -> Source:
+    """The same source with its files on this machine (the Hub's cache, or `to`).
+
+    Args:
+        source: a Hub repository; a folder is returned as it is.
+        to: where the files go, instead of the Hub's cache.
+        bars: a class like tqdm; default the Hub's progress bars.
+    """
     if source.folder is not None:
         return source
     wanted = ["*.safetensors", *REWRITTEN, *map(escape, (*source.companions, *source.code))]
     with hub_errors(source.where, source.revision):
-        folder = snapshot_download(source.where, revision=source.revision, local_dir=to, allow_patterns=wanted)
+        folder = snapshot_download(
+            source.where, revision=source.revision, local_dir=to, allow_patterns=wanted, tqdm_class=bars
+        )
     return replace(_open_folder(Path(folder), source.where), revision=source.revision)
 
 

@@ -22,7 +22,7 @@ from ..recipes.extras import require_extra
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
 from .gate import EXITS
 from .options import JsonOption, TimeoutOption
-from .progress import asking, bytes_bar
+from .progress import asking, bytes_bar, download_lines
 
 if TYPE_CHECKING:
     from ..checkpoints.identity import Identity, ReadingBar
@@ -130,10 +130,11 @@ def evaluate(
     protocol = _protocol(rules.evaluation, {key: value for key, value in changed.items() if value is not None})
     asked = lm_eval_task.questions(protocol)
     gsm8k.refuse_model(opened, protocol, extra)
-    checkpoint = download(opened)
+    bars = None if as_json else download_lines(err)
+    checkpoint = download(opened, bars=bars)
     if original := original_of(checkpoint, source, cure=_CURE):
         gsm8k.refuse_model(original, protocol, extra)
-        original = download(original)
+        original = download(original, bars=bars)
     vllm = find_vllm()
     is_recorded = folder is None and Path(path).is_dir()
     assert checkpoint.folder is not None

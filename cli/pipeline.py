@@ -146,7 +146,7 @@ def quantize(
     from ..quantize.calibrate.ranks import joined  # imports torch, so only when there is work for it
 
     refuse(plan, out)
-    plan = _downloaded(plan, out)
+    plan = _downloaded(plan, out, progress)
     with joined() as ranks:
         run = _calibrated(plan, out, ranks, progress)
         plan = run.plan if run else plan
@@ -181,9 +181,9 @@ def calibration_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.calibration")
 
 
-def _downloaded(plan: Plan, out: Path) -> Plan:
+def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
     """The plan over files on this disk."""
-    local = download(plan.source)
+    local = download(plan.source, bars=progress.download)
     if local is plan.source:
         return plan
     plan = plan_before_measuring(

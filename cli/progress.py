@@ -6,6 +6,7 @@ Easy to get wrong: a terminal has one live bar at a time, and an error must not 
 the bar of calibration when packing begins, and ends the last bar when the run ends.
 """
 
+import io
 import json
 import os
 import sys
@@ -14,7 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -28,13 +30,19 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from .tables import size_in_words
+
 if TYPE_CHECKING:
+    from huggingface_hub.utils import tqdm as HubBar
+
     from ..quantize.calibrate.progress import CalibrationStep
     from ..validate.evaluation.ask import Step as EvaluationStep
 
 # The word for one step in each part of calibration.
 _STEP_WORDS = {"backbone": "layer", "mtp": "policy"}
 _LINE_SECONDS = 10.0
+# A log gets a line for bytes at least, and at most, so often.
+_MOST_SECONDS, _LEAST_SECONDS = 30.0, 5.0
 
 
 BytesBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
@@ -48,10 +56,12 @@ class RunProgress:
     Attributes:
         calibration: called after each step.
         packing: called with the number of source bytes when packing begins.
+        download: the bars of the Hub's client; None for its own.
     """
 
     calibration: "Callable[[CalibrationStep], None] | None" = None
     packing: BytesBar | None = None
+    download: "type[HubBar] | None" = None
 
 
 SILENT = RunProgress()
@@ -73,8 +83,11 @@ def run_progress(console: Console, *, as_json: bool) -> AbstractContextManager[R
 
 
 def bytes_bar(console: Console, label: str) -> BytesBar:
-    """A bar with rate and time left, for packing and for hashing. Any thread may call it."""
+    """Rate and time left, for packing and for hashing: a bar on a terminal, else lines. Any thread may call it."""
+    return _bytes_bar(console, label) if console.is_terminal else _bytes_lines(console, label)
 
+
+def _bytes_bar(console: Console, label: str) -> BytesBar:
     @contextmanager
     def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
         columns = (
@@ -89,6 +102,77 @@ def bytes_bar(console: Console, label: str) -> BytesBar:
             yield lambda done: progress.advance(task, done)
 
     return bar
+
+
+def _bytes_lines(console: Console, label: str) -> BytesBar:
+    @contextmanager
+    def lines(total_bytes: int) -> Iterator[Callable[[int], None]]:
+        paced, lock, done = Paced(), Lock(), 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            with lock:
+                done += num_bytes
+                if paced.is_due(done, total_bytes):
+                    _plain_line(console, f"{label}  {paced.in_words(done, total_bytes)}")
+
+        yield advance
+
+    return lines
+
+
+class Paced:
+    """When a log gets its next line, and what the line says of bytes.
+
+    A line is due every half a minute; sooner, but not sooner than five seconds, after each twentieth; and at the end.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = self._shown_at = clock()
+        self._shown = 0
+
+    def is_due(self, done: int, total: int) -> bool:
+        """Whether to print a line now. The caller prints it."""
+        now = self._clock()
+        waited = now - self._shown_at
+        is_twentieth = waited >= _LEAST_SECONDS and 20 * done // max(1, total) > 20 * self._shown // max(1, total)
+        if not (waited >= _MOST_SECONDS or is_twentieth or done >= total > self._shown):
+            return False
+        self._shown_at, self._shown = now, done
+        return True
+
+    def in_words(self, done: int, total: int) -> str:
+        """`12.4 of 700.1 GiB (1 %)  235.0 MiB/s  ETA 0:49:53`."""
+        seconds = max(self._clock() - self._began, 1e-3)
+        rate = done / seconds
+        left = timedelta(seconds=round((total - done) / rate)) if rate else "unknown"
+        share = f"{size_in_words(done)} of {size_in_words(total)} ({100 * done // max(1, total)} %)"
+        return f"{share}  {rate / 2**20:,.1f} MiB/s  ETA {left}"
+
+
+def download_lines(console: Console) -> "type[HubBar] | None":
+    """The Hub's bars for a log, which are lines; None on a terminal, where the Hub shows its own."""
+    if console.is_terminal:
+        return None
+    from huggingface_hub.utils import tqdm
+
+    paced = Paced()
+
+    class Lines(tqdm):
+        """The bar of the bytes on disk prints lines; the others print nothing."""
+
+        def __init__(self, *words: Any, **settings: Any) -> None:
+            self.is_of_bytes = settings.get("name") == "huggingface_hub.snapshot_download"
+            super().__init__(*words, **settings | {"disable": False, "file": io.StringIO()})
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            """Called by the Hub's client, now and then."""
+            done, total = int(self.n), int(self.total or 0)
+            if self.is_of_bytes and total and paced.is_due(done, total):
+                _plain_line(console, f"download  {paced.in_words(done, total)}")
+
+    return Lines
 
 
 def asking(console: Console, *, as_json: bool) -> "AbstractContextManager[Callable[[EvaluationStep], None]]":
@@ -140,7 +224,7 @@ def _bars(console: Console) -> Iterator[RunProgress]:
         return bytes_bar(console, "packing")(total_bytes)
 
     try:
-        yield RunProgress(calibration=show, packing=packing)
+        yield RunProgress(calibration=show, packing=packing, download=download_lines(console))
     finally:
         stop()
 

@@ -29,7 +29,7 @@ from ..validate.serving.prompts import PROMPTS, read_prompts
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
 from . import gate
 from .options import JsonOption, TimeoutOption
-from .progress import bytes_bar
+from .progress import bytes_bar, download_lines
 
 if TYPE_CHECKING:
     from ..checkpoints.identity import Identity
@@ -107,10 +107,10 @@ def serve_check(
     if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them
         require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
     asked = PROMPTS if prompts is None else read_prompts(prompts)
-    checkpoint = download(open_source(path))
+    checkpoint = download(open_source(path), bars=download_lines(Console(stderr=True)))
     limits = limits_in(small_file(checkpoint, RECORD), cure=f"Restore the {RECORD} that keepmtp wrote")
     original = original_of(checkpoint, source, cure=_CURE)
-    original = original and download(original)
+    original = original and download(original, bars=download_lines(Console(stderr=True)))
     assert checkpoint.folder is not None
     is_local = Path(path).is_dir()
     out = folder or (report_folder(checkpoint.folder) if is_local else _named(checkpoint))

@@ -3,9 +3,11 @@
 import io
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
-from keepmtp.cli.progress import asking, in_words, place_in_run, run_progress
+from keepmtp.checkpoints.source import download, open_source
+from keepmtp.cli.progress import Paced, asking, bytes_bar, download_lines, in_words, place_in_run, run_progress
 from rich.console import Console
 
 
@@ -119,3 +121,62 @@ def test_an_evaluation_on_a_terminal_and_for_machines(capsys):
         show(Asked())
     out, err = capsys.readouterr()
     assert out == "" and json.loads(err) == Asked().__dict__
+
+
+# --- bytes in a log ---------------------------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_log_of_bytes_has_a_line_every_so_often():
+    """A terabyte at a steady rate over an hour, one GiB at a time: each half a minute, and at the end."""
+    clock, total = Clock(), 1000 * GIB
+    paced, lines = Paced(clock), []
+    for done in range(GIB, total + GIB, GIB):
+        clock.now += 3.6
+        if paced.is_due(done, total):
+            lines.append((clock.now, paced.in_words(done, total)))
+    times = [when for when, _ in lines]
+    assert max(later - first for first, later in zip([0.0, *times], times, strict=False)) < 34
+    assert len(lines) < 150
+    assert lines[0][1] == "9.0 GiB of 1,000.0 GiB (0 %)  284.4 MiB/s  ETA 0:59:28"
+    assert lines[-1][1] == "1,000.0 GiB of 1,000.0 GiB (100 %)  284.4 MiB/s  ETA 0:00:00"
+
+
+def test_a_short_run_has_a_line_for_its_twentieths_and_no_more_than_one_in_five_seconds():
+    clock, total = Clock(), 40 * GIB
+    paced, times = Paced(clock), []
+    for done in range(GIB, total + GIB, GIB):
+        clock.now += 1
+        if paced.is_due(done, total):
+            times.append(clock.now)
+    assert times == [5.0, 10.0, 15.0, 20.0, 25.0, 30.0, 35.0, 40.0]
+
+
+def test_a_log_of_packing_and_of_hashing():
+    file = io.StringIO()
+    with bytes_bar(Console(file=file, width=30), "packing")(200) as advance:
+        advance(40)
+        advance(160)
+    (line,) = file.getvalue().splitlines()
+    assert line.startswith("packing  0.2 KiB of 0.2 KiB (100 %)  ") and line.endswith("ETA 0:00:00")
+
+
+def test_a_log_of_a_download(tmp_path, serve_hub):
+    """The Hub's own client, over the loopback Hub."""
+    serve_hub(Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe")
+    file = io.StringIO()
+    bars = download_lines(Console(file=file, width=30))
+    local = download(open_source("org/model"), to=tmp_path / "here", bars=bars)
+    assert local.folder is not None
+    lines = file.getvalue().splitlines()
+    assert lines and all(line.startswith("download  ") and "/s  ETA " in line for line in lines), lines
+    assert "(100 %)" in lines[-1]
+    assert download_lines(Console(file=file, force_terminal=True)) is None

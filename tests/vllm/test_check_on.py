@@ -168,8 +168,9 @@ def test_a_draft_of_its_own_is_loaded_beside_its_target(assistant):
     [(report, *_)] = check_on([str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
     assert report.ok, report.findings
     assert report.dry[0].draft.cls == "Gemma4MTP" and report.dry[0].draft.num_written > 10
-    with pytest.raises(RecipeError, match="--draft"):
-        next(check_on([str(draft)], vllm=find_vllm(), gpus=["sm100"]))
+    alone, again = check_on([str(draft), str(target)], vllm=find_vllm(), gpus=["sm100"], draft=str(draft))
+    assert isinstance(alone.refusal, RecipeError) and "--draft" in alone.refusal.cure
+    assert again.refusal is None and again.data.ok, "a refusal does not end the batch"
 
 
 def test_a_faulty_draft_of_its_own_is_told_by_its_names(assistant, tmp_path):
