@@ -81,7 +81,7 @@ def read_index(path: Path, where: object) -> Mapping[str, str]:
 
 
 def _too_deep(where: object, cure: str) -> CheckpointError:
-    return CheckpointError(where, f"values must be at most {_MAX_DEPTH} levels deep", got="more", cure=cure)
+    return CheckpointError(where, f"values must be at most {_MAX_DEPTH} levels deep", got="more levels", cure=cure)
 
 
 def _is_deep(value: dict[str, Any]) -> bool:

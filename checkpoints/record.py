@@ -14,6 +14,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, model_serializer, model_validator
 
 from ..recipes.errors import CheckpointError, first_fault
+from ..recipes.schema import Name
+from .fact import Count
+from .json_file import read_object
 
 RECORD = "keepmtp.json"
 RECIPE = "recipe.yaml"
@@ -34,14 +37,14 @@ class RecordedSource(_Part):
 
     name: str
     revision: str
-    files: Mapping[str, int]
+    files: Mapping[str, Count]
 
 
 class RecordedRecipe(_Part):
     """The recipe as it was run. `whole` is all of it, in the order in which it is written."""
 
-    model: str
-    variant: str
+    model: Name
+    variant: Name
     summary: str
     source: str
     revision: str
@@ -67,8 +70,8 @@ class RecordedRecipe(_Part):
 class RecordedBytes(_Part):
     """Of all tensors."""
 
-    before: int
-    after: int
+    before: Count
+    after: Count
 
 
 class Record(_Part):
@@ -78,7 +81,7 @@ class Record(_Part):
     recipe: RecordedRecipe
     source: RecordedSource
     calibration: Mapping[str, Any] | None = None
-    tensors: Mapping[str, int]
+    tensors: Mapping[str, Count]
     bytes: RecordedBytes
     versions: Mapping[str, str]
 
@@ -102,11 +105,7 @@ def read_record(path: Path, *, where: object = None, cure: str = CURE) -> Record
         CheckpointError: there is no such file, or not one that keepmtp wrote.
     """
     try:
-        return Record.model_validate(json.loads(path.read_bytes()))
-    except OSError as error:
-        got = error.strerror or repr(error)
-    except ValidationError as error:
-        got = first_fault(error)
-    except (ValueError, RecursionError) as error:
-        got = repr(error)
-    raise CheckpointError(where or path, "must be keepmtp's own record", got=got, cure=cure)
+        return Record.model_validate(read_object(path, where or path, cure=cure))
+    except (CheckpointError, ValidationError) as error:
+        got = error.got if isinstance(error, CheckpointError) else first_fault(error)
+        raise CheckpointError(where or path, "must be keepmtp's own record", got=got, cure=cure) from error

@@ -93,4 +93,6 @@ class GateError(KeepMTPError):
 def first_fault(error: "ValidationError") -> str:
     """The first error of a validation, after its place: `recipe.revision: Field required`."""
     first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {first['msg']}"
+    fault = first.get("ctx", {}).get("error")
+    says = fault.rule if isinstance(fault, KeepMTPError) else first["msg"]
+    return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {says}"

@@ -26,6 +26,9 @@ Role = Literal[
 QUANTIZABLE_ROLES: tuple[Role, ...] = ("attention", "linear_attention", "dense_mlp", "shared_experts", "experts")
 Part = Literal["backbone", "mtp"]
 
+INDEX = "(?:0|[1-9][0-9]{0,5})"
+"""The index of a layer or an expert in a name, as a regex: as checkpoints write it, and not without end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -70,7 +73,7 @@ class Stem:
     runtime: str
 
     def disk_regex(self) -> re.Pattern[str]:
-        return re.compile("^" + re.escape(self.disk).replace(r"\{i\}", r"(\d+)") + r"(.+)$")
+        return re.compile("^" + re.escape(self.disk).replace(r"\{i\}", f"({INDEX})") + r"(.+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from .errors import CheckpointError
-from .family import Family, HFName, Layout, Part, Role, Row, Stem, VLLMName
+from .family import INDEX, Family, HFName, Layout, Part, Role, Row, Stem, VLLMName
 
-_EXPERT = re.compile(r"(?<=experts\.)(\d+)(?=\.)")
+_EXPERT = re.compile(rf"(?<=experts\.)({INDEX})(?=\.)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,10 @@ from .family import QUANTIZABLE_ROLES, HFName, Part
 from .family_view import FamilyView
 from .find import DEFAULT_CALIBRATION
 from .listing import model_files
-from .model_file import calibrations, flat_recipes, load_shipped
+from .model_file import calibrations, flat_recipes
 from .schemes import SCHEMES
 from .summary import summary_of
+from .yaml_file import load_shipped
 
 _USUAL = "FP8_DYNAMIC"  # of a family without a shipped recipe
 

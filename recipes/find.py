@@ -17,13 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from .errors import RecipeError
 from .listing import model_files
-from .model_file import calibrations, flat_recipes, flat_text, is_model_file, load_shipped
+from .model_file import calibrations, flat_recipes, flat_text, is_model_file
 from .schema import AUTO, KEEP_WORDS, Calibration, Recipe, validated
 from .schemes import SCHEMES
+from .yaml_file import load_shipped, read_yaml
 
 DEFAULT_CALIBRATION = "ultrachat-256x2048"
 """The named block that is taken where batches are needed and nothing says which."""
@@ -66,14 +65,7 @@ def read_file(path: Path) -> RecipeFile:
     Raises:
         RecipeError: not YAML, or not a recipe's keys; names file and key.
     """
-    text = path.read_text()
-    try:
-        raw = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        got = " ".join(str(error).split())
-        raise RecipeError(path, "a recipe is a YAML mapping", got=got, cure="Mend it") from error
-    if not isinstance(raw, dict):
-        raise RecipeError(path, "a recipe is a YAML mapping", got=type(raw).__name__, cure="See recipes/models/")
+    raw, text = read_yaml(path)
     if is_model_file(raw):
         return RecipeFile(path=path, default=raw.get("default", ""), flat=flat_recipes(raw, path), text=None)
     variant = validated(raw, path).variant

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .model_file import flat_recipes, load_shipped
+from .model_file import flat_recipes
+from .yaml_file import load_shipped
 
 _MODELS = Path(__file__).parent / "models"
 

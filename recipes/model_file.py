@@ -26,23 +26,18 @@ import yaml
 
 from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
+from .yaml_file import load_shipped
 
 BLOCKS = ("mtp_auto", "overrides", "keep", "evaluation", "gates")
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
 _OF_A_VARIANT = ("summary", "mtp", "calibration")
 _AUTO = "auto"
 _CALIBRATIONS = Path(__file__).parent / "calibrations.yaml"
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def is_model_file(raw: Mapping[str, Any]) -> bool:
     """Whether a YAML mapping is a model file; a flat recipe is not."""
     return "variants" in raw
-
-
-def load_shipped(path: Path) -> Any:
-    """The content of a YAML file of keepmtp, read by the parser in C where there is one."""
-    return yaml.load(path.read_text(), Loader=_LOADER)  # noqa: S506 - a safe loader, in C or in Python
 
 
 @cache

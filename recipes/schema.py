@@ -7,6 +7,7 @@ Easy to get wrong: `source` means "as the released checkpoint stores it". For an
 """
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,9 @@ KEEP_WORDS = ("source", "bf16")
 """`source`: stored as released. `bf16`: dequantized if the release is quantized, else as released."""
 AUTO = "auto"
 """For the MTP block only: the cheapest of the candidates that keeps enough acceptance, measured during the run."""
+
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def _known_decision(word: str, *, besides: tuple[str, ...] = ()) -> str:
@@ -46,6 +50,26 @@ def _known_role(word: str) -> str:
     raise RecipeError("", rule, got=repr(word), cure=f"Did you mean {nearest}?")
 
 
+def _plain_name(name: str) -> str:
+    """A name that is part of a file's name: it must not lead to another folder."""
+    if _PLAIN_NAME.fullmatch(name):
+        return name
+    rule = "must be a plain name of letters, digits, dots, hyphens and underscores"
+    raise RecipeError("", rule, got=repr(name), cure="Rename it")
+
+
+def _name_or_regex(written: str) -> str:
+    """What names tensors or modules: a name, or `re:` and a regex of the whole name."""
+    try:
+        re.compile(written.removeprefix("re:") if written.startswith("re:") else "")
+    except (re.error, RecursionError, OverflowError) as error:
+        got = f"{written}, of which Python says: {error}"
+        raise RecipeError("", "must be a name, or re: and a regex", got=got, cure="Correct it") from error
+    return written
+
+
+Name = Annotated[str, AfterValidator(_plain_name)]
+NameOrRegex = Annotated[str, AfterValidator(_name_or_regex)]
 Decision = Annotated[str, AfterValidator(_known_decision)]
 Group = Annotated[str, AfterValidator(_known_role)]
 # The tags choose one branch by the value's type, so that an error is about the written value, not the other branch.
@@ -62,11 +86,11 @@ class _Frozen(BaseModel):
 class Override(_Frozen):
     """An exception to the group's scheme: modules by name on disk, or by `re:` and a regex of the whole name."""
 
-    modules: str
+    modules: NameOrRegex
     scheme: Decision
 
 
-_Count = Annotated[int, Field(gt=0)]
+_Count = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 _Text = Annotated[str, Field(min_length=1)]
 
 
@@ -102,9 +126,9 @@ class Calibration(_Frozen):
     samples: _Count
     held_out: _Count
     # The last position has no next token to judge: one token alone gives neither perplexity nor acceptance.
-    sequence_length: Annotated[int, Field(gt=1)]
+    sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]
     batch_size: _Count
-    seed: Annotated[int, Field(ge=0)]
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     model_code: Literal["transformers", "checkpoint"] = "transformers"
     decorated_forward: Literal["refuse", "unwrap"] = "refuse"
 
@@ -186,11 +210,11 @@ class Recipe(_Frozen):
         gates: what the result must keep of its source; `protocol.Gates` has the defaults.
     """
 
-    model: str
-    variant: str
+    model: Name
+    variant: Name
     default: bool
     summary: str
-    family: str
+    family: Name
     source: str
     revision: str
     backbone: dict[Group, Decision]
@@ -198,7 +222,7 @@ class Recipe(_Frozen):
     calibration: Calibration | None
     mtp_auto: MtpAuto | None = None
     overrides: tuple[Override, ...] = ()
-    keep: tuple[str, ...] = ()
+    keep: tuple[NameOrRegex, ...] = ()
     evaluation: Evaluation = Evaluation()
     gates: Gates = Gates()
 

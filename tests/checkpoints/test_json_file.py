@@ -27,8 +27,8 @@ FILES = {
     "UTF-32": ("{}".encode("utf-32-be"), "must be JSON; got Expecting value"),
     "no UTF-8": (b'{"\xff": 1}', "must be text in UTF-8; got invalid start byte at byte 2"),
     "half a character in UTF-8": (b'{"\xed\xa0\x80": 1}', "must be text in UTF-8"),
-    "deep": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "values must be at most 64 levels deep; got more"),
-    "rather deep": (b'{"a":' * 70 + b"1" + b"}" * 70, "values must be at most 64 levels deep; got more"),
+    "deep": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "values must be at most 64 levels deep; got more levels"),
+    "rather deep": (b'{"a":' * 70 + b"1" + b"}" * 70, "values must be at most 64 levels deep; got more levels"),
     "a number without end": (b'{"a": %b}' % (b"1" * 100_000), "must be JSON; got Exceeds the limit"),
     "a NUL": (b"{}\0", "must be JSON; got Extra data"),
 }
