@@ -7,14 +7,22 @@ Easy to get wrong: vLLM may raise nothing and still hold something else than the
 account has an error, also without a failure (check_on.py counts the errors).
 """
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from ...checkpoints.fact import Fact
 
 GPU = Literal["sm90", "sm100", "sm120"]
 GPUS: tuple[GPU, ...] = get_args(GPU)
+GPU_NAMES: Mapping[str, str] = {"sm90": "H100, H200", "sm100": "B200", "sm120": "RTX PRO 6000, RTX 5090"}
+"""What people call the GPUs of a compute capability."""
 Role = Literal["target", "draft"]
 ROLES: tuple[Role, ...] = get_args(Role)
+
+
+def gpu_title(gpu: str) -> str:
+    """A GPU as both the dry load and people call it: `sm100 (B200)`."""
+    return f"{gpu} ({GPU_NAMES[gpu]})" if gpu in GPU_NAMES else gpu
 
 
 class KernelUse(Fact):

@@ -137,7 +137,9 @@ def _loads(check: CheckData | None, serve: ServeCheck | None, evaluation: Evalua
     """vLLM takes every tensor, on pretended GPUs or in a server of the checkpoint's own bytes."""
     loads = check.dry if check else ()
     if failed := [load for load in loads if not load.ok]:
-        first = f"A dry load fails on {places(failed[:1])}: {_why_it_fails(failed[0], check).rstrip('.')}"
+        first = (
+            f"A dry load fails on {places(failed[:1], is_named=True)}: {_why_it_fails(failed[0], check).rstrip('.')}"
+        )
         says = f"{first}{more(len(failed), 'dry load')}."
         return ReasonFact(gate="loads", verdict="regression", says=says)
     if dead := _dead_servers(serve):
@@ -150,7 +152,7 @@ def _loads(check: CheckData | None, serve: ServeCheck | None, evaluation: Evalua
         got = f"only a {copy} was served" if copy else "nothing has loaded it"
         cure = "`keepmtp check CHECKPOINT --gpu sm100 --record` lets vLLM load it without a GPU."
         return ReasonFact(gate="loads", verdict="infeasible", says=f"Not tried: {got}. {cure}")
-    ways = [f"vLLM's own classes take every tensor on {places(loads)}."] if loads else []
+    ways = [f"vLLM's own classes take every tensor on {places(loads, is_named=True)}."] if loads else []
     if is_native:
         ways.append("Its own bytes were served.")
     elif copy:

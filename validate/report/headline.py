@@ -11,12 +11,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ..check.findings import Finding
-from ..dryload.facts import DryLoad
+from ..dryload.facts import DryLoad, gpu_title
 from ..evaluation.evaluated import EvaluationFact
 from ..serving.served import ServeCheck, Served
 from .numbers import percent
 from .results import CheckData
 from .schema import JudgementFact, ReasonFact, VerdictFact
+
+ENOUGH_PROMPTS = 30
+"""With fewer prompts a speed-up is in the tables alone: one prompt more or less would move it."""
 
 
 def verdict_of(
@@ -32,7 +35,7 @@ def verdict_of(
         return VerdictFact(ok=False, label="Not ready", says=fault if fault.endswith(".") else f"{fault}.")
     warnings = sum(fact.severity == "warning" for fact in check.findings)
     tried = (
-        f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {places(check.dry)}"
+        f"vLLM {vllm}'s own classes load this checkpoint and its MTP draft on {places(check.dry, is_named=True)}"
         if check.dry
         else f"Nothing in config.json and the headers is in vLLM {vllm}'s way"
     )
@@ -49,15 +52,18 @@ def verdict_of(
     return VerdictFact(ok=True, label="Loads" if check.dry else "No fault found", says=says)
 
 
-def places(loads: Iterable[DryLoad]) -> str:
-    """`sm90 and sm100 at TP 1 and 4`, or `sm90 at TP 1 and sm120 at TP 4` where the TP sizes differ."""
+def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
+    """`sm90 and sm100 at TP 1 and 4`, or `sm90 at TP 1 and sm120 at TP 4` where the TP sizes differ.
+
+    `is_named`: with the names that people know, `sm100 (B200)`.
+    """
     by_gpu: dict[str, list[int]] = defaultdict(list)
     for load in loads:
         if load.tp not in by_gpu[load.gpu]:
             by_gpu[load.gpu].append(load.tp)
     together: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for gpu, sizes in by_gpu.items():
-        together[tuple(sizes)].append(gpu)
+        together[tuple(sizes)].append(gpu_title(gpu) if is_named else gpu)
     return _listed([f"{_listed(gpus)} at TP {_listed(sizes)}" for sizes, gpus in together.items()])
 
 
@@ -80,7 +86,7 @@ def _refused(failed: Sequence[DryLoad], errors: Sequence[Finding], vllm: str) ->
     exception = failed[0].failure.type if failed[0].failure else ""
     explained = [fact.says for fact in errors if fact.origin == "dry" and exception in fact.says]
     says = explained[0].partition(": ")[2] if explained else f"vLLM {vllm} raises {exception}"
-    return f"On {places(failed)} {says}"
+    return f"On {places(failed, is_named=True)} {says}"
 
 
 def _drafts(serve: ServeCheck) -> str:
@@ -88,12 +94,19 @@ def _drafts(serve: ServeCheck) -> str:
     runs = [(run, run.acceptance) for run in model.drafting if run.acceptance is not None]
     if not runs:
         return "a server ran, but not with method=mtp"
-    run, acceptance = max(runs, key=lambda pair: pair[0].speed_up or 0.0)
+    is_timed = counts_speed(serve)
+    run, acceptance = max(runs, key=lambda pair: (pair[0].speed_up or 0.0) if is_timed else pair[0].k)
     source = serve.source.run(run.k) if serve.source else None
     against = f" (source: {percent(source.acceptance)})" if source and source.acceptance is not None else ""
-    faster = f" and decodes {run.speed_up:.2f} times as fast as without MTP" if run.speed_up else ""
+    faster = f" and decodes {run.speed_up:.2f} times as fast as without MTP" if is_timed and run.speed_up else ""
     kept = f"{percent(acceptance)} of drafted tokens{against}"
     return f"{_as_served(model)} with k={run.k}, it accepts {kept}{faster}"
+
+
+def counts_speed(serve: ServeCheck) -> bool:
+    """Whether a speed-up says what a reader of one sentence takes it for: on a GPU, over enough prompts."""
+    device = serve.environment.get("device", "")
+    return bool(device) and not device.startswith("CPU") and len(serve.prompts) >= ENOUGH_PROMPTS
 
 
 def _as_served(model: Served) -> str:
@@ -105,12 +118,12 @@ def _answers(evaluation: EvaluationFact, judgement: JudgementFact | None) -> str
     """The score that the recipe judges, or the first, and whether it can be judged."""
     mine = evaluation.checkpoint
     name = judgement.gates.filter if judgement else mine.scores[0].filter
-    source = f" (source: {percent(evaluation.source.score(name).value, 2)})" if evaluation.source else ""
+    source = f" (source: {percent(evaluation.source.score(name).value)})" if evaluation.source else ""
     reason = next((reason for reason in _reasons(judgement) if reason.gate == "gsm8k"), None)
     words = {"pass": ", within its recipe's gate", "infeasible": ", which its recipe's gate cannot judge yet"}
     judged = words.get(reason.verdict, "") if reason else ""
     asked = f"{mine.num_questions} questions of {evaluation.protocol.title}"
-    return f"it answers {percent(mine.score(name).value, 2)} of {asked} right{source} by {name}{judged}"
+    return f"it answers {percent(mine.score(name).value)} of {asked} right{source} by {name}{judged}"
 
 
 def _reasons(judgement: JudgementFact | None) -> tuple[ReasonFact, ...]:

@@ -152,9 +152,7 @@ def _serve_charts(report: FullReport) -> list[_Chart]:
         return []
     k = ks[-1]
     runs = [(model.role, run) for model in serve.served if (run := model.run(k)) is not None]
-    shares = "; ".join(
-        f"{role}: {', '.join(f'{share:.1%}' for share in run.acceptance_per_position)}" for role, run in runs
-    )
+    shares = "; ".join(f"{role}: {', '.join(map(_percent, run.acceptance_per_position))}" for role, run in runs)
     timed = [(model.role, run) for model in serve.served for run in model.drafting if run.speed_up]
     faster = "; ".join(f"{role}, k={run.k}: {run.speed_up:.2f}" for role, run in timed)
     charts = [

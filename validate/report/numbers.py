@@ -1,9 +1,28 @@
-"""Figures in words, the same on the page, in the reasons of the gates and in the headline."""
+"""Figures in words, the same on the page, in the card, in the reasons of the gates and in the headline.
+
+In: shares of one and bytes. Out: words. A share has two digits after the point everywhere, so that the page and the
+card never give two roundings of one number.
+
+Easy to get wrong: the limit of a share. Rounded to the nearest it may say more than was found, so a lower limit goes
+`down` and an upper one `up`.
+"""
+
+import math
 
 
-def percent(share: float, digits: int = 1) -> str:
-    """A share of one as `78.2 %`."""
+def percent(share: float, digits: int = 2) -> str:
+    """A share of one as `78.25 %`."""
     return f"{100 * share:.{digits}f} %"
+
+
+def down(share: float) -> float:
+    """A lower limit, rounded to what `percent` and `points` show: never above it."""
+    return math.floor(1e4 * share) / 1e4
+
+
+def up(share: float) -> float:
+    """An upper limit, rounded to what `percent` and `points` show: never below it."""
+    return math.ceil(1e4 * share) / 1e4
 
 
 def limit(share: float) -> str:

@@ -4,7 +4,7 @@ In: for each question, whether source and checkpoint were right. Out: a `PairedF
 
 Easy to get wrong: a question that both get right, or both wrong, says nothing about a difference, and a quantized model
 differs from its source on few questions. Where they never differ, the usual standard error is zero, so twenty questions
-would seem to be proof. So `difference` is the plain one, but `stderr` and every bound are Agresti and Min's: half a
+would seem to be proof. So `difference` is the plain one, but `stderr`, `low` and `high` are Agresti and Min's: half a
 question is added to each of the four cells first, which also moves the middle of the interval towards zero, by 2 in
 n + 2.
 (A. Agresti, Y. Min, "Simple improved confidence intervals for comparing matched proportions", Statistics in Medicine 24
@@ -16,6 +16,7 @@ from math import sqrt
 from statistics import NormalDist
 
 from ..evaluation.evaluated import PairedFact
+from .binomial import difference_limits
 
 _ADDED = 0.5
 """Questions added to each of the four cells."""
@@ -51,15 +52,15 @@ def paired(name: str, source: Sequence[bool], checkpoint: Sequence[bool], *, con
     )
 
 
-def one_sided(fact: PairedFact, confidence: float) -> tuple[float, float]:
+def one_sided(fact: PairedFact, confidence: float, *, times: float = 1) -> tuple[float, float]:
     """(lower, upper) bound of the difference; with `confidence` it is above the first, and likewise below the second.
 
-    Not `low` and `high` of the fact, which leave out both ends at once.
+    From the exact limits of both discordant shares, not from `low` and `high` of the fact: with a normal approximation
+    a loss at the limit goes through too often where every question on which the models part is a loss.
+    `times`: as if so many times as many questions had been asked, with the same shares.
     """
     num = fact.both + fact.only_source + fact.only_checkpoint + fact.neither
-    middle, stderr = _adjusted(num, fact.only_source, fact.only_checkpoint)
-    reach = _z(confidence) * stderr
-    return middle - reach, middle + reach
+    return difference_limits(times * fact.only_checkpoint, times * fact.only_source, times * num, confidence)
 
 
 def _adjusted(num: int, only_source: int, only_checkpoint: int) -> tuple[float, float]:

@@ -79,7 +79,7 @@ def scores(evaluation: EvaluationFact) -> Drawing:
             )
             for model in evaluation.evaluated
         ]
-        bars(axes, series, range(len(names)), "{:.1f}".format, inks.ink)
+        bars(axes, series, range(len(names)), "{:.2f}".format, inks.ink)
         axes.set_xticks(range(len(names)), map(_label, names))
         axes.tick_params(axis="x", labelcolor=inks.ink)
         axes.set_ylabel("right answers (%)")
@@ -179,7 +179,7 @@ def calibrated_acceptance(calibration: CalibrationFact) -> Drawing:
             elif row is rows[-1][0]:
                 name, colour = "this checkpoint", inks.after
             series.append(Series(name=name, colour=colour, values=[100 * share for share in found.shares]))
-        bars(axes, series, range(num_steps), "{:.0f}".format if len(rows) > 2 else "{:.1f}".format, inks.ink)
+        bars(axes, series, range(num_steps), "{:.0f}".format if len(rows) > 2 else "{:.2f}".format, inks.ink)
         _positions(axes, num_steps, inks)
 
     return Drawing(draw=draw, height=3.3)
@@ -271,7 +271,7 @@ def _by_position(models: Sequence[tuple[Served | EvaluatedFact, Sequence[float]]
 
     def draw(axes: Axes, inks: Inks) -> None:
         series = [_series(model, [100 * share for share in shares], inks) for model, shares in models]
-        bars(axes, series, range(k), "{:.1f}".format, inks.ink)
+        bars(axes, series, range(k), "{:.2f}".format, inks.ink)
         source = next((shares for model, shares in models if model.role == "source"), ())
         for spot, share in enumerate(source):
             axes.hlines(

@@ -3,24 +3,30 @@
 In: draft counters and paired answers, of servers or of GSM8K, and the recipe's limits. Out: a `ReasonFact` each.
 
 Easy to get wrong: an estimate on the right side of a limit is no pass, and one on the wrong side is no regression. A
-gate judges a bound of the estimate, at the recipe's confidence, one-sided. Where the samples do not settle it, the
-reason says how many would.
+gate judges a bound of the estimate, at the recipe's confidence, one-sided, from exact limits (binomial.py). Where the
+samples do not settle it, the reason says how many would.
 """
 
-import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from ...recipes.protocol import Gates
 from ..evaluation.evaluated import EvaluatedFact, EvaluationFact, PairedFact
 from ..serving.served import Drafts, ServeCheck
-from .numbers import limit, percent, points
+from .binomial import ratio_limits
+from .numbers import down, limit, percent, points, up
 from .paired import one_sided
 from .schema import JudgementWord, ReasonFact
 
 _ON_THE_LIMIT = 1e-9
 """An estimate nearer to its limit than this is equal to it: no number of samples tells."""
+_MOST_TIMES = 1_000_000
+"""So many times as many samples nobody takes: where they would not settle it either, no number is named."""
+_BOUND = "one-sided, Clopper-Pearson"
+
+_Bounds = Callable[[float], tuple[float, float]]
+"""How far an estimate is above its limit, at least and at most, with so many times as many samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,39 +128,38 @@ def _share_of_the_source(gates: Gates, measured: _Measurement) -> ReasonFact:
             "there is nothing to keep a share of."
         )
         return ReasonFact(gate="acceptance", verdict="infeasible", says=says)
-    (mean, error), (source_mean, source_error) = _per_draft(mine), _per_draft(theirs)
-    middle = mean / source_mean
-    reach = _deviations(gates) * middle * math.hypot(error / mean, source_error / source_mean)
     num = min(mine.draft_tokens, theirs.draft_tokens)
-    verdict, needed = _settle(middle - gates.min_acceptance, reach, num)
     share, source_share = mine.accepted_tokens / mine.draft_tokens, theirs.accepted_tokens / theirs.draft_tokens
-    bound = f"at most {percent(middle + reach)}" if verdict == "regression" else f"at least {percent(middle - reach)}"
+    kept = share / source_share
+
+    def bounds(times: float) -> tuple[float, float]:
+        ours, others = times * _num_drafts(mine, measured.k), times * _num_drafts(theirs, measured.k)
+        lower, upper = ratio_limits(share * ours, ours, source_share * others, others, gates.confidence)
+        return lower - gates.min_acceptance, upper - gates.min_acceptance
+
+    low, high = (gates.min_acceptance + each for each in bounds(1))
+    verdict, needed = _settle(kept - gates.min_acceptance, bounds, num)
+    bound = f"at most {percent(up(high))}" if verdict == "regression" else f"at least {percent(down(low))}"
     says = (
         f"{where}: {percent(share)} of {mine.draft_tokens:,} drafted tokens accepted, {percent(source_share)} of the "
-        f"source's {theirs.draft_tokens:,}. That is {percent(share / source_share)} of it, {bound} at "
-        f"{limit(gates.confidence)} confidence; at least {limit(gates.min_acceptance)} must be kept."
+        f"source's {theirs.draft_tokens:,}. That is {percent(kept)} of it, {bound} at "
+        f"{limit(gates.confidence)} confidence ({_BOUND}, a draft as one trial); "
+        f"at least {limit(gates.min_acceptance)} must be kept."
     )
     if verdict == "infeasible":
         asked = f", about {math.ceil(needed / num * measured.num_asked):,} {measured.unit}" if needed else ""
-        says += _too_few("drafted tokens", needed, also=asked, is_good=middle > gates.min_acceptance)
+        says += _too_few("drafted tokens", needed, also=asked, is_good=kept > gates.min_acceptance)
     return ReasonFact(gate="acceptance", verdict=verdict, says=says, needed=needed)
 
 
-def _per_draft(counted: Drafts) -> tuple[float, float]:
-    """Mean number of accepted tokens a draft, and its standard error.
+def _num_drafts(counted: Drafts, k: int) -> float:
+    """How many trials the counters are.
 
-    A later token is accepted only if all before it are, so the draft is the unit, not the token; the counters by
-    position tell how many drafts had exactly 0 to k tokens accepted. One draft in all is added, in equal parts to each,
-    so that the error is not zero where every draft went one way. Drafts are taken as independent: within an answer that
-    makes the error too small, between two models' answers to one question too large.
+    A later token is accepted only if all before it are, so the draft is the trial, not the token: its accepted share is
+    a value from 0 to 1. Drafts are taken as independent: within an answer that makes the bounds too near, between two
+    models' answers to one question too far.
     """
-    reached = (counted.drafts, *(counted.accepted_per_position or (counted.accepted_tokens,)), 0)
-    kinds = len(reached) - 1
-    weights = [max(0, here - there) + 1 / kinds for here, there in itertools.pairwise(reached)]
-    total = sum(weights)
-    mean = sum(number * weight for number, weight in enumerate(weights)) / total
-    spread = sum(weight * (number - mean) ** 2 for number, weight in enumerate(weights)) / total
-    return mean, math.sqrt(spread / total)
+    return counted.drafts or counted.draft_tokens / k
 
 
 def gsm8k(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
@@ -173,48 +178,68 @@ def gsm8k(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
     num = checkpoint.num_questions
     if before <= gates.max_drop:
         says = (
-            f"{gates.filter}: the source itself gets {percent(before, 2)} of {num:,} questions, "
+            f"{gates.filter}: the source itself gets {percent(before)} of {num:,} questions, "
             f"so a drop of {points(gates.max_drop)} could not be seen."
         )
         return ReasonFact(gate="gsm8k", verdict="infeasible", says=says)
-    low, high = one_sided(pair, gates.confidence)
-    middle, reach = (low + high) / 2, (high - low) / 2
-    verdict, needed = _settle(gates.max_drop + middle, reach, num)
-    bound = f"a drop of at least {points(-high)}" if verdict == "regression" else _at_most(-low)
+
+    def bounds(times: float) -> tuple[float, float]:
+        lower, upper = one_sided(pair, gates.confidence, times=times)
+        return gates.max_drop + lower, gates.max_drop + upper
+
+    low, high = (each - gates.max_drop for each in bounds(1))
+    verdict, needed = _settle(gates.max_drop + pair.difference, bounds, num)
+    bound = f"a drop of at least {points(down(-high))}" if verdict == "regression" else _at_most(-low)
     says = (
-        f"{gates.filter}: {percent(after, 2)} of {num:,} questions, the source {percent(before, 2)}: {_change(pair)} "
+        f"{gates.filter}: {percent(after)} of {num:,} questions, the source {percent(before)}: {_change(pair)} "
         f"(only the source gets {pair.only_source:,} right, only the checkpoint {pair.only_checkpoint:,}), {bound} at "
-        f"{limit(gates.confidence)} confidence; at most {points(gates.max_drop)} may be lost."
+        f"{limit(gates.confidence)} confidence ({_BOUND}, paired); at most {points(gates.max_drop)} may be lost."
     )
     if verdict == "infeasible":
         also = ", more than this dataset has" if needed and evaluation.protocol.limit is None else ""
-        says += _too_few("questions", needed, also=also, is_good=middle > -gates.max_drop)
+        says += _too_few("questions", needed, also=also, is_good=pair.difference > -gates.max_drop)
     says += _truncation(gates, source, checkpoint) + _not_its_own(is_native=checkpoint.as_served == "native")
     return ReasonFact(gate="gsm8k", verdict=verdict, says=says, needed=needed)
 
 
-def _settle(margin: float, reach: float, num: int) -> tuple[JudgementWord, int | None]:
+def _settle(margin: float, bounds: _Bounds, num: int) -> tuple[JudgementWord, int | None]:
     """The verdict on one estimate.
 
     Args:
         margin: how much better than its limit the estimate is; negative where it is worse.
-        reach: half the width of its interval.
+        bounds: of the margin.
         num: samples that it is from.
-    Returns: the verdict, and with infeasible how many samples would settle it: `reach` falls with their square root
-        until it is `margin`. None where no number would.
+    Returns: the verdict, and with infeasible how many samples of the same shares would settle it. None where no number
+        would.
     """
-    if margin >= reach:
+    low, high = bounds(1)
+    if low >= 0:
         return "pass", None
-    if margin < -reach:
+    if high < 0:
         return "regression", None
     if abs(margin) < _ON_THE_LIMIT:
         return "infeasible", None
-    return "infeasible", max(num + 1, math.ceil(num * (reach / margin) ** 2))
+    times = _times_to_settle(lambda times: bounds(times)[0] >= 0 if margin > 0 else bounds(times)[1] < 0)
+    return "infeasible", max(num + 1, math.ceil(num * times)) if times else None
+
+
+def _times_to_settle(settles: Callable[[float], bool]) -> float | None:
+    """The least number of times as many samples that settle it, to a thousandth; None where it is out of reach."""
+    high = 2.0
+    while not settles(high):
+        high *= 2
+        if high > _MOST_TIMES:
+            return None
+    low = high / 2
+    while high / low > 1.0005:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if settles(middle) else (middle, high)
+    return high
 
 
 def _too_few(what: str, needed: int | None, *, also: str, is_good: bool) -> str:
     if needed is None:
-        return " It lies on the limit itself: no number of samples tells."
+        return " It lies on the limit itself, or so near that no number of samples tells."
     verdict = "pass" if is_good else "fail"
     return f" Too few to tell: at these figures it would {verdict} with about {needed:,} {what}{also}."
 
@@ -237,11 +262,6 @@ def _not_its_own(*, is_native: bool) -> str:
     return " Served was a BF16 copy of the same weights: packed kernels and quantized activations were not tried."
 
 
-def _deviations(gates: Gates) -> float:
-    """Standard deviations from an estimate to its one-sided bound."""
-    return NormalDist().inv_cdf(gates.confidence)
-
-
 def _change(pair: PairedFact) -> str:
     if pair.difference == 0:
         return "as many"
@@ -249,4 +269,4 @@ def _change(pair: PairedFact) -> str:
 
 
 def _at_most(drop: float) -> str:
-    return f"a drop of at most {points(drop)}" if drop > 0 else f"a gain of at least {points(-drop)}"
+    return f"a drop of at most {points(up(drop))}" if drop > 0 else f"a gain of at least {points(down(-drop))}"

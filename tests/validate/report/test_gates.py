@@ -71,15 +71,17 @@ def test_a_good_checkpoint_passes_with_its_figures():
     assert all(each.needed is None for each in judgement.reasons)
     assert reason(judgement, "findings").says == "No error in config.json and the headers."
     assert reason(judgement, "loads").says == (
-        "vLLM's own classes take every tensor on sm100 at TP 1. Its own bytes were served."
+        "vLLM's own classes take every tensor on sm100 (B200) at TP 1. Its own bytes were served."
     )
     assert reason(judgement, "acceptance").says == (
-        "On 1,319 questions of gsm8k with k=3: 79.3 % of 120,000 drafted tokens accepted, 79.3 % of the source's "
-        "120,000. That is 100.0 % of it, at least 99.5 % at 95 % confidence; at least 97 % must be kept."
+        "On 1,319 questions of gsm8k with k=3: 79.33 % of 120,000 drafted tokens accepted, 79.33 % of the source's "
+        "120,000. That is 100.00 % of it, at least 99.40 % at 95 % confidence (one-sided, Clopper-Pearson, a draft as "
+        "one trial); at least 97 % must be kept."
     )
     assert reason(judgement, "gsm8k").says == (
         "flexible-extract: 68.92 % of 1,319 questions, the source 68.99 %: 0.08 points fewer (only the source gets 10 "
-        "right, only the checkpoint 9), a drop of at most 0.63 points at 95 % confidence; at most 2 points may be lost."
+        "right, only the checkpoint 9), a drop of at most 0.7 points at 95 % confidence (one-sided, Clopper-Pearson, "
+        "paired); at most 2 points may be lost."
     )
 
 
@@ -113,12 +115,16 @@ DEAD = {"checkpoint": {"shares": (0.002, 0.0, 0.0)}}
 TWINS = {
     "an error": ("findings", {"check": checked(FINDING)}, "config.json: no num_nextn_predict_layers."),
     "two errors": ("findings", {"check": checked(FINDING, FINDING)}, ", and 1 more error."),
-    "a refused load": ("loads", {"check": checked(dry=(LOADED, FAILED))}, "on sm90 at TP 1: KeyError: 'model.layers"),
+    "a refused load": (
+        "loads",
+        {"check": checked(dry=(LOADED, FAILED))},
+        "on sm90 (H100, H200) at TP 1: KeyError: 'model.layers",
+    ),
     "a silent fault": ("loads", {"check": checked(CAST, dry=(SILENT,))}, "down_proj: BF16 is cast into FP8."),
-    "a dead draft": ("acceptance", {"evaluation": evaluation(**DEAD)}, "at most 0.1 % at 95 % confidence"),
+    "a dead draft": ("acceptance", {"evaluation": evaluation(**DEAD)}, "at most 0.12 % at 95 % confidence"),
     "no draft": ("acceptance", {"evaluation": evaluation(checkpoint={"drafts": 0})}, "the checkpoint drafted nothing"),
-    "a dead draft of a server": ("acceptance", {"serve": served(is_dead=True)}, "2 prompts with k=3: 0.1 %"),
-    "wrong answers": ("gsm8k", {"evaluation": evaluation(Answers(only_source=80))}, "a drop of at least 4.01 points"),
+    "a dead draft of a server": ("acceptance", {"serve": served(is_dead=True)}, "2 prompts with k=3: 0.10 %"),
+    "wrong answers": ("gsm8k", {"evaluation": evaluation(Answers(only_source=80))}, "a drop of at least 3.99 points"),
 }
 
 
@@ -198,6 +204,18 @@ def test_few_drafts_of_servers_are_no_regression():
     assert reason(judged(serve=accepting(5, 57, 57)), "acceptance").verdict == "regression"
 
 
+@pytest.mark.parametrize(
+    ("drafts", "bound", "verdict"), [(154, "98.07", "pass"), (99, "97.01", "pass"), (98, "96.98", "infeasible")]
+)
+def test_everything_accepted_is_as_sure_as_the_exact_limit(drafts, bound, verdict):
+    """0.05 ** (1 / 154) = 0.98074: what 154 of 154 prove, and 97 % takes 99 drafts."""
+    found = reason(judged(serve=accepting(drafts, drafts, drafts)), "acceptance")
+    assert found.verdict == verdict
+    words = "% at 95 % confidence (one-sided, Clopper-Pearson, a draft as one trial)"
+    assert f"That is 100.00 % of it, at least {bound} {words}" in found.says
+    assert (found.needed is None) == (verdict == "pass") and found.needed in (None, 99)
+
+
 def test_equal_outputs_do_not_excuse_a_dead_draft():
     judgement = judged(serve=accepting(0, 9_000))
     assert {each.gate: each.verdict for each in judgement.reasons} == {
@@ -266,7 +284,7 @@ def test_the_needed_number_is_one_that_settles_it(answers, verdict):
         more = Answers(**{name: round(times * getattr(answers, name)) for name in Answers.__dataclass_fields__})
         return reason(judged(evaluation=evaluation(more)), "gsm8k").verdict
 
-    assert asked(first.needed) == verdict
+    assert asked(1.1 * first.needed) == verdict, "whole questions are no exact shares"
     assert asked(0.6 * first.needed) == "infeasible"
 
 
@@ -276,11 +294,11 @@ def test_one_question_is_never_enough():
 
 
 def test_a_drop_exactly_at_the_limit_is_not_told_by_any_number():
-    """The middle of the interval lies on it: 98 questions, and the limit that their adjusted drop is."""
-    answers = Answers(both=50, only_source=4, only_checkpoint=2, neither=42)
+    """Two of a hundred questions lost, and two points are the limit."""
+    answers = Answers(both=50, only_source=4, only_checkpoint=2, neither=44)
     found = reason(judged(Gates(max_drop=0.02), evaluation=evaluation(answers)), "gsm8k")
     assert (found.verdict, found.needed) == ("infeasible", None)
-    assert "It lies on the limit itself: no number of samples tells." in found.says
+    assert "It lies on the limit itself, or so near that no number of samples tells." in found.says
 
 
 def test_a_gain_passes_and_is_called_one():
@@ -313,13 +331,13 @@ def test_few_drafted_tokens_say_how_many_are_needed_and_in_how_many_questions():
 
 def test_the_smaller_of_two_counts_is_what_must_grow():
     def asked(times: float) -> ReasonFact:
-        both = {"source": {"drafts": round(150 * times)}, "checkpoint": {"drafts": round(1500 * times)}}
+        both = {"source": {"drafts": round(200 * times)}, "checkpoint": {"drafts": round(2000 * times)}}
         return reason(judged(evaluation=evaluation(**both)), "acceptance")
 
     first = asked(1)
     assert first.verdict == "infeasible" and first.needed is not None
-    assert asked(1.02 * first.needed / 450).verdict == "pass"
-    assert asked(0.9 * first.needed / 450).verdict == "infeasible"
+    assert asked(1.02 * first.needed / 600).verdict == "pass"
+    assert asked(0.9 * first.needed / 600).verdict == "infeasible"
 
 
 def test_a_few_drafts_on_the_wrong_side_would_fail_with_more():
@@ -334,7 +352,7 @@ def test_every_draft_accepted_is_no_proof_either():
     assert reason(judged(evaluation=evaluation(source=few, checkpoint=few)), "acceptance").verdict == "infeasible"
     dead = {"drafts": 3, "shares": (0.0, 0.0, 0.0)}
     found = reason(judged(evaluation=evaluation(source=few, checkpoint=dead)), "acceptance")
-    assert found.verdict == "regression" and "0.0 % of 9 drafted tokens" in found.says
+    assert found.verdict == "regression" and "0.00 % of 9 drafted tokens" in found.says
 
 
 @pytest.mark.parametrize(
@@ -376,7 +394,7 @@ def test_a_copy_is_said_to_be_one():
 
 def test_answers_cut_short_are_told_where_they_could_be_the_drop():
     found = reason(judged(evaluation=evaluation(checkpoint={"num_truncated": 200})), "gsm8k")
-    assert "Of its answers 15.2 % were cut at max_tokens, of the source's 0.2 %" in found.says
+    assert "Of its answers 15.16 % were cut at max_tokens, of the source's 0.23 %" in found.says
     assert "max_tokens" in reason(judged(evaluation=evaluation(source={"num_truncated": 200})), "gsm8k").says
     assert "max_tokens" not in reason(judged(evaluation=evaluation(checkpoint={"num_truncated": 20})), "gsm8k").says
 
@@ -395,5 +413,8 @@ def test_loads_and_warnings_are_counted_together():
     full = reports.whole(is_copy=False)
     judgement = judged(LAX, check=checked(*full.findings, dry=full.dry), serve=full.serve, evaluation=evaluation())
     assert judgement.verdict == "pass"
-    assert "sm90, sm100 and sm120 at TP 1 and 4" in reason(judgement, "loads").says
+    assert (
+        "sm90 (H100, H200), sm100 (B200) and sm120 (RTX PRO 6000, RTX 5090) at TP 1 and 4"
+        in reason(judgement, "loads").says
+    )
     assert reason(judgement, "findings").says.endswith("; 1 warning.")

@@ -1,8 +1,10 @@
 """The paired difference against published figures, and how often its bounds are right, counted out exactly."""
 
+from functools import cache
 from math import exp, lgamma, log
 
 import pytest
+from keepmtp.validate.report import binomial
 from keepmtp.validate.report.paired import one_sided, paired
 
 
@@ -27,7 +29,6 @@ def test_published_figures(cells, difference, low, high):
     assert (found.difference, found.low, found.high) == pytest.approx((difference, low, high), abs=5e-5)
     assert (found.both, found.only_source, found.only_checkpoint, found.neither) == cells
     assert fact(*cells, confidence=0.9).low > found.low
-    assert one_sided(found, 0.975) == pytest.approx((found.low, found.high)), "both ends left out, one at a time"
 
 
 def test_the_stderr_of_many_pairs_is_that_of_their_differences():
@@ -73,17 +74,17 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(num, shares):
         assert plain < 0.9 < 0.95 < held
 
 
-@pytest.mark.parametrize(("num", "worst"), [(200, 0.09), (500, 0.07), (1319, 0.085)])
-def test_how_often_a_loss_at_the_limit_goes_through(num, worst):
-    """A gate at 95 % lets through 5 %, and somewhat more where every question on which they part is a loss."""
-    through = {}
-    for gained in (0.0, 0.005, 0.02):
-        through[gained] = sum(
-            chance
-            for lost, won, chance in tables(num, 0.02 + gained, gained)
-            if -one_sided(fact(0, lost, won, num - lost - won), 0.95)[0] <= 0.02
-        )
-    assert through[0.02] < 0.056 and max(through.values()) < worst, through
+@pytest.mark.parametrize("num", [200, 500, 1319])
+@pytest.mark.parametrize("gained", [0.0, 0.005, 0.02])
+def test_how_often_a_loss_at_the_limit_goes_through(num, gained, monkeypatch):
+    """A gate at 95 % lets through 5 % at most, also where every question on which they part is a loss."""
+    monkeypatch.setattr(binomial, "limits", cache(binomial.limits))
+    passed, failed = 0.0, 0.0
+    for lost, won, chance in tables(num, 0.02 + gained, gained):
+        low, high = one_sided(fact(0, lost, won, num - lost - won), 0.95)
+        passed += chance * (low >= -0.02)
+        failed += chance * (high < -0.02)
+    assert 0.005 < passed < 0.05 and failed < 0.05, (passed, failed)
 
 
 def tables(num: int, lost: float, gained: float):

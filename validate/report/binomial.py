@@ -1,0 +1,106 @@
+"""Exact one-sided limits of a share, and those of a ratio and of a difference of two shares.
+
+In: how many of how many. Out: limits that hold with a confidence, by Clopper and Pearson (Biometrika 26 (1934),
+404-413): the share for which what was seen, or more of it, has the probability one less confidence. Counts may be
+fractions: a draft of which two of three tokens were accepted is two thirds of a success. A value between 0 and 1 never
+varies more than a coin of the same mean, so the limit is then on the safe side.
+
+Easy to get wrong: a ratio has no exact limit of its own. The limits of both shares are combined by the method of
+variance estimates recovery (A. Donner, G. Y. Zou, "Closed-form confidence intervals for functions of the normal mean
+and standard deviation", Statistical Methods in Medical Research 21 (2012), 347-359). Where the other share is 1, and
+its upper limit too, that is the exact limit of the one. The tests count out how often the limits are wrong.
+"""
+
+import math
+from collections.abc import Callable
+
+_STEPS = 60
+"""Halvings of the interval from 0 to 1: more than a float can tell apart."""
+
+
+def limits(successes: float, trials: float, confidence: float) -> tuple[float, float]:
+    """(lower, upper) limit of a share: with `confidence` it is above the first, and likewise below the second."""
+    failures, chance = trials - successes, 1 - confidence
+    lower = 0.0 if successes <= 0 else _root(lambda share: _beta(share, successes, failures + 1) - chance)
+    upper = 1.0 if failures <= 0 else _root(lambda share: _beta(share, successes + 1, failures) - confidence)
+    return lower, upper
+
+
+def ratio_limits(
+    successes: float, trials: float, of_successes: float, of_trials: float, confidence: float
+) -> tuple[float, float]:
+    """One-sided limits of the first share divided by the second, which is above 0."""
+    one, other = successes / trials, of_successes / of_trials
+    (low, high), (other_low, other_high) = (
+        limits(successes, trials, confidence),
+        limits(of_successes, of_trials, confidence),
+    )
+    width = other_high * (2 * other - other_high)
+    # Where the second share may be twice what was seen, only the worst of both is left.
+    lower = (
+        (one * other - _root_of((one * other) ** 2 - low * (2 * one - low) * width)) / width
+        if width > 0
+        else low / other_high
+    )
+    width = other_low * (2 * other - other_low)
+    upper = (one * other + _root_of((one * other) ** 2 - high * (2 * one - high) * width)) / width
+    return lower, upper
+
+
+def difference_limits(gained: float, lost: float, trials: float, confidence: float) -> tuple[float, float]:
+    """One-sided limits of the share gained less the share lost, both of the same trials."""
+    won, gone = gained / trials, lost / trials
+    (won_low, won_high), (gone_low, gone_high) = limits(gained, trials, confidence), limits(lost, trials, confidence)
+    others = (1 - won) * (1 - gone)
+    # What one of them takes, the other cannot have.
+    together = -math.sqrt(won * gone / others) if others else -1.0
+
+    def reach(one: float, other: float) -> float:
+        return _root_of(one**2 + other**2 - 2 * together * one * other)
+
+    return (
+        max(-1.0, won - gone - reach(won - won_low, gone_high - gone)),
+        min(1.0, won - gone + reach(won_high - won, gone - gone_low)),
+    )
+
+
+def _root(rising: Callable[[float], float]) -> float:
+    """Where a function that rises from 0 to 1 is zero."""
+    low, high = 0.0, 1.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
+    return (low + high) / 2
+
+
+def _root_of(square: float) -> float:
+    """A square root; rounding may have taken a zero below zero."""
+    return math.sqrt(max(0.0, square))
+
+
+def _beta(x: float, a: float, b: float) -> float:
+    """The regularized incomplete beta function, by its continued fraction (NIST DLMF 8.17.22)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _beta(1 - x, b, a)
+    log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    return math.exp(log_front) / a / _fraction(x, a, b)
+
+
+def _fraction(x: float, a: float, b: float) -> float:
+    """1 + d1/(1 + d2/(1 + ...)) of `_beta`, by Lentz's method as Thompson and Barnett give it."""
+    tiny = 1e-300
+    value, above, below = 1.0, 1.0, 0.0
+    for step in range(1, 100_000):
+        half = step // 2
+        if step % 2:
+            term = -(a + half) * (a + b + half) * x / ((a + 2 * half) * (a + 2 * half + 1))
+        else:
+            term = half * (b - half) * x / ((a + 2 * half - 1) * (a + 2 * half))
+        below = 1 / ((1 + term * below) or tiny)
+        above = (1 + term / above) or tiny
+        value *= above * below
+        if abs(above * below - 1) < 1e-15:
+            break
+    return value
