@@ -417,7 +417,7 @@ def test_an_evaluation_is_told_in_figures_and_in_the_words_of_its_charts(pages):
         "Acceptance by position over these questions, k=3",
     ]
     assert "checkpoint, flexible-extract: 68.92 %" in labels[0] and "limit: 2 points lost" in labels[1]
-    assert "source: 93.0 %, 81.0 %, 64.0 %; checkpoint: 93.0 %" in labels[2]
+    assert "source: 93.00 %, 81.00 %, 64.00 %; checkpoint: 93.00 %" in labels[2]
     for words in ("limit: 2 points lost", "judged: 95 % one-sided", "floor: 97 % of the source", "(judged)"):
         assert f">{words}</text>" in html
 
