@@ -15,10 +15,18 @@ from pathlib import Path
 
 from ..recipes.errors import CheckpointError, RecipeError
 
+WORK = ".keepmtp"
+"""A hidden folder in an unfinished output, for what the next run needs."""
+
 
 def partial_path(path: Path) -> Path:
     """The name of a file or a folder until it is whole."""
     return path.with_name(f"{path.name}.partial")
+
+
+def final_path(partial: Path) -> Path:
+    """The name that `partial` gets when it is whole."""
+    return partial.with_name(partial.name.removesuffix(".partial"))
 
 
 def complete(path: Path) -> None:
@@ -55,8 +63,19 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def held(folder: Path, rule: str) -> Iterator[None]:
-    """Lock a folder against other runs for as long as the context lasts.
+def naming_file(path: Path) -> Iterator[None]:
+    """An OSError without a file's name, such as a full disk's, gets this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+@contextmanager
+def held(folder: Path, rule: str, *, cure: str = "Wait for it, or choose another OUT") -> Iterator[None]:
+    """Lock a folder against other runs for as long as the context lasts; it is made if there is none.
 
     The kernel holds the lock for this process, and frees it when the process ends, killed or not. The folder itself is
     locked: a lock file would stay in it, or next to it, after the run.
@@ -64,13 +83,67 @@ def held(folder: Path, rule: str) -> Iterator[None]:
     Raises:
         RecipeError: another run has locked it. The message has `rule`.
     """
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = _locked(folder)
+    if descriptor is None:
+        raise RecipeError(folder, rule, got="another run at work", cure=cure)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            cure = "Wait for it, or choose another OUT"
-            raise RecipeError(folder, rule, got="another run at work", cure=cure) from error
         yield
     finally:
         os.close(descriptor)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a run has locked this folder."""
+    if not folder.is_dir():
+        return False
+    descriptor = _locked(folder)
+    if descriptor is not None:
+        os.close(descriptor)
+    return descriptor is None
+
+
+def _locked(folder: Path) -> int | None:
+    """An open descriptor with the lock on the folder that has this name now; None if another run has it."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # the run that had it gave it its final name just now
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_named(descriptor, folder):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_named(descriptor: int, folder: Path) -> bool:
+    """Whether an open folder still has this name."""
+    try:
+        now = os.stat(folder)
+    except FileNotFoundError:
+        return False
+    found = os.fstat(descriptor)
+    return (now.st_dev, now.st_ino) == (found.st_dev, found.st_ino)
+
+
+def two_sizes(needed: int, free: int) -> tuple[str, str]:
+    """Two numbers of bytes in words that differ if the numbers do: `12.3 MiB` and `4.1 MiB`."""
+    for digits in (1, 3):
+        words = _size(needed, digits), _size(free, digits)
+        if words[0] != words[1] or needed == free:
+            return words
+    return f"{needed:,} bytes", f"{free:,} bytes"
+
+
+def _size(num_bytes: int, digits: int) -> str:
+    for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 2**power:
+            return f"{num_bytes / 2**power:,.{digits}f} {name}"
+    return f"{num_bytes} bytes"

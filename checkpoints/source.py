@@ -10,7 +10,7 @@ shorter than its header says. Both are found here, before anything is planned.
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from .companions import INDEX, REWRITTEN, Companions, companions_among, companio
 from .hub import files_of, hub_errors, is_repo_id, read_remote_header
 from .json_file import read_config, read_index
 from .safetensors_file import Entry, fill, read_header
+from .unchanged import FileStamp, states_of
 
 SINGLE = "model.safetensors"
 
@@ -43,6 +44,7 @@ class Source:
         companions: tokenizer and other files to carry over, relative paths.
         code: its own Python, which is carried only if the user trusts it.
         left: the names of all other files, which are never carried.
+        states: the files of a folder as they were when it was opened, by name.
     """
 
     where: str
@@ -54,6 +56,7 @@ class Source:
     companions: tuple[str, ...]
     code: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
+    states: Mapping[str, FileStamp] = field(default_factory=dict)
 
 
 def open_source(where: str | Path, *, revision: str = "main") -> Source:
@@ -117,13 +120,17 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
 def _open_folder(folder: Path, where: str) -> Source:
     if (folder / "config.json").is_symlink():  # an output's config.json has all of its values
         inside(folder, "config.json")
-    config = _config_of(folder / "config.json", where)
     present = sorted(path.name for path in folder.glob("*.safetensors"))
+    companions = companions_in(folder)
+    # Before anything is read: what changes from here on is found at the end.
+    states = states_of(folder, ("config.json", INDEX, *present, *companions.carried, *companions.code))
+    config = _config_of(folder / "config.json", where)
     index_path = folder / INDEX
     weight_map = read_index(index_path, f"{where}/{INDEX}") if os.path.lexists(index_path) else None
     indexed = _indexed_files(weight_map, present, where)
     headers = {file: read_header(folder / file, f"{where}/{file}").entries for file in {*indexed, *present}}
-    return _assemble(where, "local", folder, config, weight_map, indexed, headers, companions_in(folder))
+    opened = _assemble(where, "local", folder, config, weight_map, indexed, headers, companions)
+    return replace(opened, states=states)
 
 
 def _open_hub(repo: str, revision: str) -> Source:

@@ -17,15 +17,17 @@ Easy to get wrong: under torchrun every process runs this, and only the first on
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoints.files import partial_path
+from ..checkpoints.record import RECORD, read_record
 from ..checkpoints.source import Source, download, open_source
-from ..quantize.output import claim, publish, refuse_output
+from ..quantize.output import claim, is_finished, publish, refuse_output, tidy
 from ..quantize.plan import SHARD_BYTES, Plan, make_plan
+from ..quantize.room import calibration_folder
 from ..recipes.errors import GateError, RecipeError
 from ..recipes.find import find_recipe, is_recipe_name
 from ..recipes.schema import AUTO, Recipe
@@ -48,13 +50,15 @@ class FinishedRun:
         plan: what was written. Its MTP policy is the one that `mtp: auto` chose.
         out: the checkpoint's folder.
         report: the report of its static check.
-        calibration: what the batches gave; None for a run without batches.
+        calibration: what the batches gave; None for a run without batches, or one that was there.
+        was_there: an earlier run had finished it.
     """
 
     plan: Plan
     out: Path
     report: CheckData
     calibration: "CalibrationRun | None" = None
+    was_there: bool = False
 
 
 def plan_for(
@@ -132,8 +136,9 @@ def quantize(
     Args:
         plan: from `plan_for`. The plan of a Hub repository is made again when its files are here.
         recipe_text: is written into the checkpoint.
-        out: the output folder. It is called `<out>.partial` until it is whole and has passed the static check. Until
-            then, `<out>.calibration` holds what calibration wrote.
+        out: the output folder; one that an earlier run with this plan has finished is kept. It is called
+            `<out>.partial` until it is whole and has passed the static check. Until then, `<out>.calibration` holds
+            what calibration wrote.
         threads: how many shards are written at the same time; default one a core.
         keep_calibration: keep `<out>.calibration`, for another run with another MTP policy.
         progress: who is called while the run goes on.
@@ -146,6 +151,8 @@ def quantize(
     from ..quantize.calibrate.ranks import joined  # imports torch, so only when there is work for it
 
     refuse(plan, out)
+    if is_finished(plan, out):
+        return _found_finished(plan, out, keep_calibration=keep_calibration)
     plan = _downloaded(plan, out, progress)
     with joined() as ranks:
         run = _calibrated(plan, out, ranks, progress)
@@ -176,9 +183,17 @@ def default_out(recipe: Recipe) -> Path:
     return Path("out") / recipe.name
 
 
-def calibration_folder(out: Path) -> Path:
-    """Return the folder that keeps statistics and hidden states until the output is whole."""
-    return out.with_name(f"{out.name}.calibration")
+def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> FinishedRun:
+    """A run that an earlier one has finished. What that one had no time to remove is removed."""
+    tidy(out)
+    with suppress(OSError):
+        partial_path(out).rmdir()  # empty, or another run's
+    if not keep_calibration:
+        shutil.rmtree(calibration_folder(out), ignore_errors=True)
+    if plan.recipe.mtp == AUTO:
+        chosen = read_record(out / RECORD).recipe.whole["mtp"]
+        plan = make_plan(plan.recipe.resolved(chosen), plan.source, trust_remote_code=plan.trust_remote_code)
+    return FinishedRun(plan=plan, out=out, report=_checked(out, plan.source), was_there=True)
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:

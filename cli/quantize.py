@@ -110,6 +110,8 @@ def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
         )
         return
     out = Console()
+    if result.was_there:
+        out.print(f"{result.out}: finished before, with the same recipe, source and versions.", highlight=False)
     if fact:
         out.print(calibration_tables.found(fact))
     findings.show(out, result.report)

@@ -8,7 +8,7 @@ be refused at its start is refused there.
 
 from pathlib import Path
 
-from ..quantize.output import refuse_output
+from ..quantize.output import is_finished, refuse_output
 from ..quantize.own_code import refuse_untrusted_code
 from ..quantize.plan import Plan
 from ..recipes.errors import RecipeError
@@ -18,13 +18,14 @@ from ..recipes.schema import AUTO
 
 
 def refuse(plan: Plan, out: Path) -> None:
-    """Refuse a run that cannot succeed here.
+    """Refuse a run that cannot succeed here. One that has succeeded is not refused.
 
     Raises:
         RecipeError: the output folder cannot be used; or the checkpoint's own Python is needed and not trusted; or the
             MTP block must be run and cannot be; or a package that packs or calibrates is not installed.
     """
-    refuse_output(plan, out, calibration=None if needs_calibration(plan) else "")
+    if not is_finished(plan, out):
+        refuse_output(plan, out, calibration=None if needs_calibration(plan) else "")
     refuse_untrusted_code(plan)
     refuse_no_draft(plan)
     refuse_missing_extra(plan)

@@ -3,36 +3,43 @@
 In: a plan. Out: small files, written whole or not at all. No weight is read and torch is not needed, so a refusal
 costs nothing.
 
-Easy to get wrong: only the same plan may continue from a killed run's shards. The file OUT.partial.sha256 has the
-fingerprint of that plan; it is removed last.
+Easy to get wrong: only the same plan may continue from a killed run's shards. OUT.partial/.keepmtp has the fingerprint
+of that plan and the hashes of its finished shards; it is removed when the folder has its final name.
 """
 
 import hashlib
 import json
+import os
 import platform
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..checkpoints.companions import inside
-from ..checkpoints.files import complete, held, partial_path, write_whole
-from ..checkpoints.record import RECIPE, RECORD, Record
-from ..checkpoints.source import INDEX, file_sizes
-from ..recipes.errors import RecipeError
+from ..checkpoints.files import WORK, complete, final_path, held, is_held, partial_path, write_whole
+from ..checkpoints.identity import listed
+from ..checkpoints.record import RECIPE, RECORD, Record, read_record
+from ..checkpoints.source import INDEX, Source, file_sizes
+from ..checkpoints.unchanged import refuse_changed, states_of
+from ..recipes.errors import CheckpointError, RecipeError
+from ..recipes.schema import AUTO
+from ..recipes.shipped import find_path
 from .plan import Plan
 from .quant_config import quantization_config
+from .room import calibration_folder, refuse_full_disk
 
 # Calibrated values depend on their versions.
+_ONE_RUN = "only one run may write an output"
 _CALIBRATING = ("llmcompressor", "compressed-tensors", "transformers")
 
 
-def _stamp(out: Path) -> Path:
-    return out.with_name(f"{out.name}.partial.sha256")
+def _stamp(partial: Path) -> Path:
+    return partial / WORK / "plan.sha256"
 
 
 def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> None:
@@ -45,64 +52,45 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
             output is not compared.
 
     Raises:
-        RecipeError: it exists, is inside the source, its disk is too small, or its unfinished part is another run's.
+        RecipeError: there is something, it is inside the source, its disk is too small or cannot be written, or its
+            unfinished part is another run's.
     """
-    if out.exists():
-        raise RecipeError(
-            out,
-            "an existing output is never overwritten",
-            got="a finished folder",
-            cure="Choose another OUT, or remove it",
-        )
-    folder = plan.source.folder
-    if folder is not None and out.resolve().is_relative_to(folder.resolve()):
-        raise RecipeError(
-            out, "the output must lie outside the source", got=f"a folder in {folder}", cure="Choose another OUT"
-        )
-    partial = partial_path(out)
-    done = sum((partial / s.file).stat().st_size for s in plan.shards if (partial / s.file).is_file())
-    missing = plan.num_bytes_after - done
-    parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
-    free = shutil.disk_usage(parent).free
-    if missing > free:
-        raise RecipeError(
-            out,
-            f"{missing / 2**30:.1f} GiB must be free on its disk",
-            got=f"{free / 2**30:.1f} GiB",
-            cure="Choose another OUT, or make room",
-        )
-    if folder is None or calibration is None or not partial.is_dir():
-        return
-    stamp = _stamp(out)
-    if not stamp.is_file() or stamp.read_text() != fingerprint(plan, calibration):
-        raise RecipeError(
-            partial,
-            "an unfinished output can only be resumed with the same recipe, source, "
-            "calibration data and keepmtp version",
-            got="another plan",
-            cure="Remove it, or choose another OUT",
-        )
+    _refuse_place(plan, out)
+    refuse_full_disk(plan, out, with_calibration=calibration is None)
+    if plan.source.folder is not None and calibration is not None:
+        _refuse_another_plan(partial_path(out), fingerprint(plan, calibration))
 
 
 @contextmanager
 def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
     """The partial folder, marked as this plan's and held against other runs for as long as the context lasts.
 
+    Nothing in it is read or written before it is held: two runs that start at the same time would mix their plans.
     `calibration` is what `fingerprint` takes.
 
     Raises:
-        RecipeError: another run holds it.
+        RecipeError: another run holds it, or see `refuse_output`.
     """
     partial = partial_path(out)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    write_whole(_stamp(out), fingerprint(plan, calibration))
-    partial.mkdir(exist_ok=True)
-    with held(partial, "only one run may write an output"):
+    with held(partial, _ONE_RUN):
+        try:
+            _refuse_place(plan, out)  # another run may have finished since this one looked
+            wanted = fingerprint(plan, calibration)
+            _refuse_another_plan(partial, wanted, is_ours=True)
+        except RecipeError:
+            with suppress(OSError):  # it may hold another run's work
+                partial.rmdir()
+            raise
+        write_whole(_stamp(partial), wanted)
         yield partial
 
 
 def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[str, Any] | None = None) -> None:
-    """Write all files but the shards: config.json, index, tokenizer and other files, recipe, record."""
+    """Write all files but the shards: config.json, index, tokenizer and other files, recipe, record.
+
+    Raises:
+        CheckpointError: the source was written to since it was opened, or the folder has a file of something else.
+    """
     write_whole(partial / "config.json", json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n")
     weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
     index = {"metadata": {"total_size": plan.num_bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
@@ -113,13 +101,139 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[
         shutil.copyfile(inside(plan.source.folder, name), partial / name)
     write_whole(partial / RECIPE, recipe_text)
     write_whole(partial / RECORD, record_of(plan, calibration).text())
+    _refuse_strays(plan, partial)
+    cure = "Run the same command again: it compares what is written with the source, and writes anew what differs"
+    if plan.needs_calibration:
+        cure = f"Remove {partial} and {calibration_folder(final_path(partial))}, and run the same command again"
+    refuse_changed(plan.source.folder, plan.source.states, cure=cure)
 
 
 def publish(partial: Path, out: Path) -> None:
     """Give a whole checkpoint its final name."""
     assert partial == partial_path(out)
     complete(out)
-    _stamp(out).unlink()
+    tidy(out)
+
+
+def tidy(out: Path) -> None:
+    """Remove from a finished output what an unfinished one needs; a kill may have left it."""
+    shutil.rmtree(out / WORK, ignore_errors=True)
+
+
+def is_finished(plan: Plan, out: Path) -> bool:
+    """Whether an output is there that this plan would make: by the same recipe, source and versions.
+
+    A source folder counts as the same if none of its files was written to since the output was made.
+    """
+    if out.is_symlink() or not (out / RECORD).is_file():
+        return False
+    try:
+        record = read_record(out / RECORD)
+    except CheckpointError:
+        return False
+    passed_over = {"evaluation", "gates"}
+    if plan.recipe.mtp == AUTO:  # what it chose is one of its own outcomes
+        passed_over |= {"mtp", "mtp_auto"}
+    recipe = plan.recipe.model_dump(mode="json", exclude=passed_over)
+    return (
+        all(record.recipe.whole.get(key) == value for key, value in recipe.items())
+        and record.keepmtp == __version__
+        and record.versions == {"python": platform.python_version(), **_versions(*record.versions.keys() - {"python"})}
+        and all((out / name).is_file() == (name in plan.companions) for name in (*plan.companions, *plan.source.code))
+        and _is_same_source(plan, record, (out / RECORD).stat().st_mtime_ns)
+    )
+
+
+def _is_same_source(plan: Plan, record: Record, made_ns: int) -> bool:
+    """Whether a record's source is this plan's, and no file was written to since. A Hub's commit never changes."""
+    source, calibration = plan.source, plan.recipe.calibration
+    if (record.source.name, record.source.revision) != (_name_of(source), source.revision):
+        return False
+    if source.folder is None:
+        return True
+    states = list(source.states.values())
+    dataset = find_path(calibration.dataset) if calibration else None
+    if dataset is not None:
+        files = [dataset] if dataset.is_file() else [path for path in dataset.rglob("*") if path.is_file()]
+        states += states_of(dataset.parent, (str(path.relative_to(dataset.parent)) for path in files)).values()
+    is_older = all(max(state.mtime_ns, state.ctime_ns) < made_ns for state in states)
+    return is_older and record.source.files == file_sizes(source)
+
+
+def _name_of(source: Source) -> str:
+    """In a record: no path of the machine that made it."""
+    return source.where if source.revision != "local" else Path(source.where).name
+
+
+def _refuse_place(plan: Plan, out: Path) -> None:
+    """Refuse a path that cannot become this output, whatever the disk has room for."""
+    if got := _found_at(out):
+        rule, cure = "an existing output is never overwritten", "Choose another OUT, or remove it"
+        if got == _MOUNT:
+            rule, cure = "an output gets its name when it is whole", "Choose a folder inside it"
+        raise RecipeError(out, rule, got=got, cure=cure)
+    folder = plan.source.folder
+    if folder is not None and out.resolve().is_relative_to(folder.resolve()):
+        raise RecipeError(
+            out, "the output must lie outside the source", got=f"a folder in {folder}", cure="Choose another OUT"
+        )
+    parent = next(path for path in out.absolute().parents if path.exists() or path.is_symlink())
+    if not parent.is_dir():
+        raise RecipeError(out, "must be in a folder", got=f"{parent}, a file", cure="Choose another OUT")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        got = f"{parent}, which you cannot write to"
+        raise RecipeError(out, "must be in a folder that can be written to", got=got, cure="Choose another OUT")
+
+
+_MOUNT = "the root of a disk"
+
+
+def _found_at(out: Path) -> str:
+    """What has the output's name already; "" for nothing, or for an empty folder, which it can replace."""
+    if out.is_symlink():
+        return "a link"
+    if not out.exists():
+        return ""
+    if not out.is_dir():
+        return "a file"
+    if out.is_mount():
+        return _MOUNT
+    if (out / RECORD).is_file():
+        return "a finished checkpoint"
+    return "a folder with files in it" if any(out.iterdir()) else ""
+
+
+def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -> None:
+    """Refuse an unfinished output of another plan; `is_ours` where this run holds it."""
+    if not partial.is_dir():
+        return
+    stamp = _stamp(partial)
+    found = stamp.read_text() if stamp.is_file() else None
+    is_new = found is None and all(path.name == WORK for path in partial.iterdir())
+    if found == wanted or is_new:
+        return
+    if not is_ours and is_held(partial):
+        raise RecipeError(partial, _ONE_RUN, got="another run at work", cure="Wait for it, or choose another OUT")
+    raise RecipeError(
+        partial,
+        "an unfinished output can only be resumed with the same recipe, source, calibration data and keepmtp version",
+        got="another plan",
+        cure="Remove it, or choose another OUT",
+    )
+
+
+def _refuse_strays(plan: Plan, partial: Path) -> None:
+    """Refuse files that no part of this run wrote: they would be served and published with the output."""
+    own = {"config.json", INDEX, RECIPE, RECORD, *plan.companions, *(shard.file for shard in plan.shards)}
+    files = (path.relative_to(partial) for path in partial.rglob("*") if not path.is_dir() or path.is_symlink())
+    strays = sorted(path.as_posix() for path in files if path.parts[0] != WORK and path.as_posix() not in own)
+    if strays:
+        raise CheckpointError(
+            partial,
+            "an output must hold nothing but what this run wrote",
+            got=listed(strays),
+            cure="Move these files away, and run the same command again",
+        )
 
 
 def output_config(plan: Plan) -> dict[str, Any]:
@@ -131,18 +245,19 @@ def output_config(plan: Plan) -> dict[str, Any]:
 
 
 def fingerprint(plan: Plan, calibration: str = "") -> str:
-    """SHA-256 over everything the output's bytes depend on: recipe, decisions, source files, versions.
+    """SHA-256 over what decides the output's bytes besides the source's: recipe, decisions, headers, versions.
+
+    The source's bytes are compared shard by shard (`finished.py`).
 
     Args:
         plan: over a local source.
         calibration: identifies the batches, such as the hash of their ids; counts only where the plan needs batches.
     """
     assert plan.source.folder is not None
-    folder = plan.source.folder
-    files = {name: [size, (folder / name).stat().st_mtime_ns] for name, size in file_sizes(plan.source).items()}
     digest = hashlib.sha256()
     recipe = plan.recipe.model_dump(mode="json", exclude={"evaluation", "gates"})  # they change no byte of a shard
-    for part in (recipe, output_config(plan), files, [__version__, _versions("torch")]):
+    versions = [__version__, _versions("torch")]
+    for part in (recipe, output_config(plan), file_sizes(plan.source), plan.companions, versions):
         digest.update(json.dumps(part).encode() + b"\0")
     for tensor in plan.tensors:
         digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {tensor.outputs}\n".encode())
@@ -160,7 +275,7 @@ def record_of(plan: Plan, calibration: Mapping[str, Any] | None = None) -> Recor
             "keepmtp": __version__,
             "recipe": plan.recipe.model_dump(mode="json"),
             "source": {
-                "name": source.where if source.revision != "local" else Path(source.where).name,
+                "name": _name_of(source),
                 "revision": source.revision,
                 "files": file_sizes(source),
             },

@@ -6,11 +6,14 @@ else is packed from the source.
 
 The plan fixes every output's name, dtype and shape, so a shard's header is written first, and each tensor directly at
 its place. Memory holds only the tensors that are being written, whatever the size of shards. A shard gets its name when
-it is complete. After a kill, the next run keeps the complete ones and writes the others again, with the same bytes.
+it is complete. After a kill, the next run keeps the complete ones, once their hashes are compared (`finished.py`), and
+writes the others again, with the same bytes.
 
 Easy to get wrong: safetensors allows any offset for a tensor, but readers map the file, so wider dtypes come first.
 """
 
+import hashlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,21 +26,23 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.files import complete, partial_path
-from ..checkpoints.safetensors_file import Entry, lay_out
+from ..checkpoints.files import complete, naming_file, partial_path
+from ..checkpoints.safetensors_file import Entry, FileLayout, lay_out
 from ..checkpoints.stored import scale_of, weight_of
-from ..checkpoints.values import TORCH_DTYPES, read_bytes, read_tensor
+from ..checkpoints.values import TORCH_DTYPES, typed
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.schemes import SCHEMES, Scheme
 from .calibrate.ranks import Ranks
 from .calibrate.statistics import Statistics, refuse_statistics
+from .finished import HashedReads, fault_of, finished_path, remember, written_sum
 from .mxfp4_to_nvfp4 import mxfp4_as_nvfp4
 from .output import finish
 from .pack import pack
 from .plan import Output, Plan, Shard, TensorPlan
 from .weights import load, load_expert, parts, stored
 
+_log = logging.getLogger(__name__)
 _COPY_BYTES = 32 * 2**20
 Progress = Callable[[int], None]
 """Called with the number of source bytes done since the last call; from several threads."""
@@ -114,19 +119,35 @@ def _write_shard(
     given: Statistics,
 ) -> None:
     """Write one shard under a temporary name, unit by unit, and rename it when it is whole."""
-    final = folder / shard.file
-    if final.is_file():
+    layout = lay_out((output.name, output.dtype, output.shape) for output in shard.outputs)
+    if _is_finished(plan, shard, folder, layout, stop):
         progress(sum(_source_bytes(plan, unit) for unit in shard.units))
         return
-    layout = lay_out((output.name, output.dtype, output.shape) for output in shard.outputs)
-    with open(partial_path(final), "wb", buffering=0) as file:
+    final = folder / shard.file
+    read, sums = HashedReads(plan.source), {output.name: hashlib.sha256() for output in shard.outputs}
+    with naming_file(partial_path(final)), open(partial_path(final), "wb", buffering=0) as file:
         file.write(layout.header)
         file.truncate(layout.num_bytes)
+        place = _Place(file=file, starts=layout.starts, sums=sums)
         for unit in shard.units:
             if stop.is_set():
                 return
-            _Job(plan=plan, unit=unit, file=file, starts=layout.starts, device=device, given=given).run(progress)
+            _Job(plan=plan, unit=unit, place=place, device=device, given=given, read=read).run(progress)
+    written = written_sum(layout.header, {name: digest.digest() for name, digest in sums.items()})
+    remember(finished_path(folder, shard), plan, written=written, read=read.sums)
     complete(final)
+
+
+def _is_finished(plan: Plan, shard: Shard, folder: Path, layout: FileLayout, stop: threading.Event) -> bool:
+    """Whether an earlier run has written this shard; one that is not as it was written is removed."""
+    final = folder / shard.file
+    if not final.is_file():
+        return False
+    fault = fault_of(plan, shard, folder, layout, is_stopped=stop.is_set)
+    if fault and not stop.is_set():
+        _log.warning("%s: %s. It is written again.", final, fault)
+        final.unlink()
+    return not fault
 
 
 def _source_bytes(plan: Plan, unit: tuple[TensorPlan, ...]) -> int:
@@ -137,15 +158,31 @@ def _source_bytes(plan: Plan, unit: tuple[TensorPlan, ...]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where the tensors of a shard go, and the hashes of what went there. A tensor's pieces follow each other."""
+
+    file: FileIO
+    starts: Mapping[HFName, int]
+    sums: Mapping[HFName, "hashlib._Hash"]
+
+    def write(self, name: HFName, raw: torch.Tensor, *, at: int = 0) -> None:
+        position, view = self.starts[name] + at, raw.numpy().data
+        self.sums[name].update(view)
+        while view:
+            count = os.pwrite(self.file.fileno(), view, position)
+            view, position = view[count:], position + count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     """One unit of the plan: the only place where weights are read and computed."""
 
     plan: Plan
     unit: tuple[TensorPlan, ...]
-    file: FileIO
-    starts: Mapping[HFName, int]
+    place: "_Place"
     device: torch.device
     given: Statistics
+    read: HashedReads
 
     def run(self, progress: Progress) -> None:
         if all(output.name in self.given for tensor in self.unit for output in tensor.outputs):
@@ -169,7 +206,7 @@ class _Job:
         scheme = SCHEMES[self.unit[0].scheme]
         results = self._reencode(scheme)
         if results is None:
-            results = self._pack(scheme, [load(self.plan, tensor).to(self.device) for tensor in self.unit])
+            results = self._pack(scheme, [self._load(tensor).to(self.device) for tensor in self.unit])
         for tensor, packed in zip(self.unit, results, strict=True):
             self._put(tensor.outputs, packed)
         progress(_source_bytes(self.plan, self.unit))
@@ -184,7 +221,8 @@ class _Job:
             for tensor in self.unit:
                 entry, num_experts = self.plan.entries[tensor.inputs[0]], tensor.shape[0]
                 num_outputs = len(tensor.outputs) // num_experts
-                matrices += load_expert(self.plan, tensor, expert).to(self.device).chunk(len(tensor.stacked))
+                weight = load_expert(self.plan, tensor, expert, read=self.read).to(self.device)
+                matrices += weight.chunk(len(tensor.stacked))
                 outputs += tensor.outputs[expert * num_outputs : (expert + 1) * num_outputs]
                 num_bytes += entry.num_bytes // num_experts
             num_specs = len(outputs) // len(matrices)
@@ -196,7 +234,7 @@ class _Job:
         """The unit packed without rounding, where source and scheme have the same codes and the scales allow it."""
         if scheme.format != "nvfp4-pack-quantized" or any(tensor.form != "mxfp4" for tensor in self.unit):
             return None
-        members = [stored(self.plan, tensor) for tensor in self.unit]
+        members = [stored(self.plan, tensor, read=self.read) for tensor in self.unit]
         return mxfp4_as_nvfp4([(weight_of(member), scale_of(member)) for member in members])
 
     def _pack(self, scheme: Scheme, weights: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -209,7 +247,7 @@ class _Job:
     def _carry(self, tensor: TensorPlan, progress: Progress) -> None:
         entries = [self.plan.entries[name] for name in tensor.inputs]
         if tensor.fate == "dequantize":
-            self._put(tensor.outputs, {"weight": load(self.plan, tensor)})
+            self._put(tensor.outputs, {"weight": self._load(tensor)})
         elif tensor.scheme:
             self._put_renamed(tensor)
         else:
@@ -220,7 +258,7 @@ class _Job:
     def _copy(self, entry: Entry, output: Output) -> None:
         for offset in range(0, entry.num_bytes, _COPY_BYTES):
             length = min(_COPY_BYTES, entry.num_bytes - offset)
-            self._write(output.name, read_bytes(self.plan.source, entry, offset=offset, length=length), at=offset)
+            self.place.write(output.name, self.read(entry, offset=offset, length=length), at=offset)
 
     def _put_renamed(self, tensor: TensorPlan) -> None:
         """Packed weights keep their bytes; scales get compressed-tensors' names and, exactly, its dtypes."""
@@ -231,7 +269,7 @@ class _Job:
                 self._copy(weight_of(found), output)
                 continue
             entry = found[suffix] if suffix in found else scale_of(found)
-            value = read_tensor(self.plan.source, entry)
+            value = typed(self.read(entry), entry.dtype, entry.shape)
             if output.dtype == "U8":
                 value = value.view(torch.uint8)
             elif output.dtype == "F32" and value.dtype == torch.uint8:  # E8M0 without its name
@@ -245,13 +283,10 @@ class _Job:
             value = self.given.read(output.name) if output.name in self.given else tensors[leaf].cpu().contiguous()
             got = (tuple(value.shape), value.dtype)
             assert got == (output.shape, TORCH_DTYPES[output.dtype]), f"{output.name}: planned {output}, computed {got}"
-            self._write(output.name, value.reshape(-1).view(torch.uint8))
+            self.place.write(output.name, value.reshape(-1).view(torch.uint8))
 
-    def _write(self, name: HFName, raw: torch.Tensor, *, at: int = 0) -> None:
-        position, view = self.starts[name] + at, raw.numpy().data
-        while view:
-            count = os.pwrite(self.file.fileno(), view, position)
-            view, position = view[count:], position + count
+    def _load(self, tensor: TensorPlan) -> torch.Tensor:
+        return load(self.plan, tensor, read=self.read)
 
 
 def _devices() -> list[torch.device]:

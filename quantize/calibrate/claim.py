@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ... import __version__
 from ...checkpoints.files import write_whole
-from ...checkpoints.source import file_sizes
 from ...recipes.errors import RecipeError
 from ..plan import Plan
 from .data import CalibrationData
@@ -23,11 +22,7 @@ from .ranks import Ranks
 def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
     """SHA-256 over everything the statistics depend on; not the MTP policy, which may change without a new pass."""
     recipe = plan.recipe.model_dump(mode="json", exclude={"mtp", "mtp_auto", "variant", "default", "summary"})
-    assert plan.source.folder is not None
-    files = {}
-    for name in (*file_sizes(plan.source), *plan.source.companions, *plan.source.code):
-        status = (plan.source.folder / name).stat()
-        files[name] = [status.st_size, status.st_mtime_ns]
+    files = {name: state.model_dump() for name, state in plan.source.states.items()}
     packages = ("torch", "transformers", "llmcompressor", "compressed-tensors")
     versions = [__version__, *(version(name) for name in packages)]
     parts = (recipe, plan.source.config, files, data.provenance, versions, size)

@@ -1,0 +1,105 @@
+"""Runs of the writer in processes of their own, which may be killed; for tests of one output and several runs.
+
+Processes come from a fork server that has imported torch and keepmtp once: a round takes a fraction of a second.
+"""
+
+import hashlib
+import json
+import os
+import time
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+SHARD_BYTES = 300_000
+MODEL = "tiny-glm4-moe"
+
+
+def forks() -> ForkServerContext:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["outputs", "keepmtp.cli.pipeline", "keepmtp.quantize.writer"])
+    return context
+
+
+def start(source: Path, out: Path, scheme: str, *, at: float = 0.0, pause: float = 0.0) -> ForkServerProcess:
+    """Start `quantize_into` at a time of the wall clock, so that two start together."""
+    process = forks().Process(target=quantize_into, args=(source, out, scheme), kwargs={"at": at, "pause": pause})
+    process.start()
+    return process
+
+
+def end(process: ForkServerProcess, timeout: float = 120) -> int | None:
+    """The exit status: 0, 2 for a refusal, negative for a signal."""
+    process.join(timeout)
+    return process.exitcode
+
+
+def refusal(out: Path) -> str:
+    path = out.with_name(f"{out.name}.refusal")
+    return path.read_text() if path.is_file() else ""
+
+
+def quantize_into(source: Path, out: Path, scheme: str, *, at: float = 0.0, pause: float = 0.0) -> None:
+    """In a process of its own: the whole run, with small shards; a refusal goes to <out>.refusal.
+
+    Args:
+        source: a checkpoint of MODEL.
+        out: the output.
+        scheme: for `--scheme`.
+        at: when to begin.
+        pause: seconds to wait after each unit.
+    """
+    import torch
+    from keepmtp.checkpoints.source import open_source
+    from keepmtp.cli.pipeline import plan_before_measuring, quantize
+    from keepmtp.cli.progress import RunProgress
+    from keepmtp.recipes.errors import KeepMTPError
+    from keepmtp.recipes.find import find_recipe
+
+    torch.set_num_threads(1)
+    recipe, text = find_recipe(MODEL, scheme=scheme)
+    time.sleep(max(0.0, at - time.time()))
+    try:
+        plan = plan_before_measuring(recipe, open_source(source), shard_bytes=SHARD_BYTES)
+        quantize(plan, text, out=out, threads=2, progress=RunProgress(packing=_Slow(pause)) if pause else RunProgress())
+    except KeepMTPError as error:
+        out.with_name(f"{out.name}.refusal").write_text(str(error))
+        os._exit(2)
+
+
+class _Slow:
+    """A packing bar that takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, _: int) -> "_Slow":
+        return self
+
+    def __enter__(self):
+        return lambda _: time.sleep(self.seconds)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def overwrite(shard: Path, tensor: str, *, keep_times: bool = False) -> None:
+    """Negate the tensor's values in place: a valid file with other weights."""
+    raw = bytearray(shard.read_bytes())
+    size = int.from_bytes(raw[:8], "little")
+    start, stop = json.loads(raw[8 : 8 + size])[tensor]["data_offsets"]
+    before = shard.stat()
+    for place in range(8 + size + start + 1, 8 + size + stop, 2):  # the sign bits of BF16
+        raw[place] ^= 0x80
+    with open(shard, "r+b") as file:
+        file.write(raw)
+    if keep_times:
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
