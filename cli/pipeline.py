@@ -29,11 +29,11 @@ from ..quantize.output import claim, is_finished, publish, refuse_output, tidy
 from ..quantize.plan import SHARD_BYTES, Plan, make_plan
 from ..quantize.room import calibration_folder
 from ..recipes.errors import GateError, RecipeError
-from ..recipes.find import find_recipe, is_recipe_name
+from ..recipes.find import find_recipe
 from ..recipes.schema import AUTO, Recipe
 from ..validate.check.check import check
 from ..validate.report.results import CheckData
-from .checkpoint_as_model import NamedCheckpoint, place_of, recipe_of_checkpoint
+from .checkpoint_as_model import ModelWord, model_word, recipe_of_checkpoint
 from .progress import SILENT, RunProgress
 from .refusals import needs_calibration, refuse
 
@@ -81,16 +81,15 @@ def plan_for(
     Raises:
         RecipeError, CheckpointError: see `find_recipe`, `open_source` and `make_plan`.
     """
-    place = place_of(model)
-    if place is not None and not is_recipe_name(place.where):
-        recipe, text, opened = _without_recipe(place, source, scheme=scheme, mtp=mtp, calibration=calibration)
+    word = model_word(model)
+    choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
+    if not word.is_recipe:
+        recipe, text, opened = _without_recipe(word, source, **choices)
         return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
-    recipe, text = find_recipe(place.where if place else model, scheme=scheme, mtp=mtp, calibration=calibration)
+    recipe, text = find_recipe(word.name, **choices)
     where = source or recipe.source
     # The recipe's revision belongs to the recipe's source. Another repository has a history of its own.
-    revision = recipe.revision if where == recipe.source else "main"
-    if place is not None and place.revision and source is None:
-        revision = place.revision
+    revision = "main" if where != recipe.source else word.revision or recipe.revision
     opened = open_source(where, revision=revision)
     return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
 
@@ -108,18 +107,18 @@ def recipe_for(
     Raises:
         RecipeError, CheckpointError: as `plan_for`.
     """
-    place = place_of(model)
+    word = model_word(model)
     choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
-    if place is not None and not is_recipe_name(place.where):
-        return _without_recipe(place, source, **choices)[0]
-    return find_recipe(place.where if place else model, **choices)[0]
+    if not word.is_recipe:
+        return _without_recipe(word, source, **choices)[0]
+    return find_recipe(word.name, **choices)[0]
 
 
-def _without_recipe(place: NamedCheckpoint, source: str | None, **choices: str | None) -> tuple[Recipe, str, Source]:
+def _without_recipe(word: ModelWord, source: str | None, **choices: str | None) -> tuple[Recipe, str, Source]:
     if source is not None:
         rule, cure = "must be left out where MODEL is itself a checkpoint", "Remove it, or name a recipe as MODEL"
         raise RecipeError("--source", rule, got=source, cure=cure)
-    return recipe_of_checkpoint(place, **choices)
+    return recipe_of_checkpoint(word, **choices)
 
 
 def quantize(

@@ -179,10 +179,11 @@ def _spelled(word: str, known: Iterable[str]) -> str | None:
     names = list(known)
     if word in names:
         return word
-    return next((name for name in names if _folded(name) == _folded(word)), None)
+    return next((name for name in names if folded(name) == folded(word)), None)
 
 
-def _folded(name: str) -> str:
+def folded(name: str) -> str:
+    """A name without the differences that do not count on the command line, as folders have it."""
     return name.casefold().replace("_", "-")
 
 
@@ -245,8 +246,8 @@ def unknown_model(name: str) -> RecipeError:
 
 def did_you_mean(word: str, known: Iterable[str], *, otherwise: str) -> str:
     """A cure that suggests the nearest known name, if there is one that is near."""
-    names = {_folded(name): name for name in known}
-    near = difflib.get_close_matches(_folded(word), names, n=1, cutoff=0.75)
+    names = {folded(name): name for name in known}
+    near = difflib.get_close_matches(folded(word), names, n=1, cutoff=0.75)
     return f"Did you mean {names[near[0]]}?" if near else otherwise
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from commands import keepmtp, refused
-from keepmtp.cli.checkpoint_as_model import NamedCheckpoint, model_name, place_of
+from keepmtp.cli.checkpoint_as_model import ModelWord, model_name, model_word
 from keepmtp.cli.pipeline import plan_for
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
@@ -28,35 +28,42 @@ def fine_tune(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("model", ["glm-4.7", "glm-4.7.w4a16-fp8", "mine.yaml", "some/mine.yaml", "zai-org/GLM-4.7"])
+def test_words_that_mean_a_recipe(model):
+    assert model_word(model) == ModelWord(name=model, is_recipe=True)
+
+
 @pytest.mark.parametrize(
-    ("model", "place"),
+    ("model", "name", "revision"),
     [
-        ("glm-4.7", None),
-        ("glm-4.7.w4a16-fp8", None),
-        ("mine.yaml", None),
-        ("./glm-4.7", NamedCheckpoint(where="glm-4.7")),
-        ("/data/tune", NamedCheckpoint(where="/data/tune")),
-        ("org/name", NamedCheckpoint(where="org/name")),
-        ("https://huggingface.co/org/name", NamedCheckpoint(where="org/name")),
-        ("https://huggingface.co/org/name/", NamedCheckpoint(where="org/name")),
-        ("https://huggingface.co/org/name/tree/v1", NamedCheckpoint(where="org/name", revision="v1")),
-        ("models/tiny-glm4-moe", NamedCheckpoint(where="models/tiny-glm4-moe")),
+        ("./glm-4.7", "glm-4.7", None),
+        ("/data/tune", "/data/tune", None),
+        ("org/name", "org/name", None),
+        ("https://huggingface.co/org/name", "org/name", None),
+        ("https://huggingface.co/org/name/", "org/name", None),
+        ("https://huggingface.co/org/name/tree/v1", "org/name", "v1"),
+        ("models/tiny-glm4-moe", "models/tiny-glm4-moe", None),
     ],
 )
-def test_what_a_word_means(model, place):
-    assert place_of(model) == place
+def test_words_that_mean_a_checkpoint(model, name, revision):
+    assert model_word(model) == ModelWord(name=name, is_recipe=False, revision=revision)
+
+
+def test_the_page_of_a_release_means_its_recipe():
+    word = model_word("https://huggingface.co/zai-org/GLM-4.7/tree/v1")
+    assert word == ModelWord(name="zai-org/GLM-4.7", is_recipe=True, revision="v1")
 
 
 @pytest.mark.parametrize("model", ["https://example.com/org/name", "a b", "glm 4.7", "org/name/part", ""])
 def test_a_word_that_means_nothing(model):
     with pytest.raises(RecipeError, match=r"a folder with config\.json, or a Hub id ORG/NAME"):
-        place_of(model)
+        model_word(model)
 
 
 def test_a_recipes_name_comes_before_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("glm-4.7").mkdir()
-    assert place_of("glm-4.7") is None and place_of("./glm-4.7") is not None
+    assert model_word("glm-4.7").is_recipe and not model_word("./glm-4.7").is_recipe
 
 
 def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path):
