@@ -31,7 +31,10 @@ AGAIN = "Download the shard again"
 LENGTH_BYTES = 8
 """A file starts with the length of its header in so many bytes."""
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+# Names without bytes cost nothing to write, and memory to read. Released files have up to 145,000.
+_MAX_TENSORS = 250_000
 _METADATA = "__metadata__"
+_SPLIT = "Write it in several files"
 _RIGHT = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
 _MISFIT = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,1]}}'
 _KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
@@ -115,11 +118,14 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
         CheckpointError: safetensors does not take it, a name is there twice, a dtype that is not known, or the tensors
             do not fill the file.
     """
+    # A tensor's shape and its range are a list each.
+    num_lists = raw.count(b"[")
+    if num_lists > 2 * _MAX_TENSORS:
+        raise CheckpointError(where, f"must hold at most {_MAX_TENSORS} tensors", got="more", cure=_SPLIT)
     _judge(raw, where)
     header = json.loads(raw)
     metadata = header.pop(_METADATA, None) or {}
-    # A tensor's shape and its range are a list each: with more lists than that, a name may be there twice.
-    if raw.count(b"[") != 2 * len(header):
+    if num_lists != 2 * len(header):  # then a name may be there twice
         _refuse_a_name_twice(raw, where)
     entries = _entries_of(header, file, LENGTH_BYTES + len(raw))
     _refuse_unknown_dtypes(entries.values(), where)

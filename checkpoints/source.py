@@ -28,6 +28,7 @@ from .safetensors_file import Entry, fill, read_header
 from .unchanged import FileStamp, states_of
 
 SINGLE = "model.safetensors"
+_MAX_TENSORS = 1_000_000  # of a checkpoint; the largest that are known have less than half
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,9 @@ def _assemble(
     headers: Mapping[str, Mapping[HFName, Entry]],
     companions: Companions,
 ) -> Source:
+    if (count := sum(map(len, headers.values()))) > _MAX_TENSORS:
+        rule = f"a checkpoint has at most {_MAX_TENSORS} tensors"
+        raise CheckpointError(where, rule, got=count, cure="Check what wrote it")
     entries: dict[HFName, Entry] = {}
     unindexed: dict[HFName, Entry] = {}
     for file in sorted(headers):
