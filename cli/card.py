@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ..recipes.errors import CheckpointError, RecipeError
 from .progress import bytes_bar
 from .tables import VERDICT_COLOURS
 
@@ -53,15 +52,15 @@ def card(
 
     Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`
     """
-    from ..validate.publish import card as cards
+    from .. import api
 
-    made, report = cards.build(
+    made, report = api.card(
         path,
-        source=source or _source(path),
+        source=source,
         base_model=base_model,
         license_id=license_id,
         out=folder,
-        watch=bytes_bar(Console(stderr=True), "reading"),
+        progress=bytes_bar(Console(stderr=True), "reading"),
     )
     judged, colour = "not judged", "yellow"
     if report.judgement:
@@ -74,17 +73,3 @@ def card(
     out = Console()
     out.print(f"{escape(str(made))}: {', '.join(files)}", highlight=False, soft_wrap=True)
     out.print(f"It says: [{colour}]{judged}[/]. {escape(report.verdict.says)}", highlight=False)
-
-
-def _source(path: Path) -> Path | None:
-    """The folder that the checkpoint was made from, if it is still here."""
-    from ..checkpoints.source import open_source
-    from .source_of import recorded_source
-
-    if not (path / "config.json").is_file():
-        return None
-    opened = open_source(path)
-    try:
-        return Path(recorded_source(opened, cure=""))
-    except (RecipeError, CheckpointError):  # a card needs no source; `build` refuses a record that is not ours
-        return None

@@ -7,22 +7,24 @@ Easy to get wrong: the JSON lines have names of their own, which other programs 
 field of check.json gets another name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..recipes.errors import RecipeError
-from ..validate.serving.vllm_env import TESTED, find_vllm
+from ..recipes.errors import RecipeError, printable
+from ..validate.serving.vllm_env import TESTED
 from . import exits, findings, tables
 from .options import JsonOption, chosen_gpus
 
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
-    from ..validate.dryload.facts import GPU, LoadAccount, Role
+    from ..validate.dryload.facts import LoadAccount, Role
     from ..validate.report.results import CheckData
 
 
@@ -63,6 +65,7 @@ def check(
 
     Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm100 --record`
     """
+    from .. import api
     from ..validate.report.html import require_extra
     from .record import begin
     from .report import save
@@ -76,18 +79,19 @@ def check(
     chosen = chosen_gpus(gpus or []) if is_dry else []
     notes = begin(paths) if record else None
     status = 0
-    found = _loaded(paths, chosen, tps or [1], num_drafts, draft, err) if is_dry else _checked(paths)
-    for number, checked in enumerate(found):
-        status = max(status, _status(checked))
-        _show(checked, as_json=as_json)
-        if checked.refusal is not None:
-            continue
-        if html is not None:
-            folder = html if len(paths) == 1 else html / f"{number + 1}-{Path(paths[number]).name}"
-            page = save(folder, checked.data, vllm=TESTED[0], opened=checked.source)
-            err.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
-        if notes is not None:
-            err.print(f"recorded: {notes.keep(checked)}", highlight=False, markup=False, soft_wrap=True)
+    with _spinner(err, is_shown=is_dry) as doing:
+        loads = {"gpus": chosen, "tps": tps or [1], "num_drafts": num_drafts, "draft": draft}
+        for number, checked in enumerate(api.check_all(paths, **loads, progress=doing)):
+            status = max(status, _status(checked))
+            _show(checked, as_json=as_json)
+            if checked.refusal is not None:
+                continue
+            if html is not None:
+                folder = html if len(paths) == 1 else html / f"{number + 1}-{Path(paths[number]).name}"
+                page = save(folder, checked.data, vllm=TESTED[0], opened=checked.source)
+                err.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+            if notes is not None:
+                err.print(f"recorded: {notes.keep(checked)}", highlight=False, markup=False, soft_wrap=True)
     if status:
         raise typer.Exit(status)
 
@@ -149,28 +153,10 @@ def _model_json(account: "LoadAccount", role: "Role") -> dict[str, Any]:
     }
 
 
-def _checked(paths: list[str]) -> "Iterator[Checked]":
-    from ..validate.check.check import examine
-
-    return (examine(path) for path in paths)
-
-
-def _loaded(
-    paths: list[str], gpus: "list[GPU]", tps: list[int], num_drafts: int, draft: str, err: Console
-) -> "Iterator[Checked]":
-    from ..validate.dryload.check_on import check_on
-
-    vllm = find_vllm()
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True
-    ) as progress:
+@contextmanager
+def _spinner(err: Console, *, is_shown: bool) -> "Iterator[Callable[[str], None]]":
+    """What a dry load does now, on a terminal."""
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("starting vLLM", total=None)
-        yield from check_on(
-            paths,
-            vllm=vllm,
-            gpus=gpus,
-            tps=tps,
-            num_drafts=num_drafts,
-            draft=draft,
-            progress=lambda doing: progress.update(task, description=doing),
-        )
+        yield lambda doing: progress.update(task, description=escape(printable(doing)))

@@ -24,8 +24,9 @@ def plan(
 
     Example: `keepmtp plan /data/my-fine-tune --scheme nvfp4a16-fp8`
     """
-    from . import pipeline, plan_tables
+    from .. import api
+    from . import plan_tables
 
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
-    made, _ = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
+    made = api.plan(model, **words, trust_remote_code=trust_remote_code)
     plan_tables.show(made, as_json=as_json)

@@ -60,11 +60,12 @@ def quantize(
 
     Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7`
     """
+    from .. import api
     from . import calibration_tables, pipeline, plan_tables, refusals
 
     out = Console()
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
-    made, text = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
+    made = api.plan(model, **words, trust_remote_code=trust_remote_code)
     rank, _ = place_in_run()
     if dry_run:
         if not rank:
@@ -78,14 +79,7 @@ def quantize(
         if refusals.needs_calibration(made):
             out.print(calibration_tables.will_do(made))
     with run_progress(Console(stderr=True), as_json=as_json) as progress:
-        result = pipeline.quantize(
-            made,
-            text,
-            out=target,
-            threads=threads,
-            keep_calibration=keep_calibration,
-            progress=progress,
-        )
+        result = api.quantize(made, target, threads=threads, keep_calibration=keep_calibration, progress=progress)
     if not rank:
         _show_result(result, as_json=as_json)
 

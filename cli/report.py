@@ -34,22 +34,13 @@ def page(
 
     Example: `keepmtp report out/tiny-glm4-moe.w4a16-fp8`
     """
-    from ..validate.report.html import require_extra, write_html
-    from ..validate.report.report import read_json, refresh
+    from .. import api
+    from ..validate.report.html import require_extra
+    from ..validate.report.results import results_of
 
     require_extra()
-    results = _results(path)
-    full = read_json(path) if results is None else refresh(results)
-    sys.stdout.write(f"{write_html(folder or results or path.parent, full)}\n")
-
-
-def _results(path: Path) -> Path | None:
-    """The folder of results that a person means by a checkpoint's folder or by NAME.report; None for a file."""
-    from ..validate.report.results import report_folder
-
-    if path.suffix == ".report" or not (path.is_dir() or report_folder(path).is_dir()):
-        return path if path.is_dir() else None
-    return report_folder(path)
+    page = api.report_page(api.report(path), folder or results_of(path) or path.parent)
+    sys.stdout.write(f"{page}\n")
 
 
 def save(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..checkpoints.record import RECORD, read_record
 from ..checkpoints.source import Source, open_source
-from ..recipes.errors import RecipeError
+from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_view
 from ..recipes.shipped import find_path
 
@@ -61,6 +61,17 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
                 return str(place)
     got = f"{named.name} ({named.revision}), which is no folder with the recorded files here"
     raise RecipeError(path, rule, got=got, cure=cure)
+
+
+def folder_it_was_made_from(checkpoint: Path) -> Path | None:
+    """The folder that the checkpoint's record names, if it is still here."""
+    if not (checkpoint / "config.json").is_file():
+        return None
+    opened = open_source(checkpoint)
+    try:
+        return Path(recorded_source(opened, cure=""))
+    except (RecipeError, CheckpointError):  # whoever needs no source refuses a record that is not ours
+        return None
 
 
 def refuse_stranger(checkpoint: Source, source: Source) -> None:

@@ -45,6 +45,7 @@ class Plan:
 
     Attributes:
         trust_remote_code: the user lets the checkpoint's own Python run, and travel with the output.
+        recipe_text: the recipe as the checkpoint will carry it; "" where only the decisions are asked for.
     """
 
     recipe: Recipe
@@ -53,6 +54,7 @@ class Plan:
     tensors: tuple[TensorPlan, ...]
     shard_bytes: int = SHARD_BYTES
     trust_remote_code: bool = False
+    recipe_text: str = ""
 
     @property
     def companions(self) -> tuple[str, ...]:

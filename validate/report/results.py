@@ -97,6 +97,13 @@ def report_folder(checkpoint: Path) -> Path:
     return whole.with_name(f"{whole.name}.report")
 
 
+def results_of(path: Path) -> Path | None:
+    """The folder of results that a person means by a checkpoint's folder or by NAME.report; None for a file."""
+    if path.suffix == ".report" or not (path.is_dir() or report_folder(path).is_dir()):
+        return path if path.is_dir() else None
+    return report_folder(path)
+
+
 def checkpoint_folder(evidence: Path) -> Path:
     """The checkpoint of an evidence folder; the folder itself need not be there.
 

@@ -1,0 +1,283 @@
+"""keepmtp from Python: what the command line does, as functions of values. docs/api.md has an example of each.
+
+    load_recipe  ->  plan  ->  quantize  ->  check  ->  report, card
+
+In: names, folders and Hub ids as a command line has them. Out: typed values, which know how they are printed as JSON
+(`value.model_dump(mode="json")`), and files where a name says so.
+
+A function raises `KeepMTPError` where the command line prints `error:`; its fields say where, which rule, what is there
+instead and the cure. Nothing is printed: whoever wants to see a long run passes `progress`.
+
+Easy to get wrong: `import keepmtp.api` loads nothing of this. A function loads what it needs when it is called, and a
+type when it is named.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .recipes.errors import KeepMTPError
+
+if TYPE_CHECKING:
+    from .checkpoints.identity import ReadingBar
+    from .cli.pipeline import FinishedRun
+    from .cli.progress import RunProgress
+    from .quantize.plan import Plan
+    from .recipes.schema import Recipe
+    from .validate.check.check import Checked
+    from .validate.check.findings import Finding
+    from .validate.dryload.facts import GPU
+    from .validate.report.results import CheckData
+    from .validate.report.schema import FullReport as Report
+
+__all__ = [
+    "CheckData",
+    "Finding",
+    "FinishedRun",
+    "KeepMTPError",
+    "Plan",
+    "Recipe",
+    "Report",
+    "RunProgress",
+    "card",
+    "check",
+    "check_all",
+    "load_recipe",
+    "plan",
+    "quantize",
+    "report",
+    "report_page",
+]
+# Type -> its module and its name there.
+_TYPES = {
+    "CheckData": (".validate.report.results", "CheckData"),
+    "Finding": (".validate.check.findings", "Finding"),
+    "FinishedRun": (".cli.pipeline", "FinishedRun"),
+    "Plan": (".quantize.plan", "Plan"),
+    "Recipe": (".recipes.schema", "Recipe"),
+    "Report": (".validate.report.schema", "FullReport"),
+    "RunProgress": (".cli.progress", "RunProgress"),
+}
+
+
+def load_recipe(
+    name: str, *, scheme: str | None = None, mtp: str | None = None, calibration: str | None = None
+) -> "Recipe":
+    """Read and validate a recipe.
+
+    Args:
+        name: a model's name, a recipe's full name, or a recipe file.
+        scheme: another variant of the model, or one scheme for every quantized group.
+        mtp: what becomes of the MTP block: source, bf16, auto, or a scheme.
+        calibration: the name of a calibration block, for a scheme that needs batches.
+
+    Raises:
+        KeepMTPError: there is no such recipe, or it has a value that is not possible.
+    """
+    from .recipes.find import find_recipe
+
+    return find_recipe(name, scheme=scheme, mtp=mtp, calibration=calibration)[0]
+
+
+def plan(
+    model: str,
+    *,
+    source: str | None = None,
+    scheme: str | None = None,
+    mtp: str | None = None,
+    calibration: str | None = None,
+    trust_remote_code: bool = False,
+) -> "Plan":
+    """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is written.
+
+    Args:
+        model: as for `load_recipe`; or a checkpoint without a recipe: a folder, a Hub id, the address of its page.
+        source: folder or Hub id of the released checkpoint; default the recipe's.
+        scheme, mtp, calibration: as for `load_recipe`.
+        trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
+
+    Raises:
+        KeepMTPError: the recipe does not fit the checkpoint, or the checkpoint cannot be read.
+    """
+    from .cli import pipeline
+
+    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
+    made, recipe_text = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
+    return replace(made, recipe_text=recipe_text)
+
+
+def quantize(
+    planned: "Plan",
+    out: str | Path,
+    *,
+    threads: int | None = None,
+    keep_calibration: bool = False,
+    progress: "RunProgress | None" = None,
+) -> "FinishedRun":
+    """Carry out a plan: download, calibrate, write, check, and give the folder its final name.
+
+    A run that was killed is continued by the same call, and the result has the same bytes.
+
+    Args:
+        planned: from `plan`.
+        out: the folder to write; it must not exist.
+        threads: shards written at the same time; default one a core.
+        keep_calibration: keep the folder `<out>.calibration` for a run with another MTP policy.
+        progress: who is called during the run; default nobody.
+
+    Raises:
+        KeepMTPError: before a byte is written; or the checkpoint does not pass its own check.
+    """
+    from .cli import pipeline
+    from .cli.progress import SILENT
+
+    return pipeline.quantize(
+        planned,
+        planned.recipe_text,
+        out=Path(out),
+        threads=threads,
+        keep_calibration=keep_calibration,
+        progress=progress or SILENT,
+    )
+
+
+def check(
+    where: str | Path,
+    *,
+    gpus: "Sequence[GPU]" = (),
+    tps: Sequence[int] = (1,),
+    num_drafts: int = 1,
+    draft: str = "",
+    progress: Callable[[str], None] | None = None,
+) -> "CheckData":
+    """Judge one checkpoint by its config.json and headers, and with `gpus` also by vLLM's own classes and loaders.
+
+    Args:
+        where: a folder or a Hub id, of keepmtp or of any other tool.
+        gpus: GPUs to pretend: sm90, sm100, sm120. They need not be there; a vLLM environment must.
+        tps: tensor-parallel sizes of the dry loads.
+        num_drafts: num_speculative_tokens of the dry loads.
+        draft: folder or Hub id of a draft that has a checkpoint of its own.
+        progress: called with what is done now.
+
+    Returns: facts, findings and dry loads. `ok` says that no finding is an error.
+
+    Raises:
+        KeepMTPError: there is nothing to judge. Files that are broken are findings.
+    """
+    one = check_all([where], gpus=gpus, tps=tps, num_drafts=num_drafts, draft=draft, progress=progress)
+    (checked,) = one
+    if checked.refusal is not None:
+        raise checked.refusal
+    return checked.data
+
+
+def check_all(
+    places: Sequence[str | Path],
+    *,
+    gpus: "Sequence[GPU]" = (),
+    tps: Sequence[int] = (1,),
+    num_drafts: int = 1,
+    draft: str = "",
+    progress: Callable[[str], None] | None = None,
+) -> "Iterator[Checked]":
+    """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of them.
+
+    Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
+    """
+    from .validate.check.check import examine
+
+    paths = [str(place) for place in places]
+    if not gpus:
+        yield from map(examine, paths)
+        return
+    from .validate.dryload.check_on import check_on
+    from .validate.serving.vllm_env import find_vllm
+
+    yield from check_on(
+        paths,
+        vllm=find_vllm(),
+        gpus=gpus,
+        tps=tps,
+        num_drafts=num_drafts,
+        draft=draft,
+        progress=progress or (lambda doing: None),
+    )
+
+
+def report(path: str | Path) -> "Report":
+    """Read everything that was measured on a checkpoint, and compare it with the files that it was made from.
+
+    Args:
+        path: a checkpoint's folder NAME or its NAME.report, whose report.json is made anew from the result files
+            there; or a report.json.
+
+    Raises:
+        KeepMTPError: there is none, or its numbers are not those of the result files.
+    """
+    from .validate.report.report import read_json, refresh
+    from .validate.report.results import results_of
+
+    results = results_of(Path(path))
+    return read_json(Path(path)) if results is None else refresh(results)
+
+
+def report_page(full: "Report", folder: str | Path) -> Path:
+    """Write report.html, one page without scripts or requests; returns its path. Needs the `report` extra.
+
+    Args:
+        full: from `report`.
+        folder: made if need be.
+    """
+    from .validate.report.html import require_extra, write_html
+
+    require_extra()
+    return write_html(Path(folder), full)
+
+
+def card(
+    checkpoint: str | Path,
+    *,
+    source: str | Path | None = None,
+    base_model: str | None = None,
+    license_id: str | None = None,
+    out: str | Path | None = None,
+    progress: "ReadingBar | None" = None,
+) -> "tuple[Path, Report]":
+    """Write a checkpoint's model card from its measurements. Needs the `report` extra.
+
+    Args:
+        checkpoint: the folder NAME; what was measured on it is in NAME.report.
+        source: folder of what it was made from, for license, language and task; default what its record names, if
+            that is here.
+        base_model: ORG/NAME on the Hub that it was made from.
+        license_id: as the Hub names it.
+        out: where the card goes; default NAME.card.
+        progress: called with the number of bytes that are hashed; see `RunProgress.packing`.
+
+    Returns: the card's folder, and the report that it was made from.
+
+    Raises:
+        KeepMTPError: the bytes or the numbers are not those that were measured, or something is not known.
+    """
+    from .cli.source_of import folder_it_was_made_from
+    from .validate.publish import card as cards
+
+    return cards.build(
+        Path(checkpoint),
+        source=Path(source) if source else folder_it_was_made_from(Path(checkpoint)),
+        base_model=base_model,
+        license_id=license_id,
+        out=None if out is None else Path(out),
+        watch=progress,
+    )
+
+
+def __getattr__(name: str) -> Any:
+    """A type, imported when it is named."""
+    if name not in _TYPES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, real_name = _TYPES[name]
+    return getattr(import_module(module, __package__), real_name)

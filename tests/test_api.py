@@ -1,0 +1,78 @@
+"""keepmtp.api: the page's examples run, the names are lazy, and the command line is built on them."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from commands import keepmtp
+from keepmtp import api
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "api.md"
+HEAVY = {"huggingface_hub", "httpx", "numpy", "pydantic", "rich", "torch", "transformers", "typer", "yaml"}
+
+
+def loaded(code: str) -> set[str]:
+    words = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    return {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+
+
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
+    """Top to bottom, in one folder; a command in a comment is run as a command."""
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, object] = {}
+    parts = re.findall(r"<!-- (keepmtp [^\n]*) -->|```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(parts) >= 8
+    for command, code in parts:
+        if command:
+            assert keepmtp(*command.split()[1:], cwd=tmp_path).returncode == 0
+        else:
+            exec(compile(code, str(PAGE), "exec"), known)
+    said = capsys.readouterr().out
+    assert "tensors of the MTP block kept" in said and "must be a variant of tiny-glm4-moe" in said
+
+
+def test_every_name_is_on_the_page_and_has_types():
+    text = PAGE.read_text()
+    assert [name for name in api.__all__ if f"`{name}" not in text] == []
+    for name in api.__all__:
+        value = getattr(api, name)
+        assert inspect.getdoc(value), name
+        if inspect.isfunction(value):
+            signature = inspect.signature(value)
+            assert signature.return_annotation is not inspect.Signature.empty
+            assert all(each.annotation is not inspect.Parameter.empty for each in signature.parameters.values())
+    assert get_type_hints(api.KeepMTPError.at)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        api.nothing  # noqa: B018
+
+
+def test_importing_it_loads_nothing():
+    assert not HEAVY & loaded("import keepmtp.api")
+    assert not {"torch", "transformers"} & loaded(
+        "from keepmtp.api import Plan, Report, Recipe, CheckData, FinishedRun"
+    )
+
+
+@pytest.mark.parametrize("verb", ["plan", "quantize", "check", "report", "card"])
+def test_the_command_line_is_built_on_it(verb):
+    called = re.findall(r"\bapi\.(\w+)\(", (ROOT / "cli" / f"{verb}.py").read_text())
+    assert called and set(called) <= set(api.__all__)
+
+
+def test_what_has_nothing_to_judge_is_raised():
+    with pytest.raises(api.KeepMTPError, match="a source is a folder"):
+        api.check("nowhere/at/all")
+
+
+def test_a_plan_carries_the_text_of_a_users_own_recipe(tmp_path):
+    """The checkpoint gets the file as it was written, comments included."""
+    shipped = api.plan("tiny-glm4-moe.w4a16-fp8").recipe_text
+    (tmp_path / "mine.yaml").write_text(f"# mine\n{shipped}")
+    run = api.quantize(api.plan(str(tmp_path / "mine.yaml")), tmp_path / "out")
+    assert (run.out / "recipe.yaml").read_text().startswith("# mine\n")
