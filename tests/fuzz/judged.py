@@ -57,7 +57,7 @@ def judged(words: tuple[str, ...], folder: Path, *, reads_weights: bool, call: C
         _end_group(pid)
         printed, said = (_text(file.fileno()) for file in (out, err))
     status = os.waitstatus_to_exitcode(waited)
-    faults = [*_of_status(status), *_of_text(printed + said, said, status)]
+    faults = [*_of_status(status), *_of_text(printed + said, status)]
     if status == 0 and reads_weights and (why := refused(folder)):
         faults.append(f"false pass: {why}")
     return Verdict(status=status, faults=tuple(faults), printed=printed[-3000:] + said[-6000:])
@@ -97,20 +97,27 @@ def _of_status(status: int) -> list[str]:
     return [] if status in STATUSES else [f"status {status}"]
 
 
-def _of_text(text: str, said: str, status: int) -> list[str]:
+def _of_text(text: str, status: int) -> list[str]:
     faults = []
     if "Traceback (most recent call last)" in text:
-        last = next(
-            (line for line in reversed(text.splitlines()) if re.match(r"\w[\w.]*(Error|Exception|Exit)?\b", line)), ""
-        )
-        faults.append("memory" if last.startswith("MemoryError") else f"traceback: {last[:150]}")
+        faults.append(_crash(text))
     if found := _RAW.search(text):
         faults.append(f"raw {found[0]!a} on the terminal")
     if len(text) >= MOST_PRINTED:
         faults.append("prints without end")
-    if status == 2 and not re.search(r"^(error: |Usage: )", said, re.MULTILINE):
+    if status == 2 and not re.search(r"; got |^Usage: ", text, re.MULTILINE):
         faults.append("status 2 without a sentence")
     return faults
+
+
+def _crash(text: str) -> str:
+    """The error of a traceback, and the last line of keepmtp in it."""
+    last = next((line for line in reversed(text.splitlines()) if re.match(r"[a-zA-Z][\w.]*(:|$)", line)), "")
+    if last.startswith("MemoryError"):
+        return "memory"
+    lines = re.findall(r'File "[^"]*?((?:recipes|checkpoints|quantize|validate|cli)/[^"]*)", line (\d+)', text)
+    at = ":".join(lines[-1]) if lines else "?"
+    return f"traceback: {last[:150]} at {at}"
 
 
 def _child(words: tuple[str, ...], call: Callable[[], None], out: int, err: int) -> None:

@@ -73,7 +73,7 @@ def judge(tmp_path, monkeypatch):
         (forever, -signal.SIGALRM, "hang"),
         (greedy, 99, "memory"),
         (red, 0, "raw '\\x1b' on the terminal"),
-        (lambda: {}["gone"], 99, "traceback: KeyError: 'gone'"),
+        (lambda: {}["gone"], 99, "traceback: KeyError: 'gone' at ?"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), -signal.SIGTERM, "killed by SIGTERM"),
     ],
 )

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...checkpoints.source import Source, open_source
-from ...recipes.errors import CheckpointError, KeepMTPError, NoCheckpointError, RecipeError
+from ...recipes.errors import CheckpointError, KeepMTPError, NoCheckpointError, RecipeError, printable, shortened
 from ...recipes.families import find_view
 from ..dryload.facts import LoadAccount
 from ..report.results import CheckData
 from . import rules_config, rules_forms, rules_mtp, rules_source
+from .dialects.patterns import time_limit
 from .findings import CheckpointFacts, Finding, Objection, errors_first, grouped
 from .runtime_view import RuntimeView
 
@@ -98,7 +99,11 @@ def _found(opened: Source, source: Source | None) -> tuple[CheckData, RuntimeVie
         )
         return _refused(opened.where, "config", refusal), None
     runtime = RuntimeView(source=opened, view=view)
-    found = [objection for rule in RULES for objection in rule(runtime)]
+    try:
+        with time_limit():
+            found = [objection for rule in RULES for objection in rule(runtime)]
+    except CheckpointError as error:
+        return _refused(opened.where, "config", error), None
     if source is not None:
         original = RuntimeView(source=source, view=find_view(source.config, source.where))
         found += [objection for rule in SOURCE_RULES for objection in rule(runtime, original)]
@@ -110,9 +115,9 @@ def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
     finding = Finding(
         origin="static",
         severity="error",
-        where=str(refusal.where),
-        says=f"{refusal.rule}; got {refusal.got}",
-        cure=refusal.way_out,
+        where=shortened(str(refusal.where)),
+        says=printable(f"{refusal.rule}; got {shortened(str(refusal.got))}"),
+        cure=printable(refusal.way_out),
         rule=rule,
     )
     return CheckData(path=path, facts=CheckpointFacts(), findings=(finding,))
@@ -124,7 +129,7 @@ def _facts(runtime: RuntimeView) -> CheckpointFacts:
     forms = {member.weight.form for module in mtp for member in module.members if len(member.weight.shape) >= 2}
     return CheckpointFacts(
         family=runtime.view.family.model_type,
-        dialect=runtime.dialect.name,
+        dialect=shortened(runtime.dialect.name),
         num_tensors=len(entries),
         num_bytes=sum(entry.num_bytes for entry in entries.values()),
         num_mtp_tensors=_count_mtp(runtime),

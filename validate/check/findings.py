@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from ...checkpoints.fact import Fact
+from ...recipes.errors import shortened
 
 Severity = Literal["error", "warning"]
 Origin = Literal["static", "dry"]
+_MOST = 2000  # characters of a sentence; a name of a stranger may be longer
 
 
 class Finding(Fact):
@@ -50,18 +52,40 @@ class CheckpointFacts(Fact):
 
 
 class Objection(NamedTuple):
-    """One tensor or entry that is wrong, and the cause; "": those with the same words have one cause."""
+    """One tensor or entry that is wrong, and the cause; "": those with the same words have one cause.
+
+    Attributes:
+        finding: about the first of them.
+        cause: what they have in common.
+        times: how many they are, where a rule has counted and not gone through them.
+    """
 
     finding: Finding
     cause: str
+    times: int = 1
 
 
 def objection(
-    *, rule: str, severity: Severity, where: str, says: str, cure: str, cause: str = "", origin: Origin = "static"
+    *,
+    rule: str,
+    severity: Severity,
+    where: str,
+    says: str,
+    cure: str,
+    cause: str = "",
+    origin: Origin = "static",
+    count: int = 1,
 ) -> Objection:
-    """What a rule yields."""
-    finding = Finding(origin=origin, severity=severity, where=where, says=says, cure=cure, rule=rule)
-    return Objection(finding, cause)
+    """What a rule yields. Names come from files, so they are made printable here, once for all who show them."""
+    finding = Finding(
+        origin=origin,
+        severity=severity,
+        where=shortened(where, _MOST),
+        says=shortened(says, _MOST),
+        cure=shortened(cure, _MOST),
+        rule=rule,
+    )
+    return Objection(finding, cause, count)
 
 
 def grouped(objections: Iterable[Objection]) -> list[Finding]:
@@ -73,10 +97,10 @@ def by_cause(objections: Iterable[Objection]) -> dict[tuple[str, str, str], Find
     """`grouped`, with what tells one cause from another."""
     first: dict[tuple[str, str, str], Finding] = {}
     counts: dict[tuple[str, str, str], int] = {}
-    for finding, cause in objections:
+    for finding, cause, times in objections:
         key = (finding.rule, finding.severity, cause or f"{finding.says} {finding.cure}")
         first.setdefault(key, finding)
-        counts[key] = counts.get(key, 0) + 1
+        counts[key] = counts.get(key, 0) + times
     return {key: finding.model_copy(update={"count": counts[key]}) for key, finding in first.items()}
 
 

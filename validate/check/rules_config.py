@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...recipes.family import HFName, VLLMName
-from .dialects.choose import quantization_of, read_dialect
+from .dialects.choose import HF_QUANT_CONFIG, quantization_of, read_dialect
 from .dialects.fp8 import Fp8
 from .dialects.modelopt import ALGORITHMS, ModelOpt
 from .findings import Objection, objection
-from .runtime_view import HF_QUANT_CONFIG, RuntimeView
+from .runtime_view import RuntimeView
 from .vllm_module import ConfigEntry, UnknownDialect
 
 _SIZE_TOLERANCE = 0.01
@@ -211,18 +211,45 @@ def index_size_is_sane(runtime: RuntimeView) -> Iterator[Objection]:
     """The index' total_size is that of the tensors: R6; an index merged by hand tells by it."""
     metadata = (runtime.index or {}).get("metadata") or {}
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
-    if not isinstance(total, int | float) or not total:
+    if isinstance(total, bool) or not isinstance(total, int | float) or not total:
         return
     have = sum(entry.num_bytes for entry in runtime.source.entries.values())
-    if abs(total - have) > _SIZE_TOLERANCE * have:
+    said = total if isinstance(total, int) else f"{total:.0f}"
+    if not abs(total - have) <= _SIZE_TOLERANCE * have:  # also where it is no number
         yield objection(
             rule="index-size",
             severity="warning",
             where="model.safetensors.index.json: metadata.total_size",
-            says=f"is {int(total)}, the tensors have {have} bytes: loaders that plan memory by it go wrong, and a file "
+            says=f"is {said}, the tensors have {have} bytes: loaders that plan memory by it go wrong, and a file "
             "may have been replaced after the index was written",
             cure="Write the index again from the files",
         )
+
+
+def own_code_is_known(runtime: RuntimeView) -> Iterator[Objection]:
+    """Python that the checkpoint brings, or takes from another repository: it would run as whoever serves it.
+
+    An `auto_map` alone says nothing: a quantized release may keep the key without the files.
+    """
+    here = [name for name in runtime.source.code if "/" not in name]
+    elsewhere = sorted(_repositories_of(runtime.source.config))
+    if here or elsewhere:
+        yield objection(
+            rule="own-code",
+            severity="warning",
+            where=(here or elsewhere)[0],
+            says="is code of the checkpoint: vLLM runs what auto_map names with --trust-remote-code, and only then",
+            cure="Serve it without --trust-remote-code, since vLLM has a class of its own for this family; or read it",
+            count=len(here) + len(elsewhere),
+        )
+
+
+def _repositories_of(config: Mapping[str, Any]) -> set[str]:
+    """Code that `auto_map` takes from another repository, written ORG/NAME--FILE.CLASS."""
+    auto_map = config.get("auto_map")
+    values = auto_map.values() if isinstance(auto_map, Mapping) else ()
+    classes = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    return {f"config.json: auto_map {name}" for name in classes if isinstance(name, str) and "--" in name}
 
 
 RULES = (
@@ -232,6 +259,7 @@ RULES = (
     modelopt_is_complete,
     extras_are_present,
     index_size_is_sane,
+    own_code_is_known,
 )
 
 

@@ -9,7 +9,7 @@ layer has.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ...checkpoints.stored import KV_SCALE_LEAVES, OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ...recipes.family import HFName, Part
@@ -162,26 +162,39 @@ def experts_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
         if module.kind != "experts":
             continue
         have: dict[str, set[int]] = defaultdict(set)
+        stacked: dict[str, int] = {}
         for member in module.members:
             row = member.place.row
             if row.stacked:
-                have[row.path] |= set(range(member.weight.shape[0]))
+                stacked[row.path] = member.weight.shape[0] if member.weight.shape else 0
             elif member.place.expert is not None:
                 have[row.path].add(member.place.expert)
+        for path, count in stacked.items():
+            yield from _wrong_experts(runtime, module, path, range(count, expected), range(expected, count), expected)
         for path, experts in have.items():
-            stem = runtime.view.disk_stem(module.part, module.layer or 0)
-            for expert in sorted(set(range(expected)) ^ experts):
-                too_many = expert >= expected
-                yield objection(
-                    rule="experts",
-                    severity="error",
-                    where=f"{stem}{path.replace('{e}', str(expert))}",
-                    says=f"exists, but config.json counts {expected} experts: vLLM raises"
-                    if too_many
-                    else f"is missing from {expected} experts: vLLM leaves it uninitialised in silence",
-                    cure="Quantize the checkpoint again: shards of some experts were lost",
-                    cause=f"{module.part} {module.layer} {too_many}",
-                )
+            missing = sorted(set(range(expected)) - experts)
+            extra = sorted(expert for expert in experts if expert >= expected)
+            yield from _wrong_experts(runtime, module, path, missing, extra, expected)
+
+
+def _wrong_experts(
+    runtime: RuntimeView, module: Module, path: str, missing: Sequence[int], extra: Sequence[int], expected: int
+) -> Iterator[Objection]:
+    """At most two objections for one projection, however many experts it lacks or has too many."""
+    stem = runtime.view.disk_stem(module.part, module.layer or 0)
+    lost = f"is missing from {expected} experts: vLLM leaves it uninitialised in silence"
+    more = f"exists, but config.json counts {expected} experts: vLLM raises"
+    for experts, says in ((missing, lost), (extra, more)):
+        if experts:
+            yield objection(
+                rule="experts",
+                severity="error",
+                where=f"{stem}{path.replace('{e}', str(experts[0]))}",
+                says=says,
+                cure="Quantize the checkpoint again: shards of some experts were lost",
+                cause=f"{module.part} {module.layer} {experts is extra}",
+                count=len(experts),
+            )
 
 
 def names_are_known(runtime: RuntimeView) -> Iterator[Objection]:

@@ -19,11 +19,9 @@ from ...checkpoints.source import INDEX, Source, small_file
 from ...checkpoints.stored import StoredWeight, stored_weights
 from ...recipes.family import HFName, Part, Role, Row, VLLMName
 from ...recipes.family_view import FamilyView, Place
-from .dialects.choose import read_dialect
+from .dialects.choose import HF_QUANT_CONFIG, read_dialect
 from .dialects.modelopt import ModelOpt
 from .vllm_module import PLAIN, Dialect, Kind, Resolution
-
-HF_QUANT_CONFIG = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

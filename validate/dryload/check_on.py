@@ -88,7 +88,7 @@ def with_loads(
     found: list[tuple[DryLoad, list[Objection]]] = []
     for account in accounts:
         own = objections(account, checked.runtime, version=version, static=checked.data.findings, draft=draft)
-        counted.append(account.counted(sum(finding.severity == "error" for finding, _ in own)))
+        counted.append(account.counted(sum(each.finding.severity == "error" for each in own)))
         found.append((account.load, own))
     update = {
         "findings": errors_first([*checked.data.findings, *_once(found)]),

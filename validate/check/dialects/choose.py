@@ -11,12 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ....recipes.errors import CheckpointError
 from ....recipes.family import Part, VLLMName
 from ..vllm_module import PLAIN, ConfigEntry, Dialect, Kind, Resolution, UnknownDialect
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
-from .matching import renamer
+from .matching import Renamer, renamer
 from .modelopt import read_modelopt
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +47,29 @@ def read_dialect(
         config: config.json.
         hf_quant_config: hf_quant_config.json, if there is one.
         part: backbone or mtp; the classes of some drafts have a mapper of their own.
+
+    Raises:
+        CheckpointError: a key has another type than vLLM reads, or an entry is no regular expression.
     """
     found = quantization_of(config)
     if found is None and hf_quant_config is None:
         return Unquantized()
     raw: Mapping[str, Any] = found if found is not None else {"quant_method": "modelopt", **(hf_quant_config or {})}
+    try:
+        return _read(raw, config, hf_quant_config or {}, renamer(config, part))
+    except CheckpointError as error:
+        raise error.at("config.json: quantization_config" if found is not None else HF_QUANT_CONFIG) from error
+
+
+def _read(
+    raw: Mapping[str, Any], config: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer
+) -> Dialect:
+    """The dialect of a quantization config, whose file the caller knows."""
     method = str(raw.get("quant_method", "")).lower()
-    rename = renamer(config, part)
     if method == "compressed-tensors":
         return read_compressed_tensors(raw, rename)
     if method.startswith("modelopt") or method == "mxfp8":
-        return read_modelopt(raw, hf_quant_config or {}, rename)
+        return read_modelopt(raw, hf_quant_config, rename)
     if method in ("fp8", "deepseek_v4_fp8"):
         return read_fp8(raw, config, rename)
     return read_unknown(method or "quantization_config without quant_method", raw)
@@ -77,5 +92,7 @@ def read_unknown(method: str, raw: Mapping[str, Any]) -> UnknownDialect:
     """A dialect that keepmtp does not know: it reads only the lists of modules to leave alone."""
     entries = []
     for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers", "dynamic", "extra_config"):
-        entries += [ConfigEntry(where=key, written=str(word), read=(str(word),)) for word in raw.get(key) or ()]
+        listed = raw.get(key)
+        words = [word for word in listed if isinstance(word, str)] if isinstance(listed, list | dict) else []
+        entries += [ConfigEntry(where=key, written=word, read=(word,)) for word in words]
     return UnknownDialect(name=method, entries=tuple(entries))

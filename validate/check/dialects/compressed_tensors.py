@@ -18,9 +18,19 @@ from typing import Any
 from ....checkpoints.stored import Form
 from ....recipes.family import VLLMName
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
-from .matching import Renamer, equal_or_regex, first_match
+from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, read_given
+from .matching import Renamer
+from .patterns import Entries, equal_or_regex
 
 _SHARD_ERROR = "ValueError: Found different quantization schemes for the shards of {}"
+
+
+class Targets:
+    """Targets after renaming, in their order, and what vLLM builds for each, or the exception it raises."""
+
+    def __init__(self, builds: Mapping[str, VLLMModule | str]) -> None:
+        self.builds = builds
+        self.entries = Entries(builds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +39,15 @@ class CompressedTensors:
 
     Attributes:
         ignore: entries after renaming.
-        targets: target after renaming -> what vLLM builds for linear modules, or the exception it raises.
+        targets: what vLLM builds for linear modules.
         expert_targets: the same for routed experts.
+        experts_inherit: the target `RoutedExperts` among them was made of `Linear`, which reaches experts too.
     """
 
-    ignore: tuple[str, ...]
-    targets: Mapping[str, VLLMModule | str]
-    expert_targets: Mapping[str, VLLMModule | str]
+    ignore: Entries
+    targets: Targets
+    expert_targets: Targets
+    experts_inherit: bool
     entries: tuple[ConfigEntry, ...]
     name: str = "compressed-tensors"
 
@@ -44,12 +56,8 @@ class CompressedTensors:
         if kind != "experts":
             class_name = "ParallelLMHead" if kind == "head" else _linear_class(module, shards)
             return self._scheme(module, shards, class_name, self.targets)
-        targets = dict(self.expert_targets)
-        inherits = "Linear" in targets and "RoutedExperts" not in targets
-        if inherits:
-            targets["RoutedExperts"] = targets["Linear"]
-        answers = [self._scheme(name, (), "RoutedExperts", targets) for name in shards]
-        if inherits:
+        answers = [self._scheme(name, (), "RoutedExperts", self.expert_targets) for name in shards]
+        if self.experts_inherit:
             answers = [replace(a, entry="Linear") if a.entry == "RoutedExperts" else a for a in answers]
         for answer in answers:
             if answer.error:
@@ -66,55 +74,70 @@ class CompressedTensors:
         """Whole name, or `re:` from the start."""
         return any(equal_or_regex(module, pattern) for pattern in entry.read)
 
-    def _scheme(
-        self, name: str, shards: Sequence[str], class_name: str, targets: Mapping[str, VLLMModule | str]
-    ) -> Resolution:
-        if hit := first_match(name, self.ignore):
+    def _scheme(self, name: str, shards: Sequence[str], class_name: str, targets: Targets) -> Resolution:
+        if hit := self.ignore.first(name):
             return Resolution(built=PLAIN, entry=hit)
-        ignored = [first_match(shard, self.ignore) for shard in shards]
+        ignored = [self.ignore.first(shard) for shard in shards]
         if any(ignored):
             entry = next(hit for hit in ignored if hit)
             error = "" if all(ignored) else _SHARD_ERROR.format(name)
             return Resolution(built=PLAIN, entry=entry, error=error)
-        matched = first_match(name, targets)
+        matched = targets.entries.first(name)
         if matched is None and shards:
-            each = [first_match(shard, targets) for shard in shards]
+            each = [targets.entries.first(shard) for shard in shards]
             matched = each[0] if all(each) else None
-        matched = matched or first_match(class_name, targets, contains=True)
+        matched = matched or targets.entries.first_for_class(class_name)
         if matched is None:
             return Resolution(built=PLAIN)
-        built = targets[matched]
+        built = targets.builds[matched]
         if isinstance(built, str):
             return Resolution(built=UNKNOWN, entry=matched, error=built)
         return Resolution(built=built, entry=matched)
 
 
 def read_compressed_tensors(raw: Mapping[str, Any], rename: Renamer) -> CompressedTensors:
-    """The config as vLLM reads it, entries renamed."""
+    """The config as vLLM reads it, entries renamed.
+
+    Raises:
+        CheckpointError: a key has another type than vLLM reads, or an entry is no regular expression.
+    """
+    given = read_given(CompressedTensorsGiven, raw)
     targets: dict[str, VLLMModule | str] = {}
     expert_targets: dict[str, VLLMModule | str] = {}
     entries: list[ConfigEntry] = []
-    for group in (raw.get("config_groups") or {}).values():
-        names = list(group.get("targets") or ())
+    for group in (given.config_groups or {}).values():
+        names = group.targets or ()
         if len(names) == 1 and names[0].endswith("Attention"):
             continue  # KV-cache quantization; vLLM skips it
         for target in names:
             read = rename.path(target)
-            targets[read] = _compressed_tensors_built(group, raw.get("format"), is_experts=False)
-            expert_targets[read] = _compressed_tensors_built(group, raw.get("format"), is_experts=True)
+            targets[read] = _compressed_tensors_built(group, given.format, is_experts=False)
+            expert_targets[read] = _compressed_tensors_built(group, given.format, is_experts=True)
             entries.append(ConfigEntry(where="targets", written=target, read=(read,)))
-    ignore = tuple(rename.path(entry) for entry in raw.get("ignore") or ())
+    inherits = "Linear" in targets and "RoutedExperts" not in targets
+    if inherits:
+        expert_targets["RoutedExperts"] = expert_targets["Linear"]
+    ignore = Entries(rename.path(entry) for entry in given.ignore or ())
     entries += [
         ConfigEntry(where="ignore", written=written, read=(read,))
-        for written, read in zip(raw.get("ignore") or (), ignore, strict=True)
+        for written, read in zip(given.ignore or (), ignore.written, strict=True)
     ]
-    return CompressedTensors(ignore=ignore, targets=targets, expert_targets=expert_targets, entries=tuple(entries))
+    found = CompressedTensors(
+        ignore=ignore,
+        targets=Targets(targets),
+        expert_targets=Targets(expert_targets),
+        experts_inherit=inherits,
+        entries=tuple(entries),
+    )
+    for each in (found.targets.entries, ignore):
+        each.refuse_wrong()
+    return found
 
 
-def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, is_experts: bool) -> VLLMModule | str:
+def _compressed_tensors_built(group: GivenGroup, format_: str | None, *, is_experts: bool) -> VLLMModule | str:
     """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception it raises."""
-    weights, inputs = _arguments(group.get("weights")), _arguments(group.get("input_activations"))
-    format_ = group.get("format") or format_
+    weights, inputs = _arguments(group.weights), _arguments(group.input_activations)
+    format_ = group.format or format_
     if weights is None:
         return PLAIN
     bits, strategy, is_float = weights["num_bits"], weights["strategy"], weights["type"] == "float"
@@ -163,9 +186,9 @@ def _compressed_tensors_built(group: Mapping[str, Any], format_: str | None, *, 
     return UNKNOWN
 
 
-def _arguments(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _arguments(given: GivenArguments | None) -> dict[str, Any] | None:
     """compressed-tensors' QuantizationArgs with its defaults filled in."""
-    if not given:
+    if given is None or not given.model_fields_set:
         return None
     filled = {
         "num_bits": 8,
@@ -174,7 +197,7 @@ def _arguments(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "dynamic": False,
         "group_size": None,
         "block_structure": None,
-    } | {key: value for key, value in given.items() if value is not None}
+    } | given.model_dump(exclude_none=True)
     if not filled.get("strategy"):
         size = filled["group_size"]
         grouped = None if size is None else ("group" if size > 0 else "channel")

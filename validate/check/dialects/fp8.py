@@ -19,6 +19,7 @@ from typing import Any
 
 from ....recipes.family import VLLMName
 from ..vllm_module import PLAIN, ConfigEntry, Kind, Resolution, VLLMModule
+from .given import Fp8Given, read_given
 from .matching import Renamer, is_layer_skipped
 from .modelopt import modelopt_built
 
@@ -75,21 +76,24 @@ _DSV4_MXFP4 = VLLMModule(
 
 
 def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer) -> Fp8:
-    """The config as vLLM reads it; DeepSeek-V4 by its own class."""
-    listed = raw.get("ignored_layers") or raw.get("modules_to_not_convert") or ()
+    """The config as vLLM reads it; DeepSeek-V4 by its own class.
+
+    Raises:
+        CheckpointError: a key has another type than vLLM reads.
+    """
+    given = read_given(Fp8Given, raw)
+    listed = given.ignored_layers or given.modules_to_not_convert or ()
     ignored = tuple(rename.name(entry) for entry in listed)
     entries = [
         ConfigEntry(where="ignored_layers", written=written, read=(read,))
         for written, read in zip(listed, ignored, strict=True)
     ]
-    size = raw.get("weight_block_size")
-    block = (int(size[0]), int(size[1])) if size else None
-    if block:
+    if block := given.weight_block_size:
         linear = VLLMModule(
             form="fp8_block", leaves=frozenset({"weight", "weight_scale_inv"}), block=block, scale_ndim=2
         )
     else:
-        static = raw.get("activation_scheme") == "static"
+        static = given.activation_scheme == "static"
         leaves = frozenset({"weight", "weight_scale", *(("input_scale",) if static else ())})
         linear = VLLMModule(form="fp8_tensor", leaves=leaves)
     if config.get("model_type") != "deepseek_v4":
@@ -99,9 +103,9 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
     experts, keeps = linear, ()
     if config.get("expert_dtype", "fp4") == "fp4":
         experts = _DSV4_MXFP4
-        if str(raw.get("moe_quant_algo") or "").upper() == "NVFP4":
+        if (given.moe_quant_algo or "").upper() == "NVFP4":
             experts = modelopt_built("NVFP4", 16, 128)
-            keeps = tuple(entry for entry in raw.get("ignore") or () if isinstance(entry, str))
+            keeps = given.ignore or ()
             entries += [ConfigEntry(where="ignore", written=entry, read=(entry,), by_disk=True) for entry in keeps]
     return Fp8(
         ignored=ignored,
@@ -109,6 +113,6 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
         experts=experts,
         entries=tuple(entries),
         keeps_mxfp4=keeps,
-        num_layers=int(config.get("num_hidden_layers", 0)),
+        num_layers=config.get("num_hidden_layers") or 0,
         name="deepseek_v4_fp8",
     )

@@ -3,7 +3,7 @@
 In: names and entries. Out: the entry that matched. `Renamer` applies the mapper of the target's model class; the family
 file holds that mapper.
 
-Easy to get wrong: a regex must match the start of a name but not its end, and vLLM never renames it. Other entries are
+Easy to get wrong: vLLM never renames a regex (patterns.py matches those). Other entries are
 whole names. The mapper also drops names that the model does not load, but vLLM keeps such entries since 0.32.
 
 Source: vLLM 0.32.0 quantization/utils/{config_utils,quant_utils}.py, compressed_tensors/utils.py, modelopt.py,
@@ -11,10 +11,8 @@ model_executor/models/{utils,qwen3_vl,qwen3_5,qwen3_next,mimo}.py, models/deepse
 real functions by tests/validate/check/test_dialects.py.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from ....recipes.families import families
@@ -22,26 +20,6 @@ from ....recipes.family import Part, Renames
 from ....recipes.family_view import FamilyView
 
 _MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are quantized"
-
-
-def first_match(name: str, patterns: Iterable[str], *, contains: bool = False) -> str | None:
-    """The first pattern that matches; `contains`: a part of the name is enough, as for class names in vLLM."""
-    return next((pattern for pattern in patterns if equal_or_regex(name, pattern, contains=contains)), None)
-
-
-def equal_or_regex(name: str, pattern: str, *, contains: bool = False) -> bool:
-    """compressed-tensors' comparison of one name with one pattern."""
-    if pattern.startswith("re:"):
-        return _compiled(pattern[3:]).match(name) is not None
-    return pattern.lower() in name.lower() if contains else pattern == name
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error:
-        return re.compile(r"(?!)")  # vLLM would raise; the rule on entries reports what matches nothing
 
 
 def is_layer_skipped(module: str, shards: Sequence[str], entries: Sequence[str]) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ....recipes.family import VLLMName
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
+from .given import ModelOptGiven, ModuleAlgorithm, read_given
 from .matching import Renamer, is_layer_skipped
 
 
@@ -93,20 +94,20 @@ class ModelOpt:
 def read_modelopt(
     raw: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer
 ) -> ModelOpt | UnknownDialect:
-    """The config as vLLM reads it: in the form of config.json, or under `quantization` as in hf_quant_config.json."""
-    inner = raw["quantization"] if isinstance(raw.get("quantization"), Mapping) else None
-    holder = inner if inner is not None else raw
-    listed = holder.get("exclude_modules" if inner is not None else "ignore") or holder.get("ignored_layers") or ()
-    default = "MXFP8" if str(raw.get("quant_method")) == "mxfp8" else ""
-    algorithm = str(holder.get("quant_algo") or default).upper()
-    layers = holder.get("quantized_layers") or (hf_quant_config.get("quantization") or {}).get("quantized_layers") or {}
-    groups = raw.get("config_groups")
-    if (
-        algorithm == "NVFP4"
-        and isinstance(groups, Mapping)
-        and groups
-        and all(isinstance(group, Mapping) and group.get("input_activations") is None for group in groups.values())
-    ):
+    """The config as vLLM reads it: in the form of config.json, or under `quantization` as in hf_quant_config.json.
+
+    Raises:
+        CheckpointError: a key has another type than vLLM reads.
+    """
+    given = read_given(ModelOptGiven, raw)
+    inner = given.quantization
+    holder = inner or given
+    listed = (holder.exclude_modules if inner else holder.ignore) or holder.ignored_layers or ()
+    default = "MXFP8" if given.quant_method == "mxfp8" else ""
+    algorithm = (holder.quant_algo or default).upper()
+    layers = holder.quantized_layers or _layers_of(hf_quant_config) or {}
+    groups = (given.config_groups or {}).values()
+    if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
         algorithm = "W4A16_NVFP4"
     if algorithm not in ALGORITHMS:
         return UnknownDialect(name=f"modelopt {algorithm or 'without quant_algo'}")
@@ -114,21 +115,27 @@ def read_modelopt(
     entries = [
         ConfigEntry(where="exclude", written=entry, read=read) for entry, read in zip(listed, exclude, strict=True)
     ]
-    read_layers = {rename.name(name): str(row.get("quant_algo", "")).upper() for name, row in layers.items()}
+    read_layers = {rename.name(name): (row.quant_algo or "").upper() for name, row in layers.items()}
     entries += [ConfigEntry(where="quantized_layers", written=name, read=(rename.name(name),)) for name in layers]
     blocks = {
-        int(row.get("group_size", 128))
+        row.group_size or 128
         for row in layers.values()
-        if str(row.get("quant_algo", "")).upper() in ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+        if (row.quant_algo or "").upper() in ("FP8_PB_WO", "FP8_BLOCK_SCALES")
     }
     return ModelOpt(
         algorithm=algorithm,
         exclude=tuple(word for read in exclude for word in read),
         quantized_layers=read_layers,
-        group_size=int(holder.get("group_size") or 16),
+        group_size=holder.group_size or 16,
         entries=tuple(entries),
         block=min(blocks, default=128),
     )
+
+
+def _layers_of(hf_quant_config: Mapping[str, Any]) -> Mapping[str, ModuleAlgorithm] | None:
+    """The algorithm of each module in hf_quant_config.json, which vLLM asks where config.json has none."""
+    inner = read_given(ModelOptGiven, hf_quant_config).quantization
+    return inner.quantized_layers if inner else None
 
 
 _OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8")

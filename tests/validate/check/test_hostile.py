@@ -1,0 +1,203 @@
+"""Checkpoints of a stranger: the check ends in a finding, never in a traceback, a hang or a raw escape.
+
+tests/fuzz/ tries the same by chance; here is each thing once, with what must be said.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from broken import GOOD
+from checkpoint_files import Checkpoint, adding, setting, write
+from commands import keepmtp
+from keepmtp.validate.check import check as checks
+from keepmtp.validate.check.check import check
+from keepmtp.validate.check.dialects import patterns
+from keepmtp.validate.report.results import CheckData
+
+EVIL = "re:([a-z0-9._]+)*!"
+DEEP: Any = {"a": [{"b": {}}]}
+
+
+def checked(folder: Path, base: str, *changes: Callable[[Checkpoint], object]) -> CheckData:
+    checkpoint = GOOD[base]()
+    for change in changes:
+        change(checkpoint)
+    return check(write(folder / "checkpoint", checkpoint))
+
+
+def put(*place: str, value: Any) -> Callable[[Checkpoint], object]:
+    """Set a value of the quantization config, in the file that has it."""
+
+    def change(checkpoint: Checkpoint) -> None:
+        holder = checkpoint.config.get("quantization_config") or checkpoint.json_files["hf_quant_config.json"]
+        for key in place[:-1]:
+            holder = holder[key]
+        holder[place[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("base", "place", "says"),
+    [
+        ("glm nvfp4", ("config_groups",), "config_groups: Input should be a valid dictionary"),
+        ("glm nvfp4", ("config_groups", "group_0"), "config_groups.group_0"),
+        ("glm nvfp4", ("config_groups", "group_0", "targets"), "config_groups.group_0.targets"),
+        ("glm nvfp4", ("config_groups", "group_0", "weights"), "config_groups.group_0.weights"),
+        ("glm nvfp4", ("config_groups", "group_0", "weights", "num_bits"), "weights.num_bits"),
+        ("glm nvfp4", ("config_groups", "group_0", "weights", "group_size"), "weights.group_size"),
+        ("v3 block", ("config_groups", "group_0", "weights", "block_structure"), "weights.block_structure"),
+        ("glm nvfp4", ("format",), "format: Input should be a valid string"),
+        ("glm nvfp4", ("ignore",), "ignore: Input should be a valid tuple"),
+        ("glm modelopt", ("quant_algo",), "quant_algo: Input should be a valid string"),
+        ("glm modelopt", ("ignore",), "ignore: Input should be a valid tuple"),
+        ("glm modelopt", ("group_size",), "group_size: Input should be a valid integer"),
+        ("glm modelopt", ("quantization",), "quantization"),
+        ("glm mixed", ("quantized_layers",), "quantized_layers"),
+        ("glm modelopt file", ("quantization", "exclude_modules"), "quantization.exclude_modules"),
+        ("released deepseek-r1", ("weight_block_size",), "weight_block_size"),
+        ("released deepseek-r1", ("ignored_layers",), "ignored_layers"),
+    ],
+)
+@pytest.mark.parametrize("value", [1.5, "text", [DEEP], True], ids=repr)
+def test_another_type_in_a_quantization_config_is_one_finding(tmp_path, base, place, says, value):
+    """Whatever the value: a text where a text belongs, and numbers that are texts, are taken."""
+    report = checked(tmp_path, base, put(*place, value=value))
+    found = [finding for finding in report.findings if finding.rule == "config" and "types that vLLM" in finding.says]
+    if found:
+        assert not report.ok and len(report.findings) == 1
+        assert ("hf_quant_config.json" if "file" in base else "config.json: quantization_config") in found[0].where
+        assert says.partition(":")[0].rpartition(".")[2] in found[0].says
+    else:
+        assert isinstance(value, str | bool), "a number or a list is the wrong type everywhere"
+
+
+@pytest.mark.parametrize("value", [0, -1, [0, 128], [128], [2**40, 2**40], [-128, 128]], ids=repr)
+def test_a_block_has_two_sides(tmp_path, value):
+    report = checked(tmp_path, "released deepseek-r1", put("weight_block_size", value=value))
+    assert [finding.rule for finding in report.findings] == ["config"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_bits", 0), ("num_bits", 10**30), ("group_size", -7)])
+def test_a_number_of_bits_is_one(tmp_path, key, value):
+    place = ("config_groups", "group_0", "weights", key)
+    report = checked(tmp_path, "glm w4a16", put(*place, value=value))
+    assert [finding.rule for finding in report.findings] == ["config"]
+
+
+@pytest.mark.parametrize("place", [("ignore",), ("config_groups", "group_0", "targets")], ids=".".join)
+@pytest.mark.parametrize("entry", [EVIL, "re:(a*)*$|(([a-z.]+)+)+!", "re:(.*.*.*.*.*.*.*.*.*.*)*_"])
+def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
+    start = time.monotonic()
+    report = checked(tmp_path, "mimo fp8", put(*place, value=[entry]))
+    assert time.monotonic() - start < 10 * patterns.MATCHING_SECONDS
+    assert [finding.severity for finding in report.findings] == ["error"]
+    assert entry in report.findings[0].where and "would hang" in report.findings[0].says
+    assert "repeats inside of repeats" in report.findings[0].cure
+
+
+@pytest.mark.parametrize("entry", ["re:(", "re:*", "re:[", "re:" + "(" * 200, "re:(?P<a>x)(?P<a>y)"])
+def test_a_regex_that_is_none_is_an_error_that_names_it(tmp_path, entry):
+    report = checked(tmp_path, "mimo fp8", put("ignore", value=[entry]))
+    assert [finding.severity for finding in report.findings] == ["error"]
+    assert entry in report.findings[0].where and "must be a regular expression" in report.findings[0].says
+
+
+def test_usual_patterns_do_not_come_near_the_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(patterns, "MATCHING_SECONDS", 0.3)
+    assert checked(tmp_path, "dsv4 published").ok
+
+
+def test_a_check_in_a_thread_has_no_timer(tmp_path):
+    """Signals belong to the main thread; the check works in another one, without the limit."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(checked(tmp_path, "mimo fp8")))
+    thread.start()
+    thread.join()
+    assert found[0].ok
+
+
+def test_the_timer_is_gone_after_the_check(tmp_path):
+    import signal
+
+    checked(tmp_path, "mimo fp8")
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) is signal.SIG_DFL
+
+
+def test_experts_are_counted_not_listed(tmp_path):
+    """A stacked tensor without elements may say that it has a milliard experts."""
+    stacked = next(n for n in GOOD["released gpt-oss-120b"]().tensors) if "released gpt-oss-120b" in GOOD else ""
+    base = next(name for name in GOOD if name.startswith("released qwen3.5-397b"))
+    name = stacked or next(name for name in GOOD[base]().tensors if name.endswith("experts.down_proj"))
+    start = time.monotonic()
+    report = checked(tmp_path, base, lambda c: c.tensors.update({name: ("BF16", (10**9, 0, 4))}))
+    assert time.monotonic() - start < 10
+    found = next(finding for finding in report.findings if finding.rule == "experts")
+    assert found.count == 10**9 - 8 or found.count > 10**8, found
+
+
+def test_lost_experts_are_one_finding_with_their_number(tmp_path):
+    report = checked(tmp_path, "glm fp8", setting("n_routed_experts", 1000))
+    have = 1 + max(
+        int(name.split(".experts.")[1].split(".")[0]) for name in GOOD["glm fp8"]().tensors if ".experts." in name
+    )
+    found = [finding for finding in report.findings if finding.rule == "experts"]
+    assert {finding.count % (1000 - have) for finding in found} == {0}
+    assert f".experts.{have}." in found[0].where
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred", "a\nb", "\u202egnp", "\ud800", "[/red]", "x" * 5000], ids=ascii)
+def test_names_of_a_file_are_printed_without_what_a_terminal_obeys(tmp_path, name):
+    report = checked(
+        tmp_path, "glm fp8", put("ignore", value=[f"mtp.{name}", *GOOD["glm fp8"]().quantization["ignore"]])
+    )
+    text = json.dumps(report.model_dump(mode="json"), ensure_ascii=False)
+    assert all(char.isprintable() for char in text) and len(text) < 20_000
+    report = checked(tmp_path / "more", "glm fp8", adding(f"model.{name}"))
+    text = json.dumps(report.model_dump(mode="json"), ensure_ascii=False)
+    assert all(char.isprintable() for char in text) and len(text) < 20_000
+
+
+def test_the_size_in_the_index_may_be_anything(tmp_path):
+    for number, size in enumerate((float("inf"), float("nan"), -1, "x", True, None, [], 10**400)):
+        checkpoint = GOOD["glm fp8"]()
+        checkpoint.index = lambda index, size=size: index["metadata"].update(total_size=size)
+        assert check(write(tmp_path / str(number), checkpoint)).ok
+
+
+def test_code_of_the_checkpoint_is_a_warning(tmp_path):
+    folder = write(tmp_path / "checkpoint", GOOD["glm fp8"]())
+    (folder / "modeling_glm.py").write_text("")
+    (folder / "configuration_glm.py").write_text("")
+    report = check(folder)
+    (found,) = report.findings
+    assert report.ok and (found.rule, found.severity, found.count) == ("own-code", "warning", 2)
+    assert found.where == "configuration_glm.py" and "--trust-remote-code" in found.says
+
+
+def test_code_of_another_repository_is_a_warning(tmp_path):
+    auto_map = {"AutoConfig": "configuration_x.C", "AutoModel": "somebody/else--modeling_x.Model"}
+    report = checked(tmp_path, "glm fp8", setting("auto_map", auto_map))
+    (found,) = report.findings
+    assert found.rule == "own-code" and "somebody/else--modeling_x.Model" in found.where
+
+
+def test_an_auto_map_without_files_says_nothing(tmp_path):
+    assert not checked(tmp_path, "glm fp8", setting("auto_map", {"AutoConfig": "configuration_x.C"})).findings
+
+
+def test_the_command_says_it_in_one_finding(tmp_path):
+    checkpoint = GOOD["mimo fp8"]()
+    checkpoint.quantization["ignore"] = [EVIL]
+    done = keepmtp("check", str(write(tmp_path / "checkpoint", checkpoint)))
+    assert done.returncode == 1 and "would hang" in " ".join(done.stdout.split()), done.stdout + done.stderr
+
+
+def test_the_rules_run_under_the_limit():
+    assert checks.time_limit is patterns.time_limit

@@ -1,0 +1,111 @@
+"""A quantization config as its file gives it: the keys that vLLM reads, each with its type.
+
+In: quantization_config, or hf_quant_config.json, from anybody. Out: a model for each dialect, or a refusal that names
+the key.
+
+Easy to get wrong: vLLM goes through `targets` and `ignore` item by item, so a text where a list belongs would be read
+letter by letter. Keys that keepmtp does not read are not looked at: they differ from tool to tool.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ....recipes.errors import CheckpointError, first_fault
+
+# Larger than any group or block that a kernel has.
+_Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class _Given(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class GivenArguments(_Given):
+    """compressed-tensors' QuantizationArgs, with its defaults; null is as good as no value."""
+
+    num_bits: Annotated[int, Field(ge=1, le=64)] | None = None
+    type: str | None = None
+    strategy: str | None = None
+    symmetric: bool | None = None
+    dynamic: bool | str | None = None
+    group_size: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    block_structure: tuple[_Size, _Size] | None = None
+
+
+class GivenGroup(_Given):
+    """One of compressed-tensors' `config_groups`."""
+
+    targets: tuple[str, ...] | None = None
+    format: str | None = None
+    weights: GivenArguments | None = None
+    input_activations: GivenArguments | None = None
+
+
+class CompressedTensorsGiven(_Given):
+    """`quant_method: compressed-tensors`."""
+
+    config_groups: Mapping[str, GivenGroup] | None = None
+    format: str | None = None
+    ignore: tuple[str, ...] | None = None
+
+
+class ModuleAlgorithm(_Given):
+    """One of modelopt's `quantized_layers`."""
+
+    quant_algo: str | None = None
+    group_size: _Size | None = None
+
+
+class ModelOptInner(_Given):
+    """What modelopt writes at top level in config.json, and under `quantization` in hf_quant_config.json."""
+
+    quant_algo: str | None = None
+    ignore: tuple[str, ...] | None = None
+    exclude_modules: tuple[str, ...] | None = None
+    ignored_layers: tuple[str, ...] | None = None
+    quantized_layers: Mapping[str, ModuleAlgorithm] | None = None
+    group_size: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+
+
+class ActivationsOnly(_Given):
+    """Of a config group under modelopt: only whether activations are quantized."""
+
+    input_activations: Any = None
+
+
+class ModelOptGiven(ModelOptInner):
+    """`quant_method: modelopt`, or hf_quant_config.json."""
+
+    quant_method: str | None = None
+    quantization: ModelOptInner | None = None
+    config_groups: Mapping[str, ActivationsOnly] | None = None
+
+
+class Fp8Given(_Given):
+    """`quant_method: fp8`."""
+
+    ignored_layers: tuple[str, ...] | None = None
+    modules_to_not_convert: tuple[str, ...] | None = None
+    ignore: tuple[str, ...] | None = None
+    weight_block_size: tuple[_Size, _Size] | None = None
+    activation_scheme: str | None = None
+    moe_quant_algo: str | None = None
+
+
+_Form = TypeVar("_Form", bound=_Given)
+
+
+def read_given(form: type[_Form], raw: Mapping[str, Any]) -> _Form:
+    """The config in the types of its dialect.
+
+    Raises:
+        CheckpointError: a key has another type; `where` is left to the caller, who knows the file.
+    """
+    try:
+        return form.model_validate(raw)
+    except ValidationError as error:
+        rule = "must have the types that vLLM reads"
+        cure = "Take it from the release that it was made from, or export the checkpoint again"
+        raise CheckpointError("", rule, got=first_fault(error), cure=cure) from error

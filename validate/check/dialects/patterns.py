@@ -1,0 +1,140 @@
+"""The entries of a quantization config, and the first one that matches a name.
+
+In: names, and `re:` expressions from anybody. Out: the entry that matched, or a refusal that names the expression.
+
+Easy to get wrong: an expression such as `re:([a-z0-9._]+)*!` tries every way to cut a name, and never comes to an end.
+vLLM has no time limit, so it hangs as well. The limit here is of processor time, counted by a timer that interrupts
+`re` itself: another regex engine would be quick where vLLM's is not.
+"""
+
+import re
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
+
+from ....recipes.errors import CheckpointError, shortened
+
+MATCHING_SECONDS = 2.0
+"""For all matches of one check. A usual match takes a microsecond, a checkpoint has some thousand modules."""
+_TICK = 0.02
+_NOTHING = ("", "")
+
+
+class _Clock:
+    """What is matched now, and how many ticks each expression has had."""
+
+    def __init__(self) -> None:
+        self.now: tuple[str, str] = _NOTHING
+        self.ticks: Counter[str] = Counter()
+
+    def on_tick(self, *_: object) -> None:
+        """A tick that falls into a match counts for its expression."""
+        pattern, name = self.now
+        if not pattern:
+            return
+        self.ticks[pattern] += 1
+        if self.ticks.total() * _TICK > MATCHING_SECONDS:
+            self.now = _NOTHING
+            slowest = self.ticks.most_common(1)[0][0]
+            rule = "must be matched in a moment; vLLM matches it to each module, without a time limit, and would hang"
+            got = f"more than {MATCHING_SECONDS:g} s, at last for {name}"
+            raise CheckpointError(shortened(slowest), rule, got=got, cure=_SIMPLER)
+
+
+_SIMPLER = "Write it without repeats inside of repeats, or list the modules' names"
+_clock = _Clock()
+
+
+@contextmanager
+def time_limit() -> Iterator[None]:
+    """Limit the time that matching takes in all. Only a main thread can be interrupted; in others there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _clock.now, _clock.ticks = _NOTHING, Counter()
+    before = signal.signal(signal.SIGVTALRM, _clock.on_tick)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _TICK, _TICK)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def equal_or_regex(name: str, entry: str) -> bool:
+    """compressed-tensors' comparison of one name with one entry.
+
+    Raises:
+        CheckpointError: the entry is no regular expression, or takes too long to match.
+    """
+    return _matches(entry, name) if _is_regex(entry) else entry == name
+
+
+class Entries:
+    """Names and `re:` expressions in their order; a whole name is looked up, not compared one by one."""
+
+    def __init__(self, written: Iterable[str]) -> None:
+        self.written = tuple(written)
+        self._of_class: dict[str, str | None] = {}
+
+    def first(self, name: str) -> str | None:
+        """The first entry that is the name, or matches its start."""
+        place = self._places.get(name)
+        for at, entry in self._regexes:
+            if place is not None and at > place:
+                break
+            if _matches(entry, name):
+                return entry
+        return None if place is None else name
+
+    def first_for_class(self, name: str) -> str | None:
+        """The first entry for a class of vLLM's: a part of the class's name is enough."""
+        if name not in self._of_class:
+            low = name.lower()
+            fits = (e for e in self.written if (_matches(e, name) if _is_regex(e) else e.lower() in low))
+            self._of_class[name] = next(fits, None)
+        return self._of_class[name]
+
+    def refuse_wrong(self) -> None:
+        """Refuse entries that say that they are regular expressions and are none.
+
+        Raises:
+            CheckpointError: vLLM raises on it too, for the first module that it builds.
+        """
+        for _, entry in self._regexes:
+            _compiled(entry)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {entry: at for at, entry in reversed([*enumerate(self.written)]) if not _is_regex(entry)}
+
+    @cached_property
+    def _regexes(self) -> tuple[tuple[int, str], ...]:
+        return tuple((at, entry) for at, entry in enumerate(self.written) if _is_regex(entry))
+
+
+def _is_regex(entry: str) -> bool:
+    return entry.startswith("re:")
+
+
+def _matches(entry: str, name: str) -> bool:
+    compiled = _compiled(entry)
+    _clock.now = (entry, name)
+    found = compiled.match(name) is not None
+    _clock.now = _NOTHING
+    return found
+
+
+@cache
+def _compiled(entry: str) -> re.Pattern[str]:
+    _clock.now = (entry, "its own text")
+    try:
+        return re.compile(entry[3:])
+    except (re.error, OverflowError, RecursionError) as error:
+        rule = "must be a regular expression, or vLLM raises"
+        raise CheckpointError(shortened(entry), rule, got=str(error), cure="Mend it") from error
+    finally:
+        _clock.now = _NOTHING
