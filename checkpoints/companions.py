@@ -102,7 +102,7 @@ def inside(folder: Path, name: str) -> Path:
         CheckpointError: a link that leaves the folder, or one to nowhere.
     """
     path = folder / name
-    home, target = folder.resolve(), path.resolve()
+    home, target = (Path(os.path.realpath(each)) for each in (folder, path))  # `resolve` raises on a link to itself
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
         raise CheckpointError(
@@ -112,7 +112,8 @@ def inside(folder: Path, name: str) -> Path:
             cure="Put a copy of the file there if it belongs to the checkpoint, or remove the link",
         )
     if not path.is_file():
-        raise CheckpointError(path, "must be a file", got="a link to nowhere", cure="Restore it, or remove the link")
+        got = "something else" if path.exists() else "a link to nowhere"
+        raise CheckpointError(path, "must be a regular file", got=got, cure="Restore it, or remove it")
     return path
 
 
@@ -134,11 +135,7 @@ def _names(folder: Path) -> Iterator[str]:
     """Files of the folder and of its own folders, no deeper: a linked folder is one name."""
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
-            inner = [f"{entry.name}/{each.name}" for each in os.scandir(entry) if _is_file_or_link(each)]
-            yield from inner or [f"{entry.name}/"]
-        elif _is_file_or_link(entry):
+            inner = [each for each in os.scandir(entry) if not each.is_dir(follow_symlinks=False)]
+            yield from [f"{entry.name}/{each.name}" for each in inner] or [f"{entry.name}/"]
+        else:
             yield entry.name
-
-
-def _is_file_or_link(entry: "os.DirEntry[str]") -> bool:
-    return entry.is_symlink() or entry.is_file()

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..recipes.errors import CheckpointError
 from .files import write_whole
+from .safetensors_file import open_regular
 
 ReadingBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 """Takes the number of bytes to read and returns a context. Its value is called with bytes read, from any thread."""
@@ -265,8 +266,9 @@ def _ignore(_: int) -> None:
 def _read_cache(path: Path) -> Mapping[str, _Known]:
     """The kept hashes; a cache that cannot be read has none, and is written again."""
     try:
-        cache = _Cache.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
+        with open_regular(path, path) as file:
+            cache = _Cache.model_validate_json(file.read())
+    except (CheckpointError, OSError, ValidationError):
         return {}
     return cache.files if cache.version == 1 else {}
 

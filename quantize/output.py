@@ -173,7 +173,7 @@ def _refuse_place(plan: Plan, out: Path) -> None:
             rule, cure = "an output gets its name when it is whole", "Choose a folder inside it"
         raise RecipeError(out, rule, got=got, cure=cure)
     folder = plan.source.folder
-    if folder is not None and out.resolve().is_relative_to(folder.resolve()):
+    if folder is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
         raise RecipeError(
             out, "the output must lie outside the source", got=f"a folder in {folder}", cure="Choose another OUT"
         )

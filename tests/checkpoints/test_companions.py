@@ -1,6 +1,7 @@
 """Files besides weights: known names alone are carried, nothing through a link that leaves the folder."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -120,10 +121,21 @@ def test_a_link_made_after_the_plan_is_refused(folder):
     assert not out.exists()
 
 
-def test_a_link_to_nowhere_is_refused(folder):
+@pytest.mark.parametrize("target", ["gone", "LICENSE"])
+def test_a_link_to_nowhere_is_refused(folder, target):
     (folder / "LICENSE").unlink()
-    (folder / "LICENSE").symlink_to("gone")
+    (folder / "LICENSE").symlink_to(target)
     with pytest.raises(CheckpointError, match="a link to nowhere"):
+        open_source(folder)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("encoding")])
+def test_a_known_name_that_is_no_file_is_refused(folder, make):
+    """It is not left out in silence, and a pipe is not waited for."""
+    (folder / "LICENSE").unlink()
+    (folder / "encoding").mkdir(exist_ok=True)
+    make(folder / "LICENSE")
+    with pytest.raises(CheckpointError, match=r"LICENSE: must be a regular file; got something else\. Restore it"):
         open_source(folder)
 
 

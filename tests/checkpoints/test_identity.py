@@ -108,6 +108,14 @@ def test_a_cache_that_cannot_be_read_is_none(content, folder, tmp_path):
     assert json.loads((evidence / CACHE).read_text())["version"] == 1
 
 
+def test_a_cache_that_is_a_pipe_is_not_waited_for(folder, tmp_path):
+    evidence = tmp_path / "made.report"
+    evidence.mkdir()
+    os.mkfifo(evidence / CACHE)
+    found = identify(folder, cache=evidence)
+    assert (evidence / CACHE).is_file() and identify(folder, cache=evidence) == found
+
+
 def test_source_and_checkpoint_share_a_cache(folder, tmp_path):
     """Files of one name, size and time in two folders are two."""
     other = shutil.copytree(folder, tmp_path / "other")
