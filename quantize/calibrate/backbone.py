@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ...checkpoints.files import complete, partial_path, sync
-from ...recipes.errors import RecipeError
+from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ..plan import Plan
 from .binding import Binding
@@ -40,7 +39,7 @@ from .layer import Calibrated, calibrate
 from .progress import ProgressCallback, progress_since
 from .ranks import Ranks
 from .skeleton import Batch, Skeleton, frozen_in, fused_in, on_disk, schemes_in
-from .statistics import read_metadata, write_statistics
+from .statistics import read_metadata, save, write_statistics
 
 Stream = Literal["calibration", "source", "served"]
 
@@ -313,12 +312,16 @@ def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
 def _write_state(path: Path, state: Sequence[Tensor | None]) -> None:
     """What a layer returned for one batch; detached, because a checkpoint's code may compute in inference mode."""
     tensors = {str(turn): value.detach().cpu().contiguous() for turn, value in enumerate(state) if value is not None}
-    save_file(tensors, path, metadata={"length": str(len(state))})
+    save(tensors, path, {"length": str(len(state))})
     sync(path)
 
 
 def _read_state(path: Path) -> tuple[Tensor | None, ...]:
-    with safe_open(path, "pt") as file:
-        length = int(file.metadata()["length"])
-        keys = set(file.keys())
-        return tuple(file.get_tensor(str(turn)) if str(turn) in keys else None for turn in range(length))
+    try:
+        with safe_open(path, "pt") as file:
+            length = int(file.metadata()["length"])
+            keys = set(file.keys())
+            return tuple(file.get_tensor(str(turn)) if str(turn) in keys else None for turn in range(length))
+    except (SafetensorError, FileNotFoundError) as error:
+        cure = f"Remove {path.parents[2]}, and run the same command again: calibration starts anew"
+        raise CheckpointError(path, "hidden states must be whole", got=str(error), cure=cure) from error

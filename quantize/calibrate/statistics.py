@@ -8,14 +8,17 @@ Easy to get wrong: with a scale that is missing, or one too many, the checkpoint
 noise.
 """
 
+import hashlib
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,7 +32,7 @@ from ..plan import Plan
 from ..tensor_plan import Output, TensorPlan
 
 _TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale")
-_CURE = "Remove this file, and run again: its layer is then calibrated anew"
+_SUMS = "sha256"  # in a file's metadata: of every tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +42,12 @@ class Statistics:
     Attributes:
         folder: the folder of the files.
         entries: every tensor, by its name in the finished checkpoint.
+        sums: SHA-256 of their bytes, as calibration wrote them.
     """
 
     folder: Path
     entries: Mapping[HFName, Entry]
+    sums: Mapping[HFName, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path, *, fingerprint: str | None = None) -> "Statistics":
@@ -56,19 +61,24 @@ class Statistics:
             CheckpointError: a file is damaged, belongs to another run, or repeats a tensor of another file.
         """
         entries: dict[HFName, Entry] = {}
+        sums: dict[HFName, str] = {}
         for path in sorted(folder.glob("*.safetensors")):
             header = _read(path)
             if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
                 raise CheckpointError(
-                    path, "must come from this recipe, source and dataset", got="statistics of another run", cure=_CURE
+                    path,
+                    "must come from this recipe, source and dataset",
+                    got="statistics of another run",
+                    cure=_cure(path),
                 )
             for name, entry in header.entries.items():
                 if name in entries:
                     raise CheckpointError(
-                        path, f"{name} must be in one file only", got=f"also in {entries[name].file}", cure=_CURE
+                        path, f"{name} must be in one file only", got=f"also in {entries[name].file}", cure=_cure(path)
                     )
                 entries[name] = entry
-        return cls(folder=folder, entries=entries)
+            sums |= json.loads(header.metadata.get(_SUMS, "{}"))
+        return cls(folder=folder, entries=entries, sums=sums)
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -80,7 +90,7 @@ class Statistics:
         """One tensor, on the CPU.
 
         Raises:
-            CheckpointError: the file has become shorter since it was opened.
+            CheckpointError: the file has become shorter since it was opened, or has other bytes than were written.
         """
         return next(value for _, value in self.read_all([name]))
 
@@ -95,8 +105,11 @@ class Statistics:
                     yield entry.name, self._read_from(file, entry)
 
     def _read_from(self, file: FileIO, entry: Entry) -> Tensor:
-        raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        fill(raw.numpy().data, file, entry, where=self.folder / entry.file, cure=_CURE)
+        raw, path = torch.empty(entry.num_bytes, dtype=torch.uint8), self.folder / entry.file
+        fill(raw.numpy().data, file, entry, where=path, cure=_cure(path))
+        if entry.name in self.sums and self.sums[entry.name] != _sum(raw):
+            rule = f"{entry.name} must have the bytes that calibration wrote"
+            raise CheckpointError(path, rule, got="others", cure=_cure(path))
         return typed(raw, entry.dtype, entry.shape)
 
 
@@ -107,9 +120,14 @@ def write_statistics(path: Path, tensors: Mapping[HFName, Tensor], metadata: Map
         path: `<anything>.safetensors`; its folder is made if need be.
         tensors: any device; by name in the finished checkpoint.
         metadata: `fingerprint` says what the values depend on; further keys are the caller's.
+
+    Raises:
+        CheckpointError: the disk is full, or cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(_apart(tensors), partial_path(path), metadata=dict(metadata))
+    apart = _apart(tensors)
+    sums = {name: _sum(value.reshape(-1).view(torch.uint8)) for name, value in apart.items()}
+    save(apart, partial_path(path), {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
     sort_metadata(partial_path(path))
     complete(path)
 
@@ -120,7 +138,20 @@ def read_metadata(path: Path) -> Mapping[str, str]:
     Raises:
         CheckpointError: the file is damaged.
     """
-    return _read(path).metadata
+    return {key: value for key, value in _read(path).metadata.items() if key != _SUMS}
+
+
+def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        CheckpointError: the library cannot, such as on a full disk.
+    """
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:
+        cure = "Make room, and run the same command again: it goes on at this layer"
+        raise CheckpointError(path, "must be writable", got=str(error), cure=cure) from error
 
 
 def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
@@ -151,7 +182,7 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
                 statistics.folder / statistics.entries[name].file,
                 "every tensor must be one that the plan takes from calibration",
                 got=name,
-                cure=_CURE,
+                cure=_cure(statistics.folder / statistics.entries[name].file),
             )
     for name, output in allowed.items():
         entry = statistics.entries.get(name)
@@ -160,7 +191,7 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
                 statistics.folder / entry.file,
                 f"{name} must be {output.dtype}{list(output.shape)}",
                 got=f"{entry.dtype}{list(entry.shape)}",
-                cure=_CURE,
+                cure=_cure(statistics.folder / entry.file),
             )
     _refuse_scales(plan, statistics)
 
@@ -180,10 +211,13 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     for unit in plan.units:
         if unit[0].scheme and SCHEMES[unit[0].scheme].shares_global_scale:
             names = [output.name for tensor in unit for output in tensor.outputs if output.name in scales]
-            _refuse_unequal(names, scales, statistics.folder)
+            file_of = {name: statistics.entries[name].file for name in names}
+            _refuse_unequal(names, scales, statistics.folder, file_of)
 
 
-def _refuse_unequal(names: Iterable[HFName], scales: Mapping[HFName, float], folder: Path) -> None:
+def _refuse_unequal(
+    names: Iterable[HFName], scales: Mapping[HFName, float], folder: Path, file_of: Mapping[HFName, str]
+) -> None:
     """Scales of one unit must be equal within each fused group."""
     first: dict[tuple[str, str], HFName] = {}
     for name in names:
@@ -195,7 +229,7 @@ def _refuse_unequal(names: Iterable[HFName], scales: Mapping[HFName, float], fol
                 folder,
                 f"{other} and {name} must be equal: vLLM fuses their modules",
                 got=f"{scales[other]} and {scales[name]}",
-                cure="Remove the file of their layer, and run again",
+                cure=_cure(folder / file_of[name]),
             )
 
 
@@ -219,7 +253,7 @@ def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFNam
                 statistics.folder,
                 f"calibration must give {name}",
                 got="no such tensor",
-                cure="Remove the file of its layer, and run again",
+                cure=_cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-")),
             )
     return {output.name: output for tensor in unit for output in tensor.outputs if output.name in required}
 
@@ -229,7 +263,20 @@ def _read(path: Path) -> FileHeader:
         return read_header(path, str(path))
     except CheckpointError as error:
         # The same finding as for a source, with another cure: this file can be made again.
-        raise error.with_cure(_CURE) from error
+        raise error.with_cure(_cure(path)) from error
+
+
+def _cure(path: Path) -> str:
+    """What to do about a file of statistics. A layer's inputs are gone once the next one is done, so all start anew."""
+    again = "and run the same command again"
+    if path.name.startswith("mtp-"):
+        return f"Remove {path.parent.parent / 'mtp'}, {again}: the MTP block is calibrated anew"
+    return f"Remove {path.parent.parent}, {again}: calibration starts anew"
+
+
+def _sum(raw: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, as U8 in one dimension on the CPU."""
+    return hashlib.sha256(raw.numpy().data).hexdigest()
 
 
 def _apart(tensors: Mapping[HFName, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 from releases import source_layout, write_checkpoint
+from safetensors import SafetensorError
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -36,7 +37,7 @@ def test_what_was_written_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 7, 60, -1])
-def test_a_damaged_file_is_named_and_the_cure_is_to_remove_it(keep, tmp_path):
+def test_a_damaged_file_is_named(keep, tmp_path):
     path = tmp_path / "layer-0.safetensors"
     write_statistics(path, {HFName("a.input_scale"): torch.ones(64)}, {"fingerprint": "f"})
     os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
@@ -44,7 +45,8 @@ def test_a_damaged_file_is_named_and_the_cure_is_to_remove_it(keep, tmp_path):
         with pytest.raises(CheckpointError) as caught:
             read()
         assert str(caught.value).startswith(f"{path}: must ")
-        assert str(caught.value).endswith(". Remove this file, and run again: its layer is then calibrated anew.")
+        cure = f"Remove {tmp_path.parent}, and run the same command again: calibration starts anew."
+        assert str(caught.value).endswith(cure)
 
 
 def test_a_file_cut_while_it_is_read(tmp_path):
@@ -53,6 +55,27 @@ def test_a_file_cut_while_it_is_read(tmp_path):
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"layers\.0\.safetensors: .*input_scale must be whole; got end of file"):
         statistics.read(HFName("model.layers.0.a.input_scale"))
+
+
+def test_a_bit_that_flips_is_found_when_it_is_read(tmp_path):
+    names = [HFName("model.layers.0.a.input_scale"), HFName("model.layers.0.b.input_scale")]
+    statistics = saved(tmp_path, {name: torch.ones(64) for name in names})
+    path = tmp_path / statistics.entries[names[1]].file
+    raw = bytearray(path.read_bytes())
+    raw[statistics.entries[names[1]].start + 9] ^= 1
+    path.write_bytes(raw)
+    assert statistics.read(names[0]).sum() == 64
+    with pytest.raises(CheckpointError, match=r"b\.input_scale must have the bytes that calibration wrote; got others"):
+        statistics.read(names[1])
+
+
+def test_a_disk_that_is_full_is_told(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("keepmtp.quantize.calibrate.statistics.save_file", full)
+    with pytest.raises(CheckpointError, match=r"must be writable; got .*No space left.*Make room, and run the same"):
+        write_statistics(tmp_path / "layer-0.safetensors", {HFName("a.input_scale"): torch.ones(1)}, {})
 
 
 def test_statistics_of_another_run_are_refused(tmp_path):
