@@ -24,6 +24,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, validate_repo_id
 
 from ..recipes.errors import KeepMTPError, NoCheckpointError
+from .hub_client import HubError, install_once
 from .safetensors_file import LENGTH_BYTES, FileHeader, header_length, parse_header
 
 _FIRST_BYTES = 100_000  # of a shard; most headers are shorter, and then one request is enough
@@ -38,8 +39,11 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return NoCheckpointError(repo, rule, got=first_line, cure=cure)
 
+    install_once()
     try:
         yield
+    except HubError as error:
+        raise NoCheckpointError(error.where, error.rule, got=error.got, cure=error.cure) from error
     except KeepMTPError:
         raise
     except GatedRepoError as error:

@@ -17,7 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from ..recipes.errors import GateError, RecipeError
+from ..recipes.errors import GateError, RecipeError, printable
 from . import findings, tables
 from .options import JsonOption, chosen_gpus
 from .progress import bytes_bar
@@ -64,13 +64,14 @@ def publish(
 
     Example: `keepmtp publish /data/GLM-4.7-NVFP4A16 --repo my-org/GLM-4.7-NVFP4A16-MTP --dry-run`
     """
-    from huggingface_hub import get_token
+    from huggingface_hub import constants, get_token
 
     from ..validate.publish import upload as publishing
     from ..validate.publish.hub import Hub
-    from ..validate.publish.upload_set import prepare, read_again
+    from ..validate.publish.upload_set import prepare, take
 
     publishing.check_name(repo)
+    _say(f"folder      {printable(str(path.resolve()))}\nrepository  {constants.ENDPOINT}/{repo}")
     chosen = next(iter(chosen_gpus([gpu] if gpu else [])), None)
     token = get_token()
     if token is None and not dry_run:
@@ -87,6 +88,7 @@ def publish(
     with hub.discreet():
         hub.sign_in()
         before = hub.look(repo)
+        _say(f"on the Hub  {_in_words(before)}")
         found = publishing.compare(parcel, before)
         if dry_run:
             _show(parcel, repo, found, _in_words(before), as_json=as_json)
@@ -95,7 +97,7 @@ def publish(
             publishing.refuse_overwriting(repo, found)
         _ask(parcel, repo, before, public=public, yes=yes)
         # An hour for a terabyte, so a token that is wrong is known before.
-        read_again(parcel, watch=bytes_bar(err, "hashing"))
+        parcel = take(parcel, watch=bytes_bar(err, "hashing"))
         _publish(parcel, hub, repo, before, public=public, update=update, gpu=chosen, as_json=as_json)
 
 
@@ -110,37 +112,49 @@ def _publish(
     gpu: "GPU | None",
     as_json: bool,
 ) -> None:
+    from ..checkpoints.hub_client import HubError
     from ..validate.publish import upload as publishing
 
-    may_be_public = public or (before is not None and not before.is_private)
-    sent = publishing.send(parcel, hub, repo, update=update, may_be_public=may_be_public)
-    there = hub.look(repo, revision=sent.commit)
-    assert there is not None, "what was sent is there"
+    was_public = before is not None and not before.is_private
+    watch = bytes_bar(err, "sending")
+    sent = publishing.send(parcel, hub, repo, update=update, may_be_public=was_public, watch=watch)
+    there = publishing.must_be_there(hub, repo, revision=sent.commit)
     try:
         publishing.verify(parcel, there, others=sent.others)
-        with err.status("") as status:
-            checked, how = publishing.load_remote(
-                there, parcel, gpu=gpu, watch=lambda doing: status.update(escape(doing))
-            )
-        if not checked.data.ok:
-            findings.show(err, checked.data)
-            worst = checked.data.findings[0]
-            raise GateError(
-                f"{repo} at {there.commit}",
-                "must pass the check there as it did here",
-                got=f"{worst.where}: {worst.says}",
-                cure="Look at what the Hub holds",
-            )
-    except GateError as error:
+        how = _load(parcel, there, gpu)
+        publishing.refuse_other_head(hub, there)
+    except (GateError, HubError) as error:
         state = "stays private" if there.is_private else "is public, as it was"
         raise error.with_cure(f"{error.cure.rstrip('.')}. It {state}") from error
     if public and there.is_private:
-        hub.make_public(repo)
+        publishing.make_public(hub, there)
     done = _done(parcel, sent, there, how, is_private=there.is_private and not public)
     if as_json:
         sys.stdout.write(json.dumps(done) + "\n")
     else:
         Console().print(_told(done), highlight=False, soft_wrap=True)
+
+
+def _load(parcel: "Parcel", there: "Remote", gpu: "GPU | None") -> str:
+    """Check the repository by range requests; returns in words what was tried.
+
+    Raises:
+        GateError: it has an error there.
+    """
+    from ..validate.publish.read_back import load_remote
+
+    with err.status("") as status:
+        checked, how = load_remote(there, parcel, gpu=gpu, watch=lambda doing: status.update(escape(doing)))
+    if not checked.data.ok:
+        findings.show(err, checked.data)
+        worst = checked.data.findings[0]
+        raise GateError(
+            f"{there.repo} at {there.commit}",
+            "must pass the check there as it did here",
+            got=f"{worst.where}: {worst.says}",
+            cure="Look at what the Hub holds",
+        )
+    return how
 
 
 def _done(parcel: "Parcel", sent: "Sent", there: "Remote", how: str, *, is_private: bool) -> dict[str, Any]:
@@ -170,7 +184,7 @@ def _told(done: dict[str, Any]) -> str:
         f"checked there: sizes and hashes of {count} files; {done['loaded']}",
     ]
     if done["other_files"]:
-        lines.append(f"not ours and left alone: {escape(', '.join(done['other_files']))}")
+        lines.append(f"not ours and left alone: {escape(printable(', '.join(done['other_files'])))}")
     return "\n".join(lines)
 
 
@@ -181,7 +195,7 @@ def _ask(parcel: "Parcel", repo: str, before: "Remote | None", *, public: bool, 
         RecipeError: nobody to ask, or the answer is no.
     """
     is_public = before is not None and not before.is_private
-    _say(f"{repo}: {len(parcel.files)} files, {tables.size_in_words(parcel.num_bytes)}; {_in_words(before)}")
+    _say(f"to send     {_counted(len(parcel.files))}, {tables.size_in_words(parcel.num_bytes)}")
     if not public and not is_public:
         return
     what = (
@@ -222,10 +236,12 @@ def _table(parcel: "Parcel", repo: str, found: "Comparison | None", there: str) 
     rows.add_column("size", justify="right", no_wrap=True)
     rows.add_column("on the Hub", no_wrap=True)
     for name, local in parcel.files.items():
-        rows.add_row(escape(name), tables.size_in_words(local.num_bytes), found.states[name] if found else "not asked")
+        rows.add_row(
+            escape(printable(name)), tables.size_in_words(local.num_bytes), found.states[name] if found else "not asked"
+        )
     lines = [f"{len(parcel.files)} files, {tables.size_in_words(parcel.num_bytes)}. On the Hub: {there}."]
     if found and found.others:
-        lines.append(f"There and not of this checkpoint: {escape(', '.join(found.others))}.")
+        lines.append(f"There and not of this checkpoint: {escape(printable(', '.join(found.others)))}.")
     return Group(rows, *lines)
 
 
@@ -240,7 +256,8 @@ def _files(parcel: "Parcel", found: "Comparison | None" = None) -> list[dict[str
 def _in_words(remote: "Remote | None") -> str:
     if remote is None:
         return "a new private repository"
-    return f"{'a private' if remote.is_private else 'a PUBLIC'} repository with {_counted(len(remote.files))}"
+    kind = "private" if remote.is_private else "PUBLIC"
+    return f"a {kind} repository with {_counted(len(remote.files))}, at commit {remote.commit}"
 
 
 def _counted(files: int) -> str:

@@ -10,20 +10,23 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote
 
 TOKEN = "hf_loopbackSecretThatNobodyMayPrint"
 READ_ONLY = "hf_loopbackTokenForReading"
 FIRST_COMMIT = f"{1:040x}"
 """Of every repository."""
+DRIP_SECONDS = 0.05
+"""Between two bytes of an answer that drips."""
 _LARGE = (".safetensors", ".png")
 
 
@@ -34,7 +37,12 @@ class Fault:
     Attributes:
         status: the answer; 0: none, the connection is cut after `after` bytes of the request's body.
         headers: of the answer.
-        hold: cut only when this is set.
+        hold: cut, or answer, only when this is set.
+        skip: so many such requests are answered as they should be first.
+        body: the answer's, in place of an error's words.
+        spoils: the right answer is sent, but otherwise: "drip" a byte at a time, "headers" that drip and do not end,
+            "truncate" to the half of what its header says, "rewrite" as `rewrite` makes it of the right body.
+        before: called when the request is there, and before it is answered.
     """
 
     to: str
@@ -43,6 +51,15 @@ class Fault:
     headers: Mapping[str, str] = field(default_factory=dict)
     after: int = 0
     hold: threading.Event | None = None
+    skip: int = 0
+    body: bytes | None = None
+    spoils: Literal["", "drip", "headers", "truncate", "rewrite"] = ""
+    rewrite: Callable[[bytes], bytes] = bytes
+    before: Callable[[], object] | None = None
+
+    def is_cut(self) -> bool:
+        """The connection ends without an answer."""
+        return not self.status and not self.spoils and self.before is None
 
 
 @dataclass
@@ -165,9 +182,11 @@ class _Cut(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each answer waits 40 ms between its header and its body
 
     def __init__(self, *args: Any, hub: Hub, **kwargs: Any) -> None:
         self.hub = hub
+        self.fault: Fault | None = None
         super().__init__(*args, **kwargs)
 
     def log_message(self, *_: object) -> None:
@@ -179,23 +198,37 @@ class _Handler(BaseHTTPRequestHandler):
         line = f"{self.command} {self.path}"
         with self.hub.lock:
             self.hub.requests.append(" ".join(filter(None, (line, self.headers.get("Range")))))
-            fault = next((fault for fault in self.hub.faults if fault.times and re.search(fault.to, line)), None)
-            if fault:
-                fault.times -= 1
+            fault = self.fault = self._fault(line)
         try:
             body = self._body(fault)
+            if fault and fault.before is not None:
+                fault.before()
+            if fault and fault.hold is not None:
+                fault.hold.wait(60)
+            if fault and fault.status and fault.body is not None:
+                return self._send(fault.status, fault.body, {"Content-Type": "application/json", **fault.headers})
             if fault and fault.status:
                 echo = f"sent with {self.headers.get('Authorization')}"  # a server may say what it was told
                 return self._say(fault.status, {"error": echo}, {"X-HF-Warning": f"echo; {echo}", **fault.headers})
             self._answer(body)
-        except _Cut:
+        except (_Cut, ConnectionError):
             self.close_connection = True
+
+    def _fault(self, line: str) -> Fault | None:
+        for fault in self.hub.faults:
+            if fault.times and re.search(fault.to, line):
+                if fault.skip:
+                    fault.skip -= 1
+                    continue
+                fault.times -= 1
+                return fault
+        return None
 
     do_HEAD = do_POST = do_PUT = do_GET
 
     def _body(self, fault: Fault | None) -> bytes:
         left = int(self.headers.get("Content-Length", 0))
-        cut = fault is not None and not fault.status
+        cut = fault is not None and fault.is_cut()
         sha256 = self.path.split("/")[2] if self.path.startswith("/lfs/") and self.command == "PUT" else ""
         body = b""
         while left and (chunk := self.rfile.read(min(left, 1 << 16))):
@@ -396,13 +429,31 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, json.dumps(told).encode(), {"Content-Type": "application/json", **(headers or {})})
 
     def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+        spoils = self.fault.spoils if self.fault else ""
+        if self.fault and spoils == "rewrite":
+            body = self.fault.rewrite(body)
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
+        if spoils == "headers":
+            self.flush_headers()
+            self._drip(b"X-Slow: " + bytes(10_000))
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command == "HEAD":
+            return
+        if spoils == "truncate":
+            self.wfile.write(body[: len(body) // 2])
+            raise _Cut
+        if spoils == "drip":
+            self._drip(body)
+        else:
             self.wfile.write(body)
+
+    def _drip(self, content: bytes) -> None:
+        for byte in content:
+            self.wfile.write(bytes([byte or ord("x")]))
+            time.sleep(DRIP_SECONDS)
 
 
 _REPO, _AT = r"(?P<repo>(?:datasets/)?[^/]+/[^/]+)", r"(?P<revision>[^/]+)"

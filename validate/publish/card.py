@@ -107,6 +107,17 @@ def refuse_none(folder: Path, checkpoint: Path) -> None:
 def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
     """The folder of a checkpoint's card, once every file of it is compared with what the evidence makes.
 
+    Raises:
+        CheckpointError: as `verified_files`.
+    """
+    folder = out or card_folder(checkpoint)
+    verified_files(checkpoint, out=folder)
+    return folder
+
+
+def verified_files(checkpoint: Path, *, out: Path | None = None) -> dict[str, bytes]:
+    """Name -> bytes of a checkpoint's card, once every file of it is compared with what the evidence makes.
+
     License, language, task and base model are taken as the card has them: nobody measured them.
 
     Raises:
@@ -127,7 +138,7 @@ def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
             raise CheckpointError(folder / name, "a card holds what its report makes", got=got, cure=cure)
         if (got := found[name].read_bytes()) != wanted[name]:
             raise _difference(folder / name, got, wanted[name], cure)
-    return folder
+    return wanted
 
 
 def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullReport, Source]:

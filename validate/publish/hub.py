@@ -4,42 +4,44 @@ In: a token, from huggingface_hub.get_token, and a repository's name. Out: value
 repeats the token, the sentence has `<token>` instead.
 
 Easy to get wrong: huggingface_hub 1.33 tries again where it uploads bytes (`http_backoff`), but not in whoami-v2,
-repos/create, listings, settings, nor in the commit without Xet. So each call is tried again here. That is safe, because
-`upload_folder` sends only what is missing.
+repos/create, listings, settings, nor in the commit. So each call is tried again here. That is safe, because a commit
+holds only what is missing. And it takes an answer as it comes: a field that is not there is a KeyError, and a commit
+may be the number 7.
 """
 
 import logging
 import re
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from httpx import HTTPError, TransportError
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import parse_ratelimit_headers
 
+from ...checkpoints import hub_client
+from ...checkpoints.hub_client import LONGEST_WAIT_SECONDS, PATIENCE, QUESTION_LIMITS, HubError
 from ...recipes.errors import KeepMTPError
 
 WAITS_SECONDS = (2, 10, 30)
 """Between attempts, where the Hub does not say how long."""
-LONGEST_WAIT_SECONDS = 600
-"""If the Hub says longer than this, the call fails at once. Its rate limits are for windows of 300 seconds."""
+
+AGAIN = f"{hub_client.AGAIN}: what has arrived is not sent twice"
 
 T = TypeVar("T")
 Say = Callable[[str], None]
 _PASSING = (408, 429, 500, 502, 503, 504)
 _TOKENS = "https://huggingface.co/settings/tokens"
 _NEW_TOKEN = f"Make one with write access at {_TOKENS} and set HF_TOKEN, or run `hf auth login`"
-_AGAIN = "Run the same command again: what has arrived is not sent twice"
-
-
-class HubError(KeepMTPError):
-    """The Hub refuses, or does not answer."""
+# What huggingface_hub raises where an answer has another form than it expects.
+_OTHER_FORM = (KeyError, TypeError, AttributeError, IndexError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class Hub:
     """
 
     def __init__(self, token: str, *, watch: Say) -> None:
+        hub_client.refuse_endpoint(constants.ENDPOINT)
+        hub_client.install()
         self._token, self._watch = token, watch
         self._api = HfApi(token=token)
         self._user = ""
@@ -76,9 +80,13 @@ class Hub:
         Raises:
             HubError: it is not valid, or a token that may only read.
         """
-        told = self._ask("the Hub", self._api.whoami)
-        self._user = str(told.get("name", ""))
-        if told.get("auth", {}).get("accessToken", {}).get("role") == "read":
+
+        def ask() -> tuple[str, object]:
+            told = self._api.whoami()
+            return _is(told.get("name"), str), told.get("auth", {}).get("accessToken", {}).get("role")
+
+        self._user, role = self._ask("the Hub", ask)
+        if role == "read":
             raise HubError(
                 "the Hub",
                 "the token must be allowed to write",
@@ -87,7 +95,11 @@ class Hub:
             )
 
     def look(self, repo: str, *, revision: str | None = None) -> Remote | None:
-        """What a repository holds, at `revision` or now; None if there is none that this token may see."""
+        """What a repository holds, at `revision` or now; None if there is none that this token may see.
+
+        Raises:
+            HubError: it has another name now, or the Hub's answer has another form.
+        """
 
         def ask() -> Remote | None:
             try:
@@ -96,12 +108,15 @@ class Hub:
                 raise
             except RepositoryNotFoundError:
                 return None
-            tree = self._api.list_repo_tree(repo, recursive=True, revision=info.sha) if info.sha else ()
+            self._refuse_other_name(repo, _is(info.id, str))
+            commit = _commit(info.sha)
+            tree = self._api.list_repo_tree(repo, recursive=True, revision=commit)
+            files = [_file(entry) for entry in tree if _is(entry.path, str) and isinstance(entry, RepoFile)]
             return Remote(
                 repo=repo,
-                commit=info.sha or "",
-                is_private=bool(info.private),
-                files={entry.path: entry for entry in tree if isinstance(entry, RepoFile)},
+                commit=commit,
+                is_private=_is(info.private, bool),
+                files={file.path: file for file in files},
             )
 
         return self._ask(repo, ask)
@@ -110,23 +125,23 @@ class Hub:
         """Make a private repository, if there is none of this name."""
         self._ask(repo, lambda: self._api.create_repo(repo, private=True, exist_ok=True))
 
-    def upload(self, repo: str, folder: Path, *, parent: str, message: str) -> str:
-        """Send the files of a folder on top of the commit `parent`; returns the commit that holds them."""
-        return self._ask(
-            repo,
-            lambda: (
-                self._api.upload_folder(
-                    repo_id=repo,
-                    folder_path=folder,
-                    commit_message=message,
-                    parent_commit=parent or None,
-                ).oid
-            ),
-        )
+    def upload(self, repo: str, files: Callable[[], Sequence[CommitOperationAdd]], *, parent: str, message: str) -> str:
+        """Send files on top of the commit `parent`; returns the commit that holds them.
 
-    def make_public(self, repo: str) -> None:
-        """Let everybody read it."""
-        self._ask(repo, lambda: self._api.update_repo_settings(repo, private=False))
+        Args:
+            files: called for each attempt, since huggingface_hub notes in them how far it came.
+        """
+
+        def ask() -> str:
+            done = self._api.create_commit(repo, list(files()), commit_message=message, parent_commit=parent)
+            return _commit(done.oid)
+
+        with _stopped_by_signals():
+            return self._ask(repo, ask, is_long=True)
+
+    def set_visibility(self, repo: str, *, is_private: bool) -> None:
+        """Let everybody read it, or nobody but its owners."""
+        self._ask(repo, lambda: self._api.update_repo_settings(repo, private=is_private))
 
     @contextmanager
     def discreet(self) -> Iterator[None]:
@@ -144,19 +159,35 @@ class Hub:
         record.msg, record.args = self._clean(record.getMessage()), ()
         return True
 
-    def _ask(self, repo: str, call: Callable[[], T]) -> T:
+    def _ask(self, repo: str, call: Callable[[], T], *, is_long: bool = False) -> T:
+        """The value of `call`, tried again while the fault is one that passes.
+
+        Args:
+            is_long: it sends files, and may take as long as bytes arrive.
+        """
+        PATIENCE.silences = 0
         for wait in (*WAITS_SECONDS, None):
+            PATIENCE.until = None if is_long else time.monotonic() + QUESTION_LIMITS * PATIENCE.seconds
             try:
                 return call()
-            # HfHubHTTPError is an HTTPError; the upload's threads wrap it in a RuntimeError, which is also what hf_xet
-            # raises; what the Hub refuses to store is a ValueError (huggingface_hub 1.33 _commit_api.py).
-            except (HTTPError, OSError, RuntimeError, ValueError) as error:
+            # HfHubHTTPError is an HTTPError; the upload's threads wrap it in a RuntimeError; what the Hub refuses to
+            # store is a ValueError (huggingface_hub 1.33 _commit_api.py), and so is an answer that is no JSON.
+            except (HTTPError, OSError, RuntimeError, ValueError, *_OTHER_FORM) as error:
+                if isinstance(own := _root(error), KeepMTPError):
+                    raise own from None
                 pause = _pause(error, wait)
                 if pause is None:
                     raise self._refusal(repo, error) from error
                 self._watch(f"{repo}: {self._words(error)}; trying again in {pause} s")
+            finally:
+                PATIENCE.until = None
             time.sleep(pause)
         raise AssertionError("the last attempt returns or raises")
+
+    def _refuse_other_name(self, repo: str, now: str) -> None:
+        if now.lower() != repo.lower():
+            cure = "Name the repository as it is called now"
+            raise HubError("--repo", "must be the repository's own name", got=f"{repo}, which is {now}", cure=cure)
 
     def _refusal(self, repo: str, error: Exception) -> HubError:
         match _status(error):
@@ -167,16 +198,20 @@ class Hub:
                 rule = f"{whose} must be allowed to write to {repo.partition('/')[0]}"
                 cure = f"Take one that is ({_TOKENS}), ask an owner of {repo.partition('/')[0]}, or another --repo"
             case 412:
-                rule, cure = "nobody else may write to it meanwhile", _AGAIN
+                rule, cure = "nobody else may write to it meanwhile", AGAIN
             case 400 | 402 | 404 | 409 | 413 | 422:
                 rule, cure = "the Hub must accept it", "Check --repo and its page"
+            case 0 if isinstance(error, (ValueError, *_OTHER_FORM)):
+                rule, cure = "the Hub's answer must have its usual form", f"Check HF_ENDPOINT and the network. {AGAIN}"
             case _:
-                rule, cure = "the Hub must answer", _AGAIN
+                rule, cure = "the Hub must answer", AGAIN
         return HubError(repo, rule, got=self._words(error), cure=cure)
 
     def _words(self, error: BaseException) -> str:
         status, told = _status(error), _root(error)
         said = getattr(told, "server_message", None) or str(told)
+        if isinstance(told, KeyError):
+            said = f"no {said}"
         lines = [line.strip() for line in str(said).strip().splitlines() if line.strip()]
         line = lines[0].rstrip(".") if lines else type(told).__name__
         return self._clean(f"{status}: {line}" if status and str(status) not in line else line)
@@ -208,6 +243,58 @@ def _status(error: BaseException) -> int:
 def _root(error: BaseException) -> BaseException:
     """The Hub's own answer; a thread of the upload may have wrapped it in other errors."""
     seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, (HfHubHTTPError, TransportError)):
+    while seen is not None and not isinstance(seen, (HfHubHTTPError, TransportError, KeepMTPError)):
         seen = seen.__cause__
     return seen or error
+
+
+def _is(value: Any, kind: type[T]) -> T:
+    """The value, if it is of this type."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{str(value)[:80]!r} in place of a {kind.__name__}")
+    return value
+
+
+def _commit(value: object) -> str:
+    """A commit's name: 40 hexadecimal digits."""
+    if not re.fullmatch("[0-9a-f]{40}", _is(value, str)):
+        raise ValueError(f"{str(value)[:80]!r} in place of a commit")
+    return str(value)
+
+
+def _file(entry: RepoFile) -> RepoFile:
+    """A file of a listing, if its size and hashes are what they must be."""
+    texts, numbers = [entry.blob_id], [entry.size]
+    if entry.lfs is not None:
+        texts.append(entry.lfs.sha256)
+        numbers.append(entry.lfs.size)
+    for text in texts:
+        _is(text, str)
+    for number in numbers:
+        _is(number, int)
+    return entry
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what the threads of an upload send, which Python would wait for: a shard takes minutes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # a program that uses keepmtp has its own way to stop a thread
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        PATIENCE.stop()
+        usual = before[signal.Signals(number)]
+        if callable(usual):
+            usual(number, frame)
+        elif usual == signal.SIG_DFL:
+            raise SystemExit(128 + number)
+
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual)

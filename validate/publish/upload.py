@@ -1,16 +1,14 @@
-"""Sends a checkpoint and its card to the Hub, compares what arrived, and loads it from there.
+"""Sends a checkpoint and its card to the Hub, and compares what arrived.
 
-In: a `Parcel` (upload_set.py) and a repository's name. Out: the commit that holds exactly these files. Hashes are
-compared, and the check runs on it by range requests.
+In: a `Parcel` (upload_set.py) and a repository's name. Out: the commit that holds exactly these files, by their hashes.
 
 Easy to get wrong: a repository that exists may be somebody else's. A file that differs is replaced only on request,
 nothing is deleted, and a run that continues after a cut must recognize its own files.
 """
 
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,20 +16,17 @@ from typing import Literal
 from huggingface_hub.hf_api import RepoFile
 
 from ...checkpoints.files import held
-from ...checkpoints.identity import listed
-from ...recipes.errors import CheckpointError, GateError, RecipeError, VLLMError
-from ..check.check import Checked, examine
-from ..dryload.check_on import check_on
-from ..dryload.facts import GPU, GPUS
-from ..serving.vllm_env import find_vllm
-from .hub import Hub, HubError, Remote
+from ...checkpoints.hub_client import PATIENCE, HubError
+from ...checkpoints.identity import ReadingBar, listed
+from ...recipes.errors import GateError, RecipeError
+from .hub import AGAIN, Hub, Remote
+from .taken import Taken
 from .upload_set import LocalFile, Parcel, total_bytes
 
 FileState = Literal["new", "same", "differs"]
 # The Hub writes this file into every new repository, and after that by itself.
 HUBS_OWN = (".gitattributes",)
 _NAME = re.compile(r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?", re.ASCII)
-_GPU: GPU = "sm100"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +84,8 @@ def compare(parcel: Parcel, remote: Remote | None) -> Comparison:
     """Compare a parcel with what the repository holds (None: there is no repository)."""
     there = {} if remote is None else remote.files
     states: dict[str, FileState] = {
-        name: "new" if name not in there else "same" if _is_same(local, there[name]) else "differs"
-        for name, local in parcel.files.items()
+        name: "new" if name not in there else "same" if _is_same(parcel, name, there[name]) else "differs"
+        for name in parcel.files
     }
     others = tuple(sorted(name for name in there if name not in parcel.files and name not in HUBS_OWN))
     return Comparison(states=states, others=others)
@@ -108,37 +103,102 @@ def refuse_overwriting(repo: str, found: Comparison) -> None:
         raise RecipeError(repo, "must be empty or hold this checkpoint", got=listed(strange), cure=cure)
 
 
-def send(parcel: Parcel, hub: Hub, repo: str, *, update: bool, may_be_public: bool) -> Sent:
+def send(
+    parcel: Parcel, hub: Hub, repo: str, *, update: bool, may_be_public: bool, watch: ReadingBar | None = None
+) -> Sent:
     """Send the parcel; files that the repository has already are not sent again.
 
     Args:
-        parcel: from `prepare`.
+        parcel: from `take`.
         hub: signed in.
         repo: if there is none, it is made, and private.
         update: replace files that differ.
-        may_be_public: the repository may be a public one already.
+        may_be_public: the repository was a public one before.
+        watch: a progress bar for the bytes of the shards.
 
     Raises:
         RecipeError: it holds something else, or everybody may read it.
+        CheckpointError: a shard changes while it is sent.
         HubError: the Hub refuses, or does not answer.
     """
     if hub.look(repo) is None:
         hub.create(repo)
-    remote = hub.look(repo)
-    if remote is None:
-        raise HubError(repo, "must be there once it is made", got="nothing", cure="Look at its page on the Hub")
+    remote = must_be_there(hub, repo)
     if not remote.is_private and not may_be_public:
-        raise RecipeError(repo, "must be private, or --public", got="a public repository", cure="Take another --repo")
+        raise RecipeError(repo, "must be private until it is checked", got="a public one", cure="Make it private")
     found = compare(parcel, remote)
     if not update:
         refuse_overwriting(repo, found)
-    missing = [local for name, local in parcel.files.items() if found.states[name] != "same"]
+    missing = [parcel.taken[name] for name in parcel.files if found.states[name] != "same"]
     commit = remote.commit
     if missing:
-        with held(parcel.folder, "only one run may publish a checkpoint"), _staged(parcel.folder, missing) as folder:
-            what = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
-            commit = hub.upload(repo, folder, parent=remote.commit, message=what)
-    return Sent(commit=commit, num_bytes=total_bytes(missing), kept=tuple(found.named("same")), others=found.others)
+        with held(parcel.folder, "only one run may publish a checkpoint"):
+            commit = _upload(parcel, hub, remote, missing, watch)
+    num_bytes = total_bytes(taken.local for taken in missing)
+    return Sent(commit=commit, num_bytes=num_bytes, kept=tuple(found.named("same")), others=found.others)
+
+
+def must_be_there(hub: Hub, repo: str, *, revision: str | None = None) -> Remote:
+    """A repository, which was made or written to just now.
+
+    Raises:
+        HubError: the Hub says that there is none.
+    """
+    if (remote := hub.look(repo, revision=revision)) is None:
+        raise HubError(repo, "must be there, as the Hub has said", got="none", cure="Look at its page on the Hub")
+    return remote
+
+
+def refuse_other_head(hub: Hub, sent: Remote) -> Remote:
+    """The repository as it is now, if its newest commit is the one that was checked.
+
+    Raises:
+        HubError: somebody else has written to it.
+    """
+    now = must_be_there(hub, sent.repo)
+    if now.commit != sent.commit:
+        raise _other_head(sent, now, "Look at what was written, and run the same command again")
+    return now
+
+
+def make_public(hub: Hub, sent: Remote) -> None:
+    """Let everybody read a repository that was checked.
+
+    Raises:
+        HubError: it is another one by then, and private again; or the Hub leaves it private.
+    """
+    hub.set_visibility(sent.repo, is_private=False)
+    now = must_be_there(hub, sent.repo)
+    if now.commit != sent.commit:
+        hub.set_visibility(sent.repo, is_private=True)
+        raise _other_head(sent, now, "It is private again. Look at what was written, and run the same command again")
+    if now.is_private:
+        raise HubError(sent.repo, "must be public, as the Hub has said", got="a private one", cure=AGAIN)
+
+
+def _other_head(sent: Remote, now: Remote, cure: str) -> HubError:
+    got = f"commit {now.commit} after {sent.commit}"
+    return HubError(sent.repo, "nobody else may write to it meanwhile", got=got, cure=cure)
+
+
+def _upload(parcel: Parcel, hub: Hub, remote: Remote, missing: Sequence[Taken], watch: ReadingBar | None) -> str:
+    """One commit with the missing files; returns its name."""
+    furthest = {taken.local.name: 0 for taken in missing}
+    shards = total_bytes(taken.local for taken in missing if taken.content is None)
+    message = f"Upload {parcel.folder.resolve().name} with keepmtp {parcel.report.keepmtp}"
+    with nullcontext(lambda _: None) if watch is None else watch(shards) as advance:
+
+        def reached(name: str, at: int) -> None:  # what is sent again does not count twice
+            if at > furthest[name]:
+                advance(at - furthest[name])
+                furthest[name], PATIENCE.silences = at, 0
+
+        return hub.upload(
+            remote.repo,
+            lambda: [taken.operation(reached) for taken in missing],
+            parent=remote.commit,
+            message=message,
+        )
 
 
 def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> None:
@@ -169,79 +229,15 @@ def verify(parcel: Parcel, remote: Remote, *, others: Sequence[str] = ()) -> Non
         )
 
 
-def load_remote(
-    remote: Remote,
-    parcel: Parcel,
-    *,
-    gpu: GPU | None = None,
-    watch: Callable[[str], None] = lambda doing: None,
-) -> tuple[Checked, str]:
-    """Check a repository by range requests, with vLLM's own loaders if there is a vLLM here.
-
-    Args:
-        remote: the commit that must be the repository's newest.
-        parcel: what is there; its first dry load is repeated unless `gpu` is given.
-        gpu: the GPU to pretend.
-        watch: called with words about what is being done.
-
-    Returns: what was found, and in words what was tried.
-
-    Raises:
-        HubError: somebody else wrote to the repository in the meantime.
-    """
-    first = next(iter(parcel.report.dry), None)
-    tp, k = (first.tp, first.k) if first and gpu is None else (1, 1)
-    asked = [gpu or (first.gpu if first else _GPU)]
-    chosen: list[GPU] = [known for known in GPUS if known in asked]
-    try:
-        vllm = find_vllm()
-    except VLLMError:
-        checked, how = examine(remote.repo), "static check, no dry load: no vLLM here (see `keepmtp doctor`)"
-    else:
-        (checked,) = check_on([remote.repo], vllm=vllm, gpus=chosen, tps=[tp], num_drafts=k, progress=watch)
-        how = f"dry load on {asked[0]} at TP {tp} with vLLM {vllm.version}"
-    if checked.source is not None and checked.source.revision != remote.commit:
-        raise HubError(
-            remote.repo,
-            "nobody else may write to it meanwhile",
-            got=f"commit {checked.source.revision}",
-            cure="Run the same command again",
-        )
-    return checked, how
-
-
-def _is_same(local: LocalFile, there: RepoFile) -> bool:
+def _is_same(parcel: Parcel, name: str, there: RepoFile) -> bool:
     """The Hub has the SHA-256 of a large file, and git's hash of a small one. For the latter the local file is read."""
+    local = parcel.files[name]
     if there.lfs is not None:
         return (there.lfs.size, there.lfs.sha256) == (local.num_bytes, local.sha256)
-    return there.size == local.num_bytes and there.blob_id == local.git_hash()
+    return there.size == local.num_bytes and there.blob_id == parcel.git_hash(name)
 
 
 def _difference(local: LocalFile, there: RepoFile) -> str:
     if there.size != local.num_bytes:
         return f"{there.size} bytes there and {local.num_bytes} here"
     return f"of another {'SHA-256' if there.lfs else 'git hash'} there than here"
-
-
-@contextmanager
-def _staged(folder: Path, files: Sequence[LocalFile]) -> Iterator[Path]:
-    """A folder of links to exactly these files, for `upload_folder`; gone afterwards."""
-    whole = folder.resolve()
-    staging = whole.with_name(f"{whole.name}.hub")
-    _clear(staging)
-    for local in files:
-        link = staging / local.name
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.symlink_to(local.path.resolve())
-    try:
-        yield staging
-    finally:
-        _clear(staging)
-
-
-def _clear(staging: Path) -> None:
-    """Remove what a killed run left: links, and folders of links."""
-    if strange := [path for path in staging.rglob("*") if not path.is_symlink() and not path.is_dir()]:
-        raise CheckpointError(staging, "must hold links of `keepmtp publish` only", got=strange[0].name, cure="Move it")
-    if staging.exists():
-        shutil.rmtree(staging)

@@ -3,59 +3,69 @@
 In: a checkpoint folder with its evidence (NAME.report) and card (NAME.card). Out: a `Parcel`: name in the repository ->
 file here, bytes, hash.
 
-Easy to get wrong: the list comes from the report, never from the files that a folder holds. A file's time of change
-proves nothing, so every byte is read again before it is sent.
+Easy to get wrong: the list comes from the report, never from the files that a folder holds, and a report can name any
+file. So each name must be known as a checkpoint's, and no link is followed. A file's time of change proves nothing, so
+every byte is read again before it is sent.
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ...checkpoints.identity import ReadingBar, file_sha256, identify, refuse_other_bytes
+from ...checkpoints.companions import companions_among
+from ...checkpoints.identity import ReadingBar, identify, listed, refuse_other_bytes
 from ...recipes.errors import CheckpointError, GateError
 from ..report import report
 from ..report.results import report_folder
 from ..report.schema import FullReport
 from . import card
+from .taken import Taken, take_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFile:
-    """A file to send; `name` is its path in the repository, `path` on this machine."""
+    """A file to send; `name` is its path in the repository, `path` on this machine.
+
+    Attributes:
+        content: of a file of the card, as the report makes it; None: the bytes are read from `path`.
+    """
 
     name: str
     path: Path
     num_bytes: int
     sha256: str
-
-    def git_hash(self) -> str:
-        """Git's hash of these bytes; the Hub gives no other hash of a small file."""
-        digest = hashlib.sha1(b"blob %d\0" % self.num_bytes, usedforsecurity=False)
-        with open(self.path, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-        return digest.hexdigest()
+    content: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """What may be sent: these files and no other."""
+    """What may be sent: these files and no other.
+
+    Attributes:
+        taken: the files as they were hashed, once `take` has read every byte.
+    """
 
     folder: Path
     report: FullReport
     files: Mapping[str, LocalFile]
+    taken: Mapping[str, Taken] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Of all files."""
         return total_bytes(self.files.values())
 
+    def git_hash(self, name: str) -> str:
+        """Git's hash of a small file; the Hub has no other hash of it."""
+        return (self.taken.get(name) or take_all({name: self.files[name]})[name]).git_hash
+
 
 def prepare(folder: Path, *, watch: ReadingBar | None = None) -> Parcel:
     """The files that would be sent, or a refusal.
 
-    A file with the same size and time of change as before is not read until `read_again`.
+    A file with the same size and time of change as before is not read until `take`.
 
     Args:
         folder: the checkpoint.
@@ -67,6 +77,7 @@ def prepare(folder: Path, *, watch: ReadingBar | None = None) -> Parcel:
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Check PATH")
+    _refuse_links(folder)
     evidence = report_folder(folder)
     if not (evidence / report.JSON_FILE).is_file():
         raise CheckpointError(
@@ -85,6 +96,7 @@ def prepare(folder: Path, *, watch: ReadingBar | None = None) -> Parcel:
             got="no identity",
             cure=f"Run `keepmtp check {folder} --record`",
         )
+    _refuse_unknown(folder, told.identity.files)
     refuse_other_bytes(folder, told.identity, identify(folder, cache=evidence, watch=watch))
     files = {
         name: LocalFile(name=name, path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
@@ -102,15 +114,13 @@ def prepare(folder: Path, *, watch: ReadingBar | None = None) -> Parcel:
     return Parcel(folder=folder, report=told, files=dict(sorted(files.items())))
 
 
-def read_again(parcel: Parcel, *, watch: ReadingBar | None = None) -> None:
-    """Read every byte of the checkpoint, whether its files' times of change differ or not.
+def take(parcel: Parcel, *, watch: ReadingBar | None = None) -> Parcel:
+    """Read every byte, whether a file's time of change differs or not, and keep what is needed to send these bytes.
 
     Raises:
-        CheckpointError: names the files that are not what was measured.
+        CheckpointError: names a file that is not what was measured.
     """
-    assert parcel.report.identity is not None, "prepare() refuses without"
-    found = identify(parcel.folder, cache=report_folder(parcel.folder), fresh=True, watch=watch)
-    refuse_other_bytes(parcel.folder, parcel.report.identity, found)
+    return replace(parcel, taken=take_all(parcel.files, watch=watch))
 
 
 def total_bytes(files: Iterable[LocalFile]) -> int:
@@ -131,8 +141,32 @@ def _refuse_red(told: FullReport, evidence: Path) -> None:
 
 
 def _card_files(folder: Path) -> Iterator[LocalFile]:
-    place = card.verify(folder)
-    for path in sorted(place.rglob("*")):
-        if path.is_file():
-            name = path.relative_to(place).as_posix()
-            yield LocalFile(name=name, path=path, num_bytes=path.stat().st_size, sha256=file_sha256(path))
+    """The card's files as the report makes them, which is what the folder has; it may have something else later."""
+    place = card.card_folder(folder)
+    for name, content in sorted(card.verified_files(folder).items()):
+        sha256 = hashlib.sha256(content).hexdigest()
+        yield LocalFile(name=name, path=place / name, num_bytes=len(content), sha256=sha256, content=content)
+
+
+def _refuse_links(folder: Path) -> None:
+    """Refuse a link among the folder's files: what it leads to may be private, or another file a minute later.
+
+    Raises:
+        CheckpointError: names the first.
+    """
+    for path in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_symlink() and not is_hidden:
+            got = f"a link to {os.readlink(path)}"
+            raise CheckpointError(path, "only the folder's own files are published", got=got, cure="Put a copy there")
+
+
+def _refuse_unknown(folder: Path, names: Iterable[str]) -> None:
+    """Refuse files that no checkpoint has: one of them may be private.
+
+    Raises:
+        CheckpointError: a name that is not known.
+    """
+    if unknown := companions_among(names).left:
+        cure = f"Move it away, and measure again: `keepmtp check {folder} --record`, serve-check, eval and card"
+        raise CheckpointError(folder, "only known files of a checkpoint are published", got=listed(unknown), cure=cure)

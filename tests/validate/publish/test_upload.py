@@ -18,17 +18,14 @@ import cards
 import hub as loopback
 import measured
 import pytest
-import reports
-import yaml
-from hub import READ_ONLY, TOKEN, Fault, Hub
+from hub import FIRST_COMMIT, READ_ONLY, TOKEN, Fault, Hub
 from keepmtp.checkpoints.identity import file_sha256, identify
-from keepmtp.cli import main, pipeline
+from keepmtp.cli import main
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.publish import card
 from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.hub import Hub as Client
-from keepmtp.validate.publish.upload_set import LocalFile, prepare
+from keepmtp.validate.publish.upload_set import LocalFile, prepare, take
 
 REPO = "org/tiny-glm4-moe-MTP"
 SHARD = "model-00001-of-00005.safetensors"
@@ -51,15 +48,7 @@ class Ended:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """A quantized checkpoint in five shards with report and card; gates as lax as its 60 questions need."""
-    folder = tmp_path_factory.mktemp("made") / "tiny.nvfp4a16-fp8"
-    recipe = yaml.safe_load(find_recipe(cards.RECIPE)[1]) | {"gates": measured.LAX}
-    path = folder.parent / f"{cards.RECIPE}.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    plan, text = pipeline.plan_for(str(path), source=str(reports.MODEL))
-    pipeline.quantize(replace(plan, shard_bytes=1 << 20), text, out=folder)
-    cards.evidence(folder)
-    card.build(folder)
-    return folder
+    return cards.green(tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture
@@ -139,7 +128,6 @@ def whole(hub: Hub, folder: Path) -> None:
     assert set(hub.repos[REPO].at("main")) == {*local, ".gitattributes"}
     for name, path in local.items():
         assert hub.read(REPO, name) == path.read_bytes(), name
-    assert not folder.with_name(f"{folder.name}.hub").exists()
 
 
 def put(hub: Hub, path: Path) -> int:
@@ -288,6 +276,62 @@ def test_a_namespace_that_the_token_may_not_write_to(publish_here, hub, exists):
     assert not sum(hub.put[sha256] for sha256 in hub.put if sha256)
 
 
+def out_of_the_folder(folder: Path, name: str) -> None:
+    """The file is moved away, and a link leads to it."""
+    path, there = folder / name, folder.parent / "elsewhere" / name
+    there.parent.mkdir(parents=True)
+    path.rename(there)
+    path.symlink_to(there)
+
+
+@pytest.mark.parametrize("name", [SHARD, "config.json", "tokenizer.json"])
+def test_a_link_is_not_followed(publish_here, hub, folder, name):
+    out_of_the_folder(folder, name)
+    for more in ([], ["--dry-run"]):
+        ended = publish_here(*more)
+        assert ended.code == 2 and "only the folder's own files are published; got a link to" in ended.err, ended
+    assert hub.requests == []
+
+
+def test_a_link_beside_the_folder_is_left_alone(publish_here, hub, folder, tmp_path):
+    """The name that an older keepmtp gave a folder of its own."""
+    (tmp_path / "mine").mkdir()
+    folder.with_name(f"{folder.name}.hub").symlink_to(tmp_path / "mine")
+    assert publish_here().code == 0
+    whole(hub, folder)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "id_ed25519", "sub/.env.json", "token.json"])
+def test_a_file_that_no_checkpoint_has_is_not_published(publish_here, hub, folder, name):
+    """It was there when the checkpoint was measured, so it is of the report."""
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("mine")
+    if name == "sub/.env.json":
+        (folder / "sub" / "key.pem").write_text("mine")
+    shutil.rmtree(f"{folder}.report")
+    cards.evidence(folder)
+    card.build(folder)
+    ended = publish_here()
+    assert ended.code == 2 and "only known files of a checkpoint are published; got" in ended.err, ended
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_folder_and_repository_are_named_before_anything_else(publish_here, hub, folder, more):
+    hub.add(REPO)
+    ended = publish_here(*more)
+    assert ended.code == 0 and ended.err.startswith(f"folder {folder.resolve()} repository {hub.endpoint}/{REPO} ")
+    assert f"on the Hub a private repository with 1 file, at commit {FIRST_COMMIT}" in ended.err
+    (folder / "config.json").unlink()
+    assert publish_here(*more).err.startswith(f"folder {folder.resolve()} ")
+
+
+def test_a_token_is_not_sent_over_plain_http(publish_here, hub, hub_at):
+    hub_at("http://hub.example")
+    ended = publish_here()
+    assert ended.code == 2 and "HF_ENDPOINT: a token is sent by https only" in ended.err, ended
+
+
 # --- Repositories that exist ------------------------------------------------------------------------------------------
 
 
@@ -351,7 +395,7 @@ def test_hidden_files_of_the_card_are_sent_and_no_other(hub, hub_at, folder):
     local = LocalFile(name=name, path=scores, num_bytes=10, sha256=file_sha256(scores))
     client = Client(TOKEN, watch=print)
     (folder / "left-behind.txt").write_text("not of the report")
-    sent = publishing.send(replace(told, files={name: local}), client, REPO, update=False, may_be_public=False)
+    sent = publishing.send(take(replace(told, files={name: local})), client, REPO, update=False, may_be_public=False)
     assert set(hub.repos[REPO].at(sent.commit)) == {".gitattributes", name}
     assert hub.read(REPO, name) == b"- value: 1"
 
@@ -385,7 +429,7 @@ def test_a_hub_that_does_not_recover_is_given_up_and_nothing_is_sent_twice(publi
     hub.faults = [Fault("POST .*/commit/", status=503, times=4, headers={"Retry-After": "0"})]
     ended = publish_here()
     assert ended.code == 2 and "the Hub must answer; got 503" in ended.err, ended
-    assert "what has arrived is not sent twice" in ended.err and not folder.with_name(f"{folder.name}.hub").exists()
+    assert "what has arrived is not sent twice" in ended.err
     sent = {name: count for name, count in hub.put.items() if name}
     assert publish_here().code == 0
     assert {name: count for name, count in hub.put.items() if name} == sent
@@ -408,7 +452,9 @@ def test_a_run_that_is_killed_continues(hub, folder):
     process.send_signal(signal.SIGKILL)
     process.wait()
     held.set()
-    assert folder.with_name(f"{folder.name}.hub").exists() and len(hub.repos[REPO].commits) == 1
+    assert len(hub.repos[REPO].commits) == 1
+    kinds = ("", ".report", ".card")
+    assert {path.name for path in folder.parent.glob("tiny*")} == {f"{folder.name}{kind}" for kind in kinds}
     before = put(hub, shard)
     ended = publish(hub, folder)
     assert ended.code == 0, ended.err

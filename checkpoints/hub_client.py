@@ -1,0 +1,273 @@
+"""How huggingface_hub talks to the Hub in keepmtp's process: with deadlines, and with the token for the Hub alone.
+
+In: nothing but the environment: HF_ENDPOINT and KEEPMTP_HUB_TIMEOUT. Out: a client that huggingface_hub makes all its
+requests with.
+
+Easy to get wrong: huggingface_hub 1.33 has no deadline, and passes `timeout=None` where it asks. A deadline for each
+read is none either: a server that sends a byte a minute keeps it. So an answer has so many seconds from the moment when
+the last byte of its request was sent, and more only for the bytes that arrive. And the Hub's own answers say where to
+send a file and where the next page is: that may be another host, which is nobody to give the token to.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from ipaddress import ip_address
+from typing import Any
+from weakref import WeakSet
+
+import httpcore
+import httpx
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
+
+from ..recipes.errors import KeepMTPError, RecipeError
+
+SETTING = "KEEPMTP_HUB_TIMEOUT"
+DEFAULT_SECONDS = 60.0
+LONGEST_WAIT_SECONDS = 600
+"""If the Hub asks to wait longer than this, the call fails at once. Its rate limits are for windows of 300 seconds."""
+SILENCES = 3
+"""So many answers in a row may be late. huggingface_hub asks again by itself where it uploads."""
+QUESTION_LIMITS = 10
+"""A question of several requests, such as a list of several pages, has so many times the seconds of one."""
+AGAIN = "Run the same command again"
+_BYTES_PER_SECOND = 10_000
+"""The slowest line that counts as one: an answer gets a second more for so many bytes."""
+_BUSY = (408, 429, 500, 502, 503, 504)
+
+
+class HubError(KeepMTPError):
+    """The Hub refuses, or does not answer."""
+
+
+class Patience:
+    """How long the Hub may take, and whether it is asked at all; one for the process.
+
+    Attributes:
+        seconds: for one answer.
+        until: when the question that is asked now must be answered; None: it may go on.
+        stopped: set by Ctrl-C. Every thread that sends or waits then ends at its next step.
+        silences: answers that were late, since something arrived that had not arrived before.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = DEFAULT_SECONDS
+        self.until: float | None = None
+        self.stopped = threading.Event()
+        self.silences = 0
+        self.open: WeakSet[_Stream] = WeakSet()
+
+    def late(self) -> None:
+        """An answer is late.
+
+        Raises:
+            HubError: too many were late in a row.
+        """
+        self.silences += 1
+        if self.silences >= SILENCES or (self.until is not None and time.monotonic() > self.until):
+            raise self.silence()
+
+    def silence(self) -> HubError:
+        """The refusal for a Hub that does not answer in time."""
+        got = f"no whole answer within {self.seconds:g} s"
+        return HubError(constants.ENDPOINT, "the Hub must answer", got=got, cure=f"{AGAIN}. {SETTING} sets the seconds")
+
+    def refuse_stopped(self) -> None:
+        """End a thread whose work nobody waits for any more.
+
+        Raises:
+            HubError: the command is being stopped.
+        """
+        if self.stopped.is_set():
+            raise HubError(constants.ENDPOINT, "nothing is sent after a stop", got="one", cure=AGAIN)
+
+    def stop(self) -> None:
+        """End every request now, those that wait for the network too."""
+        self.stopped.set()
+        for stream in list(self.open):
+            stream.shut()
+
+
+PATIENCE = Patience()
+
+
+def install() -> None:
+    """Let huggingface_hub make its requests with this module's client, from now on.
+
+    Raises:
+        RecipeError: the setting is no number of seconds.
+    """
+    PATIENCE.seconds = _seconds()
+    PATIENCE.stopped.clear()
+    set_client_factory(_client)
+
+
+@cache
+def install_once() -> None:
+    """`install`, for whoever reads from the Hub: a client that is at work keeps its connections."""
+    install()
+
+
+def refuse_endpoint(endpoint: str) -> None:
+    """Refuse to send a token over a line that others can read.
+
+    Raises:
+        RecipeError: neither https, nor http to this machine; or an address with a password in it.
+    """
+    address = _address(endpoint)
+    if address is None or address.userinfo or not (address.scheme == "https" or _is_this_machine(address)):
+        shown = f"{address.scheme}://{address.host}" if address else "no address"
+        rule = "a token is sent by https only, or by http to this machine"
+        raise RecipeError("HF_ENDPOINT", rule, got=shown, cure="Set it to https://huggingface.co, or unset it")
+
+
+def _seconds() -> float:
+    text = os.environ.get(SETTING, "")
+    try:
+        seconds = float(text or DEFAULT_SECONDS)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 86_400:
+        raise RecipeError(SETTING, "must be a number of seconds up to a day", got=text, cure="Unset it for 60")
+    return seconds
+
+
+def _client() -> httpx.Client:
+    client = default_client_factory()
+    if (endpoint := _address(constants.ENDPOINT)) and _is_this_machine(endpoint):
+        # A proxy of this machine is for other machines, and would read what plain http sends.
+        client.close()
+        client = httpx.Client(event_hooks=client.event_hooks, follow_redirects=True, mounts={"http://": None})
+    hooks = client.event_hooks
+    client.event_hooks = {"request": [*hooks["request"], _before], "response": [*hooks["response"], _after]}
+    # httpx 0.28 has no argument for the backend of its pools, and httpcore 1.0 has.
+    for transport in (client._transport, *client._mounts.values()):
+        if (pool := getattr(transport, "_pool", None)) is not None:
+            pool._network_backend = _Backend()
+    return client
+
+
+def _before(request: httpx.Request) -> None:
+    """Before each request, also each one after a redirect."""
+    PATIENCE.refuse_stopped()
+    if PATIENCE.until is not None and time.monotonic() > PATIENCE.until:
+        raise PATIENCE.silence()
+    request.extensions["timeout"] = httpx.Timeout(PATIENCE.seconds).as_dict()
+    if not _is_hub(request.url):
+        for name in ("Authorization", "Cookie"):
+            request.headers.pop(name, None)
+
+
+def _after(response: httpx.Response) -> None:
+    """After each answer's header."""
+    url = response.request.url
+    if response.has_redirect_location and _is_hub(url) and "/resolve/" not in url.path:
+        where = url.join(response.headers["Location"])
+        if not _is_hub(where):
+            rule = "the Hub must answer itself"
+            got = f"a redirect to {where.host} for {url.path}"
+            raise HubError(constants.ENDPOINT, rule, got=got, cure="Check HF_ENDPOINT and the network's login page")
+    if response.status_code in _BUSY:
+        _wait(response)
+
+
+def _wait(response: httpx.Response) -> None:
+    """What the Hub says about when to come again, before huggingface_hub obeys it."""
+    after = response.headers.get("Retry-After", "").strip()
+    if not after.isdigit():
+        return
+    if int(after) > LONGEST_WAIT_SECONDS:
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + min(int(after), 10**9)))
+        got = f"{response.status_code}: wait {after} s"
+        rule = f"the Hub must answer within {LONGEST_WAIT_SECONDS} s"
+        cure = f"{AGAIN} after {at}: what has arrived is not sent twice"
+        raise HubError(constants.ENDPOINT, rule, got=got, cure=cure)
+    if threading.current_thread() is not threading.main_thread():
+        # huggingface_hub would sleep, and Python would wait for its threads after Ctrl-C.
+        del response.headers["Retry-After"]
+        PATIENCE.stopped.wait(int(after))
+        PATIENCE.refuse_stopped()
+
+
+def _address(text: str) -> httpx.URL | None:
+    try:
+        address = httpx.URL(text)
+    except httpx.InvalidURL:
+        return None
+    return address if address.scheme in ("http", "https") and address.host else None
+
+
+def _is_this_machine(address: httpx.URL) -> bool:
+    if address.host == "localhost":
+        return True
+    try:
+        return ip_address(address.host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_hub(url: httpx.URL) -> bool:
+    hub = httpx.URL(constants.ENDPOINT)
+    return (url.scheme, url.host, url.port) == (hub.scheme, hub.host, hub.port)
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Count what is late, and end what fails because of a stop; a KeyboardInterrupt stays what it is."""
+    try:
+        yield
+    except (httpcore.TimeoutException, httpcore.NetworkError) as error:
+        PATIENCE.refuse_stopped()
+        if isinstance(error, httpcore.TimeoutException):
+            PATIENCE.late()
+        raise
+    PATIENCE.refuse_stopped()
+
+
+class _Backend(httpcore.SyncBackend):
+    """Connections whose answers have a deadline."""
+
+    def connect_tcp(self, *args: Any, **settings: Any) -> httpcore.NetworkStream:
+        PATIENCE.refuse_stopped()
+        return _Stream(super().connect_tcp(*args, **settings))
+
+
+class _Stream(httpcore.NetworkStream):
+    """One connection; `_due` is when the answer that is awaited now must be there."""
+
+    def __init__(self, inner: httpcore.NetworkStream) -> None:
+        self._inner, self._due = inner, 0.0
+        PATIENCE.open.add(self)
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        left = self._due - time.monotonic()
+        with _failures():
+            if left <= 0:
+                raise httpcore.ReadTimeout("the answer is late")
+            got = self._inner.read(max_bytes, left)
+        self._due += len(got) / _BYTES_PER_SECOND
+        return got
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        with _failures():
+            self._inner.write(buffer, PATIENCE.seconds)
+        self._due = time.monotonic() + PATIENCE.seconds
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def start_tls(self, *args: Any, **settings: Any) -> httpcore.NetworkStream:
+        return _Stream(self._inner.start_tls(*args, **settings))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._inner.get_extra_info(info)
+
+    def shut(self) -> None:
+        """End what waits on this connection, in whichever thread."""
+        with suppress(OSError):  # it was closed meanwhile
+            self._inner.get_extra_info("socket").shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,263 @@
+"""Every fault of a Hub at every step of `keepmtp publish`: one sentence, in time, and never public unless verified.
+
+Each command runs in a process of its own, forked from this one. The report and the card are read once for all: what
+is refused before the Hub is asked is in test_upload.py. Some 200 cases are run, each step and each fault among them;
+KEEPMTP_FAULTS=all runs every one.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import cards
+import faults
+import hub as loopback
+import pytest
+from hub import TOKEN, Fault
+from keepmtp.cli import main
+from keepmtp.validate.publish import upload_set
+from keepmtp.validate.publish.upload_set import Parcel, prepare
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),  # it forks, and has a thread with the Hub
+]
+
+SOME = [case for number, case in enumerate(faults.CASES) if number % 7 in (0, 2, 5)]
+
+
+class Other:
+    """A host that is not the Hub; `authorizations` are those that it was sent."""
+
+    def __init__(self) -> None:
+        self.requests: list[str] = []
+        self.authorizations: list[str] = []
+        other = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                other.requests.append(self.path)
+                other.authorizations += self.headers.get_all("Authorization", [])
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.send_response(200)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}" if self.command != "HEAD" else b"")
+
+            do_POST = do_PUT = do_HEAD = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+
+@pytest.fixture(scope="module")
+def parcel(tmp_path_factory) -> Parcel:
+    return prepare(cards.green(tmp_path_factory.mktemp("made")))
+
+
+@pytest.fixture(scope="module")
+def contents(parcel) -> dict[str, bytes]:
+    return faults.contents({name: file.path for name, file in parcel.files.items()})
+
+
+@pytest.fixture
+def other() -> Iterator[Other]:
+    other = Other()
+    threading.Thread(target=other.server.serve_forever, daemon=True).start()
+    yield other
+    other.server.shutdown()
+    other.server.server_close()
+
+
+@pytest.fixture
+def case(other, hub_at, tmp_path, monkeypatch) -> Iterator[faults.Case]:
+    for name, value in {
+        "HF_TOKEN": TOKEN,
+        "HF_HOME": str(tmp_path / "home"),
+        "VLLM_PYTHON": "/nonexistent/python",
+        "KEEPMTP_HUB_TIMEOUT": str(faults.SECONDS),
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    with loopback.serving(tmp_path / "hub") as hub:
+        hub_at(hub.endpoint)
+        yield faults.Case(hub=hub, other=other.url, pids=[], end=threading.Event())
+
+
+def test_some_cases_are_of_every_step_and_fault():
+    assert len(SOME) >= 200
+    assert {step for step, _ in SOME} == {*faults.STEPS} and {fault for _, fault in SOME} == {*faults.FAULTS}
+
+
+def publish(parcel: Parcel) -> None:
+    """The real command, with pauses of no length; it hangs where it would wait longer than it may."""
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(seconds if seconds > 700 else min(seconds, 0.02))
+    upload_set.prepare = lambda *_, **__: parcel
+    sys.argv = ["keepmtp", "publish", str(parcel.folder), "--repo", faults.REPO, "--public", "--yes", "--json"]
+    main.main()
+
+
+@pytest.mark.parametrize(("step", "fault"), faults.CASES if os.environ.get("KEEPMTP_FAULTS") == "all" else SOME)
+def test_a_fault_ends_well(case, other, parcel, contents, step, fault):
+    faults.spoil(case, step, fault)
+    ended = faults.run(case, lambda: publish(parcel))
+    wrong = list(faults.complaints(case, ended, step, fault, contents))
+    assert not other.authorizations, "the token is for the Hub alone"
+    assert not wrong, (wrong, ended)
+
+
+def test_a_wait_that_is_long_is_told_with_the_time(case, parcel):
+    faults.spoil(case, "send", "429, in a day")
+    ended = faults.run(case, lambda: publish(parcel))
+    said = " ".join(ended.err.split())
+    assert ended.code == 2 and "the Hub must answer within 600 s; got 429: wait 86400 s" in said
+    tomorrow = time.strftime("%Y-%m-%d", time.localtime(time.time() + 86400))
+    assert f"Run the same command again after {tomorrow}" in said and "what has arrived is not sent twice" in said
+
+
+@pytest.mark.parametrize("fault", ["killed", "Ctrl-C", "cut", "503"])
+@pytest.mark.parametrize("step", ["create", "send", "commit", "read a header", "go public"])
+def test_the_next_run_goes_on(case, parcel, contents, step, fault):
+    faults.spoil(case, step, fault)
+    assert faults.run(case, lambda: publish(parcel)).code != 0
+    case.hub.faults = []
+    ended = faults.run(case, lambda: publish(parcel))
+    assert ended.code == 0 and faults.holds(case.hub, contents) and not case.hub.repos[faults.REPO].private, ended
+    assert len(case.hub.repos[faults.REPO].commits) == 2, "nothing is committed twice"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_does_not_wait_for_a_shard(case, parcel, number, monkeypatch):
+    """The Hub takes the shards and says nothing, for a minute; the command ends at once."""
+    monkeypatch.setenv("KEEPMTP_HUB_TIMEOUT", "60")
+    case.hub.faults = [Fault("PUT /lfs/", times=99, before=case.signal(number), hold=case.end)]
+    ended = faults.run(case, lambda: publish(parcel))
+    assert ended.code == 128 + number and not ended.hung and ended.seconds < 6, ended
+    assert "The same command goes on: what was sent is not sent again" in ended.err
+    assert len(case.hub.repos[faults.REPO].commits) == 1
+
+
+# --- The bytes that are sent ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(parcel, tmp_path) -> Parcel:
+    """The parcel in a folder of its own, to be spoilt."""
+    folder = tmp_path / parcel.folder.name
+    for suffix in ("", ".report", ".card"):
+        shutil.copytree(f"{parcel.folder}{suffix}", f"{folder}{suffix}")
+    moved = {
+        name: replace(file, path=(tmp_path / file.path.relative_to(parcel.folder.parent)))
+        for name, file in parcel.files.items()
+    }
+    return replace(parcel, folder=folder, files=moved)
+
+
+@pytest.mark.parametrize("step", ["ask how to send", "commit"])
+@pytest.mark.parametrize("name", ["config.json", "keepmtp.json", "README.md", "report.json"])
+def test_a_small_file_that_changes_is_sent_as_it_was_hashed(case, own, contents, name, step):
+    to, skip = faults.STEPS[step]
+    path = own.files[name].path
+    case.hub.faults = [Fault(to, skip=skip, before=lambda: path.write_bytes(path.read_bytes()[::-1]))]
+    ended = faults.run(case, lambda: publish(own))
+    assert ended.code == 0 and path.read_bytes() != contents[name], ended
+    assert faults.holds(case.hub, contents)
+
+
+@pytest.mark.parametrize("step", ["ask how to send", "send"])
+def test_a_shard_that_changes_is_not_sent(case, own, step):
+    """All shards are another before the first is sent."""
+
+    def change() -> None:
+        for path in own.folder.glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[::-1])
+
+    to, skip = faults.STEPS[step]
+    case.hub.faults = [Fault(to, skip=skip, before=change)]
+    ended = faults.run(case, lambda: publish(own))
+    repo = case.hub.repos[faults.REPO]
+    if step == "send" and ended.code == 0:  # the shards are small, and were read in time
+        assert faults.holds(case.hub, faults.contents({name: file.path for name, file in own.files.items()})) is False
+        return
+    assert ended.code == 2 and "is another now, while it is sent" in " ".join(ended.err.split()), ended
+    assert repo.private and len(repo.commits) == 1
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", faults.SHARD])
+def test_a_file_that_is_stored_otherwise_is_named(case, parcel, name):
+    """The Hub's list of the commit has another hash of it."""
+
+    def other_hash(body: bytes) -> bytes:
+        listed = json.loads(body)
+        for entry in listed:
+            if entry["path"] == name:
+                (entry.get("lfs") or entry)["oid"] = "0" * len((entry.get("lfs") or entry)["oid"])
+        return json.dumps(listed).encode()
+
+    case.hub.faults = [Fault(faults.STEPS["list the commit"][0], times=9, spoils="rewrite", rewrite=other_hash)]
+    ended = faults.run(case, lambda: publish(parcel))
+    assert ended.code == 1 and f"must hold the bytes that were sent; got {name} is of another" in ended.err, ended
+    assert "It stays private." in ended.err and case.hub.repos[faults.REPO].private
+
+
+# --- Whose repository it is -------------------------------------------------------------------------------------------
+
+
+def test_the_token_is_not_sent_where_the_hub_says_a_file_is_verified(case, other, parcel):
+    def elsewhere(body: bytes) -> bytes:
+        return body.replace(f"{case.hub.endpoint}/lfs-verify".encode(), f"{other.url}/lfs-verify".encode())
+
+    to = faults.STEPS["ask where to send"][0]
+    case.hub.faults = [Fault(to, spoils="rewrite", rewrite=elsewhere)]
+    ended = faults.run(case, lambda: publish(parcel))
+    assert ended.code == 0 and other.requests and not other.authorizations, ended
+
+
+def test_pages_without_end(case, parcel):
+    to = faults.STEPS["list the new one"][0]
+    pages = {"Link": f'<{case.hub.endpoint}/api/models/{faults.REPO}/tree/main?recursive=true>; rel="next"'}
+    case.hub.faults = [Fault(to, status=200, body=b"[]", times=10**6, headers=pages)]
+    ended = faults.run(case, lambda: publish(parcel))
+    assert ended.code == 2 and "the Hub must answer; got no whole answer within" in ended.err, ended
+
+
+def test_a_repository_that_the_hub_makes_public_gets_no_byte(case, parcel):
+    def show() -> None:
+        case.hub.repos[faults.REPO].private = False
+
+    to, skip = faults.STEPS["look at the new one"]
+    case.hub.faults = [Fault(to, skip=skip, before=show)]
+    ended = faults.run(case, lambda: publish(parcel))
+    assert ended.code == 2 and "must be private until it is checked; got a public one" in ended.err, ended
+    assert not any(line.startswith("PUT") for line in case.hub.requests)
+
+
+def test_a_repository_that_was_renamed(case, parcel):
+    case.hub.add(faults.REPO)
+    to = faults.STEPS["look"][0]
+    renamed = {"spoils": "rewrite", "rewrite": lambda body: json.dumps(json.loads(body) | {"id": "org/new"}).encode()}
+    case.hub.faults = [Fault(to, **renamed)]
+    ended = faults.run(case, lambda: publish(parcel))
+    assert ended.code == 2 and "got org/tiny-glm4-moe-MTP, which is org/new" in ended.err, ended
+
+
+def test_a_commit_between_the_check_and_going_public_makes_it_private_again(case, parcel):
+    to, skip = faults.STEPS["go public"]
+    case.hub.faults = [Fault(to, skip=skip, before=case.commit_by_others)]
+    ended = faults.run(case, lambda: publish(parcel))
+    assert (
+        ended.code == 2 and "nobody else may write to it meanwhile" in ended.err and "It is private again" in ended.err
+    )
+    assert case.hub.repos[faults.REPO].private
