@@ -23,7 +23,7 @@ from rich.table import Table
 
 from .. import __version__
 from ..recipes.errors import VLLMError
-from ..recipes.extras import missing, requirements
+from ..recipes.extras import install_command, missing, requirements
 from ..validate.serving import vllm_env
 from .options import JsonOption
 
@@ -36,9 +36,9 @@ EXTRAS = {
 }
 _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _GET_VLLM = "make vllm"
-_GET_QUANTIZE = "pip install 'keepmtp[quantize]'"
-_GET_REPORT = "pip install 'keepmtp[report]'"
-_GET_EVALUATE = "pip install 'keepmtp[evaluate]'"
+_GET_QUANTIZE = install_command("quantize")
+_GET_REPORT = install_command("report")
+_GET_EVALUATE = install_command("evaluate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ def _abilities(
             what="calibrated recipes, mtp: auto",
             why="llm-compressor, transformers and datasets are here",
             command="keepmtp quantize MODEL",
-            get="pip install 'keepmtp[calibrate]'",
+            get=install_command("calibrate"),
         ),
         _scoring(lacking["evaluate"], packages["lm-eval"], vllm, gpus),
         _page("model card", lacking["report"], "keepmtp card CHECKPOINT", _GET_EVALUATE),

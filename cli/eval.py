@@ -96,7 +96,7 @@ def evaluate(
     what has no answer yet. Words after `--` go to `vllm serve`.
 
     Exit status 1 if a server fails, or score or acceptance lost more than the recipe's gates allow; 3 if the questions
-    are too few to tell. It needs `pip install 'keepmtp[evaluate]'`.
+    are too few to tell. It needs the extra keepmtp[evaluate].
 
     Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 -- --tensor-parallel-size 8`
     """

@@ -16,6 +16,7 @@ from typing import Any
 import typer
 
 from ..recipes.errors import RecipeError
+from ..recipes.extras import install_command
 from ..recipes.listing import Listed, listed
 from .options import JsonOption
 
@@ -83,7 +84,7 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
         ]
     if any(each.needs_batches for each in variants):
         lines += ["", *_wrapped("Batches are text that the model runs on first, to calibrate it. That needs", width)]
-        lines += ["  pip install 'keepmtp[calibrate]'"]
+        lines += [f"  {install_command('calibrate')}"]
     return lines
 
 

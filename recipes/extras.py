@@ -6,8 +6,11 @@ metadata of the installed package, so it is the list that pip used. The check im
 Easy to get wrong: an extra may include another (`keepmtp[quantize]`). A package with the wrong version is missing.
 """
 
+import shlex
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 
 from packaging.requirements import Requirement
 
@@ -42,8 +45,20 @@ def require_extra(where: object, extra: str, *, otherwise: str = "") -> None:
         RecipeError: names the missing packages and the command that installs them.
     """
     if absent := missing(extra):
-        cure = f"Run pip install 'keepmtp[{extra}]'" + (f", or {otherwise}" if otherwise else "")
+        cure = f"Run {install_command(extra)}" + (f", or {otherwise}" if otherwise else "")
         raise RecipeError(where, f"needs keepmtp's `{extra}` extra", got=f"no {' and no '.join(absent)}", cure=cure)
+
+
+def install_command(extra: str) -> str:
+    """The command that adds an extra to this installation of keepmtp, pasted anywhere.
+
+    keepmtp is on no package index. It is installed here, so pip and uv take it as it is, and fetch what the extra adds.
+    A `pip` of another Python would look for keepmtp itself, so this Python is named.
+    """
+    wanted, python = f"'{_PACKAGE}[{extra}]'", shlex.quote(sys.executable)
+    if find_spec("pip") is None:
+        return f"uv pip install {wanted} --python {python}"
+    return f"{python} -m pip install {wanted}"
 
 
 def _declared(extra: str) -> Iterator[Requirement]:

@@ -60,7 +60,7 @@ def refused(done: subprocess.CompletedProcess[str], *, install: str) -> None:
     assert done.returncode == 2 and not done.stdout, done.stdout + done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert f"`{install}` extra; got no " in done.stderr
-    assert f"Run pip install 'keepmtp[{install}]'" in done.stderr, done.stderr
+    assert f"Run uv pip install 'keepmtp[{install}]' --python " in done.stderr, done.stderr
 
 
 def test_the_wheel_holds_one_package(built):

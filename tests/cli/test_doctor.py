@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from keepmtp.cli import doctor
 from keepmtp.recipes import extras
+from keepmtp.recipes.extras import install_command
 from keepmtp.validate.serving import vllm_env
 
 ROOT = Path(__file__).parent.parent.parent
@@ -109,10 +110,10 @@ def test_what_is_missing_is_said_with_its_cure():
     found = doctor._abilities(bare, dict.fromkeys(doctor.diagnose().packages, ""), None, (), "HF_TOKEN")
     abilities = {ability.what: ability for ability in found}
     assert abilities["packing weights, without data"].why == "needs numpy and safetensors and torch"
-    assert abilities["HTML report"].command == "pip install 'keepmtp[report]'"
-    assert abilities["packing weights, without data"].command == "pip install 'keepmtp[quantize]'"
+    assert abilities["HTML report"].command == install_command("report")
+    assert abilities["packing weights, without data"].command == install_command("quantize")
     for what in ("GSM8K, with method=mtp", "model card", "publishing to the Hub"):
-        assert abilities[what].command == "pip install 'keepmtp[evaluate]'"
+        assert abilities[what].command == install_command("evaluate")
     assert [ability.what for ability in abilities.values() if ability.can] == ["plan, static check"]
 
 

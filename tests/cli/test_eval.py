@@ -117,7 +117,7 @@ def test_a_record_with_a_protocol_that_is_none(checkpoint, evaluation):
 
 def test_without_lm_eval(tmp_path):
     done = keepmtp_without(("lm-eval",), "eval", str(GLM), cwd=tmp_path)
-    assert done.returncode == 2 and "got no lm-eval. Run pip install 'keepmtp[evaluate]'." in done.stderr, done.stderr
+    assert done.returncode == 2 and "-m pip install 'keepmtp[evaluate]'." in done.stderr, done.stderr
 
 
 def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, monkeypatch):

@@ -113,7 +113,7 @@ def test_what_is_not_installed_is_one_sentence(source, tmp_path):
     done = keepmtp_without(heavy, "quantize", AUTO, *model, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
     absent = "got no datasets and no llmcompressor and no transformers"
-    assert f"{absent}. Run pip install 'keepmtp[calibrate]'" in done.stderr
+    assert f"{absent}. Run {sys.executable} -m pip install 'keepmtp[calibrate]'" in done.stderr
     other = re.search(r"or use --scheme (\S+), which needs no batches", done.stderr)
     assert other, done.stderr
     done = keepmtp_without(heavy, "quantize", AUTO, *model, "--scheme", other[1], "--out", "out", cwd=tmp_path)
@@ -121,7 +121,7 @@ def test_what_is_not_installed_is_one_sentence(source, tmp_path):
     done = keepmtp_without(("torch", *heavy), "plan", AUTO, *model, cwd=tmp_path)
     assert done.returncode == 0 and "Would be refused: calibration for" in done.stdout, done.stderr
     done = keepmtp_without(("torch",), "quantize", "glm-4.7", "--source", str(source), "--out", "no", cwd=tmp_path)
-    assert done.returncode == 2 and "Run pip install 'keepmtp[quantize]'." in done.stderr
+    assert done.returncode == 2 and "-m pip install 'keepmtp[quantize]'." in done.stderr
 
 
 @pytest.mark.parametrize(

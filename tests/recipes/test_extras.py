@@ -1,5 +1,6 @@
 """What is asked for before a job is what pip installs for it."""
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def test_what_is_missing_is_named_with_its_cure(monkeypatch):
     with pytest.raises(RecipeError, match="got no datasets") as caught:
         require_extra("here", "calibrate", otherwise="do without")
     assert str(caught.value) == (
-        "here: needs keepmtp's `calibrate` extra; got no datasets. Run pip install 'keepmtp[calibrate]', or do without."
+        "here: needs keepmtp's `calibrate` extra; got no datasets. "
+        f"Run {sys.executable} -m pip install 'keepmtp[calibrate]', or do without."
     )
     require_extra("here", "quantize")
 

@@ -1,0 +1,106 @@
+"""A command that keepmtp prints or documents is one that exists, with its options, where it is printed.
+
+In: every string of the package, and the pages. Out: nothing, or the command that nobody can run.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import house
+import pytest
+from keepmtp.cli import main
+from keepmtp.recipes.extras import install_command
+
+ROOT = Path(__file__).parent.parent
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", MAKEFILE, re.MULTILINE))
+VARIABLES = set(re.findall(r"\b([A-Z][A-Z_0-9]+)\b", MAKEFILE))
+# A wheel has no Makefile. These files know that they are in a checkout, or are called by make alone.
+SPEAK_OF_MAKE = {"cli/where.py", "validate/serving/vllm_env.py"}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Commands in backticks, and those that a sentence begins or ends with.
+QUOTED = re.compile(r"`((?:keepmtp|make) [^`]+)`|(?:[Rr]un|target:) ((?:keepmtp|make) [a-z-]+(?: [^`.;]*)?)")
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Every string of a file, an f-string with an X for each value."""
+    tree = house.parsed(path)
+    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+            yield node.value
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    for found in QUOTED.finditer(" ".join(text.split())):
+        yield (found[1] or found[2]).split()
+
+
+def options_of(verb: str) -> set[str]:
+    known = main._load(verb)
+    return {"--help", "-h"} | {name for option in known.params for name in (*option.opts, *option.secondary_opts)}
+
+
+def fault(words: list[str]) -> str:
+    """Why nobody can run this command; "" if it can be run."""
+    program, name, *rest = words
+    if program == "make":
+        unknown = [word for word in rest if "=" in word and word.partition("=")[0] not in VARIABLES]
+        return f"no target {name}" if name not in TARGETS else f"no variable {unknown[0]}" if unknown else ""
+    if name not in main.VERBS:
+        return "" if name.startswith("-") or not re.fullmatch(r"[a-z-]+", name) else f"no verb {name}"
+    ours = rest[: rest.index("--")] if "--" in rest else rest
+    unknown = [word for word in ours if re.match(r"--?[a-z]", word) and word.strip(",)") not in options_of(name)]
+    return f"keepmtp {name} has no {unknown[0]}" if unknown else ""
+
+
+@pytest.mark.parametrize("path", house.sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_printed_command_exists(path):
+    found = [words for text in strings(path) for words in commands(text)]
+    assert [(" ".join(words), why) for words in found if (why := fault(words))] == []
+    if str(path.relative_to(ROOT)) not in SPEAK_OF_MAKE:
+        assert [words for words in found if words[0] == "make"] == [], "a wheel has no Makefile"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_documented_command_exists(page):
+    text = page.read_text()
+    blocks = "\n".join(re.findall(r"```\n(.*?)```", text, re.DOTALL))
+    lines = re.findall(r"^((?:keepmtp|make) [^\n#]+)", blocks, re.MULTILINE)
+    found = [*commands(text), *(line.split() for line in lines)]
+    assert [(" ".join(words), why) for words in found if (why := fault(words))] == []
+
+
+def test_the_test_finds_what_nobody_can_run():
+    for text, why in {
+        "Run `keepmtp chekc X`": "no verb chekc",
+        "Use `keepmtp check X --static` again": "keepmtp check has no --static",
+        "Run keepmtp serve X": "no verb serve",
+        "Run `make everything`": "no target everything",
+        "`make publish MODEL=x REPOSITORY=y`": "no variable REPOSITORY=y",
+    }.items():
+        assert [fault(words) for words in commands(text)] == [why], text
+    for good in (
+        "`keepmtp eval X -- --max-model-len 8`",
+        "`keepmtp check X --gpu sm90 -k 3`",
+        "`make publish REPO=a/b`",
+    ):
+        assert [fault(words) for words in commands(good)] == [""], good
+
+
+def test_every_verb_can_be_loaded():
+    for verb in main.VERBS.values():
+        assert callable(getattr(import_module(f"keepmtp.cli.{verb.module}"), verb.function))
+
+
+def test_an_extra_is_added_to_this_installation():
+    """keepmtp is on no index: the command names this Python, where it is installed already."""
+    for path in house.sources():
+        bare = [text for text in strings(path) if re.search(r"(?<!-m )(?<!uv )\bpip install '?keepmtp", text)]
+        assert bare == [] or path.name == "card_page.py", path
+    assert install_command("report").endswith("-m pip install 'keepmtp[report]'")
