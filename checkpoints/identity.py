@@ -32,6 +32,7 @@ ReadingBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 CACHE = ".hashes.json"
 _BLOCK_BYTES = 1 << 20
 _MAX_NAMED = 5
+_MAX_JSON_BYTES = 1 << 30
 # Times of change are as coarse as the file system's clock: 2 s on FAT, a second on some network file systems.
 _SETTLED_NS = 3_000_000_000
 
@@ -202,6 +203,9 @@ def _file(folder: Path, path: Path) -> tuple[str, _File]:
         raise CheckpointError(path, "must be a file", got="a link to nowhere", cure="Restore or delete it") from error
     if not stat.S_ISREG(state.st_mode):
         raise CheckpointError(path, "must be a regular file", got="something else", cure="Move it away")
+    if path.suffix == ".json" and state.st_size > _MAX_JSON_BYTES:  # holes take no room, and long to be read
+        rule = f"a JSON file has at most {_MAX_JSON_BYTES} bytes"
+        raise CheckpointError(path, rule, got=state.st_size, cure="Restore it")
     name = path.relative_to(folder).as_posix()
     if "\n" in name:
         raise CheckpointError(repr(name), "a file's name must be one line", got="a line break", cure="Rename it")

@@ -118,9 +118,9 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
         CheckpointError: safetensors does not take it, a name is there twice, a dtype that is not known, or the tensors
             do not fill the file.
     """
-    # A tensor's shape and its range are a list each.
+    # A tensor's shape and its range are a list each, and up to four commas are in them.
     num_lists = raw.count(b"[")
-    if num_lists > 2 * _MAX_TENSORS:
+    if num_lists > 2 * _MAX_TENSORS or raw.count(b",") > 10 * _MAX_TENSORS:
         raise CheckpointError(where, f"must hold at most {_MAX_TENSORS} tensors", got="more", cure=_SPLIT)
     _judge(raw, where)
     header = json.loads(raw)

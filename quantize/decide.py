@@ -17,12 +17,21 @@ from ..checkpoints.stored import OTHER_LEAVES, Form, StoredWeight
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName, VLLMName
 from ..recipes.family_view import FamilyView, Place
+from ..recipes.match_clock import SIMPLER, MatchClock
 from ..recipes.schema import Recipe
 from ..recipes.schemes import SCHEMES, Scheme
 from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output
 
 # Buffers that old checkpoints carry and every model class computes itself.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
+
+
+def _hangs(pattern: str, got: str) -> RecipeError:
+    return RecipeError("recipe", f"{pattern} must be matched in a moment", got=got, cure=SIMPLER)
+
+
+_clock = MatchClock(_hangs)
+matching_limit = _clock.limit
 
 
 class Patterns:
@@ -40,14 +49,14 @@ class Patterns:
     def override(self, module: HFName) -> str | None:
         """The scheme of the first override that names this module."""
         for pattern, scheme in self._overrides:
-            if self._compiled[pattern].fullmatch(module):
+            if _clock.timed(self._compiled[pattern].fullmatch, pattern, module):
                 self._matched.add(pattern)
                 return scheme
         return None
 
     def keeps(self, name: HFName) -> bool:
         """Whether the recipe's `keep` names this tensor."""
-        hits = [pattern for pattern in self._keep if self._compiled[pattern].fullmatch(name)]
+        hits = [each for each in self._keep if _clock.timed(self._compiled[each].fullmatch, each, name)]
         self._matched.update(hits)
         return bool(hits)
 

@@ -22,7 +22,7 @@ from ..recipes.family import Family, HFName, Part, VLLMName
 from ..recipes.family_view import FamilyView
 from ..recipes.schema import Recipe
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES, num_bytes
-from .decide import Given, Patterns, added_aliases, decide_other, decide_weight
+from .decide import Given, Patterns, added_aliases, decide_other, decide_weight, matching_limit
 from .tensor_plan import Output, TensorPlan
 
 SHARD_BYTES = 5_000_000_000
@@ -132,8 +132,9 @@ def make_plan(
     weights, others = stored_weights(entries.values())
     _refuse_missing_mtp(view, source, entries)
     given = Given(recipe=recipe, source=source, view=view, patterns=Patterns(recipe))
-    tensors = [decide_weight(weight, given) for weight in weights.values()]
-    tensors += [decide_other(entry, given) for entry in others]
+    with matching_limit():
+        tensors = [decide_weight(weight, given) for weight in weights.values()]
+        tensors += [decide_other(entry, given) for entry in others]
     tensors += added_aliases(view, entries)
     _refuse_unmatched(recipe, given.patterns)
     _refuse_unnamed_groups(recipe, tensors)

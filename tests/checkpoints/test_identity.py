@@ -108,6 +108,15 @@ def test_a_cache_that_cannot_be_read_is_none(content, folder, tmp_path):
     assert json.loads((evidence / CACHE).read_text())["version"] == 1
 
 
+def test_a_json_file_of_holes_is_not_read(folder):
+    with open(folder / "keepmtp.json", "wb") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(
+        CheckpointError, match=r"keepmtp\.json: a JSON file has at most 1073741824 bytes; got 68719476736"
+    ):
+        identify(folder)
+
+
 def test_a_cache_that_is_a_pipe_is_not_waited_for(folder, tmp_path):
     evidence = tmp_path / "made.report"
     evidence.mkdir()

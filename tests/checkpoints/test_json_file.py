@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,30 @@ FILES = {
     "a number without end": (b'{"a": %b}' % (b"1" * 100_000), "must be JSON; got Exceeds the limit"),
     "a NUL": (b"{}\0", "must be JSON; got Extra data"),
 }
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b'{"a": "%b"}' % (b"x" * 2**24), "must be at most 16777216 bytes long; got more"),
+        (b'{"a": [%b]}' % (b"[]," * 2_000_001), "must have at most 2000000 values; got more"),
+    ],
+    ids=["long", "many values"],
+)
+def test_a_file_that_would_fill_the_memory(raw, said, tmp_path):
+    (tmp_path / "a.json").write_bytes(raw)
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=f"^here: {said}"):
+        read_object(tmp_path / "a.json", "here")
+    assert tracemalloc.get_traced_memory()[1] < 3 * len(raw)
+    tracemalloc.stop()
+
+
+def test_a_file_of_holes_is_not_read(tmp_path):
+    with open(tmp_path / "config.json", "wb") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(CheckpointError, match="must be at most 16777216 bytes long"):
+        read_config(tmp_path / "config.json", "here")
 
 
 @pytest.mark.parametrize(("raw", "said"), FILES.values(), ids=FILES)

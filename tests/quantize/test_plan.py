@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 from collections import Counter
 
 import pytest
@@ -9,6 +10,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.match_clock import MATCHING_SECONDS
 from keepmtp.recipes.schema import Recipe
 from releases import source_layout, write_checkpoint
 
@@ -26,6 +28,16 @@ def plan_of(folder, model="glm-4.7", *, tensors=None, config=None, **changes):
 
 def without(model: str, pattern: str) -> dict:
     return {name: spec for name, spec in source_layout(model, size="tiny")[1].items() if not re.match(pattern, name)}
+
+
+@pytest.mark.parametrize("words", ["keep", "overrides"])
+@pytest.mark.parametrize("pattern", ["re:([a-z0-9._]+)*!", "re:(.*.*.*.*.*.*.*.*.*.*)*_"])
+def test_a_regex_without_end_is_refused(words, pattern, tmp_path):
+    start = time.process_time()
+    with pytest.raises(RecipeError) as caught:
+        plan_of(tmp_path, **{words: [pattern] if words == "keep" else [{"modules": pattern, "scheme": "bf16"}]})
+    assert time.process_time() - start < 10 * MATCHING_SECONDS
+    assert caught.value.rule == f"{pattern} must be matched in a moment" and "more than 2 s" in str(caught.value)
 
 
 def test_every_tensor_has_one_fate(tmp_path):

@@ -8,60 +8,20 @@ vLLM has no time limit, so it hangs as well. The limit here is of processor time
 """
 
 import re
-import signal
-import threading
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cache, cached_property
 
 from ....recipes.errors import CheckpointError, shortened
-
-MATCHING_SECONDS = 2.0
-"""For all matches of one check. A usual match takes a microsecond, a checkpoint has some thousand modules."""
-_TICK = 0.02
-_NOTHING = ("", "")
+from ....recipes.match_clock import SIMPLER, MatchClock
 
 
-class _Clock:
-    """What is matched now, and how many ticks each expression has had."""
-
-    def __init__(self) -> None:
-        self.now: tuple[str, str] = _NOTHING
-        self.ticks: Counter[str] = Counter()
-
-    def on_tick(self, *_: object) -> None:
-        """A tick that falls into a match counts for its expression."""
-        pattern, name = self.now
-        if not pattern:
-            return
-        self.ticks[pattern] += 1
-        if self.ticks.total() * _TICK > MATCHING_SECONDS:
-            self.now = _NOTHING
-            slowest = self.ticks.most_common(1)[0][0]
-            rule = "must be matched in a moment; vLLM matches it to each module, without a time limit, and would hang"
-            got = f"more than {MATCHING_SECONDS:g} s, at last for {name}"
-            raise CheckpointError(shortened(slowest), rule, got=got, cure=_SIMPLER)
+def _hangs(entry: str, got: str) -> CheckpointError:
+    rule = "must be matched in a moment; vLLM matches it to each module, without a time limit, and would hang"
+    return CheckpointError(shortened(entry), rule, got=got, cure=SIMPLER)
 
 
-_SIMPLER = "Write it without repeats inside of repeats, or list the modules' names"
-_clock = _Clock()
-
-
-@contextmanager
-def time_limit() -> Iterator[None]:
-    """Limit the time that matching takes in all. Only a main thread can be interrupted; in others there is no limit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    _clock.now, _clock.ticks = _NOTHING, Counter()
-    before = signal.signal(signal.SIGVTALRM, _clock.on_tick)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _TICK, _TICK)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+_clock = MatchClock(_hangs)
+time_limit = _clock.limit
 
 
 def equal_or_regex(name: str, entry: str) -> bool:
@@ -121,20 +81,13 @@ def _is_regex(entry: str) -> bool:
 
 
 def _matches(entry: str, name: str) -> bool:
-    compiled = _compiled(entry)
-    _clock.now = (entry, name)
-    found = compiled.match(name) is not None
-    _clock.now = _NOTHING
-    return found
+    return _clock.timed(_compiled(entry).match, entry, name) is not None
 
 
 @cache
 def _compiled(entry: str) -> re.Pattern[str]:
-    _clock.now = (entry, "its own text")
     try:
-        return re.compile(entry[3:])
+        return _clock.timed(re.compile, entry, entry[3:])
     except (re.error, OverflowError, RecursionError) as error:
         rule = "must be a regular expression, or vLLM raises"
         raise CheckpointError(shortened(entry), rule, got=str(error), cure="Mend it") from error
-    finally:
-        _clock.now = _NOTHING
