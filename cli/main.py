@@ -65,6 +65,17 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             how_to_go_on="The same command goes on where this one stopped",
             help="Quantize a checkpoint and keep its MTP block, as the model's recipe says.",
         ),
+        "init": Verb(
+            module="init",
+            function="init",
+            help="Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a model's own.",
+        ),
+        "pin": Verb(
+            module="pin",
+            function="pin",
+            help="Write into a recipe the commits that its model and its datasets have now, so that every run reads "
+            "the same.",
+        ),
         "extra": Verb(
             module="quantize",
             function="extra",

@@ -61,7 +61,7 @@ def quantize(
     Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7`
     """
     from .. import api
-    from . import calibration_tables, pipeline, plan_tables, refusals
+    from . import calibration_tables, commits, pipeline, plan_tables, refusals
 
     out = Console()
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
@@ -73,6 +73,9 @@ def quantize(
         return
     target = folder or pipeline.default_out(made.recipe)
     refusals.refuse(made, target)
+    line = "" if rank else commits.commits_line(made)
+    if line and not as_json:
+        Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
     if not (as_json or rank):
         out.print(tables.plan_summary(made))
         out.print(plan_tables.companions(made))
@@ -121,11 +124,12 @@ def extra(
     calibration: CalibrationOption = None,
 ) -> None:
     """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate."""
-    from . import pipeline, refusals
+    from . import commits, pipeline, refusals
 
     # The whole plan: what would refuse it, or a Hub out of reach, is known before anything is installed.
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
     made, _ = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
     refusals.refuse_untrusted_code(made)
     refusals.refuse_no_draft(made)
+    commits.commits_line(made)
     sys.stdout.write("calibrate\n" if refusals.needs_calibration(made) else "quantize\n")

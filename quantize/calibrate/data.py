@@ -19,18 +19,11 @@ import torch
 from datasets import IterableDataset, load_dataset
 from datasets.exceptions import DatasetsError
 from httpx import HTTPError
-from huggingface_hub import HfApi
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError
 from pyarrow import ArrowException
 from torch import Tensor
 
+from ...checkpoints.commits import dataset_commit
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.schema import Calibration
@@ -140,7 +133,7 @@ def _open_split(calibration: Calibration, where: str) -> tuple[IterableDataset, 
     if path is not None and path.is_file() and not is_file_name:
         got = path.suffix or "no suffix"
         raise RecipeError(where, f"a file must be one of {', '.join(_READERS)}", got=got, cure="Convert it")
-    revision = "local" if path is not None else _hub_commit(calibration, where)
+    revision = "local" if path is not None else dataset_commit(name, calibration.dataset_revision, where)
     try:
         if path is not None and path.is_file():
             splits = load_dataset(_READERS[path.suffix], data_files=str(path), streaming=True)
@@ -157,27 +150,6 @@ def _open_split(calibration: Calibration, where: str) -> tuple[IterableDataset, 
         rule = f"split must be one of {', '.join(map(str, splits))}"
         raise RecipeError(where, rule, got=repr(calibration.split), cure="Correct calibration.split")
     return splits[calibration.split], revision
-
-
-def _hub_commit(calibration: Calibration, where: str) -> str:
-    name, revision = calibration.dataset, calibration.dataset_revision
-
-    def refusal(error: Exception, rule: str, cure: str) -> RecipeError:
-        return RecipeError(where, rule, got=_one_line(error), cure=cure)
-
-    try:
-        return HfApi().dataset_info(name, revision=revision).sha or revision
-    except GatedRepoError as error:
-        cure = "Ask for access on its page and run `hf auth login`"
-        raise refusal(error, "the dataset must not be gated for you", cure) from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        cure = "Check the name, or run `hf auth login` if it is private"
-        raise refusal(error, "must be a dataset on the Hub, or a file or folder", cure) from error
-    except RevisionNotFoundError as error:
-        raise refusal(error, "the revision must exist", f"Check dataset_revision {revision}") from error
-    except (OfflineModeIsEnabled, HfHubHTTPError, HTTPError, OSError) as error:
-        cure = f"Where it is, run `hf download --repo-type dataset {name} --local-dir DIR`, and name the folder"
-        raise refusal(error, "the Hub must be reachable", cure) from error
 
 
 def _column(dataset: IterableDataset, calibration: Calibration, where: str) -> Iterator[tuple[int, DataRow]]:

@@ -1,0 +1,41 @@
+"""What a run reads from the Hub: the commits, in one line, and whether they may be others tomorrow.
+
+In: a plan. Out: a line for people; the record of the checkpoint has the same commits.
+
+Easy to get wrong: this is also where an unreachable dataset is found, before hours of work or an installation.
+"""
+
+from ..checkpoints.commits import dataset_commit
+from ..quantize.plan import Plan
+from ..recipes.pinned import moves
+from ..recipes.schema import Calibration
+from ..recipes.shipped import find_path
+from .refusals import needs_calibration
+
+_LOCAL = "local"
+
+
+def commits_line(plan: Plan) -> str:
+    """The commits of model and dataset, and how to keep them; "" where nothing is from the Hub.
+
+    Raises:
+        RecipeError: the dataset is on the Hub, and this machine cannot read it.
+    """
+    parts, branches = [], []
+    if plan.source.revision != _LOCAL:
+        parts.append(f"{plan.source.where} at commit {plan.source.revision}")
+        branches += [plan.recipe.revision] if moves(plan.recipe.revision) else []
+    calibration = plan.recipe.calibration
+    if calibration is not None and needs_calibration(plan) and _is_on_the_hub(calibration):
+        name, revision = calibration.dataset, calibration.dataset_revision
+        parts.append(f"dataset {name} at commit {dataset_commit(name, revision, f'calibration.dataset {name}')}")
+        branches += [revision] if moves(revision) else []
+    if not parts:
+        return ""
+    kept = f"{', '.join(dict.fromkeys(branches))} may move: `keepmtp pin` writes commits into a recipe"
+    return f"reads {', '.join(parts)}" + (f"; {kept}" if branches else "")
+
+
+def _is_on_the_hub(calibration: Calibration) -> bool:
+    name = calibration.dataset
+    return calibration.dataset_revision != _LOCAL and find_path(name) is None and name.count("/") == 1

@@ -1,0 +1,57 @@
+"""`keepmtp init`: a recipe to edit, for a checkpoint of a known family.
+
+In: a checkpoint, or the name of a model that has a recipe. Out: a recipe file.
+
+Easy to get wrong: unedited, the file makes the same bytes as `keepmtp quantize` with the checkpoint as MODEL.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..recipes.errors import RecipeError
+from .options import ModelArgument
+
+
+def init(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("recipe.yaml"),
+) -> None:
+    """Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a model's own.
+
+    `keepmtp quantize recipe.yaml` takes it as it is. docs/recipes.md explains its keys.
+
+    Example: `keepmtp init /data/my-fine-tune --out my-fine-tune.yaml`
+    """
+    from ..checkpoints.files import write_whole
+
+    if out.exists():
+        raise RecipeError(
+            "--out", "an existing file is never overwritten", got=out, cure="Choose another, or remove it"
+        )
+    if not out.absolute().parent.is_dir():
+        raise RecipeError("--out", "the folder of the file must exist", got=out, cure="Make it, or choose another")
+    text = _text(model, out)
+    write_whole(out, text)
+    sys.stdout.write(f"{out}\n")
+
+
+def _text(model: str, out: Path) -> str:
+    from ..checkpoints.source import open_source
+    from ..recipes.family_text import text_of
+    from ..recipes.find import named_file
+    from .checkpoint_as_model import family_mapping, fitting, model_word
+
+    word = model_word(model)
+    if word.is_recipe:
+        file, _ = named_file(word.name)
+        return file.path.read_text()
+    source = open_source(word.name, revision=word.revision or "main")
+    raw = family_mapping(source)
+    variants = list(fitting(source, raw))
+    if not variants:
+        rule, cure = "a variant of its family must fit", "Copy a recipe of the family and edit it: `keepmtp ls models`"
+        raise RecipeError(source.where, rule, got=f"none of {', '.join(raw['variants'])}", cure=cure)
+    return text_of(raw | {"default": variants[0]}, variants, file=str(out))

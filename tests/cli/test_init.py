@@ -1,0 +1,70 @@
+"""`keepmtp init`: a recipe to edit that says what the command line without it would have done."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import keepmtp, refused
+from keepmtp.cli.init import init
+from keepmtp.recipes.find import named_file, read_file
+from releases import MODELS, source_layout, write_checkpoint
+
+TINY = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
+
+
+@pytest.mark.parametrize("variant", ["nvfp4a16-fp8", "w4a16-fp8"])
+def test_an_unedited_recipe_makes_the_same_bytes(variant, tmp_path):
+    shutil.copytree(TINY, tmp_path / "tune")
+    done = keepmtp("init", "./tune", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == "recipe.yaml\n", done.stderr
+    for model, out in (("./tune", "one"), ("recipe.yaml", "other")):
+        done = keepmtp("quantize", model, "--scheme", variant, "--out", out, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "other").iterdir()) and "keepmtp.json" in files
+    for name in files:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), name
+
+
+def test_without_a_scheme_the_recipe_has_a_default(tmp_path):
+    keepmtp("init", str(TINY), "--out", "mine.yaml", cwd=tmp_path)
+    done = keepmtp("plan", "mine.yaml", "--json", cwd=tmp_path)
+    assert '"variant": "nvfp4a16-fp8"' in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_recipe_for_every_family_reads_back(model, tmp_path):
+    folder = write_checkpoint(tmp_path / "it's: a #model", *source_layout(model, size="tiny"))
+    file = tmp_path / "recipe.yaml"
+    init(str(folder), out=file)
+    read = read_file(file)
+    assert {"nvfp4a16-fp8", "w4a16-fp8", "fp8-dynamic"} <= read.flat.keys()
+    for variant in read.flat:
+        recipe = read.recipe(variant)
+        assert recipe.source == str(folder) and recipe.revision == "local"
+
+
+def test_its_comments_are_examples_that_work(tmp_path):
+    """The lines that begin with `#` at the end, uncommented, are keys of a model file."""
+    keepmtp("init", str(TINY), cwd=tmp_path)
+    text = (tmp_path / "recipe.yaml").read_text()
+    head, _, tail = text.partition("in one of them:\n")
+    raw = yaml.safe_load(head + "in one of them:\n" + tail.replace("# ", "", 1).replace("\n# ", "\n"))
+    assert {"keep", "overrides", "gates"} <= raw.keys()
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump({key: raw[key] for key in raw if key != "keep"}))
+    done = keepmtp("plan", "all.yaml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_shipped_model_is_copied(tmp_path):
+    keepmtp("init", "glm-4.7", "--out", "mine.yaml", cwd=tmp_path)
+    assert (tmp_path / "mine.yaml").read_text() == named_file("glm-4.7")[0].path.read_text()
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("mine")
+    refused("init", str(TINY), says="an existing file is never overwritten; got recipe.yaml", cwd=tmp_path)
+    refused("init", str(TINY), "--out", "no/folder.yaml", says="the folder of the file must exist", cwd=tmp_path)
+    refused("init", "nothing at all", "--out", "new.yaml", says="MODEL: must be a model's name", cwd=tmp_path)
+    assert (tmp_path / "recipe.yaml").read_text() == "mine"
