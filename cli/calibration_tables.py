@@ -7,7 +7,6 @@ from collections import Counter
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +16,7 @@ from ..recipes.find import calibration_name
 from ..recipes.schema import AUTO
 from ..recipes.schemes import RESCALING, REWRITES
 from .refusals import needs_calibration
-from .tables import plain_table, size_in_words
+from .tables import escape, plain_table, size_in_words
 
 
 def will_do(plan: Plan) -> RenderableType:

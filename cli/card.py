@@ -14,10 +14,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from .progress import bytes_bar
-from .tables import VERDICT_COLOURS
+from .tables import VERDICT_COLOURS, escape
 
 
 def card(

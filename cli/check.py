@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..recipes.errors import RecipeError, printable
+from ..recipes.errors import RecipeError
 from ..validate.serving.vllm_env import TESTED
 from . import exits, findings, tables
 from .options import JsonOption, chosen_gpus
+from .tables import escape
 
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
@@ -159,4 +159,4 @@ def _spinner(err: Console, *, is_shown: bool) -> "Iterator[Callable[[str], None]
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("starting vLLM", total=None)
-        yield lambda doing: progress.update(task, description=escape(printable(doing)))
+        yield lambda doing: progress.update(task, description=escape(doing))

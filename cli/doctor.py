@@ -18,7 +18,6 @@ from typing import Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__
@@ -26,6 +25,7 @@ from ..recipes.errors import VLLMError
 from ..recipes.extras import install_command, missing, requirements
 from ..validate.serving import vllm_env
 from .options import JsonOption
+from .tables import escape
 
 # Extra -> what keepmtp cannot do without it. A package that several need is listed with the first.
 EXTRAS = {

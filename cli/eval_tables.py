@@ -9,13 +9,12 @@ from collections.abc import Iterator
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from ..validate.evaluation.evaluated import EvaluatedFact, EvaluationFact, PairedFact
 from ..validate.report.schema import JudgementFact
-from .tables import VERDICT_COLOURS
+from .tables import VERDICT_COLOURS, escape
 
 
 def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from ..recipes.errors import CheckpointError
 from .progress import bytes_bar
-from .tables import VERDICT_COLOURS
+from .tables import VERDICT_COLOURS, escape
 
 if TYPE_CHECKING:
     from ..validate.report.schema import FullReport, JudgementFact, JudgementWord

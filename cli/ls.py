@@ -155,9 +155,8 @@ def _print_json(value: object) -> None:
 
 def _print_table(listing: str, found: Iterable[dict[str, Any]]) -> None:
     from rich.console import Console
-    from rich.markup import escape
 
-    from .tables import plain_table
+    from .tables import escape, plain_table
 
     table = plain_table(_TITLES.get(listing, listing))
     for column in COLUMNS[listing]:

@@ -8,7 +8,6 @@ Easy to get wrong: the JSON has no refusals. Only people see what would stop the
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from ..checkpoints.identity import listed
@@ -18,6 +17,7 @@ from ..quantize.quant_config import quantization_config
 from ..recipes.errors import printable
 from . import calibration_tables, tables
 from .refusals import needs_calibration, refusals
+from .tables import escape
 
 
 def show(made: Plan, *, as_json: bool) -> None:

@@ -19,7 +19,6 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -30,7 +29,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from .tables import size_in_words
+from .tables import escape, size_in_words
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm as HubBar

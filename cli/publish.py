@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 
 from ..recipes.errors import GateError, RecipeError, printable
 from . import findings, tables
 from .options import JsonOption, chosen_gpus
 from .progress import bytes_bar
+from .tables import escape
 
 if TYPE_CHECKING:
     from ..validate.dryload.facts import GPU

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +29,7 @@ from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
 from . import gate
 from .options import JsonOption, TimeoutOption
 from .progress import bytes_bar, download_lines
+from .tables import escape
 
 if TYPE_CHECKING:
     from ..checkpoints.identity import Identity

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.markup import escape
+from rich.markup import escape as escaped_markup
 from rich.table import Table
 from rich.text import Text
 
@@ -74,7 +74,7 @@ def _totals(plan: "Plan") -> str:
     num_out = sum(len(tensor.outputs) for tensor in plan.tensors)
     num_shards, num_mtp_layers = len(plan.shards), plan.view.num_mtp_layers
     return (
-        f"{plan.source.where} ({plan.source.revision}): {len(plan.entries):,} tensors in, {num_out:,} out; "
+        f"{printable(plan.source.where)} ({plan.source.revision}): {len(plan.entries):,} tensors in, {num_out:,} out; "
         f"{size_in_words(plan.num_bytes_before)} -> {size_in_words(plan.num_bytes_after)} in "
         f"{num_shards} shard{_s(num_shards)}; {num_mtp_layers} MTP layer{_s(num_mtp_layers)}\n"
     )
@@ -84,10 +84,15 @@ def _s(count: int) -> str:
     return "" if count == 1 else "s"
 
 
+def escape(text: str) -> str:
+    """A text inside rich's markup: its brackets are no markup, and it moves no cursor. It may be a stranger's name."""
+    return escaped_markup(printable(text))
+
+
 def plain_table(title: str, *, show_header: bool = True) -> Table:
     """The one look of keepmtp's tables, without columns yet."""
     return Table(
-        title=title,
+        title=escape(title),
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,

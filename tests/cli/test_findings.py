@@ -3,13 +3,17 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
+from commands import keepmtp
 from keepmtp.cli.findings import pasted, show
+from keepmtp.cli.tables import escape
 from keepmtp.validate.check.findings import CheckpointFacts, Finding, objection
 from keepmtp.validate.dryload.check_on import _once
 from keepmtp.validate.dryload.facts import DryLoad, KernelUse, LoadedModel
 from keepmtp.validate.report.results import CheckData
+from releases import source_layout, write_checkpoint
 from rich.console import Console
 
 PATTERN = r"re:^model\.layers\.61\.mtp_block\.mlp\.experts\.\d+\.(?:down_proj|gate_proj|up_proj|gate_up_proj)$"
@@ -84,6 +88,30 @@ def test_a_stranger_moves_no_cursor():
     assert r"evil\x1b[2J\u202e\ud800\r[red]x" in text
     long = ERROR.model_copy(update={"says": "x" * 1_000_000})
     assert len(shown(found(long))) < 10_000
+
+
+def test_a_strangers_folder_prints_no_escape(tmp_path):
+    """Every verb that reads headers, end to end: a tensor, the folder and a file with escapes in their names."""
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    hostile = "model.layers.0.\x1b[2Jevil\u202e.weight"
+    folder = write_checkpoint(tmp_path / "a\x1b[2J[bold]b", config, tensors | {hostile: next(iter(tensors.values()))})
+    (folder / "x\x1b[31m.json").write_text("{}")
+    said = ""
+    for words in (("check",), ("plan", "glm-4.7", "--source"), ("quantize", "glm-4.7", "--source")):
+        done = keepmtp(*words, str(folder), cwd=tmp_path)
+        assert "Traceback" not in done.stderr and done.returncode in (0, 1, 2)
+        said += done.stdout + done.stderr
+    assert not {"\x1b", "\u202e"} & set(said) and "\\x1b[2J" in said
+
+
+def test_what_is_printed_as_markup_is_a_text():
+    file = io.StringIO()
+    console = Console(file=file, width=80)
+    console.print(escape("[red]a\x1b[2J\ud800"))
+    assert file.getvalue() == "[red]a\\x1b[2J\\ud800\n"
+    folder = Path(__file__).parent.parent.parent / "cli"
+    direct = {path.name for path in folder.glob("*.py") if "rich.markup" in path.read_text()}
+    assert direct == {"tables.py", "exits.py"}, "their own escape knows only brackets"
 
 
 @pytest.mark.parametrize("width", [40, 80, 200, None])
