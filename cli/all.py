@@ -64,12 +64,13 @@ def everything(
 
     Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/GLM-4.7-NVFP4A16 --gpu sm100 -k 3`
     """
+    from ..quantize.output import is_empty, tidy
     from ..quantize.own_code import refuse_untrusted_code
     from . import pipeline as run
 
     recipe = run.recipe_for(model, source=source, scheme=scheme, mtp=mtp, calibration=calibration)
     out = folder or run.default_out(recipe)
-    is_made = out.exists()
+    is_made = out.exists() and not is_empty(out)
     original = _option("--source", source)
     choices = [*original, *_option("--scheme", scheme), *_option("--mtp", mtp), *_option("--calibration", calibration)]
     choices += ["--trust-remote-code"] if trust_remote_code else []
@@ -88,7 +89,9 @@ def everything(
         return
     require_extra("keepmtp all", "evaluate")
     find_vllm()
-    if not is_made:
+    if is_made:
+        tidy(out, keep_calibration=False)
+    else:
         words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
         made, _ = run.plan_for(model, **words, trust_remote_code=trust_remote_code)
         refuse_untrusted_code(made)

@@ -15,7 +15,6 @@ Easy to get wrong: under torchrun every process runs this, and only the first on
 """
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -161,9 +160,7 @@ def quantize(
             report = _checked(partial, plan.source)
             ranks.wait()
             if ranks.is_first:
-                publish(partial, out)
-        if ranks.is_first and not keep_calibration:
-            shutil.rmtree(calibration_folder(out), ignore_errors=True)
+                publish(partial, out, keep_calibration=keep_calibration)
         ranks.wait()
     return FinishedRun(plan=plan, out=out, report=report.model_copy(update={"path": str(out)}), calibration=run)
 
@@ -184,11 +181,9 @@ def default_out(recipe: Recipe) -> Path:
 
 def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> FinishedRun:
     """A run that an earlier one has finished. What that one had no time to remove is removed."""
-    tidy(out)
+    tidy(out, keep_calibration=keep_calibration)
     with suppress(OSError):
         partial_path(out).rmdir()  # empty, or another run's
-    if not keep_calibration:
-        shutil.rmtree(calibration_folder(out), ignore_errors=True)
     if plan.recipe.mtp == AUTO:
         chosen = read_record(out / RECORD).recipe.whole["mtp"]
         plan = make_plan(plan.recipe.resolved(chosen), plan.source, trust_remote_code=plan.trust_remote_code)

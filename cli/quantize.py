@@ -88,6 +88,7 @@ def quantize(
 
 
 def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
+    from ..recipes.errors import printable
     from ..validate.report.check_data import calibration_fact
     from . import calibration_tables, findings, plan_tables
     from .check import check_json
@@ -108,7 +109,8 @@ def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
         return
     out = Console()
     if result.was_there:
-        out.print(f"{result.out}: finished before, with the same recipe, source and versions.", highlight=False)
+        said = f"{printable(str(result.out))}: finished before, with the same recipe, source and versions."
+        out.print(said, highlight=False, markup=False, soft_wrap=True)
     if fact:
         out.print(calibration_tables.found(fact))
     findings.show(out, result.report)

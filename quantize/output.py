@@ -108,15 +108,19 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[
     refuse_changed(plan.source.folder, plan.source.states, cure=cure)
 
 
-def publish(partial: Path, out: Path) -> None:
-    """Give a whole checkpoint its final name."""
+def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:
+    """Give a whole checkpoint its final name, and remove what only an unfinished one needs."""
     assert partial == partial_path(out)
     complete(out)
-    tidy(out)
+    tidy(out, keep_calibration=keep_calibration)
 
 
-def tidy(out: Path) -> None:
-    """Remove from a finished output what an unfinished one needs; a kill may have left it."""
+def tidy(out: Path, *, keep_calibration: bool) -> None:
+    """Remove what a finished output does not need. The folder of hashes is last: it shows a later run what to do."""
+    if not (out / WORK).is_dir():
+        return
+    if not keep_calibration:
+        shutil.rmtree(calibration_folder(out), ignore_errors=True)
     shutil.rmtree(out / WORK, ignore_errors=True)
 
 
@@ -165,6 +169,11 @@ def _name_of(source: Source) -> str:
     return source.where if source.revision != "local" else Path(source.where).name
 
 
+def is_empty(out: Path) -> bool:
+    """Whether it is an empty folder, which an output can replace."""
+    return out.is_dir() and not (out.is_symlink() or out.is_mount() or any(out.iterdir()))
+
+
 def _refuse_place(plan: Plan, out: Path) -> None:
     """Refuse a path that cannot become this output, whatever the disk has room for."""
     if got := _found_at(out):
@@ -189,10 +198,10 @@ _MOUNT = "the root of a disk"
 
 
 def _found_at(out: Path) -> str:
-    """What has the output's name already; "" for nothing, or for an empty folder, which it can replace."""
+    """What has the output's name already; "" for nothing, or for an empty folder."""
     if out.is_symlink():
         return "a link"
-    if not out.exists():
+    if not out.exists() or is_empty(out):
         return ""
     if not out.is_dir():
         return "a file"
@@ -200,7 +209,7 @@ def _found_at(out: Path) -> str:
         return _MOUNT
     if (out / RECORD).is_file():
         return "a finished checkpoint"
-    return "a folder with files in it" if any(out.iterdir()) else ""
+    return "a folder with files in it"
 
 
 def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -> None:

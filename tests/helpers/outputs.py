@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterable
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -21,9 +22,9 @@ def forks() -> ForkServerContext:
     return context
 
 
-def start(source: Path, out: Path, scheme: str, *, at: float = 0.0, pause: float = 0.0) -> ForkServerProcess:
+def start(source: Path, out: Path, recipe: str, *, at: float = 0.0, pause: float = 0.0) -> ForkServerProcess:
     """Start `quantize_into` at a time of the wall clock, so that two start together."""
-    process = forks().Process(target=quantize_into, args=(source, out, scheme), kwargs={"at": at, "pause": pause})
+    process = forks().Process(target=quantize_into, args=(source, out, recipe), kwargs={"at": at, "pause": pause})
     process.start()
     return process
 
@@ -34,18 +35,28 @@ def end(process: ForkServerProcess, timeout: float = 120) -> int | None:
     return process.exitcode
 
 
+def killed_again_and_again(source: Path, out: Path, recipe: str, moments: Iterable[float]) -> int | None:
+    """Start a run and kill it after each of these seconds; then the exit status of one that is left alone."""
+    for seconds in moments:
+        process = start(source, out, recipe, pause=0.002)
+        process.join(seconds)
+        process.kill()
+        process.join()
+    return end(start(source, out, recipe))
+
+
 def refusal(out: Path) -> str:
     path = out.with_name(f"{out.name}.refusal")
     return path.read_text() if path.is_file() else ""
 
 
-def quantize_into(source: Path, out: Path, scheme: str, *, at: float = 0.0, pause: float = 0.0) -> None:
+def quantize_into(source: Path, out: Path, recipe: str, *, at: float = 0.0, pause: float = 0.0) -> None:
     """In a process of its own: the whole run, with small shards; a refusal goes to <out>.refusal.
 
     Args:
         source: a checkpoint of MODEL.
         out: the output.
-        scheme: for `--scheme`.
+        recipe: its name, such as MODEL.fp8, or its file.
         at: when to begin.
         pause: seconds to wait after each unit.
     """
@@ -57,10 +68,10 @@ def quantize_into(source: Path, out: Path, scheme: str, *, at: float = 0.0, paus
     from keepmtp.recipes.find import find_recipe
 
     torch.set_num_threads(1)
-    recipe, text = find_recipe(MODEL, scheme=scheme)
+    decided, text = find_recipe(recipe)
     time.sleep(max(0.0, at - time.time()))
     try:
-        plan = plan_before_measuring(recipe, open_source(source), shard_bytes=SHARD_BYTES)
+        plan = plan_before_measuring(decided, open_source(source), shard_bytes=SHARD_BYTES)
         quantize(plan, text, out=out, threads=2, progress=RunProgress(packing=_Slow(pause)) if pause else RunProgress())
     except KeepMTPError as error:
         out.with_name(f"{out.name}.refusal").write_text(str(error))

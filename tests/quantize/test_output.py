@@ -23,7 +23,7 @@ from keepmtp.recipes.errors import CheckpointError, RecipeError
 from outputs import MODEL, SHARD_BYTES, digests, end, overwrite, start
 
 ROOT = Path(__file__).parent.parent.parent
-ONE, OTHER = "w4a16-fp8", "fp8-dynamic"
+ONE, OTHER = f"{MODEL}.w4a16-fp8", f"{MODEL}.fp8-dynamic"
 TENSOR = "model.layers.1.mlp.experts.0.down_proj.weight"
 
 
@@ -42,7 +42,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def planned(source: Path, scheme: str = ONE) -> tuple[Plan, str]:
-    plan, text = plan_for(MODEL, source=str(source), scheme=scheme)
+    plan, text = plan_for(scheme, source=str(source))
     return replace(plan, shard_bytes=SHARD_BYTES), text
 
 
@@ -230,7 +230,7 @@ def beside(out: Path) -> list[str]:
 def test_a_run_that_was_killed_after_its_end_is_finished(tmp_path, source, unbroken, monkeypatch):
     """Between the final name and the removal of hashes; the same command cleans up and is content."""
     out = tmp_path / "out"
-    monkeypatch.setattr("keepmtp.quantize.output.tidy", lambda _: None)
+    monkeypatch.setattr("keepmtp.quantize.output.tidy", lambda _, **__: None)
     quantized(source, out)
     monkeypatch.undo()
     (tmp_path / "out.calibration" / "states").mkdir(parents=True)
