@@ -3,9 +3,9 @@
 In: a shard that was written, or one that an earlier run left. Out: a file of hashes, or the reason why the shard must
 be written again.
 
-Easy to get wrong: that a file has a shard's name says nothing about its bytes. A disk may have lost some, and the
-source may have become another one. A source file whose state is the same is believed. Of any other, the tensors that
-the shard was made from are read again: so a source may be moved, and a release that took its place is found.
+Easy to get wrong: that a file has a shard's name says nothing about its bytes. A disk may have lost some, so they are
+read again; and the source may have become another one, so the stamps of its files are compared. Hashes of what is read
+would say more of a source that was moved, but they double the work, and a shard is written again as fast as compared.
 """
 
 import hashlib
@@ -13,14 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import Tensor
 
 from ..checkpoints.files import WORK, write_whole
-from ..checkpoints.safetensors_file import Entry, FileLayout
-from ..checkpoints.source import Source
+from ..checkpoints.safetensors_file import FileLayout
 from ..checkpoints.unchanged import FileStamp
-from ..checkpoints.values import read_bytes
-from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from .plan import Plan, Shard
 
@@ -32,44 +28,13 @@ class FinishedShard(BaseModel):
 
     Attributes:
         written: a hash over its header and the bytes of its tensors.
-        read: SHA-256 of every source tensor that it was made from, as it was read.
-        files: the source files that they were in, as they were when the source was opened.
+        files: the source files that it was made from, as they were when the source was opened.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     written: str
-    read: Mapping[HFName, str]
     files: Mapping[str, FileStamp]
-
-
-class HashedReads:
-    """Reads tensors of a source for one shard, and keeps the hash of each.
-
-    A tensor is read whole, or in pieces that follow each other; perhaps more than once.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.sums: dict[HFName, str] = {}
-        self._begun: dict[HFName, tuple[hashlib._Hash, int]] = {}
-
-    def __call__(self, entry: Entry, *, offset: int = 0, length: int | None = None) -> Tensor:
-        """Bytes of a tensor, as U8; see `read_bytes`.
-
-        Raises:
-            CheckpointError: the file ends early, or has other bytes than at the first reading.
-        """
-        raw = read_bytes(self.source, entry, offset=offset, length=length)
-        digest, position = self._begun.pop(entry.name, (None, 0)) if offset else (hashlib.sha256(), 0)
-        assert digest is not None and position == offset, f"{entry.name}: pieces must follow each other"
-        digest.update(raw.numpy().data)
-        if offset + len(raw) < entry.num_bytes:
-            self._begun[entry.name] = digest, offset + len(raw)
-        elif self.sums.setdefault(entry.name, digest.hexdigest()) != digest.hexdigest():
-            rule, got = f"{entry.name} must not change during a run", "other bytes at the second reading"
-            raise CheckpointError(f"{self.source.where}/{entry.file}", rule, got=got, cure="Run the same command again")
-        return raw
 
 
 def finished_path(folder: Path, shard: Shard) -> Path:
@@ -77,11 +42,9 @@ def finished_path(folder: Path, shard: Shard) -> Path:
     return folder / WORK / f"{shard.file}.json"
 
 
-def remember(path: Path, plan: Plan, *, written: str, read: Mapping[HFName, str]) -> None:
+def remember(path: Path, plan: Plan, shard: Shard, *, written: str) -> None:
     """Write a shard's file of hashes."""
-    files = sorted({plan.entries[name].file for name in read})
-    states = {file: plan.source.states[file] for file in files if file in plan.source.states}
-    write_whole(path, FinishedShard(written=written, read=dict(sorted(read.items())), files=states).model_dump_json())
+    write_whole(path, FinishedShard(written=written, files=_files_of(plan, shard)).model_dump_json())
 
 
 def fault_of(
@@ -102,19 +65,17 @@ def fault_of(
         return "no hashes of it were kept"
     if _written_in(folder / shard.file, shard, layout, is_stopped) != known.written:
         return "its bytes are not those that were written"
-    again = HashedReads(plan.source)
-    for name, wanted in known.read.items():
-        entry = plan.entries.get(name)
-        if entry is None:
-            return f"the source has no {name} any more"
-        state = plan.source.states.get(entry.file)
-        if is_stopped() or (state is not None and known.files.get(entry.file) == state):
-            continue
-        for offset in range(0, entry.num_bytes, _BLOCK_BYTES):
-            again(entry, offset=offset, length=min(_BLOCK_BYTES, entry.num_bytes - offset))
-        if entry.num_bytes and again.sums[name] != wanted:
-            return f"{entry.file} of the source has another {name}"
+    for file, stamp in _files_of(plan, shard).items():
+        if known.files.get(file) != stamp:
+            return f"{file} of the source is another file now, or was written to"
     return ""
+
+
+def _files_of(plan: Plan, shard: Shard) -> dict[str, FileStamp]:
+    """The source files that a shard is made from, as they were when the source was opened."""
+    names = {name for unit in shard.units for tensor in unit for name in tensor.inputs}
+    files = sorted({plan.entries[name].file for name in names})
+    return {file: plan.source.states[file] for file in files if file in plan.source.states}
 
 
 def written_sum(header: bytes, sums: Mapping[HFName, bytes]) -> str:

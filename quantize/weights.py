@@ -6,64 +6,42 @@ dequantized if the source stores it packed. The writer packs what this returns, 
 Easy to get wrong: the tensors of a packed weight have the module's name and differ in the last component only.
 """
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from ..checkpoints.dequantize import dequantize
 from ..checkpoints.safetensors_file import Entry
-from ..checkpoints.source import Source
-from ..checkpoints.values import read_bytes, typed
+from ..checkpoints.values import read_bytes, read_tensor, typed
 from .plan import Plan, TensorPlan
 
 CPU = torch.device("cpu")
 
 
-class Reader(Protocol):
-    """Reads bytes of a source's tensor; `finished.HashedReads` keeps their hash."""
-
-    def __call__(self, entry: Entry, *, offset: int = 0, length: int | None = None) -> Tensor:
-        """Like `read_bytes`."""
-        ...
-
-
-def plain_reader(source: Source) -> Reader:
-    """A reader that keeps nothing."""
-
-    def read(entry: Entry, *, offset: int = 0, length: int | None = None) -> Tensor:
-        return read_bytes(source, entry, offset=offset, length=length)
-
-    return read
-
-
-def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU, *, read: Reader | None = None) -> Tensor:
+def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU) -> Tensor:
     """A tensor of the plan in floating point (integers and the like as they are).
 
     Args:
         plan: a plan over a local source.
         tensor: its shape is the logical one, `tensor.shape`.
         device: where it is dequantized, and stays; packed, it is a fraction of the size to move.
-        read: reads its bytes; None for a plain reader of the plan's source.
 
     Returns: the weight; dequantized forms come as BF16, plain ones in their own dtype.
     """
-    on_device = {leaf: value.to(device) for leaf, value in stored(plan, tensor, read=read).items()}
+    on_device = {leaf: value.to(device) for leaf, value in stored(plan, tensor).items()}
     return dequantize(tensor.form, on_device, shape=tensor.shape, block=tensor.block)
 
 
-def load_expert(plan: Plan, tensor: TensorPlan, expert: int, *, read: Reader | None = None) -> Tensor:
+def load_expert(plan: Plan, tensor: TensorPlan, expert: int) -> Tensor:
     """One expert's slice [N, K] of a stacked parameter [E, N, K], without reading the others."""
     entry = plan.entries[tensor.inputs[0]]
     num_bytes = entry.num_bytes // tensor.shape[0]
-    raw = (read or plain_reader(plan.source))(entry, offset=expert * num_bytes, length=num_bytes)
+    raw = read_bytes(plan.source, entry, offset=expert * num_bytes, length=num_bytes)
     return typed(raw, entry.dtype, tensor.shape[1:])
 
 
-def stored(plan: Plan, tensor: TensorPlan, *, read: Reader | None = None) -> dict[str, Tensor]:
+def stored(plan: Plan, tensor: TensorPlan) -> dict[str, Tensor]:
     """The tensors a weight is stored as, by the last component of their names."""
-    reader = read or plain_reader(plan.source)
-    return {leaf: typed(reader(entry), entry.dtype, entry.shape) for leaf, entry in parts(plan, tensor).items()}
+    return {leaf: read_tensor(plan.source, entry) for leaf, entry in parts(plan, tensor).items()}
 
 
 def parts(plan: Plan, tensor: TensorPlan) -> dict[str, Entry]:

@@ -29,13 +29,13 @@ import torch
 from ..checkpoints.files import complete, naming_file, partial_path
 from ..checkpoints.safetensors_file import Entry, FileLayout, lay_out
 from ..checkpoints.stored import scale_of, weight_of
-from ..checkpoints.values import TORCH_DTYPES, typed
+from ..checkpoints.values import TORCH_DTYPES, read_bytes, read_tensor
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.schemes import SCHEMES, Scheme
 from .calibrate.ranks import Ranks
 from .calibrate.statistics import Statistics, refuse_statistics
-from .finished import HashedReads, fault_of, finished_path, remember, written_sum
+from .finished import fault_of, finished_path, remember, written_sum
 from .mxfp4_to_nvfp4 import mxfp4_as_nvfp4
 from .output import finish
 from .pack import pack
@@ -124,7 +124,7 @@ def _write_shard(
         progress(sum(_source_bytes(plan, unit) for unit in shard.units))
         return
     final = folder / shard.file
-    read, sums = HashedReads(plan.source), {output.name: hashlib.sha256() for output in shard.outputs}
+    sums = {output.name: hashlib.sha256() for output in shard.outputs}
     with naming_file(partial_path(final)), open(partial_path(final), "wb", buffering=0) as file:
         file.write(layout.header)
         file.truncate(layout.num_bytes)
@@ -132,9 +132,9 @@ def _write_shard(
         for unit in shard.units:
             if stop.is_set():
                 return
-            _Job(plan=plan, unit=unit, place=place, device=device, given=given, read=read).run(progress)
+            _Job(plan=plan, unit=unit, place=place, device=device, given=given).run(progress)
     written = written_sum(layout.header, {name: digest.digest() for name, digest in sums.items()})
-    remember(finished_path(folder, shard), plan, written=written, read=read.sums)
+    remember(finished_path(folder, shard), plan, shard, written=written)
     complete(final)
 
 
@@ -182,7 +182,6 @@ class _Job:
     place: "_Place"
     device: torch.device
     given: Statistics
-    read: HashedReads
 
     def run(self, progress: Progress) -> None:
         if all(output.name in self.given for tensor in self.unit for output in tensor.outputs):
@@ -206,7 +205,7 @@ class _Job:
         scheme = SCHEMES[self.unit[0].scheme]
         results = self._reencode(scheme)
         if results is None:
-            results = self._pack(scheme, [self._load(tensor).to(self.device) for tensor in self.unit])
+            results = self._pack(scheme, [load(self.plan, tensor).to(self.device) for tensor in self.unit])
         for tensor, packed in zip(self.unit, results, strict=True):
             self._put(tensor.outputs, packed)
         progress(_source_bytes(self.plan, self.unit))
@@ -221,7 +220,7 @@ class _Job:
             for tensor in self.unit:
                 entry, num_experts = self.plan.entries[tensor.inputs[0]], tensor.shape[0]
                 num_outputs = len(tensor.outputs) // num_experts
-                weight = load_expert(self.plan, tensor, expert, read=self.read).to(self.device)
+                weight = load_expert(self.plan, tensor, expert).to(self.device)
                 matrices += weight.chunk(len(tensor.stacked))
                 outputs += tensor.outputs[expert * num_outputs : (expert + 1) * num_outputs]
                 num_bytes += entry.num_bytes // num_experts
@@ -234,7 +233,7 @@ class _Job:
         """The unit packed without rounding, where source and scheme have the same codes and the scales allow it."""
         if scheme.format != "nvfp4-pack-quantized" or any(tensor.form != "mxfp4" for tensor in self.unit):
             return None
-        members = [stored(self.plan, tensor, read=self.read) for tensor in self.unit]
+        members = [stored(self.plan, tensor) for tensor in self.unit]
         return mxfp4_as_nvfp4([(weight_of(member), scale_of(member)) for member in members])
 
     def _pack(self, scheme: Scheme, weights: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -247,7 +246,7 @@ class _Job:
     def _carry(self, tensor: TensorPlan, progress: Progress) -> None:
         entries = [self.plan.entries[name] for name in tensor.inputs]
         if tensor.fate == "dequantize":
-            self._put(tensor.outputs, {"weight": self._load(tensor)})
+            self._put(tensor.outputs, {"weight": load(self.plan, tensor)})
         elif tensor.scheme:
             self._put_renamed(tensor)
         else:
@@ -258,7 +257,8 @@ class _Job:
     def _copy(self, entry: Entry, output: Output) -> None:
         for offset in range(0, entry.num_bytes, _COPY_BYTES):
             length = min(_COPY_BYTES, entry.num_bytes - offset)
-            self.place.write(output.name, self.read(entry, offset=offset, length=length), at=offset)
+            raw = read_bytes(self.plan.source, entry, offset=offset, length=length)
+            self.place.write(output.name, raw, at=offset)
 
     def _put_renamed(self, tensor: TensorPlan) -> None:
         """Packed weights keep their bytes; scales get compressed-tensors' names and, exactly, its dtypes."""
@@ -269,7 +269,7 @@ class _Job:
                 self._copy(weight_of(found), output)
                 continue
             entry = found[suffix] if suffix in found else scale_of(found)
-            value = typed(self.read(entry), entry.dtype, entry.shape)
+            value = read_tensor(self.plan.source, entry)
             if output.dtype == "U8":
                 value = value.view(torch.uint8)
             elif output.dtype == "F32" and value.dtype == torch.uint8:  # E8M0 without its name
@@ -284,9 +284,6 @@ class _Job:
             got = (tuple(value.shape), value.dtype)
             assert got == (output.shape, TORCH_DTYPES[output.dtype]), f"{output.name}: planned {output}, computed {got}"
             self.place.write(output.name, value.reshape(-1).view(torch.uint8))
-
-    def _load(self, tensor: TensorPlan) -> torch.Tensor:
-        return load(self.plan, tensor, read=self.read)
 
 
 def _devices() -> list[torch.device]:

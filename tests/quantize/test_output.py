@@ -155,18 +155,16 @@ def test_a_source_that_changes_between_kill_and_resume_is_found(way, tmp_path, s
     made = quantized(source, out)
     assert made == quantized(source, tmp_path / "new") != old
     finished = [record.getMessage() for record in caplog.records if "written again" in record.getMessage()]
-    assert all(f"{shard.name} of the source has another {TENSOR}" in line for line in finished)
+    assert all(f"{shard.name} of the source is another file now, or was written to" in line for line in finished)
 
 
-def test_a_source_that_was_moved_is_the_same(tmp_path, source, unbroken):
-    """Other inodes and times, the same bytes: finished shards stay."""
+def test_a_source_that_was_copied_gives_the_same(tmp_path, source, unbroken):
+    """Other inodes and times, the same bytes: shards are written again."""
     out = tmp_path / "out"
     killed_after(source, out, num_shards=4)
-    kept = {path.name: path.stat().st_mtime_ns for path in partial_path(out).glob("*.safetensors")}
     shutil.move(source, tmp_path / "first")
     shutil.copytree(tmp_path / "first", source, copy_function=shutil.copyfile)
     assert quantized(source, out) == unbroken[ONE]
-    assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
 
 
 # --- a finished shard is what was written -----------------------------------------------------------------------------
