@@ -7,7 +7,7 @@
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
 #   make validate EVAL=gsm8k ...                             GSM8K of source and checkpoint with MTP on, and the gates
-#   make card [MODEL=...] [OUT=DIR]                          the model card, from the report
+#   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
 #   make test         everything the project promises, on this machine
@@ -71,7 +71,7 @@ endif
 	@$(MADE) && $(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K))
 
 card: $(VENV)/.evaluate
-	@$(MADE) && $(VENV)/bin/keepmtp card "$$made"
+	@$(MADE) && $(VENV)/bin/keepmtp card "$$made" $(if $(BASE_MODEL),--base-model "$(BASE_MODEL)")
 
 all: $(VENV)/.base
 	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.evaluate $(VENV_VLLM)/.vllm $(VENV)/.$$extra

@@ -175,9 +175,9 @@ def _one_word(words: Sequence[str]) -> str:
 
 def _unknown(what: str, recipes: Iterable[Listed]) -> RecipeError:
     names = [*COLUMNS, *dict.fromkeys(recipe.model for recipe in recipes)]
-    nearest = difflib.get_close_matches(what, names, n=1, cutoff=0.0)[0]
+    near = difflib.get_close_matches(what, names, n=1, cutoff=0.75)
     rule = f"must be one of {', '.join(COLUMNS)}, or a model's name"
-    return RecipeError("ls", rule, got=repr(what), cure=f"Did you mean {nearest}?")
+    return RecipeError("ls", rule, got=repr(what), cure=f"Did you mean {near[0]}?" if near else "Run keepmtp ls")
 
 
 def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:

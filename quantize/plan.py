@@ -221,7 +221,7 @@ def _refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFNam
             where,
             f"{view.mtp_count_key} must promise an MTP block",
             got=promised,
-            cure="keepmtp is for checkpoints with MTP; this one has none",
+            cure="keepmtp is for checkpoints with MTP, and this one has none: llm-compressor quantizes such models",
         )
     present = {name.rpartition(".")[0] for name in entries} | set(entries)
     for module in view.required_mtp_modules(range(promised)):

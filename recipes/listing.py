@@ -3,14 +3,17 @@
 In: recipes/models. Out: a `Listed` for each recipe. The values are not checked here: `find.read_file` and
 `schema.validated` do that before a recipe is used.
 
-Easy to get wrong: `keepmtp ls` must answer at once, so this module loads no pydantic.
+Easy to get wrong: `keepmtp ls` must answer at once, so this module loads no pydantic. A recipe of a folder that is not
+here, such as one of models/ in a package without it, is not listed: nobody could run it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .model_file import flat_recipes
+from .shipped import find_path
 from .yaml_file import load_shipped
 
 _MODELS = Path(__file__).parent / "models"
@@ -40,13 +43,15 @@ def model_files() -> list[Path]:
 
 
 def listed() -> list[Listed]:
-    """Every shipped recipe, by model, the default variant first."""
+    """Every shipped recipe that can be run, by model, the default variant first."""
     rows = [row for path in model_files() for row in _read(path)]
     return sorted(rows, key=lambda row: (row.model, not row.is_default, row.variant))
 
 
 def _read(path: Path) -> Iterator[Listed]:
     for flat in flat_recipes(load_shipped(path), path).values():
+        if not _is_here(flat):
+            continue
         yield Listed(
             model=flat["model"],
             variant=flat["variant"],
@@ -56,3 +61,11 @@ def _read(path: Path) -> Iterator[Listed]:
             source=flat["source"],
             needs_batches=flat["calibration"] is not None,
         )
+
+
+def _is_here(flat: Mapping[str, Any]) -> bool:
+    """Whether the files that a recipe names are on this machine; what is on the Hub is not asked for."""
+    calibration = flat["calibration"]
+    named = [flat["source"]] if flat["revision"] == "local" else []
+    named += [calibration["dataset"]] if calibration and calibration["dataset_revision"] == "local" else []
+    return all(find_path(name) is not None for name in named)

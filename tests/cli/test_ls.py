@@ -88,6 +88,8 @@ def test_listings():
 
 
 def test_what_is_not_there_is_one_sentence():
-    refused("ls", "colours", says="must be one of models, schemes, families")
+    refused(
+        "ls", "colours", says="must be one of models, schemes, families, or a model's name; got 'colours'. Run keepm"
+    )
     refused("ls", "glm4.7", says="Did you mean glm-4.7?")
     refused("ls", "glm-4.7", "glm-5", says="one model or listing")

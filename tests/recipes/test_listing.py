@@ -1,5 +1,12 @@
 """What `keepmtp ls` reads of the shipped recipes, without validating them."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 from keepmtp.recipes.find import shipped_recipes
 from keepmtp.recipes.listing import listed, model_files
 
@@ -25,3 +32,31 @@ def test_a_model_has_one_default_which_comes_first_and_one_origin():
     for rows in by_model.values():
         assert [row.is_default for row in rows] == [True, *[False] * (len(rows) - 1)]
         assert len({(row.family, row.source) for row in rows}) == 1
+
+
+def listed_without(files: tuple[str, ...], folder: Path) -> set[str]:
+    """The recipes of small models that a copy of the package lists where these files of models/ are missing."""
+    root = Path(__file__).parent.parent.parent
+    package = folder / "keepmtp"
+    for part in ("recipes", "cli", "models"):
+        shutil.copytree(root / part, package / part, ignore=shutil.ignore_patterns("train", "__pycache__"))
+    for file in ("__init__.py", "__main__.py"):
+        shutil.copy(root / file, package / file)
+    for name in files:
+        path = package / "models" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    words = [sys.executable, "-m", "keepmtp", "ls", "models", "--json"]
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, check=True
+    )
+    rows = json.loads(done.stdout)["models"]
+    assert len(rows) > 50
+    return {row["recipe"] for row in rows if row["recipe"].startswith("tiny-")}
+
+
+def test_what_cannot_be_run_is_not_listed(tmp_path):
+    every = {row.name for row in listed() if row.name.startswith("tiny-")}
+    assert listed_without((), tmp_path / "whole") == every
+    no_rows = listed_without(("problems.jsonl",), tmp_path / "rows")
+    assert no_rows == {row.name for row in listed() if row.name.startswith("tiny-") and not row.needs_batches}
+    assert listed_without(("tiny-glm4-moe", "tiny-qwen3_5"), tmp_path / "none") == set()
