@@ -60,7 +60,7 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         raise refusal(error, "the Hub must be reachable", "Unset HF_HUB_OFFLINE or give a folder") from error
     except (HfHubHTTPError, HTTPError, OSError) as error:
         raise refusal(error, "the Hub must be reachable", "Check the network, or give a folder as SOURCE") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         got = f"another answer ({type(error).__name__})"
         cure = "Run it again, or check HF_ENDPOINT"
         raise NoCheckpointError(repo, "the Hub must answer as it is documented", got=got, cure=cure) from error
