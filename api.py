@@ -181,9 +181,12 @@ def check_all(
     tps: Sequence[int] = (1,),
     num_drafts: int = 1,
     draft: str = "",
+    any_vllm: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> "Iterator[Checked]":
     """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of them.
+
+    `any_vllm` also takes a vLLM that keepmtp was not tested with.
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
@@ -198,7 +201,7 @@ def check_all(
 
     yield from check_on(
         paths,
-        vllm=find_vllm(),
+        vllm=find_vllm(any_version=any_vllm),
         gpus=gpus,
         tps=tps,
         num_drafts=num_drafts,

@@ -33,8 +33,7 @@ class ScratchFolder:
             folder: where it is made; default the system's folder for such things.
         """
         parent = folder or Path(gettempdir())
-        for old in parent.glob(f"{prefix}*"):
-            _remove_if_left(old)
+        remove_left(prefix, parent)
         made = Path(mkdtemp(prefix=_NEW, dir=parent))
         lock = os.open(made, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -46,6 +45,12 @@ class ScratchFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.remove()
+
+
+def remove_left(prefix: str, parent: Path) -> None:
+    """Remove scratch folders whose processes are gone."""
+    for old in parent.glob(f"{prefix}*"):
+        _remove_if_left(old)
 
 
 def _remove(folder: Path, lock: int) -> None:

@@ -20,8 +20,8 @@ from rich.console import Console
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.extras import require_extra
 from ..validate.child import Child, environment
-from ..validate.serving.vllm_env import find_vllm
-from .options import TrustOption
+from .gate import TOO_LITTLE
+from .options import AnyVLLMOption, TrustOption, chosen_vllm, refuse_stray_words
 
 if TYPE_CHECKING:
     from ..quantize.plan import Plan
@@ -31,6 +31,7 @@ _STATION_SECONDS = 60.0  # it may have a server to end, which takes a third of t
 
 
 def everything(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="As for `keepmtp quantize`.")],
     source: Annotated[
         str | None, typer.Option("--source", help="Folder or Hub id of the released checkpoint; default: the recipe's.")
@@ -44,7 +45,14 @@ def everything(
         list[str] | None, typer.Option("--gpu", help="GPUs that the dry load pretends; default sm90 and sm100.")
     ] = None,
     tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel sizes of the dry load.")] = None,
-    k: Annotated[int, typer.Option("-k", min=1, help="Serve with 1 to k drafted tokens a step.")] = 1,
+    k: Annotated[
+        int | None,
+        typer.Option(
+            "-k",
+            min=1,
+            help="serve-check serves with 1 to k drafted tokens a step, and eval with k; default: 1, and the recipe's.",
+        ),
+    ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Processes that quantize, one a GPU.")] = 1,
     serving: Annotated[
         bool,
@@ -55,30 +63,40 @@ def everything(
             "more.",
         ),
     ] = True,
+    any_vllm: AnyVLLMOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands and stop.")] = False,
 ) -> None:
     """Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.
 
     A run that was interrupted is continued by the same command: what was measured on the same bytes is not measured
     again. Exit status is the failing station's: 1 for a red gate, 3 where samples are too few to tell, 2 for bad input.
+    serve-check alone may find too few: eval asks more. Words after `--` go to every `vllm serve`.
 
-    Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/GLM-4.7-NVFP4A16 --gpu sm100 -k 3`
+    Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/out -k 3 -- --tensor-parallel-size 8`
     """
     from ..quantize.output import is_empty, tidy
     from ..quantize.own_code import refuse_untrusted_code
+    from ..validate.report.results import report_folder
+    from ..validate.serving.room import refuse_no_room
+    from ..validate.serving.server import refuse_words
     from . import pipeline as run
 
+    refuse_stray_words("all", context.args)
+    refuse_words("all", context.args)
     recipe = run.recipe_for(model, source=source, scheme=scheme, mtp=mtp, calibration=calibration)
     out = folder or run.default_out(recipe)
     is_made = out.exists() and not is_empty(out)
     original = _option("--source", source)
     choices = [*original, *_option("--scheme", scheme), *_option("--mtp", mtp), *_option("--calibration", calibration)]
     choices += ["--trust-remote-code"] if trust_remote_code else []
+    version = ["--any-vllm"] if any_vllm else []
+    served = [*original, *version, *_option("-k", k), *(["--", *context.args] if context.args else [])]
+    pretended = [*_each("--gpu", gpus or ["sm90", "sm100"]), *_each("--tp", tps or []), *_option("-k", k)]
     stations = {
         "quantize": [] if is_made else ["quantize", model, *choices, "--out", str(out)],
-        "check": ["check", str(out), "--record", *_each("--gpu", gpus or ["sm90", "sm100"]), *_each("--tp", tps or [])],
-        "serve-check": ["serve-check", str(out), *original, "-k", str(k)] if serving else [],
-        "eval": ["eval", str(out), *original],
+        "check": ["check", str(out), "--record", *pretended, *version],
+        "serve-check": ["serve-check", str(out), *served] if serving else [],
+        "eval": ["eval", str(out), *served],
         "card": ["card", str(out)],
     }
     if is_made:
@@ -88,23 +106,25 @@ def everything(
             sys.stdout.write(f"keepmtp {shlex.join(words)}\n")
         return
     require_extra("keepmtp all", "evaluate")
-    find_vllm()
+    vllm = chosen_vllm(any_vllm=any_vllm)
     if is_made:
         tidy(out, keep_calibration=False)
     else:
         words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
         made, _ = run.plan_for(model, **words, trust_remote_code=trust_remote_code)
         refuse_untrusted_code(made)
-        _refuse_evaluation(made)
+        _refuse_evaluation(made, k, tuple(context.args))
+        refuse_no_room((made.source,), vllm, out=report_folder(out), extra=context.args)
     err = Console(stderr=True)
     for name, words in stations.items():
-        if (name == "quantize" and is_made) or (name == "serve-check" and words and _is_served(out, k)):
+        if (name == "quantize" and is_made) or (name == "serve-check" and words and _is_served(out, k or 1)):
             err.print(f"[dim]{name}: done before[/]", highlight=False)
             continue
         if not words:
             continue
         err.print(f"[bold]$ keepmtp {shlex.join(words)}[/]", highlight=False, soft_wrap=True)
-        if status := _run([*_interpreter(name, nproc), *words]):
+        status = _run([*_interpreter(name, nproc), *words])
+        if status and (name, status) != ("serve-check", TOO_LITTLE):
             raise typer.Exit(status if status > 0 else 128 - status)
 
 
@@ -130,12 +150,13 @@ def _each(name: str, values: list[Any]) -> list[str]:
     return [word for value in values for word in (name, str(value))]
 
 
-def _refuse_evaluation(plan: "Plan") -> None:
+def _refuse_evaluation(plan: "Plan", k: int | None, extra: tuple[str, ...]) -> None:
     """What would stop the evaluation, known before hours of quantizing."""
     from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
 
-    lm_eval_task.questions(plan.recipe.evaluation)
-    gsm8k.refuse_model(plan.source, plan.recipe.evaluation, ())
+    protocol = plan.recipe.evaluation if k is None else plan.recipe.evaluation.model_copy(update={"k": k})
+    lm_eval_task.questions(protocol)
+    gsm8k.refuse_model(plan.source, protocol, extra)
 
 
 def _refuse_another(out: Path, recipe: "Recipe") -> None:
@@ -174,4 +195,4 @@ def _is_served(out: Path, k: int) -> bool:
     if identify(out, cache=folder).sha256 != found.checkpoint.sha256:
         return False
     judged = from_results(folder).judgement
-    return judged is not None and not exit_status(judged)
+    return judged is not None and exit_status(judged, found.data) in (0, TOO_LITTLE)

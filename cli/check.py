@@ -19,7 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from ..recipes.errors import RecipeError
 from ..validate.serving.vllm_env import TESTED
 from . import exits, findings, tables
-from .options import JsonOption, chosen_gpus
+from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm
 from .tables import escape
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def check(
             help="Keep what is found, and of which bytes, in PATH.report: for the checkpoint's report and card.",
         ),
     ] = False,
+    any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?
@@ -77,10 +78,12 @@ def check(
         require_extra()
     is_dry = bool(gpus) and not static_only
     chosen = chosen_gpus(gpus or []) if is_dry else []
+    if is_dry:
+        chosen_vllm(any_vllm=any_vllm)
     notes = begin(paths) if record else None
     status = 0
     with _spinner(err, is_shown=is_dry) as doing:
-        loads = {"gpus": chosen, "tps": tps or [1], "num_drafts": num_drafts, "draft": draft}
+        loads = {"gpus": chosen, "tps": tps or [1], "num_drafts": num_drafts, "draft": draft, "any_vllm": any_vllm}
         for number, checked in enumerate(api.check_all(paths, **loads, progress=doing)):
             status = max(status, _status(checked))
             _show(checked, as_json=as_json)

@@ -35,7 +35,6 @@ EXTRAS = {
     "evaluate": "GSM8K",
 }
 _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-_GET_VLLM = "make vllm"
 _GET_QUANTIZE = install_command("quantize")
 _GET_REPORT = install_command("report")
 _GET_EVALUATE = install_command("evaluate")
@@ -90,8 +89,9 @@ def doctor(
 ) -> None:
     """Say what was found on this machine, what can be checked here, and what would enable the rest.
 
-    Looks at keepmtp's own environment, at vLLM's (VLLM_PYTHON, else .venv-vllm), at the processor, at NVIDIA GPUs, and
-    whether there is a token for the Hub, which is neither shown nor tried.
+    Looks at keepmtp's own environment, at vLLM's (VLLM_PYTHON, else .venv-vllm in keepmtp's checkout or next to its
+    environment), at the processor, at NVIDIA GPUs, and whether there is a token for the Hub, which is neither shown
+    nor tried.
     Exit status 2 if something that was chosen cannot work; what is merely not installed is none of it.
 
     Example: `VLLM_PYTHON=/opt/vllm/bin/python keepmtp doctor`
@@ -181,7 +181,7 @@ def _dry_load(gpu: str, vllm: vllm_env.VLLM | None) -> Ability:
     what = f"dry load on a pretended {gpu}"
     if vllm is None:
         why = "needs vLLM's own classes, in an environment of their own"
-        return Ability(what=what, can=False, why=why, command=_GET_VLLM)
+        return Ability(what=what, can=False, why=why, command=vllm_env.command_for_vllm())
     why = f"vLLM {vllm.version} on meta tensors, no GPU needed"
     return Ability(what=what, can=True, why=why, command=f"keepmtp check CHECKPOINT --gpu {gpu}")
 
@@ -191,7 +191,7 @@ def _can_serve(vllm: vllm_env.VLLM | None, gpus: tuple[vllm_env.GPU, ...]) -> bo
 
 
 def _get_server(vllm: vllm_env.VLLM | None) -> str:
-    return _GET_VLLM if vllm is None else "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
+    return vllm_env.command_for_vllm() if vllm is None else "a GPU, or VLLM_PYTHON=... of a vLLM built for CPUs"
 
 
 def _servers(
@@ -322,8 +322,11 @@ def _show(found: Diagnosis, out: Console) -> None:
         table.add_column(column, overflow="fold", no_wrap=column == "")
     for ability in found.abilities:
         sign = "[green]yes[/]" if ability.can else "[yellow]no[/]"
-        table.add_row(sign, ability.what, escape(ability.why), escape(ability.command) or "-")
+        command = "see below" if " && " in ability.command else ability.command
+        table.add_row(sign, ability.what, escape(ability.why), escape(command) or "-")
     out.print(table)
+    for command in dict.fromkeys(ability.command for ability in found.abilities if " && " in ability.command):
+        out.print(f"This makes an environment of vLLM's own:\n{escape(command)}", highlight=False, soft_wrap=True)
     for sentence in found.broken:
         out.print(f"[red]broken:[/] {sentence}", highlight=False, soft_wrap=True)
     if found.no_vllm and not found.broken:

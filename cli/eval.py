@@ -19,9 +19,9 @@ from rich.console import Console
 
 from ..recipes.errors import CheckpointError, RecipeError, first_fault
 from ..recipes.extras import require_extra
-from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
+from ..validate.serving.vllm_env import TIMEOUT_SECONDS
 from .gate import EXITS
-from .options import JsonOption, TimeoutOption
+from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, download_lines
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(min=2, help="Ask the first so many questions only.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the shots drawn, and of the server.")] = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
+    any_vllm: AnyVLLMOption = False,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -104,11 +105,11 @@ def evaluate(
     from ..validate.report import report as reports
     from ..validate.report.gates import judge
     from ..validate.report.results import report_folder, write_result
+    from ..validate.serving.room import refuse_no_room
     from ..validate.serving.server import refuse_words
     from .source_of import original_of
 
-    if context.args and not context.args[0].startswith("-"):
-        raise RecipeError("eval", "judges one checkpoint", got=f"also {context.args[0]}", cure="Run it for each")
+    refuse_stray_words("eval", context.args)
     refuse_words("eval", context.args)
     require_extra("keepmtp eval", "evaluate")
     extra, err = tuple(context.args), Console(stderr=True)
@@ -130,15 +131,14 @@ def evaluate(
     protocol = _protocol(rules.evaluation, {key: value for key, value in changed.items() if value is not None})
     asked = lm_eval_task.questions(protocol)
     gsm8k.refuse_model(opened, protocol, extra)
-    bars = None if as_json else download_lines(err)
-    checkpoint = download(opened, bars=bars)
-    if original := original_of(checkpoint, source, cure=_CURE):
+    if original := original_of(opened, source, cure=_CURE):
         gsm8k.refuse_model(original, protocol, extra)
-        original = download(original, bars=bars)
-    vllm = find_vllm()
+    vllm = chosen_vllm(any_vllm=any_vllm)
     is_recorded = folder is None and Path(path).is_dir()
-    assert checkpoint.folder is not None
-    out = folder or (report_folder(checkpoint.folder) if is_recorded else Path(f"{Path(path).name}.report"))
+    out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(path).name}.report"))
+    refuse_no_room((opened, original), vllm, out=out, extra=extra)
+    bars = None if as_json else download_lines(err)
+    checkpoint, original = download(opened, bars=bars), original and download(original, bars=bars)
     reading = None if as_json else bytes_bar(err, "reading")
     judged = gsm8k.Model(role="checkpoint", source=checkpoint, identity=_identity(checkpoint, out, reading))
     if is_recorded:

@@ -23,7 +23,8 @@ from .tables import VERDICT_COLOURS, escape
 if TYPE_CHECKING:
     from ..validate.report.schema import FullReport, JudgementFact, JudgementWord
 
-EXITS: "dict[JudgementWord, int]" = {"pass": 0, "regression": 1, "infeasible": 3}
+TOO_LITTLE = 3
+EXITS: "dict[JudgementWord, int]" = {"pass": 0, "regression": 1, "infeasible": TOO_LITTLE}
 
 
 def gate(

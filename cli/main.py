@@ -125,6 +125,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "all": Verb(
             module="all",
             function="everything",
+            words="[-- VLLM_OPTIONS]",
             how_to_go_on="The same command goes on: what was finished is not done again",
             help="Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.",
         ),

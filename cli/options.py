@@ -1,5 +1,6 @@
 """The arguments and options that several verbs have, with their help."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ from ..recipes.errors import RecipeError
 
 if TYPE_CHECKING:
     from ..validate.dryload.facts import GPU
+    from ..validate.serving.vllm_env import VLLM
 
 # Names that people type instead of the one that vLLM's kernels go by.
 _GPU_NAMES: Mapping[str, str] = {
@@ -52,6 +54,13 @@ CalibrationOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
 TimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")]
+AnyVLLMOption = Annotated[
+    bool,
+    typer.Option(
+        "--any-vllm",
+        help="Also run a vLLM that keepmtp was not tested with. Its version is in every result.",
+    ),
+]
 TrustOption = Annotated[
     bool,
     typer.Option(
@@ -76,3 +85,28 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
             cure = f"{word} is {meant}: write --gpu {meant}" if meant else "Take the nearest"
             raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)
     return [gpu for gpu in GPUS if gpu in words]
+
+
+def refuse_stray_words(verb: str, words: Sequence[str]) -> None:
+    """Refuse a second checkpoint or model, where words for `vllm serve` are meant.
+
+    Raises:
+        RecipeError: names it.
+    """
+    if words and not words[0].startswith("-"):
+        raise RecipeError(verb, "takes one at a time", got=f"also {words[0]}", cure="Run it for each")
+
+
+def chosen_vllm(*, any_vllm: bool) -> "VLLM":
+    """The vLLM of this machine; one that keepmtp was not tested with is named on standard error.
+
+    Raises:
+        VLLMError: there is none, or it is another version and `any_vllm` is false.
+    """
+    from ..validate.serving.vllm_env import SUPPORTED, find_vllm, is_supported
+
+    vllm = find_vllm(any_version=any_vllm)
+    if not is_supported(vllm.version):
+        says = f"vLLM {vllm.version}: keepmtp's rules were read from {SUPPORTED}. What is measured is this version's."
+        sys.stderr.write(f"warning: {says}\n")
+    return vllm

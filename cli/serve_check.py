@@ -25,9 +25,9 @@ from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..recipes.families import find_view
 from ..validate.serving.prompts import PROMPTS, read_prompts
-from ..validate.serving.vllm_env import TIMEOUT_SECONDS, find_vllm
+from ..validate.serving.vllm_env import TIMEOUT_SECONDS
 from . import gate
-from .options import JsonOption, TimeoutOption
+from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, download_lines
 from .tables import escape
 
@@ -67,6 +67,7 @@ def serve_check(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated a prompt, at most.")] = 256,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
+    any_vllm: AnyVLLMOption = False,
     folder: Annotated[
         Path | None,
         typer.Option(
@@ -81,8 +82,8 @@ def serve_check(
 
     The gates are those of the recipe that the checkpoint was made by, as in `keepmtp gate`. Exit status 1 if one of
     them is a regression: a server of the checkpoint does not come up, acceptance lost more than the recipe allows,
-    drafting changes greedy outputs, or the check has an error. Exit status 0 where the prompts are too few to tell; the
-    table says how many would do.
+    drafting changes greedy outputs, or the check has an error; 3 if the prompts are too few to tell: the table says how
+    many would do.
 
     Words after `--` go to `vllm serve`. Without a GPU, a checkpoint that vLLM's CPU build has no kernel for is served
     as a BF16 copy of the same weights, and the report says so.
@@ -97,23 +98,25 @@ def serve_check(
     from ..validate.report.html import HTML_FILE
     from ..validate.report.results import report_folder
     from ..validate.serving import serve_check as measure
+    from ..validate.serving.room import refuse_no_room
     from ..validate.serving.server import refuse_words
     from .source_of import original_of
 
-    if context.args and not context.args[0].startswith("-"):
-        raise RecipeError("serve-check", "judges one checkpoint", got=f"also {context.args[0]}", cure="Run it for each")
+    refuse_stray_words("serve-check", context.args)
     refuse_words("serve-check", context.args)
-    vllm = find_vllm()
+    vllm = chosen_vllm(any_vllm=any_vllm)
     if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them
         require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
     asked = PROMPTS if prompts is None else read_prompts(prompts)
-    checkpoint = download(open_source(path), bars=download_lines(Console(stderr=True)))
-    limits = limits_in(small_file(checkpoint, RECORD), cure=f"Restore the {RECORD} that keepmtp wrote")
-    original = original_of(checkpoint, source, cure=_CURE)
-    original = original and download(original, bars=download_lines(Console(stderr=True)))
-    assert checkpoint.folder is not None
+    opened = open_source(path)
+    limits = limits_in(small_file(opened, RECORD), cure=f"Restore the {RECORD} that keepmtp wrote")
+    original = original_of(opened, source, cure=_CURE)
     is_local = Path(path).is_dir()
-    out = folder or (report_folder(checkpoint.folder) if is_local else _named(checkpoint))
+    out = folder or (report_folder(Path(path)) if is_local else _named(opened))
+    refuse_no_room((opened, original), vllm, out=out, extra=context.args)
+    bars = download_lines(Console(stderr=True))
+    checkpoint, original = download(opened, bars=bars), original and download(original, bars=bars)
+    assert checkpoint.folder is not None
     view = find_view(checkpoint.config, checkpoint.where)
     check = measure.Check(
         ks=measure.ks_up_to(k, view.num_mtp_layers),
@@ -147,15 +150,20 @@ def serve_check(
         Console().print(table(found, judged))
         written = next(out / name for name in (HTML_FILE, reports.JSON_FILE) if (out / name).is_file())
         Console().print(f"Report: {written}; logs: {out / 'logs'}", highlight=False, soft_wrap=True)
-    if status := exit_status(judged):
+    if status := exit_status(judged, found):
         raise typer.Exit(status)
 
 
-def exit_status(judged: "JudgementFact") -> int:
-    """1 if what this command measures is a regression. Too few prompts to tell is no fault: the table says how many."""
+def exit_status(judged: "JudgementFact", found: "ServeCheck") -> int:
+    """1 for a regression in what this command measures; 3 if the prompts are too few to compare acceptance.
+
+    Without a source nothing is compared, by choice.
+    """
     from ..validate.report.gates import verdict_on
 
-    return int(verdict_on(judged, _OWN_GATES) == "regression")
+    if verdict_on(judged, _OWN_GATES) == "regression":
+        return gate.EXITS["regression"]
+    return gate.EXITS[verdict_on(judged, ("acceptance",))] if found.source else 0
 
 
 def table(found: "ServeCheck", judged: "JudgementFact") -> RenderableType:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..checkpoints.record import RECORD, read_record
-from ..checkpoints.source import Source, open_source
+from ..checkpoints.source import Source, open_source, small_file
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_view
 from ..recipes.shipped import find_path
@@ -47,14 +47,14 @@ def recorded_source(checkpoint: Source, *, cure: str) -> str:
         CheckpointError: the record is not keepmtp's.
     """
     rule = "the source to compare with must be known"
-    assert checkpoint.folder is not None
-    path = checkpoint.folder / RECORD
-    if not path.is_file():
+    path = small_file(checkpoint, RECORD)
+    if path is None:
         raise RecipeError(checkpoint.where, rule, got=f"no {RECORD}", cure=cure)
     record = read_record(path, cure=cure)
     named = record.source
     places = [Path(record.recipe.source), Path(named.name), Path("models") / named.name]
-    places.append(checkpoint.folder.parent / named.name)
+    if checkpoint.folder is not None:
+        places.append(checkpoint.folder.parent / named.name)
     if named.revision == "local":
         for place in filter(None, map(find_path, places)):
             if place.is_dir() and _has_files(place, named.files):

