@@ -25,6 +25,19 @@ _MAX_DEPTH = 64
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
 
 
+def read_bytes_of(path: Path, where: object, *, cure: str = _CURE, most: int = _MAX_INDEX_BYTES) -> bytes:
+    """The bytes of a file that is small.
+
+    Raises:
+        CheckpointError: no regular file, or too large.
+    """
+    with open_regular(path, where) as file:
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        raise CheckpointError(where, f"must be at most {most} bytes long", got="more", cure=cure)
+    return raw
+
+
 def read_object(path: Path, where: object, *, cure: str = _CURE, most: int = MAX_BYTES) -> dict[str, Any]:
     """The object of a JSON file.
 
@@ -37,10 +50,7 @@ def read_object(path: Path, where: object, *, cure: str = _CURE, most: int = MAX
     Raises:
         CheckpointError: no regular file, too large, not UTF-8, not JSON, too deep, or no object.
     """
-    with open_regular(path, where) as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise CheckpointError(where, f"must be at most {most} bytes long", got="more", cure=cure)
+    raw = read_bytes_of(path, where, cure=cure, most=most)
     if raw.count(b",") > _MAX_COMMAS:
         raise CheckpointError(where, f"must have at most {_MAX_COMMAS} values", got="more", cure=cure)
     try:

@@ -16,7 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-UNEDITABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, struct.error)
+import yaml
+
+UNEDITABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    struct.error,
+    yaml.YAMLError,
+)
 """What an edit may raise where one before it has left nothing to edit."""
 DEEP, HUGE, INFINITE = "@5000 lists in lists@", "@400 digits@", "@1e400@"
 """Values that `json.dumps` cannot write; `text_of` puts them into the text."""
@@ -129,7 +141,7 @@ def no_file(rng: random.Random, file: str) -> Edit:
         "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
         "a link to the folder": lambda path: path.symlink_to("."),
         "a socket": _socket_at,
-        "a file of 64 GiB of holes": lambda path: os.truncate(_made(path), 2**36),
+        "a file of 1.5 GiB of holes": lambda path: os.truncate(_made(path), 3 * 2**29),
     }
     says = rng.choice(sorted(ways))
 

@@ -393,6 +393,48 @@ def results(rng: random.Random, kind: str) -> Case:
     return _evidence(rng, kind, tuple(f"NAME.report/{name}.json" for name in stations))
 
 
+def beside(rng: random.Random, kind: str) -> Case:
+    """Any file of a measured checkpoint or of its results: no file, or other bytes; and the card that it came with."""
+    folder = corpus.folder(corpus.MEASURED)
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    key = rng.choice(("license", "language", "tags", "pipeline_tag", "base_model", "license_name"))
+    new = edits.text_of(edits.value(rng))
+
+    def edit() -> Edit:
+        file = rng.choice(names)
+        if rng.random() < 0.3:
+            return _front_matter(f"{key}: {new}")
+        if rng.random() < 0.3:
+            return edits.no_file(rng, file)
+        return edits.mangled(rng, file, (folder / file).stat().st_size)
+
+    return Case(kind=kind, base=corpus.MEASURED, edits=some(rng, edit), words=_evidence_words(rng), reads_weights=False)
+
+
+def _front_matter(line: str) -> Edit:
+    """The source's own card, which a checkpoint's card takes license and language from."""
+    text = f"---\n{line}\n---\n"
+
+    def do(folder: Path) -> None:
+        edits.replace(folder / "NAME/README.md", text.encode("utf-8", "surrogatepass"))
+
+    return Edit(f"NAME/README.md: front matter {edits.shown(line)}", do)
+
+
+def _evidence_words(rng: random.Random) -> tuple[str, ...]:
+    return rng.choice(
+        (
+            ("report", "{}/NAME.report", "--out", "{}.page"),
+            ("report", "{}/NAME.report/report.json", "--out", "{}.page"),
+            ("card", "{}/NAME", "--out", "{}.card"),
+            ("card", "{}/NAME", "--out", "{}.card", "--source", "{}/NAME", "--base-model", "org/name"),
+            ("gate", "{}/NAME"),
+            ("gate", "{}/NAME.report", "--json"),
+            ("check", "{}/NAME", "--record"),
+        )
+    )
+
+
 def _evidence(rng: random.Random, kind: str, names: tuple[str, ...]) -> Case:
     folder = corpus.folder(corpus.MEASURED)
 
@@ -405,17 +447,8 @@ def _evidence(rng: random.Random, kind: str, names: tuple[str, ...]) -> Case:
             return edits.mangled(rng, file, len(raw))
         return edits.grafted(rng, file, json.loads(raw))
 
-    words = rng.choice(
-        (
-            ("report", "{}/NAME.report", "--out", "{}.page"),
-            ("report", "{}/NAME.report/report.json", "--out", "{}.page"),
-            ("card", "{}/NAME", "--out", "{}.card"),
-            ("gate", "{}/NAME"),
-            ("gate", "{}/NAME.report", "--json"),
-            ("check", "{}/NAME", "--record"),
-        )
-    )
-    return Case(kind=kind, base=corpus.MEASURED, edits=some(rng, edit), words=words, reads_weights=False)
+    made = some(rng, edit)
+    return Case(kind=kind, base=corpus.MEASURED, edits=made, words=_evidence_words(rng), reads_weights=False)
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -490,6 +523,7 @@ KINDS: Mapping[str, Callable[[random.Random, str], Case]] = MappingProxyType(
         "recipe text": recipe_text,
         "record": record,
         "results": results,
+        "files beside": beside,
         "command line": command_line,
     }
 )

@@ -9,14 +9,17 @@ import os
 import random
 import signal
 import struct
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import edits
 import judged
+import kinds
 import pytest
 from judged import Verdict
+from kinds import KINDS
 
 
 def sentence() -> None:
@@ -111,13 +114,21 @@ def test_a_pass_of_what_safetensors_refuses_is_a_fault(judge, tmp_path, header, 
     assert not faults if not why else faults[0].startswith("false pass"), faults
 
 
-def test_a_case_is_made_from_its_seed_and_number_alone():
-    import kinds
+def test_a_minute_of_hostile_files_breaks_no_promise(capsys):
+    seconds = os.environ.get("FUZZ_SECONDS", "60")
+    words = [sys.executable, "-P", str(Path(__file__).with_name("campaign.py")), "--seconds", seconds]
+    done = subprocess.run(words, capture_output=True, text=True)
+    with capsys.disabled():  # a run that passed can be repeated too
+        print(f"\n{done.stdout.partition(chr(10))[0]} {done.stdout.strip().rpartition(chr(10))[2]}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(done.stdout.split()[-7]) >= len(KINDS)
 
-    made = [str(kinds.make(7, number)) for number in range(28)]
-    assert made == [str(kinds.make(7, number)) for number in range(28)]
-    assert made != [str(kinds.make(8, number)) for number in range(28)]
-    assert {case.partition("]")[0].strip("[") for case in made} == set(kinds.KINDS)
+
+def test_a_case_is_made_from_its_seed_and_number_alone():
+    made = [str(kinds.make(7, number)) for number in range(30)]
+    assert made == [str(kinds.make(7, number)) for number in range(30)]
+    assert made != [str(kinds.make(8, number)) for number in range(30)]
+    assert {case.partition("]")[0].strip("[") for case in made} == set(KINDS)
 
 
 def test_an_edit_leaves_the_original_alone(tmp_path):

@@ -7,19 +7,20 @@ Easy to get wrong: routed experts are one runtime module, and vLLM asks the quan
 draft's head has a name of its own. Expert tensors may be stacked in three dimensions, without `.weight` in their name.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ...checkpoints.json_file import read_object
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import INDEX, Source, small_file
 from ...checkpoints.stored import StoredWeight, stored_weights
+from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName, Part, Role, Row, VLLMName
 from ...recipes.family_view import FamilyView, Place
-from .dialects.choose import HF_QUANT_CONFIG, read_dialect
+from .dialects.choose import HF_QUANT_CONFIG, quantization_of, read_dialect
 from .dialects.modelopt import ModelOpt
 from .vllm_module import PLAIN, Dialect, Kind, Resolution
 
@@ -72,8 +73,17 @@ class RuntimeView:
 
     @cached_property
     def hf_quant_config(self) -> Mapping[str, Any] | None:
-        """hf_quant_config.json, if there is one."""
-        return _read_json(self.source, HF_QUANT_CONFIG)
+        """hf_quant_config.json, if there is one. vLLM does not open it where config.json has a quantization config.
+
+        Raises:
+            CheckpointError: it is no JSON object, and vLLM reads it.
+        """
+        try:
+            return _read_json(self.source, HF_QUANT_CONFIG)
+        except CheckpointError:
+            if quantization_of(self.source.config) is None:
+                raise
+            return None
 
     @cached_property
     def index(self) -> Mapping[str, Any] | None:
@@ -224,10 +234,4 @@ def _mtp_layers(view: FamilyView, places: Iterable[Place]) -> set[int]:
 
 def _read_json(source: Source, file: str) -> Mapping[str, Any] | None:
     path = small_file(source, file)
-    if path is None:
-        return None
-    try:
-        parsed = json.loads(path.read_bytes())
-    except ValueError:
-        return None
-    return parsed if isinstance(parsed, dict) else None
+    return None if path is None else read_object(path, f"{source.where}/{file}")

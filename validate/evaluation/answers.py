@@ -25,6 +25,7 @@ from pydantic import Field, ValidationError
 
 from ...checkpoints.fact import Count, Fact
 from ...checkpoints.files import write_whole
+from ...checkpoints.json_file import read_bytes_of
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
 from ..serving.served import AsServed, Drafts, Role, total
@@ -197,8 +198,8 @@ def read_samples(path: Path) -> Samples:
         CheckpointError: no such file, a line that is none of the three kinds, or a question answered twice.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines, which knows a dozen other ends
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_bytes_of(path, path, cure=_CURE).decode().split("\n")  # not splitlines, which knows other ends
+    except UnicodeDecodeError as error:
         raise CheckpointError(path, "must be a file of answers", got=str(error), cure=_CURE) from error
     if lines.pop():
         raise CheckpointError(path, "must end with a line's end", got="a part of a line", cure=_CURE)

@@ -72,7 +72,7 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
         if told is None or isinstance(told, dict):
             return told or {}
         got = f"a {type(told).__name__}"
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         got = " ".join(str(error).split())
     raise CheckpointError(path, "front matter must be a YAML mapping", got=got, cure="Mend or remove it")
 

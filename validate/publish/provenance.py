@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECIPE, Record
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
@@ -54,8 +55,8 @@ def recipe_text(folder: Path) -> str:
     """
     path = folder / RECIPE
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bytes_of(path, path).decode()
+    except (CheckpointError, UnicodeDecodeError) as error:
         raise CheckpointError(
             path,
             "a checkpoint of keepmtp's holds its recipe",

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from ... import __version__
 from ...checkpoints.files import write_whole
 from ...checkpoints.identity import Identity, file_sha256, identify
+from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
@@ -232,13 +233,13 @@ def read_json(path: Path) -> FullReport:
     Raises:
         CheckpointError: no such file, no JSON, another version, or a field that version 4 does not have.
     """
+    raw = read_bytes_of(path, path, cure=f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote")
     try:
-        return FullReport.model_validate_json(path.read_bytes())
-    except OSError as error:
-        got, cure = error.strerror or str(error), f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote"
+        return FullReport.model_validate_json(raw)
     except ValidationError as error:
-        got, cure = first_fault(error), "Run the check again with this keepmtp"
-    raise CheckpointError(path, f"a report is a {JSON_FILE} of version 4", got=got, cure=cure)
+        cure = "Run the check again with this keepmtp"
+        rule = f"a report is a {JSON_FILE} of version 4"
+        raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
 
 
 def _refuse_contradicted(folder: Path, found: Iterable[Result[Any]]) -> None:

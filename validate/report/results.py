@@ -27,6 +27,7 @@ from ... import __version__
 from ...checkpoints.fact import Fact
 from ...checkpoints.files import write_whole
 from ...checkpoints.identity import Identity
+from ...checkpoints.json_file import read_bytes_of
 from ...quantize.calibrate.facts import CalibrationFact
 from ...recipes.errors import CheckpointError, first_fault
 from ..check.findings import CheckpointFacts, Finding
@@ -217,13 +218,11 @@ def read_result(folder: Path, station: Station) -> Result[Any] | None:
     """
     path = file_of(folder, station)
     cure = f"Run `{command(station, folder)}` again"
-    try:
-        text = path.read_bytes()
-        result = _FORMS[station].model_validate_json(text, context=station)
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as error:
-        raise CheckpointError(path, "must be readable", got=error.strerror or repr(error), cure=cure) from error
+    text = read_bytes_of(path, path, cure=cure)
+    try:
+        result = _FORMS[station].model_validate_json(text, context=station)
     except ValidationError as error:
         rule = f"must be a result of version {SCHEMAS[station]}"
         raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error

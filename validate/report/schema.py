@@ -22,9 +22,9 @@ that a page never leaves out what it does not know.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from ...checkpoints.fact import Fact
 from ...checkpoints.identity import Identity
@@ -101,3 +101,11 @@ class FullReport(Fact):
     identity: Identity | None = None
     results: Mapping[str, str] = Field(default_factory=dict)
     absent: Mapping[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _says_what_is_absent(self) -> Self:
+        """The page shows the reason where it would show the part."""
+        for part in ("sizes", "dry", "calibration", "serve", "evaluation", "identity"):
+            if not getattr(self, part) and part not in self.absent:
+                raise ValueError(f"absent.{part} must say why there is no {part}")
+        return self
