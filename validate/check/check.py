@@ -32,7 +32,7 @@ class Checked(NamedTuple):
 
     Attributes:
         data: facts, findings and dry loads.
-        source: the headers; None where they cannot be read.
+        source: the headers; None where they, or the quantization config, cannot be read.
         runtime: None without a family's table.
         accounts: of the dry loads.
         refusal: why there was nothing to judge; None if there was.
@@ -73,23 +73,22 @@ def examine(where: str | Path, *, source: Source | None = None) -> Checked:
         return Checked(_refused(str(where), "files", refusal), None, None, refusal=refusal)
     except CheckpointError as error:
         return Checked(_refused(str(where), "files", error), None, None)
-    data, runtime = _found(opened, source)
-    return Checked(data, opened, runtime)
+    return _found(opened, source)
 
 
 def check_source(opened: Source, *, source: Source | None = None) -> CheckData:
     """`check` for a checkpoint whose headers are already read."""
-    return _found(opened, source)[0]
+    return _found(opened, source).data
 
 
-def _found(opened: Source, source: Source | None) -> tuple[CheckData, RuntimeView | None]:
+def _found(opened: Source, source: Source | None) -> Checked:
     try:
         view = find_view(opened.config, opened.where)
         for number in (view.num_layers, view.num_mtp_layers):
             if number < 0:
                 raise ValueError(number)
     except RecipeError as error:
-        return _refused(opened.where, "family", error), None
+        return Checked(_refused(opened.where, "family", error), opened, None)
     except (KeyError, TypeError, ValueError) as error:
         refusal = CheckpointError(
             f"{opened.where}/config.json",
@@ -97,17 +96,19 @@ def _found(opened: Source, source: Source | None) -> tuple[CheckData, RuntimeVie
             got=repr(error),
             cure="Take the original's config.json",
         )
-        return _refused(opened.where, "config", refusal), None
+        return Checked(_refused(opened.where, "config", refusal), opened, None)
     runtime = RuntimeView(source=opened, view=view)
     try:
         with time_limit():
             found = [objection for rule in RULES for objection in rule(runtime)]
     except CheckpointError as error:
-        return _refused(opened.where, "config", error), None
+        # Without a source nothing is loaded: vLLM would fail on the same entry, or hang.
+        return Checked(_refused(opened.where, "config", error), None, None)
     if source is not None:
         original = RuntimeView(source=source, view=find_view(source.config, source.where))
         found += [objection for rule in SOURCE_RULES for objection in rule(runtime, original)]
-    return CheckData(path=opened.where, facts=_facts(runtime), findings=errors_first(grouped(found))), runtime
+    data = CheckData(path=opened.where, facts=_facts(runtime), findings=errors_first(grouped(found)))
+    return Checked(data, opened, runtime)
 
 
 def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:

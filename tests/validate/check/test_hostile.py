@@ -109,6 +109,13 @@ def test_a_regex_that_is_none_is_an_error_that_names_it(tmp_path, entry):
     assert entry in report.findings[0].where and "must be a regular expression" in report.findings[0].says
 
 
+def test_what_vllm_would_hang_on_is_not_loaded(tmp_path):
+    """The dry load leaves out a checkpoint without a source (validate/dryload/check_on.py)."""
+    checkpoint = GOOD["mimo fp8"]()
+    checkpoint.quantization["ignore"] = [EVIL]
+    assert checks.examine(write(tmp_path / "checkpoint", checkpoint)).source is None
+
+
 def test_usual_patterns_do_not_come_near_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(match_clock, "MATCHING_SECONDS", 0.3)
     assert checked(tmp_path, "dsv4 published").ok
