@@ -26,8 +26,8 @@ def show(made: Plan, *, as_json: bool) -> None:
         tables.print_json(plan_json(made))
         return
     out = Console()
-    out.print(tables.plan_summary(made))
-    out.print(companions(made))
+    tables.show_plan(out, made)
+    out.print(companions(made), highlight=False, soft_wrap=True)
     if needs_calibration(made):
         out.print(calibration_tables.will_do(made))
     out.print(tables.config_listing(quantization_config(made)), highlight=False, soft_wrap=True)

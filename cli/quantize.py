@@ -77,8 +77,8 @@ def quantize(
     if line and not as_json:
         Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
     if not (as_json or rank):
-        out.print(tables.plan_summary(made))
-        out.print(plan_tables.companions(made))
+        tables.show_plan(out, made)
+        out.print(plan_tables.companions(made), highlight=False, soft_wrap=True)
         if refusals.needs_calibration(made):
             out.print(calibration_tables.will_do(made))
     with run_progress(Console(stderr=True), as_json=as_json) as progress:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console
 from rich.markup import escape as escaped_markup
 from rich.table import Table
 from rich.text import Text
@@ -31,10 +31,12 @@ GIB = 2**30
 VERDICT_COLOURS: "Mapping[JudgementWord, str]" = {"pass": "green", "regression": "red", "infeasible": "yellow"}
 
 
-def plan_summary(plan: "Plan") -> RenderableType:
-    """What happens to each module group, with sizes before and after; the reasons; and the totals."""
+def show_plan(console: Console, plan: "Plan") -> None:
+    """Print what happens to each module group, with sizes before and after; the reasons; and the totals."""
     rows = plan_rows(plan)
-    return Group(_fates(plan, rows), _reasons(rows), Text(_totals(plan)))
+    console.print(_fates(plan, rows))
+    console.print(_reasons(rows))
+    console.print(Text(_totals(plan)), highlight=False, soft_wrap=True)
 
 
 def _fates(plan: "Plan", rows: list[dict[str, Any]]) -> Table:

@@ -68,6 +68,7 @@ def test_the_wheel_holds_one_package(built):
     names = set(zipfile.ZipFile(built).namelist())
     assert {name.split("/")[0] for name in names} == {"keepmtp", f"{built.name.split('-py3')[0]}.dist-info"}
     assert names >= {
+        "keepmtp/api.py",
         "keepmtp/py.typed",
         "keepmtp/cli/main.py",
         "keepmtp/quantize/plan.py",
@@ -88,6 +89,17 @@ def test_what_needs_no_extra_needs_none(keepmtp):
     assert json.loads(good(keepmtp("doctor", "--json")))["ok"]
     assert json.loads(good(keepmtp("plan", "tiny-glm4-moe", "--json")))["mtp_layers"] == 1
     assert "no findings" in good(keepmtp("check", MODEL))
+    assert good(keepmtp("init", "tiny-glm4-moe", "--out", "mine.yaml")) == "mine.yaml\n"
+    assert json.loads(good(keepmtp("plan", "mine.yaml", "--json")))["recipe"]["model"] == "tiny-glm4-moe"
+    good(keepmtp("pin", "mine.yaml"))
+    assert keepmtp("where", "tiny-glm4-moe").returncode == 2, "nothing was made yet"
+
+
+def test_the_python_api_needs_no_extra_to_plan_and_check(extra, installed, tmp_path):
+    code = f"from keepmtp import api; print(api.plan('tiny-glm4-moe').view.num_mtp_layers, api.check({MODEL!r}).ok)"
+    words = [str(installed(extra) / "python"), "-c", code]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=stranger(HF_HUB_OFFLINE="1"))
+    assert done.stdout == "1 True\n", done.stderr
 
 
 def test_packing_a_shipped_model(keepmtp, extra):

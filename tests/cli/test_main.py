@@ -55,6 +55,8 @@ def test_plan_is_for_people_too(source):
     assert done.returncode == 0, done.stderr
     for wanted in ("experts", "eh_proj as a plain nn.Linear", "ignore", "MTP layer"):
         assert wanted in " ".join(done.stdout.split()), wanted
+    assert re.search(r"^\S.*tensors in, .* out; .* -> .* MTP layer$", done.stdout, re.MULTILINE), "one line in a pipe"
+    assert re.search(r"^  ignore  re:\^model\\.layers\S+\$$", done.stdout, re.MULTILINE), "never broken"
 
 
 # --- calibrated recipes -----------------------------------------------------------------------------------------------
