@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from ipaddress import ip_address
@@ -59,6 +59,7 @@ class Patience:
         self.seconds = DEFAULT_SECONDS
         self.until: float | None = None
         self.stopped = threading.Event()
+        self.end: Callable[[], object] = bool
         self.silences = 0
         self.open: WeakSet[_Stream] = WeakSet()
 
@@ -81,13 +82,21 @@ class Patience:
         """End a thread whose work nobody waits for any more.
 
         Raises:
-            HubError: the command is being stopped.
+            HubError: the command is being stopped. The main thread gets what ends the command instead: Python ignores
+                a KeyboardInterrupt that happens to arrive while an object is destroyed.
         """
         if self.stopped.is_set():
+            if threading.current_thread() is threading.main_thread():
+                self.end()
             raise HubError(constants.ENDPOINT, "nothing is sent after a stop", got="one", cure=AGAIN)
 
-    def stop(self) -> None:
-        """End every request now, those that wait for the network too."""
+    def stop(self, end: Callable[[], object] = bool) -> None:
+        """End every request now, those that wait for the network too.
+
+        Args:
+            end: raises what ends the command.
+        """
+        self.end = end
         self.stopped.set()
         for stream in list(self.open):
             stream.shut()

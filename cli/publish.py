@@ -67,7 +67,7 @@ def publish(
     from huggingface_hub import constants, get_token
 
     from ..validate.publish import upload as publishing
-    from ..validate.publish.hub import Hub
+    from ..validate.publish.hub import Hub, stopped_by_signals
     from ..validate.publish.upload_set import prepare, take
 
     publishing.check_name(repo)
@@ -85,7 +85,7 @@ def publish(
         _show(parcel, repo, None, "nothing was asked: no token", as_json=as_json)
         return
     hub = Hub(token, watch=_say)
-    with hub.discreet():
+    with hub.discreet(), stopped_by_signals():
         hub.sign_in()
         before = hub.look(repo)
         _say(f"on the Hub  {_in_words(before)}")

@@ -23,6 +23,7 @@ LONG = (
     "vllm/test_dry_corpus.py",
     "vllm/test_matrix.py",
     "fuzz/test_fuzz.py",
+    "validate/publish/test_faults.py",
     "validate/publish/test_upload.py",
     "vllm/test_tiny_models.py",
     "quantize/calibrate/test_ranks.py",

@@ -66,6 +66,7 @@ def _child(call: Callable[[], object], out: int, err: int) -> None:
         os.dup2(out, 1), os.dup2(err, 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = sys.__unraisablehook__  # pytest's own keeps what it is told to itself
         call()
         code = 0
     except SystemExit as ended:

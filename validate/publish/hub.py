@@ -136,8 +136,7 @@ class Hub:
             done = self._api.create_commit(repo, list(files()), commit_message=message, parent_commit=parent)
             return _commit(done.oid)
 
-        with _stopped_by_signals():
-            return self._ask(repo, ask, is_long=True)
+        return self._ask(repo, ask, is_long=True)
 
     def set_visibility(self, repo: str, *, is_private: bool) -> None:
         """Let everybody read it, or nobody but its owners."""
@@ -276,7 +275,7 @@ def _file(entry: RepoFile) -> RepoFile:
 
 
 @contextmanager
-def _stopped_by_signals() -> Iterator[None]:
+def stopped_by_signals() -> Iterator[None]:
     """Ctrl-C and SIGTERM end what the threads of an upload send, which Python would wait for: a shard takes minutes."""
     if threading.current_thread() is not threading.main_thread():
         yield  # a program that uses keepmtp has its own way to stop a thread
@@ -284,12 +283,14 @@ def _stopped_by_signals() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(number: int, frame: FrameType | None) -> None:
-        PATIENCE.stop()
+        PATIENCE.stop(lambda: end(number, frame))
+        end(number, frame)
+
+    def end(number: int, frame: FrameType | None) -> None:
         usual = before[signal.Signals(number)]
         if callable(usual):
             usual(number, frame)
-        elif usual == signal.SIG_DFL:
-            raise SystemExit(128 + number)
+        raise SystemExit(128 + number)
 
     for number in before:
         signal.signal(number, stop)
