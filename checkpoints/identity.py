@@ -171,7 +171,12 @@ def listed(words: Sequence[str]) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of one file, as 64 hexadecimal digits."""
+    """SHA-256 of one file, as 64 hexadecimal digits.
+
+    Raises:
+        CheckpointError: a JSON file that is longer than any.
+    """
+    _refuse_large(path, path.stat().st_size)
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -203,13 +208,18 @@ def _file(folder: Path, path: Path) -> tuple[str, _File]:
         raise CheckpointError(path, "must be a file", got="a link to nowhere", cure="Restore or delete it") from error
     if not stat.S_ISREG(state.st_mode):
         raise CheckpointError(path, "must be a regular file", got="something else", cure="Move it away")
-    if path.suffix == ".json" and state.st_size > _MAX_JSON_BYTES:  # holes take no room, and long to be read
-        rule = f"a JSON file has at most {_MAX_JSON_BYTES} bytes"
-        raise CheckpointError(path, rule, got=state.st_size, cure="Restore it")
+    _refuse_large(path, state.st_size)
     name = path.relative_to(folder).as_posix()
     if "\n" in name:
         raise CheckpointError(repr(name), "a file's name must be one line", got="a line break", cure="Rename it")
     return name, _File(path=path, num_bytes=state.st_size, mtime_ns=state.st_mtime_ns)
+
+
+def _refuse_large(path: Path, num_bytes: int) -> None:
+    """Holes take no room on the disk, and long to be read."""
+    if path.suffix == ".json" and num_bytes > _MAX_JSON_BYTES:
+        rule = f"a JSON file has at most {_MAX_JSON_BYTES} bytes"
+        raise CheckpointError(path, rule, got=num_bytes, cure="Restore it")
 
 
 def _raise(error: OSError) -> None:
