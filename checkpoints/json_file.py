@@ -8,6 +8,7 @@ have it.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,40 +18,37 @@ from ..recipes.errors import CheckpointError
 from .safetensors_file import open_regular
 
 _CURE = "Download it again"
-MAX_BYTES = 16 * 1024 * 1024
-"""Of config.json and the like; released ones have some kilobytes."""
-_MAX_INDEX_BYTES = 160 * 1024 * 1024  # a million tensors
+_MAX_BYTES = 160 * 1024 * 1024  # an index of a million tensors
 _MAX_COMMAS = 2_000_000  # a short value takes ten times its bytes in memory
 _MAX_DEPTH = 64
 _KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
 
 
-def read_bytes_of(path: Path, where: object, *, cure: str = _CURE, most: int = _MAX_INDEX_BYTES) -> bytes:
+def read_bytes_of(path: Path, where: object, *, cure: str = _CURE) -> bytes:
     """The bytes of a file that is small.
 
     Raises:
         CheckpointError: no regular file, or too large.
     """
     with open_regular(path, where) as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise CheckpointError(where, f"must be at most {most} bytes long", got="more", cure=cure)
-    return raw
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > _MAX_BYTES:
+            raise CheckpointError(where, f"must be at most {_MAX_BYTES} bytes long", got=num_bytes, cure=cure)
+        return file.read(num_bytes)
 
 
-def read_object(path: Path, where: object, *, cure: str = _CURE, most: int = MAX_BYTES) -> dict[str, Any]:
+def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, Any]:
     """The object of a JSON file.
 
     Args:
         path: the file.
         where: its name in messages.
         cure: what to do where it is refused.
-        most: bytes that it may have.
 
     Raises:
         CheckpointError: no regular file, too large, not UTF-8, not JSON, too deep, or no object.
     """
-    raw = read_bytes_of(path, where, cure=cure, most=most)
+    raw = read_bytes_of(path, where, cure=cure)
     if raw.count(b",") > _MAX_COMMAS:
         raise CheckpointError(where, f"must have at most {_MAX_COMMAS} values", got="more", cure=cure)
     try:
@@ -86,7 +84,7 @@ def read_index(path: Path, where: object) -> Mapping[str, str]:
     Raises:
         CheckpointError: as `read_object`, or no weight_map, or one that does not map names to names.
     """
-    weight_map = read_object(path, where, most=_MAX_INDEX_BYTES).get("weight_map")
+    weight_map = read_object(path, where).get("weight_map")
     if not isinstance(weight_map, dict):
         got = _KINDS.get(type(weight_map), "a number")
         raise CheckpointError(where, "weight_map must be an object", got=got, cure=_CURE)
