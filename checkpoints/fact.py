@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Share = Annotated[float, Field(ge=0, le=1)]
 Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+NumDrafts = Annotated[int, Field(ge=0, le=1024)]
+"""Tokens that are drafted in a step."""
 
 
 class Fact(BaseModel):

@@ -40,6 +40,7 @@ def everything(
     mtp: Annotated[str | None, typer.Option("--mtp", help="As for `keepmtp quantize`.")] = None,
     calibration: Annotated[str | None, typer.Option("--calibration", help="As for `keepmtp quantize`.")] = None,
     trust_remote_code: TrustOption = False,
+    base_model: Annotated[str | None, typer.Option("--base-model", help="As for `keepmtp card`.")] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     gpus: Annotated[
         list[str] | None, typer.Option("--gpu", help="GPUs that the dry load pretends; default sm90 and sm100.")
@@ -76,6 +77,7 @@ def everything(
     """
     from ..quantize.output import is_empty, tidy
     from ..quantize.own_code import refuse_untrusted_code
+    from ..validate.publish.base_model import refuse_no_id, refuse_unknown
     from ..validate.report.results import report_folder
     from ..validate.serving.room import refuse_no_room
     from ..validate.serving.server import refuse_words
@@ -83,6 +85,7 @@ def everything(
 
     refuse_stray_words("all", context.args)
     refuse_words("all", context.args)
+    refuse_no_id(base_model)
     recipe = run.recipe_for(model, source=source, scheme=scheme, mtp=mtp, calibration=calibration)
     out = folder or run.default_out(recipe)
     is_made = out.exists() and not is_empty(out)
@@ -97,7 +100,7 @@ def everything(
         "check": ["check", str(out), "--record", *pretended, *version],
         "serve-check": ["serve-check", str(out), *served] if serving else [],
         "eval": ["eval", str(out), *served],
-        "card": ["card", str(out)],
+        "card": ["card", str(out), *_folder(source), *_option("--base-model", base_model)],
     }
     if is_made:
         _refuse_another(out, recipe)
@@ -115,6 +118,8 @@ def everything(
         refuse_untrusted_code(made)
         _refuse_evaluation(made, k, tuple(context.args))
         refuse_no_room((made.source,), vllm, out=report_folder(out), extra=context.args)
+        if base_model is None:
+            refuse_unknown(made.source, recipe.source, recipe.revision)
     err = Console(stderr=True)
     for name, words in stations.items():
         if (name == "quantize" and is_made) or (name == "serve-check" and words and _is_served(out, k or 1)):
@@ -144,6 +149,11 @@ def _interpreter(station: str, nproc: int) -> list[str]:
 
 def _option(name: str, value: object) -> list[str]:
     return [] if value is None else [name, str(value)]
+
+
+def _folder(source: str | None) -> list[str]:
+    """The source's folder, whose card says what license it has; a repository's is not read."""
+    return ["--source", source] if source and Path(source).is_dir() else []
 
 
 def _each(name: str, values: list[Any]) -> list[str]:

@@ -25,7 +25,8 @@ def card(
         str | None,
         typer.Option(
             "--base-model",
-            help="ORG/NAME on the Hub that it was made from; default: its recipe's source, if that is on the Hub.",
+            help="ORG/NAME on the Hub that it was made from, or `none`; default: what was read from the Hub, or the "
+            "recipe's release if the source has the same bytes.",
         ),
     ] = None,
     license_id: Annotated[
@@ -49,6 +50,9 @@ def card(
     Every number comes from the result files in NAME.report. A report that differs from them makes no card. The card
     says what was not measured, and what the gates say. It is made whether they pass or not; exit status 0.
 
+    A base model is named only if it was read from the Hub, or if the local source has its bytes. Otherwise the card
+    says that --base-model is the author's word.
+
     Example: `keepmtp card /data/GLM-4.7-NVFP4A16 --base-model zai-org/GLM-4.7 --license mit`
     """
     from .. import api
@@ -61,12 +65,14 @@ def card(
         out=folder,
         progress=bytes_bar(Console(stderr=True), "reading"),
     )
-    judged, colour = "not judged", "yellow"
+    judged = verdict = "not judged"
+    colour = "yellow"
     if report.judgement:
-        judged, colour = report.judgement.verdict, VERDICT_COLOURS[report.judgement.verdict]
+        verdict = report.judgement.verdict
+        judged, colour = report.judgement.title, VERDICT_COLOURS[report.judgement.verdict]
     files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
     if as_json:
-        told = {"card": str(made), "files": files, "verdict": judged, "says": report.verdict.says}
+        told = {"card": str(made), "files": files, "verdict": verdict, "says": report.verdict.says}
         sys.stdout.write(json.dumps(told, indent=2) + "\n")
         return
     out = Console()

@@ -1,6 +1,6 @@
 """`keepmtp gate`: the recipe's gates on what was measured of a checkpoint, as an exit status and a table of reasons.
 
-In: a checkpoint with its evidence folder NAME.report. Out: pass, regression or infeasible. Nothing is measured.
+In: a checkpoint with its evidence folder NAME.report. Out: pass, regression, or what was not measured.
 
 Easy to get wrong: there is no verdict on numbers that were edited, or on bytes that have changed since. Both are
 refused, with exit status 2, before anything is judged.
@@ -34,10 +34,11 @@ def gate(
     """Judge a checkpoint by its recipe's gates: findings, loads, acceptance and GSM8K.
 
     The limits are those of the `gates` block in the recipe that the checkpoint was made by. A gate passes if its limit
-    holds at the confidence named there; an estimate on the right side of the limit is not enough. Infeasible means that
-    something was not measured, or too little to tell: the table says which, and how many samples would do.
+    holds at the confidence named there; an estimate on the right side of the limit is not enough. Where something was
+    not measured, or in too few samples, the table says which, and how many samples would do (`infeasible` in JSON).
 
-    Exit status 0: pass. 1: regression. 3: infeasible. 2: no result to judge, an altered one, or one of other bytes.
+    Exit status 0: pass. 1: regression. 3: too little was measured. 2: no result to judge, an altered one, or one of
+    other bytes.
 
     Example: `keepmtp gate out/tiny-glm4-moe.w4a16-fp8`
     """
@@ -72,8 +73,8 @@ def table(path: str, judged: "JudgementFact") -> RenderableType:
         rows.add_column(name, no_wrap=name != "reason", overflow="fold")
     for reason in judged.reasons:
         colour = VERDICT_COLOURS[reason.verdict]
-        rows.add_row(reason.gate, f"[{colour}]{reason.verdict}[/]", escape(reason.says))
-    return Group(rows, f"[{VERDICT_COLOURS[judged.verdict]}]{judged.verdict}[/]")
+        rows.add_row(reason.gate, f"[{colour}]{reason.title}[/]", escape(reason.says))
+    return Group(rows, f"[{VERDICT_COLOURS[judged.verdict]}]{judged.title}[/]")
 
 
 def _as_json(full: "FullReport") -> dict[str, object]:

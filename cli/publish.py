@@ -80,7 +80,7 @@ def publish(
         )
     if public and not dry_run:
         _refuse_unasked(f"{repo} would be public", yes=yes)
-    parcel = prepare(path, watch=bytes_bar(err, "hashing"))
+    parcel = prepare(path, repo=repo, watch=bytes_bar(err, "hashing"))
     if token is None:
         _show(parcel, repo, None, "nothing was asked: no token", as_json=as_json)
         return

@@ -50,7 +50,7 @@ class Evaluation(_Frozen):
     shots: Annotated[int, Field(ge=0)] = 8
     api: Api = "completions"
     max_tokens: _Count = 1024
-    k: _Count = 1
+    k: Annotated[int, Field(gt=0, le=1024)] = 1
     concurrency: _Count = 32
     limit: _Count | None = None
     seed: Annotated[int, Field(ge=0)] = 1234

@@ -12,6 +12,12 @@ _MODELS = "models"
 _HOME = Path(__file__).parent.parent  # the checkout, or the installed package
 
 
+def shipped_path(name: str) -> Path | None:
+    """The folder of a model that ships with keepmtp; None if none has this name."""
+    folder = _HOME / _MODELS / name
+    return folder if (folder / "config.json").is_file() and Path(name).name == name else None
+
+
 def find_path(name: str | Path) -> Path | None:
     """The file or folder in the current folder, else among the shipped models; None if it is in neither."""
     path = Path(name)

@@ -15,6 +15,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.publish import card
+from keepmtp.validate.publish.base_model import NO_BASE_MODEL
 from keepmtp.validate.publish.card_page import CardFacts
 from keepmtp.validate.publish.provenance import groups_of, recipe_text
 from keepmtp.validate.report import report as full_reports
@@ -80,9 +81,10 @@ def told(folder: Path, report: FullReport, **changed: Any) -> CardFacts:
         "recipe": recipe_text(folder),
         "choices": (),
         "groups": groups_of(opened, record),
-        "base_model": "",
+        "base_model": NO_BASE_MODEL,
+        "repository": "",
         "license": "",
-        "plots": frozenset(),
+        "plots": {},
         "off_leaderboard": "",
     }
     return CardFacts(**(fields | changed))

@@ -127,7 +127,8 @@ def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
 def _facts(runtime: RuntimeView) -> CheckpointFacts:
     entries = runtime.source.entries
     mtp = [module for module in runtime.modules if module.part == "mtp"]
-    forms = {member.weight.form for module in mtp for member in module.members if len(member.weight.shape) >= 2}
+    weights = [member.weight for module in mtp for member in module.members if len(member.weight.shape) >= 2]
+    forms = {weight.weight.dtype if weight.form == "plain" else weight.form for weight in weights}
     return CheckpointFacts(
         family=runtime.view.family.model_type,
         dialect=shortened(runtime.dialect.name),

@@ -9,7 +9,7 @@ its own in it; two layers without an alias are two, although their sentences are
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from ...checkpoints.fact import Fact
+from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import shortened
 
 Severity = Literal["error", "warning"]
@@ -36,7 +36,7 @@ class Finding(Fact):
     says: str
     cure: str
     rule: str
-    count: int = 1
+    count: Count = 1
 
 
 class CheckpointFacts(Fact):
@@ -44,10 +44,10 @@ class CheckpointFacts(Fact):
 
     family: str = ""
     dialect: str = ""
-    num_tensors: int = 0
-    num_bytes: int = 0
-    num_mtp_tensors: int = 0
-    num_mtp_layers: int = 0
+    num_tensors: Count = 0
+    num_bytes: Count = 0
+    num_mtp_tensors: Count = 0
+    num_mtp_layers: Count = 0
     mtp_forms: tuple[str, ...] = ()
 
 

@@ -10,7 +10,7 @@ account has an error, also without a failure (check_on.py counts the errors).
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from ...checkpoints.fact import Fact
+from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 
 GPU = Literal["sm90", "sm100", "sm120"]
 GPUS: tuple[GPU, ...] = get_args(GPU)
@@ -38,7 +38,7 @@ class KernelUse(Fact):
     layer: str
     method: str
     kernel: str
-    count: int
+    count: Count
     where: str
     outcome: str
 
@@ -54,8 +54,8 @@ class LoadedModel(Fact):
     """
 
     cls: str = ""
-    num_params: int = 0
-    num_written: int = 0
+    num_params: Count = 0
+    num_written: Count = 0
     shared: tuple[str, ...] = ()
     kernels: tuple[KernelUse, ...] = ()
 
@@ -91,16 +91,16 @@ class DryLoad(Fact):
     """
 
     gpu: str
-    tp: int
-    k: int
+    tp: Count
+    k: NumDrafts
     ok: bool
-    num_errors: int = 0
+    num_errors: Count = 0
     failure: LoadFailure | None = None
     target: LoadedModel
     draft: LoadedModel
     runner: str = ""
-    seconds: float = 0.0
-    peak_mib: int = 0
+    seconds: Figure = 0.0
+    peak_mib: Count = 0
 
 
 class Fault(Fact):

@@ -9,7 +9,7 @@ Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.protocol import Evaluation
@@ -108,3 +108,14 @@ class EvaluationFact(Fact):
     def evaluated(self) -> tuple[EvaluatedFact, ...]:
         """Source first, then the checkpoint."""
         return (self.checkpoint,) if self.source is None else (self.source, self.checkpoint)
+
+    @model_validator(mode="after")
+    def _has_the_same_filters(self) -> "EvaluationFact":
+        names = [score.filter for score in self.checkpoint.scores]
+        if len(set(names)) != len(names):
+            raise ValueError("scores must be of different filters")
+        if self.source and [score.filter for score in self.source.scores] != names:
+            raise ValueError("source and checkpoint must be scored by the same filters")
+        if [pair.filter for pair in self.paired] != (names if self.source else []):
+            raise ValueError("paired must have a row for each filter where there is a source")
+        return self

@@ -13,8 +13,10 @@ card, and a card that differs from what its report makes is refused.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -29,7 +31,9 @@ from ..report import report as reports
 from ..report.portable import portable, shortened
 from ..report.results import report_folder
 from ..report.schema import FullReport
+from .base_model import NO_BASE_MODEL, NONE, BaseModel, base_model_of, find_base_model, refuse_no_id
 from .card_metadata import (
+    HUB_ID,
     INHERITED,
     README,
     Metadata,
@@ -46,6 +50,7 @@ EVAL_RESULTS = ".eval_results/gsm8k.yaml"
 FILES = (README, "acceptance.png", "gsm8k.png", reports.JSON_FILE, report_html.HTML_FILE, EVAL_RESULTS)
 """Everything that a card folder may hold."""
 _SHOWN = 160
+_SERVED = re.compile(r"^vllm serve (\S+)", re.MULTILINE)
 
 
 def card_folder(checkpoint: Path) -> Path:
@@ -68,7 +73,7 @@ def build(
     Args:
         checkpoint: its evidence is in NAME.report.
         source: what it was made from, where that is here: its own card gives license, language and task.
-        base_model: Hub id; default the record's source, where that is on the Hub.
+        base_model: Hub id, or `none`; default what was read from the Hub, or is equal to a release byte for byte.
         license_id: the license's name on the Hub; default the source's.
         out: folder; default `card_folder`.
         watch: a progress bar, where the checkpoint's bytes have to be read again.
@@ -76,20 +81,24 @@ def build(
     Returns: the folder, and the report the card was made from.
 
     Raises:
-        CheckpointError: no evidence, or evidence that differs from its report or is about other bytes.
+        CheckpointError: no evidence, or evidence that differs from its report or is about other bytes; or no base model
+            that is known or named.
         RecipeError: the `report` extra is missing, or a choice does not have the Hub's form.
     """
     require_extra("keepmtp card", "report")
+    refuse_no_id(base_model)
     folder = out or card_folder(checkpoint)
     for place in (folder, *_around(folder)):
         _refuse_strange(place)
     told, opened = _verified(checkpoint, watch)
-    record = read_record(checkpoint / RECORD)
-    given = {"base_model": base_model, "license": license_id}
+    record, evidence = read_record(checkpoint / RECORD), report_folder(checkpoint)
+    base = base_model_of(record, evidence, base_model)
+    base = base or find_base_model(checkpoint, record, evidence, source, watch=watch)
     theirs = read_front_matter(source) if source else {}
     inherited = {key: theirs.get(key) for key in INHERITED}
-    metadata = metadata_of(record, opened, inherited, given, where=source / README if source else "keepmtp card")
-    _write(folder, _files(checkpoint, told, opened, record, metadata))
+    where = source / README if source else "keepmtp card"
+    metadata = metadata_of(opened, inherited, {"license": license_id}, base_model=base.name, where=where)
+    _write(folder, _files(_facts(checkpoint, told, opened, record, metadata, base), metadata))
     return folder, told
 
 
@@ -115,10 +124,11 @@ def verify(checkpoint: Path, *, out: Path | None = None) -> Path:
     return folder
 
 
-def verified_files(checkpoint: Path, *, out: Path | None = None) -> dict[str, bytes]:
+def verified_files(checkpoint: Path, *, repository: str = "", out: Path | None = None) -> dict[str, bytes]:
     """Name -> bytes of a checkpoint's card, once every file of it is compared with what the evidence makes.
 
-    License, language, task and base model are taken as the card has them: nobody measured them.
+    License, language, task and base model are taken as the card has them: nobody measured them. With `repository`, the
+    commands in README.md name it.
 
     Raises:
         CheckpointError: no card, or a file of it that differs; names the first line that does.
@@ -127,10 +137,8 @@ def verified_files(checkpoint: Path, *, out: Path | None = None) -> dict[str, by
     folder = out or card_folder(checkpoint)
     cure = f"Run `keepmtp card {checkpoint}` again"
     refuse_none(folder, checkpoint)
-    told, opened = _verified(checkpoint)
-    record = read_record(checkpoint / RECORD)
-    metadata = metadata_of(record, opened, read_front_matter(folder), {}, where=folder / README)
-    wanted = _files(checkpoint, told, opened, record, metadata)
+    facts, metadata = _stated(checkpoint, folder)
+    wanted = _files(facts, metadata)
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found or name not in wanted:
@@ -138,7 +146,26 @@ def verified_files(checkpoint: Path, *, out: Path | None = None) -> dict[str, by
             raise CheckpointError(folder / name, "a card holds what its report makes", got=got, cure=cure)
         if (got := found[name].read_bytes()) != wanted[name]:
             raise _difference(folder / name, got, wanted[name], cure)
-    return wanted
+    return wanted | ({README: _readme(replace(facts, repository=repository), metadata)} if repository else {})
+
+
+def _stated(checkpoint: Path, folder: Path) -> tuple[CardFacts, Metadata]:
+    """What a card in `folder` is made of: the evidence, with what its own front matter and first command state."""
+    told, opened = _verified(checkpoint)
+    record, front = read_record(checkpoint / RECORD), read_front_matter(folder)
+    named = str(front.get("base_model") or NONE)
+    refuse_no_id(named)
+    base = base_model_of(record, report_folder(checkpoint), None if named == NONE else named)
+    if base is None or base.name != ("" if named == NONE else named):
+        base = NO_BASE_MODEL
+    metadata = metadata_of(opened, front, {}, base_model=base.name, where=folder / README)
+    return replace(_facts(checkpoint, told, opened, record, metadata, base), repository=_repository(folder)), metadata
+
+
+def _repository(folder: Path) -> str:
+    """The repository that a card's first command names; "" where its owner is left open."""
+    found = _SERVED.search((folder / README).read_text(encoding="utf-8", errors="replace"))
+    return found[1] if found and HUB_ID.fullmatch(found[1]) and not found[1].startswith("ORG/") else ""
 
 
 def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullReport, Source]:
@@ -161,36 +188,45 @@ def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullRe
     return portable(told), open_source(checkpoint)
 
 
-def _files(
-    checkpoint: Path, report: FullReport, opened: Source, record: Record, metadata: Metadata
-) -> dict[str, bytes]:
-    """Name -> bytes of everything in a card folder."""
-    from ..report import plots as report_plots  # matplotlib, once it is known to be there
+def _facts(
+    checkpoint: Path, report: FullReport, opened: Source, record: Record, metadata: Metadata, base: BaseModel
+) -> CardFacts:
+    """What a card is made from, whose repository is not known."""
+    from ..report import plots  # matplotlib, once it is known to be there
 
-    plots = {"acceptance.png": report_plots.acceptance_png(report), "gsm8k.png": report_plots.gsm8k_png(report)}
-    drawn = {name: drawing for name, drawing in plots.items() if drawing}
-    told = CardFacts(
+    drawings = {"acceptance.png": plots.acceptance_png(report), "gsm8k.png": plots.gsm8k_png(report)}
+    return CardFacts(
         name=checkpoint.resolve().name,
         report=report,
         record=record,
         recipe=recipe_text(checkpoint),
         choices=choices(checkpoint, record),
         groups=groups_of(opened, record),
-        base_model=metadata.base_model,
+        base_model=base,
+        repository="",
         license=metadata.license_name or metadata.license,
-        plots=frozenset(drawn),
+        plots={name: drawing for name, drawing in drawings.items() if drawing},
         off_leaderboard=off_leaderboard(report.evaluation) if report.evaluation else "",
     )
+
+
+def _files(told: CardFacts, metadata: Metadata) -> dict[str, bytes]:
+    """Name -> bytes of everything in a card folder."""
+    report = told.report
     text = json.dumps(report.model_dump(mode="json", by_alias=True), indent=2, ensure_ascii=False) + "\n"
     files = {
-        README: f"---\n{front_matter(told, metadata)}\n---\n\n{shortened(page(told))}".encode(),
+        README: _readme(told, metadata),
         reports.JSON_FILE: text.encode(),
         report_html.HTML_FILE: report_html.render(report).encode(),
-        **drawn,
+        **told.plots,
     }
     if scores := eval_results(report):
         files[EVAL_RESULTS] = scores.encode()
     return files
+
+
+def _readme(told: CardFacts, metadata: Metadata) -> bytes:
+    return f"---\n{front_matter(told, metadata)}\n---\n\n{shortened(page(told))}".encode()
 
 
 def _difference(path: Path, got: bytes, wanted: bytes, cure: str) -> CheckpointError:

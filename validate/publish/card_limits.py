@@ -24,7 +24,7 @@ def limitations(report: FullReport, record: Record, off_leaderboard: str) -> Ite
     """A sentence or two for each, the most important first; `off_leaderboard` as in `card_page.CardFacts`."""
     for reason in report.judgement.reasons if report.judgement else ():
         if reason.verdict == "infeasible":
-            yield f"The gate of {reason.gate} is undecided; it says above why."
+            yield f"The gate of {reason.gate} neither passes nor fails ({reason.title}); it says above why."
     yield from _served(report)
     if report.evaluation:
         yield from _evaluated(report.evaluation, off_leaderboard)

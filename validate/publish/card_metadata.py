@@ -17,7 +17,6 @@ import yaml
 from huggingface_hub import EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-from ...checkpoints.record import Record
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
 from ..evaluation.evaluated import EvaluationFact
@@ -39,7 +38,7 @@ _FORMS: Mapping[str, re.Pattern[str]] = {
     "pipeline_tag": _WORD,
     "language": _WORD,
 }
-_CURES = {"base_model": "Choose with --base-model ORG/NAME", "license": "Choose with --license, like apache-2.0"}
+_CURES = {"license": "Choose with --license, like apache-2.0"}
 # Benchmarks of the Hub (https://huggingface.co/docs/hub/eval-results): repository, task in its eval.yaml, questions.
 _BENCHMARKS = {"gsm8k": ("openai/gsm8k", "gsm8k", 1319)}
 _SHA = re.compile(r"[0-9a-f]{40}")
@@ -78,9 +77,14 @@ def read_front_matter(folder: Path) -> dict[str, Any]:
 
 
 def metadata_of(
-    record: Record, opened: Source, front: Mapping[str, Any], given: Mapping[str, str | None], *, where: object
+    opened: Source,
+    front: Mapping[str, Any],
+    given: Mapping[str, str | None],
+    *,
+    base_model: str = "",
+    where: object,
 ) -> Metadata:
-    """What the command line says, else a card's front matter, else the record and config.json.
+    """What the command line says, else a card's front matter, else config.json; `base_model` is what is known of it.
 
     Raises:
         RecipeError: a value that does not have the Hub's form.
@@ -88,7 +92,7 @@ def metadata_of(
     found = dict(front) | {key: value for key, value in given.items() if value is not None}
     if given.get("license") is not None:
         found |= {"license_name": None, "license_link": None}
-    found["base_model"] = found.get("base_model") or _hub_id(record)
+    found["base_model"] = base_model
     found["pipeline_tag"] = found.get("pipeline_tag") or (
         "image-text-to-text" if "vision_config" in opened.config else "text-generation"
     )
@@ -172,14 +176,6 @@ def eval_results(report: FullReport) -> str | None:
         f"k={protocol.k}",
     )
     return yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False, allow_unicode=True, width=1000)
-
-
-def _hub_id(record: Record) -> str:
-    """The Hub id of what the checkpoint was made from; "" where it has none."""
-    if record.source.revision != "local" and HUB_ID.fullmatch(record.source.name):
-        return record.source.name
-    is_there = record.recipe.revision != "local" and HUB_ID.fullmatch(record.recipe.source)
-    return record.recipe.source if is_there else ""
 
 
 def _listed(value: Any) -> list[str]:

@@ -6,6 +6,7 @@ of its tables are made here.
 Easy to get wrong: a card may only have numbers of the report, and numbers computed from them.
 """
 
+import json
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,15 +15,20 @@ from pathlib import Path
 
 from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
-from ..dryload.facts import DryLoad, LoadedModel
+from ..dryload.facts import DryLoad, LoadedModel, gpu_title
+from ..report import numbers
+from ..report.headline import counts_speed
 from ..report.schema import FullReport, GroupSize
 from ..serving.served import AsServed, Drafts
 from . import hardware
+from .base_model import BaseModel
 from .card_limits import limitations
 from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
 from .provenance import ModuleGroup
 
 MAX_PROMPTS = 12
+MAX_COLUMNS = 76
+"""The Hub's page cuts longer lines of code, or hides their ends."""
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -36,9 +42,10 @@ class CardFacts:
         record, recipe: keepmtp.json and recipe.yaml.
         choices: the options that make the recorded recipe from recipe.yaml; None where no options do.
         groups: what is in the checkpoint.
-        base_model: Hub id; "" where there is none.
+        base_model: its Hub id, and how that is known.
+        repository: where it is published; "" where that is not known yet.
         license: its name on the Hub; "" where it is not known.
-        plots: names of the card's drawings.
+        plots: the card's drawings, by name.
         off_leaderboard: why the score is no entry of the benchmark's leaderboard; "" where it is one.
     """
 
@@ -48,9 +55,10 @@ class CardFacts:
     recipe: str
     choices: tuple[str, ...] | None
     groups: tuple[ModuleGroup, ...]
-    base_model: str
+    base_model: BaseModel
+    repository: str
     license: str
-    plots: frozenset[str]
+    plots: Mapping[str, bytes]
     off_leaderboard: str
 
     @property
@@ -65,10 +73,11 @@ class CardFacts:
 
     @property
     def num_drafts(self) -> int:
-        """How many tokens to draft in a step: as evaluated, else the fastest measured, else one for each MTP layer."""
+        """How many tokens to draft in a step: as evaluated, else the fastest on a GPU, else one for each MTP layer."""
         if self.report.evaluation:
             return self.report.evaluation.protocol.k
-        runs = self.report.serve.checkpoint.drafting if self.report.serve else ()
+        serve = self.report.serve
+        runs = serve.checkpoint.drafting if serve and counts_speed(serve) else ()
         fastest = max(runs, key=lambda run: run.speed_up or 0.0, default=None)
         return fastest.k if fastest else max(1, self.report.facts.num_mtp_layers)
 
@@ -87,6 +96,16 @@ class Accepted:
     concurrency: int
     as_served: AsServed
     counted: Drafts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A row of the throughput table: one server, one request at a time."""
+
+    model: str
+    as_served: AsServed
+    k: int
+    tokens_per_second: float
     speed_up: float | None
 
 
@@ -128,7 +147,10 @@ def page(told: CardFacts) -> str:
         max_prompts=MAX_PROMPTS,
         accepted=list(accepted_rows(report)),
         commands=list(_commands(told)),
-        address=shlex.quote(f"ORG/{told.name}"),
+        serve_command=serve_command(told),
+        timed=list(_timed_rows(report)),
+        is_timed_well=report.serve is not None and counts_speed(report.serve),
+        still_drafts=_still_drafts(report),
         limitations=list(limitations(report, told.record, told.off_leaderboard)),
     )
 
@@ -147,7 +169,6 @@ def accepted_rows(report: FullReport) -> Iterator[Accepted]:
                 concurrency=protocol.concurrency,
                 as_served=model.as_served,
                 counted=model,
-                speed_up=None,
             )
     for model in serve.served if serve else ():
         for run in model.drafting:
@@ -160,13 +181,32 @@ def accepted_rows(report: FullReport) -> Iterator[Accepted]:
                     concurrency=1,
                     as_served=model.as_served,
                     counted=run,
+                )
+
+
+def _timed_rows(report: FullReport) -> Iterator[Timed]:
+    """The servers of serve-check that answered, the source's first."""
+    for model in report.serve.served if report.serve else ():
+        for run in model.runs:
+            if run.tokens_per_second:
+                yield Timed(
+                    model=model.role,
+                    as_served=model.as_served,
+                    k=run.k,
+                    tokens_per_second=run.tokens_per_second,
                     speed_up=run.speed_up,
                 )
 
 
+def _still_drafts(report: FullReport) -> bool:
+    """Whether acceptance was measured and passed its gate: only then the card says that the block still drafts."""
+    reasons = report.judgement.reasons if report.judgement else ()
+    return any(reason.gate == "acceptance" and reason.verdict == "pass" for reason in reasons)
+
+
 def percent(share: float | None, digits: int = 2) -> Md:
-    """A share of one."""
-    return Md("-" if share is None else f"{100 * share:.{digits}f} %")
+    """A share of one, rounded as on the page."""
+    return Md("-" if share is None else numbers.percent(share, digits))
 
 
 def points(share: float) -> Md:
@@ -185,13 +225,8 @@ def figure(value: float | None) -> Md:
 
 
 def size(num_bytes: int | None) -> Md:
-    """Bytes for people, in the unit that leaves two to four digits."""
-    if num_bytes is None:
-        return Md("-")
-    for unit, divisor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= divisor:
-            return Md(f"{num_bytes / divisor:,.1f} {unit}")
-    return Md(f"{num_bytes} bytes")
+    """Bytes for people."""
+    return Md("-" if num_bytes is None else numbers.size(num_bytes))
 
 
 def codes(words: Iterable[str]) -> Md:
@@ -214,7 +249,7 @@ def _load_rows(loads: Iterable[DryLoad]) -> Iterator[tuple[str, str, str, str, s
     found: dict[tuple[str, str, str, str, str], list[str]] = defaultdict(list)
     for load in loads:
         word = "loads" if load.ok else "fails"
-        found[load.gpu, str(load.k), word, _kernels(load.target), _kernels(load.draft)].append(str(load.tp))
+        found[gpu_title(load.gpu), str(load.k), word, _kernels(load.target), _kernels(load.draft)].append(str(load.tp))
     for (gpu, k, word, target, draft), tps in found.items():
         yield gpu, ", ".join(tps), k, word, target, draft
 
@@ -229,20 +264,41 @@ def _kernels(model: LoadedModel) -> str:
     return ", ".join(f"{number:,} {name}" for name, number in counts.items()) or "-"
 
 
-def _commands(told: CardFacts) -> Iterator[str]:
+def shell(words: Iterable[str]) -> Md:
+    """A command that a narrow column does not cut: on one line, or an option with its value on each."""
+    quoted = [bare(shlex.quote(word)) for word in words]
+    if len(" ".join(quoted)) <= MAX_COLUMNS:
+        return Md(" ".join(quoted))
+    lines = [""]
+    for word in quoted:
+        if word.startswith("--"):
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+    return Md(" \\\n  ".join(lines))
+
+
+def serve_command(told: CardFacts) -> Md:
+    """What a reader types to serve it."""
+    config = json.dumps({"method": "mtp", "num_speculative_tokens": told.num_drafts}, separators=(",", ":"))
+    return shell(["vllm", "serve", told.repository or f"ORG/{told.name}", "--speculative-config", config])
+
+
+def _commands(told: CardFacts) -> Iterator[Md]:
     """The commands that repeat the run and its measurements."""
-    report, out = told.report, shlex.quote(told.name)
+    report, out, base = told.report, told.name, told.base_model
     extras = "calibrate,evaluate" if report.calibration else "quantize,evaluate"
-    source = shlex.quote(told.base_model or told.record.source.name)
-    yield f"pip install 'keepmtp[{extras}]=={told.record.keepmtp}'"
-    words = shlex.join(told.choices or ())
-    yield f"keepmtp quantize recipe.yaml --source {source} {words}{' ' * bool(words)}--out {out}"
-    pretended = "".join(f" --gpu {gpu}" for gpu in dict.fromkeys(load.gpu for load in report.dry))
-    sizes = "".join(f" --tp {tp}" for tp in dict.fromkeys(load.tp for load in report.dry))
-    yield f"keepmtp check {out} --record{pretended}{sizes}"
+    source = ["--source", base.name if base.is_proven else told.record.source.name]
+    yield shell(["pip", "install", f"keepmtp[{extras}]=={told.record.keepmtp}"])
+    yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *(told.choices or ()), "--out", out])
+    gpus = dict.fromkeys(load.gpu for load in report.dry)
+    sizes = dict.fromkeys(str(load.tp) for load in report.dry)
+    pretended = [word for gpu in gpus for word in ("--gpu", gpu)] + [word for tp in sizes for word in ("--tp", tp)]
+    yield shell(["keepmtp", "check", out, "--record", *pretended])
     if report.serve:
         most = max((run.k for run in report.serve.checkpoint.runs), default=1)
-        yield f"keepmtp serve-check {out} --source {source} -k {max(1, most)}"
+        yield shell(["keepmtp", "serve-check", out, *source, "-k", str(max(1, most))])
     if report.evaluation:
-        yield f"keepmtp eval {out} --source {source}"
-    yield f"keepmtp card {out}"
+        yield shell(["keepmtp", "eval", out, *source])
+    stated = ["--base-model", base.name] if base.name and not base.is_proven else []
+    yield shell(["keepmtp", "card", out, *stated])

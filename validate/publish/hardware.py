@@ -32,10 +32,10 @@ class Hardware:
 
 
 # Weight-only kernels take sm75 as well, where vLLM has no BF16 (platforms/cuda.py supported_dtypes).
-_MARLIN = "sm80 and newer: weights unpacked in the kernel, activations 16-bit (Marlin)"
+_MARLIN = "sm80 (A100) and newer: weights unpacked in the kernel, activations 16-bit (Marlin)"
 _FP8 = Hardware(
-    native="sm89 and newer",
-    elsewhere=_MARLIN.replace("sm80 and newer", "sm80 and sm86"),
+    native="sm89 (L40S, RTX 4090) and newer, sm90 (H100, H200) among them",
+    elsewhere=_MARLIN.replace("sm80 (A100) and newer", "sm80 (A100) and sm86"),
     source="layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py, "
     "compressed_tensors_w8a16_fp8.py, layers/fused_moe/oracle/fp8.py",
 )
@@ -45,20 +45,25 @@ _INT = "kernels/linear/mixed_precision/*.py, layers/fused_moe/oracle/int_wna16.p
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
-        "NVFP4": Hardware(native="sm100, sm103, sm120 and sm121 (Blackwell)", elsewhere=_MARLIN, source=_NVFP4),
-        "NVFP4A16": Hardware(native="sm80 and newer", source=_NVFP4),
-        "MXFP4": Hardware(native="sm100 and newer (Blackwell)", elsewhere=_MARLIN, source=_MXFP4),
-        "MXFP4A8": Hardware(native="sm100 and newer (Blackwell)", elsewhere=_MARLIN, source=_MXFP4),
+        "NVFP4": Hardware(
+            native="sm100 (B200), sm103 (B300), sm120 (RTX PRO 6000, RTX 5090) and sm121",
+            elsewhere=_MARLIN,
+            source=_NVFP4,
+        ),
+        "NVFP4A16": Hardware(native="sm80 (A100) and newer", source=_NVFP4),
+        "MXFP4": Hardware(native="sm100 (B200) and newer", elsewhere=_MARLIN, source=_MXFP4),
+        "MXFP4A8": Hardware(native="sm100 (B200) and newer", elsewhere=_MARLIN, source=_MXFP4),
         "MXFP4A16": Hardware(
-            native="sm80 and newer; on sm100 and newer vLLM rounds activations to 4 bits", source=_MXFP4
+            native="sm80 (A100) and newer; on sm100 (B200) and newer vLLM rounds activations to 4 bits", source=_MXFP4
         ),
         "FP8": _FP8,
         "FP8_DYNAMIC": _FP8,
         "FP8_BLOCK": _FP8,
-        "W4A16": Hardware(native="sm80 and newer; CPUs with AVX-512 for all but experts", source=_INT),
-        "W8A16": Hardware(native="sm80 and newer", source=_INT),
+        "W4A16": Hardware(native="sm80 (A100) and newer; CPUs with AVX-512 for all but experts", source=_INT),
+        "W8A16": Hardware(native="sm80 (A100) and newer", source=_INT),
         "W8A8": Hardware(
-            native="sm75 to sm90; CPUs", source="kernels/linear/scaled_mm/*.py, layers/fused_moe/oracle/int8.py"
+            native="sm75 to sm90 (H100, H200); CPUs",
+            source="kernels/linear/scaled_mm/*.py, layers/fused_moe/oracle/int8.py",
         ),
     }
 )

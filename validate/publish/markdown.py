@@ -10,6 +10,8 @@ import json
 import re
 from typing import Any
 
+from ...recipes.errors import printable
+
 # An underscore between letters is one: `eh_proj`.
 _MARKUP = re.compile(r"([\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 # What makes a block where a line begins with it: list, heading, underline of a heading.
@@ -59,8 +61,8 @@ def quoted(text: str) -> Md:
 
 
 def fenced(text: str, language: str) -> Md:
-    """A block of code as it is, without characters that cannot be seen."""
-    text = "".join(letter for letter in text if letter.isprintable() or letter in "\n\t")
+    """A block of code as it is; characters that cannot be seen are shown as `\\x1b`."""
+    text = "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
     fence = "`" * max(3, max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     return Md(f"{fence}{language}\n{text.rstrip()}\n{fence}")
 
@@ -77,5 +79,5 @@ def _inner(part: str) -> str:
 
 
 def _line(text: str) -> str:
-    """One line without control characters, marks of text direction, or halves of surrogate pairs."""
-    return "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
+    """One line, with control characters, marks of text direction and halves of surrogate pairs shown as `\\x1b`."""
+    return printable(" ".join(text.split()))

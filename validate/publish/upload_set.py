@@ -62,13 +62,14 @@ class Parcel:
         return (self.taken.get(name) or take_all({name: self.files[name]})[name]).git_hash
 
 
-def prepare(folder: Path, *, watch: ReadingBar | None = None) -> Parcel:
+def prepare(folder: Path, *, repo: str = "", watch: ReadingBar | None = None) -> Parcel:
     """The files that would be sent, or a refusal.
 
     A file with the same size and time of change as before is not read until `take`.
 
     Args:
         folder: the checkpoint.
+        repo: where it goes; the card's commands then name it.
         watch: a progress bar, where bytes have to be read.
 
     Raises:
@@ -102,7 +103,7 @@ def prepare(folder: Path, *, watch: ReadingBar | None = None) -> Parcel:
         name: LocalFile(name=name, path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
         for name, fact in told.identity.files.items()
     }
-    for local in _card_files(folder):
+    for local in _card_files(folder, repo):
         if local.name in files:
             raise CheckpointError(
                 folder / local.name,
@@ -135,15 +136,15 @@ def _refuse_red(told: FullReport, evidence: Path) -> None:
         raise GateError(where, rule, got="no judgement", cure=cure)
     if told.judgement.verdict != "pass":
         why = next(reason.says for reason in told.judgement.reasons if reason.verdict == told.judgement.verdict)
-        raise GateError(where, rule, got=f"{told.judgement.verdict} ({why.rstrip('.')})", cure=cure)
+        raise GateError(where, rule, got=f"{told.judgement.title} ({why.rstrip('.')})", cure=cure)
     if not told.verdict.ok:
         raise GateError(where, rule, got=f"{told.verdict.label.lower()} ({told.verdict.says.rstrip('.')})", cure=cure)
 
 
-def _card_files(folder: Path) -> Iterator[LocalFile]:
+def _card_files(folder: Path, repo: str) -> Iterator[LocalFile]:
     """The card's files as the report makes them, which is what the folder has; it may have something else later."""
     place = card.card_folder(folder)
-    for name, content in sorted(card.verified_files(folder).items()):
+    for name, content in sorted(card.verified_files(folder, repository=repo).items()):
         sha256 = hashlib.sha256(content).hexdigest()
         yield LocalFile(name=name, path=place / name, num_bytes=len(content), sha256=sha256, content=content)
 

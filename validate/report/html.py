@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from ...checkpoints.files import write_whole
 from ...recipes import extras
-from ..dryload.facts import DryLoad, KernelUse
+from ...recipes.errors import printable
+from ..dryload.facts import DryLoad, KernelUse, gpu_title
 from ..serving.served import Run
 from .headline import places
 from .numbers import percent, size
@@ -102,6 +103,7 @@ def render(report: FullReport) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_shown,
     )
     environment.filters |= {
         "size": size,
@@ -111,6 +113,7 @@ def render(report: FullReport) -> str:
         "quoted": _quoted,
         "broken": _broken,
         "ticked": _ticked,
+        "gpu_title": gpu_title,
     }
     runs = [(model.role, run) for model in report.serve.served for run in model.runs] if report.serve else []
     return environment.get_template("report.html.j2").render(
@@ -281,6 +284,11 @@ def _notes(runs: Iterable[tuple[str, Run]]) -> list[tuple[str, int, str]]:
     return found
 
 
+def _shown(value: object) -> object:
+    """What the page prints for a value: a stranger's control characters and marks of direction as `\\x1b`."""
+    return printable(value) if type(value) is str else value
+
+
 def _percent(share: float | None) -> str:
     return "unknown" if share is None else percent(share)
 
@@ -299,7 +307,7 @@ def _broken(name: str) -> "Markup":
     """A name with break opportunities after its dots, underscores and humps, escaped."""
     from markupsafe import Markup, escape
 
-    parts = re.split(r"(?<=[._/,])(?=[^._/,])|(?<=[a-z0-9])(?=[A-Z])", name)
+    parts = re.split(r"(?<=[._/,])(?=[^._/,])|(?<=[a-z0-9])(?=[A-Z])", printable(name))
     return Markup("<wbr>").join(map(escape, parts))
 
 
@@ -307,6 +315,7 @@ def _ticked(words: str) -> "Markup":
     """A sentence, escaped, with the words between backticks as code."""
     from markupsafe import Markup, escape
 
+    words = printable(words)
     parts = words.split("`")
     if len(parts) % 2 == 0:
         return escape(words)
@@ -316,4 +325,4 @@ def _ticked(words: str) -> "Markup":
 
 def _quoted(text: str) -> str:
     """Text of a model on one line, with its line ends and quotes visible."""
-    return json.dumps(text, ensure_ascii=False)
+    return printable(json.dumps(text, ensure_ascii=False))

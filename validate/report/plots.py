@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from ...quantize.calibrate.facts import CalibrationFact
+from ...recipes.errors import printable
 from ...recipes.protocol import Gates
 from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
 from ..serving.served import ServeCheck, Served
@@ -310,7 +311,7 @@ def _positions(axes: Axes, k: int, inks: Inks) -> None:
 
 def _label(name: str) -> str:
     """A group's or filter's name, cut where it would leave no room for the bars."""
-    words = name.replace("_", " ")
+    words = printable(name.replace("_", " "))
     return words if len(words) <= _LABEL_LETTERS else f"{words[: _LABEL_LETTERS - 3]}..."
 
 

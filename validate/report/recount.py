@@ -42,6 +42,7 @@ def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
                 samples.path, "must answer every question", got=f"{len(samples.missing)} missing", cure=_cure(folder)
             )
         _compare(folder, fact.role, _figures(fact, samples))
+        _refuse_other_filters(folder, fact, samples)
         for number, score in enumerate(fact.scores):
             right = samples.correct(score.filter)
             value = sum(right) / len(right)
@@ -54,6 +55,14 @@ def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
         before, after = read["source"].correct(pair.filter), read["checkpoint"].correct(pair.filter)
         again = paired(pair.filter, before, after, confidence=pair.confidence)
         _compare(folder, f"paired.{number}", _fields(pair, again))
+
+
+def _refuse_other_filters(folder: Path, fact: EvaluatedFact, samples: Samples) -> None:
+    """Refuse a score of a filter that did not read every answer."""
+    for score in fact.scores:
+        if any(score.filter not in answer.correct for answer in samples.answers.values()):
+            rule = f"must have every answer as {score.filter} reads it"
+            raise CheckpointError(samples.path, rule, got="an answer without", cure=_cure(folder))
 
 
 def _samples(folder: Path, fact: EvaluatedFact) -> Samples:

@@ -138,7 +138,11 @@ def from_results(folder: Path) -> FullReport:
     newest = max(found, key=lambda result: result.made_at)
     served, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
     judge_of = check if check.data.dry else serve or gsm8k or check
-    judgement = judge(gates=_gates(folder, check.checkpoint), check=check.data, serve=served, evaluation=answers)
+    gates = _gates(folder, check.checkpoint)
+    if answers and gates.filter not in {score.filter for score in answers.checkpoint.scores}:
+        rule, cure = f"must have the score of {gates.filter}, which the recipe judges", command("gsm8k", folder)
+        raise CheckpointError(file_of(folder, "gsm8k"), rule, got="no such score", cure=f"Run `{cure}` again")
+    judgement = judge(gates=gates, check=check.data, serve=served, evaluation=answers)
     files = [file_of(folder, result.station) for result in found]
     return assemble(
         check.data,

@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Annotated, Any, Generic, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
@@ -78,7 +78,7 @@ class Result(BaseModel, Generic[Data]):
     version: int = Field(alias="schema")
     keepmtp: str
     vllm: str
-    made_at: str
+    made_at: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$")]
     checkpoint: Identity
     data: Data
     seal: str = ""

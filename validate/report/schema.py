@@ -26,7 +26,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from ...checkpoints.fact import Fact
+from ...checkpoints.fact import Count, Fact
 from ...checkpoints.identity import Identity
 from ...quantize.calibrate.facts import CalibrationFact
 from ...recipes.protocol import Gates
@@ -43,9 +43,9 @@ class GroupSize(Fact):
 
     part: str
     group: str
-    num_tensors: int
-    num_bytes: int
-    num_bytes_before: int | None = None
+    num_tensors: Count
+    num_bytes: Count
+    num_bytes_before: Count | None = None
 
 
 class ReasonFact(Fact):
@@ -62,6 +62,13 @@ class ReasonFact(Fact):
     says: str
     needed: Annotated[int, Field(gt=0)] | None = None
 
+    @property
+    def title(self) -> str:
+        """The verdict for people, who read what is missing and not that a verdict is infeasible."""
+        if self.verdict != "infeasible":
+            return self.verdict
+        return "too few samples" if self.needed else "not measured"
+
 
 class JudgementFact(Fact):
     """The recipe's gates together: the worst of the reasons, regression before infeasible before pass."""
@@ -69,6 +76,12 @@ class JudgementFact(Fact):
     verdict: JudgementWord
     gates: Gates
     reasons: Annotated[tuple[ReasonFact, ...], Field(min_length=1)]
+
+    @property
+    def title(self) -> str:
+        """The verdict for people: that of the reasons which it comes from."""
+        titles = [reason.title for reason in self.reasons if reason.verdict == self.verdict]
+        return "not measured" if "not measured" in titles else next(iter(titles), self.verdict)
 
 
 class VerdictFact(Fact):
@@ -108,4 +121,12 @@ class FullReport(Fact):
         for part in ("sizes", "dry", "calibration", "serve", "evaluation", "identity"):
             if not getattr(self, part) and part not in self.absent:
                 raise ValueError(f"absent.{part} must say why there is no {part}")
+        return self
+
+    @model_validator(mode="after")
+    def _judges_a_score_that_is_there(self) -> "FullReport":
+        scores = self.evaluation.checkpoint.scores if self.evaluation else ()
+        names = {score.filter for score in scores}
+        if names and self.judgement and self.judgement.gates.filter not in names:
+            raise ValueError(f"judgement.gates.filter must be one of the evaluation's, {', '.join(sorted(names))}")
         return self

@@ -8,11 +8,11 @@ by the recipe's limits.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, computed_field
 
-from ...checkpoints.fact import Count, Fact
+from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 
 Role = Literal["source", "checkpoint"]
 AsServed = Literal["native", "BF16 copy of the same weights"]
@@ -51,11 +51,11 @@ class Parting(Fact):
             because `token` was not among the likeliest few.
     """
 
-    prompt: int
-    at: int
+    prompt: Count
+    at: Count
     plain_token: int | None
     token: int | None
-    gap: float | None
+    gap: Annotated[float, Field(allow_inf_nan=False)] | None
 
     @computed_field
     @property
@@ -77,7 +77,7 @@ class Drafts(Fact):
     drafts: Count = 0
     draft_tokens: Count = 0
     accepted_tokens: Count = 0
-    accepted_per_position: tuple[Count, ...] = ()
+    accepted_per_position: Annotated[tuple[Count, ...], Field(max_length=1024)] = ()
 
     @computed_field
     @property
@@ -129,11 +129,11 @@ class Run(Drafts):
         log: path of the server's log.
     """
 
-    k: int
+    k: NumDrafts
     loaded: bool
-    seconds_to_health: float | None = None
-    tokens_per_second: float | None = None
-    speed_up: float | None = None
+    seconds_to_health: Figure | None = None
+    tokens_per_second: Figure | None = None
+    speed_up: Figure | None = None
     outputs: tuple[Output, ...] = ()
     partings: tuple[Parting, ...] | None = None
     is_repeatable: bool = True
@@ -161,7 +161,7 @@ class Served(Fact):
     as_served: AsServed
     reason: str
     dtype: str
-    num_bytes: int
+    num_bytes: Count
     runs: tuple[Run, ...]
 
     def run(self, k: int) -> Run | None:
@@ -189,9 +189,9 @@ class ServeCheck(Fact):
     source: Served | None
     checkpoint: Served
     prompts: tuple[str, ...]
-    max_tokens: int
+    max_tokens: Count
     environment: Mapping[str, str]
-    seconds: float
+    seconds: Figure
 
     @property
     def served(self) -> tuple[Served, ...]:

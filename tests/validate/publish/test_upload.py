@@ -126,8 +126,10 @@ def whole(hub: Hub, folder: Path) -> None:
         if path.is_file()
     }
     assert set(hub.repos[REPO].at("main")) == {*local, ".gitattributes"}
-    for name, path in local.items():
-        assert hub.read(REPO, name) == path.read_bytes(), name
+    sent = {name: path.read_bytes() for name, path in local.items()}
+    sent |= card.verified_files(folder, repository=REPO)
+    for name, content in sent.items():
+        assert hub.read(REPO, name) == content, name
 
 
 def put(hub: Hub, path: Path) -> int:
@@ -195,7 +197,7 @@ def test_every_byte_is_read_again_before_one_is_sent(publish_here, hub, folder):
     ("answers", "verdict"),
     [
         (measured.Answers(both=20, only_source=35, only_checkpoint=0, neither=5), "regression"),
-        (measured.Answers(both=5, only_source=2, only_checkpoint=1, neither=1), "infeasible"),
+        (measured.Answers(both=5, only_source=2, only_checkpoint=1, neither=1), "too few samples"),
     ],
 )
 def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, answers, verdict):
@@ -212,7 +214,7 @@ def test_without_a_server_nothing_is_published(publish_here, hub, folder):
     cards.evidence(folder, stations=frozenset({"check"}))
     card.build(folder)
     ended = publish_here()
-    assert ended.code == 1 and "got infeasible" in ended.err, ended
+    assert ended.code == 1 and "got not measured" in ended.err, ended
     assert hub.requests == []
 
 
@@ -344,7 +346,8 @@ def test_a_repository_of_somebody_elses_is_only_added_to_on_request(publish_here
     ended = publish_here("--update", "--json")
     told = json.loads(ended.out)
     assert ended.code == 0 and told["other_files"] == ["notes.txt"] and told["private"] is True, ended
-    assert hub.read(REPO, "README.md") == (card.card_folder(folder) / "README.md").read_bytes()
+    assert hub.read(REPO, "README.md") == card.verified_files(folder, repository=REPO)["README.md"]
+    assert f"vllm serve {REPO} " in hub.read(REPO, "README.md").decode()
     assert hub.read(REPO, "notes.txt") == b"mine too"
     assert repo.at(before)["README.md"].size == 4, "the history keeps what was replaced"
     again = json.loads(publish_here("--update", "--json").out)
