@@ -7,7 +7,7 @@
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
 #   make validate EVAL=gsm8k ...                             GSM8K of source and checkpoint with MTP on, and the gates
-#   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report
+#   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report; `all` takes BASE_MODEL too
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
 #     VLLM_ARGS="--tensor-parallel-size 8"                   for validate and all: words for each vllm serve
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
@@ -81,7 +81,8 @@ card: $(VENV)/.evaluate
 all: $(VENV)/.base
 	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.evaluate $(VENV_VLLM)/.vllm $(VENV)/.$$extra
 	@$(VENV)/bin/keepmtp all "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(NPROC),--nproc "$(NPROC)") \
-	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K)) $(SERVED)
+	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K)) \
+	$(if $(BASE_MODEL),--base-model "$(BASE_MODEL)") $(SERVED)
 
 publish: $(VENV)/.evaluate $(if $(DRY_RUN),,$(VENV_VLLM)/.vllm)
 	$(if $(REPO),,$(error REPO: must be the repository to publish to, as REPO=org/name; got none))

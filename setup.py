@@ -6,8 +6,6 @@ Everything else is in pyproject.toml. A link whose target is a file becomes its 
 import re
 from pathlib import Path
 
-from setuptools import setup
-
 
 def long_description(readme: str) -> str:
     """The README for a page that has no files next to it."""
@@ -16,5 +14,7 @@ def long_description(readme: str) -> str:
 
 
 if __name__ == "__main__":
+    from setuptools import setup
+
     readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     setup(long_description=long_description(readme), long_description_content_type="text/markdown")

@@ -146,6 +146,7 @@ def page(told: CardFacts) -> str:
         read_from=hardware.READ_FROM,
         max_prompts=MAX_PROMPTS,
         accepted=list(accepted_rows(report)),
+        extra="calibrate" if report.calibration else "quantize",
         commands=list(_commands(told)),
         serve_command=serve_command(told),
         timed=list(_timed_rows(report)),
@@ -285,11 +286,12 @@ def serve_command(told: CardFacts) -> Md:
 
 
 def _commands(told: CardFacts) -> Iterator[Md]:
-    """The commands that repeat the run and its measurements."""
+    """The commands that repeat the run and its measurements.
+
+    None installs keepmtp: the package index does not have it, so anybody could take its name there.
+    """
     report, out, base = told.report, told.name, told.base_model
-    extras = "calibrate,evaluate" if report.calibration else "quantize,evaluate"
     source = ["--source", base.name if base.is_proven else told.record.source.name]
-    yield shell(["pip", "install", f"keepmtp[{extras}]=={told.record.keepmtp}"])
     yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *(told.choices or ()), "--out", out])
     gpus = dict.fromkeys(load.gpu for load in report.dry)
     sizes = dict.fromkeys(str(load.tp) for load in report.dry)
