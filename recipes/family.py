@@ -238,6 +238,7 @@ class Family:
         config_extras: keys that this family's runtime wants inside quantization_config.
         rerouted_format: a `format` that makes vLLM read only experts and leave linears plain. keepmtp writes
             mixed-precision instead.
+        norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes nothing.
         draft: how an MTP layer computes; None where keepmtp cannot run it, so cannot calibrate or measure it.
         no_draft: why not.
         notes: one line that a person should know, shown by `keepmtp ls families`.
@@ -262,6 +263,7 @@ class Family:
     loader: Loader = Loader()
     config_extras: Mapping[str, Any] = field(default_factory=dict)
     rerouted_format: str = ""
+    norms_add_one: bool = False
     draft: Draft | None = None
     no_draft: str = ""
     notes: str = ""

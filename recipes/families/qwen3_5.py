@@ -69,5 +69,6 @@ FAMILY = Family(
         chains_normed=True,
         proof="vllm",
     ),
+    norms_add_one=True,
     notes="MTP is mtp.*, outside the language model also in vision-language checkpoints",
 )

@@ -32,5 +32,6 @@ FAMILY = Family(
         chains_normed=True,
         proof="source",
     ),
+    norms_add_one=True,
     notes="MTP is mtp.*; BF16 experts of the draft must be in the ignore list one by one or by regex",
 )

@@ -65,5 +65,6 @@ FAMILY = Family(
         chains_normed=True,
         proof="vllm",
     ),
+    norms_add_one=True,
     notes="MTP is mtp.*; vLLM assumes one MTP layer when config.json names none",
 )

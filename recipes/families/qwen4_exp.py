@@ -87,5 +87,6 @@ FAMILY = Family(
         reads_normed=False, streams="hc_count", joint_norm=True,
         collapse=("Qwen4ExpTextGatedResidual", "", "mtp.hyper_connection_mixer."), proof="source",
     ),
+    norms_add_one=True,
     notes="on disk mtp.layers.{i}, in vLLM mtp.layers.{num_hidden_layers + i}",
 )  # fmt: skip

@@ -92,5 +92,6 @@ FAMILY = Family(
         model_type="step3p5", classes="Step3p7", rope_types=("own",), final_norm="transformer.shared_head.norm",
         head="transformer.shared_head.output", zeroes_first=False, chains_normed=False, proof="source",
     ),
+    norms_add_one=True,
     notes="MTP is model.layers.{num_hidden_layers} and on, each with a head of its own; vLLM 0.32.0 raises IndexError",
 )  # fmt: skip

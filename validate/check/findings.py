@@ -13,7 +13,7 @@ from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import shortened
 
 Severity = Literal["error", "warning"]
-Origin = Literal["static", "dry"]
+Origin = Literal["static", "dry", "values"]
 _MOST = 2000  # characters of a sentence; a name of a stranger may be longer
 
 
@@ -21,7 +21,7 @@ class Finding(Fact):
     """One cause, however many tensors it has.
 
     Attributes:
-        origin: what found it: the static check, or a dry load.
+        origin: what found it: the static check, a dry load, or the value check.
         severity: error: vLLM 0.32 does not load it, or loads something else than the checkpoint holds.
         where: the first tensor or config entry concerned.
         says: what will happen at serve time.

@@ -1,0 +1,75 @@
+"""Values for checkpoints that have only headers, and single elements of them changed.
+
+In: a folder from `checkpoint_files.write`. Out: the same folder; its scales, norms and weights are like a model's.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from keepmtp.checkpoints.safetensors_file import Entry
+from keepmtp.checkpoints.source import open_source
+from keepmtp.checkpoints.values import TORCH_DTYPES, typed
+from keepmtp.recipes.families import find_view
+from keepmtp.validate.check.runtime_view import RuntimeView
+from keepmtp.validate.values.reading import is_scale
+
+
+def opened(folder: Path) -> RuntimeView:
+    """The checkpoint as the value check reads it."""
+    source = open_source(folder)
+    return RuntimeView(source=source, view=find_view(source.config, str(folder)))
+
+
+def fill(folder: Path, seed: int = 0) -> RuntimeView:
+    """Write plausible values into every tensor; scales of fused modules agree."""
+    runtime = opened(folder)
+    generator = torch.Generator().manual_seed(seed)
+    for entry in runtime.source.entries.values():
+        _write(folder, entry, _values(runtime, entry, generator))
+    return runtime
+
+
+def poke(folder: Path, name: str, value: Any, *, at: int | slice = slice(None)) -> None:
+    """Change elements of one tensor."""
+    (entry,) = [entry for entry in open_source(folder).entries.values() if entry.name == name]
+    raw = bytearray((folder / entry.file).read_bytes()[entry.start : entry.start + entry.num_bytes])
+    values = typed(torch.frombuffer(raw, dtype=torch.uint8), entry.dtype, (-1,))
+    values[at] = torch.tensor(value).to(values.dtype)
+    _write(folder, entry, values)
+
+
+def _write(folder: Path, entry: Entry, values: torch.Tensor) -> None:
+    raw = values.contiguous().view(torch.uint8).numpy().tobytes() if entry.num_bytes else b""
+    assert len(raw) == entry.num_bytes, entry
+    with open(folder / entry.file, "r+b") as file:
+        file.seek(entry.start)
+        file.write(raw)
+
+
+def _values(runtime: RuntimeView, entry: Entry, generator: torch.Generator) -> torch.Tensor:
+    dtype, size = TORCH_DTYPES[entry.dtype], (max(1, torch.Size(entry.shape).numel()),)
+    leaf = entry.name.rpartition(".")[2]
+    uniform = torch.rand(size, generator=generator)
+    if is_scale(entry.name):
+        if leaf in ("weight_global_scale", "weight_scale_2", "input_global_scale", "input_scale"):
+            return torch.full(size, _common(runtime, entry, leaf)).to(dtype)
+        if entry.dtype in ("U8", "F8_E8M0"):
+            return (uniform * 20 + 105).to(torch.uint8)
+        if entry.dtype == "F8_E4M3":
+            return (uniform * 300 + 100).to(dtype)
+        return (uniform * 1e-3 + 1e-4).to(dtype)
+    if dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+        return torch.randint(1, 100, size, generator=generator).to(dtype)
+    if len(entry.shape) <= 1:
+        return (uniform + 0.5).to(dtype)
+    return (torch.randn(size, generator=generator) * 0.02).to(dtype)
+
+
+def _common(runtime: RuntimeView, entry: Entry, leaf: str) -> float:
+    """One value for the parts of a fused module."""
+    name = entry.name.rpartition(".")[0]
+    place = runtime.placed.get(name)
+    chance = random.Random(place.shares or name if place else name).uniform(1.0, 2.0)
+    return chance * {"weight_scale_2": 1e-4, "input_scale": 1e-2}.get(leaf, 5000.0)

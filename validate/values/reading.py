@@ -1,0 +1,139 @@
+"""Which tensors the value check reads, and their summaries, read in the order of the files by all cores.
+
+In: a `RuntimeView` and a level. Out: a `Summary` a tensor. Neighbours are read together, and a large tensor in pieces,
+so that the disk gives what it has and memory stays small.
+
+Easy to get wrong: a file that ends early is found by its header; a disk that gives other bytes each time is not.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from ...checkpoints.safetensors_file import Entry, fill
+from ...checkpoints.stored import KV_SCALE_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
+from ...recipes.family import HFName
+from ..check.runtime_view import RuntimeView
+from .summary import Summary, Summing, bits_of, summary
+
+Level = Literal["scalars", "scales", "all"]
+"""What is read: scales of one value; every scale, every norm and the small tensors of the MTP block; every byte."""
+
+ProgressCallback = Callable[[int], None]
+
+_NOT_SCALES = ("weight_shape", "weight_zero_point", "weight_g_idx")
+SCALES = (*(leaf for leaf in SCALE_LEAVES if leaf not in _NOT_SCALES), *KV_SCALE_LEAVES)
+_PIECE_BYTES = 32 * 2**20
+_GAP_BYTES = 256 * 2**10
+
+
+class Run(NamedTuple):
+    """Bytes of one file that are read at once, with the tensors in them; or one tensor that is read in pieces."""
+
+    file: str
+    start: int
+    num_bytes: int
+    entries: tuple[Entry, ...]
+
+
+def chosen(runtime: RuntimeView, level: Level) -> list[Entry]:
+    """The tensors that a level reads, in the order of the files."""
+    entries = [entry for entry in runtime.source.entries.values() if entry.num_bytes and _wants(runtime, entry, level)]
+    return sorted(entries, key=lambda entry: (entry.file, entry.start))
+
+
+def summaries(
+    runtime: RuntimeView, entries: Iterable[Entry], progress: ProgressCallback = lambda _bytes: None
+) -> dict[HFName, Summary]:
+    """Read tensors of a local checkpoint.
+
+    Args:
+        runtime: the checkpoint.
+        entries: from `chosen`.
+        progress: called with the number of bytes, whenever that many more are read.
+
+    Raises:
+        CheckpointError: a file ends early.
+    """
+    folder = runtime.source.folder
+    assert folder is not None, "a repository is downloaded, or read by ranges"
+    found: dict[HFName, Summary] = {}
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        runs = list(joined(entries))
+        for run, read in zip(runs, pool.map(lambda run: _read(folder, run), runs), strict=True):
+            found |= read
+            progress(run.num_bytes)
+    return found
+
+
+def joined(entries: Iterable[Entry]) -> Iterator[Run]:
+    """Neighbours in one read: those less than 256 KiB apart, up to 32 MiB."""
+    group: list[Entry] = []
+    for entry in entries:
+        if group and not _belongs(entry, group):
+            yield _run(group)
+            group = []
+        group.append(entry)
+    if group:
+        yield _run(group)
+
+
+def _belongs(entry: Entry, group: list[Entry]) -> bool:
+    first, last = group[0], group[-1]
+    end = last.start + last.num_bytes
+    is_near = entry.file == first.file and entry.start - end <= _GAP_BYTES
+    return is_near and entry.start + entry.num_bytes - first.start <= _PIECE_BYTES
+
+
+def _run(group: list[Entry]) -> Run:
+    first, last = group[0], group[-1]
+    return Run(first.file, first.start, last.start + last.num_bytes - first.start, tuple(group))
+
+
+def _read(folder: Path, run: Run) -> dict[HFName, Summary]:
+    with open(folder / run.file, "rb", buffering=0) as file:
+        if len(run.entries) == 1:
+            (entry,) = run.entries
+            summing = Summing(bits_of(entry.dtype, is_scale=is_scale(entry.name)))
+            for offset in range(0, entry.num_bytes, _PIECE_BYTES):
+                raw = torch.empty(min(_PIECE_BYTES, entry.num_bytes - offset), dtype=torch.uint8)
+                fill(raw.numpy().data, file, entry, where=folder / run.file, offset=offset)
+                summing.add(raw)
+            return {entry.name: summing.done()}
+        raw = torch.empty(run.num_bytes, dtype=torch.uint8)
+        fill(raw.numpy().data, file, run.entries[0], where=folder / run.file)
+    return {entry.name: _summary_in(raw, entry, run) for entry in run.entries}
+
+
+def _summary_in(raw: torch.Tensor, entry: Entry, run: Run) -> Summary:
+    first = entry.start - run.start
+    own = raw[first : first + entry.num_bytes]
+    if first % 8:
+        own = own.clone()  # a view of wider elements starts at a multiple of their width
+    return summary(own, entry.dtype, is_scale=is_scale(entry.name))
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor is a scale, by its name."""
+    return name.rpartition(".")[2] in SCALES
+
+
+def _wants(runtime: RuntimeView, entry: Entry, level: Level) -> bool:
+    if level == "all":
+        return True
+    if is_scale(entry.name):
+        return level == "scales" or not entry.shape or entry.shape in ((1,), (1, 1))
+    return level == "scales" and _is_small(runtime, entry)
+
+
+def _is_small(runtime: RuntimeView, entry: Entry) -> bool:
+    """A vector, or a matrix of the MTP block that is not packed and no expert's."""
+    if len(entry.shape) <= 1:
+        return True
+    module, _, leaf = entry.name.rpartition(".")
+    place = runtime.placed.get(HFName(module if leaf in WEIGHT_LEAVES else entry.name))
+    return place is not None and place.part == "mtp" and place.role not in ("experts", "embedding", "head")

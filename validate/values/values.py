@@ -1,0 +1,81 @@
+"""`keepmtp check --values`: are the numbers in this checkpoint ones that a model can compute with?
+
+In: a checkpoint's `RuntimeView`, and how much to read. Out: findings, and how much was read. The static check judges
+config.json and headers; this reads bytes.
+
+Easy to get wrong: a value that is odd is not always wrong. A finding is an error only where vLLM 0.32 computes
+something else than the release does.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from ...recipes.errors import CheckpointError
+from ...recipes.extras import require_extra
+from ...recipes.family import HFName
+from ..check.findings import Finding, Objection, errors_first, grouped
+from ..check.runtime_view import RuntimeView
+from .reading import Level, ProgressCallback, chosen, summaries
+from .rules import (
+    block_scales_vary,
+    fused_scales_agree,
+    input_scales_are_measured,
+    magnitudes_are_those_of_weights,
+    norms_are_those_of_a_model,
+    scales_are_positive,
+    tensors_read,
+    values_are_finite,
+    weights_are_not_empty,
+)
+from .summary import Summary
+
+
+class Values(NamedTuple):
+    """What the value check found.
+
+    Attributes:
+        findings: errors first.
+        num_tensors, num_bytes: what was read.
+    """
+
+    findings: tuple[Finding, ...]
+    num_tensors: int
+    num_bytes: int
+
+
+def check_values(runtime: RuntimeView, level: Level, progress: ProgressCallback = lambda _bytes: None) -> Values:
+    """Read the values of a local checkpoint and judge them.
+
+    Args:
+        runtime: the checkpoint.
+        level: how much is read.
+        progress: called with the number of bytes that were read since the last call.
+
+    Raises:
+        CheckpointError: it is a repository, or a file ends early.
+    """
+    require_extra("check --values", "quantize")
+    if runtime.source.folder is None:
+        raise CheckpointError(
+            runtime.source.where,
+            "values are read from a folder",
+            got="a Hub repository",
+            cure=f"Download it: hf download {runtime.source.where} --local-dir FOLDER",
+        )
+    entries = chosen(runtime, level)
+    read = summaries(runtime, entries, progress)
+    findings = errors_first(grouped(objections(runtime, read)))
+    return Values(findings, len(entries), sum(entry.num_bytes for entry in entries))
+
+
+def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator[Objection]:
+    """Everything that the rules object to."""
+    tensors = tensors_read(runtime, read)
+    yield from values_are_finite(tensors)
+    yield from scales_are_positive(tensors)
+    yield from block_scales_vary(tensors)
+    yield from magnitudes_are_those_of_weights(runtime, read)
+    yield from fused_scales_agree(runtime, read)
+    yield from input_scales_are_measured(tensors)
+    yield from weights_are_not_empty(tensors)
+    yield from norms_are_those_of_a_model(runtime, tensors)
