@@ -15,6 +15,7 @@ from ...recipes.extras import require_extra
 from ...recipes.family import HFName
 from ..check.findings import Finding, Objection, errors_first, grouped
 from ..check.runtime_view import RuntimeView
+from .against import compared
 from .reading import Level, ProgressCallback, chosen, summaries
 from .rules import (
     block_scales_vary,
@@ -36,25 +37,49 @@ class Values(NamedTuple):
     Attributes:
         findings: errors first.
         num_tensors, num_bytes: what was read.
+        num_compared: weights that were compared with the release's.
     """
 
     findings: tuple[Finding, ...]
     num_tensors: int
     num_bytes: int
+    num_compared: int = 0
 
 
-def check_values(runtime: RuntimeView, level: Level, progress: ProgressCallback = lambda _bytes: None) -> Values:
+def check_values(
+    runtime: RuntimeView,
+    level: Level,
+    *,
+    release: RuntimeView | None = None,
+    progress: ProgressCallback = lambda _bytes: None,
+) -> Values:
     """Read the values of a local checkpoint and judge them.
 
     Args:
         runtime: the checkpoint.
         level: how much is read.
+        release: what it was made from, local too; its weights are compared, all of them if `level` is "all".
         progress: called with the number of bytes that were read since the last call.
 
     Raises:
-        CheckpointError: it is a repository, or a file ends early.
+        CheckpointError: one of the two is a repository, or a file ends early.
     """
     require_extra("check --values", "quantize")
+    for each in filter(None, (runtime, release)):
+        _refuse_repository(each)
+    entries = chosen(runtime, level)
+    read = summaries(runtime, entries, progress)
+    found = list(objections(runtime, read))
+    num_compared = 0
+    if release is not None:
+        for _, objection in compared(runtime, release, whole=level == "all"):
+            num_compared += 1
+            found += filter(None, [objection])
+    findings = errors_first(grouped(found))
+    return Values(findings, len(entries), sum(entry.num_bytes for entry in entries), num_compared)
+
+
+def _refuse_repository(runtime: RuntimeView) -> None:
     if runtime.source.folder is None:
         raise CheckpointError(
             runtime.source.where,
@@ -62,10 +87,6 @@ def check_values(runtime: RuntimeView, level: Level, progress: ProgressCallback 
             got="a Hub repository",
             cure=f"Download it: hf download {runtime.source.where} --local-dir FOLDER",
         )
-    entries = chosen(runtime, level)
-    read = summaries(runtime, entries, progress)
-    findings = errors_first(grouped(objections(runtime, read)))
-    return Values(findings, len(entries), sum(entry.num_bytes for entry in entries))
 
 
 def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator[Objection]:

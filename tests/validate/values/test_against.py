@@ -1,0 +1,105 @@
+"""Values against the release's: rounding passes in every scheme, and each way to write a weight wrong has its name."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from keepmtp.checkpoints.dequantize import dequantize
+from keepmtp.checkpoints.stored import SCALE_LEAVES
+from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.quantize.pack import pack
+from keepmtp.recipes.schemes import SCHEMES
+from keepmtp.validate.values.against import difference, relative_error
+from keepmtp.validate.values.values import check_values
+from written_values import opened, poke
+
+MODELS = Path(__file__).parents[3] / "models"
+N = K = 256
+
+
+@pytest.fixture(scope="module")
+def weight():
+    return torch.randn(N, K, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def packed(weight):
+    """The NVFP4 weight of compressed-tensors, as a writer stores it."""
+    return pack(SCHEMES["NVFP4A16"], [weight])[0]
+
+
+def values(parts, form="nvfp4"):
+    return dequantize(form, parts, shape=(N, K)).float()
+
+
+WRONG = {
+    "global scale x8": (lambda parts: {**parts, "weight_global_scale": parts["weight_global_scale"] / 8}, "about 8 times"),
+    "half of the scales x4": (
+        lambda parts: {**parts, "weight_scale": _half(parts["weight_scale"])}, "rows 128 to 255 are up to about 0.24 times",
+    ),
+    "nibbles swapped": (
+        lambda parts: {**parts, "weight_packed": (parts["weight_packed"] << 4) | (parts["weight_packed"] >> 4)},
+        "codes of each byte are swapped",
+    ),
+    "shifted by a byte": (
+        lambda parts: {leaf: part.roll(8 if leaf == "weight_packed" else 1, -1) for leaf, part in parts.items()},
+        "columns are shifted by 16",
+    ),
+    "halves swapped": (
+        lambda parts: {
+            leaf: part.roll(N // 2, 0) if part.ndim == 2 else part for leaf, part in parts.items()
+        },
+        "halves are swapped",
+    ),
+    "another weight": (lambda parts: {**parts, "weight_packed": parts["weight_packed"].flip(0)}, "nothing in common"),
+}  # fmt: skip
+
+
+def _half(scale):
+    return torch.cat([scale[: N // 2], (scale[N // 2 :].float() / 4).to(scale.dtype)])
+
+
+def test_rounding_is_within_the_bound(weight, packed):
+    assert 0.05 < relative_error(values(packed), weight.float()) < 0.15
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_pack_is_named(name, weight, packed):
+    breaks, words = WRONG[name]
+    assert words in difference(values(breaks(packed)), weight.float(), 0.3)
+
+
+def test_a_transposed_weight_and_smoothed_columns_are_named(weight):
+    original = weight.float()
+    assert "transposed" in difference(original.T.contiguous(), original, 0.08)
+    smoothed = original * torch.linspace(0.1, 4, K)
+    assert "input channel" in difference(smoothed, original, 0.08)
+    assert "infinite" in difference(original / 0, original, 0.08)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A real output, FP8 rows with a BF16 MTP block."""
+    folder = tmp_path_factory.mktemp("values") / "fp8"
+    plan, text = plan_for("tiny-glm4-moe", scheme="fp8-dynamic")
+    quantize(plan, text, out=folder)
+    return folder
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_our_own_output_is_what_the_release_was(written, whole):
+    level = "all" if whole else "scales"
+    result = check_values(opened(written), level, release=opened(MODELS / "tiny-glm4-moe"))
+    assert result.findings == ()
+    assert result.num_compared > 20
+
+
+def test_a_scale_that_is_wrong_is_named_in_a_real_output(written, tmp_path):
+    folder = shutil.copytree(written, tmp_path / "broken")
+    runtime = opened(folder)
+    name = next(name for name in runtime.source.entries if name.endswith("o_proj.weight_scale"))
+    assert name.rpartition(".")[2] in SCALE_LEAVES
+    poke(folder, name, 1e-3)
+    findings = check_values(opened(folder), "scales", release=opened(MODELS / "tiny-glm4-moe")).findings
+    assert {finding.where for finding in findings if finding.rule == "release"} == {name.replace("_scale", "")}
