@@ -10,7 +10,7 @@ field of check.json gets another name.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..validate.check.check import Checked
     from ..validate.dryload.facts import LoadAccount, Role
     from ..validate.report.results import CheckData
+    from ..validate.values.reading import Level
 
 
 def check(
@@ -46,6 +47,18 @@ def check(
             help="Keep what is found, and of which bytes, in PATH.report: for the checkpoint's report and card.",
         ),
     ] = False,
+    values: Annotated[
+        Literal["scales", "scalars", "all"] | None,
+        typer.Option(
+            help="Also read values of a local checkpoint: every scale, norm and small MTP tensor (`scales`, the "
+            "default), scales of one value alone (`scalars`), or every byte (`all`).",
+            metavar="[LEVEL]",
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--source", help="With --values: the release's folder; dequantized weights are compared with it."),
+    ] = None,
     any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,6 +71,9 @@ def check(
 
     Exit status 1 if any checkpoint has an error, 2 if there is nothing to judge at one of the places. The others are
     judged all the same.
+
+    With --values, bytes are read too: values that are infinite, zero or negative where none may be, scales of fused
+    modules that disagree, matrices and norms that are empty. With --source, each weight is compared with the release's.
 
     With --record, every byte of one local checkpoint is hashed, once, and check.json, report.json and report.html are
     written beside it. What is measured later, by serve-check and eval, joins them if the bytes are the same.
@@ -80,11 +96,14 @@ def check(
     chosen = chosen_gpus(gpus or []) if is_dry else []
     if is_dry:
         chosen_vllm(any_vllm=any_vllm)
+    if source is not None and values is None:
+        raise RecipeError("check", "--source is what values are compared with", got="no --values", cure="Add --values")
     notes = begin(paths) if record else None
     status = 0
     with _spinner(err, is_shown=is_dry) as doing:
         loads = {"gpus": chosen, "tps": tps or [1], "num_drafts": num_drafts, "draft": draft, "any_vllm": any_vllm}
-        for number, checked in enumerate(api.check_all(paths, **loads, progress=doing)):
+        for number, found in enumerate(api.check_all(paths, **loads, progress=doing)):
+            checked = found if values is None else _with_values(found, values, source, err)
             status = max(status, _status(checked))
             _show(checked, as_json=as_json)
             if checked.refusal is not None:
@@ -97,6 +116,17 @@ def check(
                 err.print(f"recorded: {notes.keep(checked)}", highlight=False, markup=False, soft_wrap=True)
     if status:
         raise typer.Exit(status)
+
+
+def _with_values(checked: "Checked", level: "Level", source: Path | None, err: Console) -> "Checked":
+    """Also with what the value check finds; a checkpoint that the static check cannot read is left as it is."""
+    from ..recipes.extras import require_extra
+
+    require_extra("check --values", "quantize")
+    from ..validate.values.values import with_values
+    from .progress import bytes_bar
+
+    return with_values(checked, level, source=source, reading=bytes_bar(err, "reading values"))
 
 
 def _show(checked: "Checked", *, as_json: bool) -> None:

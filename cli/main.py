@@ -36,6 +36,7 @@ class Verb:
         is_hidden: not shown in the help.
         words: how the usage names the words that the function parses itself.
         how_to_go_on: a sentence without its full stop, for a command that is stopped by Ctrl-C or a signal.
+        lone: an option whose value may be left out, and its values; the first one is then meant.
     """
 
     module: str
@@ -44,6 +45,7 @@ class Verb:
     is_hidden: bool = False
     words: str = ""
     how_to_go_on: str = "The same command starts again"
+    lone: tuple[str, tuple[str, ...]] | None = None
 
 
 VERBS: Mapping[str, Verb] = MappingProxyType(
@@ -91,6 +93,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "check": Verb(
             module="check",
             function="check",
+            lone=("--values", ("scales", "scalars", "all")),
             help="Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?",
         ),
         "serve-check": Verb(
@@ -150,7 +153,11 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words, with `~` expanded. A shell does that in `~/x`, but not in `--out=~/x` or in quotes."""
         ours = args.index("--") if "--" in args else len(args)
-        return super().parse_args(ctx, [*map(_at_home, args[:ours]), *args[ours:]])
+        words = [_at_home(word) for word in args[:ours]]
+        lone = VERBS[str(self.name)].lone
+        if lone is not None:
+            _complete(words, *lone)
+        return super().parse_args(ctx, [*words, *args[ours:]])
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words after the verb in its usage."""
@@ -190,6 +197,12 @@ class _Verbs(TyperGroup):
         """The verb that the first word names, with its options, and the words after it."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, name and _load(name), rest
+
+
+def _complete(words: list[str], option: str, values: tuple[str, ...]) -> None:
+    """Give an option that stands alone its first value."""
+    if option in words and (words[words.index(option) + 1 :] or [""])[0] not in values:
+        words.insert(words.index(option) + 1, values[0])
 
 
 def _at_home(word: str) -> str:

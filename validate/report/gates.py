@@ -86,8 +86,8 @@ def limits_in(record: Path | None, *, cure: str, where: object = None) -> Gates:
 
 
 def _findings(check: CheckData | None, serve: ServeCheck | None) -> ReasonFact:
-    """No error in config.json and headers, and no output that drafting changes."""
-    if errors := _errors(check, "static"):
+    """No error in config.json, headers and values, and no output that drafting changes."""
+    if errors := _errors(check, "static", "values"):
         says = f"{errors[0].where}: {errors[0].says.rstrip('.')}{more(len(errors), 'error')}."
         return ReasonFact(gate="findings", verdict="regression", says=says)
     if serve and (changes := _changed_outputs(serve)):
@@ -125,9 +125,9 @@ def _changed_outputs(serve: ServeCheck) -> str:
     )
 
 
-def _errors(check: CheckData | None, origin: Origin) -> list[Finding]:
+def _errors(check: CheckData | None, *origins: Origin) -> list[Finding]:
     found = check.findings if check else ()
-    return [each for each in found if each.severity == "error" and each.origin == origin]
+    return [each for each in found if each.severity == "error" and each.origin in origins]
 
 
 # --- loads ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ card from it and from nothing else.
     schema, keepmtp, vllm, made_at      4, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}     the checkpoint, and the sentence on top of the page
     facts                               family, dialect, counts, bytes, forms of the MTP block
-    findings [...]                      origin (static, dry), severity, where, says, cure, rule, count
+    findings [...]                      origin (static, dry, values), severity, where, says, cure, rule, count
     sizes [...]                         part, group, num_tensors, num_bytes, num_bytes_before
     dry [...]                           gpu, tp, k, ok, failure, target, draft, seconds, ...: a pretended GPU each
     calibration {...}                   what keepmtp.json says: data, coverage, acceptance by rows, candidates

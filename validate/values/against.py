@@ -24,16 +24,24 @@ from ..check.runtime_view import RuntimeView
 # The relative error (of the Frobenius norm) that a scheme never reaches: two to three times what it has on a normal
 # distribution, since GPTQ moves weights further than rounding does.
 _BOUND: Mapping[Form, float] = {
-    "plain": 0.01, "fp8_block": 0.08, "fp8_channel": 0.08, "fp8_tensor": 0.1, "mxfp8": 0.08, "int8": 0.05,
-    "nvfp4": 0.3, "nvfp4_modelopt": 0.3, "mxfp4": 0.35, "int_packed": 0.35,
-}  # fmt: skip
+    "plain": 0.01,
+    "fp8_block": 0.08,
+    "fp8_channel": 0.08,
+    "fp8_tensor": 0.1,
+    "mxfp8": 0.08,
+    "int8": 0.05,
+    "nvfp4": 0.3,
+    "nvfp4_modelopt": 0.3,
+    "mxfp4": 0.35,
+    "int_packed": 0.35,
+}
 # What is compared of a weight: enough rows to tell a factor, a shift or another matrix from rounding.
 _SAMPLED_LAYERS, _SAMPLED_EXPERTS = 3, 2
 # A row's factor that is no rounding; a cosine above which two matrices were once the same.
 _FACTOR, _ALIKE = 0.2, 0.5
 
 
-class Compared(NamedTuple):
+class WeightError(NamedTuple):
     """One weight and its original.
 
     Attributes:
@@ -65,13 +73,15 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[tu
     return found
 
 
-def compared(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> Iterator[tuple[Compared, Objection | None]]:
+def compared(
+    runtime: RuntimeView, release: RuntimeView, *, whole: bool
+) -> Iterator[tuple[WeightError, Objection | None]]:
     """Compare weight by weight; a weight in memory at a time."""
     for weight, theirs, place in pairs(runtime, release, whole=whole):
         ours, original = _values(runtime.source, weight), _values(release.source, theirs)
         error = relative_error(ours, original)
         bound = max(_BOUND[weight.form], _BOUND[theirs.form])
-        result = Compared(weight, place, error, bound)
+        result = WeightError(weight, place, error, bound)
         yield result, _objection(result, ours, original) if not error <= bound else None
 
 
@@ -125,7 +135,7 @@ def _words_of_rows(factors: Tensor) -> str:
     return f"its rows {int(wrong[0])} to {int(wrong[-1])} are up to about {worst:.2g} times the release's"
 
 
-def _objection(result: Compared, ours: Tensor, original: Tensor) -> Objection:
+def _objection(result: WeightError, ours: Tensor, original: Tensor) -> Objection:
     words = difference(ours, original, result.bound)
     return objection(
         rule="release",

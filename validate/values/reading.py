@@ -23,7 +23,7 @@ from .summary import Summary, Summing, bits_of, summary
 Level = Literal["scalars", "scales", "all"]
 """What is read: scales of one value; every scale, every norm and the small tensors of the MTP block; every byte."""
 
-ProgressCallback = Callable[[int], None]
+BytesRead = Callable[[int], None]
 
 _NOT_SCALES = ("weight_shape", "weight_zero_point", "weight_g_idx")
 SCALES = (*(leaf for leaf in SCALE_LEAVES if leaf not in _NOT_SCALES), *KV_SCALE_LEAVES)
@@ -31,7 +31,7 @@ _PIECE_BYTES = 32 * 2**20
 _GAP_BYTES = 256 * 2**10
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """Bytes of one file that are read at once, with the tensors in them; or one tensor that is read in pieces."""
 
     file: str
@@ -47,7 +47,7 @@ def chosen(runtime: RuntimeView, level: Level) -> list[Entry]:
 
 
 def summaries(
-    runtime: RuntimeView, entries: Iterable[Entry], progress: ProgressCallback = lambda _bytes: None
+    runtime: RuntimeView, entries: Iterable[Entry], progress: BytesRead = lambda _bytes: None
 ) -> dict[HFName, Summary]:
     """Read tensors of a local checkpoint.
 
@@ -70,7 +70,7 @@ def summaries(
     return found
 
 
-def joined(entries: Iterable[Entry]) -> Iterator[Run]:
+def joined(entries: Iterable[Entry]) -> Iterator[Stretch]:
     """Neighbours in one read: those less than 256 KiB apart, up to 32 MiB."""
     group: list[Entry] = []
     for entry in entries:
@@ -89,12 +89,12 @@ def _belongs(entry: Entry, group: list[Entry]) -> bool:
     return is_near and entry.start + entry.num_bytes - first.start <= _PIECE_BYTES
 
 
-def _run(group: list[Entry]) -> Run:
+def _run(group: list[Entry]) -> Stretch:
     first, last = group[0], group[-1]
-    return Run(first.file, first.start, last.start + last.num_bytes - first.start, tuple(group))
+    return Stretch(first.file, first.start, last.start + last.num_bytes - first.start, tuple(group))
 
 
-def _read(folder: Path, run: Run) -> dict[HFName, Summary]:
+def _read(folder: Path, run: Stretch) -> dict[HFName, Summary]:
     with open(folder / run.file, "rb", buffering=0) as file:
         if len(run.entries) == 1:
             (entry,) = run.entries
@@ -109,7 +109,7 @@ def _read(folder: Path, run: Run) -> dict[HFName, Summary]:
     return {entry.name: _summary_in(raw, entry, run) for entry in run.entries}
 
 
-def _summary_in(raw: torch.Tensor, entry: Entry, run: Run) -> Summary:
+def _summary_in(raw: torch.Tensor, entry: Entry, run: Stretch) -> Summary:
     first = entry.start - run.start
     own = raw[first : first + entry.num_bytes]
     if first % 8:

@@ -30,9 +30,15 @@ _INPUT_SCALES = ("input_scale", "input_global_scale")
 _GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 # The largest magnitude of a code, before its scales.
 _LARGEST_CODE: Mapping[Form, float] = {
-    "fp8_block": 448.0, "fp8_channel": 448.0, "fp8_tensor": 448.0, "mxfp8": 448.0, "nvfp4": 6.0, "nvfp4_modelopt": 6.0,
-    "mxfp4": 6.0, "int8": 127.0,
-}  # fmt: skip
+    "fp8_block": 448.0,
+    "fp8_channel": 448.0,
+    "fp8_tensor": 448.0,
+    "mxfp8": 448.0,
+    "nvfp4": 6.0,
+    "nvfp4_modelopt": 6.0,
+    "mxfp4": 6.0,
+    "int8": 127.0,
+}
 # Weights of released models are between these by orders of magnitude; a scale that should be its reciprocal is not.
 _TOO_LARGE, _TOO_SMALL = 1e4, 1e-8
 _NORM_TOO_SMALL, _NORM_TOO_LARGE = 1e-4, 1e4

@@ -8,15 +8,20 @@ something else than the release does.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
+from ...checkpoints.identity import ReadingBar
+from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError
-from ...recipes.extras import require_extra
+from ...recipes.families import find_view
 from ...recipes.family import HFName
+from ..check.check import Checked
 from ..check.findings import Finding, Objection, errors_first, grouped
 from ..check.runtime_view import RuntimeView
 from .against import compared
-from .reading import Level, ProgressCallback, chosen, summaries
+from .reading import BytesRead, Level, chosen, joined, summaries
 from .rules import (
     block_scales_vary,
     fused_scales_agree,
@@ -51,7 +56,7 @@ def check_values(
     level: Level,
     *,
     release: RuntimeView | None = None,
-    progress: ProgressCallback = lambda _bytes: None,
+    progress: BytesRead = lambda _bytes: None,
 ) -> Values:
     """Read the values of a local checkpoint and judge them.
 
@@ -64,7 +69,6 @@ def check_values(
     Raises:
         CheckpointError: one of the two is a repository, or a file ends early.
     """
-    require_extra("check --values", "quantize")
     for each in filter(None, (runtime, release)):
         _refuse_repository(each)
     entries = chosen(runtime, level)
@@ -77,6 +81,39 @@ def check_values(
             found += filter(None, [objection])
     findings = errors_first(grouped(found))
     return Values(findings, len(entries), sum(entry.num_bytes for entry in entries), num_compared)
+
+
+def with_values(
+    checked: Checked, level: Level, *, source: Path | None = None, reading: ReadingBar | None = None
+) -> Checked:
+    """What the static check found, and what the values say; as it is where there is no family to judge by.
+
+    Args:
+        checked: of one checkpoint.
+        level: how much is read.
+        source: folder of the release, to compare weights with.
+        reading: shows the bytes that are read.
+
+    Raises:
+        CheckpointError: see `check_values`; a release of another family.
+    """
+    if checked.runtime is None:
+        return checked
+    release = None if source is None else _release(source, checked.runtime)
+    num_bytes = sum(run.num_bytes for run in joined(chosen(checked.runtime, level)))
+    with reading(num_bytes) if reading else nullcontext(lambda _bytes: None) as progress:
+        found = check_values(checked.runtime, level, release=release, progress=progress)
+    findings = errors_first((*checked.data.findings, *found.findings))
+    return checked._replace(data=checked.data.model_copy(update={"findings": findings}))
+
+
+def _release(folder: Path, runtime: RuntimeView) -> RuntimeView:
+    source = open_source(folder, revision="local")
+    view = find_view(source.config, source.where)
+    if view.family is not runtime.view.family:
+        rule = f"the release of a {runtime.view.family.model_type} checkpoint is of the same family"
+        raise CheckpointError(folder, rule, got=view.family.model_type, cure="Give the release as --source")
+    return RuntimeView(source=source, view=view)
 
 
 def _refuse_repository(runtime: RuntimeView) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import keepmtp, keepmtp_without, refused
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.stored import SCALE_LEAVES
 from keepmtp.cli.pipeline import plan_for, quantize
@@ -34,9 +35,13 @@ def values(parts, form="nvfp4"):
 
 
 WRONG = {
-    "global scale x8": (lambda parts: {**parts, "weight_global_scale": parts["weight_global_scale"] / 8}, "about 8 times"),
+    "global scale x8": (
+        lambda parts: {**parts, "weight_global_scale": parts["weight_global_scale"] / 8},
+        "about 8 times",
+    ),
     "half of the scales x4": (
-        lambda parts: {**parts, "weight_scale": _half(parts["weight_scale"])}, "rows 128 to 255 are up to about 0.24 times",
+        lambda parts: {**parts, "weight_scale": _half(parts["weight_scale"])},
+        "rows 128 to 255 are up to about 0.24 times",
     ),
     "nibbles swapped": (
         lambda parts: {**parts, "weight_packed": (parts["weight_packed"] << 4) | (parts["weight_packed"] >> 4)},
@@ -47,13 +52,11 @@ WRONG = {
         "columns are shifted by 16",
     ),
     "halves swapped": (
-        lambda parts: {
-            leaf: part.roll(N // 2, 0) if part.ndim == 2 else part for leaf, part in parts.items()
-        },
+        lambda parts: {leaf: part.roll(N // 2, 0) if part.ndim == 2 else part for leaf, part in parts.items()},
         "halves are swapped",
     ),
     "another weight": (lambda parts: {**parts, "weight_packed": parts["weight_packed"].flip(0)}, "nothing in common"),
-}  # fmt: skip
+}
 
 
 def _half(scale):
@@ -103,3 +106,42 @@ def test_a_scale_that_is_wrong_is_named_in_a_real_output(written, tmp_path):
     poke(folder, name, 1e-3)
     findings = check_values(opened(folder), "scales", release=opened(MODELS / "tiny-glm4-moe")).findings
     assert {finding.where for finding in findings if finding.rule == "release"} == {name.replace("_scale", "")}
+
+
+def test_the_command_reads_values_and_names_the_tensor(written, tmp_path):
+    folder = shutil.copytree(written, tmp_path / "broken")
+    name = next(name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale"))
+    poke(folder, name, float("nan"), at=0)
+    good = keepmtp("check", str(written), "--values", "--source", str(MODELS / "tiny-glm4-moe"))
+    assert good.returncode == 0 and "no findings" in good.stdout, good.stderr
+    assert "reading values" in good.stderr
+    assert keepmtp("check", str(folder)).returncode == 0
+    for words in (["--values", str(folder)], [str(folder), "--values=all"], [str(folder), "--values", "scales"]):
+        done = keepmtp("check", *words)
+        assert done.returncode == 1 and f"error: {name}\n" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--source", "x"], "--source is what values are compared with; got no --values. Add --values."),
+        (["--values", "--source", "./nothing"], "nothing: a source is a folder with config.json"),
+        (["--values", "--source", str(MODELS / "tiny-qwen3_5")], "of a glm4_moe checkpoint is of the same family; got"),
+    ],
+)
+def test_a_release_that_cannot_be_compared_is_refused(words, says, written):
+    refused("check", str(written), *words, says=says)
+
+
+def test_a_finding_of_values_is_a_red_gate(written, tmp_path):
+    folder = shutil.copytree(written, tmp_path / "broken")
+    name = next(name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale"))
+    poke(folder, name, float("nan"), at=0)
+    assert keepmtp("check", str(folder), "--values", "--record").returncode == 1
+    done = keepmtp("gate", str(folder))
+    assert done.returncode == 1 and name in done.stdout, done.stdout + done.stderr
+
+
+def test_torch_is_asked_for_before_a_byte_is_read(written, tmp_path):
+    done = keepmtp_without(("torch",), "check", str(written), "--values", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: check --values: needs keepmtp's `quantize` extra")
