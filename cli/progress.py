@@ -168,7 +168,7 @@ def download_lines(console: Console) -> "type[HubBar] | None":
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             """Called by the Hub's client, now and then."""
             done, total = int(self.n), int(self.total or 0)
-            if self.is_of_bytes and total and paced.is_due(done, total):
+            if self.is_of_bytes and total and not console.file.closed and paced.is_due(done, total):
                 _plain_line(console, f"download  {paced.in_words(done, total)}")
 
     return Lines

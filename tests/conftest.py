@@ -4,6 +4,7 @@ A file stays on one worker, since its fixtures are what takes long: `make test` 
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -39,6 +40,11 @@ LONG = (
     "quantize/calibrate/test_held_out.py",
     "validate/check/test_check.py",
 )
+
+# A shell ignores them in what it starts in the background, and what tests start would inherit that.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Before anything imports torch. Workers fill the cores by themselves, and what they start inherits this.

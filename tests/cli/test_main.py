@@ -30,7 +30,9 @@ def test_quantize_then_check(source, tmp_path):
     reports = [json.loads(line) for line in checked.stdout.splitlines()]
     assert checked.returncode == 0 and [report["ok"] for report in reports] == [True, True]
     assert reports[0]["findings"] == []
-    refused("quantize", "glm-4.7", "--source", str(source), "--out", "out", says="never overwritten", cwd=tmp_path)
+    again = ("quantize", "glm-4.7", "--source", str(source), "--out", "out")
+    assert "out: finished before" in keepmtp(*again, cwd=tmp_path).stdout
+    refused(*again, "--scheme", "FP8_BLOCK", says="never overwritten", cwd=tmp_path)
 
 
 def test_check_writes_a_page_on_request(source, tmp_path):
@@ -129,9 +131,9 @@ def test_what_is_not_installed_is_one_sentence(source, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("samples: 32", "samples: 320000", "problems.jsonl"),
+        ("samples: 32", "samples: 3200", "problems.jsonl"),
         ("dataset: models/problems.jsonl", "dataset: nowhere.jsonl", "calibration.dataset nowhere.jsonl"),
-        ("sequence_length: 128", "sequence_length: 4194304", "sequence_length"),
+        ("sequence_length: 128", "sequence_length: 16384", "sequence_length"),
         ("  seed: 42\n", "", "calibration.seed must be given"),
         ("algorithm: minmax", "algorithm: minmux", "calibration.algorithm"),
     ],

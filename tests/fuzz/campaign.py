@@ -19,12 +19,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import chdir
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "helpers")]
-# Nothing outside this machine is asked, and one thread computes.
-os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100", "TERM": "dumb"}
+if __name__ == "__main__":
+    # Before anything is imported: nothing outside this machine is asked, and one thread computes.
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100", "TERM": "dumb"}
 
 import kinds  # noqa: E402
 import warm  # noqa: E402
@@ -58,9 +60,8 @@ def tried(case: Case) -> Verdict:
             except UNEDITABLE:
                 continue
         words = tuple(word.replace("{}", str(folder)) for word in case.words)
-        os.chdir(room)
-        verdict = judged(words, folder, reads_weights=case.reads_weights, call=warm.main)
-        os.chdir(HERE)
+        with chdir(room):
+            verdict = judged(words, folder, reads_weights=case.reads_weights, call=warm.main)
     return verdict
 
 

@@ -12,6 +12,7 @@ import random
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,8 +159,7 @@ def _made(path: Path) -> Path:
 
 
 def _socket_at(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as bound:
-        os.chdir(path.parent)  # the name of a socket has at most 107 bytes
+    with socket.socket(socket.AF_UNIX) as bound, chdir(path.parent):  # the name of a socket has at most 107 bytes
         bound.bind(path.name)
 
 

@@ -299,3 +299,4 @@ def stopped_by_signals() -> Iterator[None]:
     finally:
         for number, usual in before.items():
             signal.signal(number, usual)
+        PATIENCE.stopped.clear()  # its threads have ended; a program may ask the Hub again

@@ -202,7 +202,7 @@ def test_one_judge_with_the_recipes_limit(least, status, tmp_path):
     verdicts = {reason.gate: reason.verdict for reason in full.judgement.reasons}
     assert verdicts["acceptance"] == ("regression" if status else "pass")
     assert (full.verdict.ok, full.verdict.label) == (not status, "Not ready" if status else "Loads and drafts")
-    assert exit_status(full.judgement) == status
+    assert exit_status(full.judgement, served) == status
 
 
 def test_results_of_other_bytes_do_not_meet(evidence):
