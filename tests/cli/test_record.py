@@ -50,7 +50,7 @@ def test_a_check_is_kept_with_the_bytes_it_is_about(folder, tmp_path):
 def test_what_make_check_keeps_is_enough_for_make_card(tmp_path):
     """The very command that `make check` runs, then a card."""
     folder = cards.checkpoint(tmp_path / "out" / "tiny")
-    dry = ["make", "-n", "-o", ".venv/.base", "check", f"OUT={folder}"]
+    dry = ["make", "--no-print-directory", "-n", "-o", ".venv/.base", "check", f"OUT={folder}"]
     command = subprocess.run(dry, capture_output=True, text=True, cwd=ROOT, check=True).stdout
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
