@@ -119,6 +119,7 @@ picture: $(VENV)/.test
 benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/packing.py
 	$(VENV)/bin/python benchmarks/writing.py
+	$(VENV)/bin/python benchmarks/values.py
 	$(VENV)/bin/python benchmarks/dryload.py
 	$(VENV)/bin/python benchmarks/calibrating.py
 

@@ -59,7 +59,15 @@ def test_words_for_vllm_reach_every_server(tmp_path):
 
 @pytest.mark.parametrize("target", ["all", "validate", "validate EVAL=gsm8k"])
 def test_words_for_vllm_reach_it_through_make(target):
-    words = ["make", "--no-print-directory", "-n", *target.split(), "OUT=x", "K=3", "VLLM_ARGS=--tensor-parallel-size 8"]
+    words = [
+        "make",
+        "--no-print-directory",
+        "-n",
+        *target.split(),
+        "OUT=x",
+        "K=3",
+        "VLLM_ARGS=--tensor-parallel-size 8",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     line = " ".join(done.stdout.replace("\\\n", " ").splitlines()[-1].split())
     assert re.search(r"keepmtp .*-k 3 -- --tensor-parallel-size 8$", line), done.stdout
