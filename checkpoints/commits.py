@@ -18,6 +18,7 @@ from huggingface_hub.errors import (
 
 from ..recipes.errors import RecipeError
 from .hub import files_of
+from .hub_client import install_once
 
 _TIMEOUT_SECONDS = 10
 
@@ -47,6 +48,7 @@ def dataset_commit(name: str, revision: str, where: str) -> str:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return RecipeError(where, rule, got=first_line, cure=cure)
 
+    install_once()
     try:
         return HfApi().dataset_info(name, revision=revision, timeout=_TIMEOUT_SECONDS).sha or revision
     except GatedRepoError as error:
