@@ -13,18 +13,19 @@ Source: vLLM 0.32.0 quantization/compressed_tensors/schemes/compressed_tensors_w
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import KV_SCALE_LEAVES, Form
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..check import findings
-from ..check.findings import Objection, Severity
+from ..check.findings import Objection, Severity, objection
 from ..check.runtime_view import RuntimeView
 from .reading import is_scale
 from .summary import Summary
 
+_objection = partial(objection, origin="values")
 _DIVISORS = ("weight_global_scale", "input_global_scale")
 _INPUT_SCALES = ("input_scale", "input_global_scale")
 _GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
@@ -285,9 +286,3 @@ def _position(tensor: Tensor) -> str:
         index, at = divmod(index, size)
         position.append(at)
     return str(position[::-1])
-
-
-def _objection(*, rule: str, severity: Severity, where: str, says: str, cure: str, cause: str = "") -> Objection:
-    return findings.objection(
-        rule=rule, severity=severity, where=where, says=says, cure=cure, cause=cause, origin="values"
-    )

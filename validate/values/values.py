@@ -21,7 +21,7 @@ from ..check.check import Checked
 from ..check.findings import Finding, Objection, errors_first, grouped
 from ..check.runtime_view import RuntimeView
 from .against import compared
-from .reading import BytesRead, Level, chosen, joined, summaries
+from .reading import Level, chosen, joined, summaries
 from .rules import (
     block_scales_vary,
     fused_scales_agree,
@@ -56,7 +56,7 @@ def check_values(
     level: Level,
     *,
     release: RuntimeView | None = None,
-    progress: BytesRead = lambda _bytes: None,
+    reading: ReadingBar | None = None,
 ) -> Values:
     """Read the values of a local checkpoint and judge them.
 
@@ -64,7 +64,7 @@ def check_values(
         runtime: the checkpoint.
         level: how much is read.
         release: what it was made from, local too; its weights are compared, all of them if `level` is "all".
-        progress: called with the number of bytes that were read since the last call.
+        reading: shows the bytes that are read.
 
     Raises:
         CheckpointError: one of the two is a repository, or a file ends early.
@@ -72,7 +72,9 @@ def check_values(
     for each in filter(None, (runtime, release)):
         _refuse_repository(each)
     entries = chosen(runtime, level)
-    read = summaries(runtime, entries, progress)
+    num_bytes = sum(run.num_bytes for run in joined(entries))
+    with reading(num_bytes) if reading else nullcontext(lambda _bytes: None) as progress:
+        read = summaries(runtime, entries, progress)
     found = list(objections(runtime, read))
     num_compared = 0
     if release is not None:
@@ -100,9 +102,7 @@ def with_values(
     if checked.runtime is None:
         return checked
     release = None if source is None else _release(source, checked.runtime)
-    num_bytes = sum(run.num_bytes for run in joined(chosen(checked.runtime, level)))
-    with reading(num_bytes) if reading else nullcontext(lambda _bytes: None) as progress:
-        found = check_values(checked.runtime, level, release=release, progress=progress)
+    found = check_values(checked.runtime, level, release=release, reading=reading)
     findings = errors_first((*checked.data.findings, *found.findings))
     return checked._replace(data=checked.data.model_copy(update={"findings": findings}))
 
