@@ -18,7 +18,7 @@ from itertools import combinations
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FLOORS = ("recipes", "checkpoints", "quantize", "validate", "cli")
+FLOORS = ("recipes", "checkpoints", "quantize", "validate", "cure", "cli")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # Words of docstrings and comments that have a plainer one, which comes after the colon.

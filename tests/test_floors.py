@@ -1,4 +1,4 @@
-"""The floors of the house: recipes, checkpoints, quantize, validate, cli; each imports only from those before it.
+"""The floors of the house: recipes, checkpoints, quantize, validate, cure, cli; each imports only from those before it.
 
 api.py is built on the whole line, and the verbs of the command are built on api.py. Nothing that it needs imports it.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = ("recipes", "checkpoints", "quantize", "validate", "cli")
+FLOORS = ("recipes", "checkpoints", "quantize", "validate", "cure", "cli")
 # They run in vLLM's environment and import nothing of keepmtp.
 ELSEWHERE = ("validate/dryload/in_vllm", "validate/serving/plugin")
 

@@ -148,7 +148,7 @@ def test_the_measures_find_what_they_look_for(tmp_path, monkeypatch):
 def test_sources_keep_to_the_rules(path):
     """Relative imports inside, no vLLM in this process, no broad except, a docstring that teaches."""
     text = path.read_text()
-    absolute = r"^\s*(from|import) (recipes|checkpoints|quantize|validate|cli)\b"
+    absolute = r"^\s*(from|import) (recipes|checkpoints|quantize|validate|cure|cli)\b"
     assert not re.search(absolute, text, re.MULTILINE), "import relatively"
     if path.is_relative_to(ROOT / "validate" / "dryload" / "in_vllm"):  # vLLM's environment has no keepmtp
         assert not re.search(r"^\s*(from \.\.|(from|import) keepmtp\b)", text, re.MULTILINE), "keepmtp is not there"

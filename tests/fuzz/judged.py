@@ -115,7 +115,7 @@ def _crash(text: str) -> str:
     last = next((line for line in reversed(text.splitlines()) if re.match(r"[a-zA-Z][\w.]*(:|$)", line)), "")
     if last.startswith("MemoryError"):
         return "memory"
-    lines = re.findall(r'File "[^"]*?((?:recipes|checkpoints|quantize|validate|cli)/[^"]*)", line (\d+)', text)
+    lines = re.findall(r'File "[^"]*?((?:recipes|checkpoints|quantize|validate|cure|cli)/[^"]*)", line (\d+)', text)
     at = ":".join(lines[-1]) if lines else "?"
     return f"traceback: {last[:150]} at {at}"
 

@@ -10,7 +10,7 @@ import keepmtp
 import keepmtp.cli
 from keepmtp.cli.main import main as main
 
-for _floor in ("recipes", "checkpoints", "quantize", "validate"):
+for _floor in ("recipes", "checkpoints", "quantize", "validate", "cure"):
     _package = importlib.import_module(f"keepmtp.{_floor}")
     for _found in pkgutil.walk_packages(_package.__path__, f"keepmtp.{_floor}."):
         if "in_vllm" not in _found.name and "plugin" not in _found.name and "calibrate" not in _found.name:
