@@ -46,7 +46,7 @@ def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, An
         cure: what to do where it is refused.
 
     Raises:
-        CheckpointError: no regular file, too large, not UTF-8, not JSON, too deep, or no object.
+        CheckpointError: no regular file, too large, not UTF-8, not JSON, too deep, half a character, or no object.
     """
     raw = read_bytes_of(path, where, cure=cure)
     if raw.count(b",") > _MAX_COMMAS:
@@ -60,6 +60,9 @@ def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, An
         raise _too_deep(where, cure) from error
     except ValueError as error:
         raise CheckpointError(where, "must be JSON", got=str(error) if raw else "an empty file", cure=cure) from error
+    if _has_half_a_character(raw, found):
+        got = "half of a surrogate pair"
+        raise CheckpointError(where, "every character must be one that UTF-8 can write", got=got, cure=cure)
     if not isinstance(found, dict):
         raise CheckpointError(where, "must be a JSON object", got=_KINDS.get(type(found), "a number"), cure=cure)
     if _is_deep(found):
@@ -92,6 +95,17 @@ def read_index(path: Path, where: object) -> Mapping[str, str]:
         if not isinstance(file, str):
             raise CheckpointError(where, f"weight_map: {name} must name a file", got=repr(file), cure=_CURE)
     return weight_map
+
+
+def _has_half_a_character(raw: bytes, found: Any) -> bool:
+    """Whether a text has `\\ud800` without its other half: Python keeps it, and fails where it is written again."""
+    if b"\\ud" not in raw.lower():
+        return False
+    try:
+        json.dumps(found, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _too_deep(where: object, cure: str) -> CheckpointError:

@@ -76,6 +76,8 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         raise
     except (OSError, MemoryError, *_of_libraries()) as error:
         _refuse(refusal_of(error))
+    finally:
+        _end_at_once_from_here_on()
 
 
 def refusal_of(error: BaseException) -> KeepMTPError:
@@ -130,6 +132,13 @@ def _stop(number: int, _: FrameType | None) -> None:
     """End through every `finally`, so that servers and locks are gone; a second signal does not disturb that."""
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
+
+
+def _end_at_once_from_here_on() -> None:
+    """A signal while Python and its libraries leave would be an exception in their code, with a traceback."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _defect(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -28,6 +28,14 @@ FILES = {
     "UTF-32": ("{}".encode("utf-32-be"), "must be JSON; got Expecting value"),
     "no UTF-8": (b'{"\xff": 1}', "must be text in UTF-8; got invalid start byte at byte 2"),
     "half a character in UTF-8": (b'{"\xed\xa0\x80": 1}', "must be text in UTF-8"),
+    "half a surrogate pair": (
+        b'{"a": {"b": "\\ud800"}}',
+        "every character must be one that UTF-8 can write; got half of a surrogate pair",
+    ),
+    "half a pair in a key": (
+        b'{"\\uDFFFx": 1}',
+        "every character must be one that UTF-8 can write; got half of a surrogate pair",
+    ),
     "deep": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "values must be at most 64 levels deep; got more levels"),
     "rather deep": (b'{"a":' * 70 + b"1" + b"}" * 70, "values must be at most 64 levels deep; got more levels"),
     "a number without end": (b'{"a": %b}' % (b"1" * 100_000), "must be JSON; got Exceeds the limit"),
@@ -43,6 +51,11 @@ def test_a_file_of_many_values_would_fill_the_memory(tmp_path):
         read_object(tmp_path / "a.json", "here")
     assert tracemalloc.get_traced_memory()[1] < 3 * len(raw)
     tracemalloc.stop()
+
+
+def test_a_surrogate_pair_is_one_character(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'{"a": "\\ud83d\\ude00 \\\\ud800"}')
+    assert read_object(tmp_path / "a.json", "here") == {"a": "\U0001f600 \\ud800"}
 
 
 def test_a_large_index_is_read(tmp_path):

@@ -148,6 +148,20 @@ def test_a_stopped_command_says_how_to_go_on(number, status, tmp_path):
     assert said.endswith("The same command goes on where this one stopped.\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_python_leaves_is_not_an_error_of_a_library(number, tmp_path):
+    begun = tmp_path / "begun"
+    leaving = f"import atexit, time\natexit.register(lambda: (open({str(begun)!r}, 'w').close(), time.sleep(60)))\n"
+    code = leaving + RUN.format(command="lambda: exit(0)")
+    running = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    while not begun.exists():
+        assert running.poll() is None
+        time.sleep(0.05)
+    running.send_signal(number)
+    _, said = running.communicate(timeout=20)
+    assert (running.returncode, said) == (-number, "")
+
+
 def test_a_reader_that_went_away_is_no_error():
     for words in (["ls"], ["ls", "models"], ["plan", "tiny-glm4-moe"], ["check", MODEL]):
         reading, writing = os.pipe()
