@@ -20,7 +20,6 @@ Source: vLLM 0.32.0 v1/spec_decode/metrics.py (accepted tokens by position over 
 (counted before a text is cut at its end); compared with real counters in tests/vllm/test_acceptance_without_server.py.
 """
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,6 +31,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ...checkpoints.json_file import read_object
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from .backbone import Backbone, Stream
@@ -312,7 +312,7 @@ def end_ids(backbone: Backbone) -> frozenset[int]:
     plan = backbone.skeleton.plan
     assert plan.source.folder is not None
     path = plan.source.folder / "generation_config.json"
-    holders = [plan.source.config, plan.view.text_config, json.loads(path.read_text()) if path.is_file() else {}]
+    holders = [plan.source.config, plan.view.text_config, read_object(path, path) if path.is_file() else {}]
     found: set[int] = set()
     for holder in holders:
         value = holder.get("eos_token_id")
