@@ -36,6 +36,11 @@ _SIZES = "config.json's sizes are another model's, or the tensor was cut: compar
 _COUNT = "Set it to the number of MTP layers on disk; 0 does not switch MTP off"
 
 REFUSALS = (
+    Refusal(
+        words=r"DefaultCPUAllocator|MemoryError",
+        cure="The dry load itself wanted this memory, which is no fault of the checkpoint: report it to keepmtp's "
+        "authors, and check with --static-only until then",
+    ),
     Refusal(words=r"ZeroDivisionError: .*\[vllm/config/speculative", where="{count}", cure=_COUNT),
     Refusal(
         words=r"AttributeError: '\w+' object has no attribute '(num_nextn_predict_layers|mtp_num_hidden_layers|"

@@ -131,7 +131,10 @@ def weights_only() -> Iterator[None]:
 
 
 class _CudaIsMeta(torch.overrides.TorchFunctionMode):
-    """Every device argument that names CUDA becomes the meta device; pinning memory does nothing."""
+    """Every device argument that names CUDA becomes the meta device, and so does pinned memory, which the GPU reads.
+
+    Pinning a tensor that is there does nothing.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -139,7 +142,7 @@ class _CudaIsMeta(torch.overrides.TorchFunctionMode):
         if device is not None and _is_cuda(device):
             kwargs = {**kwargs, "device": "meta"}
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
+            kwargs = {**kwargs, "pin_memory": False, "device": "meta"}
         if func is torch.Tensor.to and len(args) > 1 and not isinstance(args[1], int) and _is_cuda(args[1]):
             args = (args[0], "meta", *args[2:])
         elif func is torch.Tensor.cuda:

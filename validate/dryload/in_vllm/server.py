@@ -13,6 +13,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import selectors
 import signal
 import sys
@@ -20,6 +21,9 @@ import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
+
+# A load of 134,309 tensors takes less than 1 GiB; a weight that is really allocated takes far more than this.
+CHILD_MEMORY_BYTES = 8 << 30
 
 
 def main() -> None:
@@ -120,6 +124,7 @@ def _child(job: dict[str, Any], gpu: str, writer: int) -> None:
         from .stages import Job, StagedLoad
 
         gc.disable()  # a load makes millions of objects and almost no cycles
+        limit_memory(CHILD_MEMORY_BYTES)
         number = job.pop("id")
         account = StagedLoad(Job(**job), gpu=gpu).account()
         with os.fdopen(writer, "wb") as pipe:
@@ -130,6 +135,19 @@ def _child(job: dict[str, Any], gpu: str, writer: int) -> None:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let this process allocate `num_bytes` more; what wants more than that gets an error, and the machine goes on.
+
+    Memory that is allocated and not touched counts: a weight that escapes the meta device is found before it is filled.
+    """
+    with open("/proc/self/statm") as file:
+        data_pages = int(file.read().split()[5])
+    limit = data_pages * resource.getpagesize() + num_bytes
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def _finish(child: _Child, fd: int, answers: Any) -> None:

@@ -1,0 +1,57 @@
+"""Real releases in the dry load: what their sizes, keys and forms ask for, and tiny models of good manners do not show.
+
+Each config.json has the release's own keys; where they come from stands at its layout (tests/helpers/layouts).
+"""
+
+from pathlib import Path
+
+import pytest
+from checkpoint_files import Checkpoint, lose, write
+from good import released
+from keepmtp.validate.check.check import Checked
+from keepmtp.validate.dryload.check_on import check_on
+from keepmtp.validate.serving.vllm_env import find_vllm
+from releases import source_layout
+
+pytestmark = pytest.mark.vllm
+
+QWEN38 = "qwen3.8-flash-next"
+
+
+def at_full_size(model: str) -> Checkpoint:
+    config, tensors = source_layout(model, size="full")
+    return Checkpoint(config=config, tensors=dict(tensors))
+
+
+def without_a_part_of_the_table() -> Checkpoint:
+    checkpoint = released(QWEN38)
+    lose(r".*\.ngram_embedding\.shard_1\.weight")(checkpoint)
+    return checkpoint
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory) -> dict[str, Checked]:
+    """What is found on sm100; a vLLM takes 10 s to start, so one judges all."""
+    made = {"full-size table": at_full_size(QWEN38), "part of the table": without_a_part_of_the_table()}
+    place = tmp_path_factory.mktemp("releases")
+    folders: list[Path] = [write(place / name, checkpoint) for name, checkpoint in made.items()]
+    found = check_on([str(folder) for folder in folders], vllm=find_vllm(), gpus=["sm100"])
+    return dict(zip(made, found, strict=True))
+
+
+def errors(checked: Checked) -> list[str]:
+    return [str(finding) for finding in checked.data.findings if finding.severity == "error"]
+
+
+def test_a_table_of_95_gib_in_pinned_memory_takes_none_of_this_machines(judged):
+    """vLLM keeps Qwen3.8-Flash-Next's n-gram table in pinned CPU memory (common/ngram_embedding.py: cpu_offload)."""
+    checked = judged["full-size table"]
+    (load,) = checked.data.dry
+    assert errors(checked) == []
+    assert load.ok and load.target.num_written == load.target.num_params > 1000
+    assert load.peak_mib < 2048, "a weight was really allocated"
+
+
+def test_the_table_must_be_filled_all_the_same(judged):
+    """The twin: a part of the table is lost, and vLLM says nothing."""
+    assert any("ngram_embedding" in error and "in part only" in error for error in errors(judged["part of the table"]))
