@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import RecipeError
 from ..family import Family
 from ..family_view import FamilyView
+from ._drafted import is_drafted
 
 # For each model_type without an MTP draft: vLLM 0.32.0's answer to method=mtp (config/speculative.py).
 REFUSED: Mapping[str, str] = {
@@ -56,10 +57,15 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
         got = f"{model_type!r}, of which vLLM 0.32.0 says: {words.removesuffix('.')}"
         cure = "Serve the original release without method=mtp"
         raise RecipeError(f"{where}/config.json", "vLLM must have an MTP draft for the model", got=got, cure=cure)
+    got = f"{model_type!r} (architectures {config.get('architectures')})"
+    if _promises_mtp(config) and not is_drafted(config):
+        rule = "vLLM 0.32 has no MTP draft for this model, whatever its files hold"
+        cure = "Serve it without method=mtp; the architectures must be those of the original release"
+        raise RecipeError(f"{where}/config.json", rule, got=got, cure=cure)
     raise RecipeError(
         f"{where}/config.json",
         "model_type must be a family of keepmtp (`keepmtp ls families`)",
-        got=f"{model_type!r} (architectures {config.get('architectures')})",
+        got=got,
         cure=_way_to(str(model_type), config),
     )
 

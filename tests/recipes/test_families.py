@@ -5,9 +5,11 @@ question, or read in their source where they do not build on a CPU. They are spe
 tests/vllm/test_dry_names.py asks vLLM's own classes anew.
 """
 
+import ast
 import os
 import re
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 import releases
 from keepmtp.checkpoints.stored import SCALE_LEAVES
 from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.families import _drafted as drafted
 from keepmtp.recipes.families import families, find_family, find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.family_view import FamilyView
@@ -23,6 +26,18 @@ from tensors import ITEM_BYTES, Tensors, num_bytes
 
 MODELS = tuple(releases.MODELS)
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+# Tables found by model_type, of models whose draft vLLM finds by its architecture.
+WITH_A_TABLE_BY_ARCHITECTURE = {"bailing_hybrid_v3", "glm4_moe", "glm4_moe_lite", "glm_ocr", "mimo", "mimo_v2_flash"}
+# Compared with in the same function, for something else.
+NOT_MTP = {"MistralLarge3ForCausalLM", "deepseek_v41", "model_type", "quantization_config"}
+
+
+def vllm_sources() -> Iterable[Path]:
+    """vLLM's config/speculative.py, where vLLM is installed."""
+    python = os.environ.get("VLLM_PYTHON", str(Path(__file__).parent.parent.parent / ".venv-vllm" / "bin" / "python"))
+    return Path(python).parent.parent.glob("lib/python3*/site-packages/vllm/config/speculative.py")
 
 
 @cache
@@ -312,8 +327,10 @@ def test_stacked_and_single_experts_are_one_runtime_module():
     assert place("qwen3.5-397b", "mtp.layers.0.mlp.experts.17.down_proj.weight").shares == ""
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "glm4", "qwen3_5_vl_moe", ""])
-def test_an_unknown_architecture_says_what_would_have_to_be_written(model_type):
+@pytest.mark.parametrize(("model_type", "is_near"), [("mimo_v9", True), ("glm4_9", True), ("", False)])
+def test_an_unknown_family_says_what_would_have_to_be_written(model_type, is_near, monkeypatch):
+    # Names that vLLM has a draft for, and keepmtp no table.
+    monkeypatch.setattr(drafted, "MODEL_TYPES", {model_type})
     config = {"model_type": model_type, "architectures": ["NeverSeenForCausalLM"], "num_nextn_predict_layers": 1}
     with pytest.raises(RecipeError) as caught:
         find_family(config, "somewhere")
@@ -324,7 +341,33 @@ def test_an_unknown_architecture_says_what_would_have_to_be_written(model_type):
     nearest = re.search(r"Write recipes/families/(\S+)\.py(?: \(the nearest family is (\w+)\))?,", message)
     assert nearest and nearest[1] == (model_type or "<model_type>")
     assert nearest[2] is None or nearest[2] in families()
-    assert bool(nearest[2]) == bool(model_type)
+    assert bool(nearest[2]) == is_near
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3_1", "glm4v_moe", "whisper", ""])
+def test_a_model_that_vllm_has_no_draft_for_is_not_told_to_write_a_table(model_type):
+    with pytest.raises(RecipeError, match=r"vLLM 0.32 has no MTP draft for this model.*without method=mtp") as caught:
+        find_family({"model_type": model_type, "text_config": {"mtp_num_hidden_layers": 1}}, "x")
+    assert repr(model_type) in caught.value.got and "CONTRIBUTING" not in str(caught.value)
+
+
+def test_vllm_drafts_for_the_models_that_are_said_to_have_a_draft():
+    assert families().keys() <= drafted.MODEL_TYPES | drafted.ARCHITECTURES | WITH_A_TABLE_BY_ARCHITECTURE
+    for source in vllm_sources():  # where vLLM is installed: every name, and no other
+        override = next(
+            node
+            for node in ast.walk(ast.parse(source.read_text()))
+            if isinstance(node, ast.FunctionDef) and node.name == "hf_config_override"
+        )
+        compared = {
+            name.value
+            for node in ast.walk(override)
+            if isinstance(node, ast.Compare)
+            for name in ast.walk(node)
+            if isinstance(name, ast.Constant) and isinstance(name.value, str)
+        }
+        named = {name for name in compared if not name.endswith(("_mtp", "MTPModel"))} | {"minimax_m3_mtp"}
+        assert named - NOT_MTP == drafted.MODEL_TYPES | drafted.ARCHITECTURES
 
 
 @pytest.mark.parametrize(
@@ -342,22 +385,9 @@ def test_a_model_without_mtp_draft_is_refused_in_vllm_s_own_words():
     assert message.startswith("somewhere/config.json: ")
     assert "DeepSeek V4.1 has no classic-MTP draft" in message
     assert "Use speculative method 'dspark' instead of 'mtp'" in message
-    python = os.environ.get("VLLM_PYTHON", str(Path(__file__).parent.parent.parent / ".venv-vllm" / "bin" / "python"))
-    found = Path(python).parent.parent.glob("lib/python3*/site-packages/vllm/config/speculative.py")
-    for source in found:  # where vLLM is installed: word by word
+    for source in vllm_sources():  # where vLLM is installed: word by word
         strings = re.findall(r'"([^"]*)"', source.read_text())
         assert message.partition("says: ")[2].partition(". Serve ")[0] in "".join(strings)
-
-
-def test_the_nearest_family_is_near():
-    def cure(model_type: str) -> str:
-        with pytest.raises(RecipeError) as caught:
-            find_family({"model_type": model_type, "text_config": {"mtp_num_hidden_layers": 1}}, "x")
-        return caught.value.cure
-
-    assert "the nearest family is deepseek_v3)" in cure("deepseek_v3_1")
-    assert "the nearest family is glm4_moe)" in cure("glm4v_moe")
-    assert "nearest" not in cure("whisper")
 
 
 # MiMo has no class in transformers; DeepSeek-V4's restores the published names only for weights that it has loaded.

@@ -18,8 +18,10 @@ from ...recipes.families import find_view
 from ..dryload.facts import LoadAccount
 from ..report.results import CheckData
 from . import rules_config, rules_forms, rules_mtp, rules_source
+from .dialects.choose import quantization_of
+from .dialects.methods import unloadable
 from .dialects.patterns import time_limit
-from .findings import CheckpointFacts, Finding, Objection, errors_first, grouped
+from .findings import CheckpointFacts, Finding, Objection, errors_first, grouped, objection
 from .runtime_view import RuntimeView
 
 Rule = Callable[[RuntimeView], Iterator[Objection]]
@@ -82,6 +84,10 @@ def check_source(opened: Source, *, source: Source | None = None) -> CheckData:
 
 
 def _found(opened: Source, source: Source | None) -> Checked:
+    if refused := unloadable(opened.config, quantization_of(opened.config)):
+        # Without a source nothing is loaded: every further finding would follow from this one.
+        finding = objection(severity="error", rule="method", **refused._asdict()).finding
+        return Checked(CheckData(path=opened.where, facts=CheckpointFacts(), findings=(finding,)), None, None)
     try:
         view = find_view(opened.config, opened.where)
         for number in (view.num_layers, view.num_mtp_layers):

@@ -107,7 +107,7 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
                 where=where,
                 says=f"is {second.name}, config.json's quantization_config is {first.name}: vLLM reads config.json, "
                 "other engines may read this one",
-                cure=f"Remove {HF_QUANT_CONFIG}",
+                cure="Leave it if its maker wrote both; remove it if it is from another checkpoint",
             )
         return
     if first.algorithm != second.algorithm:

@@ -138,7 +138,7 @@ def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
             where=name,
             says="vLLM builds the draft's head as NVFP4, for which the checkpoint has no scales: RuntimeError 'NVFP4 "
             "weight_scale for layer ... was never loaded (still NaN)', or a shape mismatch",
-            cure=f"Exclude {name}; an entry for {disk} does not reach it",
+            cure=f"Exclude {name}" + ("" if disk == name else f"; an entry for {disk} does not reach it"),
             cause="draft head",
         )
 

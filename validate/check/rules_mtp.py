@@ -288,7 +288,7 @@ def other_dialects_exclude_mtp(runtime: RuntimeView) -> Iterator[Objection]:
         severity="warning",
         where="config.json: quantization_config",
         says=f"is {dialect.name}, whose matching keepmtp does not reproduce: stored forms are not judged against it",
-        cure="Use `keepmtp check` without --static-only: the dry load asks vLLM itself",
+        cure="Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself",
     )
     plain = [module for module in runtime.modules if _is_plain_mtp_matrix(module)]
     if plain and not any(dialect.covers(entry, module.name) for module in plain for entry in dialect.entries):

@@ -6,7 +6,7 @@ import time
 import pytest
 import releases
 from broken import BROKEN, GOOD, Case
-from checkpoint_files import as_source, write
+from checkpoint_files import as_source, ignoring, write
 from good import gptq, ours, planned, released
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
@@ -115,6 +115,24 @@ def test_the_mtp_block_is_compared_with_the_source(change, where, says, tmp_path
 def test_a_dialect_that_is_not_reproduced_is_said_to_be(tmp_path):
     report = check(write(tmp_path / "checkpoint", gptq()))
     assert [(f.rule, f.severity) for f in report.findings] == [("dialect", "warning")]
+
+
+def test_a_cure_says_nothing_of_a_name_that_is_the_same(tmp_path):
+    checkpoint = GOOD["qwen vl modelopt"]()
+    ignoring("language_model.lm_head", without=r"lm_head")(checkpoint)
+    (finding,) = [f for f in check(write(tmp_path / "one", checkpoint)).findings if f.rule == "draft-head"]
+    assert finding.cure == "Exclude lm_head"
+    other = next(case for case in BROKEN if case.name == "F38 placeholder head quantized").build()
+    (finding,) = [f for f in check(write(tmp_path / "two", other)).findings if f.rule == "draft-head"]
+    assert finding.cure.endswith("an entry for model.layers.3.shared_head.head does not reach it")
+
+
+def test_two_files_of_one_maker_need_not_be_removed(tmp_path):
+    checkpoint = GOOD["glm fp8"]()
+    checkpoint.json_files["hf_quant_config.json"] = {"quantization": {"quant_algo": "FP8", "exclude_modules": []}}
+    (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
+    assert (finding.rule, finding.severity) == ("two-configs", "warning")
+    assert finding.cure.startswith("Leave it if its maker wrote both")
 
 
 def test_one_cause_is_one_finding(tmp_path):

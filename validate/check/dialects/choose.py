@@ -17,6 +17,7 @@ from ..vllm_module import PLAIN, ConfigEntry, Dialect, Kind, Resolution, Unknown
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
 from .matching import Renamer, renamer
+from .methods import method_of
 from .modelopt import read_modelopt
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -65,7 +66,7 @@ def _read(
     raw: Mapping[str, Any], config: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer
 ) -> Dialect:
     """The dialect of a quantization config, whose file the caller knows."""
-    method = str(raw.get("quant_method", "")).lower()
+    method = method_of(raw)
     if method == "compressed-tensors":
         return read_compressed_tensors(raw, rename)
     if method.startswith("modelopt") or method == "mxfp8":
