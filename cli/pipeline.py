@@ -7,7 +7,8 @@
     calibrate    quantize/calibrate/backbone.py   statistics, one decoder layer at a time
     MTP pass     quantize/calibrate/mtp_pass.py   the MTP block on the backbone's hidden states, and its acceptance
     write        quantize/writer.py               packed shards in <out>.partial
-    check        validate/check/check.py          the static check; a folder that passes it gets its final name
+    check        validate/check/check.py          the static check
+    values       cli/own_values.py                scales and the MTP block, read; then the folder gets its final name
 
 In: what a command line says. Out: a checkpoint under its final name, or a refusal before a byte is written.
 
@@ -30,9 +31,10 @@ from ..quantize.room import calibration_folder
 from ..recipes.errors import GateError, RecipeError
 from ..recipes.find import find_recipe
 from ..recipes.schema import AUTO, Recipe
-from ..validate.check.check import check
+from ..validate.check.check import examine
 from ..validate.report.results import CheckData
 from .checkpoint_as_model import ModelWord, model_word, recipe_of_checkpoint
+from .own_values import refuse_broken_values
 from .progress import SILENT, RunProgress
 from .refusals import needs_calibration, refuse
 
@@ -48,7 +50,7 @@ class FinishedRun:
     Attributes:
         plan: what was written. Its MTP policy is the one that `mtp: auto` chose.
         out: the checkpoint's folder.
-        report: the report of its static check.
+        report: what its check found.
         calibration: what the batches gave; None for a run without batches, or one that was there.
         was_there: an earlier run had finished it.
     """
@@ -135,16 +137,16 @@ def quantize(
         plan: from `plan_for`. The plan of a Hub repository is made again when its files are here.
         recipe_text: is written into the checkpoint.
         out: the output folder; one that an earlier run with this plan has finished is kept. It is called
-            `<out>.partial` until it is whole and has passed the static check. Until then, `<out>.calibration` holds
-            what calibration wrote.
+            `<out>.partial` until it is whole and has passed its check, of headers and of values. Until then,
+            `<out>.calibration` holds what calibration wrote.
         threads: how many shards are written at the same time; default one a core.
         keep_calibration: keep `<out>.calibration`, for another run with another MTP policy.
         progress: who is called while the run goes on.
 
     Raises:
         RecipeError, CheckpointError: before a byte is written.
-        GateError: no MTP policy of `mtp: auto` is good enough; or the written checkpoint does not pass its own static
-            check, and keeps its partial name.
+        GateError: no MTP policy of `mtp: auto` is good enough; or the written checkpoint does not pass its own check,
+            of headers and of values, and keeps its partial name.
     """
     from ..quantize.calibrate.ranks import joined  # imports torch, so only when there is work for it
 
@@ -157,7 +159,7 @@ def quantize(
         plan = run.plan if run else plan
         with _claimed(plan, out, run, ranks) as partial:
             _write(plan, partial, recipe_text, run, ranks, threads=threads or _num_cores(), progress=progress)
-            report = _checked(partial, plan.source)
+            report = _checked(partial, plan, reads=ranks.is_first, progress=progress)
             ranks.wait()
             if ranks.is_first:
                 publish(partial, out, keep_calibration=keep_calibration)
@@ -187,7 +189,7 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
     if plan.recipe.mtp == AUTO:
         chosen = read_record(out / RECORD).recipe.whole["mtp"]
         plan = make_plan(plan.recipe.resolved(chosen), plan.source, trust_remote_code=plan.trust_remote_code)
-    return FinishedRun(plan=plan, out=out, report=_checked(out, plan.source), was_there=True)
+    return FinishedRun(plan=plan, out=out, report=_checked(out, plan), was_there=True)
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
@@ -255,13 +257,17 @@ def _packing_bar(
     return progress.packing(sum(plan.entries[name].num_bytes for tensor in written for name in tensor.inputs))
 
 
-def _checked(partial: Path, source: Source) -> CheckData:
-    report = check(partial, source=source)
-    if not report.ok:
-        first = report.findings[0]
+def _checked(folder: Path, plan: Plan, *, reads: bool = False, progress: RunProgress = SILENT) -> CheckData:
+    """The static check, and that of the values where this process reads them."""
+    checked = examine(folder, source=plan.source)
+    if not checked.data.ok:
+        first = checked.data.findings[0]
         rule = "the written checkpoint must pass its own check"
-        raise GateError(partial, rule, got=f"{first.where} {first.says}", cure=first.cure)
-    return report
+        raise GateError(folder, rule, got=f"{first.where} {first.says}", cure=first.cure)
+    if not reads:
+        return checked.data
+    findings = refuse_broken_values(plan, folder, checked, reading=progress.values)
+    return checked.data.model_copy(update={"findings": findings})
 
 
 def _num_cores() -> int:

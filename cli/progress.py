@@ -55,11 +55,13 @@ class RunProgress:
     Attributes:
         calibration: called after each step.
         packing: called with the number of source bytes when packing begins.
+        values: called with the number of bytes of the output whose values are read, before it gets its name.
         download: the bars of the Hub's client; None for its own.
     """
 
     calibration: "Callable[[CalibrationStep], None] | None" = None
     packing: BytesBar | None = None
+    values: BytesBar | None = None
     download: "type[HubBar] | None" = None
 
 
@@ -223,7 +225,8 @@ def _bars(console: Console) -> Iterator[RunProgress]:
         return bytes_bar(console, "packing")(total_bytes)
 
     try:
-        yield RunProgress(calibration=show, packing=packing, download=download_lines(console))
+        values = bytes_bar(console, "reading values")
+        yield RunProgress(calibration=show, packing=packing, values=values, download=download_lines(console))
     finally:
         stop()
 

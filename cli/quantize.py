@@ -44,8 +44,9 @@ def quantize(
 ) -> None:
     """Quantize a checkpoint and keep its MTP block, as the model's recipe says.
 
-    The output gets its name only when it is whole and has passed the static check. To resume a killed run, repeat the
-    command; the result has the same bytes.
+    The output gets its name only when it is whole and has passed the static check and a check of its values: every
+    scale, every weight that is not packed, and the whole MTP block. To resume a killed run, repeat the command; the
+    result has the same bytes.
 
     A recipe with a calibration block (`keepmtp ls models`: batches needed) is calibrated first, one decoder layer at a
     time, so that neither GPU nor memory has to hold the model. Then the MTP block is calibrated, and its acceptance is

@@ -15,13 +15,15 @@ from typing import Literal, NamedTuple
 import torch
 
 from ...checkpoints.safetensors_file import Entry, fill
-from ...checkpoints.stored import KV_SCALE_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
+from ...checkpoints.stored import FLOATS, KV_SCALE_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ...recipes.family import HFName
+from ...recipes.family_view import Place
 from ..check.runtime_view import RuntimeView
 from .summary import Summary, Summing, bits_of, summary
 
-Level = Literal["scalars", "scales", "all"]
-"""What is read: scales of one value; every scale, every norm and the small tensors of the MTP block; every byte."""
+Level = Literal["scalars", "scales", "unpacked", "all"]
+"""What is read: scales of one value; every scale, every norm and the small tensors of the MTP block; every byte but
+those of the backbone's packed weights; every byte."""
 
 BytesRead = Callable[[int], None]
 
@@ -126,14 +128,25 @@ def _wants(runtime: RuntimeView, entry: Entry, level: Level) -> bool:
     if level == "all":
         return True
     if is_scale(entry.name):
-        return level == "scales" or not entry.shape or entry.shape in ((1,), (1, 1))
+        return level != "scalars" or not entry.shape or entry.shape in ((1,), (1, 1))
+    if level == "unpacked":
+        return entry.dtype in FLOATS or _is_of_the_mtp_block(runtime, entry)
     return level == "scales" and _is_small(runtime, entry)
+
+
+def _is_of_the_mtp_block(runtime: RuntimeView, entry: Entry) -> bool:
+    place = _place(runtime, entry)
+    return place is not None and place.part == "mtp"
 
 
 def _is_small(runtime: RuntimeView, entry: Entry) -> bool:
     """A vector, or a matrix of the MTP block that is not packed and no expert's."""
     if len(entry.shape) <= 1:
         return True
-    module, _, leaf = entry.name.rpartition(".")
-    place = runtime.placed.get(HFName(module if leaf in WEIGHT_LEAVES else entry.name))
+    place = _place(runtime, entry)
     return place is not None and place.part == "mtp" and place.role not in ("experts", "embedding", "head")
+
+
+def _place(runtime: RuntimeView, entry: Entry) -> Place | None:
+    module, _, leaf = entry.name.rpartition(".")
+    return runtime.placed.get(HFName(module if leaf in WEIGHT_LEAVES else entry.name))
