@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
@@ -90,16 +91,14 @@ class Plan:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """The output files, filled in order up to `shard_bytes`; a unit is never split."""
-        groups: list[list[Unit]] = [[]]
-        filled = 0
-        for unit in self.units:
-            size = sum(output.num_bytes for tensor in unit for output in tensor.outputs)
-            if groups[-1] and filled + size > self.shard_bytes:
-                groups.append([])
-                filled = 0
-            groups[-1].append(unit)
-            filled += size
+        """The output files, filled in order up to `shard_bytes`; a unit is never split.
+
+        The MTP block has files of its own, the last ones, so that a loader of the draft can leave out the backbone's:
+        vLLM 0.32.0 by `is_unused_checkpoint_weight` of its draft class, and sglang #35395 by the index. Embedding and
+        head, which target and draft share, stay in the first files.
+        """
+        parts = groupby(self.units, key=lambda unit: unit[0].part)
+        groups = [group for _, units in parts for group in filled(units, self.shard_bytes)]
         return tuple(_shard(units, number, len(groups)) for number, units in enumerate(groups, start=1))
 
     @property
@@ -313,6 +312,20 @@ def _can_be_rescaled(tensor: TensorPlan) -> bool:
 
 
 # --- orders -----------------------------------------------------------------------------------------------------------
+
+
+def filled(units: Iterable[Unit], most_bytes: int) -> list[list[Unit]]:
+    """The units of each file, in order."""
+    groups: list[list[Unit]] = []
+    filled = 0
+    for unit in units:
+        size = sum(output.num_bytes for tensor in unit for output in tensor.outputs)
+        if not groups or filled + size > most_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(unit)
+        filled += size
+    return groups
 
 
 def _shard(units: list[Unit], number: int, count: int) -> Shard:

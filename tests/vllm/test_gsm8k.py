@@ -144,7 +144,7 @@ def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, f
     score = next(one for one in found["evaluation"]["checkpoint"]["scores"] if one["filter"] == "flexible-extract")
     assert f"{100 * score['value']:.2f} %" in card.read_text() and "**pass**" in card.read_text()
     ready = keepmtp("publish", str(made), "--repo", "org/glm", "--dry-run", "--json", HF_HUB_OFFLINE="1")
-    assert ready.returncode == 0 and "model-00001-of-00001.safetensors" in ready.stdout, ready.stderr
+    assert ready.returncode == 0 and "model-00002-of-00002.safetensors" in ready.stdout, ready.stderr
 
 
 def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
