@@ -51,6 +51,10 @@ def _either(one: _Kind, other: _Kind) -> _Kind:
 _OBJECT = _Kind(words="an object", fits=lambda value: isinstance(value, dict))
 _TEXT = _Kind(words="a short text", fits=lambda value: isinstance(value, str) and len(value) <= _MAX_TEXT)
 _TEXTS = _list_of(_TEXT, "a list of short texts")
+_LAYERS = _Kind(
+    words=f"a list of at most {_MAX_LAYERS} short texts",
+    fits=lambda value: _TEXTS.fits(value) and len(value) <= _MAX_LAYERS,
+)
 _EXPERTS = _whole(_MAX_EXPERTS)
 _KINDS = {
     _TEXT_CONFIG: _OBJECT,
@@ -114,7 +118,7 @@ def _kinds() -> Mapping[str, _Kind]:
         for key in family.mtp_count_keys:
             found |= {key.partition(".")[0]: _OBJECT} if "." in key else {}
             found[key] = _whole(_MAX_MTP_LAYERS)
-        found |= dict.fromkeys(family.mtp_parts_keys, _either(_TEXT, _TEXTS))
+        found |= dict.fromkeys((*family.mtp_parts_keys, *family.layer_list_keys), _either(_TEXT, _LAYERS))
         if family.draft and family.draft.streams:
             found[family.draft.streams] = _whole(_MAX_LAYERS)
         if family.num_layers_key:

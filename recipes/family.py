@@ -226,6 +226,7 @@ class Family:
         mtp_block: modules that only an MTP layer has, or that differ there.
         mtp_lacks: paths of `block` that an MTP layer does not have.
         num_layers_key: the config key that counts the decoder layers; "" where the checkpoint is only a draft.
+        layer_list_keys: config keys whose list has one entry for each decoder layer, where no key counts them.
         layers_at_runtime: decoder layers in vLLM for one on disk; the number of an MTP layer depends on it.
         mtp_count_keys: config keys that promise MTP layers. The first one found counts, at top level or in text_config;
             a dot goes one level down.
@@ -253,6 +254,7 @@ class Family:
     mtp_block: tuple[Row, ...] = ()
     mtp_lacks: tuple[str, ...] = ()
     num_layers_key: str = "num_hidden_layers"
+    layer_list_keys: tuple[str, ...] = ()
     layers_at_runtime: int = 1
     mtp_count_keys: tuple[str, ...] = ("num_nextn_predict_layers",)
     mtp_count_default: int = 0

@@ -73,11 +73,20 @@ class FamilyView:
         Raises:
             CheckpointError: config.json does not say it.
         """
-        key = self.family.num_layers_key
-        if key and self.text_config.get(key) is None:
-            cure = "Take config.json from the original release"
-            raise CheckpointError("config.json", f"{key} must be given", got="nothing", cure=cure)
-        return int(self.text_config[key]) if key else 0
+        key, lists = self.family.num_layers_key, self.family.layer_list_keys
+        if not key:
+            return 0
+        if (count := self.text_config.get(key)) is not None:
+            return int(count)
+        if layers := next(filter(None, map(self.text_config.get, lists)), None):
+            return len(layers)
+        raise CheckpointError(
+            "config.json",
+            f"{' or '.join((key, *lists))} must say how many decoder layers there are",
+            got="nothing" if not lists else "none of them",
+            cure=f"Take the key from the original release; if that lacks it too, keepmtp's table for "
+            f"{self.family.model_type} does not know this release",
+        )
 
     @cached_property
     def num_mtp_layers(self) -> int:

@@ -52,6 +52,7 @@ FAMILY = Family(
         *kept("glue", LATENT, "mixer.fc1_latent_proj", "mixer.fc2_latent_proj", loads_quantized=True),
         *kept("router", ROUTER, "mixer.gate"),
     ),
+    layer_list_keys=("layers_block_type", "hybrid_override_pattern"),
     mtp_parts_keys=("mtp_hybrid_override_pattern", "mtp_layers_block_type"),
     one_mixer=True,
     loader=Loader(unknown_name="", takes_kv_scales=True, missing_count="NotImplementedError"),

@@ -11,6 +11,7 @@ from good import released
 from keepmtp.validate.check.check import Checked
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.serving.vllm_env import find_vllm
+from real_releases import nemotron_ultra
 from releases import source_layout
 
 pytestmark = pytest.mark.vllm
@@ -32,7 +33,11 @@ def without_a_part_of_the_table() -> Checkpoint:
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory) -> dict[str, Checked]:
     """What is found on sm100; a vLLM takes 10 s to start, so one judges all."""
-    made = {"full-size table": at_full_size(QWEN38), "part of the table": without_a_part_of_the_table()}
+    made = {
+        "full-size table": at_full_size(QWEN38),
+        "part of the table": without_a_part_of_the_table(),
+        "layers by kind": nemotron_ultra(),
+    }
     place = tmp_path_factory.mktemp("releases")
     folders: list[Path] = [write(place / name, checkpoint) for name, checkpoint in made.items()]
     found = check_on([str(folder) for folder in folders], vllm=find_vllm(), gpus=["sm100"])
@@ -55,3 +60,10 @@ def test_a_table_of_95_gib_in_pinned_memory_takes_none_of_this_machines(judged):
 def test_the_table_must_be_filled_all_the_same(judged):
     """The twin: a part of the table is lost, and vLLM says nothing."""
     assert any("ngram_embedding" in error and "in part only" in error for error in errors(judged["part of the table"]))
+
+
+def test_layers_that_only_a_list_counts_are_loaded(judged):
+    """Nemotron-3-Ultra has layers_block_type in place of num_hidden_layers."""
+    checked = judged["layers by kind"]
+    assert errors(checked) == []
+    assert checked.data.dry[0].ok and checked.runtime.view.num_layers == 4

@@ -95,6 +95,8 @@ def _found(opened: Source, source: Source | None) -> Checked:
                 raise ValueError(number)
     except RecipeError as error:
         return Checked(_refused(opened.where, "family", error), opened, None)
+    except CheckpointError as error:
+        return Checked(_refused(opened.where, "config", error), opened, None)
     except (KeyError, TypeError, ValueError) as error:
         refusal = CheckpointError(
             f"{opened.where}/config.json",
