@@ -3,7 +3,8 @@
 In: a folder and names. Out: a `FileStamp` for each, and a refusal if one is another later.
 
 Easy to get wrong: size and time of change can be given to another file, by `cp -p` or `touch -r`. The inode shows that
-a file took the place of another; the time of the inode's own change, which nobody sets, that it was written over.
+a file took the place of another; the time of the inode's own change, which nobody sets, that it was written over. A
+hard link more or less changes that time as well.
 """
 
 import os
@@ -43,18 +44,25 @@ def states_of(folder: Path, names: Iterable[str]) -> dict[str, FileStamp]:
     return {name: state for name, state in states.items() if state is not None}
 
 
-def changed_since(folder: Path, states: Mapping[str, FileStamp]) -> list[str]:
-    """Names of files that are not as they were."""
-    return [name for name, state in states.items() if state_of(folder / name) != state]
+def changed_since(folder: Path, states: Mapping[str, FileStamp], *, is_linked: bool = False) -> list[str]:
+    """Names of files that are not as they were; `is_linked` where this run has given them further names."""
+    passed_over = {"ctime_ns"} if is_linked else set()
+    return [
+        name for name, state in states.items() if _but(state_of(folder / name), passed_over) != _but(state, passed_over)
+    ]
 
 
-def refuse_changed(folder: Path, states: Mapping[str, FileStamp], *, cure: str) -> None:
+def _but(state: FileStamp | None, passed_over: set[str]) -> object:
+    return state and state.model_dump(exclude=passed_over)
+
+
+def refuse_changed(folder: Path, states: Mapping[str, FileStamp], *, cure: str, is_linked: bool = False) -> None:
     """Refuse a checkpoint that was written to since it was opened.
 
     Raises:
         CheckpointError: names the files.
     """
-    if changed := changed_since(folder, states):
+    if changed := changed_since(folder, states, is_linked=is_linked):
         raise CheckpointError(
             folder,
             "the source must not change during a run",

@@ -55,7 +55,7 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
         RecipeError: there is something, it is inside the source, its disk is too small or cannot be written, or its
             unfinished part is another run's.
     """
-    _refuse_place(plan, out)
+    refuse_place(plan.source, out)
     refuse_full_disk(plan, out, with_calibration=calibration is None)
     if plan.source.folder is not None and calibration is not None:
         _refuse_another_plan(partial_path(out), fingerprint(plan, calibration))
@@ -74,7 +74,7 @@ def claim(plan: Plan, out: Path, *, calibration: str = "") -> Iterator[Path]:
     partial = partial_path(out)
     with held(partial, _ONE_RUN):
         try:
-            _refuse_place(plan, out)  # another run may have finished since this one looked
+            refuse_place(plan.source, out)  # another run may have finished since this one looked
             wanted = fingerprint(plan, calibration)
             _refuse_another_plan(partial, wanted, is_ours=True)
         except RecipeError:
@@ -174,14 +174,14 @@ def is_empty(out: Path) -> bool:
     return out.is_dir() and not (out.is_symlink() or out.is_mount() or any(out.iterdir()))
 
 
-def _refuse_place(plan: Plan, out: Path) -> None:
-    """Refuse a path that cannot become this output, whatever the disk has room for."""
+def refuse_place(source: Source, out: Path) -> None:
+    """Refuse a path that cannot become an output made from `source`, whatever the disk has room for."""
     if got := _found_at(out):
         rule, cure = "an existing output is never overwritten", "Choose another OUT, or remove it"
         if got == _MOUNT:
             rule, cure = "an output gets its name when it is whole", "Choose a folder inside it"
         raise RecipeError(out, rule, got=got, cure=cure)
-    folder = plan.source.folder
+    folder = source.folder
     if folder is not None and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):
         raise RecipeError(
             out, "the output must lie outside the source", got=f"a folder in {folder}", cure="Choose another OUT"

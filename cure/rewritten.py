@@ -1,0 +1,290 @@
+"""A new folder from a finished checkpoint: whole or not there, and the old one stays as it is.
+
+In: a `Rewrite`: the opened checkpoint, small files with their new bytes, names to leave out, and a function that writes
+new shards. Out: OUT, a checkpoint of its own. What did not change is a hard link, so it takes no room and no time; a
+copy where the file system cannot link. Of a Hub repository that is not here, OUT has the changed files alone.
+
+Every regular file of the old folder is kept, its own Python too: it is a person's own copy on his own disk, nothing in
+it is run, and `publish` asks again what may travel. keepmtp.json and recipe.yaml are left out: they say how the old
+folder was made, and the new one was not made so. Hidden files are left out as well.
+
+Easy to get wrong: a hard link is a second name of the same file. Who writes into a file of OUT writes into the old
+checkpoint. So new shards are written first, while the folder has no links; a file that is changed is made anew under
+OUT.partial and never opened where it was; and the old folder is compared again at the end.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkpoints.companions import INDEX, inside
+from ..checkpoints.files import WORK, complete, held, naming_file, partial_path, sync, two_sizes, write_whole
+from ..checkpoints.json_file import read_object
+from ..checkpoints.record import RECIPE, RECORD
+from ..checkpoints.safetensors_file import Entry, read_header
+from ..checkpoints.source import Source, small_file
+from ..checkpoints.unchanged import refuse_changed
+from ..quantize.output import refuse_place
+from ..recipes.errors import CheckpointError, RecipeError
+
+_STAMP = "cure.json"
+# What a file system says that cannot make this link: another disk, links that are not allowed or too many.
+_NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
+_CHANGED = "Run the same command again: it reads the checkpoint anew"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewrite:
+    """What the new folder has that the old one has not.
+
+    Attributes:
+        source: the finished checkpoint.
+        made_by: the command in words: two commands never share what a killed one has left.
+        files: small files by name, new or changed. The index is made here, unless it is among them.
+        left_out: names of files that the new folder does not get.
+        indexed: safetensors files that the old index does not list and the new one does.
+        write_shards: writes shards into the folder that it gets and returns their names; one with an old shard's name
+            takes its place. What it keeps in the folder's `.keepmtp` is still there when a killed command runs again.
+        num_shard_bytes: how much it will write.
+    """
+
+    source: Source
+    made_by: str
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
+    indexed: frozenset[str] = frozenset()
+    write_shards: Callable[[Path], Sequence[str]] = lambda folder: ()
+    num_shard_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewritten:
+    """What was written.
+
+    Attributes:
+        folder: the new checkpoint.
+        new: names of files that the old folder has not, or has with other bytes.
+        linked: names of files that are one file with the old folder's.
+        copied: names of files that could not be linked.
+        copied_bytes: their size.
+    """
+
+    folder: Path
+    new: tuple[str, ...]
+    linked: tuple[str, ...]
+    copied: tuple[str, ...]
+    copied_bytes: int
+
+    @property
+    def sentence(self) -> str:
+        """What was written, for people."""
+        parts = [f"{len(self.new)} new", f"{len(self.linked)} linked"]
+        if self.copied:
+            size, _ = two_sizes(self.copied_bytes, 0)
+            parts.append(f"{len(self.copied)} copied, {size}: this disk has no links to them")
+        return f"{self.folder}: files: {', '.join(parts)}"
+
+
+def rewrite(wanted: Rewrite, out: Path) -> Rewritten:
+    """Write the new folder; a killed run's is begun again, and gets the same bytes.
+
+    Args:
+        wanted: what is written.
+        out: where; nothing may be there.
+
+    Raises:
+        RecipeError: something is there, the disk is too small, or another run is at work.
+        CheckpointError: a link that leaves the old folder, one tensor in two files, or the old folder changed.
+    """
+    stamp = _stamp_of(wanted)
+    if _stamp_in(out) == stamp:  # a run was killed when all but tidying was done
+        return _tidied(out)
+    refuse_place(wanted.source, out)
+    _refuse_full_disk(wanted, out)
+    partial = partial_path(out)
+    with held(partial, "only one run may write an output"):
+        refuse_place(wanted.source, out)  # another run may have finished since this one looked
+        _begin(partial, stamp)
+        written = _fill(wanted, partial)
+        write_whole(partial / WORK / _STAMP, json.dumps({"command": stamp, "written": written}))
+        complete(out)
+        return _tidied(out)
+
+
+def new_index(
+    source: Source,
+    *,
+    left_out: frozenset[str] = frozenset(),
+    indexed: frozenset[str] = frozenset(),
+    added: Sequence[Entry] = (),
+) -> bytes | None:
+    """The index of the new folder; None if the old one, or none, says all.
+
+    Args:
+        source: the old checkpoint.
+        left_out, indexed: as in `Rewrite`.
+        added: the tensors of new shards; a new shard with an old one's name takes its place.
+
+    Raises:
+        CheckpointError: a tensor would be in two files that the index lists.
+    """
+    gone = left_out | {entry.file for entry in added}
+    kept = [entry for entry in source.entries.values() if entry.file not in gone]
+    kept += [entry for entry in source.unindexed.values() if entry.file in indexed and entry.file not in gone]
+    weight_map: dict[str, str] = {}
+    for entry in (*kept, *added):
+        if entry.name in weight_map:
+            rule, cure = f"{entry.name} must be in one file only", "Leave out one of the two"
+            raise CheckpointError(f"{source.where}/{entry.file}", rule, got=f"also {weight_map[entry.name]}", cure=cure)
+        weight_map[entry.name] = entry.file
+    path = small_file(source, INDEX)
+    if path is None and len(set(weight_map.values())) == 1:
+        return None
+    old = {} if path is None else read_object(path, f"{source.where}/{INDEX}")
+    found = old.get("metadata")
+    metadata = {
+        **(found if isinstance(found, dict) else {}),
+        "total_size": sum(entry.num_bytes for entry in (*kept, *added)),
+    }
+    if old.get("weight_map") == weight_map and old.get("metadata") == metadata:
+        return None
+    index = {**old, "metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def kept_files(source: Source) -> tuple[str, ...]:
+    """Names of the old folder's files that a new one gets, sorted; see the top of this file.
+
+    Raises:
+        CheckpointError: one that is no shard is a link out of the folder, or to nowhere.
+    """
+    if source.folder is None:
+        return ()
+    names = sorted(name for name in _files_in(source.folder) if name not in (RECORD, RECIPE))
+    for name in names:
+        if not name.endswith(".safetensors"):  # a shard's header was read: it is a checkpoint's, wherever it is
+            inside(source.folder, name)
+    return tuple(names)
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    """All files that are not hidden; folders that are links are passed over."""
+    for root, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in names:
+            if not name.startswith(".") and not name.endswith(".partial"):
+                yield str(Path(root, name).relative_to(folder))
+
+
+def _begin(partial: Path, stamp: str) -> None:
+    """Clear a folder that this run holds; what the same command kept for itself stays."""
+    found = _stamp_in(partial)
+    if found is None and any(path.name != WORK for path in partial.iterdir()):
+        rule, cure = "an unfinished output can only be written by the command that began it", "Remove it"
+        raise RecipeError(partial, rule, got="files of another command", cure=f"{cure}, or choose another OUT")
+    for path in partial.iterdir():
+        if path.name != WORK or found not in (stamp, None):
+            _remove(path)
+    write_whole(partial / WORK / _STAMP, json.dumps({"command": stamp}))
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _fill(wanted: Rewrite, partial: Path) -> dict[str, list[str]]:
+    """Write new shards, then new small files and the index, then link everything else; the names of each."""
+    source = wanted.source
+    with naming_file(partial):
+        shards = tuple(wanted.write_shards(partial))
+        files = dict(wanted.files)
+        if INDEX not in files and (index := _index_with(wanted, partial, shards)) is not None:
+            files[INDEX] = index
+        for name, data in files.items():
+            _write(partial / name, data)
+        names = _linked_names(wanted, {*files, *shards})
+        linked = [name for name in names if _is_linked(source, name, partial / name)]
+        if source.folder is not None:
+            refuse_changed(source.folder, source.states, cure=_CHANGED, is_linked=True)
+        for root, _, _ in os.walk(partial):
+            sync(Path(root))
+    return {"new": sorted({*files, *shards}), "linked": linked, "copied": sorted({*names} - {*linked})}
+
+
+def _tidied(out: Path) -> Rewritten:
+    """What was written, once the folder has its name; what only an unfinished one needs is removed."""
+    written = json.loads((out / WORK / _STAMP).read_text())["written"]
+    for path in (out / WORK).iterdir():
+        if path.name != _STAMP:  # it is last: a run that is killed here goes on
+            _remove(path)
+    shutil.rmtree(out / WORK)
+    size = sum((out / name).stat().st_size for name in written["copied"])
+    return Rewritten(folder=out, copied_bytes=size, **{key: tuple(names) for key, names in written.items()})
+
+
+def _index_with(wanted: Rewrite, partial: Path, shards: Sequence[str]) -> bytes | None:
+    headers = [read_header(partial / name, f"{partial}/{name}").entries.values() for name in shards]
+    added = [entry for entries in headers for entry in entries]
+    return new_index(wanted.source, left_out=wanted.left_out, indexed=wanted.indexed, added=added)
+
+
+def _linked_names(wanted: Rewrite, written: set[str]) -> list[str]:
+    return [name for name in kept_files(wanted.source) if name not in written and name not in wanted.left_out]
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_path(path).write_bytes(data)
+    complete(path)
+
+
+def _is_linked(source: Source, name: str, path: Path) -> bool:
+    """Give the old file a second name, or copy it where it can have none. A link of the Hub's cache: its blob."""
+    assert source.folder is not None
+    old = Path(os.path.realpath(source.folder / name))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(old, path)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copyfile(old, path)
+        sync(path)
+        return False
+    return True
+
+
+def _refuse_full_disk(wanted: Rewrite, out: Path) -> None:
+    """Refuse a disk that is too small for the new shards, and for the copies where it cannot link."""
+    parent = next(path for path in out.absolute().parents if path.is_dir())
+    needed, folder = wanted.num_shard_bytes + sum(map(len, wanted.files.values())), wanted.source.folder
+    if folder is not None:
+        states = [os.stat(folder / name) for name in _linked_names(wanted, set(wanted.files))]
+        needed += sum(state.st_size for state in states if state.st_dev != parent.stat().st_dev)
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        size, there = two_sizes(needed, free)
+        cure = "Choose an OUT on the checkpoint's own disk, or make room"
+        raise RecipeError(out, f"{size} must be free on its disk", got=there, cure=cure)
+
+
+def _stamp_of(wanted: Rewrite) -> str:
+    """What the new folder depends on."""
+    source = wanted.source
+    digest = hashlib.sha256(f"{wanted.made_by}\0{source.where}\0{source.revision}\0".encode())
+    for name, state in sorted(source.states.items()):
+        digest.update(f"{name} {state.model_dump_json(exclude={'ctime_ns'})}\0".encode())  # a link changes the ctime
+    for name, data in sorted(wanted.files.items()):
+        digest.update(f"{name} {hashlib.sha256(data).hexdigest()}\0".encode())
+    digest.update(json.dumps([sorted(wanted.left_out), sorted(wanted.indexed)]).encode())
+    return digest.hexdigest()
+
+
+def _stamp_in(folder: Path) -> str | None:
+    path = folder / WORK / _STAMP
+    return json.loads(path.read_text())["command"] if path.is_file() else None

@@ -1,0 +1,220 @@
+"""New folders from finished ones: links, new shards, the index, kills at every step, and what is refused."""
+
+import json
+import os
+import signal
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from keepmtp.checkpoints.files import WORK, partial_path
+from keepmtp.checkpoints.safetensors_file import read_header
+from keepmtp.checkpoints.source import INDEX, open_source
+from keepmtp.cure.new_shards import NewTensor, as_it_was, renamed, shard_again, write_shard
+from keepmtp.cure.rewritten import Rewrite, new_index, rewrite
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from outputs import digests
+
+
+def shard(path: Path, tensors: dict[str, bytes]) -> None:
+    header, end = {}, 0
+    for name, data in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    raw = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + b"".join(tensors.values()))
+
+
+@pytest.fixture
+def old(tmp_path) -> Path:
+    folder = tmp_path / "old"
+    (folder / "more").mkdir(parents=True)
+    shard(folder / "a.safetensors", {"one": b"1111", "two": b"22"})
+    shard(folder / "b.safetensors", {"three": b"333"})
+    shard(folder / "mtp.safetensors", {"four": b"4"})
+    index = {"metadata": {"by": "x"}, "weight_map": {"one": "a.safetensors", "two": "a.safetensors"}}
+    index["weight_map"]["three"] = "b.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    (folder / "config.json").write_text('{"model_type": "x"}')
+    for name in ("keepmtp.json", "recipe.yaml", "modeling_x.py", "more/notes.txt", ".token"):
+        (folder / name).write_text(name)
+    return folder
+
+
+def changed(old: Path) -> Rewrite:
+    """Another config, `two` under another name and with other bytes, and `four` in the index."""
+    source = open_source(old)
+
+    def write(partial: Path) -> list[str]:
+        changes = {"two": NewTensor(name="two", dtype="U8", shape=(3,), data=b"abc")}
+        again = write_shard(partial / "a.safetensors", shard_again(source, "a.safetensors", changes), source)
+        new = write_shard(partial / "new.safetensors", [renamed(source.entries["three"], "five")], source)
+        return [again, new]
+
+    return Rewrite(
+        source=source,
+        made_by="test",
+        files={"config.json": b'{"model_type": "y"}'},
+        left_out=frozenset({"b.safetensors"}),
+        indexed=frozenset({"mtp.safetensors"}),
+        write_shards=write,
+    )
+
+
+def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
+    before, out = digests(old), tmp_path / "out"
+    written = rewrite(changed(old), out)
+    assert written.new == ("a.safetensors", "config.json", INDEX, "new.safetensors")
+    assert written.linked == ("modeling_x.py", "more/notes.txt", "mtp.safetensors") and not written.copied
+    assert digests(old) == before and not partial_path(out).exists() and not (out / WORK).exists()
+    assert sorted(digests(out)) == sorted({*written.new, *written.linked}), (
+        "no record, no hidden file, no b.safetensors"
+    )
+    found = open_source(out)
+    assert {name: entry.file for name, entry in found.entries.items()} == {
+        "one": "a.safetensors",
+        "two": "a.safetensors",
+        "four": "mtp.safetensors",
+        "five": "new.safetensors",
+    }
+    assert json.loads((out / INDEX).read_text())["metadata"] == {"by": "x", "total_size": 11}
+    assert (out / "a.safetensors").read_bytes().endswith(b"1111abc")
+    assert "4 new, 3 linked" in written.sentence
+
+
+def test_nothing_to_change_in_the_index_leaves_it(old):
+    source = open_source(old)
+    text = new_index(source)
+    assert text is not None and json.loads(text)["metadata"]["total_size"] == 9
+    (old / INDEX).write_bytes(text)
+    assert new_index(open_source(old)) is None
+
+
+def test_a_tensor_in_two_files_is_refused_by_name(old):
+    added = [*read_header(old / "b.safetensors", "b").entries.values()]
+    source = open_source(old)
+    again = [entry.__class__(**{**{k: getattr(entry, k) for k in entry.__slots__}, "file": "c"}) for entry in added]
+    with pytest.raises(CheckpointError, match="three must be in one file only"):
+        new_index(source, added=again)
+
+
+class _Killed(BaseException):
+    """Ends a run where it is; nothing of keepmtp's catches it."""
+
+
+def ended_at(step: int, monkeypatch: pytest.MonkeyPatch, end: Callable[[], None]) -> list[str]:
+    """Call `end` at this call of the file system from now on; returns the list of the calls, which grows."""
+    calls: list[str] = []
+
+    def counted(name: str) -> Callable:
+        real = getattr(os, name)
+
+        def call(*words: Any, **named: Any) -> Any:
+            calls.append(name)
+            if len(calls) == step:
+                end()
+            return real(*words, **named)
+
+        return call
+
+    for name in ("link", "replace", "mkdir", "fsync", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, counted(name))
+    return calls
+
+
+def test_ended_at_every_step_the_same_command_gives_the_same_bytes(old, tmp_path, monkeypatch):
+    def end() -> None:
+        raise _Killed
+
+    rewrite(changed(old), tmp_path / "whole")
+    wanted, step, ends, is_whole = digests(tmp_path / "whole"), 0, set(), False
+    while not is_whole:
+        step += 1
+        out = tmp_path / f"out-{step}"
+        with monkeypatch.context() as patched, suppress(_Killed):
+            ended_at(step, patched, end)
+            rewrite(changed(old), out)
+            is_whole = True
+        ends.add((out.exists(), (out / WORK).exists()))
+        assert not out.exists() or digests(out).items() >= wanted.items(), "whole or not there"
+        if not out.exists() or (out / WORK / "cure.json").exists():
+            rewrite(changed(old), out)
+        assert digests(out).items() >= wanted.items(), step
+    assert step > 25 and {(False, False), (True, True)} <= ends
+
+
+@pytest.mark.parametrize("step", [9, 30])
+def test_a_killed_process_leaves_nothing_that_stops_the_next(old, tmp_path, monkeypatch, step):
+    wish, out = changed(old), tmp_path / "out"
+    if (child := os.fork()) == 0:
+        ended_at(step, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        rewrite(wish, out)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL and partial_path(out).is_dir()
+    rewrite(changed(old), tmp_path / "whole")
+    rewrite(changed(old), out)
+    assert digests(out) == digests(tmp_path / "whole") and not partial_path(out).exists()
+
+
+def test_a_disk_without_links_gets_copies_and_says_so(old, tmp_path, monkeypatch):
+    def no_link(*_: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", no_link)
+    written = rewrite(changed(old), tmp_path / "out")
+    assert written.copied == ("modeling_x.py", "more/notes.txt", "mtp.safetensors") and not written.linked
+    assert "3 copied" in written.sentence and (old / "mtp.safetensors").stat().st_nlink == 1
+    assert (tmp_path / "out" / "mtp.safetensors").read_bytes() == (old / "mtp.safetensors").read_bytes()
+
+
+def test_a_snapshot_of_the_hubs_cache_is_linked_to_its_blobs(old, tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "c0ffee", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for name in ("a.safetensors", "b.safetensors", "mtp.safetensors", INDEX, "config.json"):
+        os.rename(old / name, blobs / name)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    rewrite(changed(snapshot), tmp_path / "out")
+    linked = tmp_path / "out" / "mtp.safetensors"
+    assert not linked.is_symlink() and linked.samefile(blobs / "mtp.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "message"),
+    [
+        (lambda old, out: out.mkdir() or (out / "x").write_text("x"), "never overwritten"),
+        (lambda old, out: (old / "LICENSE").symlink_to("/etc/hostname"), "must be in its folder"),
+        (lambda old, out: (old / "notes.md").symlink_to("/etc/hostname"), "must be in its folder"),
+        (lambda old, out: partial_path(out).mkdir() or (partial_path(out) / "x").write_text("x"), "another command"),
+    ],
+    ids=["there", "linked out", "a stray file linked out", "another run's"],
+)
+def test_what_cannot_be_made_is_refused(old, tmp_path, breaks, message):
+    wanted, out = changed(old), tmp_path / "out"
+    breaks(old, out)
+    with pytest.raises((CheckpointError, RecipeError), match=message):
+        rewrite(wanted, out)
+    assert out.exists() == (message == "never overwritten")
+
+
+def test_a_checkpoint_that_changes_meanwhile_is_refused(old, tmp_path):
+    wanted = changed(old)
+    (old / "b.safetensors").write_bytes((old / "b.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"another b\.safetensors"):
+        rewrite(wanted, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_inside_the_checkpoint_is_refused(old):
+    with pytest.raises(RecipeError, match="outside the source"):
+        rewrite(changed(old), old / "out")
+
+
+def test_a_tensor_with_other_bytes_than_its_shape_is_refused_by_name(old, tmp_path):
+    source = open_source(old)
+    wrong = as_it_was(source.entries["one"]).__class__(name="one", dtype="F32", shape=(2,), data=b"1234")
+    with pytest.raises(CheckpointError, match="one must have 8 bytes"):
+        write_shard(tmp_path / "new.safetensors", [wrong], source)
