@@ -38,7 +38,8 @@ QUESTION_LIMITS = 10
 AGAIN = "Run the same command again"
 _BYTES_PER_SECOND = 10_000
 """The slowest line that counts as one: an answer gets a second more for so many bytes."""
-_BUSY = (408, 429, 500, 502, 503, 504)
+BUSY = (408, 429, 500, 502, 503, 504)
+"""Answers after which the same question may be asked again."""
 
 
 class HubError(KeepMTPError):
@@ -181,7 +182,7 @@ def _after(response: httpx.Response) -> None:
             rule = "the Hub must answer itself"
             got = f"a redirect to {where.host} for {url.path}"
             raise HubError(constants.ENDPOINT, rule, got=got, cure="Check HF_ENDPOINT and the network's login page")
-    if response.status_code in _BUSY:
+    if response.status_code in BUSY:
         _wait(response)
 
 

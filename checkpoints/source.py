@@ -23,6 +23,7 @@ from ..recipes.family import HFName
 from ..recipes.shipped import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
 from .hub import files_of, hub_errors, is_repo_id, read_remote_header
+from .hub_ranges import read_range
 from .json_file import read_config, read_index
 from .safetensors_file import Entry, fill, read_header
 from .unchanged import FileStamp, states_of
@@ -112,8 +113,14 @@ def small_file(source: Source, name: str) -> Path | None:
 
 
 def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> None:
-    """Fill `into` with one tensor's bytes from `offset` on; see `safetensors_file.fill`."""
-    assert source.folder is not None, "download() first"
+    """Fill `into` with one tensor's bytes from `offset` on, and with those that follow it where `into` is longer.
+
+    Raises:
+        CheckpointError: the file ends early; see `hub_ranges.read_range` for a repository, which is read by ranges.
+    """
+    if source.folder is None:
+        start = entry.start + offset
+        return read_range(source.where, entry.file, commit=source.revision, start=start, into=into)
     with open(source.folder / entry.file, "rb", buffering=0) as file:
         fill(into, file, entry, where=f"{source.where}/{entry.file}", offset=offset)
 

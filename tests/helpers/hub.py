@@ -64,11 +64,12 @@ class Fault:
 
 @dataclass
 class Blob:
-    """A file of a commit: git's hash, and the SHA-256 of a large one."""
+    """A file of a commit: git's hash, and the SHA-256 of a large one; `path` of one whose bytes are elsewhere."""
 
     oid: str
     size: int
     sha256: str = ""
+    path: Path | None = None
 
 
 class Repo:
@@ -99,6 +100,7 @@ class Hub:
         faults: taken in order.
         requests: "METHOD /path" of each, and the range where one was asked for.
         put: body bytes that arrived for each large file, by SHA-256.
+        leads_elsewhere: a large file is asked for at another address, which the Hub answers with.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,6 +112,7 @@ class Hub:
         self.requests: list[str] = []
         self.put: Counter[str] = Counter()
         self.endpoint = ""
+        self.leads_elsewhere = False
         self.lock = threading.Lock()
 
     def add(self, name: str, *, private: bool = True) -> Repo:
@@ -123,6 +126,15 @@ class Hub:
         self.repos.setdefault(name, Repo(private=False))
         files = (path for path in sorted(folder.rglob("*")) if path.is_file())
         return self.commit(name, {path.relative_to(folder).as_posix(): path.read_bytes() for path in files})
+
+    def link(self, name: str, folder: Path) -> str:
+        """`mirror`, for files that are mostly holes: only the bytes that are asked for are read, where they are."""
+        repo = self.repos.setdefault(name, Repo(private=False))
+        found = {path.name: path for path in sorted(folder.iterdir()) if path.is_file()}
+        oids = {file: hashlib.sha1(file.encode()).hexdigest() for file in found}
+        blobs = {file: Blob(oid=oids[file], size=path.stat().st_size, path=path) for file, path in found.items()}
+        repo.commits.append(blobs)
+        return repo.head
 
     def commit(self, name: str, files: Mapping[str, bytes]) -> str:
         """Somebody's commit of small files."""
@@ -415,15 +427,27 @@ class _Handler(BaseHTTPRequestHandler):
         blob = found.at(revision).get(file)
         if blob is None:
             return self._say(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound"})
-        body, wanted = (self.hub.folder / (blob.sha256 or blob.oid)).read_bytes(), self.headers.get("Range")
+        wanted = self.headers.get("Range")
         commit = found.head if revision == "main" else revision
         headers = {"ETag": f'"{blob.sha256 or blob.oid}"', "X-Repo-Commit": commit}
+        first, end = 0, blob.size - 1
         if wanted:
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
-            end = min(int(last or len(body) - 1), len(body) - 1)
-            headers["Content-Range"] = f"bytes {first}-{end}/{len(body)}"
-            body = body[int(first) : end + 1]
+            start, _, last = wanted.removeprefix("bytes=").partition("-")
+            first, end = int(start), min(int(last or end), end)
+            headers["Content-Range"] = f"bytes {first}-{end}/{blob.size}"
+        if self.command == "HEAD":
+            return self._send(200, b"", headers | {"Content-Length": str(blob.size)})
+        with open(blob.path or self.hub.folder / (blob.sha256 or blob.oid), "rb") as content:
+            content.seek(first)
+            body = content.read(end + 1 - first)
         self._send(206 if wanted else 200, body, headers)
+
+    def _lead(self, _: bytes, *, repo: str, revision: str, file: str) -> None:
+        """A large file is elsewhere, as on the Hub, if `leads_elsewhere`."""
+        if self.hub.leads_elsewhere and file.endswith(_LARGE):
+            self._send(302, b"", {"Location": f"{self.hub.endpoint}/elsewhere/{repo}/{revision}/{file}?signed=secret"})
+        else:
+            self._resolve(b"", repo=repo, revision=revision, file=file)
 
     def _say(self, status: int, told: object, headers: Mapping[str, str] | None = None) -> None:
         self._send(status, json.dumps(told).encode(), {"Content-Type": "application/json", **(headers or {})})
@@ -433,9 +457,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.fault and spoils == "rewrite":
             body = self.fault.rewrite(body)
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
         if spoils == "headers":
             self.flush_headers()
             self._drip(b"X-Slow: " + bytes(10_000))
@@ -470,5 +493,6 @@ _ROUTES = (
     ("PUT", r"/lfs/(?P<oid>\w{64})(/(?P<part>\d+))?", _Handler._put),
     ("POST", r"/lfs/(?P<oid>\w{64})/complete", _Handler._complete),
     ("POST", r"/lfs-verify", _Handler._verify),
-    ("GET HEAD", rf"/{_REPO}/resolve/{_AT}/(?P<file>.+)", _Handler._resolve),
+    ("GET HEAD", rf"/{_REPO}/resolve/{_AT}/(?P<file>.+)", _Handler._lead),
+    ("GET HEAD", rf"/elsewhere/{_REPO}/{_AT}/(?P<file>.+)", _Handler._resolve),
 )
