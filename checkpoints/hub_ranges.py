@@ -3,9 +3,9 @@
 In: a repository's file at a commit, and a place in memory to fill. Out: the bytes, or a refusal in one sentence.
 Deadlines and the token's rules are those of `hub_client.py`.
 
-Easy to get wrong: the Hub answers for each large file with another address, which is good for an hour or so. It is kept,
-so that a thousand ranges are not two thousand requests, and asked for anew when it has expired. A server may ignore the
-range and send the whole file from its first byte.
+Easy to get wrong: the Hub answers for each large file with another address, which is good for an hour or so. It is
+kept, so that a thousand ranges are not two thousand requests, and asked for anew when it has expired. A server may
+ignore the range and send the whole file from its first byte.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Parts of a file on the Hub: the bytes of the range, also over a line that is cut, and no second request where one will do."""
+"""Parts of a file on the Hub: the bytes of the range, also over a line that is cut, and no request too many."""
 
 import random
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_the_address_that_the_hub_leads_to_is_kept_and_asked_for_anew_when_it_ex
 def test_a_slow_line_has_a_deadline(hub, monkeypatch):
     monkeypatch.setattr(PATIENCE, "seconds", 0.3)
     hub.faults.append(Fault("GET .*resolve", spoils="headers", times=99))
-    with pytest.raises(NoCheckpointError, match="the Hub must answer; got no whole answer within 0.3 s"):
+    with pytest.raises(NoCheckpointError, match=r"the Hub must answer; got no whole answer within 0\.3 s"):
         got(hub)
 
 
