@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # Names that people type instead of the one that vLLM's kernels go by.
 _GPU_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("l40s", "l40", "l4", "rtx4090", "rtx6000ada", "ada"), "sm89"),
     **dict.fromkeys(("h100", "h200", "h800", "h20", "gh200", "hopper"), "sm90"),
     **dict.fromkeys(("b100", "b200", "gb200", "b300", "gb300", "blackwell"), "sm100"),
     **dict.fromkeys(("rtx5090", "rtxpro6000", "gb10"), "sm120"),

@@ -112,7 +112,9 @@ def test_one_hostile_folder_does_not_end_a_batch(tmp_path):
     assert keepmtp("check", str(broken), MODEL).returncode == 1, "findings alone are 1"
 
 
-@pytest.mark.parametrize(("name", "means"), [("H100", "sm90"), ("RTX 5090", "sm120"), ("B200", "sm100")])
+@pytest.mark.parametrize(
+    ("name", "means"), [("H100", "sm90"), ("RTX 4090", "sm89"), ("RTX 5090", "sm120"), ("B200", "sm100")]
+)
 def test_a_gpu_by_its_name_in_a_shop(name, means):
     refused("check", MODEL, "--gpu", name, says=f"{name} is {means}: write --gpu {means}.")
 

@@ -21,7 +21,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_family
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.facts import GPU, GPUS
+from keepmtp.validate.dryload.facts import GPU
 from keepmtp.validate.dryload.loader import DryLoader, Job
 from keepmtp.validate.report.results import CheckData
 from keepmtp.validate.serving.vllm_env import find_vllm
@@ -31,6 +31,7 @@ from modelopt_form import modelopt
 SCHEME = "NVFP4"  # the one that both dialects have for linears and experts alike
 INSTEAD = "FP8_DYNAMIC"  # under compressed-tensors, for a family whose modules do not take it
 TPS = (1, 4)
+COLUMNS: tuple[GPU, ...] = ("sm90", "sm100", "sm120")  # sm89 has a section in docs/dryload.md
 DOCS = Path(__file__).parent.parent.parent / "docs" / "matrix.md"
 
 
@@ -78,7 +79,7 @@ class Cell:
 
 def run(
     models: Iterable[str],
-    gpus: Iterable[GPU] = GPUS,
+    gpus: Iterable[GPU] = COLUMNS,
     tps: Iterable[int] = TPS,
     variants: Iterable[str] = tuple(VARIANTS),
 ) -> Iterator[Cell]:
@@ -144,7 +145,7 @@ def markdown(cells: list[Cell], version: str) -> str:
     for cell in cells:
         text = "loads" if cell.text == "loads" else f"[{reasons.setdefault(cell.text, len(reasons) + 1)}]"
         rows.setdefault((cell.family, cell.model, cell.variant), {})[cell.gpu, cell.tp] = text
-    columns = [(gpu, tp) for gpu in GPUS for tp in TPS]
+    columns = [(gpu, tp) for gpu in COLUMNS for tp in TPS]
     loaded = sum(1 for cell in cells if cell.text == "loads")
     lines = [
         "# What vLLM builds and loads",

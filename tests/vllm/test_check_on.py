@@ -205,7 +205,7 @@ def test_without_a_vllm_one_is_told_how_to_get_it(good, tmp_path):
 
 
 def test_unknown_gpus_and_options_without_a_gpu(good):
-    refused(keepmtp("check", str(good), "--gpu", "sm80"), "sm90, sm100, sm120", "sm80")
+    refused(keepmtp("check", str(good), "--gpu", "sm80"), "sm89, sm90, sm100, sm120", "sm80")
     refused(keepmtp("check", str(good), "--tp", "4"), "--gpu")
 
 

@@ -12,9 +12,14 @@ from typing import Literal, get_args
 
 from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
 
-GPU = Literal["sm90", "sm100", "sm120"]
+GPU = Literal["sm89", "sm90", "sm100", "sm120"]
 GPUS: tuple[GPU, ...] = get_args(GPU)
-GPU_NAMES: Mapping[str, str] = {"sm90": "H100, H200", "sm100": "B200", "sm120": "RTX PRO 6000, RTX 5090"}
+GPU_NAMES: Mapping[str, str] = {
+    "sm89": "L40S, RTX 4090",
+    "sm90": "H100, H200",
+    "sm100": "B200",
+    "sm120": "RTX PRO 6000, RTX 5090",
+}
 """What people call the GPUs of a compute capability."""
 Role = Literal["target", "draft"]
 ROLES: tuple[Role, ...] = get_args(Role)

@@ -121,6 +121,16 @@ REFUSALS = (
         cure="Serve with a smaller --tensor-parallel-size, or keep this module in BF16",
     ),
     Refusal(
+        words=r"No valid attention backend found.*?kv_cache_dtype=(?!auto)",
+        where="kv_cache_scheme",
+        cure="No attention kernel of this GPU takes this KV cache: serve with --kv-cache-dtype bfloat16",
+    ),
+    Refusal(
+        words=r"No valid attention backend found|no valid sparse MLA backend",
+        where="config.json",
+        cure="No attention kernel of this GPU fits the model, however it is quantized: serve it on a newer GPU",
+    ),
+    Refusal(
         words=r"[Ff]ailed to find a kernel|No \w+ .*backend|Unsupported .*backend",
         cure="Choose a scheme that this GPU has a kernel for",
     ),

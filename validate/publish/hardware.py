@@ -58,7 +58,11 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         ),
         "FP8": _FP8,
         "FP8_DYNAMIC": _FP8,
-        "FP8_BLOCK": _FP8,
+        "FP8_BLOCK": Hardware(
+            native="sm90 (H100, H200) and newer; on sm89 (L40S, RTX 4090) for routed experts alone",
+            elsewhere=_MARLIN.replace("and newer", "to sm89"),
+            source="kernels/linear/__init__.py, layers/fused_moe/oracle/fp8.py",
+        ),
         "W4A16": Hardware(native="sm80 (A100) and newer; CPUs with AVX-512 for all but experts", source=_INT),
         "W8A16": Hardware(native="sm80 (A100) and newer", source=_INT),
         "W8A8": Hardware(
@@ -67,7 +71,7 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
         ),
     }
 )
-"""Scheme -> where it runs. Dry loads on sm90, sm100 and sm120 showed the same."""
+"""Scheme -> where it runs. Dry loads on sm89, sm90, sm100 and sm120 showed the same."""
 
 
 def where_they_run(schemes: Iterable[str]) -> tuple[tuple[str, Hardware], ...]:

@@ -18,20 +18,30 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What vLLM asks a GPU about itself."""
+    """What vLLM asks a GPU about itself; shared memory is that of one block, in KiB, by CUDA's programming guide."""
 
     name: str
     capability: tuple[int, int]
     num_sms: int
     memory_bytes: int
+    shared_memory_kib: int = 227
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        return self.shared_memory_kib << 10
 
 
 # One GPU for each capability that vLLM 0.32 has kernels of its own for.
 DEVICES = {
+    "sm89": Device(name="NVIDIA L40S", capability=(8, 9), num_sms=142, memory_bytes=48 << 30, shared_memory_kib=99),
     "sm90": Device(name="NVIDIA H200", capability=(9, 0), num_sms=132, memory_bytes=141 << 30),
     "sm100": Device(name="NVIDIA B200", capability=(10, 0), num_sms=148, memory_bytes=180 << 30),
     "sm120": Device(
-        name="NVIDIA RTX PRO 6000 Blackwell Server Edition", capability=(12, 0), num_sms=188, memory_bytes=96 << 30
+        name="NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        capability=(12, 0),
+        num_sms=188,
+        memory_bytes=96 << 30,
+        shared_memory_kib=99,
     ),
 }
 
@@ -69,8 +79,8 @@ def install(device: Device) -> None:
         minor=device.capability[1],
         total_memory=device.memory_bytes,
         multi_processor_count=device.num_sms,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
+        shared_memory_per_block_optin=device.shared_memory_bytes,
+        shared_memory_per_multiprocessor=device.shared_memory_bytes + 1024,  # CUDA keeps 1 KiB for itself
         warp_size=32,
         L2_cache_size=50 << 20,
         uuid="pretended",

@@ -73,7 +73,7 @@ class _TritonDriver(cuda.Inert):
     def __init__(self, device: cuda.Device):
         self._device = device
         limits = {
-            "max_shared_mem": 232448,
+            "max_shared_mem": device.shared_memory_bytes,
             "multiprocessor_count": device.num_sms,
             "warpSize": 32,
             "max_num_regs": 65536,
@@ -83,7 +83,8 @@ class _TritonDriver(cuda.Inert):
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", self._device.capability[0] * 10, 32)
+        major, minor = self._device.capability
+        return GPUTarget("cuda", major * 10 + minor, 32)
 
     def get_current_device(self) -> int:
         return 0
