@@ -24,7 +24,7 @@ from rich.text import Text
 from ..recipes.errors import printable, shortened
 
 if TYPE_CHECKING:
-    from ..validate.check.findings import Finding
+    from ..validate.check.findings import CheckpointFacts, Finding
     from ..validate.dryload.facts import DryLoad, LoadedModel
     from ..validate.report.results import CheckData
 
@@ -41,7 +41,9 @@ def show(console: Console, found: "CheckData") -> None:
         _print(console, *_block(console, finding), Text())
     if found.dry:
         title = Text("dry load: vLLM's own classes and loaders on meta tensors", style="italic")
-        _print(console, title, *(line for load in found.dry for line in _dry_load(load)), Text())
+        _print(console, title, *(line for load in found.dry for line in _dry_load(load, found.facts)), Text())
+    if found.facts.mtp_layers_follow_k and not found.dry:
+        _print(console, Text(f"vLLM builds an MTP layer for each drafted token: -k up to {found.facts.num_mtp_layers}"))
     _print(console, _verdict(found))
 
 
@@ -91,8 +93,11 @@ def _verdict(found: "CheckData") -> Text:
     return Text.assemble(verdict, f" {printable(found.path)}: {words or 'no findings'}")
 
 
-def _dry_load(load: "DryLoad") -> list[Text]:
+def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> list[Text]:
     lines = [Text(f"  {load.gpu} at TP {load.tp}")]
+    if idle := facts.idle_mtp_layers(load.k):
+        layers = "1 MTP layer is" if idle == 1 else f"{idle} MTP layers are"
+        lines.append(Text(f"    {layers} not built at k={load.k}: vLLM leaves their tensors alone"))
     for role, model in (("target", load.target), ("draft", load.draft)):
         is_stopped = load.failure is not None and (not model.cls or load.failure.role == role)
         filled = f"{model.num_written:,} of {model.num_params:,} filled"

@@ -100,6 +100,7 @@ class Loader:
         needs: keys of config.json that the classes read without a default.
         missing_count: the exception when config.json does not count MTP layers.
         num_layers_used: number of MTP layers that vLLM reads, where it ignores the others; 0 for all.
+        builds_as_drafted: vLLM builds an MTP layer for each drafted token, and leaves alone those beyond.
     """
 
     unknown_name: Literal["KeyError", "ValueError", ""] = "KeyError"
@@ -110,6 +111,11 @@ class Loader:
     needs: tuple[str, ...] = ()
     missing_count: Literal["ZeroDivisionError", "AttributeError", "NotImplementedError"] = "ZeroDivisionError"
     num_layers_used: int = 0
+    builds_as_drafted: bool = False
+
+    def most_layers(self, num_drafts: int) -> int:
+        """MTP layers that vLLM builds at most, to draft `num_drafts` tokens a step; 0 for all."""
+        return num_drafts if self.builds_as_drafted else self.num_layers_used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 vLLM 0.32.0: models/inkling/nvidia/{model,attention,mlp,moe,mtp}.py. vLLM builds the draft's blocks without a
 quantization config and cannot load quantized ones. It reads the target's packed experts stacked, with rows of gate and
 up interleaved (`w13_weight.weight_packed`). keepmtp cannot write that, so they stay BF16. The shared experts, which
-vLLM builds plain, stay BF16 too.
+vLLM builds plain, stay BF16 too. Of the MTP layers vLLM builds the first `num_speculative_tokens`, and skips the
+tensors of the others (nvidia/mtp.py: _select_mtp_depth_count).
 """
 
 from dataclasses import replace
@@ -68,7 +69,7 @@ FAMILY = Family(
         *kept("norm", NORM, "hidden_norm", "embed_norm"),
     ),
     mtp_count_keys=("mtp_config.num_nextn_predict_layers",),
-    loader=Loader(unknown_name="ValueError", refuses_missing_mtp=True),
+    loader=Loader(unknown_name="ValueError", refuses_missing_mtp=True, builds_as_drafted=True),
     no_draft="the block can only stay BF16",
-    notes="on disk model.mtp.layers.{i}; the block stays BF16, vLLM cannot load a quantized one",
+    notes="on disk model.mtp.layers.{i}; the block stays BF16, vLLM loads no quantized one; it builds k layers of it",
 )  # fmt: skip

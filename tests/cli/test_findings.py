@@ -148,3 +148,17 @@ def test_one_cause_on_several_gpus_is_one_finding():
     assert (first.where, first.count) == ("a", 3)
     assert first.says == "on sm90 at TP 1 and 4 and sm100 at TP 1: is cast"
     assert last.says == "on sm120 at TP 1: no kernel" and last.count == 1
+
+
+def test_mtp_layers_that_are_not_built_are_a_line_of_the_dry_load():
+    inkling, other = (CheckpointFacts(family=name, num_mtp_layers=8) for name in ("inkling_mm_model", "glm4_moe"))
+    words = "7 MTP layers are not built at k=1: vLLM leaves their tensors alone"
+    assert words in shown(found(dry=(LOAD,)).model_copy(update={"facts": inkling}))
+    assert "not built" not in shown(found(dry=(LOAD,)).model_copy(update={"facts": other}))
+
+
+def test_layers_that_follow_k_are_told_where_nothing_was_loaded():
+    facts = CheckpointFacts(family="inkling_mm_model", num_mtp_layers=8)
+    words = "vLLM builds an MTP layer for each drafted token: -k up to 8"
+    assert words in shown(found().model_copy(update={"facts": facts}))
+    assert words not in shown(found())

@@ -30,6 +30,13 @@ def without_a_part_of_the_table() -> Checkpoint:
     return checkpoint
 
 
+def with_a_strange_depth() -> Checkpoint:
+    """A tensor in a depth that vLLM builds, under a name that it does not know."""
+    checkpoint = released("inkling", mtp_config={"num_nextn_predict_layers": 8})
+    checkpoint.rename(r"(model\.mtp\.layers\.0\.)hidden_norm\.weight", r"\1strange_norm.weight")
+    return checkpoint
+
+
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory) -> dict[str, Checked]:
     """What is found on sm100; a vLLM takes 10 s to start, so one judges all."""
@@ -37,6 +44,8 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         "full-size table": at_full_size(QWEN38),
         "part of the table": without_a_part_of_the_table(),
         "layers by kind": nemotron_ultra(),
+        "eight depths": released("inkling", mtp_config={"num_nextn_predict_layers": 8}),
+        "a depth that no release has": with_a_strange_depth(),
     }
     place = tmp_path_factory.mktemp("releases")
     folders: list[Path] = [write(place / name, checkpoint) for name, checkpoint in made.items()]
@@ -67,3 +76,18 @@ def test_layers_that_only_a_list_counts_are_loaded(judged):
     checked = judged["layers by kind"]
     assert errors(checked) == []
     assert checked.data.dry[0].ok and checked.runtime.view.num_layers == 4
+
+
+def test_mtp_layers_that_are_not_built_at_this_k_are_a_fact_and_no_error(judged):
+    """Inkling has eight, and vLLM builds one for each drafted token: 140 errors at k=1 before."""
+    checked = judged["eight depths"]
+    assert errors(checked) == []
+    (load,) = checked.data.dry
+    facts = checked.data.facts
+    assert load.ok and facts.mtp_layers_follow_k
+    assert (facts.num_mtp_layers, facts.idle_mtp_layers(load.k), facts.idle_mtp_layers(8)) == (8, 7, 0)
+
+
+def test_an_mtp_layer_that_is_built_must_be_whole(judged):
+    """The twin."""
+    assert any("model.mtp.layers.0.hidden_norm" in error for error in errors(judged["a depth that no release has"]))

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 
 from ...checkpoints.fact import Count, Fact
 from ...recipes.errors import shortened
+from ...recipes.families import families
+from ...recipes.family import Loader
 
 Severity = Literal["error", "warning"]
 Origin = Literal["static", "dry", "values"]
@@ -49,6 +51,22 @@ class CheckpointFacts(Fact):
     num_mtp_tensors: Count = 0
     num_mtp_layers: Count = 0
     mtp_forms: tuple[str, ...] = ()
+
+    @property
+    def mtp_layers_follow_k(self) -> bool:
+        """Whether vLLM builds an MTP layer for each drafted token, and leaves alone those beyond."""
+        return self._loader.builds_as_drafted
+
+    def idle_mtp_layers(self, num_drafts: int) -> int:
+        """MTP layers of the checkpoint that vLLM does not build to draft so many tokens a step."""
+        most = self._loader.most_layers(num_drafts)
+        return max(0, self.num_mtp_layers - most) if most else 0
+
+    @property
+    def _loader(self) -> Loader:
+        """What vLLM's draft class does; nothing special where the family has no table."""
+        family = families().get(self.family)
+        return family.loader if family else Loader()
 
 
 class Objection(NamedTuple):

@@ -170,12 +170,12 @@ class _Case:
             yield self._objection(RULE, name, says, self._static_cure(name) or cure, "truncated")
 
     def _is_left_alone(self, place: Place) -> bool:
-        """A copy of what the draft takes from the target, or an MTP layer that vLLM never reads."""
+        """A copy of what the draft takes from the target, or an MTP layer that vLLM does not build."""
         assert self.draft is not None
         view = self.draft.view
-        num_used = view.family.loader.num_layers_used
+        most = view.family.loader.most_layers(self.account.load.k)
         first = 0 if view.layout.mtp else view.num_layers
-        is_beyond = bool(num_used) and place.layer is not None and place.layer - first >= num_used
+        is_beyond = bool(most) and place.layer is not None and place.layer - first >= most
         return is_beyond or (place.role in ("embedding", "head") and bool(self.account.load.draft.shared))
 
     def _named_in(self, failure: LoadFailure) -> str:
