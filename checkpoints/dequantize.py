@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..recipes.errors import CheckpointError
-from .stored import Form, scale_of, weight_of
+from .stored import Form, num_slices, scale_of, weight_of
 from .values import row_ranges
 
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -48,6 +48,9 @@ def dequantize(
         case "fp8_block":
             assert block is not None
             return fp8_block(weight, scale, block)
+        case "fp8_sliced":
+            assert block is not None
+            return fp8_sliced(weight, scale, block)
         case "mxfp8":
             return fp8_block(weight, scale, (1, 32))
         case "fp8_channel" | "fp8_tensor" | "int8":
@@ -87,6 +90,23 @@ def fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
         return _look_up(table, weight[first:last]).mul_(row_scale)
 
     return _by_rows((num_rows, num_columns), weight.device, chunk, max_rows=rows)
+
+
+def fp8_sliced(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """FP8 in blocks, in slices of rows of which each has blocks of its own (`stored.num_slices`).
+
+    Args:
+        weight: [N, K], as in `fp8_block`.
+        scale: [slices * ceil(N / slices / rows), ceil(K / columns)], as in `fp8_block`.
+        block: rows and columns under one scale.
+
+    Returns: [N, K], BF16, the rows in their order on disk.
+
+    Raises: CheckpointError if the scale's shape does not fit.
+    """
+    count = num_slices(weight.shape[0], scale.shape[0], block[0]) or 1
+    pairs = zip(weight.chunk(count), scale.chunk(count), strict=True)
+    return torch.cat([fp8_block(rows, factor, block) for rows, factor in pairs])
 
 
 def fp8_channel(weight: Tensor, scale: Tensor) -> Tensor:

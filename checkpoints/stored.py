@@ -17,6 +17,7 @@ from .safetensors_file import Entry
 Form = Literal[
     "plain",
     "fp8_block",
+    "fp8_sliced",
     "fp8_channel",
     "fp8_tensor",
     "mxfp4",
@@ -159,7 +160,19 @@ def _fp8(stored, shape: tuple[int, int], scale: Entry, has_input_scale: bool) ->
         rows, columns = (_block_side(size, count) for size, count in zip(shape, scale.shape, strict=True))
         if rows and columns:
             return stored("fp8_block", shape, "FP8_BLOCK" if (rows, columns) == (128, 128) else "", (rows, columns))
+        if num_slices(n, scale.shape[0], 128) and columns == 128:
+            return stored("fp8_sliced", shape, block=(128, 128))
     return stored("unknown", shape)
+
+
+def num_slices(rows: int, scales: int, block: int) -> int:
+    """The slices of rows that have blocks of their own, so that each ends in a part block; 0 where none fit.
+
+    MiMo-V2.5 (XiaomiMiMo/MiMo-V2.5) stores q, k and v of four ranks one after the other, 3392 rows each: 27 blocks for
+    each rank, where blocks over all 13568 rows would be 106.
+    """
+    counts = (count for count in range(2, 129) if rows % count == 0)
+    return next((count for count in counts if count * -(-rows // count // block) == scales), 0)
 
 
 def _block_side(size: int, count: int) -> int:

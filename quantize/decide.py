@@ -10,7 +10,7 @@ quantized and knows the names of its scales; elsewhere the weight becomes BF16.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..checkpoints.source import Entry, Source
 from ..checkpoints.stored import OTHER_LEAVES, Form, StoredWeight
@@ -20,7 +20,7 @@ from ..recipes.family_view import FamilyView, Place
 from ..recipes.match_clock import SIMPLER, MatchClock
 from ..recipes.schema import Recipe
 from ..recipes.schemes import SCHEMES, Scheme
-from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output
+from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output, separated_outputs
 
 # Buffers that old checkpoints carry and every model class computes itself.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -89,7 +89,9 @@ def decide_weight(weight: StoredWeight, given: Given) -> TensorPlan:
     if place.leaf != "weight":  # a parameter whose own name ends in .weight
         return decide_other(weight.weight, given)
     word, reason = _word(place, given)
-    _refuse_unreadable(weight, name, given.source)
+    _refuse_unreadable(weight, name, place, given.source)
+    if place.row.interleaved:
+        return _separated(weight, name, place, reason, given)
     if word in SCHEMES:
         return _to_scheme(weight, name, place, SCHEMES[word], reason, given)
     if weight.form == "plain":
@@ -214,6 +216,20 @@ def _to_scheme(
     return _tensor(weight, place, "quantize", scheme.name, reason, packed_outputs(place, scheme, weight.shape))
 
 
+def _separated(weight: StoredWeight, name: HFName, place: Place, reason: str, given: Given) -> TensorPlan:
+    """q, k and v in three matrices, each with its rows in order: vLLM takes those at any number of ranks."""
+    count, *slices = given.view.slices(place)
+    if len(weight.shape) != 2 or weight.shape[0] != count * sum(slices):
+        raise CheckpointError(
+            f"{given.source.where}: {name}",
+            f"its rows must be {count} slices of {' + '.join(map(str, slices))} rows of q, k and v, by config.json",
+            got=f"shape {list(weight.shape)}",
+            cure="Take config.json from the original release",
+        )
+    outputs = separated_outputs(weight, place, tuple(slices))
+    return replace(_tensor(weight, place, "dequantize", "", reason, outputs), slices=tuple(slices))
+
+
 def _same_bytes(weight: StoredWeight, scheme: Scheme) -> bool:
     """Whether the source already has the bytes that `scheme` would write; names and dtypes of scales may differ."""
     if not weight.scheme:
@@ -234,9 +250,10 @@ def _can_stay_quantized(weight: StoredWeight, place: Place, view: FamilyView) ->
     return all(output.name.rpartition(".")[2] in known for output in outputs)
 
 
-def _refuse_unreadable(weight: StoredWeight, name: HFName, source: Source) -> None:
+def _refuse_unreadable(weight: StoredWeight, name: HFName, place: Place, source: Source) -> None:
     is_foreign_integer = weight.form == "int_packed" and not weight.scheme
-    if weight.form in ("unknown", "mxfp8") or is_foreign_integer:
+    is_sliced = weight.form == "fp8_sliced" and not place.row.interleaved
+    if weight.form in ("unknown", "mxfp8") or is_foreign_integer or is_sliced:
         raise CheckpointError(
             f"{source.where}: {name}",
             "must be plain, FP8, MXFP4, NVFP4 or symmetric integers in groups of 128",

@@ -250,7 +250,7 @@ def output_config(plan: Plan) -> dict[str, Any]:
     config = {key: value for key, value in plan.source.config.items() if key != "compression_config"}
     if "quantization_config" in (config.get("text_config") or {}):
         config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
-    return {**config, "quantization_config": quantization_config(plan)}
+    return {**config, **plan.view.family.config_changes, "quantization_config": quantization_config(plan)}
 
 
 def fingerprint(plan: Plan, calibration: str = "") -> str:

@@ -49,6 +49,7 @@ class TensorPlan:
         unit: tensors with the same unit are computed together and are written to one shard.
         stacked: projections in a 3-D expert tensor, which becomes one tensor an expert where it is quantized.
         block: rows and columns per scale of the stored form, for block forms.
+        slices: for a matrix whose rows are interleaved, the rows of each output in one of its slices.
         calibrated: which outputs need batches. "scales": the static input scales, while the weight is packed from the
             source. "weights": every output, because an algorithm rewrites the weight.
         may_change: the algorithm moves scale between the modules of this layer, so batches may also give all outputs of
@@ -71,6 +72,7 @@ class TensorPlan:
     runtime: VLLMName
     stacked: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
+    slices: tuple[int, ...] = ()
     calibrated: FromBatches = ""
     may_change: bool = False
 
@@ -93,6 +95,18 @@ def packed_outputs(place: Place, scheme: Scheme, shape: tuple[int, ...]) -> tupl
     if not place.row.stacked:
         return _outputs_of(place.module, scheme, shape)
     return tuple(_unstacked_outputs(place, scheme, shape))
+
+
+def separated_outputs(weight: StoredWeight, place: Place, slices: tuple[int, ...]) -> tuple[Output, ...]:
+    """The outputs for a matrix with interleaved rows: a plain one for each of q, k and v."""
+    assert place.row.interleaved is not None
+    num_rows, num_columns = weight.shape
+    stem, count = place.module.removesuffix(place.row.path), num_rows // sum(slices)
+    dtype = weight.weight.dtype if weight.form == "plain" else "BF16"
+    return tuple(
+        Output(name=HFName(f"{stem}{path}.weight"), dtype=dtype, shape=(count * rows, num_columns))
+        for path, rows in zip(place.row.interleaved.into, slices, strict=True)
+    )
 
 
 def renamed_outputs(weight: StoredWeight, scheme: Scheme) -> tuple[Output, ...]:

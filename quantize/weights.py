@@ -31,6 +31,12 @@ def load(plan: Plan, tensor: TensorPlan, device: torch.device = CPU) -> Tensor:
     return dequantize(tensor.form, on_device, shape=tensor.shape, block=tensor.block)
 
 
+def separate(weight_NK: Tensor, slices: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """q, k and v of a matrix whose rows are interleaved (`TensorPlan.slices`), each with its rows in order."""
+    parts_of_slices = weight_NK.unflatten(0, (-1, sum(slices))).split(slices, dim=1)
+    return tuple(part.flatten(0, 1) for part in parts_of_slices)
+
+
 def load_expert(plan: Plan, tensor: TensorPlan, expert: int) -> Tensor:
     """One expert's slice [N, K] of a stacked parameter [E, N, K], without reading the others."""
     entry = plan.entries[tensor.inputs[0]]

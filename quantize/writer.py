@@ -40,7 +40,7 @@ from .mxfp4_to_nvfp4 import mxfp4_as_nvfp4
 from .output import finish
 from .pack import pack
 from .plan import Output, Plan, Shard, TensorPlan
-from .weights import load, load_expert, parts, stored
+from .weights import load, load_expert, parts, separate, stored
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES = 32 * 2**20
@@ -245,7 +245,10 @@ class _Job:
 
     def _carry(self, tensor: TensorPlan, progress: Progress) -> None:
         entries = [self.plan.entries[name] for name in tensor.inputs]
-        if tensor.fate == "dequantize":
+        if tensor.slices:
+            for output, part in zip(tensor.outputs, separate(load(self.plan, tensor), tensor.slices), strict=True):
+                self._put((output,), {"weight": part})
+        elif tensor.fate == "dequantize":
             self._put(tensor.outputs, {"weight": load(self.plan, tensor)})
         elif tensor.scheme:
             self._put_renamed(tensor)

@@ -31,6 +31,22 @@ INDEX = "(?:0|[1-9][0-9]{0,5})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Interleaved:
+    """q, k and v in one matrix, whose rows come in slices: each has rows of q, then of k, then of v.
+
+    Attributes:
+        into: paths of the three modules that keepmtp writes instead.
+        count: key of config.json that counts the slices.
+        sliding: key of the list that has a 1 for each layer with sliding attention. The sizes of such a layer, and of
+            an MTP layer, are under the keys with `swa_` before them.
+    """
+
+    into: tuple[str, ...]
+    count: str
+    sliding: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One module of a block.
 
@@ -46,6 +62,7 @@ class Row:
             and projection becomes a tensor of its own under `runtime`.
         takes_tensor_scale: False where vLLM's fused module cannot load one scale for a whole tensor.
         in_every_layer: False where only layers of one kind have the module; the others do not miss it.
+        interleaved: the rows of q, k and v in it, where they are not in the order that vLLM computes with.
     """
 
     path: str
@@ -58,6 +75,7 @@ class Row:
     stacked: tuple[str, ...] = ()
     takes_tensor_scale: bool = True
     in_every_layer: bool = True
+    interleaved: Interleaved | None = None
 
     @property
     def unstacked(self) -> tuple[str, ...]:
@@ -227,6 +245,7 @@ class Family:
         also: other model_types with the same tables (text-only twins, ...).
         architectures: for releases with the model_type of another family: the architectures that identify them.
         layouts: by `architectures[0]`; "*" is for all others.
+        with_vision: the architecture that vLLM gives a config.json with a `vision_config`; "" for the one it has.
         block: modules of a decoder layer; an MTP layer may have them too.
         linear_block: modules that only a linear-attention layer has, or that differ there.
         mtp_block: modules that only an MTP layer has, or that differ there.
@@ -243,6 +262,7 @@ class Family:
         aliases: copies to add to an MTP layer when the source has none.
         loader: what vLLM's draft class does with faults.
         config_extras: keys that this family's runtime wants inside quantization_config.
+        config_changes: keys of config.json that differ in what keepmtp writes, because it writes other names.
         rerouted_format: a `format` that makes vLLM read only experts and leave linears plain. keepmtp writes
             mixed-precision instead.
         norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes nothing.
@@ -255,6 +275,7 @@ class Family:
     also: tuple[str, ...] = ()
     architectures: tuple[str, ...] = ()
     layouts: Mapping[str, Layout]
+    with_vision: str = ""
     block: tuple[Row, ...]
     linear_block: tuple[Row, ...] = ()
     mtp_block: tuple[Row, ...] = ()
@@ -270,6 +291,7 @@ class Family:
     aliases: tuple[Alias, ...] = ()
     loader: Loader = Loader()
     config_extras: Mapping[str, Any] = field(default_factory=dict)
+    config_changes: Mapping[str, Any] = field(default_factory=dict)
     rerouted_format: str = ""
     norms_add_one: bool = False
     draft: Draft | None = None

@@ -58,8 +58,10 @@ class FamilyView:
     @cached_property
     def layout(self) -> Layout:
         """The names of this architecture."""
-        architectures = self.config.get("architectures") or ["*"]
-        return self.family.layouts.get(architectures[0]) or self.family.layouts["*"]
+        architecture = (self.config.get("architectures") or ["*"])[0]
+        if self.family.with_vision and self.config.get("vision_config"):
+            architecture = self.family.with_vision
+        return self.family.layouts.get(architecture) or self.family.layouts["*"]
 
     @cached_property
     def text_config(self) -> Mapping[str, Any]:
@@ -175,6 +177,26 @@ class FamilyView:
         first = self.num_layers if self.layout.mtp is None else 0
         places = (self.place(name) for name in names)
         return {p.layer - first for p in places if p and p.part == "mtp" and p.layer is not None}
+
+    def slices(self, place: Place) -> tuple[int, int, int, int]:
+        """The number of slices of an interleaved matrix, and the rows of q, k and v in each.
+
+        Raises:
+            CheckpointError: config.json does not say it.
+        """
+        interleaved, config = place.row.interleaved, self.text_config
+        assert interleaved is not None, place.row.path
+        kinds = config.get(interleaved.sliding)
+        is_sliding = place.part == "mtp" or (isinstance(kinds, list) and kinds[place.layer or 0 :][:1] == [1])
+        keys = ["num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"]
+        keys = [interleaved.count, *(f"swa_{key}" if is_sliding else key for key in keys)]
+        sizes = [config.get(key) for key in keys]
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
+            rule = f"the rows of {place.module} need {', '.join(keys)}"
+            cure = "Take config.json from the original release"
+            raise CheckpointError("config.json", rule, got=sizes, cure=cure)
+        count, heads, groups, head, value = sizes
+        return count, heads * head // count, groups * head // count, groups * value // count
 
     def runtime_number(self, index: int) -> int:
         """The number in vLLM (`{n}` of a stem) of the MTP layer with index `index` on disk."""

@@ -148,11 +148,12 @@ def test_fixtures_have_the_published_size(model):
 
 
 # What a published header or index counts: names under a prefix, and their bytes. The second is Gemma 4 12B's assistant,
-# the third the MTP file of MiMo-V2.5, which has q, k and v in one tensor, so that its names count otherwise.
+# the third the MTP file of MiMo-V2.5, which has q, k and v in one tensor, so that Flash's names count otherwise.
 INDEXES = [
     ("hy3", {}, "", 47138, 597_572_342_272),
     ("gemma-4-26b-assistant", {"backbone_hidden_size": 3840}, "", 48, 845_713_928),
     ("mimo-v2-flash", {}, "model.mtp.", None, 1_189_400_448),
+    ("mimo-v2.5", {}, "model.mtp.", 48, 1_189_400_448),
 ]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import FLOATS, StoredWeight
 from ...recipes.family import HFName
+from ...recipes.family_view import Place
 from .findings import Objection, objection
 from .runtime_view import RuntimeView
 
@@ -19,12 +20,18 @@ def mtp_is_that_of_the_source(runtime: RuntimeView, source: RuntimeView) -> Iter
     """MTP tensors against the source's: none lost, same shapes, dtypes kept: R13; F24, C3; E4, E8."""
     for module, theirs in source.weights.items():
         place = source.placed.get(module)
-        if place is not None and place.part == "mtp":
+        if place is not None and place.part == "mtp" and not _is_separated(runtime, place):
             yield from _weight(runtime.weights.get(module), theirs)
     for entry in source.others:
         place = source.placed.get(entry.name)
         if place is not None and place.part == "mtp" and not place.row.stacked:
             yield from _other(runtime.source.entries.get(HFName(entry.name)), entry)
+
+
+def _is_separated(runtime: RuntimeView, place: Place) -> bool:
+    """Whether the checkpoint has q, k and v apart where the source has them in one matrix."""
+    stem, interleaved = place.module.removesuffix(place.row.path), place.row.interleaved
+    return interleaved is not None and all(HFName(stem + path) in runtime.weights for path in interleaved.into)
 
 
 def _weight(ours: StoredWeight | None, theirs: StoredWeight) -> Iterator[Objection]:

@@ -168,7 +168,7 @@ def _planned_weight(where: str, weight: StoredWeight) -> _Output:
     if weight.form == "plain":
         entry = weight.weight
         return _Output(name=entry.name, dtype=entry.dtype, shape=entry.shape, made_of=weight)
-    if weight.form == "unknown":
+    if weight.form in ("unknown", "fp8_sliced"):
         raise CheckpointError(
             f"{where}: {weight.module}",
             "must lie in a form that can be dequantized",

@@ -26,6 +26,7 @@ from ..check.runtime_view import RuntimeView
 _BOUND: Mapping[Form, float] = {
     "plain": 0.01,
     "fp8_block": 0.08,
+    "fp8_sliced": 0.08,
     "fp8_channel": 0.08,
     "fp8_tensor": 0.1,
     "mxfp8": 0.08,

@@ -32,6 +32,7 @@ _GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 # The largest magnitude of a code, before its scales.
 _LARGEST_CODE: Mapping[Form, float] = {
     "fp8_block": 448.0,
+    "fp8_sliced": 448.0,
     "fp8_channel": 448.0,
     "fp8_tensor": 448.0,
     "mxfp8": 448.0,

@@ -60,6 +60,7 @@ REFUSED = {
     "inkling": "only concatenation can be undone",
     "ling-3.0-flash": "custom code",
     "mimo-7b": "custom code",
+    "mimo-v2.5": "custom code",
     "longcat-flash-chat": "must have a parameter for",
     "openpangu-ultra": "custom code",
     "ring-2.5-1t": "custom code",

@@ -36,12 +36,15 @@ def _optional(model: torch.nn.Module) -> set[str]:
 
     Scales of a KV cache have defaults (quantization/kv_cache.py); `input_scale_ub` is set from the config alone; scales
     of inputs are registered for weight-only schemes too, and dropped where there is no activation key
-    (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names under W4A4 are demanded.
+    (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names under W4A4 are demanded. MiMo's audio encoder
+    builds a Qwen2 with a table of tokens, and gives it embeddings only (models/mimo_audio.py).
     """
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
     names = set()
     for prefix, module in model.named_modules():
+        if type(module).__name__ == "MimoAudioEncoder":
+            names.add(f"{prefix}.input_local_transformer.embed_tokens.weight")
         method = getattr(module, "quant_method", None)
         spec = getattr(method, "spec", None)
         is_weight_only = getattr(method, "use_a16", False) or (spec is not None and spec.activation is None)

@@ -1,0 +1,124 @@
+"""MiMo-V2.5 (XiaomiMiMo/MiMo-V2.5): MiMo-V2-Flash's layers, q, k and v in one FP8 tensor, a vision and an audio tower.
+
+The config: the release's, as a public report on the model quotes it whole. The MTP block: the header of the
+release's model_mtp.safetensors, 48 tensors and 1189400448 bytes, which x3haloed/mimo-prismwing writes down and checks.
+Rows and scales of qkv_proj in a full and in a sliding layer: vllm-project/vllm #57508, which quotes [14848, 4096] with
+[116, 32]; [13568, 4096] with 108 rows of scales from the layout that it describes. Routers are F32: with that, and 127
+bytes of header for a tensor, the release's 17 files have their 315040382024 bytes. Towers: the 364 names and the shapes
+that two ports of the release bind exactly (vision), and the release's audio_config (audio).
+"""
+
+from tensors import FP8_128, Config, Published, Tensors, linear, norms, under, vectors
+
+from .mimo_v2_flash import FLASH, NUM_MTP_LAYERS, mimo_v2_flash
+from .mimo_v2_flash import TINY as FLASH_TINY
+
+_O_PROJ = [*(f"model.layers.{i}.self_attn.o_proj" for i in range(48)), "model.decoder.self_attn.o_proj"]
+V25: Config = {key: value for key, value in FLASH.items() if key != "torch_dtype"} | {
+    "architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2", "dtype": "bfloat16",
+    "auto_map": {"AutoConfig": "configuration_mimo_v2.MiMoV2Config", "AutoModel": "modeling_mimo_v2.MiMoV2Model",
+                 "AutoModelForCausalLM": "modeling_mimo_v2.MiMoV2ForCausalLM"},
+    "attention_projection_layout": "fused_qkv", "max_position_embeddings": 1048576, "rope_theta": 10000000,
+    "rope_scaling": {"rope_type": "default", "type": "default"}, "image_token_id": 151655, "video_token_id": 151656,
+    "vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_model_type": "mimovl",
+    "quantization_config": FP8_128 | {"store_dtype": "fp8", "ignored_layers": _O_PROJ},
+    "vision_config": {
+        "depth": 28, "fullatt_block_indexes": [0, 9, 18, 27], "hidden_act": "silu", "hidden_size": 1280, "in_chans": 3,
+        "intermediate_size": 4608, "num_heads": 32, "num_key_value_heads": 8, "num_query_groups": 4,
+        "out_hidden_size": 4096, "patch_size": 16, "spatial_merge_size": 2, "spatial_patch_size": 16,
+        "temporal_patch_size": 2, "tokens_per_second": 2, "use_sink": True, "visual_token_window_size": 64,
+        "vit_window_attn_types": [-1, *([0] * 4 + [1] * 4 + [-1]) * 3], "window_size": 128,
+    },
+    "audio_config": {
+        "add_post_norm": True, "audio_channels": 20, "audio_segment_size": 6000, "group_size": 4,
+        "input_full_attention": True, "input_local_attn_heads": 16, "input_local_dim": 1024, "input_local_head_dim": 64,
+        "input_local_hidden_dropout": 0.0, "input_local_intermediate_size": 4096, "input_local_layers": 6,
+        "out_hidden_size": 4096, "partial_rotary_factor": 1.0, "projection_layers": 2, "rope_theta": 640000,
+        "speech_vocab_size": "1280", "speech_zeroemb_idx": "1024",
+    },
+}  # fmt: skip
+
+
+def mimo_v2(config: Config) -> Tensors:
+    """MiMo-V2-Flash's tensors with q, k and v in one, and the towers."""
+    tensors: Tensors = {}
+    for name, spec in mimo_v2_flash(config).items():
+        stem, _, leaf = name.partition("self_attn.q_proj.")
+        if leaf == "weight":
+            tensors |= under(f"{stem}self_attn.qkv_proj.", _fused(config, stem))
+        elif not any(f"self_attn.{part}_proj." in name for part in "qkv"):
+            tensors[name] = ("F32", spec[1]) if name.endswith(".mlp.gate.weight") else spec
+    return tensors | _vision(config["vision_config"]) | _audio(config["audio_config"])
+
+
+def _fused(config: Config, stem: str) -> Tensors:
+    """Slices for `num_key_value_heads` ranks, one after the other, each with blocks of its own."""
+    layer = stem.removeprefix("model.layers.").removesuffix(".")
+    is_sliding = not layer.isdigit() or config["hybrid_layer_pattern"][int(layer)] == 1
+    sizes = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+    heads, groups, head, value = (config[f"swa_{size}" if is_sliding else size] for size in sizes)
+    count, hidden = config["num_key_value_heads"], config["hidden_size"]
+    rows = (heads * head + groups * (head + value)) // count
+    scales = (count * -(-rows // 128), -(-hidden // 128))
+    return {"weight": ("F8_E4M3", (count * rows, hidden)), "weight_scale_inv": ("F32", scales)}
+
+
+def _vision(vision: Config) -> Tensors:
+    hidden, inner, heads, patch = (vision[k] for k in ("hidden_size", "intermediate_size", "num_heads", "patch_size"))
+    rows, merged = (heads + 2 * vision["num_key_value_heads"]) * 64, hidden * vision["spatial_merge_size"] ** 2
+    tensors: Tensors = {
+        "patch_embed.proj.weight": ("BF16", (hidden, 3, vision["temporal_patch_size"], patch, patch)),
+        **norms("merger.ln_q", hidden),
+        **linear("merger.mlp.0", merged, merged),
+        **linear("merger.mlp.2", vision["out_hidden_size"], merged),
+    }
+    for index in range(vision["depth"]):
+        block = (
+            norms("norm1 norm2", hidden) | linear("attn.qkv", rows, hidden, bias=True)
+            | linear("attn.proj", hidden, heads * 64, bias=True) | linear("mlp.gate_proj", inner, hidden, bias=True)
+            | linear("mlp.up_proj", inner, hidden, bias=True) | linear("mlp.down_proj", hidden, inner, bias=True)
+        )  # fmt: skip
+        if index not in vision["fullatt_block_indexes"]:
+            block |= vectors(["attn.sinks"], heads)
+        tensors |= under(f"blocks.{index}.", block)
+    return under("visual.", tensors)
+
+
+def _audio(audio: Config) -> Tensors:
+    hidden, inner = audio["input_local_dim"], audio["input_local_intermediate_size"]
+    joined, vocab = hidden * audio["group_size"], int(audio["speech_vocab_size"])
+    layer = under("self_attn.", (
+        linear("q_proj", hidden, hidden, bias=True) | linear("k_proj", hidden, hidden, bias=True)
+        | linear("v_proj", hidden, hidden, bias=True) | linear("o_proj", hidden, hidden)
+    ))  # fmt: skip
+    for name in ("gate_proj", "up_proj"):
+        layer |= linear(f"mlp.{name}", inner, hidden)
+    layer |= linear("mlp.down_proj", hidden, inner) | norms("input_layernorm post_attention_layernorm", hidden)
+    encoder = norms("input_local_transformer.norm", hidden)
+    for index in range(audio["input_local_layers"]):
+        encoder |= under(f"input_local_transformer.layers.{index}.", layer)
+    encoder |= linear("projection.mlp.0", 4 * joined, joined)
+    encoder |= linear("projection.mlp.2", audio["out_hidden_size"], 4 * joined)
+    channels = range(audio["audio_channels"])
+    speech = {f"speech_embeddings.{channel}.weight": ("BF16", (vocab, hidden)) for channel in channels}
+    return under("audio_encoder.", encoder) | speech
+
+
+MODELS = {"mimo-v2.5": V25}
+TINY: dict[str, Config] = {
+    "mimo_v2": FLASH_TINY["mimo_v2_flash"] | {
+        "vision_config": {"depth": 2, "fullatt_block_indexes": [0], "hidden_size": 256, "intermediate_size": 256,
+                          "num_heads": 4, "num_key_value_heads": 4, "out_hidden_size": 512,
+                          "vit_window_attn_types": [-1, 0]},
+        "audio_config": {"audio_channels": 2, "input_local_attn_heads": 2, "input_local_dim": 128,
+                         "input_local_intermediate_size": 128, "input_local_layers": 1, "out_hidden_size": 512},
+    },
+}  # fmt: skip
+LAYOUTS = {"mimo_v2": mimo_v2}
+PUBLISHED = {
+    "mimo-v2.5": Published(
+        draft_stem="model.mtp.layers.0.", asks="self_attn.qkv_proj mlp.gate_up_proj mlp.down_proj",
+        unasked="self_attn.o_proj eh_proj", num_mtp_layers=NUM_MTP_LAYERS, num_mtp_weights=36, billions=None,
+        unsaved=True,
+    ),
+}  # fmt: skip

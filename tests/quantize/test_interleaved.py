@@ -1,0 +1,118 @@
+"""q, k and v in one matrix whose rows come in slices (MiMo-V2.5): what is written against the release, row by row."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_files import write
+from good import released
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.output import claim, publish
+from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.writer import write as write_shards
+from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.find import find_recipe
+from keepmtp.validate.check.check import check
+from releases import source_layout, write_checkpoint
+from safetensors.torch import load_file
+
+# The tiny model's two kinds of attention: layers 0 (full), 1 and 2 (sliding), and the three MTP layers (sliding).
+FULL, SLIDING = (8, 4), (8, 8)
+SLICES, HEAD, VALUE = 4, 192, 128
+STEMS = {
+    "model.layers.0.": FULL,
+    "model.layers.1.": SLIDING,
+    "model.mtp.layers.0.": SLIDING,
+    "model.mtp.layers.2.": SLIDING,
+}
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Path]:
+    """The release's tensors, ours, and our folder."""
+    folder = tmp_path_factory.mktemp("interleaved")
+    config, tensors = source_layout("mimo-v2.5", size="tiny")
+    source = write_checkpoint(folder / "source", config, tensors, data="random")
+    recipe, text = find_recipe("mimo-v2.5")
+    plan, out = make_plan(recipe, open_source(source)), folder / "out"
+    with claim(plan, out) as partial:
+        write_shards(plan, partial, recipe_text=text, threads=1)
+        publish(partial, out)
+    return tensors_of(source), tensors_of(out), out
+
+
+def row_of(weight: torch.Tensor, scale: torch.Tensor, slice_: int, row: int) -> torch.Tensor:
+    """A row of a slice, dequantized with the slice's own blocks of 128 rows and columns."""
+    rows, scales = weight.shape[0] // SLICES, scale.shape[0] // SLICES
+    factor = scale[slice_ * scales + row // 128].repeat_interleave(128)[: weight.shape[1]]
+    return (weight[slice_ * rows + row].float() * factor).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_each_head_has_its_rows(stem, written):
+    """Head h of q is in slice h // (heads a slice), and so on: head by head, without keepmtp's arithmetic."""
+    source, ours, _ = written
+    heads, groups = STEMS[stem]
+    weight = source[f"{stem}self_attn.qkv_proj.weight"]
+    scale = source[f"{stem}self_attn.qkv_proj.weight_scale_inv"]
+    of_q, of_kv = heads // SLICES, groups // SLICES
+    first = {"q": 0, "k": of_q * HEAD, "v": of_q * HEAD + of_kv * HEAD}
+    for name, count, each, size in (("q", heads, of_q, HEAD), ("k", groups, of_kv, HEAD), ("v", groups, of_kv, VALUE)):
+        found = ours[f"{stem}self_attn.{name}_proj.weight"]
+        assert (found.shape, found.dtype) == ((count * size, weight.shape[1]), torch.bfloat16)
+        for head in range(count):
+            for row in (0, 1, size - 1):
+                expected = row_of(weight, scale, head // each, first[name] + head % each * size + row)
+                assert torch.equal(found[head * size + row], expected), (name, head, row)
+
+
+def test_the_fused_matrix_is_gone_and_config_says_so(written):
+    _, ours, out = written
+    assert not [name for name in ours if "qkv_proj" in name]
+    config = json.loads((out / "config.json").read_text())
+    assert config["attention_projection_layout"] == "split"
+    assert any("qkv_proj" in entry for entry in config["quantization_config"]["ignore"])
+
+
+def test_sizes_that_config_does_not_have_are_refused_by_name(tmp_path):
+    recipe, _ = find_recipe("mimo-v2.5")
+    for key, value in (("num_key_value_heads", 2), ("head_dim", "192"), ("v_head_dim", 64)):
+        checkpoint = released("mimo-v2.5")
+        checkpoint.config[key] = value
+        with pytest.raises(CheckpointError, match=r"model\.layers\.0\.self_attn\.qkv_proj"):
+            make_plan(recipe, open_source(write(tmp_path / key, checkpoint)))
+
+
+def as_plain(checkpoint) -> None:
+    checkpoint.take(r".*self_attn\.qkv_proj\.weight_scale_inv")
+    checkpoint.retype(r".*self_attn\.qkv_proj\.weight", "BF16")
+
+
+def with_another_name_of_the_scale(checkpoint) -> None:
+    checkpoint.rename(r"(.*self_attn\.qkv_proj\.weight_scale)_inv", r"\1")
+
+
+@pytest.mark.parametrize(
+    ("change", "severity", "words"),
+    [
+        (as_plain, "warning", "its draft cuts it by rank"),
+        (with_another_name_of_the_scale, "error", "never loads the weight"),
+    ],
+)
+def test_another_form_of_the_matrix_is_named(change, severity, words, tmp_path):
+    """vLLM puts the rows in order in one form only: vllm #42803."""
+    checkpoint = released("mimo-v2.5")
+    change(checkpoint)
+    findings = [f for f in check(write(tmp_path / "twin", checkpoint)).findings if f.rule == "rows"]
+    assert {finding.severity for finding in findings} == {severity}
+    assert any(finding.where == "model.layers.0.self_attn.qkv_proj.weight" for finding in findings)
+    assert all(words in finding.says and "q_proj, k_proj and v_proj" in finding.cure for finding in findings)
+
+
+def test_the_release_has_no_findings(tmp_path):
+    assert not check(write(tmp_path / "release", released("mimo-v2.5"))).findings
