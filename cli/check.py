@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..validate.dryload.facts import LoadAccount, Role
     from ..validate.report.results import CheckData
     from ..validate.values.reading import Level
+    from ..validate.values.values import Fetch
 
 
 def check(
@@ -50,14 +51,16 @@ def check(
     values: Annotated[
         Literal["scales", "scalars", "all"] | None,
         typer.Option(
-            help="Also read values of a local checkpoint: every scale, norm and small MTP tensor (`scales`, the "
+            help="Also read values: every scale, norm and small MTP tensor (`scales`, the "
             "default), scales of one value alone (`scalars`), or every byte (`all`).",
             metavar="[LEVEL]",
         ),
     ] = None,
     source: Annotated[
-        Path | None,
-        typer.Option("--source", help="With --values: the release's folder; dequantized weights are compared with it."),
+        str | None,
+        typer.Option(
+            "--source", help="With --values: the release, a folder or ORG/NAME; weights are compared with it."
+        ),
     ] = None,
     any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
@@ -73,7 +76,8 @@ def check(
     judged all the same.
 
     With --values, bytes are read too: values that are infinite, zero or negative where none may be, scales of fused
-    modules that disagree, matrices and norms that are empty. With --source, each weight is compared with the release's.
+    modules that disagree, matrices and norms that are empty. With --source, weights are compared with the release's.
+    Of a repository only the wanted bytes are fetched; how many is said before.
 
     With --record, every byte of one local checkpoint is hashed, once, and check.json, report.json and report.html are
     written beside it. What is measured later, by serve-check and eval, joins them if the bytes are the same.
@@ -118,15 +122,21 @@ def check(
         raise typer.Exit(status)
 
 
-def _with_values(checked: "Checked", level: "Level", source: Path | None, err: Console) -> "Checked":
+def _with_values(checked: "Checked", level: "Level", source: str | None, err: Console) -> "Checked":
     """Also with what the value check finds; a checkpoint that the static check cannot read is left as it is."""
     from ..recipes.extras import require_extra
 
     require_extra("check --values", "quantize")
-    from ..validate.values.values import with_values
+    from ..validate.values.values import Watch, with_values
     from .progress import bytes_bar
 
-    return with_values(checked, level, source=source, reading=bytes_bar(err, "reading values"))
+    def say(fetch: "Fetch") -> None:
+        line = f"{fetch.where}: {fetch.num_tensors:,} tensors, {tables.size_in_words(fetch.num_bytes)} by "
+        line += f"{fetch.num_requests:,} range requests"
+        err.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    watch = Watch(reading=bytes_bar(err, "reading values"), fetching=say)
+    return with_values(checked, level, source=source, watch=watch)
 
 
 def _show(checked: "Checked", *, as_json: bool) -> None:

@@ -1,25 +1,30 @@
 """Dequantized values compared with the release's, module by module: is each weight the one it was made from?
 
-In: a checkpoint and its release, both local. Out: objections, and the error of each kind of module.
+In: a checkpoint and its release, and the pairs of weights to compare. Out: the error of each weight, and objections.
 
 Easy to get wrong: a rounding error is expected, and each scheme has its own size of it. A transform that moves scale
 between neighbours (AWQ, SmoothQuant) changes columns on purpose; a weight is compared after the best factor a column
 then, and only what is left counts.
 """
 
+import math
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...checkpoints.dequantize import dequantize
+from ...checkpoints.hub_ranges import AT_A_TIME
 from ...checkpoints.source import Source
 from ...checkpoints.stored import Form, StoredWeight
 from ...checkpoints.values import read_tensor
 from ...recipes.family_view import Place
 from ..check.findings import Objection, objection
 from ..check.runtime_view import RuntimeView
+from .pairing import Pair
+from .reading import BytesRead, is_remote
 
 # The relative error (of the Frobenius norm) that a scheme never reaches: two to three times what it has on a normal
 # distribution, since GPTQ moves weights further than rounding does.
@@ -36,8 +41,7 @@ _BOUND: Mapping[Form, float] = {
     "mxfp4": 0.35,
     "int_packed": 0.35,
 }
-# What is compared of a weight: enough rows to tell a factor, a shift or another matrix from rounding.
-_SAMPLED_LAYERS, _SAMPLED_EXPERTS = 3, 2
+Parts = Mapping[str, Tensor]
 # A row's factor that is no rounding; a cosine above which two matrices were once the same.
 _FACTOR, _ALIKE = 0.2, 0.5
 
@@ -56,34 +60,51 @@ class WeightError(NamedTuple):
     bound: float
 
 
-def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[tuple[StoredWeight, StoredWeight, Place]]:
-    """Weights that both have by name, of the same logical shape; not whole: of some layers and experts only."""
-    found = []
-    last_expert = max((place.expert or 0 for place in runtime.placed.values()), default=0)
-    layers = _sampled(runtime.view.num_layers, _SAMPLED_LAYERS)
-    experts = _sampled(last_expert + 1, _SAMPLED_EXPERTS)
-    for module, weight in runtime.weights.items():
-        place, theirs = runtime.placed.get(module), release.weights.get(module)
-        if place is None or theirs is None or place.role == "vision" or len(weight.shape) != 2:
-            continue
-        is_sampled = (place.part == "mtp" or place.layer in layers) and (
-            place.expert is None or place.expert in experts
-        )
-        if weight.shape == theirs.shape and "unknown" not in (weight.form, theirs.form) and (whole or is_sampled):
-            found.append((weight, theirs, place))
-    return found
-
-
 def compared(
-    runtime: RuntimeView, release: RuntimeView, *, whole: bool
+    runtime: RuntimeView, release: RuntimeView, found: list[Pair], progress: BytesRead = lambda _bytes: None
 ) -> Iterator[tuple[WeightError, Objection | None]]:
-    """Compare weight by weight; a weight in memory at a time."""
-    for weight, theirs, place in pairs(runtime, release, whole=whole):
-        ours, original = _values(runtime.source, weight), _values(release.source, theirs)
-        error = relative_error(ours, original)
-        bound = max(_BOUND[weight.form], _BOUND[theirs.form])
-        result = WeightError(weight, place, error, bound)
-        yield result, _objection(result, ours, original) if not error <= bound else None
+    """Compare weight by weight; a few are read at the same time, and one is computed with.
+
+    Args:
+        runtime: the checkpoint.
+        release: what it was made from.
+        found: from `pairs`.
+        progress: called with the bytes that were read.
+    """
+    at_a_time = AT_A_TIME // 2 if is_remote(runtime.source) or is_remote(release.source) else 2
+
+    def parts(pair: Pair) -> tuple[Parts, Parts]:
+        return _parts(runtime.source, pair.weight), _parts(release.source, pair.theirs)
+
+    with ThreadPoolExecutor(at_a_time) as pool:
+        for first in range(0, len(found), at_a_time):
+            some = found[first : first + at_a_time]
+            for pair, (own, original) in zip(some, pool.map(parts, some), strict=True):
+                yield _compared(pair, own, original)
+                progress(sum(entry.num_bytes for side in pair.entries for entry in side))
+
+
+def _compared(pair: Pair, own: Parts, theirs: Parts) -> tuple[WeightError, Objection | None]:
+    bound = max(_BOUND[pair.weight.form], _BOUND[pair.theirs.form])
+    if pair.weight.shape != pair.theirs.shape:
+        result = WeightError(pair.weight, pair.place, math.inf, bound)
+        return result, _of_another_shape(pair)
+    ours, original = _values(pair.weight, own), _values(pair.theirs, theirs)
+    result = WeightError(pair.weight, pair.place, relative_error(ours, original), bound)
+    return result, None if result.error <= bound else _objection(result, ours, original)
+
+
+def _of_another_shape(pair: Pair) -> Objection:
+    """A vocabulary may be padded; another shape of a layer's weight is another model."""
+    return objection(
+        rule="release",
+        severity="warning" if pair.place.role in ("embedding", "head") else "error",
+        where=pair.weight.weight.name,
+        says=f"is {list(pair.weight.shape)}, where the release has {list(pair.theirs.shape)}: it is another model's",
+        cure="Name the release that it was made from",
+        cause=f"{pair.place.part} {pair.place.row.path} shape",
+        origin="values",
+    )
 
 
 def relative_error(ours: Tensor, original: Tensor) -> float:
@@ -164,12 +185,9 @@ def _cosine(ours: Tensor, original: Tensor) -> float:
     return ((ours * original).sum() / norms).item() if norms else 0.0
 
 
-def _values(source: Source, weight: StoredWeight) -> Tensor:
-    parts = {leaf: read_tensor(source, entry) for leaf, entry in weight.parts.items()}
+def _parts(source: Source, weight: StoredWeight) -> Parts:
+    return {leaf: read_tensor(source, entry) for leaf, entry in weight.parts.items()}
+
+
+def _values(weight: StoredWeight, parts: Parts) -> Tensor:
     return dequantize(weight.form, parts, shape=weight.shape, block=weight.block).float()
-
-
-def _sampled(count: int, number: int) -> frozenset[int]:
-    """Some of `count` indices: the first, the last, and those evenly between."""
-    steps = max(1, number - 1)
-    return frozenset(round((count - 1) * step / steps) for step in range(number)) if count else frozenset()

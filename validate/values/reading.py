@@ -1,7 +1,7 @@
-"""Which tensors the value check reads, and their summaries, read in the order of the files by all cores.
+"""Which tensors the value check reads, and their summaries, from a folder or from the Hub, in the order of the files.
 
 In: a `RuntimeView` and a level. Out: a `Summary` a tensor. Neighbours are read together, and a large tensor in pieces,
-so that the disk gives what it has and memory stays small.
+so that disk or line give what they have and memory stays small.
 
 Easy to get wrong: a file that ends early is found by its header; a disk that gives other bytes each time is not.
 """
@@ -9,12 +9,13 @@ Easy to get wrong: a file that ends early is found by its header; a disk that gi
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 
-from ...checkpoints.safetensors_file import Entry, fill
+from ...checkpoints.hub_ranges import AT_A_TIME
+from ...checkpoints.safetensors_file import Entry
+from ...checkpoints.source import Source, read
 from ...checkpoints.stored import FLOATS, KV_SCALE_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
@@ -31,6 +32,8 @@ _NOT_SCALES = ("weight_shape", "weight_zero_point", "weight_g_idx")
 SCALES = (*(leaf for leaf in SCALE_LEAVES if leaf not in _NOT_SCALES), *KV_SCALE_LEAVES)
 _PIECE_BYTES = 32 * 2**20
 _GAP_BYTES = 256 * 2**10
+# What a line brings in the time that a request takes on its way: 50 ms at 20 MB/s.
+_GAP_OF_A_REQUEST = 2**20
 
 
 class Stretch(NamedTuple):
@@ -51,7 +54,7 @@ def chosen(runtime: RuntimeView, level: Level) -> list[Entry]:
 def summaries(
     runtime: RuntimeView, entries: Iterable[Entry], progress: BytesRead = lambda _bytes: None
 ) -> dict[HFName, Summary]:
-    """Read tensors of a local checkpoint.
+    """Read tensors of a checkpoint: of a folder with all cores, of a repository by 16 range requests at a time.
 
     Args:
         runtime: the checkpoint.
@@ -59,24 +62,38 @@ def summaries(
         progress: called with the number of bytes, whenever that many more are read.
 
     Raises:
-        CheckpointError: a file ends early.
+        CheckpointError: a file ends early, or the Hub does not send it.
     """
-    folder = runtime.source.folder
-    assert folder is not None, "a repository is downloaded, or read by ranges"
+    source = runtime.source
     found: dict[HFName, Summary] = {}
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        runs = list(joined(entries))
-        for run, read in zip(runs, pool.map(lambda run: _read(folder, run), runs), strict=True):
-            found |= read
+    with ThreadPoolExecutor(max_workers=AT_A_TIME if is_remote(source) else os.cpu_count()) as pool:
+        runs = list(joined(entries, gap=gap_of(source)))
+        for run, read_here in zip(runs, pool.map(lambda run: _read(source, run), runs), strict=True):
+            found |= read_here
             progress(run.num_bytes)
     return found
 
 
-def joined(entries: Iterable[Entry]) -> Iterator[Stretch]:
-    """Neighbours in one read: those less than 256 KiB apart, up to 32 MiB."""
+def is_remote(source: Source) -> bool:
+    """Whether it is a repository, read by ranges."""
+    return source.folder is None
+
+
+def gap_of(source: Source) -> int:
+    """Bytes between two tensors that are read for nothing: a request costs what a disk's seek costs many times."""
+    return _GAP_OF_A_REQUEST if is_remote(source) else _GAP_BYTES
+
+
+def num_requests(runs: Iterable[Stretch]) -> int:
+    """The range requests that read them."""
+    return sum(-(-run.num_bytes // _PIECE_BYTES) for run in runs)
+
+
+def joined(entries: Iterable[Entry], *, gap: int = _GAP_BYTES) -> Iterator[Stretch]:
+    """Neighbours in one read: those not more than `gap` bytes apart, up to 32 MiB."""
     group: list[Entry] = []
     for entry in entries:
-        if group and not _belongs(entry, group):
+        if group and not _belongs(entry, group, gap):
             yield _run(group)
             group = []
         group.append(entry)
@@ -84,10 +101,10 @@ def joined(entries: Iterable[Entry]) -> Iterator[Stretch]:
         yield _run(group)
 
 
-def _belongs(entry: Entry, group: list[Entry]) -> bool:
+def _belongs(entry: Entry, group: list[Entry], gap: int) -> bool:
     first, last = group[0], group[-1]
     end = last.start + last.num_bytes
-    is_near = entry.file == first.file and entry.start - end <= _GAP_BYTES
+    is_near = entry.file == first.file and entry.start - end <= gap
     return is_near and entry.start + entry.num_bytes - first.start <= _PIECE_BYTES
 
 
@@ -96,18 +113,17 @@ def _run(group: list[Entry]) -> Stretch:
     return Stretch(first.file, first.start, last.start + last.num_bytes - first.start, tuple(group))
 
 
-def _read(folder: Path, run: Stretch) -> dict[HFName, Summary]:
-    with open(folder / run.file, "rb", buffering=0) as file:
-        if len(run.entries) == 1:
-            (entry,) = run.entries
-            summing = Summing(bits_of(entry.dtype, is_scale=is_scale(entry.name)))
-            for offset in range(0, entry.num_bytes, _PIECE_BYTES):
-                raw = torch.empty(min(_PIECE_BYTES, entry.num_bytes - offset), dtype=torch.uint8)
-                fill(raw.numpy().data, file, entry, where=folder / run.file, offset=offset)
-                summing.add(raw)
-            return {entry.name: summing.done()}
-        raw = torch.empty(run.num_bytes, dtype=torch.uint8)
-        fill(raw.numpy().data, file, run.entries[0], where=folder / run.file)
+def _read(source: Source, run: Stretch) -> dict[HFName, Summary]:
+    if len(run.entries) == 1:
+        (entry,) = run.entries
+        summing = Summing(bits_of(entry.dtype, is_scale=is_scale(entry.name)))
+        for offset in range(0, entry.num_bytes, _PIECE_BYTES):
+            raw = torch.empty(min(_PIECE_BYTES, entry.num_bytes - offset), dtype=torch.uint8)
+            read(source, entry, raw.numpy().data, offset=offset)
+            summing.add(raw)
+        return {entry.name: summing.done()}
+    raw = torch.empty(run.num_bytes, dtype=torch.uint8)
+    read(source, run.entries[0], raw.numpy().data)
     return {entry.name: _summary_in(raw, entry, run) for entry in run.entries}
 
 

@@ -7,12 +7,13 @@ Easy to get wrong: a value that is odd is not always wrong. A finding is an erro
 something else than the release does.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...checkpoints.identity import ReadingBar
+from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError
 from ...recipes.families import find_view
@@ -21,7 +22,8 @@ from ..check.check import Checked
 from ..check.findings import Finding, Objection, errors_first, grouped
 from ..check.runtime_view import RuntimeView
 from .against import compared
-from .reading import Level, chosen, joined, summaries
+from .pairing import Pair, pairs
+from .reading import Level, chosen, gap_of, is_remote, joined, num_requests, summaries
 from .rules import (
     block_scales_vary,
     fused_scales_agree,
@@ -51,50 +53,67 @@ class Values(NamedTuple):
     num_compared: int = 0
 
 
+class Fetch(NamedTuple):
+    """What is about to be read of one repository on the Hub."""
+
+    where: str
+    num_tensors: int
+    num_bytes: int
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Who is called while values are read.
+
+    Attributes:
+        reading: with the number of bytes, when reading begins.
+        fetching: with what will be asked of each repository, before the first request.
+    """
+
+    reading: ReadingBar | None = None
+    fetching: Callable[[Fetch], None] = lambda _fetch: None
+
+
+UNWATCHED = Watch()
+
+
 def check_values(
-    runtime: RuntimeView,
-    level: Level,
-    *,
-    release: RuntimeView | None = None,
-    reading: ReadingBar | None = None,
+    runtime: RuntimeView, level: Level, *, release: RuntimeView | None = None, watch: Watch = UNWATCHED
 ) -> Values:
-    """Read the values of a local checkpoint and judge them.
+    """Read the values of a checkpoint and judge them.
 
     Args:
-        runtime: the checkpoint.
+        runtime: the checkpoint, in a folder or on the Hub.
         level: how much is read.
-        release: what it was made from, local too; its weights are compared, all of them if `level` is "all".
-        reading: shows the bytes that are read.
+        release: what it was made from; its weights are compared, all of them if `level` is "all".
+        watch: who is told how far it is.
 
     Raises:
-        CheckpointError: one of the two is a repository, or a file ends early.
+        CheckpointError: a file ends early; the Hub does not send it; no weight of the release has a name of this one.
     """
-    for each in filter(None, (runtime, release)):
-        _refuse_repository(each)
     entries = chosen(runtime, level)
-    num_bytes = sum(run.num_bytes for run in joined(entries))
-    with reading(num_bytes) if reading else nullcontext(lambda _bytes: None) as progress:
-        read = summaries(runtime, entries, progress)
-    found = list(objections(runtime, read))
-    num_compared = 0
-    if release is not None:
-        for _, objection in compared(runtime, release, whole=level == "all"):
-            num_compared += 1
-            found += filter(None, [objection])
-    findings = errors_first(grouped(found))
-    return Values(findings, len(entries), sum(entry.num_bytes for entry in entries), num_compared)
+    found = [] if release is None else _pairs(runtime, release, whole=level == "all")
+    for fetch in _fetches(runtime, release, entries, found):
+        watch.fetching(fetch)
+    num_bytes = sum(run.num_bytes for run in joined(entries, gap=gap_of(runtime.source)))
+    num_bytes += sum(entry.num_bytes for pair in found for side in pair.entries for entry in side)
+    with watch.reading(num_bytes) if watch.reading else nullcontext(lambda _bytes: None) as progress:
+        objected = list(objections(runtime, summaries(runtime, entries, progress)))
+        if release is not None:
+            objected += [each for _, each in compared(runtime, release, found, progress) if each is not None]
+    findings = errors_first(grouped(objected))
+    return Values(findings, len(entries), sum(entry.num_bytes for entry in entries), len(found))
 
 
-def with_values(
-    checked: Checked, level: Level, *, source: Path | None = None, reading: ReadingBar | None = None
-) -> Checked:
+def with_values(checked: Checked, level: Level, *, source: str | None = None, watch: Watch = UNWATCHED) -> Checked:
     """What the static check found, and what the values say; as it is where there is no family to judge by.
 
     Args:
         checked: of one checkpoint.
         level: how much is read.
-        source: folder of the release, to compare weights with.
-        reading: shows the bytes that are read.
+        source: the release, a folder or a Hub id, to compare weights with.
+        watch: who is told how far it is.
 
     Raises:
         CheckpointError: see `check_values`; a release of another family.
@@ -102,28 +121,41 @@ def with_values(
     if checked.runtime is None:
         return checked
     release = None if source is None else _release(source, checked.runtime)
-    found = check_values(checked.runtime, level, release=release, reading=reading)
+    found = check_values(checked.runtime, level, release=release, watch=watch)
     findings = errors_first((*checked.data.findings, *found.findings))
     return checked._replace(data=checked.data.model_copy(update={"findings": findings}))
 
 
-def _release(folder: Path, runtime: RuntimeView) -> RuntimeView:
-    source = open_source(folder, revision="local")
+def _release(where: str, runtime: RuntimeView) -> RuntimeView:
+    source = open_source(where)
     view = find_view(source.config, source.where)
     if view.family is not runtime.view.family:
         rule = f"the release of a {runtime.view.family.model_type} checkpoint is of the same family"
-        raise CheckpointError(folder, rule, got=view.family.model_type, cure="Give the release as --source")
+        raise CheckpointError(where, rule, got=view.family.model_type, cure="Give the release as --source")
     return RuntimeView(source=source, view=view)
 
 
-def _refuse_repository(runtime: RuntimeView) -> None:
-    if runtime.source.folder is None:
-        raise CheckpointError(
-            runtime.source.where,
-            "values are read from a folder",
-            got="a Hub repository",
-            cure=f"Download it: hf download {runtime.source.where} --local-dir FOLDER",
-        )
+def _pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pair]:
+    found = pairs(runtime, release, whole=whole)
+    if not found:
+        rule = f"the release must have weights by the names of {runtime.source.where}, in a form that can be read"
+        raise CheckpointError(release.source.where, rule, got="none", cure="Give the release as --source")
+    return found
+
+
+def _fetches(
+    runtime: RuntimeView, release: RuntimeView | None, entries: list[Entry], found: list[Pair]
+) -> Iterator[Fetch]:
+    """What is asked of each of the two, where it is a repository."""
+    runs = list(joined(entries, gap=gap_of(runtime.source)))
+    compared_bytes = [[entry.num_bytes for pair in found for entry in pair.entries[side]] for side in (0, 1)]
+    if is_remote(runtime.source):
+        own, num_bytes = compared_bytes[0], sum(run.num_bytes for run in runs)
+        num_tensors, requests = len(entries) + len(own), num_requests(runs) + len(own)
+        yield Fetch(runtime.source.where, num_tensors, num_bytes + sum(own), requests)
+    if release is not None and is_remote(release.source):
+        theirs = compared_bytes[1]
+        yield Fetch(release.source.where, len(theirs), sum(theirs), len(theirs))
 
 
 def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator[Objection]:

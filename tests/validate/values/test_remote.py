@@ -1,0 +1,105 @@
+"""The value check of a repository: the wanted bytes are fetched, a cut goes on, the verdict is that of a folder."""
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from broken import GOOD
+from checkpoint_files import write
+from good import ours
+from hub import TOKEN, Fault, Hub, serving
+from keepmtp import api
+from keepmtp.checkpoints import hub_ranges
+from keepmtp.cli import main
+from keepmtp.validate.values.values import Fetch, Watch, check_values
+from written_values import fill, opened, poke
+
+RELEASE = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
+DOWN = "model.layers.2.mlp.experts.1.down_proj"
+
+
+@pytest.fixture
+def hub(hub_at, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub_ranges, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with serving(tmp_path / "hub") as hub:
+        hub.leads_elsewhere = True
+        hub_at(hub.endpoint)
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory) -> Path:
+    """Our own output: FP8 rows and a BF16 MTP block."""
+    plan = api.plan("tiny-glm4-moe", scheme="fp8-dynamic")
+    return api.quantize(plan, tmp_path_factory.mktemp("made") / "fp8").out
+
+
+def ranges(hub: Hub) -> list[tuple[int, int]]:
+    """Those of the tensors, where the bytes are: each header is asked for from byte 0."""
+    asked = [re.search(r"^GET /elsewhere.*bytes=(\d+)-(\d+)$", request) for request in hub.requests]
+    return [(int(each[1]), int(each[2])) for each in asked if each and each[1] != "0"]
+
+
+@pytest.mark.parametrize("level", ["scalars", "scales", "unpacked", "all"])
+def test_a_repository_is_judged_like_its_folder_from_the_bytes_that_were_said(level, hub, tmp_path):
+    folder = write(tmp_path / "checkpoint", GOOD["glm nvfp4"]())
+    fill(folder)
+    poke(folder, f"{DOWN}.input_global_scale", math.inf)
+    hub.mirror("org/model", folder)
+    said: list[Fetch] = []
+    found = check_values(opened("org/model"), level, watch=Watch(fetching=said.append))
+    assert [finding.where for finding in found.findings] == [f"{DOWN}.input_global_scale"]
+    assert found == check_values(opened(folder), level)
+    (fetch,) = said
+    asked = ranges(hub)
+    assert (fetch.where, fetch.num_tensors, fetch.num_requests) == ("org/model", found.num_tensors, len(asked))
+    assert sum(last - first + 1 for first, last in asked) == fetch.num_bytes
+
+
+def test_a_cut_in_the_middle_of_a_range_changes_nothing(hub, tmp_path):
+    folder = write(tmp_path / "checkpoint", GOOD["glm nvfp4"]())
+    fill(folder)
+    poke(folder, f"{DOWN}.weight_scale", math.nan, at=5)
+    hub.mirror("org/model", folder)
+    runtime = opened("org/model")
+    hub.faults.append(Fault("GET /elsewhere", spoils="truncate", times=3, skip=1))
+    found = check_values(runtime, "all")
+    assert hub.faults[0].times == 0
+    assert found == check_values(opened(folder), "all")
+    assert [finding.where for finding in found.findings] == [f"{DOWN}.weight_scale"]
+
+
+def test_scalars_are_a_fraction_of_the_scales(hub, tmp_path):
+    """A layer in full width, of holes; the file is 1.5 GB and is never read whole."""
+    wide = {"hidden_size": 5120, "moe_intermediate_size": 1536, "n_routed_experts": 32, "num_hidden_layers": 2}
+    folder = write(tmp_path / "checkpoint", ours("glm-4.7", "NVFP4A16", **wide))
+    hub.link("org/model", folder)
+    said: list[Fetch] = []
+    for level in ("scalars", "scales"):
+        check_values(opened("org/model"), level, watch=Watch(fetching=said.append))
+    scalars, scales = said
+    assert scalars.num_bytes < scales.num_bytes / 50
+    assert scales.num_bytes < sum(path.stat().st_size for path in folder.glob("*.safetensors")) / 5
+
+
+def test_the_command_names_the_tensor_and_says_first_what_it_fetches(hub, quantized, tmp_path, monkeypatch, capsys):
+    folder = shutil.copytree(quantized, tmp_path / "broken")
+    name = "model.layers.2.self_attn.o_proj.weight_scale"
+    poke(folder, name, 1e-3)
+    hub.mirror("org/model", folder)
+    hub.mirror("org/release", RELEASE)
+    words = ["keepmtp", "check", "org/model", "--values", "--source", "org/release"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    told = capsys.readouterr()
+    assert ended.value.code == 1
+    assert name.removesuffix("_scale") in told.out and "differs from the release" in told.out
+    lines = told.err.splitlines()
+    assert re.fullmatch(r"org/model: [\d,]+ tensors, [\d.]+ [KM]iB by [\d,]+ range requests", lines[0]), told.err
+    assert re.fullmatch(r"org/release: [\d,]+ tensors, [\d.]+ [KM]iB by [\d,]+ range requests", lines[1]), told.err
+    assert lines[2].startswith("reading values  ")
+    assert TOKEN not in told.out + told.err
