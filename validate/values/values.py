@@ -87,7 +87,7 @@ def check_values(
         runtime: the checkpoint, in a folder or on the Hub.
         level: how much is read.
         release: what it was made from; its weights are compared, all of them if `level` is "all".
-        watch: who is told how far it is.
+        watch: who is called meanwhile.
 
     Raises:
         CheckpointError: a file ends early; the Hub does not send it; no weight of the release has a name of this one.
@@ -113,7 +113,7 @@ def with_values(checked: Checked, level: Level, *, source: str | None = None, wa
         checked: of one checkpoint.
         level: how much is read.
         source: the release, a folder or a Hub id, to compare weights with.
-        watch: who is told how far it is.
+        watch: who is called meanwhile.
 
     Raises:
         CheckpointError: see `check_values`; a release of another family.
