@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...recipes.family import HFName, VLLMName
+from ...recipes.family import HFName
 from .dialects.choose import HF_QUANT_CONFIG, quantization_of, read_dialect
 from .dialects.fp8 import Fp8
 from .dialects.modelopt import ALGORITHMS, ModelOpt
@@ -266,7 +266,7 @@ RULES = (
 def _reaches(runtime: RuntimeView, entry: ConfigEntry, names: frozenset[str]) -> bool:
     if any(word in names for word in entry.read):
         return True
-    return _is_pattern(runtime, entry) and any(runtime.dialect.covers(entry, VLLMName(name)) for name in names)
+    return _is_pattern(runtime, entry) and bool(runtime.dialect.covered(entry, names))
 
 
 def _meant(runtime: RuntimeView, entry: ConfigEntry, disk: frozenset[str]) -> list[HFName]:
@@ -275,7 +275,7 @@ def _meant(runtime: RuntimeView, entry: ConfigEntry, disk: frozenset[str]) -> li
     if not _is_pattern(runtime, entry):
         names = [entry.written] if HFName(entry.written) in runtime.placed else []
     else:
-        names = [name for name in disk if runtime.dialect.covers(as_written, VLLMName(name))]
+        names = runtime.dialect.covered(as_written, disk)
     return sorted(HFName(name) for name in names if HFName(name) in runtime.placed)
 
 

@@ -291,7 +291,8 @@ def other_dialects_exclude_mtp(runtime: RuntimeView) -> Iterator[Objection]:
         cure="Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself",
     )
     plain = [module for module in runtime.modules if _is_plain_mtp_matrix(module)]
-    if plain and not any(dialect.covers(entry, module.name) for module in plain for entry in dialect.entries):
+    names = frozenset(module.name for module in plain)
+    if plain and not any(dialect.covered(entry, names) for entry in dialect.entries):
         yield objection(
             rule="dialect",
             severity="error",

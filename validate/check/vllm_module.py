@@ -94,8 +94,8 @@ class Dialect(Protocol):
         """
         ...
 
-    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
-        """Whether `entry` alone matches the name `module`."""
+    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
+        """The names that `entry` alone matches. Lists may have an entry an expert: each is asked once for all names."""
         ...
 
 
@@ -114,7 +114,7 @@ class UnknownDialect:
         """It never knows."""
         return Resolution(built=UNKNOWN)
 
-    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
+    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """By substring, the loosest rule of these dialects."""
-        words = (re.sub(r"^(?:re:|[-+]:)", "", word).replace("\\", "").strip(".*^$") for word in entry.read)
-        return any(word in module for word in words if word)
+        words = [re.sub(r"^(?:re:|[-+]:)", "", word).replace("\\", "").strip(".*^$") for word in entry.read]
+        return [name for name in names if any(word in name for word in words if word)]

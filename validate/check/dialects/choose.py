@@ -34,9 +34,9 @@ class Unquantized:
         """Every module is plain."""
         return Resolution(built=PLAIN)
 
-    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
+    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """There are no entries."""
-        return False
+        return ()
 
 
 def read_dialect(

@@ -70,9 +70,9 @@ class CompressedTensors:
             )
         return answers[-1]
 
-    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
+    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """Whole name, or `re:` from the start."""
-        return any(equal_or_regex(module, pattern) for pattern in entry.read)
+        return [name for name in names if any(equal_or_regex(name, pattern) for pattern in entry.read)]
 
     def _scheme(self, name: str, shards: Sequence[str], class_name: str, targets: Targets) -> Resolution:
         if hit := self.ignore.first(name):

@@ -20,7 +20,7 @@ from typing import Any
 from ....recipes.family import VLLMName
 from ..vllm_module import PLAIN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import Fp8Given, read_given
-from .matching import Renamer, is_layer_skipped
+from .matching import Renamer, experts_among, is_layer_skipped
 from .modelopt import modelopt_built
 
 
@@ -61,11 +61,12 @@ class Fp8:
                     return Resolution(built=_DSV4_MXFP4, entry=pattern)
         return Resolution(built=self.experts)
 
-    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
+    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """Whole name; for experts every entry that contains it."""
         if entry.by_disk:
-            return any(fnmatchcase(module, pattern) for pattern in entry.read)
-        return bool(is_layer_skipped(module, (), entry.read)[0])
+            return [name for name in names if any(fnmatchcase(name, pattern) for pattern in entry.read)]
+        whole = [word for word in entry.read if word in names and "experts" not in word]
+        return [*whole, *(name for name in experts_among(names) if is_layer_skipped(name, (), entry.read)[0])]
 
 
 _SCALE_IS_INVERSE = MappingProxyType({"scale": "weight_scale_inv"})

@@ -13,6 +13,7 @@ real functions by tests/validate/check/test_dialects.py.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ....recipes.families import families
@@ -34,6 +35,18 @@ def is_layer_skipped(module: str, shards: Sequence[str], entries: Sequence[str])
     if "experts" in module:
         return next((entry for entry in entries if "experts" in entry and module in entry), ""), ""
     return (module if module in entries else ""), ""
+
+
+@lru_cache(maxsize=4)
+def experts_among(names: frozenset[str]) -> tuple[str, ...]:
+    """The names that a longer entry can skip."""
+    return tuple(name for name in names if "experts" in name)
+
+
+@lru_cache(maxsize=4)
+def joined(names: frozenset[str]) -> str:
+    """All names in one text: what is not in it is in none of them."""
+    return "\n".join(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,18 +8,19 @@ excludes layers 10 to 19. Heads are quantized unless an entry excludes them; the
 Source: vLLM 0.32.0 quantization/modelopt.py; compared with the real functions by tests/validate/check/test_dialects.py.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property, lru_cache
 from typing import Any
 
 from ....recipes.family import VLLMName
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
 from .given import ModelOptGiven, ModuleAlgorithm, read_given
-from .matching import Renamer, is_layer_skipped
+from .matching import Renamer, experts_among, is_layer_skipped, joined
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelOpt:
     """`quant_method: modelopt`, or hf_quant_config.json.
 
@@ -61,13 +62,18 @@ class ModelOpt:
         built = _mixed_experts_built if kind == "experts" else _mixed_linear_built
         return Resolution(built=built(algorithm, self.group_size, self.block), entry=entry)
 
-    def covers(self, entry: ConfigEntry, module: VLLMName) -> bool:
+    def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """As `resolve` does, with this entry only."""
         if entry.where == "quantized_layers":
-            return any(
-                word in (module, *_prefix_candidates(module)) or word.startswith(f"{module}.") for word in entry.read
-            )
-        return bool(is_layer_skipped(module, (), entry.read)[0]) or _modelopt_pattern(module, entry.read) is not None
+            asked = _asked_as(names)
+            found = {name: None for word in entry.read for name in asked.get(word, ())}
+            found |= {stem: None for word in entry.read for stem in _stems(word) if stem in names}
+            return [*found]
+        return [
+            name
+            for name in _perhaps_excluded(entry.read, names)
+            if is_layer_skipped(name, (), entry.read)[0] or _modelopt_pattern(name, entry.read) is not None
+        ]
 
     def _mixed(self, module: str, shards: Sequence[str]) -> tuple[str, str | None, str]:
         layers = self.quantized_layers
@@ -80,15 +86,20 @@ class ModelOpt:
         if found:
             return *found[0], ""
         for candidate in _prefix_candidates(module):
-            for name, algorithm in layers.items():
-                if name.startswith(f"{candidate}."):
-                    return name, algorithm, ""
-        if module.endswith(".experts"):
-            parent = module.removesuffix("experts")
-            for name, algorithm in layers.items():
-                if name.startswith(parent):
-                    return name, algorithm, ""
+            if candidate in self._first_below:
+                return *self._first_below[candidate], ""
+        if module.endswith(".experts") and (parent := module.removesuffix(".experts")) in self._first_below:
+            return *self._first_below[parent], ""
         return "", None, ""
+
+    @cached_property
+    def _first_below(self) -> Mapping[str, tuple[str, str]]:
+        """The first of quantized_layers below each module, with its algorithm: a list may have an entry an expert."""
+        first: dict[str, tuple[str, str]] = {}
+        for row in self.quantized_layers.items():
+            for stem in _stems(row[0]):
+                first.setdefault(stem, row)
+        return first
 
 
 def read_modelopt(
@@ -191,6 +202,31 @@ def _modelopt_pattern(module: str, patterns: Sequence[str]) -> str | None:
         if pattern != module and (pattern in module or pattern in stripped):
             return pattern
     return next((pattern for pattern in patterns if fnmatch(module, pattern)), None)
+
+
+def _perhaps_excluded(patterns: Sequence[str], names: frozenset[str]) -> Iterable[str]:
+    """All names, or those of experts alone where no pattern has a wildcard or is part of a name."""
+    text = joined(names)
+    is_possible = any(pattern in text or set("*?[").intersection(pattern) for pattern in patterns)
+    return names if is_possible else experts_among(names)
+
+
+@lru_cache(maxsize=4)
+def _asked_as(names: frozenset[str]) -> Mapping[str, tuple[str, ...]]:
+    """Names by each of the words that vLLM looks for in quantized_layers."""
+    asked: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        for word in _prefix_candidates(name):
+            asked[word] = (*asked.get(word, ()), name)
+    return asked
+
+
+def _stems(name: str) -> Iterator[str]:
+    """The modules that a module is in, the outermost first."""
+    at = name.find(".")
+    while at >= 0:
+        yield name[:at]
+        at = name.find(".", at + 1)
 
 
 def _prefix_candidates(name: str) -> tuple[str, ...]:
