@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..recipes.conventions import Change
 from .safetensors_file import Entry
 from .source import Source, read
 
@@ -71,3 +72,8 @@ def row_ranges(weight: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
     step = max(1, elements // max(1, num_columns * multiple)) * multiple
     for first in range(0, num_rows, step):
         yield first, min(first + step, num_rows)
+
+
+def changed(value: Tensor, change: Change, dtype: torch.dtype) -> Tensor:
+    """A scale in the other convention (`recipes.conventions`): 1 / x in F32, correctly rounded, or another dtype."""
+    return 1.0 / value.float() if change == "reciprocal" else value.to(dtype)

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ..checkpoints.identity import listed
+from ..quantize.output import quantization_config
 from ..quantize.own_code import code_left_out
 from ..quantize.plan import Plan
-from ..quantize.quant_config import quantization_config
 from ..recipes.errors import printable
 from . import calibration_tables, tables
 from .refusals import needs_calibration, refusals

@@ -13,7 +13,7 @@ import os
 import platform
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,7 +30,8 @@ from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.schema import AUTO
 from ..recipes.shipped import find_path
 from .plan import Plan
-from .quant_config import quantization_config
+from .quant_config import compressed_tensors_config, matrices_of, runtime_modules
+from .quant_config_modelopt import HF_QUANT_CONFIG, hf_quant_config, modelopt_config
 from .room import calibration_folder, refuse_full_disk
 
 # Calibrated values depend on their versions.
@@ -55,6 +56,7 @@ def refuse_output(plan: Plan, out: Path, *, calibration: str | None = "") -> Non
         RecipeError: there is something, it is inside the source, its disk is too small or cannot be written, or its
             unfinished part is another run's.
     """
+    quantization_config(plan)  # `format: modelopt` has no entry for some modules
     refuse_place(plan.source, out)
     refuse_full_disk(plan, out, with_calibration=calibration is None)
     if plan.source.folder is not None and calibration is not None:
@@ -91,7 +93,9 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[
     Raises:
         CheckpointError: the source was written to since it was opened, or the folder has a file of something else.
     """
-    write_whole(partial / "config.json", json.dumps(output_config(plan), indent=2, ensure_ascii=False) + "\n")
+    configs = config_files(plan)
+    for name, content in configs.items():
+        write_whole(partial / name, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     weight_map = {output.name: shard.file for shard in plan.shards for output in shard.outputs}
     index = {"metadata": {"total_size": plan.num_bytes_after}, "weight_map": dict(sorted(weight_map.items()))}
     write_whole(partial / INDEX, json.dumps(index, indent=2) + "\n")
@@ -101,7 +105,7 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[
         shutil.copyfile(inside(plan.source.folder, name), partial / name)
     write_whole(partial / RECIPE, recipe_text)
     write_whole(partial / RECORD, record_of(plan, calibration).text())
-    _refuse_strays(plan, partial)
+    _refuse_strays(plan, partial, configs)
     cure = "Run the same command again: it compares what is written with the source, and writes anew what differs"
     if plan.needs_calibration:
         cure = f"Remove {partial} and {calibration_folder(final_path(partial))}, and run the same command again"
@@ -231,9 +235,9 @@ def _refuse_another_plan(partial: Path, wanted: str, *, is_ours: bool = False) -
     )
 
 
-def _refuse_strays(plan: Plan, partial: Path) -> None:
+def _refuse_strays(plan: Plan, partial: Path, configs: Iterable[str]) -> None:
     """Refuse files that no part of this run wrote: they would be served and published with the output."""
-    own = {"config.json", INDEX, RECIPE, RECORD, *plan.companions, *(shard.file for shard in plan.shards)}
+    own = {*configs, INDEX, RECIPE, RECORD, *plan.companions, *(shard.file for shard in plan.shards)}
     files = (path.relative_to(partial) for path in partial.rglob("*") if not path.is_dir() or path.is_symlink())
     strays = sorted(path.as_posix() for path in files if path.parts[0] != WORK and path.as_posix() not in own)
     if strays:
@@ -251,6 +255,21 @@ def output_config(plan: Plan) -> dict[str, Any]:
     if "quantization_config" in (config.get("text_config") or {}):
         config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
     return {**config, **plan.view.family.config_changes, "quantization_config": quantization_config(plan)}
+
+
+def quantization_config(plan: Plan) -> dict[str, Any]:
+    """The value of config.json's `quantization_config`, in the dialect that the recipe's `format` names."""
+    if plan.recipe.format == "modelopt":
+        return modelopt_config(plan.view, runtime_modules(plan))
+    return compressed_tensors_config(plan.view, matrices_of(plan))
+
+
+def config_files(plan: Plan) -> dict[str, dict[str, Any]]:
+    """config.json, and what modelopt's readers look for next to it."""
+    config = output_config(plan)
+    if plan.recipe.format == "modelopt":
+        return {"config.json": config, HF_QUANT_CONFIG: hf_quant_config(config["quantization_config"])}
+    return {"config.json": config}
 
 
 def fingerprint(plan: Plan, calibration: str = "") -> str:

@@ -9,7 +9,7 @@ class has no slot for scales must stay plain, and an MTP block promised by confi
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -17,6 +17,7 @@ from itertools import groupby
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
 from ..checkpoints.stored import stored_weights
+from ..recipes.conventions import ALGORITHMS, NOT_FOR_EXPERTS
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_family
 from ..recipes.family import Family, HFName, Part, VLLMName
@@ -24,7 +25,7 @@ from ..recipes.family_view import FamilyView
 from ..recipes.schema import Recipe
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES, num_bytes
 from .decide import Given, Patterns, added_aliases, decide_other, decide_weight, matching_limit
-from .tensor_plan import Output, TensorPlan
+from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs
 
 SHARD_BYTES = 5_000_000_000
 Unit = tuple[TensorPlan, ...]
@@ -73,7 +74,21 @@ class Plan:
     @cached_property
     def num_bytes_after(self) -> int:
         """Bytes of the tensors to be written."""
-        return sum(output.num_bytes for tensor in self.tensors for output in tensor.outputs)
+        return sum(self.on_disk(output).num_bytes for tensor in self.tensors for output in tensor.outputs)
+
+    @cached_property
+    def spelled(self) -> Mapping[HFName, Spelled]:
+        """Outputs that the recipe's `format` writes otherwise, by their names in compressed-tensors' convention.
+
+        Calibration, packing and `TensorPlan.outputs` know compressed-tensors' names only; the writer turns them.
+        """
+        if self.recipe.format == "compressed-tensors":
+            return {}
+        return {name: other for tensor in self.tensors if tensor.scheme for name, other in modelopt_outputs(tensor)}
+
+    def on_disk(self, output: Output) -> Output:
+        """An output by the name, dtype and shape that it has in the finished checkpoint."""
+        return self.spelled[output.name].output if output.name in self.spelled else output
 
     @cached_property
     def entries(self) -> Mapping[HFName, Entry]:
@@ -98,8 +113,16 @@ class Plan:
         head, which target and draft share, stay in the first files.
         """
         parts = groupby(self.units, key=lambda unit: unit[0].part)
-        groups = [group for _, units in parts for group in filled(units, self.shard_bytes)]
-        return tuple(_shard(units, number, len(groups)) for number, units in enumerate(groups, start=1))
+        groups = [group for _, units in parts for group in filled(units, self.shard_bytes, self.on_disk)]
+        return tuple(self._shard(units, number, len(groups)) for number, units in enumerate(groups, start=1))
+
+    def _shard(self, units: list[Unit], number: int, count: int) -> Shard:
+        outputs = [self.on_disk(output) for unit in units for tensor in unit for output in tensor.outputs]
+        return Shard(
+            file=f"model-{number:05d}-of-{count:05d}.safetensors",
+            units=tuple(units),
+            outputs=tuple(sorted(outputs, key=_disk_order)),
+        )
 
     @property
     def needs_calibration(self) -> list[str]:
@@ -138,6 +161,8 @@ def make_plan(
     _refuse_unmatched(recipe, given.patterns)
     _refuse_unnamed_groups(recipe, tensors)
     _refuse_disagreeing_fusions(recipe, tensors)
+    if recipe.format == "modelopt":
+        _refuse_wordless(recipe, tensors)
     tensors = _with_calibration(recipe, tensors)
     tensors.sort(key=_plan_order)
     plan = Plan(
@@ -276,6 +301,26 @@ def _refuse_disagreeing_fusions(recipe: Recipe, tensors: Iterable[TensorPlan]) -
             )
 
 
+def _refuse_wordless(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
+    """Refuse what vLLM's modelopt loader has no word for: schemes, and scales a row for routed experts."""
+    for tensor in tensors:
+        is_known = tensor.scheme in ALGORITHMS and not (tensor.role == "experts" and tensor.scheme in NOT_FOR_EXPERTS)
+        if tensor.scheme and not is_known:
+            of_experts = " of routed experts" if tensor.scheme in ALGORITHMS else ""
+            raise RecipeError(
+                f"{recipe.name}: {tensor.part} {tensor.role}",
+                f"vLLM's loader of modelopt checkpoints must have a word for {tensor.scheme}{of_experts}",
+                got=f"none, for {tensor.name}",
+                cure=f"Use {_WORDS_OF[tensor.role == 'experts']}, or format: compressed-tensors",
+            )
+
+
+_WORDS_OF = {
+    is_experts: ", ".join(word for word in ALGORITHMS if not (is_experts and word in NOT_FOR_EXPERTS))
+    for is_experts in (False, True)
+}
+
+
 # --- what batches give ------------------------------------------------------------------------------------------------
 
 
@@ -314,27 +359,24 @@ def _can_be_rescaled(tensor: TensorPlan) -> bool:
 # --- orders -----------------------------------------------------------------------------------------------------------
 
 
-def filled(units: Iterable[Unit], most_bytes: int) -> list[list[Unit]]:
+def _as_planned(output: Output) -> Output:
+    return output
+
+
+def filled(
+    units: Iterable[Unit], most_bytes: int, on_disk: Callable[[Output], Output] = _as_planned
+) -> list[list[Unit]]:
     """The units of each file, in order."""
     groups: list[list[Unit]] = []
     filled = 0
     for unit in units:
-        size = sum(output.num_bytes for tensor in unit for output in tensor.outputs)
+        size = sum(on_disk(output).num_bytes for tensor in unit for output in tensor.outputs)
         if not groups or filled + size > most_bytes:
             groups.append([])
             filled = 0
         groups[-1].append(unit)
         filled += size
     return groups
-
-
-def _shard(units: list[Unit], number: int, count: int) -> Shard:
-    outputs = [output for unit in units for tensor in unit for output in tensor.outputs]
-    return Shard(
-        file=f"model-{number:05d}-of-{count:05d}.safetensors",
-        units=tuple(units),
-        outputs=tuple(sorted(outputs, key=_disk_order)),
-    )
 
 
 def _disk_order(output: Output) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from ..checkpoints.source import Entry
 from ..checkpoints.stored import Form, StoredWeight
+from ..recipes.conventions import Change, in_modelopt
 from ..recipes.family import HFName, Part, Role, VLLMName
 from ..recipes.family_view import Place
 from ..recipes.schemes import SCHEMES, Scheme, num_bytes
@@ -32,6 +33,14 @@ class Output:
     @property
     def num_bytes(self) -> int:
         return num_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spelled:
+    """An output as another convention writes it, and what becomes of its values."""
+
+    output: Output
+    change: Change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +92,15 @@ class TensorPlan:
             return self.outputs
         suffixes = {spec.suffix for spec in SCHEMES[self.scheme].extra} if self.calibrated else set()
         return tuple(output for output in self.outputs if output.name.rpartition(".")[2] in suffixes)
+
+
+def modelopt_outputs(tensor: TensorPlan) -> Iterator[tuple[HFName, Spelled]]:
+    """The outputs of a quantized tensor in modelopt's convention, by their names in compressed-tensors'."""
+    for output in tensor.outputs:
+        module, _, leaf = output.name.rpartition(".")
+        other = in_modelopt(tensor.scheme, leaf, output.dtype, output.shape, of_experts=tensor.role == "experts")
+        written = Output(name=HFName(f"{module}.{other.leaf}"), dtype=other.dtype, shape=other.shape)
+        yield output.name, Spelled(output=written, change=other.change)
 
 
 def same_output(entry: Entry) -> Output:

@@ -29,7 +29,7 @@ import torch
 from ..checkpoints.files import complete, naming_file, partial_path
 from ..checkpoints.safetensors_file import Entry, FileLayout, lay_out
 from ..checkpoints.stored import scale_of, weight_of
-from ..checkpoints.values import TORCH_DTYPES, read_bytes, read_tensor
+from ..checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
 from ..recipes.schemes import SCHEMES, Scheme
@@ -261,7 +261,7 @@ class _Job:
         for offset in range(0, entry.num_bytes, _COPY_BYTES):
             length = min(_COPY_BYTES, entry.num_bytes - offset)
             raw = read_bytes(self.plan.source, entry, offset=offset, length=length)
-            self.place.write(output.name, raw, at=offset)
+            self.place.write(self.plan.on_disk(output).name, raw, at=offset)
 
     def _put_renamed(self, tensor: TensorPlan) -> None:
         """Packed weights keep their bytes; scales get compressed-tensors' names and, exactly, its dtypes."""
@@ -286,7 +286,9 @@ class _Job:
             value = self.given.read(output.name) if output.name in self.given else tensors[leaf].cpu().contiguous()
             got = (tuple(value.shape), value.dtype)
             assert got == (output.shape, TORCH_DTYPES[output.dtype]), f"{output.name}: planned {output}, computed {got}"
-            self.place.write(output.name, value.reshape(-1).view(torch.uint8))
+            if other := self.plan.spelled.get(output.name):
+                value = changed(value, other.change, TORCH_DTYPES[other.output.dtype])
+            self.place.write(self.plan.on_disk(output).name, value.reshape(-1).view(torch.uint8))
 
 
 def _devices() -> list[torch.device]:

@@ -265,6 +265,8 @@ class Family:
         config_changes: keys of config.json that differ in what keepmtp writes, because it writes other names.
         rerouted_format: a `format` that makes vLLM read only experts and leave linears plain. keepmtp writes
             mixed-precision instead.
+        modelopt_by_module: vLLM builds a module that no exclude entry reaches: a head without a name, or attention that
+            is plain under one algorithm. modelopt's config then names the algorithm of each module (MIXED_PRECISION).
         norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes nothing.
         draft: how an MTP layer computes; None where keepmtp cannot run it, so cannot calibrate or measure it.
         no_draft: why not.
@@ -293,6 +295,7 @@ class Family:
     config_extras: Mapping[str, Any] = field(default_factory=dict)
     config_changes: Mapping[str, Any] = field(default_factory=dict)
     rerouted_format: str = ""
+    modelopt_by_module: bool = False
     norms_add_one: bool = False
     draft: Draft | None = None
     no_draft: str = ""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
+from .conventions import ALGORITHMS, Format
 from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
 from .protocol import Evaluation, Gates
@@ -206,6 +207,7 @@ class Recipe(_Frozen):
         overrides: exceptions; the first match wins, and each must match something.
         keep: names (or `re:` regexes) of tensors outside the family table that keepmtp copies as they are.
         calibration: how batches are chosen; null for data-free recipes.
+        format: whose names, scales and config the checkpoint has; the packed bytes are the same.
         evaluation: how the result is scored; `protocol.Evaluation` has the defaults.
         gates: what the result must keep of its source; `protocol.Gates` has the defaults.
     """
@@ -223,6 +225,7 @@ class Recipe(_Frozen):
     mtp_auto: MtpAuto | None = None
     overrides: tuple[Override, ...] = ()
     keep: tuple[NameOrRegex, ...] = ()
+    format: Format = "compressed-tensors"
     evaluation: Evaluation = Evaluation()
     gates: Gates = Gates()
 
@@ -250,6 +253,15 @@ class Recipe(_Frozen):
             rule = "must be given where mtp is auto" if self.mtp == AUTO else "must be left out where mtp is not auto"
             got = "nothing" if self.mtp_auto is None else f"mtp: {self.mtp}"
             raise RecipeError("", f"mtp_auto {rule}", got=got, cure="It holds min_acceptance and candidates")
+        return self
+
+    @model_validator(mode="after")
+    def _format_has_a_word(self) -> "Recipe":
+        wordless = sorted((self.decisions() & SCHEMES.keys()) - ALGORITHMS.keys())
+        if self.format == "modelopt" and wordless:
+            rule = f"format: modelopt is for {', '.join(ALGORITHMS)}"
+            cure = "Use one of these: vLLM loads no other of modelopt's; or remove format"
+            raise RecipeError("", rule, got=", ".join(wordless), cure=cure)
         return self
 
     @model_validator(mode="after")

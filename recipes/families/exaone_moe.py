@@ -32,6 +32,7 @@ FAMILY = Family(
     ),
     mtp_count_default=1,
     loader=Loader(unknown_name="ValueError"),
+    modelopt_by_module=True,
     draft=Draft(
         model_type="exaone_moe",
         classes="ExaoneMoe",

@@ -24,6 +24,7 @@ FAMILY = Family(
         *kept("norm", NORM, "enorm", "hnorm", "final_layernorm"),
     ),
     loader=Loader(takes_kv_scales=True, needs=("expert_hidden_dim", "route_norm"), missing_count="AttributeError"),
+    modelopt_by_module=True,
     draft=Draft(
         model_type="hy_v3",
         classes="HYV3",

@@ -79,6 +79,7 @@ FAMILY = Family(
     mtp_count_default=1,
     loader=Loader(unknown_name="ValueError"),
     # In vLLM later steps reuse the keys that the indexer chose at the first one; here each step chooses.
+    modelopt_by_module=True,
     draft=Draft(
         model_type="qwen4_exp_text", classes="Qwen4ExpText", position_axes=3,
         layers=({"layer_types": ["qwen_sparse_attention"], "ple_layer_ids": []},),

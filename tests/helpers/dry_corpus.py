@@ -81,18 +81,19 @@ def good_cases() -> Iterator[DryCase]:
             "ct, MTP plain": lambda model=model: ours(model, "NVFP4"),
             "ct, MTP quantized": lambda model=model: ours(model, "NVFP4", "NVFP4"),
             f"ct {scheme}": lambda model=model, scheme=scheme: ours(model, scheme, scheme),
-            "modelopt, MTP plain": lambda model=model: modelopt(model),
+            "modelopt, MTP plain": lambda model=model: ours(model, "NVFP4", format="modelopt"),
             "modelopt, MTP quantized": lambda model=model: in_hf_quant_config(modelopt(model, mtp="NVFP4")),
-            f"modelopt {algorithm}": lambda model=model, word=algorithm: modelopt(model, word, word),
+            f"modelopt {algorithm}": lambda model=model, word=algorithm: ours(model, word, word, format="modelopt"),
+            "modelopt, two algorithms": lambda model=model: ours(model, "FP8_BLOCK", "NVFP4", format="modelopt"),
         }
         for form, build in forms.items():
-            if not (form.startswith("modelopt") and model in NOT_MODELOPT) and _is_planned(build):
+            if not (form == "modelopt, MTP quantized" and model in NOT_MODELOPT) and _is_planned(build):
                 yield DryCase(name=f"{model} {form}", build=build)
     for model in ("qwen3.5-text", "mimo-7b"):
         for scheme in LINEAR_ONLY:
             yield DryCase(
                 name=f"{model} modelopt {scheme}",
-                build=lambda model=model, scheme=scheme: modelopt(model, scheme, scheme),
+                build=lambda model=model, scheme=scheme: ours(model, scheme, scheme, format="modelopt"),
             )
 
 

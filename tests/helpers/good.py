@@ -12,9 +12,10 @@ from typing import Any
 
 import releases
 from checkpoint_files import Checkpoint, as_source
-from keepmtp.quantize.output import output_config
+from keepmtp.quantize.output import config_files
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.quantize.quant_config import runtime_modules
+from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import QUANTIZABLE_ROLES, HFName
 from keepmtp.recipes.schema import Recipe
@@ -50,7 +51,9 @@ def companions(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def planned(model: str, scheme: str, mtp: str, size: str = "tiny", **changes: Any) -> Plan:
+def planned(
+    model: str, scheme: str, mtp: str, size: str = "tiny", format: Format = "compressed-tensors", **changes: Any
+) -> Plan:
     """Our plan for a model: one scheme for the whole backbone, and a policy for the MTP block."""
     config, tensors = releases.source_layout(model, size=size, changes=changes)
     source = as_source(Checkpoint(config=config, tensors=dict(tensors)), Path("/nonexistent"))
@@ -81,21 +84,26 @@ def planned(model: str, scheme: str, mtp: str, size: str = "tiny", **changes: An
             "mtp": mtp,
             "calibration": _CALIBRATION if calibrated else None,
             "overrides": [{"modules": pattern, "scheme": "bf16"}] if absorbed else [],
+            "format": format,
         }
     )
     return make_plan(recipe, source)
 
 
-def ours(model: str, scheme: str, mtp: str = "bf16", size: str = "tiny", **changes: Any) -> Checkpoint:
+def ours(
+    model: str,
+    scheme: str,
+    mtp: str = "bf16",
+    size: str = "tiny",
+    format: Format = "compressed-tensors",
+    **changes: Any,
+) -> Checkpoint:
     """What keepmtp writes: the plan's tensors and its quantization config."""
-    plan = planned(model, scheme, mtp, size, **changes)
-    config = output_config(plan)
-    tensors = {str(output.name): (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
-    return Checkpoint(
-        config=deepcopy(config),
-        tensors=tensors,
-        json_files=companions(config),
-    )
+    plan = planned(model, scheme, mtp, size, format, **changes)
+    files = deepcopy(config_files(plan))
+    config = files.pop("config.json")
+    tensors = {str(output.name): (output.dtype, output.shape) for shard in plan.shards for output in shard.outputs}
+    return Checkpoint(config=config, tensors=tensors, json_files={**companions(config), **files})
 
 
 def llmcompressor(model: str, scheme: str, mtp: str = "bf16") -> Checkpoint:

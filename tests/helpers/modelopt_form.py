@@ -23,7 +23,7 @@ from good import ours, planned
 from keepmtp.quantize.plan import Plan
 from keepmtp.quantize.quant_config import RuntimeModule, runtime_modules
 from keepmtp.recipes.family_view import FamilyView
-from keepmtp.validate.check.dialects.matching import renamer
+from keepmtp.recipes.renamer import renamer
 
 # keepmtp's scheme -> modelopt's quant_algo.
 ALGORITHMS = {

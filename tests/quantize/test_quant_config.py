@@ -5,8 +5,9 @@ import re
 
 import pytest
 from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.output import quantization_config
 from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.quant_config import number_regex, quantization_config, runtime_modules
+from keepmtp.quantize.quant_config import number_regex, runtime_modules
 from keepmtp.recipes.find import find_recipe, shipped_recipes
 from releases import source_layout, write_checkpoint
 

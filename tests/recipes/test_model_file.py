@@ -81,6 +81,7 @@ def test_the_block_of_a_variant_replaces_that_of_the_file(tmp_path, key):
         "mtp_auto": {"min_acceptance": 0.9, "candidates": ["bf16"]},
         "overrides": [{"modules": "a", "scheme": "bf16"}],
         "keep": ["a"],
+        "format": "modelopt",
         "evaluation": {"shots": 0, "k": 2},
         "gates": {"max_drop": 0.05, "min_acceptance": 0.9},
     }[key]
@@ -88,6 +89,7 @@ def test_the_block_of_a_variant_replaces_that_of_the_file(tmp_path, key):
         "mtp_auto": {"min_acceptance": 0.8, "candidates": ["FP8_DYNAMIC"]},
         "overrides": [{"modules": "b", "scheme": "bf16"}],
         "keep": [],
+        "format": "compressed-tensors",
         "evaluation": {"shots": 4},
         "gates": {"max_drop": 0.01},
     }[key]

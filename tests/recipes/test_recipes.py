@@ -67,7 +67,7 @@ def test_only_what_changes_no_number_has_a_default():
     def optional(kind) -> set[str]:
         return {key for key, field in kind.model_fields.items() if not field.is_required()}
 
-    assert optional(Recipe) == {"overrides", "keep", "mtp_auto", "evaluation", "gates"}
+    assert optional(Recipe) == {"overrides", "keep", "mtp_auto", "format", "evaluation", "gates"}
     assert optional(Calibration) == {"subset", "prompt_column", "model_code", "decorated_forward"}
     assert not optional(MtpAuto)
     assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == ("transformers", "refuse")

@@ -32,8 +32,9 @@ def entries_match_a_module(runtime: RuntimeView) -> Iterator[Objection]:
         return
     asked, disk = runtime.known_names
     is_draft_wrong = _is_draft_wrong(runtime)
-    for entry in runtime.dialect.entries:
-        if _reaches(runtime, entry, disk if entry.by_disk else asked):
+    for entry, of_draft in zip(runtime.dialect.entries, runtime.draft_dialect.entries, strict=True):
+        known = disk if entry.by_disk else asked
+        if _reaches(runtime, entry, known) or (of_draft != entry and _reaches(runtime, of_draft, known)):
             continue
         meant = _meant(runtime, entry, disk)
         if entry.where in ("targets", "quantized_layers"):

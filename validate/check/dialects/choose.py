@@ -13,10 +13,10 @@ from typing import Any
 
 from ....recipes.errors import CheckpointError
 from ....recipes.family import Part, VLLMName
+from ....recipes.renamer import Renamer, renamer
 from ..vllm_module import PLAIN, ConfigEntry, Dialect, Kind, Resolution, UnknownDialect
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
-from .matching import Renamer, renamer
 from .methods import method_of
 from .modelopt import read_modelopt
 

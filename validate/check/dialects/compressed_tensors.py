@@ -17,9 +17,9 @@ from typing import Any
 
 from ....checkpoints.stored import Form
 from ....recipes.family import VLLMName
+from ....recipes.renamer import Renamer
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, read_given
-from .matching import Renamer
 from .patterns import Entries, equal_or_regex
 
 _SHARD_ERROR = "ValueError: Found different quantization schemes for the shards of {}"

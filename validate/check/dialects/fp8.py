@@ -18,9 +18,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ....recipes.family import VLLMName
+from ....recipes.renamer import Renamer
 from ..vllm_module import PLAIN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import Fp8Given, read_given
-from .matching import Renamer, experts_among, is_layer_skipped
+from .matching import experts_among, is_layer_skipped
 from .modelopt import modelopt_built
 
 

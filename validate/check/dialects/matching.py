@@ -1,24 +1,15 @@
-"""How vLLM compares names with the entries of a quantization config, and how it rewrites those entries before.
+"""How vLLM compares names with the entries of a quantization config; `recipes/renamer.py` rewrites them before.
 
-In: names and entries. Out: the entry that matched. `Renamer` applies the mapper of the target's model class; the family
-file holds that mapper.
+In: names and entries. Out: the entry that matched.
 
-Easy to get wrong: vLLM never renames a regex (patterns.py matches those). Other entries are
-whole names. The mapper also drops names that the model does not load, but vLLM keeps such entries since 0.32.
+Easy to get wrong: these entries are whole names. patterns.py matches regexes.
 
-Source: vLLM 0.32.0 quantization/utils/{config_utils,quant_utils}.py, compressed_tensors/utils.py, modelopt.py,
-model_executor/models/{utils,qwen3_vl,qwen3_5,qwen3_next,mimo}.py, models/deepseek_v4/nvidia/model.py; compared with the
-real functions by tests/validate/check/test_dialects.py.
+Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.py, modelopt.py; compared with the real
+functions by tests/validate/check/test_dialects.py.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
-
-from ....recipes.families import families
-from ....recipes.family import Part, Renames
-from ....recipes.family_view import FamilyView
 
 _MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are quantized"
 
@@ -47,43 +38,3 @@ def experts_among(names: frozenset[str]) -> tuple[str, ...]:
 def joined(names: frozenset[str]) -> str:
     """All names in one text: what is not in it is in none of them."""
     return "\n".join(names)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renamer:
-    """The mapper of a model class, applied to entries; `renames` is None where the class has no mapper."""
-
-    renames: Renames | None = None
-
-    def name(self, entry: str) -> str:
-        """One name, in the mapper's order: substrings, then prefixes."""
-        if self.renames is not None:
-            for old, new in self.renames.substrings:
-                entry = entry.replace(old, new, 1)
-            for old, new in self.renames.prefixes:
-                if entry.startswith(old):
-                    entry = entry.replace(old, new, 1)
-        return entry
-
-    def path(self, entry: str) -> str:
-        """compressed-tensors renames paths, but no regexes and no class names."""
-        return self.name(entry) if "." in entry and not entry.startswith("re:") else entry
-
-    def modelopt(self, entry: str) -> tuple[str, ...]:
-        """modelopt splits `x*` into `x` and `x.*` first, but only for classes with a mapper."""
-        if self.renames is not None and len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
-            return self.name(entry[:-1]), self.name(entry[:-1] + ".*")
-        return (self.name(entry),)
-
-
-def renamer(config: Mapping[str, Any], part: Part = "backbone") -> Renamer:
-    """The mapper of the class that vLLM serves this config.json with, from its family's table.
-
-    Most drafts get the quantization config that the target's class has already mapped.
-    """
-    architecture = (config.get("architectures") or [""])[0]
-    family = families().get(str(architecture)) or families().get(str(config.get("model_type", "")))
-    if family is None:
-        return Renamer()
-    layout = FamilyView(family=family, config=config).layout
-    return Renamer(renames=layout.draft_renames if part == "mtp" and layout.draft_reads_afresh else layout.renames)

@@ -15,9 +15,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ....recipes.family import VLLMName
+from ....recipes.renamer import Renamer
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
 from .given import ModelOptGiven, ModuleAlgorithm, read_given
-from .matching import Renamer, experts_among, is_layer_skipped, joined
+from .matching import experts_among, is_layer_skipped, joined
 
 
 @dataclass(frozen=True, kw_only=True)

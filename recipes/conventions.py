@@ -1,0 +1,98 @@
+"""Two conventions for the same packed bytes: compressed-tensors' names and scales, and modelopt's.
+
+In: a scheme and a tensor of it as `Scheme.tensors` lists it. Out: the same tensor in modelopt's convention, and what
+becomes of its values. `quantize/` writes a checkpoint in either convention, and `cure/` converts a finished one.
+
+Easy to get wrong: NVFP4's common scales are reciprocals of each other. compressed-tensors stores a divisor, modelopt a
+multiplier. The packed bytes were computed with the divisor, so the multiplier is 1 / divisor, as vLLM computes it for
+compressed-tensors, and not amax / 2688 once more.
+
+Source: vLLM 0.32.0 quantization/modelopt.py: the `create_weights` of KNvfp4Static, KNvfp4Dynamic, KFp8StaticTensor,
+KFp8StaticChannel, KFp8Block128, ModelOptNvFp4FusedMoE and ModelOptFp8MoEMethod; for FP8 blocks of experts under
+MIXED_PRECISION, Fp8MoEMethod in fp8.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+FORMATS = ("compressed-tensors", "modelopt")
+Format = Literal["compressed-tensors", "modelopt"]
+
+Change = Literal["none", "reciprocal", "dtype"]
+"""What becomes of the values: nothing, 1 / x, or the same numbers in another dtype. Shapes have as many elements."""
+
+ALGORITHMS: Mapping[str, str] = MappingProxyType(
+    {
+        "NVFP4": "NVFP4",
+        "NVFP4A16": "W4A16_NVFP4",
+        "FP8": "FP8",
+        "FP8_DYNAMIC": "FP8_PER_CHANNEL_PER_TOKEN",
+        "FP8_BLOCK": "FP8_PB_WO",
+    }
+)
+"""Scheme -> modelopt's `quant_algo`, of those that vLLM loads. Other schemes have no word there."""
+
+NOT_FOR_EXPERTS = ("FP8_DYNAMIC",)
+"""vLLM's class for routed experts under modelopt has no scales a row."""
+
+MIXED_FOR_EXPERTS = ("FP8_BLOCK",)
+"""vLLM reads blocks of routed experts only where MIXED_PRECISION names their algorithm."""
+
+_COMMON = {"weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spelling:
+    """One tensor in modelopt's convention; `change` leads there, and back."""
+
+    leaf: str
+    dtype: str
+    shape: tuple[int, ...]
+    change: Change = "none"
+
+
+def in_modelopt(scheme: str, leaf: str, dtype: str, shape: tuple[int, ...], *, of_experts: bool) -> Spelling:
+    """How modelopt writes a tensor of a packed module.
+
+    Args:
+        scheme: a key of `ALGORITHMS`.
+        leaf: compressed-tensors' name for it, such as `weight_packed`.
+        dtype: its dtype there.
+        shape: its shape there.
+        of_experts: the module is a projection of a routed expert.
+    """
+    if scheme.startswith("NVFP4"):
+        if leaf in _COMMON:
+            return Spelling(leaf=_COMMON[leaf], dtype="F32", shape=(), change="reciprocal")
+        return Spelling(leaf=leaf.replace("weight_packed", "weight"), dtype=dtype, shape=shape)
+    if leaf == "weight":
+        return Spelling(leaf=leaf, dtype=dtype, shape=shape)
+    change: Change = "none" if dtype == "F32" else "dtype"
+    if scheme == "FP8_BLOCK":
+        if of_experts:
+            return Spelling(leaf="weight_scale_inv", dtype="F32", shape=shape, change=change)
+        return Spelling(leaf=leaf, dtype="F32", shape=(shape[0], 1, shape[1], 1), change=change)
+    return Spelling(leaf=leaf, dtype="F32", shape=shape[:1] if scheme == "FP8_DYNAMIC" else (), change=change)
+
+
+_DIVISORS = {other: name for name, other in _COMMON.items()}
+
+
+def in_compressed_tensors(scheme: str, leaf: str, dtype: str, shape: tuple[int, ...]) -> Spelling:
+    """How compressed-tensors writes a tensor of a module in modelopt's convention: the way back of `in_modelopt`.
+
+    A scale that compressed-tensors writes in BF16 is said to be BF16 here; where its values are not, it stays F32.
+    """
+    if scheme.startswith("NVFP4"):
+        if leaf in _DIVISORS:
+            return Spelling(leaf=_DIVISORS[leaf], dtype="F32", shape=(1,), change="reciprocal")
+        return Spelling(leaf="weight_packed" if leaf == "weight" else leaf, dtype=dtype, shape=shape)
+    if leaf == "weight":
+        return Spelling(leaf=leaf, dtype=dtype, shape=shape)
+    if scheme == "FP8_BLOCK":
+        blocks = (shape[0], shape[2]) if len(shape) == 4 else shape
+        return Spelling(leaf="weight_scale", dtype=dtype, shape=blocks)
+    change: Change = "none" if dtype == "BF16" else "dtype"
+    return Spelling(leaf=leaf, dtype="BF16", shape=(*shape[:1], 1) if scheme == "FP8_DYNAMIC" else (1,), change=change)

@@ -1,0 +1,68 @@
+"""How vLLM rewrites the names in a quantization config before it compares them with its modules.
+
+In: config.json. Out: a `Renamer`: the mapper of the target's model class, which the family file holds. The check reads
+foreign entries with it, and what keepmtp writes is chosen so that it stays itself.
+
+Easy to get wrong: vLLM never renames a regex. The mapper also drops names that the model does not load, but vLLM keeps
+such entries since 0.32.
+
+Source: vLLM 0.32.0 quantization/utils/config_utils.py, modelopt.py (apply_vllm_mapper), model_executor/models/{utils,
+qwen3_vl,qwen3_5,qwen3_next,mimo}.py, models/deepseek_v4/nvidia/model.py; compared with the real functions by
+tests/validate/check/test_dialects.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .families import families
+from .family import Part, Renames
+from .family_view import FamilyView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renamer:
+    """The mapper of a model class, applied to entries; `renames` is None where the class has no mapper."""
+
+    renames: Renames | None = None
+
+    def name(self, entry: str) -> str:
+        """One name, in the mapper's order: substrings, then prefixes."""
+        if self.renames is not None:
+            for old, new in self.renames.substrings:
+                entry = entry.replace(old, new, 1)
+            for old, new in self.renames.prefixes:
+                if entry.startswith(old):
+                    entry = entry.replace(old, new, 1)
+        return entry
+
+    def before(self, name: str, others: Iterable[str] = ()) -> str | None:
+        """A spelling that becomes `name`: itself, one of `others`, or one that a rule turns into it, or None."""
+        found = [name, *others]
+        if self.renames is not None:
+            found += [name.replace(new, old, 1) for old, new in self.renames.substrings if new]
+            found += [old + name.removeprefix(new) for old, new in self.renames.prefixes if name.startswith(new)]
+        return next((word for word in found if self.name(word) == name), None)
+
+    def path(self, entry: str) -> str:
+        """compressed-tensors renames paths, but no regexes and no class names."""
+        return self.name(entry) if "." in entry and not entry.startswith("re:") else entry
+
+    def modelopt(self, entry: str) -> tuple[str, ...]:
+        """modelopt splits `x*` into `x` and `x.*` first, but only for classes with a mapper."""
+        if self.renames is not None and len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
+            return self.name(entry[:-1]), self.name(entry[:-1] + ".*")
+        return (self.name(entry),)
+
+
+def renamer(config: Mapping[str, Any], part: Part = "backbone") -> Renamer:
+    """The mapper of the class that vLLM serves this config.json with, from its family's table.
+
+    Most drafts get the quantization config that the target's class has already mapped.
+    """
+    architecture = (config.get("architectures") or [""])[0]
+    family = families().get(str(architecture)) or families().get(str(config.get("model_type", "")))
+    if family is None:
+        return Renamer()
+    layout = FamilyView(family=family, config=config).layout
+    return Renamer(renames=layout.draft_renames if part == "mtp" and layout.draft_reads_afresh else layout.renames)

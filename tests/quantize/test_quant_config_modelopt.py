@@ -1,0 +1,194 @@
+"""`format: modelopt`: the same packed bytes under other names, scales in the other convention, configs that agree.
+
+That vLLM builds what was meant is asked twice: here of the check, whose matching is compared with vLLM's, and of vLLM's
+own loader by the dry-load corpus (tests/helpers/dry_corpus.py).
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import releases
+import torch
+from calibrated import made_up, saved
+from calibrated import planned as calibrated
+from checkpoint_files import as_source, ignoring, write
+from good import ours, planned
+from keepmtp.checkpoints.dequantize import dequantize
+from keepmtp.checkpoints.source import open_source
+from keepmtp.checkpoints.stored import stored_weights
+from keepmtp.checkpoints.values import read_tensor
+from keepmtp.quantize.output import claim, publish, refuse_output
+from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.writer import write as write_shards
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.schema import Recipe
+from keepmtp.validate.check.check import check, check_source
+from outputs import digests
+
+PAIRS = [("NVFP4", "bf16"), ("NVFP4A16", "NVFP4A16"), ("FP8", "FP8"), ("FP8_BLOCK", "NVFP4A16")]
+# Refused in a sentence: vLLM's mapper renames every entry that could name a module of the draft.
+NAMELESS = "vLLM renames every entry that could name"
+
+
+@pytest.mark.parametrize("words", PAIRS, ids=" ".join)
+@pytest.mark.parametrize("model", releases.MODELS)
+def test_every_family_passes_the_check(model, words, tmp_path):
+    try:
+        checkpoint = ours(model, *words, format="modelopt")
+    except RecipeError as error:
+        assert NAMELESS in str(error) or planned_fails(model, words)
+        pytest.skip(str(error))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(checkpoint.json_files["hf_quant_config.json"]))
+    report = check_source(as_source(checkpoint, tmp_path))
+    assert (report.findings, report.facts.dialect) == ((), "modelopt")
+
+
+def planned_fails(model: str, words: tuple[str, str]) -> bool:
+    """Whether compressed-tensors' format is refused too."""
+    try:
+        planned(model, *words)
+    except RecipeError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory) -> dict[str, tuple[Plan, Path]]:
+    """One model by format: NVFP4 with static scales, FP8 a row, FP8 with static scales; the block is NVFP4."""
+    folder, found = tmp_path_factory.mktemp("twins"), {}
+    words = {"experts": "NVFP4", "rest": "FP8_DYNAMIC", "shared_experts": "FP8", "mtp": "NVFP4"}
+    plan = calibrated(folder / "source", data="random", **words)
+    statistics = saved(folder / "statistics", made_up(plan))
+    for name in ("compressed-tensors", "modelopt"):
+        recipe = Recipe.model_validate(plan.recipe.model_dump() | {"format": name})
+        made = make_plan(recipe, plan.source, shard_bytes=plan.shard_bytes)
+        refuse_output(made, folder / name)
+        with claim(made, folder / name) as partial:
+            write_shards(made, partial, recipe_text="", threads=1, statistics=statistics)
+            publish(partial, folder / name)
+        found[name] = (made, folder / name)
+    return found
+
+
+def stored(folder: Path):
+    source = open_source(folder)
+    weights, _ = stored_weights(source.entries.values())
+    return source, weights
+
+
+def test_packed_bytes_are_the_same_and_values_are_equal(twins):
+    """vLLM multiplies by 1 / weight_global_scale: exactly the weight_scale_2 that is written."""
+    (first, one), (second, other) = (stored(folder) for _, folder in twins.values())
+    assert one.keys() == other.keys()
+    forms, num_other = set(), [0, 0]
+    for module, weight in one.items():
+        parts = {leaf: read_tensor(first, entry) for leaf, entry in weight.parts.items()}
+        theirs = {leaf: read_tensor(second, entry) for leaf, entry in other[module].parts.items()}
+        forms.add((weight.form, other[module].form))
+        packed, same = (next(p[leaf] for leaf in ("weight_packed", "weight") if leaf in p) for p in (parts, theirs))
+        assert torch.equal(packed.view(torch.uint8), same.view(torch.uint8)), module
+        if weight.form == "nvfp4":
+            assert theirs["weight_scale_2"].shape == theirs["input_scale"].shape == ()
+            assert theirs["weight_scale_2"] == 1.0 / parts["weight_global_scale"], module
+            assert theirs["input_scale"] == 1.0 / parts["input_global_scale"], module
+        values = [
+            dequantize(w.form, p, shape=w.shape, block=w.block) for w, p in ((weight, parts), (other[module], theirs))
+        ]
+        if weight.form != "nvfp4":
+            assert torch.equal(*values), module
+            continue
+        # A scale divided by g and one times 1 / g differ by two roundings in F32: seldom another BF16, never two away.
+        num_other = [num_other[0] + int((values[0] != values[1]).sum()), num_other[1] + values[0].numel()]
+        apart = (values[0].view(torch.int16).int() - values[1].view(torch.int16).int()).abs().max()
+        assert apart <= 1, module
+    pairs = {
+        ("nvfp4", "nvfp4_modelopt"),
+        ("plain", "plain"),
+        ("fp8_channel", "fp8_channel"),
+        ("fp8_tensor", "fp8_tensor"),
+    }
+    assert forms == pairs
+    assert num_other[0] <= num_other[1] / 1000
+
+
+def test_the_written_folder_passes_its_check_and_both_configs_agree(twins):
+    plan, folder = twins["modelopt"]
+    assert check(folder, source=plan.source).findings == ()
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    second = json.loads((folder / "hf_quant_config.json").read_text())
+    assert second["producer"]["name"] == "modelopt", "vLLM and others know the file by it"
+    inner = second["quantization"]
+    assert config["quant_algo"] == inner["quant_algo"] == "MIXED_PRECISION"
+    assert config["quantized_layers"] == inner["quantized_layers"]
+    assert config["ignore"] == inner["exclude_modules"]
+    layers = config["quantized_layers"]
+    draft = plan.view.num_layers
+    assert layers[f"model.layers.{draft}.self_attn.q_proj"]["quant_algo"] == "NVFP4"
+    assert layers["model.layers.2.mlp.experts"] == {"quant_algo": "NVFP4", "group_size": 16}
+    assert layers["model.layers.2.self_attn.qkv_proj"] == layers["model.layers.2.self_attn.q_proj"]
+    assert layers["model.layers.2.self_attn.q_proj"] == {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(twins, tmp_path):
+    plan, whole = twins["modelopt"]
+    statistics = saved(tmp_path / "statistics", made_up(plan))
+    out = tmp_path / "out"
+    with claim(plan, out) as partial:
+        write_shards(plan, partial, recipe_text="", threads=1, statistics=statistics)
+        lost, kept = sorted(partial.glob("*.safetensors"))[:2]
+        lost.unlink()
+        before = kept.stat().st_mtime_ns
+    with claim(plan, out) as partial:
+        write_shards(plan, partial, recipe_text="", threads=1, statistics=statistics)
+        assert kept.stat().st_mtime_ns == before
+        publish(partial, out)
+    assert digests(out) == digests(whole)
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme", "mtp", "named"),
+    [
+        ("glm-4.7", "W4A16", "bf16", "format: modelopt is for NVFP4, NVFP4A16, FP8, FP8_DYNAMIC, FP8_BLOCK; got W4A16"),
+        (
+            "glm-4.7",
+            "FP8_DYNAMIC",
+            "bf16",
+            "FP8_DYNAMIC of routed experts; got none, for model.layers.1.mlp.experts.0.",
+        ),
+        ("dsv4-flash", "NVFP4", "source", "must have a word for MXFP4A8; got none, for mtp.0.ffn.experts.0."),
+        ("dots3-note-prev", "FP8_BLOCK", "NVFP4A16", f"{NAMELESS} model.layers.3."),
+    ],
+)
+def test_what_modelopt_cannot_say_is_refused(model, scheme, mtp, named):
+    with pytest.raises((RecipeError, ValueError), match="modelopt") as caught:
+        ours(model, scheme, mtp, format="modelopt")
+    assert named in str(caught.value)
+
+
+def test_one_glob_covers_the_whole_block(tmp_path):
+    """The twin: `mtp.layers.0*` misses mtp.fc (vllm #38832)."""
+    checkpoint = ours("qwen3-next-80b", "FP8", format="modelopt")
+    assert "mtp.*" in checkpoint.quantization["ignore"]
+    assert not any(entry.startswith("mtp.layers") for entry in checkpoint.quantization["ignore"])
+    ignoring("mtp.layers.0*", without=r"^mtp")(checkpoint)
+    del checkpoint.json_files["hf_quant_config.json"]
+    found = check(write(tmp_path / "broken", checkpoint)).findings
+    assert any(finding.severity == "error" and "mtp.fc" in finding.where for finding in found)
+
+
+@pytest.mark.parametrize("model", ["k-exaone-236b", "hy3", "qwen3.8-flash-next"])
+def test_a_module_that_no_entry_reaches_is_not_quantized_by_default(model):
+    """vLLM 0.32.0 builds their head without a name, or attention plain under NVFP4: each module is named instead."""
+    said = ours(model, "NVFP4", format="modelopt").quantization
+    assert said["quant_algo"] == "MIXED_PRECISION"
+    assert {row["quant_algo"] for row in said["quantized_layers"].values()} == {"NVFP4"}
+
+
+def test_outputs_of_another_format_are_another_plan():
+    one, other = (planned("glm-4.7", "NVFP4A16", "bf16", format=name) for name in ("compressed-tensors", "modelopt"))
+    assert [tensor.outputs for tensor in one.tensors] == [tensor.outputs for tensor in other.tensors]
+    assert one.num_bytes_after == sum(output.num_bytes for shard in one.shards for output in shard.outputs)
+    assert other.num_bytes_after == sum(output.num_bytes for shard in other.shards for output in shard.outputs)
+    assert replace(one, recipe=other.recipe).shards == other.shards != one.shards
