@@ -162,7 +162,7 @@ def _abilities(
         ),
         _scoring(lacking["evaluate"], packages["lm-eval"], vllm, gpus),
         _page("model card", lacking["report"], "keepmtp card CHECKPOINT", _GET_EVALUATE),
-        _publishing(lacking["report"], token),
+        _publishing(sorted({*lacking["report"], *lacking["quantize"]}), token),
     )
 
 

@@ -54,7 +54,8 @@ def publish(
     """Upload a checkpoint and its card to the Hub, private by default, and check what arrived.
 
     Nothing is sent unless the report is green, its numbers are those of the result files, the card is what the report
-    says, and every byte on disk hashes to what was measured. Only files of the report and of the card are sent.
+    says, and every byte on disk hashes to what was measured. Values are read once more: a scale that is NaN or zero,
+    or an MTP block of zeros, is refused by its name. Only files of the report and of the card are sent.
 
     Then sizes and hashes are compared with the Hub's, and the repository is dry-loaded by range requests (checked
     without vLLM where there is none). A run that was interrupted is continued by the same command. The token is
@@ -66,6 +67,7 @@ def publish(
     """
     from huggingface_hub import constants, get_token
 
+    from ..recipes.extras import require_extra
     from ..validate.publish import upload as publishing
     from ..validate.publish.hub import Hub, stopped_by_signals
     from ..validate.publish.upload_set import prepare, take
@@ -80,7 +82,8 @@ def publish(
         )
     if public and not dry_run:
         _refuse_unasked(f"{repo} would be public", yes=yes)
-    parcel = prepare(path, repo=repo, watch=bytes_bar(err, "hashing"))
+    require_extra("publish", "quantize")  # torch reads the values
+    parcel = prepare(path, repo=repo, watch=bytes_bar(err, "hashing"), reading=bytes_bar(err, "reading values"))
     if token is None:
         _show(parcel, repo, None, "nothing was asked: no token", as_json=as_json)
         return

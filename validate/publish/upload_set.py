@@ -16,7 +16,10 @@ from pathlib import Path
 
 from ...checkpoints.companions import companions_among
 from ...checkpoints.identity import ReadingBar, identify, listed, refuse_other_bytes
+from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, GateError
+from ...recipes.families import find_view
+from ..check.runtime_view import RuntimeView
 from ..report import report
 from ..report.results import report_folder
 from ..report.schema import FullReport
@@ -62,19 +65,23 @@ class Parcel:
         return (self.taken.get(name) or take_all({name: self.files[name]})[name]).git_hash
 
 
-def prepare(folder: Path, *, repo: str = "", watch: ReadingBar | None = None) -> Parcel:
+def prepare(
+    folder: Path, *, repo: str = "", watch: ReadingBar | None = None, reading: ReadingBar | None = None
+) -> Parcel:
     """The files that would be sent, or a refusal.
 
-    A file with the same size and time of change as before is not read until `take`.
+    A file with the same size and time of change as before is not hashed until `take`. Values are read each time: `take`
+    refuses a file that has become another one since.
 
     Args:
         folder: the checkpoint.
         repo: where it goes; the card's commands then name it.
-        watch: a progress bar, where bytes have to be read.
+        watch: a progress bar, where bytes have to be hashed.
+        reading: a progress bar, for the values that are read.
 
     Raises:
         CheckpointError: no checkpoint, report or card; one of them was altered; or the bytes are not the report's.
-        GateError: the report is red, or has no judgement.
+        GateError: the report is red, or has no judgement; or a value is one that no model can compute with.
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Check PATH")
@@ -99,6 +106,7 @@ def prepare(folder: Path, *, repo: str = "", watch: ReadingBar | None = None) ->
         )
     _refuse_unknown(folder, told.identity.files)
     refuse_other_bytes(folder, told.identity, identify(folder, cache=evidence, watch=watch))
+    _refuse_broken_values(folder, reading)
     files = {
         name: LocalFile(name=name, path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
         for name, fact in told.identity.files.items()
@@ -139,6 +147,19 @@ def _refuse_red(told: FullReport, evidence: Path) -> None:
         raise GateError(where, rule, got=f"{told.judgement.title} ({why.rstrip('.')})", cure=cure)
     if not told.verdict.ok:
         raise GateError(where, rule, got=f"{told.verdict.label.lower()} ({told.verdict.says.rstrip('.')})", cure=cure)
+
+
+def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
+    """Read every scale, every weight that is not packed and the whole MTP block; whatever report.json says of them."""
+    from ..values.values import Watch, check_values  # imports torch
+
+    opened = open_source(folder)
+    runtime = RuntimeView(source=opened, view=find_view(opened.config, opened.where))
+    found = check_values(runtime, "unpacked", watch=Watch(reading)).findings
+    worst = next((finding for finding in found if finding.severity == "error"), None)
+    if worst is not None:
+        rule = "what is published must hold values that a model can compute with"
+        raise GateError(folder, rule, got=f"{worst.where} {worst.says}", cure=worst.cure)
 
 
 def _card_files(folder: Path, repo: str) -> Iterator[LocalFile]:

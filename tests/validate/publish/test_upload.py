@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import pty
 import shutil
@@ -26,6 +27,7 @@ from keepmtp.validate.publish import card
 from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.hub import Hub as Client
 from keepmtp.validate.publish.upload_set import LocalFile, prepare, take
+from written_values import poke
 
 REPO = "org/tiny-glm4-moe-MTP"
 SHARD = "model-00001-of-00005.safetensors"
@@ -207,6 +209,26 @@ def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, a
     ended = publish_here("--public", "--yes")
     assert ended.code == 1 and f"only a checkpoint that passes is published; got {verdict}" in ended.err, ended
     assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("ending", "value", "says"),
+    [
+        ("layers.1.mlp.experts.0.down_proj.weight_global_scale", 0.0, "is 0, and vLLM divides by it"),
+        ("layers.2.self_attn.o_proj.weight_scale", math.nan, "element [0, 0] is infinite or NaN"),
+        ("layers.3.eh_proj.weight", 0.0, "holds zeros only"),
+    ],
+)
+def test_a_broken_value_is_refused_though_the_report_is_green(publish_here, hub, folder, ending, value, says):
+    """What made the report did not look: the names and shapes of the checkpoint are right."""
+    poke(folder, f"model.{ending}", value)
+    shutil.rmtree(f"{folder}.report")
+    cards.evidence(folder)
+    card.build(folder)
+    done = publish_here()
+    assert done.code == 1 and "what is published must hold values that a model can compute with" in done.err, done.err
+    assert f"got model.{ending}" in done.err and says in done.err
+    assert REPO not in hub.repos
 
 
 def test_without_a_server_nothing_is_published(publish_here, hub, folder):
