@@ -113,7 +113,8 @@ class Loader:
         unknown_name: the exception for a tensor without a parameter; "" where vLLM skips it in silence.
         drops_scales: vLLM skips a `.weight_scale` without a parameter in silence, outside experts.
         refuses_missing_mtp: vLLM raises if an MTP layer is absent. The other classes load nothing and draft from noise.
-        takes_kv_scales: the class loads the scales of the KV cache inside the MTP layer.
+        takes_kv_scales: the class loads the scales of the KV cache inside the MTP layer, or leaves them alone.
+        backbone_takes_kv_scales: the target's class does so with those of the backbone.
         mtp_leaves: the leaves that a module of the MTP block may have; () for any.
         needs: keys of config.json that the classes read without a default.
         missing_count: the exception when config.json does not count MTP layers.
@@ -125,6 +126,7 @@ class Loader:
     drops_scales: bool = False
     refuses_missing_mtp: bool = False
     takes_kv_scales: bool = False
+    backbone_takes_kv_scales: bool = True
     mtp_leaves: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     missing_count: Literal["ZeroDivisionError", "AttributeError", "NotImplementedError"] = "ZeroDivisionError"

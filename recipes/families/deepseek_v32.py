@@ -12,7 +12,7 @@ FAMILY = Family(
     layouts=INLINED,
     block=(*MLA, *INDEXER, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
-    loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True),
+    loader=Loader(refuses_missing_mtp=True),
     draft=Draft(
         model_type="deepseek_v32",
         classes="DeepseekV32",

@@ -70,7 +70,8 @@ FAMILY = Family(
               reason="vLLM before 0.32 reads the draft's head only here; without it acceptance is 0 % in silence"),
     ),
     loader=Loader(
-        refuses_missing_mtp=True, needs=("compress_ratios", "num_hash_layers"), missing_count="AttributeError"
+        refuses_missing_mtp=True, backbone_takes_kv_scales=False, needs=("compress_ratios", "num_hash_layers"),
+        missing_count="AttributeError",
     ),
     config_extras={"scale_fmt": "ue8m0"},
     draft=Draft(

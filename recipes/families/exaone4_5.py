@@ -34,7 +34,7 @@ FAMILY = Family(
         *kept("norm", NORM, "post_attention_layernorm", "post_feedforward_layernorm"),
     ),
     mtp_count_default=1,
-    loader=Loader(unknown_name="ValueError"),
+    loader=Loader(unknown_name="ValueError", takes_kv_scales=True),
     draft=Draft(
         model_type="exaone4", classes="Exaone4",
         embedding_norm="mtp.pre_fc_norm_embedding", hidden_norm="mtp.pre_fc_norm_hidden", projections=("mtp.fc",),

@@ -31,7 +31,7 @@ FAMILY = Family(
         *NORMS,
     ),
     mtp_count_default=1,
-    loader=Loader(unknown_name="ValueError"),
+    loader=Loader(unknown_name="ValueError", takes_kv_scales=True),
     modelopt_by_module=True,
     draft=Draft(
         model_type="exaone_moe",

@@ -54,8 +54,8 @@ FAMILY = Family(
         *kept("norm", NORM, "enorm", "hnorm", "shared_head.norm"),
     ),
     mtp_lacks=CONNECTIONS,
-    loader=Loader(refuses_missing_mtp=True, needs=("mhc", "mla_use_nope", "indexer_rope_interleave"),
-                  missing_count="AttributeError"),
+    loader=Loader(refuses_missing_mtp=True, takes_kv_scales=True, missing_count="AttributeError",
+                  needs=("mhc", "mla_use_nope", "indexer_rope_interleave")),
     no_draft="transformers' layer makes its own mask, which cannot say what a later draft step sees",
     notes="MTP is model.language_model.layers.{N} on disk, model.layers.{N} in vLLM; attention stays BF16",
 )  # fmt: skip

@@ -55,7 +55,7 @@ FAMILY = Family(
         *kept("norm", NORM, "enorm", "hnorm", "final_layernorm"),
     ),
     mtp_lacks=CONNECTIONS,
-    loader=Loader(unknown_name=""),
+    loader=Loader(unknown_name="", takes_kv_scales=True),
     draft=Draft(
         model_type="hy_v4", classes="HYV4", plain_residual=True, final_norm="final_layernorm",
         layers=({"layer_types": ["deepseek_sparse_attention"], "mlp_layer_types": ["sparse"],

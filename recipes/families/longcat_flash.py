@@ -56,7 +56,7 @@ FAMILY = Family(
     num_layers_key="num_layers",
     layers_at_runtime=2,
     mtp_count_default=1,
-    loader=Loader(mtp_leaves=("weight", "weight_scale_inv")),
+    loader=Loader(backbone_takes_kv_scales=False, mtp_leaves=("weight", "weight_scale_inv")),
     no_draft="the block can only stay BF16, and transformers has no class for its dense layer",
     notes="on disk model.mtp.layers.0, in vLLM model.layers.{2 * num_layers}; the block can only stay BF16",
 )  # fmt: skip

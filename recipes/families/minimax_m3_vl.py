@@ -59,7 +59,7 @@ FAMILY = Family(
     ),
     mtp_count_keys=("num_mtp_modules",),
     mtp_count_default=1,
-    loader=Loader(unknown_name="", refuses_missing_mtp=True),
+    loader=Loader(unknown_name="", refuses_missing_mtp=True, takes_kv_scales=True),
     draft=Draft(
         model_type="minimax_m3_vl_text", classes="MiniMaxM3VL", renames=(("", "transformer_layer."),),
         layers=({"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["sparse"]},), final_norm="final_layernorm",

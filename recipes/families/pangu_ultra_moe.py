@@ -15,7 +15,7 @@ FAMILY = Family(
     layouts=INLINED,
     block=(*MLA, *DEEPSEEK_MLP, *NORMS, *kept("norm", NORM, "pre_mlp_layernorm", "post_mlp_layernorm")),
     mtp_block=tuple(replace(row, runtime="") for row in DEEPSEEK_MTP),
-    loader=Loader(missing_count="AttributeError"),
+    loader=Loader(backbone_takes_kv_scales=False, missing_count="AttributeError"),
     no_draft="transformers has no class for openPangu's layers, and vLLM 0.32.0 cannot run the draft",
     notes="MTP is model.layers.{num_hidden_layers}; vLLM 0.32.0 raises AttributeError when the draft runs",
 )

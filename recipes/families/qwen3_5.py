@@ -11,7 +11,7 @@ from ._blocks import EMBEDDING, GQA, HEAD, NORM, NORMS, TOP, fused, gated_mlp, k
 from .qwen3_next import GATES, GDN_STATE, QWEN_MTP_TOP
 
 MTP = Stem(disk="mtp.layers.{i}.", runtime="mtp.layers.{i}.")
-LOADER = Loader(unknown_name="ValueError")
+LOADER = Loader(unknown_name="ValueError", takes_kv_scales=True)
 TEXT = Layout(
     layers=Stem(disk="model.layers.{i}.", runtime="model.layers.{i}."),
     mtp=MTP,

@@ -52,7 +52,7 @@ FAMILY = Family(
     ),
     mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     mtp_count_default=1,
-    loader=Loader(unknown_name="ValueError"),
+    loader=Loader(unknown_name="ValueError", takes_kv_scales=True),
     draft=Draft(
         model_type="qwen3_next",
         classes="Qwen3Next",

@@ -221,6 +221,8 @@ BROKEN: tuple[Case, ...] = (
          "language_model.mtp."),
     Case("F32 KV scales in the draft", "glm fp8", adding("model.layers.3.self_attn.k_proj.k_scale"), "kv-scales",
          "model.layers.3.self_attn.k_proj.k_scale"),
+    Case("INT4 cache", "glm fp8", lambda c: c.quantization.update({"kv_cache_scheme": {"num_bits": 4, "type": "int"}}),
+         "kv-cache", "config.json: quantization_config.kv_cache_scheme", says="NotImplementedError"),
     Case("E7 transformers' names in the draft", "dsv4 bf16", renaming(r"mtp\.0\.hc_attn_base", "mtp.0.attn_hc.base"),
          "unknown-tensor", "mtp.0.attn_hc.base"),
     Case("E9 copies under another name", "dsv4 bf16", renaming(r"mtp\.0\.emb\.tok_emb\.weight", "mtp.0.embed.weight"),

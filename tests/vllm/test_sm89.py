@@ -1,9 +1,10 @@
 """What vLLM picks on an L40S or an RTX 4090: no FP4 tensor cores, no Machete, no DeepGEMM, no grouped CUTLASS."""
 
 import pytest
-from checkpoint_files import write
+from checkpoint_files import Checkpoint, write
 from good import ours, released
 from keepmtp.validate.check.check import examine
+from keepmtp.validate.check.findings import Finding
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.facts import LoadAccount
 from keepmtp.validate.dryload.loader import DryLoader, Job
@@ -30,6 +31,14 @@ PICKED = {
 }
 
 
+def with_cache(checkpoint: Checkpoint, scale: str) -> Checkpoint:
+    """compressed-tensors' entry for an FP8 KV cache, and a scale of it in the MTP layer."""
+    entry = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    checkpoint.quantization["kv_cache_scheme"] = entry
+    checkpoint.tensors[scale] = ("F32", ())
+    return checkpoint
+
+
 @pytest.fixture(scope="module")
 def accounts(tmp_path_factory) -> dict[str, LoadAccount]:
     """One process of vLLM judges all."""
@@ -38,14 +47,45 @@ def accounts(tmp_path_factory) -> dict[str, LoadAccount]:
     made |= {f"modelopt {scheme}": modelopt("glm-4.7", scheme, scheme) for scheme in ("NVFP4", "FP8")}
     made["released FP8 blocks"] = released("deepseek-r1")
     made["sparse MLA"] = released("deepseek-v3.2")
+    made["FP8 cache"] = with_cache(ours("qwen3.5-27b", "FP8_DYNAMIC"), "mtp.layers.0.self_attn.k_proj.k_scale")
+    made["FP8 cache, MLA"] = with_cache(ours("deepseek-r1", "FP8_DYNAMIC"), "model.layers.3.self_attn.k_scale")
+    made["own attention"] = released("dsv4-flash")
     jobs = [Job(folder=write(place / name.replace(" ", "-"), checkpoint)) for name, checkpoint in made.items()]
     with DryLoader(find_vllm(), gpu="sm89") as loader:
         return dict(zip(made, loader.load_all(jobs), strict=True))
 
 
+def findings(account: LoadAccount) -> tuple[Finding, ...]:
+    return with_loads(examine(account.path), [account], "0.32.0").data.findings
+
+
+def test_an_entry_for_an_fp8_cache_reaches_the_draft(accounts):
+    """vllm #44879: FlashInfer reads it there, and people report CUDA errors with MTP; the scale itself is read."""
+    account = accounts["FP8 cache"]
+    for model in (account.load.target, account.load.draft):
+        assert "FLASHINFER kv=fp8" in {use.kernel for use in model.kernels}
+    [finding] = findings(account)
+    assert (finding.rule, finding.severity) == ("kv-cache", "warning") and "#44879" in finding.says
+    assert "--kv-cache-dtype bfloat16" in finding.cure
+
+
+def test_latent_attention_keeps_its_cache_and_leaves_the_scale_unread(accounts):
+    account = accounts["FP8 cache, MLA"]
+    assert "TRITON_MLA" in {use.kernel for use in account.load.draft.kernels}
+    found = {finding.rule: finding for finding in findings(account)}
+    assert {finding.severity for finding in found.values()} == {"warning"}
+    assert "no effect" in found["kv-cache"].says and found["kv-scales"].where == "model.layers.3.self_attn.k_scale"
+
+
+def test_a_model_with_attention_of_its_own_that_this_gpu_has_no_kernel_for(accounts):
+    """DeepSeek-V4 names its own backend: vLLM builds it on every GPU, and fails at the first token."""
+    [first, *_] = findings(accounts["own attention"])
+    assert (first.rule, first.severity) == ("no-kernel", "error") and "8.9" in first.says
+    assert "another GPU" in first.cure
+
+
 def test_sparse_attention_has_no_kernel_there_and_the_cure_does_not_speak_of_schemes(accounts):
-    account = accounts["sparse MLA"]
-    [finding] = with_loads(examine(account.path), [account], "0.32.0").data.findings
+    [finding] = findings(accounts["sparse MLA"])
     assert "No valid attention backend found" in finding.says and finding.where == "config.json"
     assert "newer GPU" in finding.cure and "scheme" not in finding.cure
 

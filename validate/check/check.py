@@ -17,7 +17,7 @@ from ...recipes.errors import CheckpointError, KeepMTPError, NoCheckpointError, 
 from ...recipes.families import find_view
 from ..dryload.facts import LoadAccount
 from ..report.results import CheckData
-from . import rules_config, rules_forms, rules_mtp, rules_rows, rules_source
+from . import rules_config, rules_forms, rules_kv, rules_mtp, rules_rows, rules_source
 from .dialects.choose import quantization_of
 from .dialects.methods import unloadable
 from .dialects.patterns import time_limit
@@ -25,7 +25,13 @@ from .findings import CheckpointFacts, Finding, Objection, errors_first, grouped
 from .runtime_view import RuntimeView
 
 Rule = Callable[[RuntimeView], Iterator[Objection]]
-RULES: tuple[Rule, ...] = (*rules_mtp.RULES, *rules_forms.RULES, *rules_rows.RULES, *rules_config.RULES)
+RULES: tuple[Rule, ...] = (
+    *rules_mtp.RULES,
+    *rules_forms.RULES,
+    *rules_rows.RULES,
+    *rules_kv.RULES,
+    *rules_config.RULES,
+)
 SOURCE_RULES = rules_source.RULES
 
 

@@ -11,11 +11,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ...checkpoints.stored import KV_SCALE_LEAVES, OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
+from ...checkpoints.stored import OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ...recipes.family import HFName, Part
 from ...recipes.family_view import Place
 from .dialects.fp8 import Fp8
 from .findings import Objection, objection
+from .rules_kv import is_kv_scale
 from .runtime_view import Module, RuntimeView
 from .vllm_module import UnknownDialect
 
@@ -226,18 +227,7 @@ def _other_name(runtime: RuntimeView, name: HFName) -> Iterator[Objection]:
     leaf = name.rpartition(".")[2] if place is None else place.leaf
     if _is_nested(runtime, name):
         yield _nested(runtime, name)
-    elif leaf in KV_SCALE_LEAVES or name.endswith("kv_scale"):
-        if runtime.is_mtp_name(name) and not runtime.view.family.loader.takes_kv_scales:
-            yield objection(
-                rule="kv-scales",
-                severity="error",
-                where=name,
-                says="is a scale of the KV cache inside the MTP layer, which this draft's loader does not know: "
-                "vLLM raises KeyError or ValueError",
-                cure="Remove the KV-cache scales of the MTP layer",
-                cause="kv",
-            )
-    elif leaf in SCALE_LEAVES:
+    elif leaf in SCALE_LEAVES and not is_kv_scale(leaf):
         yield objection(
             rule="unknown-tensor",
             severity="error",
@@ -246,7 +236,7 @@ def _other_name(runtime: RuntimeView, name: HFName) -> Iterator[Objection]:
             cure="Quantize the checkpoint again",
             cause=f"orphan {leaf}",
         )
-    elif not _RECOMPUTED.search(name) and not _has_place(runtime, place, leaf):
+    elif not is_kv_scale(leaf) and not _RECOMPUTED.search(name) and not _has_place(runtime, place, leaf):
         yield _unknown(runtime, name)
 
 

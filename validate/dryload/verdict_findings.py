@@ -14,10 +14,11 @@ from functools import cached_property
 
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..check.findings import Finding, Objection, objection
+from ..check.findings import Finding, Objection, Severity, objection
+from ..check.rules_kv import is_kv_scale
 from ..check.runtime_view import RuntimeView
 from .defects import NAMELESS_HEAD, known_defect
-from .facts import ROLES, Fault, LoadAccount, LoadedModel, LoadFailure, Misfit, ModelAccount, Role
+from .facts import ROLES, Fault, KernelUse, LoadAccount, LoadedModel, LoadFailure, Misfit, ModelAccount, Role
 from .refusals import known_refusal
 from .trace import Trace
 
@@ -126,11 +127,30 @@ class _Case:
                     yield self._misfit(role, misfit, what)
             for kernel in model.kernels:
                 if kernel.outcome.startswith("refused: "):
-                    where = self._entry_of(role, kernel.where) or kernel.where
-                    says = f"no kernel for {kernel.method} in the {role} ({kernel.count}): {kernel.outcome[9:]}"
-                    cure = self._static_cure(where) or "Choose a scheme that this GPU has a kernel for"
-                    yield self._objection("no-kernel", where, says, cure)
+                    yield self._no_kernel(role, kernel)
         yield from self._unused()
+        yield from self._fp8_cache_on_ada()
+
+    def _no_kernel(self, role: str, kernel: KernelUse) -> Objection:
+        where = self._entry_of(role, kernel.where) or kernel.where
+        kind = kernel.method or kernel.layer
+        says = f"no kernel for {kind} in the {role} ({kernel.count}): {kernel.outcome[9:]}"
+        cure = "Choose a scheme that this GPU has a kernel for"
+        if "compute capability" in kernel.outcome:
+            return self._objection("no-kernel", where, says, "Serve it on another GPU: its attention needs one")
+        return self._objection("no-kernel", where, says, self._static_cure(where) or cure)
+
+    def _fp8_cache_on_ada(self) -> Iterator[Objection]:
+        """A crash with MTP that people report of sm89, where FlashInfer's attention reads an FP8 cache: vllm #44879."""
+        draft = self.models["draft"][0]
+        found = [use for use in draft.kernels if use.kernel.startswith("FLASHINFER kv=fp8")]
+        if self.account.load.gpu == "sm89" and found:
+            says = "an FP8 KV cache, for the draft too, read by FlashInfer: on this GPU people report CUDA errors "
+            says += "(illegal memory access) with MTP (vllm #44879, open; its cure #45038 was not merged)"
+            cure = "Serve with --kv-cache-dtype bfloat16, which overrules the entry"
+            yield self._objection(
+                "kv-cache", self._config, f"the quantization config asks for {says}", cure, "", "warning"
+            )
 
     def _of_vllm(self, says: str) -> str:
         return f"a defect of vLLM {self.version}, not of this checkpoint: {says}"
@@ -161,6 +181,10 @@ class _Case:
             if _RECOMPUTED.search(name) or (place is not None and is_mtp and self._is_left_alone(place)):
                 continue
             role = "draft" if is_mtp else "target"
+            if is_kv_scale(name.rpartition(".")[2]):
+                says = f"{role}: vLLM's class has no parameter for this scale of the KV cache and uses 1.0, in silence"
+                yield self._objection("kv-scales", name, says, "Nothing, unless the cache is FP8", role, "warning")
+                continue
             says = f"neither target nor draft reads it, in silence; {_SILENCE[role]} if it matters"
             cure = "Compare its name with the release's: vLLM knows it under another, or not at all"
             yield self._objection(RULE, name, says, self._static_cure(name) or cure, f"unused {role}")
@@ -208,11 +232,13 @@ class _Case:
                 return finding.cure
         return errors[0].cure if len(errors) == 1 else ""
 
-    def _objection(self, rule: str, where: str, says: str, cure: str, cause: str = "") -> Objection:
+    def _objection(
+        self, rule: str, where: str, says: str, cure: str, cause: str = "", severity: Severity = "error"
+    ) -> Objection:
         return objection(
             origin="dry",
             rule=rule,
-            severity="error",
+            severity=severity,
             where=where,
             says=says,
             cure=cure,

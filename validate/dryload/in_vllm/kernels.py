@@ -2,7 +2,8 @@
 
 In: a loaded model. Out: an entry for each kind of layer: {layer, method, kernel, count, where (its first prefix),
 outcome}. The outcome is "ok", "refused: <vLLM's words>" where vLLM itself raises, or "not judged: <why>" where it
-raised after it read a value from the meta device or called a stub: the kernel is known even then.
+raised after it read a value from the meta device or called a stub: the kernel is known even then. The kernel of
+attention is its backend and the number format of its KV cache.
 
 Easy to get wrong: a model has thousands of layers. Layers of one kind and shape have the same outcome, so only one of
 each is processed.
@@ -34,24 +35,28 @@ _ASKED = {
 def process(model: torch.nn.Module, config: Any) -> list[dict[str, Any]]:
     """Run process_weights_after_loading of every kind of layer."""
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     kinds: dict[tuple[Any, ...], dict[str, Any]] = {}
     with set_current_vllm_config(config):
         for prefix, module in model.named_modules():
             method = getattr(module, "quant_method", None)
-            if not isinstance(method, QuantizeMethodBase):
+            is_attention = isinstance(module, AttentionLayerBase) and hasattr(module, "kv_cache_dtype")
+            if not is_attention and not isinstance(method, QuantizeMethodBase):
                 continue
+            kernel = _attention(module) if is_attention else _kernel(module, method)
             shapes = tuple((name, tuple(param.shape), param.dtype) for name, param in module.named_parameters())
-            key = (type(module), type(method), type(getattr(module, "scheme", None)), shapes)
+            key = (type(module), type(method), type(getattr(module, "scheme", None)), shapes, is_attention and kernel)
             if key in kinds:
                 kinds[key]["count"] += 1
                 continue
-            outcome = _process(module, method)
+            outcome = _refused_attention(module) if is_attention else ""
+            outcome = outcome or (_process(module, method) if isinstance(method, QuantizeMethodBase) else "ok")
             kinds[key] = {
                 "layer": type(module).__name__,
-                "method": _method(module, method),
-                "kernel": _kernel(module, method),
+                "method": _method(module, method) if method is not None else "",
+                "kernel": kernel,
                 "count": 1,
                 "where": getattr(module, "prefix", "") or getattr(module, "layer_name", "") or prefix,
                 "outcome": outcome,
@@ -120,6 +125,22 @@ def _kernel(module: torch.nn.Module, method: Any) -> str:
             elif "backend" in name and value is not None:
                 found.append(str(getattr(value, "name", value)))
     return " ".join(dict.fromkeys(found))
+
+
+def _attention(module: Any) -> str:
+    """The backend, and the number format of the KV cache where it is another than the model's: `FLASHINFER kv=fp8`."""
+    kept = "" if module.kv_cache_dtype == "auto" else f" kv={module.kv_cache_dtype}"
+    return module.get_attn_backend().get_name() + kept
+
+
+def _refused_attention(module: Any) -> str:
+    """A backend that is not for this GPU: a model that names its own backend passes by vLLM's choice of one."""
+    from vllm.platforms import current_platform
+
+    backend, capability = module.get_attn_backend(), current_platform.get_device_capability()
+    if backend.supports_compute_capability(capability):
+        return ""
+    return f"refused: {backend.get_name()} has no kernels for compute capability {capability.as_version_str()}"
 
 
 def _merged(kinds: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,104 @@
+"""The KV cache's entry and scales: what the check says is what vLLM 0.32 did in dry loads of every family."""
+
+import json
+
+import pytest
+from checkpoint_files import Checkpoint, as_source
+from good import ours
+from keepmtp.validate.check.check import check_source
+from keepmtp.validate.check.findings import Finding
+from modelopt_form import in_hf_quant_config, modelopt
+
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+MTP = {
+    "glm-4.7": "model.layers.3.self_attn",
+    "qwen3.5-27b": "mtp.layers.0.self_attn",
+    "qwen3-next-80b": "mtp.layers.0.self_attn",
+    "deepseek-v3.2": "model.layers.3.self_attn",
+    "deepseek-r1": "model.layers.3.self_attn",
+}
+
+
+def about_kv(checkpoint: Checkpoint, tmp_path) -> list[Finding]:
+    found = check_source(as_source(checkpoint, tmp_path)).findings
+    return [finding for finding in found if finding.rule in ("kv-cache", "kv-scales")]
+
+
+def compressed(model: str = "glm-4.7", **changes) -> Checkpoint:
+    checkpoint = ours(model, "FP8_DYNAMIC")
+    checkpoint.quantization["kv_cache_scheme"] = FP8 | changes
+    return checkpoint
+
+
+def test_a_good_entry_is_not_spoken_of(tmp_path):
+    assert not about_kv(compressed(), tmp_path)
+    assert not about_kv(compressed(strategy="attn_head"), tmp_path)
+    checkpoint = modelopt("glm-4.7", "NVFP4", "bf16")
+    checkpoint.quantization["kv_cache_scheme"] = FP8
+    assert not about_kv(checkpoint, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_bits": 4}, "num_bits=4, type=float"),
+        ({"type": "int"}, "type=int"),
+        ({"strategy": "channel"}, "strategy 'channel'"),
+        ({"strategy": None}, "strategy None"),
+        ({"symmetric": False}, "not symmetric"),
+    ],
+)
+def test_an_entry_that_vllm_refuses(changes, says, tmp_path):
+    (finding,) = about_kv(compressed(**changes), tmp_path)
+    assert finding.severity == "error" and says in finding.says and "kv_cache_scheme" in finding.where
+
+
+def test_an_entry_that_is_no_object(tmp_path):
+    checkpoint = compressed()
+    checkpoint.quantization["kv_cache_scheme"] = "fp8"
+    (finding,) = about_kv(checkpoint, tmp_path)
+    assert finding.severity == "error" and "AttributeError" in finding.says
+
+
+def test_latent_attention_never_asks_for_the_entry(tmp_path):
+    (finding,) = about_kv(compressed("deepseek-r1"), tmp_path)
+    assert finding.severity == "warning" and "no effect" in finding.says
+
+
+def test_a_class_that_refuses_every_entry(tmp_path):
+    (finding,) = about_kv(compressed("qwen3.8-flash-next"), tmp_path)
+    assert finding.severity == "error" and "Qwen4Exp QSA does not support KV quantization" in finding.says
+
+
+@pytest.mark.parametrize(("model", "is_taken"), [(m, m not in ("glm-4.7", "deepseek-v3.2")) for m in MTP])
+def test_scales_in_the_mtp_layer(model, is_taken, tmp_path):
+    """Qwen3.5's drafts read them by AutoWeightsLoader; DeepSeek-V3.2's loader stumbles over a name that became None."""
+    checkpoint = ours(model, "FP8_DYNAMIC")
+    name = f"{MTP[model]}.k_proj.k_scale"
+    checkpoint.tensors[name] = ("F32", ())
+    found = about_kv(checkpoint, tmp_path)
+    assert [finding.where for finding in found] == ([] if is_taken else [name])
+
+
+def test_scales_in_the_backbone_where_the_class_has_no_parameter(tmp_path):
+    checkpoint = ours("dsv4-flash", "NVFP4")
+    checkpoint.tensors["layers.0.attn.k_scale"] = ("F32", ())
+    (finding,) = about_kv(checkpoint, tmp_path)
+    assert finding.where == "layers.0.attn.k_scale" and "with and without a draft" in finding.says
+
+
+def test_a_scale_for_each_head_under_modelopt(tmp_path):
+    checkpoint = modelopt("glm-4.7", "NVFP4", "bf16")
+    checkpoint.tensors["model.layers.0.self_attn.k_proj.k_scale"] = ("F32", (4,))
+    (finding,) = about_kv(checkpoint, tmp_path)
+    assert "[4]" in finding.says and "expects a scalar weight" in finding.says
+
+
+@pytest.mark.parametrize(("algorithm", "severity"), [("INT3", "warning"), (8, "error"), ("fp8", None), (None, None)])
+def test_modelopts_algorithm(algorithm, severity, tmp_path):
+    checkpoint = in_hf_quant_config(modelopt("glm-4.7", "NVFP4", "bf16"))
+    checkpoint.json_files["hf_quant_config.json"]["quantization"]["kv_cache_quant_algo"] = algorithm
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(checkpoint.json_files["hf_quant_config.json"]))
+    found = about_kv(checkpoint, tmp_path)
+    assert [finding.severity for finding in found] == ([severity] if severity else [])
+    assert all(finding.where == "hf_quant_config.json: kv_cache_quant_algo" for finding in found)
