@@ -64,7 +64,11 @@ def _values(runtime: RuntimeView, entry: Entry, generator: torch.Generator) -> t
         return torch.randint(1, 100, size, generator=generator).to(dtype)
     if len(entry.shape) <= 1:
         return (uniform + 0.5).to(dtype)
-    return (torch.randn(size, generator=generator) * 0.02).to(dtype)
+    values = torch.randn(size, generator=generator)
+    if len(entry.shape) == 2:  # what training leaves: a direction that chance does not have
+        rows, columns = (torch.randn(side, generator=generator) for side in entry.shape)
+        values += 0.3 * torch.outer(rows, columns).flatten()
+    return (values * 0.02).to(dtype)
 
 
 def _common(runtime: RuntimeView, entry: Entry, leaf: str) -> float:

@@ -28,7 +28,7 @@ from .reading import BytesRead, is_remote
 
 # The relative error (of the Frobenius norm) that a scheme never reaches: two to three times what it has on a normal
 # distribution, since GPTQ moves weights further than rounding does.
-_BOUND: Mapping[Form, float] = {
+BOUND: Mapping[Form, float] = {
     "plain": 0.01,
     "fp8_block": 0.08,
     "fp8_sliced": 0.08,
@@ -85,7 +85,7 @@ def compared(
 
 
 def _compared(pair: Pair, own: Parts, theirs: Parts) -> tuple[WeightError, Objection | None]:
-    bound = max(_BOUND[pair.weight.form], _BOUND[pair.theirs.form])
+    bound = max(BOUND[pair.weight.form], BOUND[pair.theirs.form])
     if pair.weight.shape != pair.theirs.shape:
         result = WeightError(pair.weight, pair.place, math.inf, bound)
         return result, _of_another_shape(pair)

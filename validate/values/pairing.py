@@ -41,10 +41,15 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pa
     wanted = _Sample(runtime, whole=whole)
     found = []
     for module, (weight, place) in _matrices(runtime):
-        other = theirs.get(module)
-        if other is not None and "unknown" not in (weight.form, other[0].form) and wanted.has(place, module):
-            found.append(Pair(weight, other[0], place))
+        other, _ = theirs.get(module, (None, None))
+        if other is not None and can_be_read(weight) and can_be_read(other) and wanted.has(place, module):
+            found.append(Pair(weight, other, place))
     return found
+
+
+def can_be_read(weight: StoredWeight) -> bool:
+    """Zero points, and groups in another order, are not what `dequantize` knows."""
+    return weight.form != "unknown" and not {"weight_zero_point", "weight_g_idx"} & weight.parts.keys()
 
 
 class _Sample:

@@ -29,7 +29,8 @@ those of the backbone's packed weights; every byte."""
 BytesRead = Callable[[int], None]
 
 _NOT_SCALES = ("weight_shape", "weight_zero_point", "weight_g_idx")
-SCALES = (*(leaf for leaf in SCALE_LEAVES if leaf not in _NOT_SCALES), *KV_SCALE_LEAVES)
+# What GPTQ, AWQ and AutoRound call theirs.
+SCALES = (*(leaf for leaf in SCALE_LEAVES if leaf not in _NOT_SCALES), *KV_SCALE_LEAVES, "scales")
 _PIECE_BYTES = 32 * 2**20
 _GAP_BYTES = 256 * 2**10
 # What a line brings in the time that a request takes on its way: 50 ms at 20 MB/s.

@@ -29,6 +29,8 @@ _objection = partial(objection, origin="values")
 _DIVISORS = ("weight_global_scale", "input_global_scale")
 _INPUT_SCALES = ("input_scale", "input_global_scale")
 _GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
+# AutoRound chooses the sign of a symmetric scale so that the largest weight gets the largest code.
+_SIGNED = ("scales",)
 # The largest magnitude of a code, before its scales.
 _LARGEST_CODE: Mapping[Form, float] = {
     "fp8_block": 448.0,
@@ -114,7 +116,7 @@ def scales_are_positive(tensors: list[Tensor]) -> Iterator[Objection]:
         if not is_scale(tensor.entry.name):
             continue
         summary = tensor.summary
-        if summary.has_negative and not summary.is_zero:
+        if summary.has_negative and not summary.is_zero and tensor.leaf not in _SIGNED:
             yield _scale(
                 tensor, "has an element below 0: a kernel reads it as positive, or turns the sign of its weights"
             )

@@ -36,6 +36,7 @@ from .rules import (
     weights_are_not_empty,
 )
 from .summary import Summary
+from .untrained import glue, matrices_are_not_chance, norms_have_learned, sizes_are_those_of_the_backbone
 
 
 class Values(NamedTuple):
@@ -94,12 +95,15 @@ def check_values(
     """
     entries = chosen(runtime, level)
     found = [] if release is None else _pairs(runtime, release, whole=level == "all")
-    for fetch in _fetches(runtime, release, entries, found):
+    again = [entry for weight in glue(runtime) for entry in weight.parts.values()] if level != "scalars" else []
+    for fetch in _fetches(runtime, release, entries, found, again):
         watch.fetching(fetch)
     num_bytes = sum(run.num_bytes for run in joined(entries, gap=gap_of(runtime.source)))
     num_bytes += sum(entry.num_bytes for pair in found for side in pair.entries for entry in side)
     with watch.reading(num_bytes) if watch.reading else nullcontext(lambda _bytes: None) as progress:
         objected = list(objections(runtime, summaries(runtime, entries, progress)))
+        if level != "scalars":
+            objected += matrices_are_not_chance(runtime)
         if release is not None:
             objected += [each for _, each in compared(runtime, release, found, progress) if each is not None]
     findings = errors_first(grouped(objected))
@@ -144,13 +148,14 @@ def _pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[P
 
 
 def _fetches(
-    runtime: RuntimeView, release: RuntimeView | None, entries: list[Entry], found: list[Pair]
+    runtime: RuntimeView, release: RuntimeView | None, entries: list[Entry], found: list[Pair], again: list[Entry]
 ) -> Iterator[Fetch]:
-    """What is asked of each of the two, where it is a repository."""
+    """What is asked of each of the two, where it is a repository; `again` is read a second time, as matrices."""
     runs = list(joined(entries, gap=gap_of(runtime.source)))
     compared_bytes = [[entry.num_bytes for pair in found for entry in pair.entries[side]] for side in (0, 1)]
     if is_remote(runtime.source):
         own, num_bytes = compared_bytes[0], sum(run.num_bytes for run in runs)
+        own += [entry.num_bytes for entry in again]
         num_tensors, requests = len(entries) + len(own), num_requests(runs) + len(own)
         yield Fetch(runtime.source.where, num_tensors, num_bytes + sum(own), requests)
     if release is not None and is_remote(release.source):
@@ -169,3 +174,5 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator
     yield from input_scales_are_measured(tensors)
     yield from weights_are_not_empty(tensors)
     yield from norms_are_those_of_a_model(runtime, tensors)
+    yield from norms_have_learned(runtime, read)
+    yield from sizes_are_those_of_the_backbone(runtime, read)

@@ -5,15 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from broken import GOOD
+from checkpoint_files import write
 from commands import keepmtp, keepmtp_without, refused
 from keepmtp.checkpoints.dequantize import dequantize
-from keepmtp.checkpoints.stored import SCALE_LEAVES
+from keepmtp.checkpoints.safetensors_file import Entry
+from keepmtp.checkpoints.stored import SCALE_LEAVES, stored_weights
 from keepmtp.cli.pipeline import plan_for, quantize
 from keepmtp.quantize.pack import pack
+from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.values.against import difference, relative_error
+from keepmtp.validate.values.against import BOUND, difference, relative_error
+from keepmtp.validate.values.pairing import can_be_read
 from keepmtp.validate.values.values import check_values
-from written_values import opened, poke
+from written_values import fill, opened, poke
 
 MODELS = Path(__file__).parents[3] / "models"
 N = K = 256
@@ -63,8 +69,29 @@ def _half(scale):
     return torch.cat([scale[: N // 2], (scale[N // 2 :].float() / 4).to(scale.dtype)])
 
 
-def test_rounding_is_within_the_bound(weight, packed):
-    assert 0.05 < relative_error(values(packed), weight.float()) < 0.15
+# Each form that can be read: the scheme that packs it, and its tensors by the form's own names.
+FORMS = {
+    "fp8_block": ("FP8_BLOCK", {}),
+    "fp8_channel": ("FP8_DYNAMIC", {}),
+    "int8": ("W8A8", {}),
+    "int_packed": ("W4A16", {}),
+    "mxfp4": ("MXFP4", {}),
+    "nvfp4": ("NVFP4A16", {}),
+    "nvfp4_modelopt": ("NVFP4A16", {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rounding_is_within_the_bound_and_a_row_of_scales_that_is_not_is_named(form, weight):
+    scheme, names = FORMS[form]
+    parts = {names.get(leaf, leaf): part for leaf, part in pack(SCHEMES[scheme], [weight])[0].items()}
+    if form == "nvfp4_modelopt":
+        parts["weight_scale_2"] = 1 / parts["weight_scale_2"]
+    block = (128, 128) if form == "fp8_block" else None
+    own = dequantize(form, parts, shape=(N, K), block=block).float()
+    assert relative_error(own, weight.float()) < BOUND[form] / 1.5
+    own[: N // 2] *= 4
+    assert "rows 0 to 127 are up to about 4" in difference(own, weight.float(), BOUND[form])
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -96,6 +123,49 @@ def test_our_own_output_is_what_the_release_was(written, whole):
     result = check_values(opened(written), level, release=opened(MODELS / "tiny-glm4-moe"))
     assert result.findings == ()
     assert result.num_compared > 20
+
+
+def test_a_release_with_stacked_experts_is_compared_expert_by_expert(tmp_path):
+    """The release has one tensor for all experts of a layer, its quantization three tensors an expert."""
+    release = write(tmp_path / "release", GOOD["released qwen3.5-397b"]())
+    fill(release)
+    plan, text = plan_for("qwen3.5-397b", source=str(release), scheme="fp8-dynamic")
+    folder = quantize(plan, text, out=tmp_path / "out", threads=2).out
+    result = check_values(opened(folder), "all", release=opened(release))
+    assert result.findings == ()
+    name = next(name for name in opened(folder).source.entries if name.endswith("experts.1.up_proj.weight_scale"))
+    poke(folder, name, 1e-3)
+    found = check_values(opened(folder), "all", release=opened(release)).findings
+    assert [each.where for each in found if each.rule == "release"] == [name.removesuffix("_scale")]
+    # And the other way round: a copy that has them stacked, of a release that has them one by one.
+    (finding,) = check_values(opened(release), "all", release=opened(folder)).findings
+    assert finding.where.endswith("experts.gate_up_proj") and "differs from the release" in finding.says
+
+
+def test_zero_points_are_not_compared():
+    """`dequantize` does not know them, and a difference that is none would be an error."""
+    entries = {
+        leaf: Entry(name=HFName(f"m.{leaf}"), file="f", dtype=dtype, shape=shape, start=0, num_bytes=8)
+        for leaf, dtype, shape in (
+            ("weight_packed", "I32", (256, 32)), ("weight_scale", "BF16", (256, 2)), ("weight_shape", "I64", (2,)),
+            ("weight_zero_point", "I32", (32, 2)),
+        )
+    }  # fmt: skip
+    (stored,) = stored_weights(entries.values())[0].values()
+    assert stored.form == "int_packed" and not can_be_read(stored)
+    del entries["weight_zero_point"]
+    (stored,) = stored_weights(entries.values())[0].values()
+    assert can_be_read(stored)
+
+
+def test_another_models_release_is_named_by_its_widths(written, tmp_path):
+    wide = write(tmp_path / "wide", GOOD["released glm-4.7"]())
+    fill(wide)
+    findings = check_values(opened(written), "scales", release=opened(wide)).findings
+    assert any("where the release has [" in finding.says for finding in findings)
+    other = write(tmp_path / "other", GOOD["released qwen3.5-27b"]())
+    with pytest.raises(CheckpointError, match="the release must have weights by the names of"):
+        check_values(opened(written), "scales", release=opened(other))
 
 
 def test_a_scale_that_is_wrong_is_named_in_a_real_output(written, tmp_path):

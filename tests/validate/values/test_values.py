@@ -1,17 +1,24 @@
 """The value check: silent on good checkpoints of every dialect, and each broken value named by its tensor."""
 
 import math
+import random
+from pathlib import Path
 
 import pytest
 import torch
 from broken import GOOD
 from checkpoint_files import write
+from good import ours
+from keepmtp.checkpoints.values import read_tensor
 from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.family import HFName
 from keepmtp.validate.values.reading import chosen, joined
 from keepmtp.validate.values.summary import summary
+from keepmtp.validate.values.untrained import edge_share
 from keepmtp.validate.values.values import check_values
 from written_values import fill, opened, poke
 
+MODELS = Path(__file__).parents[3] / "models"
 NVFP4, MODELOPT, BLOCKS = "glm nvfp4", "glm modelopt", "v3 block"
 
 
@@ -122,6 +129,109 @@ BROKEN = {
 }
 
 
+# base, the scale that differs from its partners', and the partners as the message has them
+FUSED = {
+    "q_a and kv_a of DeepSeek-V3": (
+        "v3 nvfp4",
+        "kv_a_proj_with_mqa.weight_global_scale",
+        "kv_a_proj_with_mqa, q_a_proj",
+    ),
+    "q_a and kv_a, modelopt": ("v3 modelopt", "kv_a_proj_with_mqa.weight_scale_2", "kv_a_proj_with_mqa, q_a_proj"),
+    "wq_a and wkv of DeepSeek-V4": ("dsv4 bf16", "attn.wkv.weight_global_scale", "wkv, wq_a"),
+    "w1 and w3 of DeepSeek-V4": ("dsv4 bf16", "experts.1.w3.weight_global_scale", "w1, w3"),
+    "w1 and w3, modelopt": ("dsv4 nvfp4 experts", "experts.1.w3.weight_scale_2", "w1, w3"),
+    "a shared expert": ("v3 nvfp4", "shared_experts.up_proj.weight_global_scale", "gate_proj, up_proj"),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_scales_of_fused_partners_that_disagree_are_named(name, tmp_path):
+    base, ending, partners = FUSED[name]
+    folder = write(tmp_path / "checkpoint", GOOD[base]())
+    runtime = fill(folder)
+    scale = next(each for each in runtime.source.entries if each.endswith(ending))
+    poke(folder, scale, 9e-4 if ending.endswith("scale_2") else 700.0)
+    (finding,) = check_values(opened(folder), "scalars").findings
+    assert (finding.rule, finding.severity) == ("fused-scales", "error")
+    assert finding.where.rpartition(".")[2] == scale.rpartition(".")[2]
+    assert finding.where.startswith(scale.rpartition(".")[0].rpartition(".")[0])
+    assert f"{partners} are one fused module" in finding.says, finding.says
+
+
+# Complaints about published checkpoints: what was in the files, and what is said of it.
+def test_vllm_45320_experts_that_no_sample_reached_are_one_finding(tmp_path):
+    """The input scale is zero in some experts of some layers: vLLM divides by it."""
+    folder = write(tmp_path / "checkpoint", GOOD[MODELOPT]())
+    fill(folder)
+    for expert in (0, 2, 3):
+        for projection in ("gate_proj", "up_proj"):
+            poke(folder, f"model.layers.2.mlp.experts.{expert}.{projection}.input_scale", 0.0)
+    (finding,) = check_values(opened(folder), "scalars").findings
+    assert (finding.rule, finding.count) == ("scale-sign", 6)
+    assert finding.where == "model.layers.2.mlp.experts.0.gate_proj.input_scale"
+    assert "reach this module" in finding.cure
+
+
+def test_compressed_tensors_595_some_input_scales_of_thousands_are_infinite(tmp_path):
+    folder = write(tmp_path / "checkpoint", GOOD[NVFP4]())
+    runtime = fill(folder)
+    scales = [name for name in runtime.source.entries if name.endswith("down_proj.input_global_scale")]
+    for name in scales[:5]:
+        poke(folder, name, math.inf)
+    (finding,) = check_values(opened(folder), "scalars").findings
+    assert (finding.rule, finding.count, finding.where) == ("finite", 5, scales[0])
+
+
+@pytest.mark.parametrize("name", [f"{DOWN}.weight_scale", f"{MTP}.eh_proj.weight"])
+def test_vllm_53537_a_part_of_a_shard_that_was_garbled_is_found(name, tmp_path):
+    """Names and sizes stay right. Chance bytes are NaN now and then in any float; packed 4-bit codes never are."""
+    folder = write(tmp_path / "checkpoint", GOOD[NVFP4]())
+    entry = fill(folder).source.entries[name]
+    with open(folder / entry.file, "r+b") as file:
+        file.seek(entry.start)
+        file.write(random.Random(0).randbytes(min(entry.num_bytes, 4096)))
+    findings = check_values(opened(folder), "scales").findings
+    assert ("finite", name) in {(finding.rule, finding.where) for finding in findings}
+
+
+def test_minimax_m2_47_an_mtp_block_of_noise_is_warned_about(tmp_path):
+    """The block was published, but not with what was trained: chance in its matrices, norms as they were made."""
+    folder = write(tmp_path / "checkpoint", ours("glm-4.7", "NVFP4", hidden_size=512))
+    runtime = fill(folder)
+    entry = runtime.source.entries[f"{MTP}.eh_proj.weight"]
+    noise = torch.randn(entry.shape, generator=torch.Generator().manual_seed(1)).mul_(0.02).flatten()
+    poke(folder, entry.name, noise.tolist())
+    for name in runtime.source.entries:
+        if name.startswith(MTP) and "norm" in name:
+            poke(folder, name, 1.0)
+    findings = check_values(opened(folder), "scales").findings
+    assert {(finding.rule, finding.severity) for finding in findings} == {
+        ("mtp-noise", "warning"),
+        ("mtp-untrained", "warning"),
+    }
+    assert "all 7 norms of this MTP layer hold 1 only" in findings[0].says
+    assert findings[1].where == entry.name and "0.9" in findings[1].says
+
+
+def test_an_mtp_matrix_of_another_size_is_warned_about(tmp_path):
+    folder = write(tmp_path / "plain", GOOD["released glm-4.7"]())
+    fill(folder)
+    poke(folder, f"{MTP}.self_attn.o_proj.weight", 2e4, at=0)
+    (finding,) = check_values(opened(folder), "all").findings
+    assert (finding.rule, finding.where) == ("mtp-size", f"{MTP}.self_attn.o_proj.weight")
+    assert check_values(opened(folder), "scales").findings == ()  # the backbone's are not read
+
+
+def test_chance_and_training_have_different_spectra():
+    chance = torch.randn(300, 700, generator=torch.Generator().manual_seed(0))
+    assert 0.9 < edge_share(chance) < 1.01 and 0.9 < edge_share(chance.sign() * 7) < 1.01
+    assert edge_share(chance + 0.3 * torch.outer(torch.ones(300), torch.ones(700))) > 1.5
+    assert math.isnan(edge_share(torch.zeros(8, 8)))
+    for model, matrix in (("tiny-glm4-moe", "model.layers.3.eh_proj.weight"), ("tiny-qwen3_5", "mtp.fc.weight")):
+        source = opened(MODELS / model).source
+        assert edge_share(read_tensor(source, source.entries[HFName(matrix)])) > 1.2
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_value_is_named(name, tmp_path):
     base, breaks, rule, where, says = BROKEN[name]
@@ -152,6 +262,20 @@ def test_input_scales_of_fused_modules_that_differ_are_warned_about(tmp_path):
     poke(folder, f"{UP}.input_global_scale", 3.0)
     (finding,) = check_values(opened(folder), "scalars").findings
     assert (finding.rule, finding.severity, finding.where) == ("fused-scales", "warning", f"{UP}.input_global_scale")
+
+
+@pytest.mark.parametrize(("value", "rule"), [(math.nan, "finite"), (0.0, "scale-sign"), (-0.01, None)])
+def test_scales_of_gptq_and_awq_are_read_and_may_be_negative(value, rule, tmp_path):
+    checkpoint = GOOD["released glm-4.7"]()
+    module = "model.layers.1.self_attn.o_proj"
+    _, (rows, columns) = checkpoint.tensors.pop(f"{module}.weight")
+    checkpoint.tensors[f"{module}.qweight"] = ("I32", (columns // 8, rows))
+    checkpoint.tensors[f"{module}.scales"] = ("F16", (2, rows))
+    folder = write(tmp_path / "checkpoint", checkpoint)
+    fill(folder)
+    poke(folder, f"{module}.scales", value, at=0 if value else slice(None))
+    findings = check_values(opened(folder), "scales").findings
+    assert [(each.rule, each.where) for each in findings] == ([(rule, f"{module}.scales")] if rule else [])
 
 
 def test_a_norm_of_zeros_is_right_where_the_model_adds_one(tmp_path):
