@@ -147,10 +147,12 @@ def test_zero_points_are_not_compared():
     entries = {
         leaf: Entry(name=HFName(f"m.{leaf}"), file="f", dtype=dtype, shape=shape, start=0, num_bytes=8)
         for leaf, dtype, shape in (
-            ("weight_packed", "I32", (256, 32)), ("weight_scale", "BF16", (256, 2)), ("weight_shape", "I64", (2,)),
+            ("weight_packed", "I32", (256, 32)),
+            ("weight_scale", "BF16", (256, 2)),
+            ("weight_shape", "I64", (2,)),
             ("weight_zero_point", "I32", (32, 2)),
         )
-    }  # fmt: skip
+    }
     (stored,) = stored_weights(entries.values())[0].values()
     assert stored.form == "int_packed" and not can_be_read(stored)
     del entries["weight_zero_point"]
