@@ -96,6 +96,11 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             lone=("--values", ("scales", "scalars", "all")),
             help="Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?",
         ),
+        "convert": Verb(
+            module="convert",
+            function="convert",
+            help="Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.",
+        ),
         "serve-check": Verb(
             module="serve_check",
             function="serve_check",

@@ -251,10 +251,15 @@ def _refuse_strays(plan: Plan, partial: Path, configs: Iterable[str]) -> None:
 
 def output_config(plan: Plan) -> dict[str, Any]:
     """The source's config.json with the new quantization_config in place of whatever it had."""
-    config = {key: value for key, value in plan.source.config.items() if key != "compression_config"}
-    if "quantization_config" in (config.get("text_config") or {}):
-        config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
-    return {**config, **plan.view.family.config_changes, "quantization_config": quantization_config(plan)}
+    return with_quantization(plan.source.config, quantization_config(plan))
+
+
+def with_quantization(config: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with this quantization config, and without any other in the places where vLLM looks for one."""
+    made = {key: value for key, value in config.items() if key != "compression_config"}
+    if "quantization_config" in (made.get("text_config") or {}):
+        made["text_config"] = {k: v for k, v in made["text_config"].items() if k != "quantization_config"}
+    return {**made, "quantization_config": quantization}
 
 
 def quantization_config(plan: Plan) -> dict[str, Any]:

@@ -6,8 +6,11 @@ from typing import Literal
 import torch
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.statistics import Statistics, write_statistics
+from keepmtp.quantize.output import claim, publish, refuse_output
 from keepmtp.quantize.pack import pack
 from keepmtp.quantize.plan import Plan, TensorPlan, make_plan
+from keepmtp.quantize.writer import write
+from keepmtp.recipes.conventions import FORMATS
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
@@ -34,6 +37,22 @@ def planned(
     backbone = {group: words.get(group, words.get("rest", "NVFP4")) for group in recipe["backbone"]}
     changes = {"backbone": backbone, "mtp": mtp, "calibration": calibration.model_dump() | {"algorithm": algorithm}}
     return make_plan(Recipe.model_validate(recipe | changes), open_source(folder), shard_bytes=2_000_000)
+
+
+def in_both_formats(folder: Path, **words: str) -> dict[str, tuple[Plan, Path]]:
+    """One model with made-up statistics, written once in each format."""
+    plan = planned(folder / "source", data="random", **words)
+    statistics = saved(folder / "statistics", made_up(plan))
+    found = {}
+    for name in FORMATS:
+        recipe = Recipe.model_validate(plan.recipe.model_dump() | {"format": name})
+        made = make_plan(recipe, plan.source, shard_bytes=plan.shard_bytes)
+        refuse_output(made, folder / name)
+        with claim(made, folder / name) as partial:
+            write(made, partial, recipe_text="", threads=1, statistics=statistics)
+            publish(partial, folder / name)
+        found[name] = (made, folder / name)
+    return found
 
 
 def made_up(plan: Plan) -> dict[HFName, torch.Tensor]:

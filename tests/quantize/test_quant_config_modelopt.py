@@ -11,19 +11,17 @@ from pathlib import Path
 import pytest
 import releases
 import torch
-from calibrated import made_up, saved
-from calibrated import planned as calibrated
+from calibrated import in_both_formats, made_up, saved
 from checkpoint_files import as_source, ignoring, write
 from good import ours, planned
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import stored_weights
 from keepmtp.checkpoints.values import read_tensor
-from keepmtp.quantize.output import claim, publish, refuse_output
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.output import claim, publish
+from keepmtp.quantize.plan import Plan
 from keepmtp.quantize.writer import write as write_shards
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.schema import Recipe
 from keepmtp.validate.check.check import check, check_source
 from outputs import digests
 
@@ -57,19 +55,8 @@ def planned_fails(model: str, words: tuple[str, str]) -> bool:
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory) -> dict[str, tuple[Plan, Path]]:
     """One model by format: NVFP4 with static scales, FP8 a row, FP8 with static scales; the block is NVFP4."""
-    folder, found = tmp_path_factory.mktemp("twins"), {}
     words = {"experts": "NVFP4", "rest": "FP8_DYNAMIC", "shared_experts": "FP8", "mtp": "NVFP4"}
-    plan = calibrated(folder / "source", data="random", **words)
-    statistics = saved(folder / "statistics", made_up(plan))
-    for name in ("compressed-tensors", "modelopt"):
-        recipe = Recipe.model_validate(plan.recipe.model_dump() | {"format": name})
-        made = make_plan(recipe, plan.source, shard_bytes=plan.shard_bytes)
-        refuse_output(made, folder / name)
-        with claim(made, folder / name) as partial:
-            write_shards(made, partial, recipe_text="", threads=1, statistics=statistics)
-            publish(partial, folder / name)
-        found[name] = (made, folder / name)
-    return found
+    return in_both_formats(tmp_path_factory.mktemp("twins"), **words)
 
 
 def stored(folder: Path):

@@ -1,0 +1,122 @@
+"""`keepmtp convert`: a finished checkpoint in the other dialect, compressed-tensors' or modelopt's.
+
+In: a folder and a dialect. Out: a new folder, what was found of it, and a JSON object for machines; exit status 1 if
+the new checkpoint has an error.
+
+Easy to get wrong: the old folder and the new one may share files (hard links), so nothing is ever written into either.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from ..recipes.errors import RecipeError, printable
+from . import exits, findings, tables
+from .options import JsonOption
+
+if TYPE_CHECKING:
+    from ..cure.convert import Conversion
+
+
+def convert(
+    path: Annotated[str, typer.Argument(help="A finished checkpoint's folder, ours or anyone's.")],
+    to: Annotated[Literal["compressed-tensors", "modelopt"], typer.Option("--to", help="The dialect it will have.")],
+    folder: Annotated[Path | None, typer.Option("--out", help="The new folder; not needed with --dry-run.")] = None,
+    static_only: Annotated[bool, typer.Option("--static-only", help="Do not let vLLM load the result.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change and stop.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.
+
+    Packed bytes stay as they are. Their tensors get the other names, the scales of a whole tensor the other
+    convention, and config.json the other quantization config, in vLLM's names. Shards without a quantized weight, such
+    as those of a plain MTP block, are hard links. keepmtp-convert.json in the new folder has what the way back needs:
+    there and back gives the same tensors and the same config files.
+
+    A form that the other dialect has no word for is refused with the tensor's name before a byte is written. At the
+    end the new checkpoint is checked, and loaded by vLLM's own classes where there is a vLLM.
+
+    Example: `keepmtp convert out/tiny-glm4-moe.nvfp4-fp8 --to modelopt --dry-run`
+
+    Example: `keepmtp convert /data/GLM-NVFP4 --to modelopt --out /data/GLM-NVFP4-modelopt`
+    """
+    from ..recipes.extras import require_extra
+
+    require_extra("convert", "quantize")
+    from ..cure.convert import plan_conversion
+
+    planned = plan_conversion(path, to)
+    if not dry_run:
+        _write(planned, folder, static_only=static_only, as_json=as_json)
+    elif as_json:
+        tables.print_json(_planned_json(planned))
+    else:
+        _show_plan(Console(), planned)
+
+
+def _write(planned: "Conversion", folder: Path | None, *, static_only: bool, as_json: bool) -> None:
+    from ..cure import convert as cure
+    from ..cure.judged import GPUS, judge
+    from .check import check_json
+    from .progress import bytes_bar
+
+    if folder is None:
+        raise RecipeError("convert", "--out must name the new folder", got="nothing", cure="Add --out, or --dry-run")
+    err = Console(stderr=True)
+    with bytes_bar(err, "converting")(planned.num_bytes) as progress:
+        written = cure.convert(planned, folder, progress=progress)
+    judged = judge(folder, gpus=() if static_only else GPUS, progress=lambda doing: _line(err, doing))
+    if as_json:
+        made = {"out": str(folder), "new": written.new, "linked": written.linked, "copied": written.copied}
+        tables.print_json(_planned_json(planned) | made | {"check": check_json(judged.checked.data)})
+    else:
+        out = Console()
+        _line(out, _sentence(planned))
+        _line(out, written.sentence)
+        if judged.no_vllm is not None:
+            _line(out, f"vLLM was not asked: {judged.no_vllm}")
+        findings.show(out, judged.checked.data)
+    if not judged.ok:
+        raise typer.Exit(exits.FINDINGS)
+
+
+def _show_plan(out: Console, planned: "Conversion") -> None:
+    from ..checkpoints.source import small_file
+    from ..cure.json_diff import json_diff
+
+    _line(out, _sentence(planned))
+    for name, after in planned.files.items():
+        if name != "keepmtp-convert.json":
+            path = small_file(planned.source, name)
+            before = None if path is None else path.read_bytes()
+            for line in json_diff(name, before, after):
+                _line(out, line)
+
+
+def _sentence(planned: "Conversion") -> str:
+    size = tables.size_in_words(planned.num_bytes)
+    how = "as it was before its last conversion" if planned.is_way_back else f"from {planned.first}"
+    num_anew, num_all = len(planned.shards), len({entry.file for entry in planned.source.entries.values()})
+    return (
+        f"{planned.source.where} to {planned.to}, {how}: {len(planned.changes):,} tensors get another name or form, "
+        f"{planned.num_reexpressed:,} of them other bytes; {num_anew} of {num_all} shards are written ({size})"
+    )
+
+
+def _planned_json(planned: "Conversion") -> dict[str, Any]:
+    return {
+        "path": planned.source.where,
+        "from": planned.first,
+        "to": planned.to,
+        "is_way_back": planned.is_way_back,
+        "tensors_changed": len(planned.changes),
+        "tensors_with_other_bytes": planned.num_reexpressed,
+        "shards_written": planned.shards,
+        "bytes_written": planned.num_bytes,
+    }
+
+
+def _line(console: Console, line: str) -> None:
+    console.print(printable(line), highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,183 @@
+"""Which scheme each weight of a finished checkpoint has, by its quantization config and its tensors.
+
+In: a checkpoint as vLLM sees it, in compressed-tensors' or modelopt's dialect. Out: every matrix with its scheme, or a
+refusal that names the tensor the other dialect has no word for.
+
+Easy to get wrong: the tensors alone do not say it. FP8 with a scale a row is FP8_DYNAMIC only if the config quantizes
+activations too; so the group that vLLM takes is compared with the scheme, argument by argument.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..checkpoints.safetensors_file import Entry
+from ..recipes.conventions import ALGORITHMS, FORMATS, NOT_FOR_EXPERTS, Format
+from ..recipes.errors import CheckpointError
+from ..recipes.family import HFName, Part, Role, VLLMName
+from ..recipes.family_view import Place
+from ..recipes.renamer import renamer
+from ..recipes.schemes import SCHEMES
+from ..validate.check.dialects.choose import quantization_of
+from ..validate.check.dialects.given import CompressedTensorsGiven, GivenArguments, GivenGroup, read_given
+from ..validate.check.runtime_view import Module, RuntimeView
+from ..validate.check.vllm_module import VLLMModule
+
+# compressed-tensors' QuantizationArgs: what an argument is that is not given.
+_DEFAULTS: Mapping[str, Any] = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": None,
+    "dynamic": False,
+    "group_size": None,
+    "block_structure": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMatrix:
+    """One matrix on disk: a `quant_config.Matrix`.
+
+    Attributes:
+        module: its module's name; of a stack of experts, which has none, its own.
+        place: what it is; None where the family does not know it.
+        scheme: "" for plain ones.
+        parts: the tensors that it consists of, by leaf; none of a stack.
+    """
+
+    module: HFName
+    place: Place | None
+    scheme: str = ""
+    parts: Mapping[str, Entry] = field(default_factory=dict)
+
+    @property
+    def name(self) -> HFName:
+        """The weight's name, without a packed form's suffix."""
+        return HFName(f"{self.module}.weight") if self.parts else self.module
+
+    @property
+    def runtime(self) -> VLLMName:
+        """What vLLM calls the module."""
+        return self.place.runtime if self.place else VLLMName(self.module)
+
+    @property
+    def role(self) -> Role:
+        """Its module group."""
+        return self.place.role if self.place else "state"
+
+
+def dialect_of(runtime: RuntimeView) -> Format:
+    """The dialect that a checkpoint is in.
+
+    Raises:
+        CheckpointError: another one, or none.
+    """
+    found = runtime.dialect.name
+    raw = quantization_of(runtime.source.config) or {}
+    if extra := next((key for key in ("transform_config", "sparsity_config") if raw.get(key)), None):
+        where, rule = f"{runtime.source.where}/config.json: {extra}", "must be empty: modelopt has no word for it"
+        raise CheckpointError(where, rule, got="an entry", cure="Keep the checkpoint in compressed-tensors' dialect")
+    if found not in FORMATS:
+        rule = f"only {' and '.join(FORMATS)} are converted into each other"
+        raise CheckpointError(runtime.source.where, rule, got=found, cure="Quantize the original release anew")
+    return found  # pyright: ignore[reportReturnType]
+
+
+def matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
+    """Every matrix of the language model and its MTP block, with its scheme; "" for plain ones.
+
+    Raises:
+        CheckpointError: a quantized weight in a form that only one of the two dialects has.
+    """
+    opaque = tuple(disk for disk, _, _ in runtime.view.layout.opaque)
+    schemes = dict(_schemes(runtime))
+    found: list[StoredMatrix] = []
+    for module, weight in runtime.weights.items():
+        if weight.form != "plain" and module not in schemes:
+            raise _wordless(runtime, weight.weight.name, "a quantized module that vLLM has no entry for")
+        if len(weight.shape) < 2 or module.startswith(opaque or "\0"):
+            continue
+        place = runtime.placed.get(module)
+        is_of_experts = place is not None and place.role == "experts"
+        if to == "modelopt" and is_of_experts and schemes.get(module) in NOT_FOR_EXPERTS:
+            raise _wordless(runtime, weight.weight.name, f"{schemes[module]} of routed experts, which modelopt lacks")
+        found.append(StoredMatrix(module=module, place=place, scheme=schemes.get(module, ""), parts=weight.parts))
+    for entry in runtime.others:
+        place = runtime.placed.get(entry.name)
+        if place is not None and place.row.stacked:
+            found.append(StoredMatrix(module=entry.name, place=place))
+    return found
+
+
+def _schemes(runtime: RuntimeView) -> Iterator[tuple[HFName, str]]:
+    """The scheme of each quantized module on disk."""
+    groups = _groups(runtime) if dialect_of(runtime) == "compressed-tensors" else None
+    for module in runtime.modules:
+        for member in module.members:
+            if member.weight.form == "plain":
+                continue
+            if groups is None:
+                scheme = _of_algorithm(module.resolution.built)
+            else:
+                scheme = _of_group(groups.get((module.part, module.resolution.entry)))
+            name = member.weight.weight.name
+            if not scheme:
+                raise _wordless(runtime, name, f"{module.resolution.built.form} by {_entry(module)}")
+            yield member.weight.module, scheme
+
+
+def _groups(runtime: RuntimeView) -> dict[tuple[Part, str], GivenGroup]:
+    """compressed-tensors' groups by the targets that the target's class, and the draft's, reads."""
+    raw = quantization_of(runtime.source.config) or {}
+    parts: tuple[Part, ...] = ("backbone", "mtp")
+    return {
+        (part, renamer(runtime.source.config, part).path(target)): group
+        for group in (read_given(CompressedTensorsGiven, raw).config_groups or {}).values()
+        for target in group.targets or ()
+        for part in parts
+    }
+
+
+def _of_group(group: GivenGroup | None) -> str:
+    """The scheme whose arguments a group has; "" if none that modelopt has a word for."""
+    if group is None:
+        return ""
+    for name in ALGORITHMS:
+        scheme = SCHEMES[name]
+        if _fits(group.weights, scheme.weights) and _fits(group.input_activations, scheme.inputs):
+            return name
+    return ""
+
+
+def _fits(given: GivenArguments | None, wanted: Mapping[str, Any] | None) -> bool:
+    is_given = given is not None and bool(given.model_fields_set)
+    if not is_given or wanted is None:
+        return not is_given and wanted is None
+    assert given is not None
+    return all(
+        _plain(getattr(given, key), default) == _plain(wanted[key], default) for key, default in _DEFAULTS.items()
+    )
+
+
+def _plain(value: Any, default: Any) -> Any:
+    value = default if value is None else value
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _of_algorithm(built: VLLMModule) -> str:
+    """The scheme of what vLLM builds for a modelopt module; "" if compressed-tensors has none like it here."""
+    if built.form == "nvfp4_modelopt" and built.group_size == 16:
+        return "NVFP4" if "input_scale" in built.leaves else "NVFP4A16"
+    if built.form == "fp8_block":
+        return "FP8_BLOCK" if built.block == (128, 128) else ""
+    return {"fp8_tensor": "FP8", "fp8_channel": "FP8_DYNAMIC"}.get(built.form, "")
+
+
+def _entry(module: Module) -> str:
+    return f"entry {module.resolution.entry}" if module.resolution.entry else "the config's one algorithm"
+
+
+def _wordless(runtime: RuntimeView, name: HFName, got: str) -> CheckpointError:
+    rule = f"both dialects must have a word for the form of a tensor: {', '.join(ALGORITHMS)}"
+    return CheckpointError(f"{runtime.source.where}: {name}", rule, got=got, cure="Quantize the original release anew")

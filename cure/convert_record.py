@@ -1,0 +1,99 @@
+"""keepmtp-convert.json: what a converted checkpoint needs to become the first one again, byte for byte.
+
+In: the configs of the first, and the tensors that the way back does not restore by itself. Out: the file, which the
+converted checkpoint carries; and from the file, what the way back restores.
+
+Easy to get wrong: 1 / (1 / x) is not x for one F32 in seven, and a config has many spellings, so both are kept. But who
+has edited the converted checkpoint wants his own edits: what is kept counts only where what was written is still there.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .. import __version__
+from ..checkpoints.json_file import read_object
+from ..checkpoints.source import Source, small_file
+from ..quantize.quant_config_modelopt import HF_QUANT_CONFIG
+from ..recipes.conventions import Format
+from ..recipes.errors import CheckpointError, first_fault
+
+CONVERTED = "keepmtp-convert.json"
+_CONFIGS = ("config.json", HF_QUANT_CONFIG)
+
+
+class FirstTensor(BaseModel):
+    """A tensor of the first checkpoint; `hex` has its bytes, "" where they are those of the converted one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    hex: str = ""
+
+
+class Converted(BaseModel):
+    """The file.
+
+    Attributes:
+        keepmtp: the version that converted.
+        first: the dialect of the first checkpoint.
+        configs: its config files as they were; null for one that it did not have.
+        written: SHA-256 of the config files of the converted one.
+        tensors: by name in the converted one, what the way back does not restore by itself.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    keepmtp: str
+    first: Format
+    configs: Mapping[str, str | None]
+    written: Mapping[str, str]
+    tensors: Mapping[str, FirstTensor]
+
+    def restores(self, source: Source) -> bool:
+        """Whether the configs are as they were written, so that the first ones take their place."""
+        return all(_sum(_bytes_of(source, name)) == self.written.get(name, "") for name in _CONFIGS)
+
+
+def record_of(source: Source, first: Format, files: Mapping[str, bytes], tensors: Mapping[str, FirstTensor]) -> bytes:
+    """The file for a checkpoint that gets `files`, made from `source`."""
+    before = {name: _bytes_of(source, name) for name in _CONFIGS}
+    record = Converted(
+        keepmtp=__version__,
+        first=first,
+        configs={name: None if data is None else data.decode() for name, data in before.items()},
+        written={name: _sum(files.get(name)) for name in _CONFIGS},
+        tensors=dict(sorted(tensors.items())),
+    )
+    return (record.model_dump_json(indent=1, exclude_defaults=True) + "\n").encode()
+
+
+def read_converted(source: Source) -> Converted | None:
+    """The file of a converted checkpoint, if it has one.
+
+    Raises:
+        CheckpointError: a file of this name that keepmtp did not write.
+    """
+    path = small_file(source, CONVERTED)
+    if path is None:
+        return None
+    where = f"{source.where}/{CONVERTED}"
+    cure = "Remove it: the checkpoint is then converted without it"
+    try:
+        return Converted.model_validate(read_object(path, where, cure=cure))
+    except (CheckpointError, ValidationError) as error:
+        got = error.got if isinstance(error, CheckpointError) else first_fault(error)
+        raise CheckpointError(where, "must be what `keepmtp convert` wrote", got=got, cure=cure) from error
+
+
+def _bytes_of(source: Source, name: str) -> bytes | None:
+    path: Path | None = small_file(source, name)
+    return None if path is None else path.read_bytes()
+
+
+def _sum(data: bytes | None) -> str:
+    return "" if data is None else hashlib.sha256(data).hexdigest()

@@ -1,0 +1,232 @@
+"""A finished checkpoint in the other dialect, and back: the same tensors, the config bytes of the first."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from broken import GOOD
+from calibrated import in_both_formats
+from checkpoint_files import Checkpoint, lose, write
+from good import llmcompressor, ours, qwen_fp8
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.main import app
+from keepmtp.cure.convert import Conversion, convert, plan_conversion
+from keepmtp.cure.convert_record import CONVERTED
+from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.validate.check.check import check
+from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.serving.vllm_env import find_vllm
+from outputs import digests
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+from written_values import fill, poke
+
+WORDS = {"experts": "NVFP4", "rest": "FP8_DYNAMIC", "shared_experts": "FP8"}
+OTHER = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}
+CONFIGS = ("config.json", "hf_quant_config.json")
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory) -> dict[str, Path]:
+    """One model with a plain MTP block, by the format that it was written in."""
+    made = in_both_formats(tmp_path_factory.mktemp("twins"), mtp="bf16", **WORDS)
+    return {name: folder for name, (_, folder) in made.items()}
+
+
+def tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, value in load_file(file).items():
+            found[name] = (value.dtype, tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found
+
+
+def configs(folder: Path) -> dict[str, bytes | None]:
+    return {name: (folder / name).read_bytes() if (folder / name).exists() else None for name in CONFIGS}
+
+
+def converted(folder: Path, out: Path) -> Conversion:
+    """To the other dialect; nothing of the old folder changes."""
+    before = digests(folder)
+    planned = plan_conversion(str(folder), OTHER[json_of(folder)["quant_method"]])
+    convert(planned, out)
+    assert digests(folder) == before
+    return planned
+
+
+def json_of(folder: Path) -> dict:
+    """The quantization config, wherever it is."""
+    found = json.loads((folder / "config.json").read_text())
+    return found.get("quantization_config") or {"quant_method": "modelopt"}
+
+
+@pytest.mark.parametrize("first", OTHER)
+def test_there_and_back(twins, first, tmp_path):
+    there = converted(twins[first], tmp_path / "there")
+    back = converted(tmp_path / "there", tmp_path / "back")
+    assert (there.first, there.to, back.to) == (first, OTHER[first], first)
+    assert back.is_way_back and not there.is_way_back
+    assert tensors(tmp_path / "back") == tensors(twins[first])
+    assert configs(tmp_path / "back") == configs(twins[first])
+    assert not (tmp_path / "back" / CONVERTED).exists()
+    assert check(tmp_path / "there").findings == check(tmp_path / "back").findings == ()
+
+
+def test_a_converted_checkpoint_is_what_quantize_writes_in_that_format(twins, tmp_path):
+    converted(twins["compressed-tensors"], tmp_path / "out")
+    assert tensors(tmp_path / "out") == tensors(twins["modelopt"])
+    made, written = json_of(tmp_path / "out"), json_of(twins["modelopt"])
+    assert made.pop("ignore").sort() == written.pop("ignore").sort()
+    assert made == written
+
+
+def test_a_reciprocal_that_does_not_come_back_is_kept(twins, tmp_path):
+    """The twin: without the record, some common scales come back as their neighbour."""
+    first = twins["compressed-tensors"]
+    converted(first, tmp_path / "there")
+    record = json.loads((tmp_path / "there" / CONVERTED).read_text())
+    assert record["tensors"], "this model has none, so it proves nothing"
+    (tmp_path / "there" / CONVERTED).unlink()
+    converted(tmp_path / "there", tmp_path / "back")
+    one, other = tensors(first), tensors(tmp_path / "back")
+    lost = {name for name in one if one[name] != other[name]}
+    assert lost == {was["name"] for was in record["tensors"].values()}
+    for name in lost:
+        values = [torch.frombuffer(bytearray(each[name][2]), dtype=torch.int32) for each in (one, other)]
+        assert (values[0] - values[1]).abs().max() == 1, "one step of F32"
+
+
+def test_the_plain_block_is_a_hard_link(twins, tmp_path):
+    first = twins["compressed-tensors"]
+    planned = converted(first, tmp_path / "out")
+    shards = {file.name for file in first.glob("*.safetensors")}
+    linked = shards - set(planned.shards)
+    assert linked and all(os.path.samefile(first / name, tmp_path / "out" / name) for name in linked)
+    entries = open_source(first).entries.values()
+    assert {entry.file for entry in entries if "eh_proj" in entry.name} <= linked
+
+
+def test_own_edits_are_not_undone(twins, tmp_path):
+    """What was kept counts only where what was written is still there."""
+    there = tmp_path / "there"
+    converted(twins["compressed-tensors"], there)
+    name = next(iter(json.loads((there / CONVERTED).read_text())["tensors"]))
+    poke(there, name, 0.25)
+    config = json.loads((there / "config.json").read_text())
+    (there / "config.json").write_text(json.dumps(config | {"mine": 1}))
+    assert not converted(there, tmp_path / "back").is_way_back
+    made = load_file(tmp_path / "back" / open_source(there).entries[name].file)
+    stem = name.rpartition(".")[0]
+    leaf = {"weight_scale_2": "weight_global_scale", "input_scale": "input_global_scale"}[name.rpartition(".")[2]]
+    assert made[f"{stem}.{leaf}"].item() == 4.0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["mine"] == 1
+
+
+FOREIGN = {name: build for name, build in GOOD.items() if "modelopt" in name or "mixed" in name} | {
+    "llm-compressor nvfp4": lambda: llmcompressor("glm-4.7", "NVFP4"),
+    "llm-compressor fp8": lambda: llmcompressor("qwen3.5-27b", "FP8_DYNAMIC", "FP8_DYNAMIC"),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_others_wrote(name, tmp_path):
+    """There, with a check that has no word to say, and back."""
+    first = write(tmp_path / "first", FOREIGN[name]())
+    fill(first)
+    converted(first, tmp_path / "there")
+    assert check(tmp_path / "there").findings == ()
+    assert converted(tmp_path / "there", tmp_path / "back").is_way_back
+    assert tensors(tmp_path / "back") == tensors(first)
+    assert configs(tmp_path / "back") == configs(first)
+
+
+def weights_only(checkpoint: Checkpoint) -> None:
+    for group in checkpoint.quantization["config_groups"].values():
+        group["input_activations"] = None
+
+
+def changed(build, **entries) -> Checkpoint:
+    checkpoint = build()
+    checkpoint.quantization.update(entries)
+    return checkpoint
+
+
+def fp8_weights_only() -> Checkpoint:
+    checkpoint = ours("qwen3.5-text", "FP8_DYNAMIC", "FP8_DYNAMIC")
+    weights_only(checkpoint)
+    return checkpoint
+
+
+def without_a_scale() -> Checkpoint:
+    checkpoint = ours("glm-4.7", "NVFP4")
+    lose(r"model\.layers\.1\.self_attn\.o_proj\.weight_scale")(checkpoint)
+    return checkpoint
+
+
+REFUSED = {
+    "a scheme without a word": (lambda: ours("glm-4.7", "W4A16"), r"layers\.0\..*weight_packed", "int_packed by entry"),
+    "rows of experts": (lambda: ours("glm-4.7", "FP8_DYNAMIC"), r"experts\.0\.", "FP8_DYNAMIC of routed experts"),
+    "FP8 weights alone": (fp8_weights_only, r"\.weight", "fp8_channel by entry"),
+    "native FP8": (qwen_fp8, "", "only compressed-tensors and modelopt"),
+    "a transform": (
+        lambda: changed(lambda: ours("glm-4.7", "NVFP4"), transform_config={"config_groups": {"a": 1}}),
+        "transform_config",
+        "modelopt has no word",
+    ),
+    "not loadable": (
+        without_a_scale,
+        r"layers\.1\.self_attn\.o_proj",
+        "must pass its own check",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_said_is_refused_before_a_byte(name, tmp_path):
+    build, where, rule = REFUSED[name]
+    folder = write(tmp_path / "first", build())
+    with pytest.raises(KeepMTPError) as caught:
+        plan_conversion(str(folder), "modelopt")
+    assert re.search(where, f"{caught.value.where} {caught.value.got}") and rule in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_a_scale_of_zero_is_named(tmp_path):
+    folder = write(tmp_path / "first", ours("glm-4.7", "NVFP4"))
+    fill(folder)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight_global_scale"
+    poke(folder, name, 0.0)
+    with pytest.raises(KeepMTPError, match=re.escape(name)):
+        plan_conversion(str(folder), "modelopt")
+
+
+def test_the_command(twins, tmp_path):
+    run, first = CliRunner(), str(twins["compressed-tensors"])
+    shown = run.invoke(app, ["convert", first, "--to", "modelopt", "--dry-run"])
+    assert shown.exit_code == 0 and '+    "quant_method": "modelopt"' in shown.stdout
+    planned = json.loads(run.invoke(app, ["convert", first, "--to", "modelopt", "--dry-run", "--json"]).stdout)
+    out = str(tmp_path / "out")
+    made = run.invoke(app, ["convert", first, "--to", "modelopt", "--out", out, "--static-only", "--json"])
+    found = json.loads(made.stdout)
+    assert made.exit_code == 0 and found["check"]["ok"] and planned.items() <= found.items()
+    assert found["tensors_changed"] > found["tensors_with_other_bytes"] > 0
+    again = run.invoke(app, ["convert", out, "--to", "modelopt", "--out", str(tmp_path / "b")])
+    assert again.exit_code == 2 or "Use --to compressed-tensors" in str(again.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.vllm
+def test_vllm_loads_both(twins, tmp_path):
+    folders = [tmp_path / name for name in OTHER]
+    for folder in folders:
+        converted(twins[OTHER[folder.name]], folder)
+    with DryLoader(find_vllm(), gpu="sm100") as loader:
+        accounts = loader.load_all([Job(folder=folder, tp=1, num_drafts=1) for folder in folders])
+    for account in accounts:
+        assert account.load.failure is None
+        for role in ("target", "draft"):
+            model, written = account.of(role)
+            assert model.num_written == model.num_params and not written.padded
