@@ -101,6 +101,12 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             function="convert",
             help="Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.",
         ),
+        "graft": Verb(
+            module="graft",
+            function="graft",
+            how_to_go_on="The same command goes on: what was fetched and packed is not done again",
+            help="Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is broken.",
+        ),
         "serve-check": Verb(
             module="serve_check",
             function="serve_check",

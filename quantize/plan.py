@@ -48,6 +48,7 @@ class Plan:
     Attributes:
         trust_remote_code: the user lets the checkpoint's own Python run, and travel with the output.
         recipe_text: the recipe as the checkpoint will carry it; "" where only the decisions are asked for.
+        file_stem: how the names of the output files start.
     """
 
     recipe: Recipe
@@ -57,6 +58,7 @@ class Plan:
     shard_bytes: int = SHARD_BYTES
     trust_remote_code: bool = False
     recipe_text: str = ""
+    file_stem: str = "model"
 
     @property
     def companions(self) -> tuple[str, ...]:
@@ -119,7 +121,7 @@ class Plan:
     def _shard(self, units: list[Unit], number: int, count: int) -> Shard:
         outputs = [self.on_disk(output) for unit in units for tensor in unit for output in tensor.outputs]
         return Shard(
-            file=f"model-{number:05d}-of-{count:05d}.safetensors",
+            file=f"{self.file_stem}-{number:05d}-of-{count:05d}.safetensors",
             units=tuple(units),
             outputs=tuple(sorted(outputs, key=_disk_order)),
         )
@@ -150,9 +152,9 @@ def make_plan(
     family = find_family(source.config, source.where)
     _refuse_other_family(recipe, family, source)
     view = FamilyView(family=family, config=source.config)
-    entries = _with_separate_mtp(source, view)
+    entries = with_separate_mtp(source, view)
     weights, others = stored_weights(entries.values())
-    _refuse_missing_mtp(view, source, entries)
+    refuse_missing_mtp(view, source, entries)
     given = Given(recipe=recipe, source=source, view=view, patterns=Patterns(recipe))
     with matching_limit():
         tensors = [decide_weight(weight, given) for weight in weights.values()]
@@ -160,11 +162,11 @@ def make_plan(
     tensors += added_aliases(view, entries)
     _refuse_unmatched(recipe, given.patterns)
     _refuse_unnamed_groups(recipe, tensors)
-    _refuse_disagreeing_fusions(recipe, tensors)
+    refuse_disagreeing_fusions(recipe, tensors)
     if recipe.format == "modelopt":
         _refuse_wordless(recipe, tensors)
     tensors = _with_calibration(recipe, tensors)
-    tensors.sort(key=_plan_order)
+    tensors.sort(key=plan_order)
     plan = Plan(
         recipe=recipe,
         source=source,
@@ -216,13 +218,13 @@ def _refuse_other_family(recipe: Recipe, family: Family, source: Source) -> None
         )
 
 
-def _with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
+def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
     """The indexed tensors, and MTP tensors of files that the index forgot."""
     separate = {name: entry for name, entry in source.unindexed.items() if view.is_mtp(name)}
     return {**source.entries, **separate}
 
 
-def _refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFName, Entry]) -> None:
+def refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFName, Entry]) -> None:
     """config.json and the files must agree on the MTP layers, and every module of the block must be there."""
     promised, found = view.num_mtp_layers, view.mtp_layers_of(entries)
     where = f"{source.where}/config.json"
@@ -285,7 +287,7 @@ def _refuse_unnamed_groups(recipe: Recipe, tensors: Iterable[TensorPlan]) -> Non
                 )
 
 
-def _refuse_disagreeing_fusions(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
+def refuse_disagreeing_fusions(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
     """Modules that vLLM fuses must have one scheme."""
     first: dict[VLLMName, TensorPlan] = {}
     for tensor in tensors:
@@ -384,7 +386,7 @@ def _disk_order(output: Output) -> tuple[int, str]:
     return (-num_bytes(output.dtype, (8,)), output.name)
 
 
-def _plan_order(tensor: TensorPlan) -> tuple[bool, int, list[tuple[int, str]]]:
+def plan_order(tensor: TensorPlan) -> tuple[bool, int, list[tuple[int, str]]]:
     """The backbone before the MTP block; in each, layer by layer, and by name with numbers as numbers."""
     layer = tensor.layer if tensor.layer is not None else -1
     return (tensor.part == "mtp", layer, _natural(tensor.name))

@@ -77,14 +77,35 @@ def write(
             file ends early.
     """
     refuse_statistics(plan, statistics)
-    given = statistics or Statistics(folder=partial, entries={})
+    ranks = ranks or Ranks(rank=0, size=1, device=torch.device("cpu"))
+    write_shards(plan, partial, threads=threads, progress=progress, statistics=statistics, ranks=ranks)
+    ranks.wait()
+    if ranks.is_first:
+        finish(plan, partial, recipe_text=recipe_text, calibration=calibration)
+    ranks.wait()
+    own = plan.shards[ranks.rank :: ranks.size]
+    if progress:
+        progress(sum(_source_bytes(plan, unit) for shard in plan.shards if shard not in own for unit in shard.units))
+
+
+def write_shards(
+    plan: Plan,
+    folder: Path,
+    *,
+    threads: int,
+    progress: Progress | None = None,
+    statistics: Statistics | None = None,
+    ranks: Ranks | None = None,
+) -> None:
+    """Write the shards of this process and nothing else; see `write`."""
+    given = statistics or Statistics(folder=folder, entries={})
     ranks = ranks or Ranks(rank=0, size=1, device=torch.device("cpu"))
     own = plan.shards[ranks.rank :: ranks.size]
     devices, stop = _devices() if ranks.size == 1 else [ranks.device], threading.Event()
     with _one_torch_thread_each(), ThreadPoolExecutor(max(1, threads // ranks.local_size)) as pool:
         jobs = [
             pool.submit(
-                _write_shard, plan, shard, partial, devices[number % len(devices)], progress or _ignore, stop, given
+                _write_shard, plan, shard, folder, devices[number % len(devices)], progress or _ignore, stop, given
             )
             for number, shard in enumerate(own)
         ]
@@ -94,12 +115,6 @@ def write(
         finally:  # a refusal in one shard, or Ctrl-C, ends the others at their next tensor
             stop.set()
             pool.shutdown(cancel_futures=True)
-    ranks.wait()
-    if ranks.is_first:
-        finish(plan, partial, recipe_text=recipe_text, calibration=calibration)
-    ranks.wait()
-    if progress:
-        progress(sum(_source_bytes(plan, unit) for shard in plan.shards if shard not in own for unit in shard.units))
 
 
 def _ignore(_: int) -> None:

@@ -81,15 +81,16 @@ def examine(where: str | Path, *, source: Source | None = None) -> Checked:
         return Checked(_refused(str(where), "files", refusal), None, None, refusal=refusal)
     except CheckpointError as error:
         return Checked(_refused(str(where), "files", error), None, None)
-    return _found(opened, source)
+    return examine_source(opened, source=source)
 
 
 def check_source(opened: Source, *, source: Source | None = None) -> CheckData:
     """`check` for a checkpoint whose headers are already read."""
-    return _found(opened, source).data
+    return examine_source(opened, source=source).data
 
 
-def _found(opened: Source, source: Source | None) -> Checked:
+def examine_source(opened: Source, *, source: Source | None = None) -> Checked:
+    """`examine` for a checkpoint whose headers are already read."""
     if refused := unloadable(opened.config, quantization_of(opened.config)):
         # Without a source nothing is loaded: every further finding would follow from this one.
         finding = objection(severity="error", rule="method", **refused._asdict()).finding

@@ -1,0 +1,147 @@
+"""`keepmtp graft`: the MTP block of the release, put into a checkpoint that lost it.
+
+In: a quantized checkpoint, its release, and a new folder. Out: the folder, what changed in config.json, and what the
+check and vLLM's loaders find; exit status 1 if an error is left.
+
+Easy to get wrong: standard output is the answer, so bars and what is about to be fetched go to standard error.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..recipes.errors import RecipeError
+from . import exits, findings, tables
+from .options import AnyVLLMOption, JsonOption, chosen_gpus
+from .tables import escape
+
+if TYPE_CHECKING:
+    from ..cure.graft import Graft
+    from ..cure.judged import Judged
+
+
+def graft(
+    quantized: Annotated[str, typer.Argument(help="The checkpoint that lost its MTP block: a folder or a Hub id.")],
+    source: Annotated[str, typer.Option("--from", help="Folder or Hub id of the release that it was made from.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The new folder; not needed with --dry-run.")] = None,
+    mtp: Annotated[
+        str | None,
+        typer.Option(
+            "--mtp",
+            help="The block: `source` (as released), `bf16`, or a scheme that needs no data; default: source where "
+            "the checkpoint's config can say it, else bf16.",
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Also in place of a block with which nothing is wrong.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; nothing is written.")] = False,
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", help="What vLLM pretends at the end: sm90, sm100 or sm120; default sm100."),
+    ] = None,
+    any_vllm: AnyVLLMOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is broken.
+
+    Reads only the block's tensors of the release, from a Hub repository by range requests, and says before how many
+    bytes. Packs them as asked, into files of their own. config.json, hf_quant_config.json and the index get what vLLM
+    needs, in the dialect that they have: compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound or Quark.
+
+    OUT is a new folder: files that stay are hard links, and nothing is written into the old checkpoint. Of a Hub
+    repository that is not on this machine, OUT gets only the files that are new or changed. It ends with the check and,
+    where there is a vLLM, with vLLM's own loaders. Exit status 1 if one of them finds an error.
+
+    Refused before a byte is written: another model or another width, a block that is there and good, a release without
+    a trained block, a dialect that vLLM or keepmtp does not have.
+
+    Example: `keepmtp graft /data/GLM-4.7-NVFP4 --from zai-org/GLM-4.7 --out /data/GLM-4.7-NVFP4-MTP`
+
+    Example: `keepmtp graft /data/GLM-4.7-NVFP4 --from /data/GLM-4.7 --dry-run`
+    """
+    from ..checkpoints.source import open_source
+    from ..cure.graft import foresee, plan_graft
+    from ..cure.judged import GPUS, Judged, judge
+    from ..recipes.extras import require_extra
+    from .progress import bytes_bar
+
+    if out is None and not dry_run:
+        raise RecipeError("graft", "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run")
+    pretended = chosen_gpus(gpus or []) or GPUS
+    err, console = Console(stderr=True), Console()
+    made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
+    _say(err, made)
+    if not as_json:
+        for line in made.diff():
+            console.print(escape(line), highlight=False, soft_wrap=True)
+    if dry_run:
+        _end(console, made, Judged(checked=foresee(made)), None, as_json=as_json)
+        return
+    assert out is not None
+    require_extra("graft", "quantize")
+    from ..cure.graft_write import carry_out
+
+    fetching, reading, packing = (bytes_bar(err, label) for label in ("fetching", "reading values", "packing"))
+    written = carry_out(made, out, fetching=fetching, reading=reading, packing=packing)
+    err.print(written.sentence, highlight=False, markup=False, soft_wrap=True)
+    if made.quantized.folder is None:
+        judged = Judged(checked=foresee(made))
+    else:
+        judged = judge(out, gpus=pretended, any_vllm=any_vllm)
+    _end(console, made, judged, list(written.new), as_json=as_json)
+
+
+def _say(err: Console, made: "Graft") -> None:
+    """What will be read and written, before it is."""
+    plan, size = made.plan, tables.size_in_words
+    source = plan.source
+    asked = f" in {made.num_requests:,} range requests" if source.folder is None else ""
+    forms = sorted({tensor.scheme or "plain" for tensor in plan.tensors if len(tensor.shape) >= 2})
+    lines = [
+        f"read: {size(made.num_bytes_read)} of {source.where}{asked}, the MTP block alone",
+        f"write: {size(plan.num_bytes_after)} in {', '.join(shard.file for shard in plan.shards)}: {', '.join(forms)}",
+    ]
+    if made.left_out:
+        lines.append(f"leave out: {', '.join(sorted(made.left_out))}: nothing but the old block")
+    if made.again:
+        lines.append(f"write again: {', '.join(made.again)}: without the old block")
+    if made.quantized.folder is None:
+        lines.append(f"OUT gets only files that are new or changed: {made.quantized.where} is not on this machine")
+    for line in lines:
+        err.print(escape(line), highlight=False, soft_wrap=True)
+
+
+def _end(console: Console, made: "Graft", judged: "Judged", new: list[str] | None, *, as_json: bool) -> None:
+    """Print what was found of the result, and end with its status."""
+    if as_json:
+        tables.print_json(_json(made, judged, new))
+    else:
+        findings.show(console, judged.checked.data)
+        if judged.no_vllm is not None:
+            console.print(escape(f"vLLM was not asked: {judged.no_vllm}"), highlight=False, soft_wrap=True)
+    if not judged.ok:
+        raise typer.Exit(exits.FINDINGS)
+
+
+def _json(made: "Graft", judged: "Judged", new: list[str] | None) -> dict[str, Any]:
+    """What was or would be done, for machines."""
+    from .check import check_json
+
+    plan = made.plan
+    return {
+        "source": {"name": plan.source.where, "revision": plan.source.revision},
+        "mtp": plan.recipe.mtp,
+        "tensors": sum(len(tensor.outputs) for tensor in plan.tensors),
+        "bytes": {"read": made.num_bytes_read, "written": plan.num_bytes_after},
+        "requests": made.num_requests,
+        "shards": [shard.file for shard in plan.shards],
+        "left_out": sorted(made.left_out),
+        "written_again": list(made.again),
+        "diff": made.diff(),
+        "new": new,
+        "vllm": None if judged.no_vllm is None else str(judged.no_vllm),
+        "check": check_json(judged.checked.data, judged.checked.accounts),
+    }

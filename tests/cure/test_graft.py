@@ -1,0 +1,324 @@
+"""The MTP block of a release, put into a checkpoint that lost it: same bytes as if it had never been lost."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_files import Checkpoint, write
+from good import llmcompressor, ours, released
+from hub import Fault, Hub, serving
+from keepmtp.checkpoints import hub_ranges
+from keepmtp.checkpoints.files import partial_path
+from keepmtp.checkpoints.source import INDEX, open_source
+from keepmtp.cli import pipeline
+from keepmtp.cure import graft_fetch
+from keepmtp.cure.graft import foresee, plan_graft
+from keepmtp.cure.graft_write import carry_out
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.recipes.families import find_view
+from keepmtp.validate.check.check import check
+from outputs import digests, forks
+from releases import write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+RELEASE = ROOT / "models" / "tiny-glm4-moe"
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+NO_VLLM = {"VLLM_PYTHON": "/nonexistent/python"}
+
+
+def keepmtp(*words: object, **changes: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | NO_VLLM | changes
+    return subprocess.run([KEEPMTP, *map(str, words)], capture_output=True, text=True, env=env)
+
+
+def quantized(folder: Path, recipe: str, **choices: str) -> Path:
+    made, text = pipeline.plan_for(recipe, source=str(RELEASE), **choices)
+    pipeline.quantize(made, text, out=folder)
+    return folder
+
+
+def drop_block(folder: Path, out: Path) -> Path:
+    """A copy without the files of the MTP block, as most tools leave it."""
+    shutil.copytree(folder, out)
+    index = json.loads((out / INDEX).read_text())
+    view = find_view(open_source(out).config, out)
+    gone = {file for name, file in index["weight_map"].items() if view.is_mtp(name)}
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file not in gone}
+    (out / INDEX).write_text(json.dumps(index, indent=2))
+    for file in gone:
+        (out / file).unlink()
+    return out
+
+
+def without_block(checkpoint: Checkpoint) -> Checkpoint:
+    """Headers alone, without the tensors of the MTP block."""
+    view = find_view(checkpoint.config, "built")
+    checkpoint.tensors = {name: spec for name, spec in checkpoint.tensors.items() if not view.is_mtp(name)}
+    return checkpoint
+
+
+def tensors_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    found = {}
+    for entry in open_source(folder).entries.values():
+        with open(folder / entry.file, "rb") as file:
+            file.seek(entry.start)
+            found[entry.name] = (entry.dtype, entry.shape, file.read(entry.num_bytes))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return quantized(tmp_path_factory.mktemp("whole") / "glm", "tiny-glm4-moe.nvfp4a16-fp8")
+
+
+@pytest.fixture(scope="module")
+def lost(whole, tmp_path_factory) -> Path:
+    return drop_block(whole, tmp_path_factory.mktemp("lost") / "glm")
+
+
+def grafted(lost: Path, out: Path, source: Path | str = RELEASE, **choices) -> Path:
+    made = plan_graft(open_source(lost), open_source(source), **choices)
+    return carry_out(made, out).folder
+
+
+# --- the same bytes ---------------------------------------------------------------------------------------------------
+
+
+def test_the_block_is_the_one_that_was_lost_and_the_rest_is_linked(whole, lost, tmp_path):
+    out = grafted(lost, tmp_path / "new")
+    assert tensors_of(out) == tensors_of(whole)
+    assert check(out).findings == ()
+    shard = "model-00001-of-00002.safetensors"
+    assert (out / shard).stat().st_ino == (lost / shard).stat().st_ino, "a hard link"
+    assert (out / "model-mtp-00001-of-00001.safetensors").is_file()
+    assert not (out / "keepmtp.json").exists(), "the record is of the old folder"
+    total = json.loads((out / INDEX).read_text())["metadata"]["total_size"]
+    assert total == sum(len(data) for _, _, data in tensors_of(out).values())
+
+
+@pytest.mark.parametrize("word", ["FP8_DYNAMIC", "W4A16"])
+def test_a_scheme_gives_the_bytes_that_quantizing_gives(lost, word, tmp_path):
+    same = quantized(tmp_path / "same", "tiny-glm4-moe.nvfp4a16-fp8", mtp=word)
+    out = grafted(lost, tmp_path / "new", mtp=word)
+    assert tensors_of(out) == tensors_of(same)
+    assert check(out).findings == ()
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert any("layers\\.3" in entry for group in config["config_groups"].values() for entry in group["targets"])
+
+
+def test_a_kill_at_any_moment_and_the_same_command_give_the_same_bytes(lost, tmp_path):
+    wanted = digests(grafted(lost, tmp_path / "wanted", mtp="FP8_DYNAMIC"))
+    for seconds in (0.05, 0.2, 0.4, 0.6):
+        process = forks().Process(target=grafted, args=(lost, tmp_path / "new"), kwargs={"mtp": "FP8_DYNAMIC"})
+        process.start()
+        process.join(seconds)
+        process.kill()
+        process.join()
+    if not (tmp_path / "new").exists():
+        grafted(lost, tmp_path / "new", mtp="FP8_DYNAMIC")
+    assert digests(tmp_path / "new") == wanted and not partial_path(tmp_path / "new").exists()
+
+
+def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
+    """vLLM reads whole files, so the old tensors leave theirs."""
+    broken = tmp_path / "broken"
+    tensors = {name: (dtype, shape) for name, (dtype, shape, _) in tensors_of(whole).items()}
+    del tensors["model.layers.3.eh_proj.weight"]
+    config = json.loads((whole / "config.json").read_text())
+    write_checkpoint(broken, config, tensors, num_shards=1)
+    values = tensors_of(broken)
+    out = grafted(broken, tmp_path / "new")
+    found = tensors_of(out)
+    assert {name: found[name] for name in tensors if "layers.3." not in name} == {
+        name: value for name, value in values.items() if "layers.3." not in name
+    }
+    released = tensors_of(RELEASE)
+    assert all(found[name] == released[name] for name in released if "layers.3." in name)
+    assert check(out).ok
+
+
+# --- over the Hub -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(hub_at, lost, tmp_path, monkeypatch) -> Hub:
+    monkeypatch.setattr(hub_ranges, "_FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(graft_fetch, "_MOST_BYTES", 300_000)
+    monkeypatch.setattr(graft_fetch, "_GAP_BYTES", 1_000)
+    with serving(tmp_path / "hub") as hub:
+        hub.mirror("org/release", RELEASE)
+        hub.mirror("org/lost", lost)
+        hub_at(hub.endpoint)
+        yield hub
+
+
+def test_only_the_block_is_fetched_and_a_cut_line_goes_on(hub, whole, lost, tmp_path):
+    made = plan_graft(open_source(lost), open_source("org/release"))
+    block = {tensor.name for tensor in made.plan.tensors}
+    hub.requests.clear()
+    hub.faults.append(Fault(r"GET /org/release/resolve/.*safetensors", spoils="truncate", times=2))
+    out = carry_out(made, tmp_path / "new").folder
+    assert tensors_of(out) == tensors_of(whole)
+    asked = [tuple(map(int, line.rpartition("=")[2].split("-"))) for line in hub.requests if "bytes=" in line]
+    assert len(asked) == made.num_requests + 2
+    size = sum(len(data) for name, (_, _, data) in tensors_of(RELEASE).items() if name in block)
+    whole_bytes = sum(path.stat().st_size for path in RELEASE.glob("*.safetensors"))
+    assert size <= made.num_bytes_read < size + 10_000 < whole_bytes / 2
+
+
+def test_what_was_fetched_is_not_asked_for_again(hub, lost, tmp_path, monkeypatch):
+    """A run that dies after half of the ranges: the next one asks for the others."""
+    made = plan_graft(open_source(lost), open_source("org/release"))
+    monkeypatch.setattr(graft_fetch, "AT_A_TIME", 1)
+    half = made.num_requests // 2
+    hub.faults.append(Fault(r"GET /org/release/resolve/.*safetensors", status=404, skip=half, times=99))
+    with pytest.raises(CheckpointError):
+        carry_out(made, tmp_path / "new")
+    hub.faults.clear()
+    hub.requests.clear()
+    carry_out(made, tmp_path / "new")
+    asked = [line for line in hub.requests if "bytes=" in line and "safetensors" in line]
+    assert len(asked) == made.num_requests - half
+
+
+def test_of_a_repository_only_new_and_changed_files_are_written(hub, tmp_path):
+    at = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    done = keepmtp("graft", "org/lost", "--from", "org/release", "--out", tmp_path / "new", "--json", **at)
+    assert done.returncode == 0, done.stderr
+    files = {path.name for path in (tmp_path / "new").iterdir()}
+    assert files == {INDEX, "model-mtp-00001-of-00001.safetensors"}, "config.json says all that is needed"
+    said = json.loads(done.stdout)
+    assert said["check"]["ok"] and said["requests"] == 1 and set(said["new"]) == files
+    assert "OUT gets only files that are new or changed: org/lost is not on this machine" in done.stderr
+    assert f"in {said['requests']} range requests" in done.stderr
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_good_block_is_refused_unless_it_is_to_be_replaced(whole, tmp_path):
+    with pytest.raises(CheckpointError, match=r"34 tensors in BF16, and no finding about them.*--replace"):
+        plan_graft(open_source(whole), open_source(RELEASE))
+    out = grafted(whole, tmp_path / "new", is_replaced=True)
+    assert tensors_of(out) == tensors_of(whole)
+    assert not (out / "model-00002-of-00002.safetensors").exists(), "it had nothing but the old block"
+
+
+def headers(folder: Path, checkpoint: Checkpoint) -> Path:
+    return write(folder, checkpoint)
+
+
+def test_another_family_and_another_width_are_refused_with_the_names(lost, tmp_path):
+    with pytest.raises(RecipeError, match="a qwen3_5, not a glm4_moe"):
+        plan_graft(open_source(lost), open_source(ROOT / "models" / "tiny-qwen3_5"))
+    wider = released("glm-4.7")
+    wider.retype(r"model\.layers\.1\.self_attn\.o_proj\.weight", shape=lambda n, k: (n, 2 * k))
+    other = headers(tmp_path / "wider", wider)
+    same = headers(tmp_path / "lost", without_block(ours("glm-4.7", "FP8_DYNAMIC")))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.o_proj: both must have one shape"):
+        plan_graft(open_source(same), open_source(other))
+    deeper = released("glm-4.7")
+    deeper.config["num_hidden_layers"] = 4
+    with pytest.raises(RecipeError, match="whose num_hidden_layers is 3; got 4"):
+        plan_graft(open_source(same), open_source(headers(tmp_path / "deeper", deeper)))
+
+
+def test_a_release_without_a_block_is_refused(tmp_path):
+    same = headers(tmp_path / "lost", without_block(ours("glm-4.7", "FP8_DYNAMIC")))
+    none = headers(tmp_path / "none", without_block(released("glm-4.7")))
+    with pytest.raises(CheckpointError, match=r"promises MTP layers model\.layers\.3\.\*; got no such tensor"):
+        plan_graft(open_source(same), open_source(none))
+
+
+def test_minimax_m2_is_refused_in_words(lost, tmp_path):
+    """MiniMax-M2 #47: the published MTP weights are garbage."""
+    release = Checkpoint(config={"model_type": "minimax_m2", "num_mtp_modules": 3}, tensors={"a": ("BF16", (1,))})
+    with pytest.raises(CheckpointError, match="garbage in its MTP weights"):
+        plan_graft(open_source(lost), open_source(headers(tmp_path / "m2", release)))
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "says"),
+    [
+        (lambda name, data: bytes(len(data)), r"model\.layers\.3\..*holds zeros only"),
+        (lambda name, data: b"\xc0\x7f" + data[2:] if "eh_proj" in name else data, r"eh_proj\.weight.*infinite or NaN"),
+        (lambda name, data: b"\x80\x3f" * (len(data) // 2) if "norm" in name else data, r"norm.*; got 1 everywhere"),
+    ],
+    ids=["zeros", "nan", "norms as they were set"],
+)
+def test_a_block_that_was_never_trained_is_refused_by_its_values(lost, spoilt, says, tmp_path):
+    release = tmp_path / "release"
+    shutil.copytree(RELEASE, release)
+    source = open_source(release)
+    for entry in source.entries.values():
+        if entry.name.startswith("model.layers.3."):
+            with open(release / entry.file, "r+b") as file:
+                file.seek(entry.start)
+                data = spoilt(entry.name, file.read(entry.num_bytes))
+                file.seek(entry.start)
+                file.write(data)
+    with pytest.raises(CheckpointError, match=says):
+        grafted(lost, tmp_path / "new", release)
+    assert not (tmp_path / "new").exists()
+
+
+def test_words_that_need_data_are_refused(lost):
+    with pytest.raises(RecipeError, match=r"only batches give, and graft runs none; got NVFP4\. Use NVFP4A16"):
+        plan_graft(open_source(lost), open_source(RELEASE), mtp="NVFP4")
+    with pytest.raises(RecipeError, match="graft measures nothing"):
+        plan_graft(open_source(lost), open_source(RELEASE), mtp="auto")
+
+
+def test_an_unknown_dialect_is_one_sentence(tmp_path):
+    checkpoint = without_block(ours("glm-4.7", "FP8_DYNAMIC"))
+    checkpoint.config["quantization_config"] = {"quant_method": "exl3", "bits": 4}
+    folder = headers(tmp_path / "exl3", checkpoint)
+    release = headers(tmp_path / "release", released("glm-4.7"))
+    done = keepmtp("graft", folder, "--from", release, "--dry-run")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "got exl3. Quantize the release with keepmtp" in done.stderr
+
+
+def test_a_run_without_a_folder_to_write_is_refused(lost):
+    done = keepmtp("graft", lost, "--from", RELEASE)
+    assert done.returncode == 2 and "Add --out NEW, or --dry-run" in done.stderr
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+
+def test_keys_that_a_tool_dropped_come_from_the_release(tmp_path):
+    """numind/NuExtract3-FP8 #1: the count of MTP layers was removed with the file."""
+    checkpoint = without_block(llmcompressor("qwen3.5-27b", "FP8_DYNAMIC"))
+    del checkpoint.config["text_config"]["mtp_num_hidden_layers"]
+    checkpoint.quantization["ignore"] = [e for e in checkpoint.quantization["ignore"] if not e.startswith("mtp")]
+    lost = headers(tmp_path / "lost", checkpoint)
+    made = plan_graft(open_source(lost), open_source(headers(tmp_path / "release", released("qwen3.5-27b"))))
+    config = json.loads(made.files["config.json"])
+    assert config["text_config"]["mtp_num_hidden_layers"] == 1
+    assert foresee(made).data.findings == ()
+    shown = "\n".join(made.diff())
+    assert "# the release describes its MTP block so" in shown and "mtp" in shown
+
+
+def test_lists_with_a_value_for_each_layer_are_whole_again(tmp_path):
+    release = released("step-3.5-flash")
+    checkpoint = without_block(ours("step-3.5-flash", "NVFP4A16"))
+    assert len(release.config["layer_types"]) > checkpoint.config["num_hidden_layers"]
+    checkpoint.config["layer_types"] = checkpoint.config["layer_types"][: checkpoint.config["num_hidden_layers"]]
+    made = plan_graft(
+        open_source(headers(tmp_path / "lost", checkpoint)), open_source(headers(tmp_path / "release", release))
+    )
+    assert json.loads(made.files["config.json"])["layer_types"] == release.config["layer_types"]
+
+
+def test_dry_run_writes_nothing_and_shows_the_diff(lost, tmp_path):
+    before = digests(lost)
+    done = keepmtp("graft", lost, "--from", RELEASE, "--dry-run", "--mtp", "FP8_DYNAMIC")
+    assert done.returncode == 0, done.stderr
+    assert "+++ b/config.json" in done.stdout and "# vLLM builds these modules of the MTP block packed" in done.stdout
+    assert digests(lost) == before and [*tmp_path.iterdir()] == []
