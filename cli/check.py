@@ -140,12 +140,16 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
 
 
 def _show(checked: "Checked", *, as_json: bool) -> None:
+    from ..validate.check.other_readers import other_readers
+
+    readers = other_readers(checked.runtime) if checked.runtime else ()
     if as_json:
-        tables.print_json(check_json(checked.data, checked.accounts), indent=None)
+        printed = check_json(checked.data, checked.accounts)
+        tables.print_json(printed | ({"other_readers": readers} if readers else {}), indent=None)
     elif checked.refusal is not None:
         exits.say_refusal(checked.refusal)
     else:
-        findings.show(Console(), checked.data)
+        findings.show(Console(), checked.data, readers)
 
 
 def _status(checked: "Checked") -> int:

@@ -16,6 +16,7 @@ import json
 import re
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -35,8 +36,11 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 _QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<json>\{\".*\})")
 
 
-def show(console: Console, found: "CheckData") -> None:
-    """Print the findings of one checkpoint, what vLLM did with it on every pretended GPU, and the verdict."""
+def show(console: Console, found: "CheckData", readers: Sequence[str] = ()) -> None:
+    """Print the findings of one checkpoint, what vLLM did with it on every pretended GPU, and the verdict.
+
+    `readers` has lines on those besides vLLM that do not take it.
+    """
     for finding in found.findings:
         _print(console, *_block(console, finding), Text())
     if found.dry:
@@ -44,6 +48,8 @@ def show(console: Console, found: "CheckData") -> None:
         _print(console, title, *(line for load in found.dry for line in _dry_load(load, found.facts)), Text())
     if found.facts.mtp_layers_follow_k and not found.dry:
         _print(console, Text(f"vLLM builds an MTP layer for each drafted token: -k up to {found.facts.num_mtp_layers}"))
+    if readers:
+        _print(console, Text("other readers", style="italic"), *(Text(f"  {line}") for line in readers), Text())
     _print(console, _verdict(found))
 
 
