@@ -7,6 +7,7 @@ becomes public only after its bytes and its loading were checked there. For one 
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,7 +74,7 @@ def publish(
     from ..validate.publish.upload_set import prepare, take
 
     publishing.check_name(repo)
-    _say(f"folder      {printable(str(path.resolve()))}\nrepository  {constants.ENDPOINT}/{repo}")
+    _say(f"folder      {printable(os.path.realpath(path))}\nrepository  {constants.ENDPOINT}/{repo}")
     chosen = next(iter(chosen_gpus([gpu] if gpu else [])), None)
     token = get_token()
     if token is None and not dry_run:

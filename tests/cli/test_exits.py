@@ -71,6 +71,15 @@ def test_a_file_where_a_folder_is_needed(tmp_path):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.parametrize("verb", ["report", "gate", "card", "check", "publish"])
+def test_a_link_to_itself(verb, tmp_path):
+    (tmp_path / "report.json").symlink_to(tmp_path / "report.json")
+    repo = ["--repo", "org/name"] if verb == "publish" else []
+    done = keepmtp(verb, "report.json", *repo, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "report.json" in done.stderr and done.stderr.count("error: ") == 1
+
+
 def test_a_disk_that_is_full(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run([KEEPMTP, "ls"], stdout=full, stderr=subprocess.PIPE, text=True)

@@ -55,7 +55,7 @@ _SERVED = re.compile(r"^vllm serve (\S+)", re.MULTILINE)
 
 def card_folder(checkpoint: Path) -> Path:
     """The folder of a checkpoint's card: `NAME.card`, next to NAME."""
-    whole = checkpoint.resolve()
+    whole = Path(os.path.realpath(checkpoint))  # `resolve` raises on a link to itself
     return whole.with_name(f"{whole.name}.card")
 
 

@@ -16,6 +16,7 @@ computes it anew. So what can be computed again from other facts is (rederived.p
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -94,7 +95,7 @@ class Result(BaseModel, Generic[Data]):
 
 def report_folder(checkpoint: Path) -> Path:
     """The evidence folder of a checkpoint folder: `NAME.report` beside NAME."""
-    whole = checkpoint.resolve()
+    whole = Path(os.path.realpath(checkpoint))  # `resolve` raises on a link to itself
     return whole.with_name(f"{whole.name}.report")
 
 
@@ -111,7 +112,7 @@ def checkpoint_folder(evidence: Path) -> Path:
     Raises:
         CheckpointError: the name does not end in .report.
     """
-    whole = evidence.resolve()
+    whole = Path(os.path.realpath(evidence))
     if whole.suffix != ".report":
         raise CheckpointError(
             evidence,
