@@ -251,7 +251,7 @@ def _configs(runtime: RuntimeView, matrices: list[StoredMatrix], to: Format) -> 
     made["kv_cache_scheme"] = _cache_scheme(runtime)
     path = small_file(source, "config.json")
     assert path is not None, "an opened checkpoint has a config.json"
-    files = {"config.json": in_form_of(path.read_bytes(), with_quantization(source.config, made))}
+    files = {"config.json": in_form_of(path.read_bytes(), with_quantization(source.config, made, view))}
     if to == "modelopt":
         files[HF_QUANT_CONFIG] = in_form_of(None, hf_quant_config(made))
     return files

@@ -27,6 +27,7 @@ from ..checkpoints.record import RECIPE, RECORD, Record, read_record
 from ..checkpoints.source import INDEX, Source, file_sizes
 from ..checkpoints.unchanged import refuse_changed, states_of
 from ..recipes.errors import CheckpointError, RecipeError
+from ..recipes.family_view import FamilyView
 from ..recipes.schema import AUTO
 from ..recipes.shipped import find_path
 from .plan import Plan
@@ -251,14 +252,19 @@ def _refuse_strays(plan: Plan, partial: Path, configs: Iterable[str]) -> None:
 
 def output_config(plan: Plan) -> dict[str, Any]:
     """The source's config.json with the new quantization_config in place of whatever it had."""
-    return with_quantization(plan.source.config, quantization_config(plan))
+    config = {**plan.source.config, **plan.view.family.config_changes}
+    return with_quantization(config, quantization_config(plan), plan.view)
 
 
-def with_quantization(config: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
+def with_quantization(config: Mapping[str, Any], quantization: Mapping[str, Any], view: FamilyView) -> dict[str, Any]:
     """A config.json with this quantization config, and without any other in the places where vLLM looks for one."""
     made = {key: value for key, value in config.items() if key != "compression_config"}
-    if "quantization_config" in (made.get("text_config") or {}):
-        made["text_config"] = {k: v for k, v in made["text_config"].items() if k != "quantization_config"}
+    is_wanted_twice = view.layout.draft_reads_text_config
+    for name in ("text_config", "llm_config"):
+        inner = made.get(name)
+        if isinstance(inner, dict) and (is_wanted_twice or "quantization_config" in inner):
+            kept = {key: value for key, value in inner.items() if key != "quantization_config"}
+            made[name] = {**kept, "quantization_config": quantization} if is_wanted_twice else kept
     return {**made, "quantization_config": quantization}
 
 

@@ -7,6 +7,7 @@ Easy to get wrong: what a killed run left is counted once: it is on the disk alr
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from ..checkpoints.files import partial_path, two_sizes
@@ -71,5 +72,9 @@ def calibration_bytes(plan: Plan) -> int:
 
 def _bytes_in(folder: Path) -> int:
     """Bytes on the disk; a shard that is being written has its full length before it has its bytes."""
-    files = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
-    return sum(os.lstat(path).st_blocks * 512 for path in files)
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # another run has given the file its final name
+                total += os.lstat(Path(root, name)).st_blocks * 512
+    return total

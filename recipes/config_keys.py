@@ -16,7 +16,7 @@ from .errors import CheckpointError
 from .families import families
 
 CURE = "Take config.json from the original release"
-_TEXT_CONFIG = "text_config"
+_TEXT_CONFIG, _LLM_CONFIG = "text_config", "llm_config"
 _MAX_LAYERS = 2_000
 _MAX_MTP_LAYERS = 100
 _MAX_EXPERTS = 20_000
@@ -58,6 +58,7 @@ _LAYERS = _Kind(
 _EXPERTS = _whole(_MAX_EXPERTS)
 _KINDS = {
     _TEXT_CONFIG: _OBJECT,
+    _LLM_CONFIG: _OBJECT,
     "architectures": _TEXTS,
     "model_type": _TEXT,
     "quantization_config": _OBJECT,
@@ -97,10 +98,11 @@ def refuse_wrong_types(config: Mapping[str, Any], where: object) -> None:
 
 
 def _values(config: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
-    """A key's value at top level and in text_config, with its full name."""
+    """A key's value at top level and in the language model's config, with its full name."""
     yield key, _at(config, key)
-    if isinstance(inner := config.get(_TEXT_CONFIG), dict):
-        yield f"{_TEXT_CONFIG}.{key}", _at(inner, key)
+    for holder in (_TEXT_CONFIG, _LLM_CONFIG):
+        if isinstance(inner := config.get(holder), dict):
+            yield f"{holder}.{key}", _at(inner, key)
 
 
 def _at(holder: Mapping[str, Any], key: str) -> Any:

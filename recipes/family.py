@@ -158,12 +158,15 @@ class Layout:
         top: modules outside layers.
         mtp_top: modules of the MTP block outside its layers.
         opaque: (prefix on disk, prefix in vLLM, role) of parts that keepmtp copies whole.
+        unread: prefixes on disk of those parts that vLLM drops on purpose.
         head: the target's head on disk.
         draft_head: a head that the draft constructs with the quantization config although it uses the target's.
         renames: the mapper of the target's class; None where it has none.
         draft_reads_afresh: the draft reads the quantization config from config.json again, so the target's mapper has
             not changed it.
         draft_renames: the mapper of the draft's class in that case; None where it has none.
+        draft_reads_text_config: it reads it from the language model's part of config.json; keepmtp writes it in both
+            places.
     """
 
     layers: Stem
@@ -172,11 +175,13 @@ class Layout:
     top: tuple[Row, ...]
     mtp_top: tuple[Row, ...] = ()
     opaque: tuple[tuple[str, str, Role], ...] = ()
+    unread: tuple[str, ...] = ()
     head: str = "lm_head.weight"
     draft_head: str = ""
     renames: Renames | None = None
     draft_reads_afresh: bool = False
     draft_renames: Renames | None = None
+    draft_reads_text_config: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

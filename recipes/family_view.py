@@ -65,8 +65,11 @@ class FamilyView:
 
     @cached_property
     def text_config(self) -> Mapping[str, Any]:
-        """The part of config.json for the language model: `text_config` in vision-language models, else all of it."""
-        return self.config.get("text_config") or self.config
+        """The part of config.json for the language model: `text_config` in vision-language models, else all of it.
+
+        Nemotron Omni calls it `llm_config`.
+        """
+        return self.config.get("text_config") or self.config.get("llm_config") or self.config
 
     @cached_property
     def num_layers(self) -> int:

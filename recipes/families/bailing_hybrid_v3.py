@@ -6,8 +6,8 @@ Its last shard has one row for each head. The last projection is `dense` in late
 Both loaders skip unknown names in silence.
 """
 
-from ..family import Family, Layout, Loader, Renames, Row
-from ._blocks import HEAD, NORM, NORMS, kept
+from ..family import Family, Layout, Loader, Renames, Row, Stem
+from ._blocks import EMBEDDING, HEAD, NORM, NORMS, kept
 from .bailing_hybrid import LATENT, LAYERS, LAYOUT_TOP, MLP
 
 DECAY = "decides the delta net's decay"
@@ -18,10 +18,31 @@ def _gate(path: str, reason: str) -> Row:
     return Row(path=f"attention.{path}", role="state", runtime=f"self_attn.{path}", why_kept=reason)
 
 
+VISION_LANGUAGE = Layout(
+    layers=Stem(disk="model.layers.{i}.", runtime="language_model.model.layers.{i}."),
+    mtp=None,
+    mtp_runtime="model.layers.{i}.",
+    top=(
+        Row(path="model.word_embeddings", role="embedding", runtime="language_model.model.word_embeddings",
+            why_kept=EMBEDDING, loads_quantized=False),
+        Row(path="lm_head", role="head", runtime="language_model.lm_head", why_kept=HEAD),
+        *kept("norm", NORM, "model.norm"),
+    ),
+    opaque=(("model.visual.", "visual.", "vision"), ("model.linear_proj.", "linear_proj.", "vision")),
+    renames=Renames(
+        substrings=((".attention.", ".self_attn."),),
+        prefixes=(
+            ("model.visual", "visual"), ("model.linear_proj", "linear_proj"),
+            ("linear_proj.0", "linear_proj.linear_fc1"), ("linear_proj.2", "linear_proj.linear_fc2"),
+            ("lm_head", "language_model.lm_head"), ("model.", "language_model.model."),
+        ),
+    ),
+)  # fmt: skip
 FAMILY = Family(
     model_type="bailing_hybrid",
-    architectures=("BailingMoeV3ForCausalLM",),
+    architectures=("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration"),
     layouts={
+        "BailingMoeV3VLForConditionalGeneration": VISION_LANGUAGE,
         "*": Layout(
             layers=LAYERS, mtp=None, top=LAYOUT_TOP, renames=Renames(substrings=((".attention.", ".self_attn."),))
         )

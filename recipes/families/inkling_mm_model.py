@@ -29,6 +29,7 @@ BLOCK = (
 
 FAMILY = Family(
     model_type="inkling_mm_model",
+    also=("inkling_model",),
     layouts={
         "*": Layout(
             layers=Stem(disk="model.llm.layers.{i}.", runtime="model.layers.{i}."),

@@ -5,15 +5,29 @@ vLLM 0.32.0: model_executor/models/qwen3_5.py, qwen3_5_mtp.py. The backbone's ex
 compressed-tensors' loaders expect.
 """
 
+from dataclasses import replace
+
 from ..family import Draft, Family
 from ._blocks import GQA, NORMS
 from .qwen3_5 import LINEAR_ATTENTION, LOADER, TEXT, VISION_LANGUAGE
 from .qwen3_next import QWEN_MOE
 
+TIME_SERIES = ("model.time_series.", "time_series.")
+# Intern-S2-Preview: a Qwen3.5 with an encoder of time series, which vLLM does not build and whose tensors it drops.
+INTERN_S2 = replace(
+    VISION_LANGUAGE,
+    opaque=(*VISION_LANGUAGE.opaque, *((prefix, prefix, "vision") for prefix in TIME_SERIES)),
+    unread=TIME_SERIES,
+)
+
 FAMILY = Family(
     model_type="qwen3_5_moe",
-    also=("qwen3_5_moe_text",),
-    layouts={"Qwen3_5MoeForConditionalGeneration": VISION_LANGUAGE, "*": TEXT},
+    also=("qwen3_5_moe_text", "intern_s2_preview"),
+    layouts={
+        "Qwen3_5MoeForConditionalGeneration": VISION_LANGUAGE,
+        "InternS2PreviewForConditionalGeneration": INTERN_S2,
+        "*": TEXT,
+    },
     block=(*GQA, *LINEAR_ATTENTION, *QWEN_MOE, *NORMS),
     mtp_count_keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
     mtp_count_default=1,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..family import Draft, Family, Layout, Loader, Row, Stem
 from ._blocks import NORM, fused, kept, plain
-from .qwen3_5 import LINEAR_ATTENTION, VISION_LANGUAGE
+from .qwen3_5 import LINEAR_ATTENTION, TEXT, VISION_LANGUAGE
 from .qwen3_next import FC, QWEN_MOE
 
 HYPER_CONNECTION = "vLLM builds the hyper-connections without a quantization config"
@@ -47,18 +47,28 @@ PLE_ROWS = (
     *kept("norm", NORM, "ple.norm_conv", "ple.norm_key", "ple.norm_query"),
 )  # fmt: skip
 DOWN = "input_mix_weight_down_block_inject"
+MTP = Stem(disk="mtp.layers.{i}.", runtime="mtp.layers.{n}.")
+MTP_TOP = (
+    *kept("glue", FC, "mtp.fc_embedding", "mtp.fc_hidden", loads_quantized=True),
+    *kept("norm", NORM, "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
+    *_mixer("mtp.hyper_connection_mixer"),
+)
 FAMILY = Family(
     model_type="qwen4_exp",
+    also=("qwen4_exp_text",),
     layouts={
+        "Qwen4ExpForCausalLM": Layout(
+            layers=TEXT.layers,
+            mtp=MTP,
+            top=(*TEXT.top, *_mixer("model.hyper_connection_mixer")),
+            mtp_top=MTP_TOP,
+            renames=TEXT.renames,
+        ),
         "*": Layout(
             layers=VISION_LANGUAGE.layers,
-            mtp=Stem(disk="mtp.layers.{i}.", runtime="mtp.layers.{n}."),
+            mtp=MTP,
             top=(*VISION_LANGUAGE.top, *_mixer("model.language_model.hyper_connection_mixer")),
-            mtp_top=(
-                *kept("glue", FC, "mtp.fc_embedding", "mtp.fc_hidden", loads_quantized=True),
-                *kept("norm", NORM, "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
-                *_mixer("mtp.hyper_connection_mixer"),
-            ),
+            mtp_top=MTP_TOP,
             opaque=VISION_LANGUAGE.opaque,
             renames=VISION_LANGUAGE.renames,
         ),

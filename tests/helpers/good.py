@@ -20,6 +20,7 @@ from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import QUANTIZABLE_ROLES, HFName
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
+from tensors import Tensors
 
 _CALIBRATION = {
     "algorithm": "minmax",
@@ -55,7 +56,18 @@ def planned(
     model: str, scheme: str, mtp: str, size: str = "tiny", format: Format = "compressed-tensors", **changes: Any
 ) -> Plan:
     """Our plan for a model: one scheme for the whole backbone, and a policy for the MTP block."""
-    config, tensors = releases.source_layout(model, size=size, changes=changes)
+    return plan_of(*releases.source_layout(model, size=size, changes=changes), model, scheme, mtp, format)
+
+
+def plan_of(
+    config: dict[str, Any],
+    tensors: Tensors,
+    model: str,
+    scheme: str,
+    mtp: str,
+    format: Format = "compressed-tensors",
+) -> Plan:
+    """Our plan for a layout, as `planned` makes it."""
     source = as_source(Checkpoint(config=config, tensors=dict(tensors)), Path("/nonexistent"))
     view = find_view(config, model)
     places = [view.place(HFName(name)) for name in tensors]
@@ -77,7 +89,7 @@ def planned(
             "variant": scheme.lower(),
             "default": False,
             "summary": "",
-            "family": config["model_type"],
+            "family": view.family.model_type,
             "source": "local",
             "revision": "local",
             "backbone": dict.fromkeys(roles, scheme),
@@ -99,7 +111,11 @@ def ours(
     **changes: Any,
 ) -> Checkpoint:
     """What keepmtp writes: the plan's tensors and its quantization config."""
-    plan = planned(model, scheme, mtp, size, format, **changes)
+    return outputs_of(planned(model, scheme, mtp, size, format, **changes))
+
+
+def outputs_of(plan: Plan) -> Checkpoint:
+    """What keepmtp writes by a plan."""
     files = deepcopy(config_files(plan))
     config = files.pop("config.json")
     tensors = {str(output.name): (output.dtype, output.shape) for shard in plan.shards for output in shard.outputs}

@@ -29,7 +29,15 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 # Tables found by model_type, of models whose draft vLLM finds by its architecture.
-WITH_A_TABLE_BY_ARCHITECTURE = {"bailing_hybrid_v3", "glm4_moe", "glm4_moe_lite", "glm_ocr", "mimo", "mimo_v2_flash"}
+WITH_A_TABLE_BY_ARCHITECTURE = {
+    "bailing_hybrid_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_ocr",
+    "mimo",
+    "mimo_v2",
+    "mimo_v2_flash",
+}
 # Compared with in the same function, for something else.
 NOT_MTP = {"MistralLarge3ForCausalLM", "deepseek_v41", "model_type", "quantization_config"}
 

@@ -63,6 +63,20 @@ DEFECTS = (
     ),
     Defect(
         versions=("0.32.0",),
+        families=("nemotron_h",),
+        words=r"AttributeError: .*'vit_hidden_size'.*nano_nemotron_vl\.py",
+        says="it reads a key that transformers' own config class of Nemotron Omni has under another name",
+        cure="Keep the release's configuration file and auto_map, and serve with --trust-remote-code",
+    ),
+    Defect(
+        versions=("0.32.0",),
+        families=("nemotron_h",),
+        words=r"TypeError: CompressedTensorsConfig\.__init__\(\) missing",
+        says="it makes the config of Nemotron Omni's draft of text_config, without the quantization_config",
+        cure="Copy quantization_config into text_config (llm_config) of config.json as well",
+    ),
+    Defect(
+        versions=("0.32.0",),
         families=("qwen4_exp",),
         words=r"'Qwen4ExpQSAQKVIndexerLinear' object has no attribute",
         says="under modelopt's NVFP4 it builds attention with an indexer plain, whatever the checkpoint holds",

@@ -178,6 +178,8 @@ class _Case:
             holder = self.runtime if self.runtime and name in self.runtime.source.entries else self.draft
             place = holder.view.place(HFName(name)) if holder else None
             is_mtp = place is not None and place.part == "mtp"
+            if holder and name.startswith(holder.view.layout.unread):
+                continue
             if _RECOMPUTED.search(name) or (place is not None and is_mtp and self._is_left_alone(place)):
                 continue
             role = "draft" if is_mtp else "target"

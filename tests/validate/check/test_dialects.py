@@ -13,7 +13,7 @@ import pytest
 import releases
 from checkpoint_files import as_source
 from good import released
-from keepmtp.recipes.families import find_view
+from keepmtp.recipes.families import find_family, find_view
 from keepmtp.validate.check.dialects.choose import read_dialect
 from keepmtp.validate.check.dialects.modelopt import ModelOpt
 from keepmtp.validate.check.runtime_view import Module, RuntimeView
@@ -201,6 +201,9 @@ def test_names_match_as_in_vllm():
     asked, questions = [], []
     for model in releases.MODELS:
         config, modules = released(model).config, modules_of(model)
+        family = find_family(config, model)
+        architecture = family.with_vision if config.get("vision_config") else ""
+        architecture = architecture or config["architectures"][0]
         packed = {
             module.name.rpartition(".")[2]: [shard.rpartition(".")[2] for shard in module.shards]
             for module in modules
@@ -211,7 +214,7 @@ def test_names_match_as_in_vllm():
             questions.append(
                 {
                     "config": raw,
-                    "architecture": config["architectures"][0],
+                    "architecture": architecture,
                     "packed": packed,
                     "modules": [
                         {

@@ -297,7 +297,9 @@ def _engine_config(job: Job) -> Any:
     with open(f"{job.path}/config.json") as file:
         declared = json.load(file)
     _know_config(declared)
-    longest = declared.get("text_config", declared).get("max_position_embeddings", 256)
+    _know_tokens(declared)
+    text_config = declared.get("text_config") or declared.get("llm_config") or declared
+    longest = text_config.get("max_position_embeddings", 256)
     return EngineArgs(
         model=job.path,
         speculative_config=speculative,
@@ -310,14 +312,41 @@ def _engine_config(job: Job) -> Any:
 
 
 def _know_config(declared: dict[str, Any]) -> None:
-    """Config classes that come with a checkpoint (auto_map) become config.json's keys: its code never runs."""
+    """Config classes that come with a checkpoint (auto_map) become config.json's keys: its code never runs.
+
+    A key that holds the config of a known model, such as text_config, becomes that model's config.
+    """
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
     model_type = declared.get("model_type", "")
-    if "auto_map" in declared and model_type not in CONFIG_MAPPING and model_type not in _CONFIG_REGISTRY:
-        AutoConfig.register(model_type, type("ConfigKeys", (PretrainedConfig,), {"model_type": model_type}))
+    if "auto_map" not in declared or model_type in CONFIG_MAPPING or model_type in _CONFIG_REGISTRY:
+        return
+
+    class ConfigKeys(PretrainedConfig):
+        @classmethod
+        def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+            inner = {
+                key: CONFIG_MAPPING[value["model_type"]](**value)
+                for key, value in config_dict.items()
+                if isinstance(value, dict) and value.get("model_type") in CONFIG_MAPPING
+            }
+            if "llm_config" in inner:  # Nemotron Omni's class has it under both names
+                inner.setdefault("text_config", inner["llm_config"])
+            return super().from_dict({**config_dict, **inner}, **kwargs)
+
+    ConfigKeys.model_type = model_type
+    AutoConfig.register(model_type, ConfigKeys)
+
+
+def _know_tokens(declared: dict[str, Any]) -> None:
+    """Nemotron Omni's class asks the tokenizer, which no dry load has, for the numbers of three words of its towers."""
+    if any(name.startswith("NemotronH_") for name in declared.get("architectures") or ()):
+        from vllm.model_executor.models import nano_nemotron_vl
+
+        tokenizer = types.SimpleNamespace(encode=lambda words, **_: [0])
+        nano_nemotron_vl.cached_tokenizer_from_config = lambda config: tokenizer
 
 
 def _share_v2(target: Any, draft: Any, config: Any) -> None:
