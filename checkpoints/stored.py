@@ -26,8 +26,12 @@ Form = Literal[
     "int_packed",
     "int8",
     "mxfp8",
+    "gptq",
+    "awq",
     "unknown",
 ]
+# Forms that keepmtp recognizes and does not compute with.
+NOT_COMPUTED = ("gptq", "awq", "unknown")
 
 WEIGHT_LEAVES = ("weight", "weight_packed")
 SCALE_LEAVES = (
@@ -42,6 +46,8 @@ SCALE_LEAVES = (
     "weight_zero_point",
     "weight_g_idx",
 )
+# GPTQ's and AWQ's: the packed weight, its scales and zero points, and the group of each input channel.
+TRANSPOSED_LEAVES = ("qweight", "scales", "qzeros", "g_idx")
 # Other tensors of a module, or a parameter that has no module ("").
 OTHER_LEAVES = ("", "bias", "e_score_correction_bias", "tid2eid")
 # Scales of the KV cache: they belong to an attention module, not to a weight.
@@ -114,6 +120,45 @@ def stored_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight]
         else:
             rest.extend(parts.values())
     return weights, rest
+
+
+def transposed_weights(entries: Iterable[Entry]) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
+    """Group the tensors of GPTQ and AWQ, whose matrices are stored as [input, output].
+
+    GPTQ packs along the inputs: qweight I32 [K / pack, N], scales [groups, N]. AWQ packs along the outputs: qweight I32
+    [K, N / pack]. Both pack qzeros along the outputs.
+
+    Returns:
+        The weights by module, and every other tensor.
+    """
+    modules: dict[str, dict[str, Entry]] = {}
+    rest: list[Entry] = []
+    for entry in entries:
+        module, _, leaf = entry.name.rpartition(".")
+        if module and leaf in TRANSPOSED_LEAVES:
+            modules.setdefault(module, {})[leaf] = entry
+        else:
+            rest.append(entry)
+    weights: dict[HFName, StoredWeight] = {}
+    for module, found in modules.items():
+        if "qweight" in found:
+            parts = {leaf: found[leaf] for leaf in TRANSPOSED_LEAVES if leaf in found}
+            weights[HFName(module)] = _transposed(HFName(module), parts)
+        else:
+            rest.extend(found.values())
+    return weights, rest
+
+
+def _transposed(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
+    packed, scales = parts["qweight"].shape, parts["scales"].shape if "scales" in parts else ()
+    if len(packed) != 2 or len(scales) != 2 or not scales[1]:
+        return StoredWeight(module=module, form="unknown", parts=parts, shape=packed)
+    outputs = scales[1]
+    if packed[1] != outputs:
+        return StoredWeight(module=module, form="awq", parts=parts, shape=(outputs, packed[0]))
+    zeros = parts["qzeros"].shape if "qzeros" in parts else ()
+    pack = outputs // zeros[1] if len(zeros) == 2 and zeros[1] else 8
+    return StoredWeight(module=module, form="gptq", parts=parts, shape=(outputs, packed[0] * pack))
 
 
 def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
-import good
 import measured
 import releases
 from broken import BROKEN, GOOD
-from checkpoint_files import Checkpoint, quantization, write
+from checkpoint_files import Checkpoint, write
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.report.report import refresh
 
@@ -27,23 +26,7 @@ MEASURED = "a measured checkpoint"
 RECIPES = ("the model file of tiny-glm4-moe", "a flat recipe", "a calibrated recipe")
 
 
-def awq() -> Checkpoint:
-    """AWQ, whose matching keepmtp does not know."""
-    checkpoint = good.gptq()
-    quantization(quant_method="awq", bits=4, group_size=128, modules_to_not_convert=["model.layers.3."])(checkpoint)
-    return checkpoint
-
-
-def autoround() -> Checkpoint:
-    """AutoRound in its own words."""
-    checkpoint = good.gptq()
-    mtp = {"model.layers.3": {"bits": 16, "data_type": "float"}}
-    quantization(quant_method="auto-round", bits=4, group_size=128, sym=True, extra_config=mtp)(checkpoint)
-    return checkpoint
-
-
-FOREIGN: Mapping[str, Callable[[], Checkpoint]] = {"glm gptq": good.gptq, "glm awq": awq, "glm autoround": autoround}
-WHOLE: Mapping[str, Callable[[], Checkpoint]] = {**GOOD, **FOREIGN}
+WHOLE: Mapping[str, Callable[[], Checkpoint]] = GOOD
 BROKEN_NAMES = {case.name: case for case in BROKEN}
 
 

@@ -7,6 +7,7 @@ What a dry load alone can see is in dry_corpus.py.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import foreign_form
 from checkpoint_files import (
     INDEX,
     Change,
@@ -27,10 +28,22 @@ from checkpoint_files import (
     truncate,
 )
 from good import GOOD as ELSEWHERE
-from good import ours, released
+from good import ours
 from modelopt_form import block_experts, in_hf_quant_config, mixed, modelopt
 
 GOOD: dict[str, Callable[[], Checkpoint]] = ELSEWHERE | {
+    "glm gptq": lambda: foreign_form.gptq(dynamic={r"-:^model\.layers\.3\.": {}}),
+    "next gptq": lambda: foreign_form.gptq("qwen3-next-80b", "W4A16", dynamic={}),
+    "qwen vl moe gptq": lambda: foreign_form.gptq("qwen3.5-397b", dynamic={"-:.*mtp.*": {}}),
+    # Of linear modules vLLM reads the headers; an expression with + changes nothing for what is plain there.
+    "qwen vl gptq": lambda: foreign_form.gptq("qwen3.5-27b", dynamic={"+:.*mtp.*": {"bits": 4}}),
+    "next awq": lambda: foreign_form.awq("qwen3-next-80b", modules_to_not_convert=["mtp", "lm_head", "in_proj_ba"]),
+    "qwen vl autoround": lambda: foreign_form.autoround(
+        "qwen3.5-27b",
+        block_name_to_quantize="model.language_model.layers",
+        extra_config={".*in_proj_[ab]$": {"bits": 16}},
+    ),
+    "glm quark": lambda: foreign_form.quark(exclude=[r"re:model\.layers\.3\."]),
     "v3 modelopt": lambda: modelopt("deepseek-r1"),
     "glm modelopt": lambda: modelopt("glm-4.7", num_hidden_layers=12),
     "glm modelopt file": lambda: in_hf_quant_config(modelopt("glm-4.7")),
@@ -62,6 +75,8 @@ class Case:
         return checkpoint
 
 
+EACH_EXPERT = [".*in_proj_ba", r"mtp\.fc", r"mtp.*attn.*", r"mtp.*shared_expert.*"]
+EACH_EXPERT += [rf"mtp.*\.experts\.{expert}\..*" for expert in range(4)]
 _FP8_NOT_Z = r"linear_attn\.in_proj_(qkvz|z)$"
 BROKEN: tuple[Case, ...] = (
     # A. dropped
@@ -128,12 +143,30 @@ BROKEN: tuple[Case, ...] = (
          "form", "model.mtp_layers.0.", says="raises"),
     Case("M4 native FP8, plain draft not ignored", "v3 native bf16 mtp",
          lambda c: c.quantization.pop("ignored_layers"), "form", "model.layers.3.", says="in silence"),
-    Case("F20 quark without exclude", "glm fp8", quantization(quant_method="quark", exclude=["lm_head"]), "dialect",
+    Case("F20 quark without exclude", lambda: foreign_form.quark(), lambda c: None, "form", "model.layers.3.",
+         says="in silence"),
+    Case("F15 GPTQ without exception", lambda: foreign_form.gptq(dynamic={}), lambda c: None, "form",
+         "model.layers.3.mlp.experts.", says="KeyError '...weight'"),
+    Case("F16 an expression with + excepts nothing", lambda: foreign_form.gptq("qwen3.5-397b"),
+         lambda c: c.quantization.update(dynamic={"+:.*mtp.*": {"bits": 4}}), "form", "mtp.layers.0.mlp.experts.",
+         says="by the entry '.*mtp.*'"),
+    Case("R2 GPTQ in 8 bits by an expression, in 4 on disk", "glm gptq",
+         lambda c: c.quantization["dynamic"].update({r"+:.*\.layers\.1\..*": {"bits": 8}}), "form",
+         "model.layers.1.", says="where"),
+    Case("R7 GPTQ with an order of inputs", "glm gptq", lambda c: c.quantization.update(desc_act=True), "config-group",
+         "quantization_config", says="desc_act=True"),
+    Case("R7 g_idx in a loader that knows none", lambda: foreign_form.gptq(mtp="W4A16", dynamic={}), lambda c: None,
+         "form", "model.layers.3.", says="KeyError '...g_idx'"),
+    Case("F15 AWQ without a list", lambda: foreign_form.awq(), lambda c: None, "form", "model.layers.3.mlp.experts."),
+    Case("R2 AWQ's list is made of the names of parameters", lambda: foreign_form.awq("qwen3.5-27b"), lambda c: None,
+         "form", "linear_attn.in_proj_qkv.qweight", says="plain (by the entry 'language_model.model.layers.0."),
+    Case("F26 AutoRound names each expert", lambda: foreign_form.autoround(
+             "qwen3-next-80b", extra_config={entry: {"bits": 16} for entry in EACH_EXPERT}),
+         lambda c: None, "form", "mtp.layers.0.mlp.experts."),
+    Case("F38 AutoRound's block takes the head", lambda: foreign_form.autoround(block_name_to_quantize="model.layers"),
+         lambda c: None, "draft-head", "model.layers.3.head", says="as gptq"),
+    Case("R8 a dialect that is not judged", "glm fp8", quantization(quant_method="torchao"), "dialect",
          "model.layers.3."),
-    Case("F15 GPTQ without exception", "glm w4a16",
-         both(lose(r"model\.layers\.3\..*(packed|scale|shape)"), quantization(quant_method="gptq", bits=4),
-              lambda c: c.tensors.update({n: s for n, s in released("glm-4.7").tensors.items() if ".layers.3." in n})),
-         "dialect", "model.layers.3."),
     Case("F38 placeholder head quantized", "v3 modelopt",
          ignoring("model.layers.3.self_attn*", "model.layers.3.mlp*", "model.layers.3.shared_head.head",
                   without=r"^model\.layers\.3\.\*$"),

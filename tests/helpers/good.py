@@ -260,21 +260,6 @@ def qwen_fp8() -> Checkpoint:
     return checkpoint
 
 
-def gptq() -> Checkpoint:
-    """A GPTQ checkpoint whose MTP block is left alone, and said to be."""
-    checkpoint = ours("glm-4.7", "W4A16")
-    checkpoint.rename(r"(.*)\.weight_packed", r"\1.qweight")
-    checkpoint.rename(r"(.*)\.weight_scale", r"\1.scales")
-    checkpoint.rename(r"(.*)\.weight_shape", r"\1.g_idx")
-    checkpoint.config["quantization_config"] = {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": 128,
-        "dynamic": {r"-:^model\.layers\.3\.": {}},
-    }
-    return checkpoint
-
-
 def native_bf16_mtp() -> Checkpoint:
     """DeepSeek-V3 in its own FP8, MTP block dequantized and listed whole name by whole name."""
     checkpoint = released("deepseek-r1")

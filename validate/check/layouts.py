@@ -22,6 +22,8 @@ Problem = tuple[str, str, str]
 def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
     """A dtype or shape that vLLM's parameter does not have."""
     parts = {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
+    if built.form in ("gptq", "awq"):
+        return _transposed_problem(built, parts)
     return _weight_problem(built, parts) or _scale_problem(built, parts) or _scalar_problem(parts)
 
 
@@ -68,6 +70,28 @@ def _scale_problem(built: VLLMModule, parts: Mapping[str, Entry]) -> Problem | N
             "module raises, routed experts load in silence",
             _AGAIN,
         )
+    return None
+
+
+def _transposed_problem(built: VLLMModule, parts: Mapping[str, Entry]) -> Problem | None:
+    """GPTQ's and AWQ's matrices, [inputs, outputs]: GPTQ packs the inputs, AWQ the outputs."""
+    packed, scales = parts["qweight"], parts["scales"]
+    if packed.dtype != "I32":
+        return "qweight", f"qweight is {packed.dtype}, not I32: vLLM's copy_ converts the bytes as numbers", _AGAIN
+    if len(packed.shape) != 2 or len(scales.shape) != 2:
+        return "qweight", f"qweight has shape {list(packed.shape)}, no matrix: vLLM raises", _AGAIN
+    pack = 32 // built.bits
+    inputs, outputs = packed.shape[0] * (pack if built.form == "gptq" else 1), scales.shape[1]
+    groups = inputs // built.group_size if built.group_size else 1
+    wanted = {
+        "qweight": (inputs // pack, outputs) if built.form == "gptq" else (inputs, outputs // pack),
+        "scales": (groups, outputs),
+        "qzeros": (groups, outputs // pack),
+    }
+    for leaf, shape in wanted.items():
+        if leaf in parts and parts[leaf].shape != shape:
+            says = f"{leaf} has shape {list(parts[leaf].shape)} where {list(shape)} is built: vLLM raises"
+            return leaf, says, "Make bits and group_size say what the files hold"
     return None
 
 

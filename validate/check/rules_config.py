@@ -12,7 +12,7 @@ from typing import Any
 
 from ...recipes.family import HFName
 from .dialects.choose import HF_QUANT_CONFIG, quantization_of, read_dialect
-from .dialects.fp8 import Fp8
+from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ALGORITHMS, ModelOpt
 from .findings import Objection, objection
 from .runtime_view import RuntimeView
@@ -282,7 +282,7 @@ def _meant(runtime: RuntimeView, entry: ConfigEntry, disk: frozenset[str]) -> li
 
 def _is_pattern(runtime: RuntimeView, entry: ConfigEntry) -> bool:
     """Whether matching takes more than comparing whole names."""
-    return entry.written.startswith("re:") or isinstance(runtime.dialect, ModelOpt | Fp8)
+    return entry.written.startswith("re:") or not isinstance(runtime.dialect, CompressedTensors)
 
 
 def _is_class_name(entry: ConfigEntry) -> bool:

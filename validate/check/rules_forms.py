@@ -14,13 +14,12 @@ from ...checkpoints.stored import FP8, StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView
 from .dialects.compressed_tensors import CompressedTensors
-from .dialects.fp8 import Fp8
-from .dialects.modelopt import ModelOpt
 from .findings import Objection, objection
 from .layouts import Problem, layout_problem
 from .rules_rows import is_put_in_order
 from .runtime_view import Member, Module, RuntimeView
 from .vllm_module import VLLMModule
+from .words import cover_cure, decided, ignore_cure, packed_in_plain, plain_in_packed, resolution_cure, unknown_name
 
 
 def fused_modules_are_uniform(runtime: RuntimeView) -> Iterator[Objection]:
@@ -96,7 +95,7 @@ def stored_form_is_what_is_built(runtime: RuntimeView) -> Iterator[Objection]:
                 where=resolution.entry or module.name,
                 says=f"vLLM fails as it builds {module.name} ({module.members[0].weight.weight.name}): "
                 f"{resolution.error}",
-                cure=_resolution_cure(resolution.error),
+                cure=resolution_cure(resolution.error),
                 cause=f"{module.part} {resolution.entry} {resolution.error.partition(' of ')[0]}",
             )
         elif resolution.built.form != "unknown" and not _is_mixed(module):
@@ -119,7 +118,7 @@ def glue_is_plain(runtime: RuntimeView) -> Iterator[Objection]:
                 severity="error",
                 where=weight.weight.name,
                 says=f"stored as {_manner(weight)}, but vLLM builds it plain whatever the config says "
-                f"({member.place.row.why_kept}): {_packed_in_plain(runtime.view, module, member)}",
+                f"({member.place.row.why_kept}): {packed_in_plain(runtime.view, module, member)}",
                 cure="Store it in BF16: copy it from the original release, or dequantize it",
                 cause=f"{module.part} {member.place.row.path} {weight.form}",
             )
@@ -127,23 +126,27 @@ def glue_is_plain(runtime: RuntimeView) -> Iterator[Objection]:
 
 def draft_head_is_excluded(runtime: RuntimeView) -> Iterator[Objection]:
     """A dialect that quantizes heads must exclude the draft's placeholder head: R10; F36, F38 (vllm #57532)."""
-    if not isinstance(runtime.dialect, ModelOpt):
-        return
     for name, disk in _draft_heads(runtime):
         weight = runtime.weights.get(disk)
         resolution = runtime.resolve(name, (), "head", "mtp")
-        if resolution.built.form != "nvfp4_modelopt" or (weight is not None and weight.form != "plain"):
+        form = resolution.built.form
+        if form not in ("nvfp4_modelopt", "gptq", "awq") or (weight is not None and weight.form != "plain"):
             continue
+        effect = "KeyError, or a parameter that nothing fills"
+        if form == "nvfp4_modelopt":
+            effect = "RuntimeError 'NVFP4 weight_scale for layer ... was never loaded (still NaN)', or a shape mismatch"
         yield objection(
             rule="draft-head",
             severity="error",
             where=name,
-            says="vLLM builds the draft's head as NVFP4, for which the checkpoint has no scales: RuntimeError 'NVFP4 "
-            "weight_scale for layer ... was never loaded (still NaN)', or a shape mismatch",
+            says=f"vLLM builds the draft's head as {_TITLES.get(form, form)}, for which the checkpoint has no scales: "
+            f"{effect}",
             cure=f"Exclude {name}" + ("" if disk == name else f"; an entry for {disk} does not reach it"),
             cause="draft head",
         )
 
+
+_TITLES = {"nvfp4_modelopt": "NVFP4"}
 
 RULES = (
     fused_modules_are_uniform,
@@ -159,28 +162,28 @@ def _compare(runtime: RuntimeView, module: Module, member: Member) -> Iterator[O
     if built.form == "plain" and weight.form == "plain":
         return
     leaves = {built.renames.get(leaf, leaf) for leaf in weight.parts}
-    decided = _decided(runtime, module)
+    by = decided(runtime, module)
     if built.form == "plain":
         says = (
-            f"stored as {_manner(weight)}, but vLLM builds {module.name} plain ({decided}): "
-            f"{_packed_in_plain(runtime.view, module, member)}"
+            f"stored as {_manner(weight)}, but vLLM builds {module.name} plain ({by}): "
+            f"{packed_in_plain(runtime.view, module, member)}"
         )
-        cure = _cover_cure(runtime, module)
+        cure = cover_cure(runtime, module)
         cause = f"built plain {module.part} {weight.form} {module.resolution.entry}"
         where = weight.weight.name
     elif weight.form == "plain":
         says = (
-            f"stored as {_manner(weight)}, but vLLM builds {module.name} as {built.form} ({decided}): "
-            f"{_plain_in_packed(runtime.view, module, built)}"
+            f"stored as {_manner(weight)}, but vLLM builds {module.name} as {built.form} ({by}): "
+            f"{plain_in_packed(runtime.view, module, built)}"
         )
-        cure = _ignore_cure(runtime, module)
+        cure = ignore_cure(runtime, module)
         cause = f"built packed {module.part} {built.form} {module.resolution.entry}"
         where = weight.weight.name
     elif problem := _leaves_problem(runtime.view, module, built, leaves) or layout_problem(built, weight):
         leaf, said, cure = problem
         disk_leaf = next((name for name in weight.parts if built.renames.get(name, name) == leaf), "")
         where = weight.parts[disk_leaf].name if disk_leaf else HFName(f"{weight.module}.{leaf}")
-        says = f"vLLM builds {module.name} as {built.form} ({decided}); {said}"
+        says = f"vLLM builds {module.name} as {built.form} ({by}); {said}"
         cause = f"{module.part} {built.form} {leaf} {said}"
     else:
         yield from _scale_dtype(runtime, module, weight)
@@ -191,13 +194,18 @@ def _compare(runtime: RuntimeView, module: Module, member: Member) -> Iterator[O
 def _leaves_problem(view: FamilyView, module: Module, built: VLLMModule, leaves: set[str]) -> Problem | None:
     """A tensor too few or too many."""
     optional = set(built.optional)
+    if view.family.loader.unknown_name == "KeyError" and module.part == "mtp":
+        optional.discard("g_idx")  # the loaders of vLLM's other classes drop it (AutoWeightsLoader)
     if module.kind == "experts" and built.form == "nvfp4":
         optional.add("input_global_scale")  # experts of NVFP4A16 have a slot for it too (M13)
     if extra := sorted(leaves - built.leaves - optional):
+        if extra == ["g_idx"]:
+            says = f"g_idx has no place in this draft's loader: {unknown_name(view, module, 'g_idx')}"
+            return "g_idx", says, "Remove the g_idx of the MTP block: without desc_act it is the natural order"
         wanted = ", ".join(sorted(built.leaves))
         return (
             extra[0],
-            f"its parameters are {wanted}, so {extra[0]} has no place: {_unknown_name(view, module, extra[0])}",
+            f"its parameters are {wanted}, so {extra[0]} has no place: {unknown_name(view, module, extra[0])}",
             f"Rename or convert the tensors to {wanted}, or change the quantization config to the stored form",
         )
     if missing := sorted(built.leaves - leaves):
@@ -224,86 +232,6 @@ def _scale_dtype(runtime: RuntimeView, module: Module, weight: StoredWeight) -> 
             cure="Store the scales as F32",
             cause=f"{module.part} {scale.dtype}",
         )
-
-
-# --- words ----------------------------------------------------------------------------------------------------------
-
-
-def _decided(runtime: RuntimeView, module: Module) -> str:
-    entry = module.resolution.entry
-    if entry:
-        return f"by the entry {entry!r}"
-    if module.resolution.built.form != "plain":
-        return f"by {runtime.dialect.name}, which quantizes what is not excluded"
-    return "no target matches it" if runtime.dialect.name != "none" else "config.json has no quantization_config"
-
-
-def _plain_in_packed(view: FamilyView, module: Module, built: VLLMModule) -> str:
-    if "weight_packed" in built.leaves:
-        return _unknown_name(view, module, "weight")
-    if built.form in ("nvfp4_modelopt", "mxfp4"):
-        return "vLLM raises on the shape (AssertionError, or 'size of tensor a must match')"
-    return "it loads in silence, cast to 8 bits with scales that nothing writes" + _garbage(module)
-
-
-def _packed_in_plain(view: FamilyView, module: Module, member: Member) -> str:
-    weight = member.weight
-    scales = [leaf for leaf in weight.parts if leaf != "weight"]
-    if not scales:
-        how = "cast without a scale" if weight.weight.dtype in FP8 else "converted from bytes as if they were numbers"
-        return f"its values are {how}, in silence" + _garbage(module)
-    return _unknown_name(view, module, "weight_packed" if "weight_packed" in scales else scales[0])
-
-
-def _unknown_name(view: FamilyView, module: Module, leaf: str) -> str:
-    loader = view.family.loader
-    if not loader.unknown_name:
-        return f"vLLM skips {leaf} without a word and leaves its own parameters unwritten" + _garbage(module)
-    if loader.unknown_name == "ValueError":
-        return f"vLLM raises ValueError 'There is no module or parameter named ...{leaf}'"
-    if loader.drops_scales and module.part == "mtp" and leaf == "weight_scale" and module.kind != "experts":
-        return f"this draft's loader drops {leaf} without a word and takes the raw 8-bit values" + _garbage(module)
-    return f"vLLM raises KeyError '...{leaf}'"
-
-
-def _garbage(module: Module) -> str:
-    return ": the draft guesses, acceptance is near 0 %" if module.part == "mtp" else ": the model's output is garbage"
-
-
-def _resolution_cure(error: str) -> str:
-    if "input_activations" in error:
-        return (
-            'Set the group\'s input_activations to {"num_bits": 8, "type": "float", "strategy": "group", '
-            '"group_size": 128, "dynamic": true, "symmetric": true}'
-        )
-    return "Name all parts of a fused module, or the fused module itself, in the same list"
-
-
-def _ignore_cure(runtime: RuntimeView, module: Module) -> str:
-    stem = _stem(runtime.view, module)
-    if isinstance(runtime.dialect, ModelOpt):
-        return f"Exclude it under vLLM's name: {stem + '*' if module.part == 'mtp' and stem else module.name}"
-    if isinstance(runtime.dialect, Fp8):
-        return f"Add {module.name} to ignored_layers: whole names only, no patterns"
-    pattern = stem if module.part == "mtp" and stem else module.name
-    return f"Add 're:^{pattern.replace('.', chr(92) + '.')}' to ignore: vLLM's name, not the one on disk"
-
-
-def _cover_cure(runtime: RuntimeView, module: Module) -> str:
-    if runtime.dialect.name == "none":
-        return "Write quantization_config into config.json, or ship the weights in BF16"
-    entry = module.resolution.entry
-    narrow = (
-        f"Narrow the entry {entry!r} so that it leaves {module.name} alone"
-        if entry
-        else (f"Let a target match {' and '.join(module.shards) if module.kind == 'experts' else module.name}")
-    )
-    return f"{narrow}, or store the weight in BF16"
-
-
-def _stem(view: FamilyView, module: Module) -> str:
-    """The runtime prefix of the module's layer, "" outside layers."""
-    return "" if module.layer is None else view.runtime_stem(module.part, module.layer)
 
 
 def _is_mixed(module: Module) -> bool:

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ...checkpoints.stored import OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ...recipes.family import HFName, Part
 from ...recipes.family_view import Place
+from .dialects.autoround import AutoRound
 from .dialects.fp8 import Fp8
+from .dialects.quark import Quark
 from .findings import Objection, objection
 from .rules_kv import is_kv_scale
 from .runtime_view import Module, RuntimeView
@@ -23,8 +25,6 @@ from .vllm_module import UnknownDialect
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
-# GPTQ's and AWQ's: the names are known, the forms are not.
-_FOREIGN_LEAVES = ("qweight", "qzeros", "scales", "g_idx")
 _GET_IT = "Copy the MTP block from the original release, or quantize that release with keepmtp"
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 
@@ -243,8 +243,7 @@ def _other_name(runtime: RuntimeView, name: HFName) -> Iterator[Objection]:
 def _has_place(runtime: RuntimeView, place: Place | None, leaf: str) -> bool:
     if place is None:
         return False
-    foreign = _FOREIGN_LEAVES if isinstance(runtime.dialect, UnknownDialect) else ()
-    return place.role == "vision" or leaf in (*OTHER_LEAVES, *foreign)
+    return place.role == "vision" or leaf in OTHER_LEAVES
 
 
 def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
@@ -269,10 +268,11 @@ def aliases_are_present(runtime: RuntimeView) -> Iterator[Objection]:
 
 
 def other_dialects_exclude_mtp(runtime: RuntimeView) -> Iterator[Objection]:
-    """GPTQ, AWQ, Quark, AutoRound: a plain MTP block must be on the list of what is left alone: R8; F15, F16, F20."""
-    if not isinstance(runtime.dialect, UnknownDialect) or runtime.dialect.name.startswith("modelopt"):
-        return
+    """Dialects without a file of their own: a plain MTP block must be on the list of what is left alone: R8."""
     dialect = runtime.dialect
+    is_unknown = isinstance(dialect, UnknownDialect) and not dialect.name.startswith("modelopt")
+    if not is_unknown and not (isinstance(dialect, AutoRound | Quark) and _is_not_judged(runtime)):
+        return
     yield objection(
         rule="dialect",
         severity="warning",
@@ -280,17 +280,23 @@ def other_dialects_exclude_mtp(runtime: RuntimeView) -> Iterator[Objection]:
         says=f"is {dialect.name}, whose matching keepmtp does not reproduce: stored forms are not judged against it",
         cure="Add --gpu sm90 (or sm100, sm120): the dry load asks vLLM itself",
     )
-    plain = [module for module in runtime.modules if _is_plain_mtp_matrix(module)]
+    plain = [module for module in runtime.modules if is_unknown and _is_plain_mtp_matrix(module)]
     names = frozenset(module.name for module in plain)
     if plain and not any(dialect.covered(entry, names) for entry in dialect.entries):
         yield objection(
             rule="dialect",
             severity="error",
             where=plain[0].members[0].weight.weight.name,
-            says=f"is plain, and no list of {dialect.name} (modules_to_not_convert, exclude, dynamic) names "
+            says=f"is plain, and no list of {dialect.name} (modules_to_not_convert, exclude, ignore) names "
             f"{plain[0].name}: vLLM builds the draft quantized, and raises KeyError or a shape mismatch",
             cure=f"Add {plain[0].name} and its like to that list",
         )
+
+
+def _is_not_judged(runtime: RuntimeView) -> bool:
+    """Whether vLLM builds a module in a form that the check does not know."""
+    answers = (module.resolution for module in runtime.modules)
+    return any(answer.built.form == "unknown" and not answer.error for answer in answers)
 
 
 def _is_plain_mtp_matrix(module: Module) -> bool:
@@ -373,7 +379,7 @@ def _layer_parts(runtime: RuntimeView) -> Mapping[tuple[Part, int], Mapping[str,
 def _elements(place: Place) -> Iterator[str]:
     if place.row.stacked:
         yield from place.row.unstacked
-    elif place.leaf in ("", "qweight", *WEIGHT_LEAVES):
+    elif place.leaf in ("", *WEIGHT_LEAVES):
         yield place.row.path
     elif place.leaf in OTHER_LEAVES:
         yield f"{place.row.path}.{place.leaf}"

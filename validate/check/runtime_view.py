@@ -16,11 +16,12 @@ from typing import Any
 from ...checkpoints.json_file import read_object
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import INDEX, Source, small_file
-from ...checkpoints.stored import StoredWeight, stored_weights
+from ...checkpoints.stored import StoredWeight, stored_weights, transposed_weights
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName, Part, Role, Row, VLLMName
 from ...recipes.family_view import FamilyView, Place
 from .dialects.choose import HF_QUANT_CONFIG, quantization_of, read_dialect
+from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
 from .vllm_module import PLAIN, Dialect, Kind, Resolution
 
@@ -93,13 +94,15 @@ class RuntimeView:
     @cached_property
     def dialect(self) -> Dialect:
         """The quantization config, as the target's class reads it."""
-        return read_dialect(self.source.config, self.hf_quant_config)
+        return read_dialect(self.source.config, self.hf_quant_config, dtypes=self._dtypes)
 
     @cached_property
     def draft_dialect(self) -> Dialect:
         """The quantization config, as the draft's class reads it."""
         afresh = self.view.layout.draft_reads_afresh
-        return read_dialect(self.source.config, self.hf_quant_config, "mtp") if afresh else self.dialect
+        if not afresh:
+            return self.dialect
+        return read_dialect(self.source.config, self.hf_quant_config, "mtp", self._dtypes)
 
     @cached_property
     def placed(self) -> Mapping[HFName, Place]:
@@ -134,7 +137,14 @@ class RuntimeView:
         """What vLLM builds for a module by the quantization config."""
         if module == "mtp.fc" and isinstance(self.dialect, ModelOpt) and "NVFP4" in self.dialect.algorithm:
             return Resolution(built=PLAIN, entry="vLLM builds mtp.fc without quantization under modelopt NVFP4")
-        return (self.draft_dialect if part == "mtp" else self.dialect).resolve(module, shards=shards, kind=kind)
+        dialect = self.draft_dialect if part == "mtp" else self.dialect
+        if isinstance(dialect, Gptq) and dialect.excepts_draft and self._is_of_qwen_draft(module):
+            return Resolution(built=PLAIN, entry="vLLM builds this draft's layers plain where dynamic excepts mtp")
+        return dialect.resolve(module, shards=shards, kind=kind)
+
+    def _is_of_qwen_draft(self, module: VLLMName) -> bool:
+        """Whether a module is in a layer of vLLM's Qwen3_5MultiTokenPredictor, which looks at `dynamic` itself."""
+        return self.view.family.model_type in ("qwen3_5", "qwen3_5_moe") and module.startswith("mtp.layers.")
 
     def is_mtp_name(self, name: str) -> bool:
         """Whether a name belongs to an MTP layer or to the MTP block around it; the family need not know it."""
@@ -179,7 +189,15 @@ class RuntimeView:
 
     @cached_property
     def _grouped(self) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
-        return stored_weights(self.source.entries.values())
+        weights, others = stored_weights(self.source.entries.values())
+        transposed, others = transposed_weights(others)
+        return weights | transposed, others
+
+    @property
+    def _dtypes(self) -> Mapping[HFName, str]:
+        """Of all files in the folder: vLLM reads their headers too."""
+        entries = {**self.source.entries, **self.source.unindexed}
+        return {name: entry.dtype for name, entry in entries.items()}
 
     def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
         place = members[0].place

@@ -24,8 +24,9 @@ from .trace import Trace
 
 RULE = "dry-load"
 DEFECT = "vllm-defect"
-# Buffers that vLLM computes itself; its loaders skip them.
-_RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+# Buffers that vLLM computes itself, and GPTQ's order of inputs, which it refuses where it is not the natural one: its
+# loaders skip both (quantization/base_config.py, get_checkpoint_weight_mapper).
+_RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.g_idx$")
 _SCALE = re.compile(r"scale(_inv|_2)?$|zero_point$")
 _LONGEST = 400
 _SILENCE = {"target": "answers are garbage", "draft": "the draft guesses, acceptance is near 0 %"}

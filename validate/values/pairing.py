@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.stored import StoredWeight
+from ...checkpoints.stored import NOT_COMPUTED, StoredWeight
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
 from ..check.runtime_view import RuntimeView
@@ -49,7 +49,7 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pa
 
 def can_be_read(weight: StoredWeight) -> bool:
     """Zero points, and groups in another order, are not what `dequantize` knows."""
-    return weight.form != "unknown" and not {"weight_zero_point", "weight_g_idx"} & weight.parts.keys()
+    return weight.form not in NOT_COMPUTED and not {"weight_zero_point", "weight_g_idx"} & weight.parts.keys()
 
 
 class _Sample:

@@ -3,11 +3,12 @@
 import json
 import time
 
+import foreign_form
 import pytest
 import releases
 from broken import BROKEN, GOOD, Case
-from checkpoint_files import as_source, ignoring, write
-from good import gptq, ours, planned, released
+from checkpoint_files import as_source, ignoring, quantization, write
+from good import ours, planned, released
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
@@ -114,8 +115,21 @@ def test_the_mtp_block_is_compared_with_the_source(change, where, says, tmp_path
 
 
 def test_a_dialect_that_is_not_reproduced_is_said_to_be(tmp_path):
-    report = check(write(tmp_path / "checkpoint", gptq()))
+    checkpoint = released("glm-4.7")
+    quantization(quant_method="torchao", modules_to_not_convert=["model.layers.3."])(checkpoint)
+    report = check(write(tmp_path / "checkpoint", checkpoint))
     assert [(f.rule, f.severity) for f in report.findings] == [("dialect", "warning")]
+    assert "--gpu sm90" in report.findings[0].cure and "static" not in report.findings[0].cure
+
+
+def test_a_form_that_is_not_reproduced_is_said_to_be(tmp_path):
+    checkpoint = foreign_form.quark(exclude=[r"re:model\.layers\.3\."])
+    checkpoint.quantization["global_quant_config"] = {"weight": {"dtype": "fp6_e3m2", "qscheme": "per_group"}}
+    (finding,) = check(write(tmp_path / "one", checkpoint)).findings
+    assert (finding.rule, finding.severity) == ("dialect", "warning")
+    del checkpoint.quantization["export"]
+    findings = check(write(tmp_path / "two", checkpoint)).findings
+    assert {f.rule for f in findings} == {"config-group"} and "export key" in findings[0].says
 
 
 def test_a_cure_says_nothing_of_a_name_that_is_the_same(tmp_path):

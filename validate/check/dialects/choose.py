@@ -9,18 +9,25 @@ for the old compression_config. It reads hf_quant_config.json only if it finds n
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+from ....checkpoints.stored import FLOATS
 from ....recipes.errors import CheckpointError
-from ....recipes.family import Part, VLLMName
+from ....recipes.family import HFName, Part, VLLMName
 from ....recipes.renamer import Renamer, renamer
 from ..vllm_module import PLAIN, ConfigEntry, Dialect, Kind, Resolution, UnknownDialect
+from .autoround import read_autoround
+from .awq import read_awq
 from .compressed_tensors import read_compressed_tensors
 from .fp8 import read_fp8
+from .gptq import read_gptq
 from .methods import method_of
 from .modelopt import read_modelopt
+from .quark import read_quark
 
 HF_QUANT_CONFIG = "hf_quant_config.json"
+_NO_TENSORS: Mapping[HFName, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,10 @@ class Unquantized:
 
 
 def read_dialect(
-    config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, part: Part = "backbone"
+    config: Mapping[str, Any],
+    hf_quant_config: Mapping[str, Any] | None,
+    part: Part = "backbone",
+    dtypes: Mapping[HFName, str] = _NO_TENSORS,
 ) -> Dialect:
     """The dialect of a checkpoint.
 
@@ -48,6 +58,7 @@ def read_dialect(
         config: config.json.
         hf_quant_config: hf_quant_config.json, if there is one.
         part: backbone or mtp; the classes of some drafts have a mapper of their own.
+        dtypes: of the tensors on disk; GPTQ and AWQ read from them what is quantized.
 
     Raises:
         CheckpointError: a key has another type than vLLM reads, or an entry is no regular expression.
@@ -57,13 +68,17 @@ def read_dialect(
         return Unquantized()
     raw: Mapping[str, Any] = found if found is not None else {"quant_method": "modelopt", **(hf_quant_config or {})}
     try:
-        return _read(raw, config, hf_quant_config or {}, renamer(config, part))
+        return _read(raw, config, hf_quant_config or {}, renamer(config, part), dtypes)
     except CheckpointError as error:
         raise error.at("config.json: quantization_config" if found is not None else HF_QUANT_CONFIG) from error
 
 
 def _read(
-    raw: Mapping[str, Any], config: Mapping[str, Any], hf_quant_config: Mapping[str, Any], rename: Renamer
+    raw: Mapping[str, Any],
+    config: Mapping[str, Any],
+    hf_quant_config: Mapping[str, Any],
+    rename: Renamer,
+    dtypes: Mapping[HFName, str],
 ) -> Dialect:
     """The dialect of a quantization config, whose file the caller knows."""
     method = method_of(raw)
@@ -73,7 +88,23 @@ def _read(
         return read_modelopt(raw, hf_quant_config, rename)
     if method in ("fp8", "deepseek_v4_fp8"):
         return read_fp8(raw, config, rename)
+    if method in ("gptq", "auto_gptq", "gptq_marlin"):
+        return read_gptq(raw, rename, _modules(dtypes)[1])
+    if method in ("awq", "auto_awq", "awq_marlin"):
+        floats, integers = _modules(dtypes)
+        return read_awq(raw, rename, floats - integers)
+    if method == "inc":
+        return read_autoround(raw, rename)
+    if method == "quark" and config.get("model_type") != "deepseek_v4":  # it has a class of its own
+        return read_quark(raw, rename)
     return read_unknown(method or "quantization_config without quant_method", raw)
+
+
+def _modules(dtypes: Mapping[HFName, str]) -> tuple[frozenset[str], frozenset[str]]:
+    """Modules on disk with a tensor of floating-point numbers, and modules with one of anything else."""
+    floats = {name.rpartition(".")[0] or name for name, dtype in dtypes.items() if dtype in FLOATS}
+    integers = {name.rpartition(".")[0] or name for name, dtype in dtypes.items() if dtype not in FLOATS}
+    return frozenset(floats), frozenset(integers)
 
 
 def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -92,7 +123,7 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def read_unknown(method: str, raw: Mapping[str, Any]) -> UnknownDialect:
     """A dialect that keepmtp does not know: it reads only the lists of modules to leave alone."""
     entries = []
-    for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers", "dynamic", "extra_config"):
+    for key in ("modules_to_not_convert", "exclude", "ignore", "ignored_layers"):
         listed = raw.get(key)
         words = [word for word in listed if isinstance(word, str)] if isinstance(listed, list | dict) else []
         entries += [ConfigEntry(where=key, written=word, read=(word,)) for word in words]

@@ -94,6 +94,86 @@ class Fp8Given(_Given):
     moe_quant_algo: str | None = None
 
 
+_Bits = Annotated[int, Field(ge=1, le=32)]
+_Group = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+
+
+class GptqGiven(_Given):
+    """`quant_method: gptq`; vLLM wants the first four."""
+
+    bits: _Bits | None = None
+    group_size: _Group | None = None
+    desc_act: bool | None = None
+    sym: bool | None = None
+    lm_head: bool | None = None
+    dynamic: Mapping[str, Any] | None = None
+    modules_in_block_to_quantize: tuple[str | tuple[str, ...], ...] | None = None
+
+
+class AwqGiven(_Given):
+    """`quant_method: awq`; vLLM wants one of each of the first two pairs, and zero_point."""
+
+    w_bit: _Bits | None = None
+    bits: _Bits | None = None
+    q_group_size: _Group | None = None
+    group_size: _Group | None = None
+    zero_point: bool | None = None
+    lm_head: bool | None = None
+    modules_to_not_convert: tuple[str, ...] | None = None
+
+
+class AutoRoundException(_Given):
+    """One of AutoRound's `extra_config`."""
+
+    bits: _Bits | None = None
+    group_size: Any = None
+    sym: bool | None = None
+
+
+class AutoRoundGiven(_Given):
+    """`quant_method: auto-round`."""
+
+    bits: _Bits | None = None
+    group_size: Any = None
+    sym: bool | None = None
+    data_type: str | None = None
+    packing_format: str | None = None
+    backend: str | None = None
+    block_name_to_quantize: str | tuple[str, ...] | None = None
+    to_quant_block_names: str | tuple[str, ...] | None = None
+    extra_config: Mapping[str, AutoRoundException] | None = None
+
+
+class QuarkTensor(_Given):
+    """How quark quantizes weights or inputs."""
+
+    dtype: str | None = None
+    qscheme: str | None = None
+    group_size: int | None = None
+    is_dynamic: bool | None = None
+    scale_format: str | None = None
+    block_size: tuple[_Size, ...] | None = None
+
+
+_QuarkTensors = QuarkTensor | tuple[QuarkTensor, ...] | None
+
+
+class QuarkLayer(_Given):
+    """One of quark's configs of a layer."""
+
+    weight: _QuarkTensors = None
+    input_tensors: _QuarkTensors = None
+
+
+class QuarkGiven(_Given):
+    """`quant_method: quark`; vLLM wants `export`."""
+
+    export: Mapping[str, Any] | None = None
+    exclude: tuple[str, ...] | None = None
+    global_quant_config: QuarkLayer | None = None
+    layer_quant_config: Mapping[str, QuarkLayer] | None = None
+
+
 _Form = TypeVar("_Form", bound=_Given)
 
 

@@ -8,7 +8,7 @@ Source: vLLM 0.32.0 quantization/utils/quant_utils.py, compressed_tensors/utils.
 functions by tests/validate/check/test_dialects.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 _MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are quantized"
@@ -26,6 +26,31 @@ def is_layer_skipped(module: str, shards: Sequence[str], entries: Sequence[str])
     if "experts" in module:
         return next((entry for entry in entries if "experts" in entry and module in entry), ""), ""
     return (module if module in entries else ""), ""
+
+
+class Substrings:
+    """Words of which one may be a part of a name: a checkpoint has a word for each of its modules."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self._words = frozenset(words)
+        self._lengths = sorted({len(word) for word in self._words})
+
+    def __bool__(self) -> bool:
+        return bool(self._words)
+
+    def within(self, name: str) -> str | None:
+        """The shortest word that is a part of the name."""
+        for length in self._lengths:
+            for start in range(len(name) - length + 1):
+                if (part := name[start : start + length]) in self._words:
+                    return part
+        return None
+
+
+def shards_agree(name: str, shards: Sequence[str], is_so: Callable[[str], bool]) -> tuple[bool, str]:
+    """vLLM's answer for a fused module by those of its shards, or the exception that it raises if they differ."""
+    answers = {is_so(shard) for shard in shards or (name,)}
+    return answers == {True}, _MODELOPT_SHARD_ERROR.format(name) if len(answers) > 1 else ""
 
 
 @lru_cache(maxsize=4)

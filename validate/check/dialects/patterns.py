@@ -33,6 +33,17 @@ def equal_or_regex(name: str, entry: str) -> bool:
     return _matches(entry, name) if _is_regex(entry) else entry == name
 
 
+def matches_start(name: str, expression: str) -> bool:
+    """Whether an expression matches the start of a name; the errors are those of `equal_or_regex`."""
+    return _matches(f"re:{expression}", name)
+
+
+def matches_inside(name: str, expression: str) -> bool:
+    """Whether an expression matches somewhere in a name; the errors are those of `equal_or_regex`."""
+    entry = f"re:{expression}"
+    return _clock.timed(_compiled(entry).search, entry, name) is not None
+
+
 class Entries:
     """Names and `re:` expressions in their order; a whole name is looked up, not compared one by one."""
 

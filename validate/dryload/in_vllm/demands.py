@@ -37,8 +37,10 @@ def _optional(model: torch.nn.Module) -> set[str]:
     Scales of a KV cache have defaults (quantization/kv_cache.py); `input_scale_ub` is set from the config alone; scales
     of inputs are registered for weight-only schemes too, and dropped where there is no activation key
     (fused_moe/oracle/nvfp4.py, quantization/modelopt.py). The same names under W4A4 are demanded. MiMo's audio encoder
-    builds a Qwen2 with a table of tokens, and gives it embeddings only (models/mimo_audio.py).
+    builds a Qwen2 with a table of tokens, and gives it embeddings only (models/mimo_audio.py). Biases of GPTQ's experts
+    are deleted again if none was loaded (quantization/auto_gptq.py:620).
     """
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
     names = set()
@@ -50,7 +52,9 @@ def _optional(model: torch.nn.Module) -> set[str]:
         is_weight_only = getattr(method, "use_a16", False) or (spec is not None and spec.activation is None)
         for name, _ in module.named_parameters(recurse=False):
             is_input = is_weight_only and name.endswith(("input_scale", "input_global_scale"))
-            if isinstance(method, BaseKVCacheMethod) or is_input or name == "input_scale_ub":
+            is_input |= isinstance(method, BaseKVCacheMethod) or name == "input_scale_ub"
+            is_bias = isinstance(method, AutoGPTQMoEMethod) and name.endswith("_bias") and not method.moe.has_bias
+            if is_input or is_bias:
                 names.add(f"{prefix}.{name}")
     return names
 
