@@ -104,7 +104,7 @@ def check(
         raise RecipeError("check", "--source is what values are compared with", got="no --values", cure="Add --values")
     notes = begin(paths) if record else None
     status = 0
-    with _spinner(err, is_shown=is_dry) as doing:
+    with spinner(err, is_shown=is_dry) as doing:
         loads = {"gpus": chosen, "tps": tps or [1], "num_drafts": num_drafts, "draft": draft, "any_vllm": any_vllm}
         for number, found in enumerate(api.check_all(paths, **loads, progress=doing)):
             checked = found if values is None else _with_values(found, values, source, err)
@@ -201,7 +201,7 @@ def _model_json(account: "LoadAccount", role: "Role") -> dict[str, Any]:
 
 
 @contextmanager
-def _spinner(err: Console, *, is_shown: bool) -> "Iterator[Callable[[str], None]]":
+def spinner(err: Console, *, is_shown: bool) -> "Iterator[Callable[[str], None]]":
     """What a dry load does now, on a terminal."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=not is_shown) as progress:

@@ -96,6 +96,11 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             lone=("--values", ("scales", "scalars", "all")),
             help="Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?",
         ),
+        "fix": Verb(
+            module="fix",
+            function="fix",
+            help="Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new folder.",
+        ),
         "convert": Verb(
             module="convert",
             function="convert",

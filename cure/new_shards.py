@@ -29,12 +29,14 @@ class NewTensor:
         name: its name there.
         dtype, shape: as safetensors writes them.
         data: its bytes, or the old tensor that has them.
+        convert: makes its bytes from the old tensor's; None where they are the same.
     """
 
     name: HFName
     dtype: str
     shape: tuple[int, ...]
     data: bytes | Entry
+    convert: Callable[[bytes], bytes] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -86,6 +88,13 @@ def _parts(source: Source, tensor: NewTensor) -> Iterable[bytes | memoryview]:
     if isinstance(tensor.data, bytes):
         yield tensor.data
         return
+    if tensor.convert is not None:
+        whole = bytearray(tensor.data.num_bytes)
+        read(source, tensor.data, memoryview(whole))
+        converted = tensor.convert(bytes(whole))
+        assert len(converted) == tensor.num_bytes, tensor.name
+        yield converted
+        return
     buffer = memoryview(bytearray(min(_PART, tensor.num_bytes)))
     for offset in range(0, tensor.num_bytes, _PART):
         part = buffer[: min(_PART, tensor.num_bytes - offset)]
@@ -102,7 +111,7 @@ def _all(descriptor: int, data: bytes | memoryview) -> None:
 
 def _refuse_other_size(path: Path, tensor: NewTensor) -> None:
     have = len(tensor.data) if isinstance(tensor.data, bytes) else tensor.data.num_bytes
-    if have != tensor.num_bytes:
+    if have != tensor.num_bytes and tensor.convert is None:
         rule = f"{tensor.name} must have {tensor.num_bytes} bytes as {tensor.dtype}{list(tensor.shape)}"
         raise CheckpointError(path, rule, got=have, cure="Check the checkpoint that it comes from")
 

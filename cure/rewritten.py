@@ -153,8 +153,16 @@ def new_index(
     }
     if old.get("weight_map") == weight_map and old.get("metadata") == metadata:
         return None
-    index = {**old, "metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    index = {**old, "metadata": metadata, "weight_map": _in_order(weight_map, old.get("weight_map"))}
     return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def _in_order(weight_map: Mapping[str, str], old: object) -> dict[str, str]:
+    """Sorted; where the old one was not, its names come first and in its order, so that little changes."""
+    names = [name for name in old if name in weight_map] if isinstance(old, dict) else []
+    if names == sorted(names):
+        names = []
+    return {name: weight_map[name] for name in dict.fromkeys((*names, *sorted(weight_map)))}
 
 
 def kept_files(source: Source) -> tuple[str, ...]:

@@ -37,14 +37,15 @@ def headers_of(source: Source) -> Iterator[Path]:
         for entry in source.entries.values():
             files[entry.file].append(entry)
         for file, entries in files.items():
-            _write_headers(folder / file, entries)
+            write_headers(folder / file, entries)
         if set(files) != {SINGLE}:
             weight_map = {entry.name: entry.file for entry in source.entries.values()}
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         yield folder
 
 
-def _write_headers(path: Path, entries: Iterable[Entry]) -> None:
+def write_headers(path: Path, entries: Iterable[Entry]) -> None:
+    """A safetensors file of these tensors, in their order, with a hole where their data would be."""
     header: dict[str, Any] = {}
     end = 0
     for entry in sorted(entries, key=lambda entry: entry.start):

@@ -1,0 +1,153 @@
+"""`keepmtp fix`: cure what the check finds and what needs no new values.
+
+In: a checkpoint. Out: a diff with reasons; with --out, a new folder, checked and loaded by vLLM's own loaders.
+
+Easy to get wrong: a person who only looks must not change anything. So without --out nothing is written, and the old
+folder is never written to.
+"""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from . import exits, findings, tables
+from .options import AnyVLLMOption, JsonOption, chosen_gpus
+
+if TYPE_CHECKING:
+    from ..cure.fix import Outcome
+    from ..cure.judged import Judged
+    from ..cure.rewritten import Rewritten
+
+_COLOURS = {"+": "green", "-": "red", "#": "bold", "@": "cyan", "~": "green"}
+
+
+def fix(
+    path: Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id, ours or anyone's.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The new folder; without it nothing is written.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and stop.")] = False,
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", help="GPU that the dry load pretends; may be repeated. Default sm100."),
+    ] = None,
+    any_vllm: AnyVLLMOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new folder.
+
+    Cured are: ignore lists and targets in the wrong names, MTP files that the index does not list, config.json and
+    hf_quant_config.json that disagree, counts and lists of the wrong length, scales under another name or in another
+    shape or dtype for the same bytes. No value of a weight changes. Each change is printed with its reason.
+
+    Without --out nothing is written. With it, OUT gets the changed files, and hard links of all others: they take no
+    room, and PATH stays as it is. Do not edit a linked file in place: it is one file with PATH's. At the end OUT is
+    checked, and loaded by vLLM's own loaders where there is a vLLM.
+
+    Of a Hub id only headers and small files are read. OUT then has the changed files alone; what needs new shards is
+    named, and can be cured in a download.
+
+    What needs new values is named with the command for it, such as `keepmtp graft`.
+
+    Exit status 0 if no error is left, 1 if one is, 2 if there is nothing to judge.
+
+    Example: `keepmtp fix /data/GLM-4.7-NVFP4`
+
+    Example: `keepmtp fix /data/GLM-4.7-NVFP4 --out /data/GLM-4.7-NVFP4-fixed`
+    """
+    from ..cure.fix import proposed, write
+    from .check import spinner
+
+    err, console = Console(stderr=True), Console()
+    pretended = chosen_gpus(gpus) if gpus else None
+    with spinner(err, is_shown=True) as doing:
+        outcome = proposed(path, progress=doing)
+        written = judged = None
+        if out is not None and not dry_run and outcome.proposal.changes:
+            if not as_json:
+                _show_diff(console, outcome)
+            doing(f"{out}: writing")
+            written = write(outcome, out)
+            judged = _judged(outcome, out, pretended, any_vllm=any_vllm, doing=doing)
+    if as_json:
+        tables.print_json(_as_json(path, outcome, written, judged), indent=None)
+    else:
+        if written is None:
+            _show_diff(console, outcome)
+        _show_end(console, path, outcome, written, judged)
+    if not (judged.ok if judged else outcome.after.ok):
+        raise typer.Exit(exits.FINDINGS)
+
+
+def _judged(outcome: "Outcome", out: Path, gpus: Any, *, any_vllm: bool, doing: Any) -> "Judged":
+    """The check and the dry load of OUT; of a repository, whose other files are not here, of headers."""
+    from ..cure.judged import GPUS, judge
+
+    settings = {"gpus": gpus or GPUS, "any_vllm": any_vllm, "progress": doing}
+    if outcome.source.folder is not None:
+        return judge(out, **settings)
+    with outcome.proposal.headers() as folder:
+        return judge(folder, name=outcome.source.where, **settings)
+
+
+def _show_diff(console: Console, outcome: "Outcome") -> None:
+    for line in outcome.proposal.diffs():
+        style = "bold" if line.startswith(("---", "+++")) else _COLOURS.get(line[:1], "")
+        console.print(Text(line, style), highlight=False, soft_wrap=True)
+    if outcome.proposal.changes:
+        console.print()
+
+
+def _show_end(
+    console: Console, path: str, outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None"
+) -> None:
+    """What is left and how it is cured, what was written, and the verdict."""
+    from ..cure.fix import cure_elsewhere
+
+    data = judged.checked.data if judged else outcome.after
+    if judged is None and outcome.proposal.changes:
+        data = data.model_copy(update={"path": f"{path}, as it would be"})
+    findings.show(console, data)
+    cures = dict.fromkeys(filter(None, (cure_elsewhere(finding, outcome) for finding in data.findings)))
+    for reason in outcome.proposal.not_here:
+        _say(console, f"not cured in a repository, because it needs the shards: {reason}")
+    for cure in cures:
+        _say(console, f"needs new values: {cure}")
+    if judged and judged.no_vllm is not None:
+        _say(console, f"not loaded by vLLM: {judged.no_vllm}")
+    if written is not None:
+        _say(console, written.sentence)
+    elif outcome.proposal.changes:
+        _say(console, f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW")
+    else:
+        _say(console, "nothing to change: there is no finding that fix can cure")
+
+
+def _say(console: Console, line: str) -> None:
+    from ..recipes.errors import printable
+
+    console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def _as_json(path: str, outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None") -> dict[str, Any]:
+    """What `keepmtp fix --json` prints."""
+    from ..cure.fix import cure_elsewhere
+    from .check import check_json
+
+    data = judged.checked.data if judged else outcome.after
+    checked = check_json(data, judged.checked.accounts if judged else ())
+    return {
+        **checked,
+        "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
+        "changes": [*dict.fromkeys(change.why for change in outcome.proposal.changes)],
+        "diff": outcome.proposal.diffs(),
+        "needs_shards": [*outcome.proposal.not_here],
+        "cures": [*dict.fromkeys(filter(None, (cure_elsewhere(each, outcome) for each in data.findings)))],
+        "out": str(written.folder) if written else None,
+        "new": list(written.new) if written else [],
+        "linked": len(written.linked) if written else 0,
+        "copied_bytes": written.copied_bytes if written else 0,
+        "not_loaded": str(judged.no_vllm) if judged and judged.no_vllm else None,
+    }

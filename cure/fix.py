@@ -1,0 +1,172 @@
+"""`keepmtp fix`: what the check finds and what needs no new values, cured.
+
+In: a checkpoint. Out: an `Outcome`: the changes, each with its reason, the check before and after; and a new folder.
+
+Easy to get wrong: one cure uncovers another fault. Each round of fixes is judged by the check, from headers, before a
+byte is written, and what is written is the round with the fewest errors.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoints.source import Source
+from ..recipes.errors import RecipeError
+from ..validate.check.check import Checked, examine
+from ..validate.check.findings import Finding
+from ..validate.check.runtime_view import RuntimeView
+from ..validate.report.results import CheckData
+from . import fixes_config, fixes_foreign, fixes_lists, fixes_tensors
+from .proposal import Edit, Proposal
+from .rewritten import Rewritten, rewrite
+
+_MAX_ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A cure for the findings of one rule.
+
+    Attributes:
+        rule: of the findings.
+        make: yields changes; none where it cannot cure this one.
+        says: what it does, for people.
+    """
+
+    rule: str
+    make: Callable[[Checked, Proposal], Iterator[Edit]]
+    says: str
+
+
+FIXES: tuple[Fix, ...] = (
+    Fix("unindexed", fixes_tensors.mtp_files_are_indexed, "the index lists the files with MTP tensors"),
+    Fix("mtp-not-promised", fixes_config.mtp_count_is_what_is_there, "config.json counts the layers that are there"),
+    Fix("config", fixes_config.layer_types_are_cut, "layer_types is cut to its length"),
+    Fix("mtp-prefix", fixes_tensors.mtp_names_lose_a_prefix, "MTP tensors lose a prefix"),
+    Fix("kv-scales", fixes_tensors.kv_scales_leave, "scales of the KV cache that have no place are left out"),
+    Fix("kv-cache", fixes_config.kv_cache_is_one_that_vllm_has, "the KV cache is BF16 where vLLM has no such scheme"),
+    Fix("algorithm", fixes_config.modelopt_fields_are_there, "hf_quant_config.json has the fields that vLLM asks for"),
+    Fix("config-group", fixes_config.activations_are_named, "FP8 groups say how activations are quantized"),
+    Fix("config-group", fixes_lists.lists_say_what_is_stored, "all parts of a fused module are in the same list"),
+    Fix("two-configs", fixes_config.two_configs_agree, "of two configs, the one that fits the bytes wins"),
+    Fix("form", fixes_lists.lists_say_what_is_stored, "ignore lists and targets say what is on disk, in vLLM's names"),
+    Fix("entry-unmatched", fixes_lists.lists_say_what_is_stored, "entries have vLLM's names"),
+    Fix("dialect", fixes_foreign.plain_draft_is_listed, "the list of another tool names the plain MTP block"),
+    Fix("draft-head", fixes_lists.draft_head_is_excluded, "the draft's head is excluded"),
+    Fix(
+        "form", fixes_tensors.tensors_have_the_form_that_is_built, "scales have the name, shape and dtype that is built"
+    ),
+    Fix("scale-dtype", fixes_tensors.block_scales_are_f32, "BF16 block scales are widened to F32"),
+    Fix("extras", fixes_config.extras_are_set, "quantization_config has the family's own keys"),
+    Fix("alias", fixes_tensors.copies_are_added, "copies of embedding and head are added"),
+    Fix("index-size", fixes_tensors.index_is_written_again, "the index is written from the files"),
+)
+"""Every cure, in the order in which they are tried: what vLLM reads first comes first."""
+
+_OF_BLOCKS = frozenset({"mtp-missing", "mtp-incomplete"})
+# What a graft of the release's MTP block cures where the tensor is one of that block.
+_OF_TENSORS = frozenset(
+    {"glue", "form", "experts", "fused-uniform", "shapes", "unknown-tensor", "draft-head", "empty-weight", "norm"}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What fix would do, judged from headers.
+
+    Attributes:
+        source: the checkpoint as it is.
+        before: the check of it.
+        after: the check of what it would be.
+        proposal: the changes.
+        runtime: the names of the checkpoint as it is; None without a family's table.
+    """
+
+    source: Source
+    runtime: RuntimeView | None
+    before: CheckData
+    after: CheckData
+    proposal: Proposal
+
+    @property
+    def cured(self) -> tuple[Finding, ...]:
+        """Findings that are gone."""
+        left = {(each.rule, each.where) for each in self.after.findings}
+        return tuple(each for each in self.before.findings if (each.rule, each.where) not in left)
+
+    @property
+    def left(self) -> tuple[Finding, ...]:
+        """Findings that stay."""
+        return self.after.findings
+
+
+def proposed(where: str, *, progress: Callable[[str], None] = lambda doing: None) -> Outcome:
+    """What fix would do with a checkpoint. Nothing is written.
+
+    Args:
+        where: a folder or a Hub id; of a repository only headers and small files are read.
+        progress: gets a line that says what is done now.
+
+    Raises:
+        KeepMTPError: there is nothing to judge, or its files cannot be read.
+    """
+    progress(f"{where}: static check")
+    checked = examine(where)
+    if checked.refusal is not None:
+        raise checked.refusal
+    if checked.source is None:
+        first = checked.data.findings[0]
+        rule = "a checkpoint must be readable before it can be fixed"
+        raise RecipeError(first.where, rule, got=first.says, cure=first.cure)
+    source, runtime, before = checked.source, checked.runtime, checked.data
+    best, proposal = (_weight(before), Proposal(source), before), Proposal(source)
+    for _ in range(_MAX_ROUNDS):
+        if not _round(checked, proposal := proposal.copy()):
+            break
+        progress(f"{where}: check of what it would be")
+        with proposal.headers() as folder:
+            checked = examine(folder)
+        if _weight(checked.data) < best[0]:
+            best = _weight(checked.data), proposal, checked.data.model_copy(update={"path": before.path})
+    return Outcome(source=source, runtime=runtime, before=before, after=best[2], proposal=best[1])
+
+
+def write(outcome: Outcome, out: Path) -> Rewritten:
+    """Write what is proposed: a new folder; see `rewritten.rewrite`.
+
+    Raises:
+        RecipeError: nothing would change, or OUT cannot be written.
+    """
+    if not outcome.proposal.changes:
+        rule = "fix writes a folder only if something changes"
+        raise RecipeError(outcome.source.where, rule, got="nothing that it can cure", cure="Serve it as it is")
+    return rewrite(outcome.proposal.rewrite("fix"), out)
+
+
+def cure_elsewhere(finding: Finding, outcome: Outcome) -> str:
+    """The command for what needs new values; "" where the finding's own cure says all."""
+    runtime = outcome.runtime
+    is_mtp = runtime is not None and runtime.is_mtp_name(finding.where)
+    if finding.rule in _OF_BLOCKS or (is_mtp and finding.rule in _OF_TENSORS and finding.severity == "error"):
+        return f"keepmtp graft {shlex.quote(outcome.source.where)} --from RELEASE --out NEW"
+    return ""
+
+
+def _round(checked: Checked, proposal: Proposal) -> int:
+    """Make the changes of each fix whose rule has a finding; how many there were."""
+    rules = {finding.rule for finding in checked.data.findings}
+    made, tried = 0, set()
+    for fix in FIXES:
+        if fix.rule in rules and fix.make not in tried:
+            tried.add(fix.make)
+            made += sum([proposal.make(change) for change in fix.make(checked, proposal)])
+    return made
+
+
+def _weight(data: CheckData) -> tuple[int, int]:
+    """Errors and warnings, each with its tensors: fewer are better."""
+    sums = {"error": 0, "warning": 0}
+    for finding in data.findings:
+        sums[finding.severity] += finding.count
+    return sums["error"], sums["warning"]

@@ -1,0 +1,122 @@
+"""Each failure of docs/failures.md that a checkpoint can have: who cures it, and that the check is green afterwards.
+
+In: the checkpoints that tests/helpers/broken.py breaks, each by the change of its thread. Out: for those that `fix`
+cures, a new folder that is green while the old one stays; for all others, what they need.
+
+`print_share` prints how many are cured: `python tests/cure/test_cured_failures.py` from the checkout.
+"""
+
+import re
+
+import pytest
+from broken import BROKEN, Case
+from checkpoint_files import write
+from keepmtp.checkpoints.unchanged import states_of
+from keepmtp.cure import fix
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.check.findings import Finding
+
+# What the others need, by the start of the case's name.
+GRAFT = (
+    "F1 dropped",
+    "F3 dropped",
+    "F5 only the glue",
+    "F10 vision-language, stripped",
+    "R1 neither",
+    "F2 ",
+    "M1 eh_proj lost",
+    "F8 o_proj of the draft",
+    "E7 ",
+    "E2 one expert of the draft",
+    "F42 ",
+    "H7 ",
+    "F12 mtp.fc packed",
+    "E9 ",
+    "R7 scale without weight",
+    "R7 a scale the draft's loader",
+    "R7 orphan scale",
+    "R2 eight bits",
+    "R15 width",
+)
+QUANTIZE_ANEW = (
+    "E8 ",
+    "M1 norm of a decoder",
+    "E2 experts of one rank",
+    "M1 scale of",
+    "R3 one expert",
+    "F8 global scale",
+    "Fp7 ",
+    "G5 ",
+    "R4 ",
+    "Fp1 global scale with two",
+    "M2 ",
+    "R15 part blocks",
+)
+CONVERT = ("R7 FP8 blocks of experts", "R7 FP8 a channel", "R7 an algorithm of experts", "R7 mixed FP8 a channel")
+THE_RELEASE = (
+    "E6 ",
+    "M8 ",
+    "R6 shard cut short",
+    "R8 a family",
+    "R7 algorithm vLLM does not load",
+    "R2 no quantization config",
+    "F7 ",
+)
+OTHERS = (*GRAFT, *QUANTIZE_ANEW, *CONVERT, *THE_RELEASE)
+CURED = [case for case in BROKEN if not case.name.startswith(OTHERS)]
+
+
+@pytest.mark.parametrize("case", CURED, ids=lambda case: case.name)
+def test_fix_cures(case: Case, tmp_path):
+    def is_it(finding: Finding) -> bool:
+        return (finding.rule, finding.severity) == (case.rule, case.severity)
+
+    old = write(tmp_path / "old", case.build())
+    states = states_of(old, [path.name for path in old.iterdir()])
+    found = fix.proposed(str(old))
+    assert any(map(is_it, found.before.findings)), "the check finds it before"
+    assert found.after.ok and not any(map(is_it, found.after.findings))
+    assert all(change.why for change in found.proposal.changes) and found.proposal.diffs()
+    fix.write(found, tmp_path / "new")
+    after = examine(tmp_path / "new").data
+    assert after.ok and not any(map(is_it, after.findings)), after.findings
+    assert after.facts.num_mtp_tensors == found.after.facts.num_mtp_tensors > 0
+    now = states_of(old, [path.name for path in old.iterdir()])
+    assert [name for name in states if now[name].mtime_ns != states[name].mtime_ns] == [], "the old folder stays"
+
+
+@pytest.mark.parametrize("start", GRAFT)
+def test_what_needs_the_block_names_graft(start, tmp_path):
+    case = next(case for case in BROKEN if case.name.startswith(start))
+    found = fix.proposed(str(write(tmp_path / "old", case.build())))
+    left = [each for each in found.left if each.severity == "error"]
+    assert any("keepmtp graft" in fix.cure_elsewhere(each, found) for each in left), left
+
+
+def test_every_case_has_one_cure():
+    for case in BROKEN:
+        assert sum(case.name.startswith(start) for start in OTHERS) <= 1, case.name
+    assert all(any(case.name.startswith(start) for case in BROKEN) for start in OTHERS)
+
+
+def print_share() -> None:
+    """How many cases, and how many numbers of docs/failures.md, have which cure."""
+    numbers = re.compile(r"^[A-Za-z]+\d+")
+
+    def of(cases: list[Case]) -> set[str]:
+        return {found[0] for case in cases if (found := numbers.match(case.name))}
+
+    rows = {"fix": CURED}
+    for name, starts in (
+        ("graft", GRAFT),
+        ("convert", CONVERT),
+        ("quantize anew", QUANTIZE_ANEW),
+        ("the release", THE_RELEASE),
+    ):
+        rows[name] = [case for case in BROKEN if case.name.startswith(starts)]
+    for name, cases in rows.items():
+        print(f"{name}: {len(cases)} of {len(BROKEN)} cases; numbers: {', '.join(sorted(of(cases)))}")
+
+
+if __name__ == "__main__":
+    print_share()
