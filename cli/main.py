@@ -112,6 +112,12 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             how_to_go_on="The same command goes on: what was fetched and packed is not done again",
             help="Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is broken.",
         ),
+        "explain": Verb(
+            module="explain",
+            function="explain",
+            help="Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log says of a "
+            "failure.",
+        ),
         "serve-check": Verb(
             module="serve_check",
             function="serve_check",

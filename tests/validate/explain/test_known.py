@@ -1,0 +1,158 @@
+"""Every known failure is found by the text that its public thread quotes, or that vLLM's source would write.
+
+In: a line for each entry. `thread` texts were read in stored copies of the threads; `vLLM` ones are made from the
+message's format in vLLM 0.32.0's source. Out: the entry, and nothing else.
+"""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from keepmtp.validate.explain.known import KNOWN, known_failure
+from keepmtp.validate.explain.log import parse_log
+
+ROOT = Path(__file__).parent.parent.parent.parent
+SAID: list[tuple[str, str, str]] = [
+    ("MTP weights dropped", "vllm #35548",
+     "(Worker_TP1_EP1 pid=1474351) ERROR 02-27 16:21:24 [multiproc_executor.py:796] ValueError: MTP speculative "
+     "decoding layer 78 weights missing from checkpoint. The checkpoint may have been quantized without including "
+     "the MTP layers. Use a checkpoint that includes MTP layer weights, or disable speculative decoding."),
+    ("weights of the draft not initialised", "vllm-ascend #6754",
+     "ValueError: Following weights were not initialized from checkpoint: {'model.layers.78.shared_head.head.weight', "
+     "'model.embed_tokens.weight'}"),
+    ("shard missing", "vLLM", "RuntimeError: Weight files referenced in index but missing: model-3.safetensors"),
+    ("names of the MTP block changed", "vllm #52111", "KeyError: 'model.layers.43.mtp_block.main_norm.weight'"),
+    ("plain head built as NVFP4", "vllm #57532",
+     "RuntimeError: NVFP4 weight_scale for layer 'parallel_lm_head' was never loaded (still NaN)."),
+    ("head quantized by modelopt", "vllm #45102",
+     "ValueError: There is no module or parameter named 'lm_head.input_scale' in Qwen3_5MoeForCausalLM."),
+    ("plain experts of the draft built quantized", "vllm #48814",
+     "AttributeError: 'RoutedExperts' object has no attribute 'w2_weight'. Did you mean: 'w2_qweight'?"),
+    ("stacked experts without a parameter", "vllm #44953", "KeyError: 'layers.13.mlp.experts.w13_weight'"),
+    ("quantized experts without a parameter", "vllm #43454", "KeyError: 'layers.0.ffn.experts.w13_input_scale'"),
+    ("quantized experts without a parameter", "llm-compressor #2568",
+     "KeyError: 'language_model.language_model.layers.0.mlp.experts.w2_weight_packed'"),
+    ("scale without a parameter in the draft", "docs/failures.md F42",
+     "KeyError: 'model.layers.92.eh_proj.weight_scale'"),
+    ("scales of the KV cache in the MTP layer", "a dry load of GLM-4.7",
+     "KeyError: 'model.layers.3.mtp_block.self_attn.k_scale'"),
+    ("scales of the KV cache in the MTP layer", "a dry load of DeepSeek-V3.2",
+     "AttributeError: 'NoneType' object has no attribute 'startswith'"),
+    ("no target for a name", "vllm #44817",
+     "ValueError: Unable to find matching target for  in the compressed-tensors config."),
+    ("no target for a name", "vllm #36247",
+     "ValueError: Unable to find matching target for model.layers.0.self_attn.fused_qkv_a_proj in the "
+     "compressed-tensors config."),
+    ("parts of a fused module differ", "vLLM",
+     "ValueError: Found different quantization schemes for the shards of mtp.layers.0.self_attn.qkv_proj. vLLM "
+     "requires all to use the same scheme."),
+    ("weight of another width", "vllm #52649", "AssertionError: self.data.shape == loaded_weight.shape"),
+    ("weight of another width", "vllm #44087", "    assert param_data.shape == loaded_weight.shape"),
+    ("weight of another width", "ms-swift #8086",
+     "AssertionError: Attempted to load weight (torch.Size([4096, 2560])) into parameter (torch.Size([6144, 2560]))"),
+    ("packed weight at this TP size", "docs/failures.md F22",
+     "RuntimeError: start (4096) + length (4096) exceeds dimension size (4096)."),
+    ("attribute of another form", "TensorRT-LLM #6137",
+     "AttributeError: 'Linear' object has no attribute 'weight_scale'"),
+    ("prefix of the vision-language model on MTP names", "jetson-ai-lab #362",
+     "ValueError: There is no module or parameter named 'language_model' in Qwen3_5MoeMTP"),
+    ("name without a parameter", "a dry load of Inkling",
+     "ValueError: Unexpected Inkling MTP weight: model.mtp.layers.0.transformer_block.attn.k_scale"),
+    ("count of MTP layers missing or zero", "docs/failures.md M7",
+     "ZeroDivisionError: integer modulo by zero"),
+    ("drafted tokens and MTP layers", "vLLM", "ValueError: num_speculative_tokens:3 must be divisible by n_predict=2"),
+    ("layer_types of the wrong length", "docs/failures.md E5",
+     "ValueError: num_hidden_layers (43) must be equal to the number of layer types (44)"),
+    ("key of config.json lost", "docs/failures.md E6",
+     "AttributeError: 'DeepseekV4Config' object has no attribute 'compress_ratios'. Did you mean: 'compress_rates'?"),
+    ("modelopt config incomplete", "vLLM",
+     "ValueError: NVFP4 quantization requires the following fields in hf_quant_config.json: ['group_size']"),
+    ("FP8 weights without FP8 activations", "docs/failures.md M10",
+     "AttributeError: 'NoneType' object has no attribute 'num_bits'"),
+    ("scalar with one dimension too many", "docs/failures.md Fp1",
+     "RuntimeError: output with shape [] doesn't match the broadcast shape [1]"),
+    ("number format of the KV cache", "a dry load of Qwen3.8-Flash-Next",
+     "NotImplementedError: Qwen4Exp QSA does not support KV quantization"),
+    ("no attention kernel on this GPU", "a dry load of GLM-5 on sm89",
+     "ValueError: No valid attention backend found for cuda with AttentionSelectorConfig(head_size=576, "
+     "dtype=torch.bfloat16, kv_cache_dtype=auto, block_size=None, use_mla=True)"),
+    ("illegal memory access", "TensorRT-LLM #8125",
+     "RuntimeError: CUDA error: an illegal memory access was encountered"),
+    ("no kernel for a scheme", "vLLM",
+     "ValueError: Failed to find a kernel that can implement the NVFP4 linear layer."),
+    ("an attribute that RoutedExperts lost", "vllm #45403",
+     "AttributeError: 'RoutedExperts' object has no attribute 'tp_size'"),
+    ("openPangu's draft", "a run of vLLM 0.32.0",
+     "AttributeError: 'OpenPanguDecoderLayer' object has no attribute 'use_sequence_parallel_moe'"),
+    ("scales of fused parts disagree", "vLLM",
+     "WARNING 09-18 10:00:00 [compressed_tensors_w4a4_nvfp4.py:102] In NVFP4 linear, the weight global scale is "
+     "different for parallel layers (e.g. q_proj, k_proj, v_proj)."),
+    ("scales of the KV cache not found", "vLLM",
+     "Found k_scale in the checkpoint (e.g. model.layers.0.self_attn.k_scale), but not found the expected name in the "
+     "model (e.g. model.layers.0.self_attn.attn.k_scale). k_scale is not loaded."),
+    ("draft accepted at 0 %", "the format of ik_llama.cpp #1669's log, with vllm #41789's rate",
+     "(APIServer pid=1077249) INFO 04-23 00:30:06 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 1.01, "
+     "Accepted throughput: 0.10 tokens/s, Drafted throughput: 19.20 tokens/s, Accepted: 1 tokens, Drafted: 500 tokens, "
+     "Per-position acceptance rate: 0.004, 0.000, Avg Draft acceptance rate: 0.2%"),
+]  # fmt: skip
+GOOD = [
+    "(APIServer pid=1077249) INFO 04-23 00:30:06 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 2.62, "
+    "Per-position acceptance rate: 0.885, 0.740, Avg Draft acceptance rate: 81.2%",
+    "Avg Draft acceptance rate: 40.2%",
+    "KeyError: 'usage'",
+    "ValueError: The checkpoint you are trying to load has no chat template",
+    "AttributeError: 'NoneType' object has no attribute 'shape'",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 4.00 GiB",
+]
+
+
+@pytest.mark.parametrize(("name", "origin", "line"), SAID, ids=[f"{name}: {origin}" for name, origin, _ in SAID])
+def test_the_words_of_a_thread_name_the_failure(name, origin, line):
+    (told,) = parse_log(line.encode()).lines
+    found = known_failure(told)
+    assert found is not None and found[0].name == name
+    assert all((found[0].says, found[0].cure, found[0].concerns, found[0].sources))
+
+
+def test_every_entry_has_words_from_somewhere():
+    assert {failure.name for failure in KNOWN} == {name for name, _, _ in SAID}
+    assert len({failure.name for failure in KNOWN}) == len(KNOWN)
+
+
+@pytest.mark.parametrize("line", GOOD)
+def test_what_is_no_such_failure_is_not_called_one(line):
+    assert all(known_failure(told) is None for told in parse_log(line.encode()).lines)
+
+
+def test_the_rules_that_confirm_exist():
+    sources = "".join(path.read_text() for path in (ROOT / "validate").rglob("*.py") if "explain" not in path.parts)
+    named = {*re.findall(r'rule="([a-z-]+)"', sources), *re.findall(r'^[A-Z]+ = "([a-z-]+)"$', sources, re.MULTILINE)}
+    assert {rule for failure in KNOWN for rule in failure.rules} - named - {
+        "files",
+        "no-kernel",
+        "layer-incomplete",
+    } == set()
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        "a",
+        "mtp.",
+        "layers.0.",
+        "KeyError: '",
+        "experts.w2_weight",
+        "[",
+        'File "',
+        "ERROR 02-27 16:21:24 [x] ",
+        "\x1b[1",
+    ],
+)
+def test_no_line_makes_the_table_slow(unit):
+    """8 MiB of it in one line, and as lines."""
+    began = time.process_time()
+    for raw in ((unit * (8 << 20))[: 8 << 20], (unit * 40 + "Error\n") * 4000):
+        for line in parse_log(raw.encode()).lines:
+            known_failure(line)
+    assert time.process_time() - began < 5

@@ -1,0 +1,34 @@
+"""What is known of one failure that a log shows."""
+
+from typing import Literal
+
+from ...checkpoints.fact import Fact
+
+Command = Literal["graft", "fix", "convert", "values", "check", ""]
+
+
+class KnownFailure(Fact):
+    """One failure.
+
+    Attributes:
+        name: what it is called here.
+        words: regular expression on a line of the log; the group `tensor`, if it has one, is a name in vLLM or on disk.
+        sources: public threads, or numbers of docs/failures.md.
+        concerns: the versions of vLLM that have it.
+        says: what happened, and why.
+        cure: what to do.
+        command: keepmtp's own command for it.
+        rules: rules of the check that confirm it on a checkpoint.
+    """
+
+    name: str
+    words: str
+    sources: str
+    concerns: str
+    says: str
+    cure: str
+    command: Command = ""
+    rules: tuple[str, ...] = ()
+
+
+ALL_VERSIONS = "all up to 0.32"

@@ -1,0 +1,112 @@
+"""A serve log or a traceback: its words, without what the server writes before each line.
+
+In: bytes from a file or a pipe, of which the last ones count. Out: a `Log`: lines that may tell a failure, and the
+exceptions with the place in vLLM that raised them.
+
+Easy to get wrong: every worker writes the same traceback, each line after its own name and time, and an exception
+comes again as the cause of others. A line is kept once. Logs are a stranger's bytes: nothing is printed as it came.
+"""
+
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from ...recipes.errors import printable
+
+MOST_BYTES = 8 << 20
+_CHUNK = 1 << 20
+_LONGEST_LINE = 4000
+_MOST_LINES = 20_000
+_ESCAPES = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]|�\[[0-9;]{1,20}m")
+# What stands before the words: (Worker_TP0 pid=7), [rank0]:, a level with date, time and place, a date alone.
+_BEFORE = re.compile(
+    r"(?:\s{0,4}(?:\(\w{1,60}(?: \w{1,20}=\d{1,9}){0,3}(?:, ip=[\d.]{1,40})?\)|\[rank\d{1,5}\]:|\[VLLM LOG\]"
+    r"|(?:ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]{1,80}\]|\S{1,60}\])"
+    r"|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\dZ+:]{0,20})){1,6} ?"
+)
+_FRAME = re.compile(r'^\s{0,20}File "([^"]{1,400})", line (\d{1,7})')
+_EXCEPTION = re.compile(r"^\s{0,4}([A-Za-z_][\w.]{0,120}(?:Error|Exception))(?:: (.{0,3900}))?$")
+_VERSION = re.compile(r"(?:█ .{0,20}|vLLM.{0,40}|engine \()(?:version |v)(\d{1,3}\.\d{1,3}\.\d{1,3}[\w.+]{0,40})")
+_TELLS = ("Error", "Exception", "error", "WARNING", "assert", "cceptance", "not found", "failed", "different", "scal")
+_READ = (*_TELLS, 'File "', "version", "engine (v")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised:
+    """An exception of a log; `at` is file:line of the last frame in vLLM, "" where the log has none."""
+
+    type: str
+    words: str
+    at: str = ""
+
+    @property
+    def line(self) -> str:
+        """As the log has it."""
+        return f"{self.type}: {self.words}" if self.words else self.type
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """The last part of a log.
+
+    Attributes:
+        lines: each line that may tell a failure, once, in order of its first appearance.
+        raised: each exception once, in order.
+        is_cut: the beginning was left out.
+        version: of vLLM, as the log says it; "" if it does not.
+    """
+
+    lines: tuple[str, ...]
+    raised: tuple[Raised, ...]
+    is_cut: bool
+    version: str = ""
+
+
+def read_log(stream: BinaryIO) -> Log:
+    """The last `MOST_BYTES` of a file or a pipe."""
+    kept: deque[bytes] = deque()
+    size, is_cut = 0, False
+    while chunk := stream.read(_CHUNK):
+        kept.append(chunk)
+        size += len(chunk)
+        while size - len(kept[0]) >= MOST_BYTES:
+            size -= len(kept.popleft())
+            is_cut = True
+    return parse_log(b"".join(kept)[-MOST_BYTES:], is_cut=is_cut or size > MOST_BYTES)
+
+
+def parse_log(raw: bytes, *, is_cut: bool = False) -> Log:
+    """Lines and exceptions of a log."""
+    lines: dict[str, None] = {}
+    raised: dict[tuple[str, str], Raised] = {}
+    at = version = ""
+    for written in raw.decode(errors="replace").splitlines():
+        if not any(word in written[:_LONGEST_LINE] for word in _READ):
+            continue
+        line = words_of(written)
+        version = version or (found[1] if (found := _VERSION.search(line)) else "")
+        if frame := _FRAME.match(line):
+            at = _place(frame[1], frame[2]) or at
+            continue
+        if found := _EXCEPTION.match(line):
+            one = Raised(type=found[1].rpartition(".")[2], words=found[2] or "", at=at)
+            raised.setdefault((one.type, one.words), one)
+            at = ""
+        if len(lines) < _MOST_LINES and any(word in line for word in _TELLS):
+            lines.setdefault(line)
+    return Log(lines=tuple(lines), raised=tuple(raised.values()), is_cut=is_cut, version=version)
+
+
+def words_of(line: str) -> str:
+    """A line without the server's own words before it, short enough and fit to be shown."""
+    bare = _ESCAPES.sub("", line[:_LONGEST_LINE])
+    before = _BEFORE.match(bare)
+    return printable(bare[before.end() :] if before else bare).rstrip()
+
+
+def _place(file: str, line: str) -> str:
+    """file:line below vLLM's package; "" for other files."""
+    package, _, rest = file.replace("\\", "/").rpartition("vllm/")
+    is_vllm = package.endswith(("packages/", "vllm/", "workspace/", "repos/vllm/")) or not package
+    return f"vllm/{rest}:{line}" if rest and is_vllm else ""
