@@ -28,6 +28,13 @@ REFUSED: Mapping[str, str] = {
     ),
 }
 
+# Models that vLLM 0.32.0 drafts for and keepmtp has no table for, by model_type: why not.
+WITHOUT_TABLE: Mapping[str, str] = {
+    "interns2_mobius": "its routed experts are in banks that decoder layers share, outside of every layer",
+    "minimax_m3_mtp": "it is the MTP block of MiniMax-M3 alone, whose published names could not be read",
+    "nemotron_h_puzzle": "each layer has sizes of its own, which only the release's config class computes",
+}
+
 
 @cache
 def families() -> Mapping[str, Family]:
@@ -58,6 +65,12 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
         cure = "Serve the original release without method=mtp"
         raise RecipeError(f"{where}/config.json", "vLLM must have an MTP draft for the model", got=got, cure=cure)
     got = f"{model_type!r} (architectures {config.get('architectures')})"
+    if why := WITHOUT_TABLE.get(model_type):
+        rule = f"keepmtp has no table for this model, though vLLM 0.32 has a draft for it: {why}"
+        cure = (
+            "Serve the original release with method=mtp; `keepmtp ls families` shows what can be quantized and checked"
+        )
+        raise RecipeError(f"{where}/config.json", rule, got=got, cure=cure)
     if _promises_mtp(config) and not is_drafted(config):
         rule = "vLLM 0.32 has no MTP draft for this model, whatever its files hold"
         cure = "Serve it without method=mtp; the architectures must be those of the original release"

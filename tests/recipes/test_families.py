@@ -16,10 +16,11 @@ from pathlib import Path
 import layouts
 import pytest
 import releases
+import wrapped
 from keepmtp.checkpoints.stored import SCALE_LEAVES
 from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.families import WITHOUT_TABLE, families, find_family, find_view
 from keepmtp.recipes.families import _drafted as drafted
-from keepmtp.recipes.families import families, find_family, find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.family_view import FamilyView
 from tensors import ITEM_BYTES, Tensors, num_bytes
@@ -377,6 +378,32 @@ def test_vllm_drafts_for_the_models_that_are_said_to_have_a_draft():
         }
         named = {name for name in compared if not name.endswith(("_mtp", "MTPModel"))} | {"minimax_m3_mtp"}
         assert named - NOT_MTP == drafted.MODEL_TYPES | drafted.ARCHITECTURES
+
+
+def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
+    """What the README says of vLLM's families: each name that vLLM compares with leads to a table, but for three."""
+    configs = [*releases.MODELS.values(), *(make()[0] for make in wrapped.WRAPPED.values())]
+    by_table = families().keys() | {architecture for config in configs for architecture in config["architectures"]}
+    # Other spellings: the architecture of a model that is found by its model_type, or one that stands for another.
+    same = {"BailingMoeV2_5ForCausalLM", "MiMoV2OmniForCausalLM", "MiniMaxM3MTP", "NemotronH_Super_Omni_Reasoning_V3"}
+    named = drafted.MODEL_TYPES | drafted.ARCHITECTURES
+    assert named - by_table - same == WITHOUT_TABLE.keys()
+    assert WITHOUT_TABLE.keys().isdisjoint(families())
+
+
+@pytest.mark.parametrize("model_type", WITHOUT_TABLE)
+def test_a_model_without_table_is_said_to_have_a_draft(model_type):
+    """One sentence, and no other family's name."""
+    with pytest.raises(RecipeError) as caught:
+        find_family({"model_type": model_type, "architectures": ["Never"], "num_nextn_predict_layers": 1}, "somewhere")
+    message = str(caught.value)
+    assert "keepmtp has no table for this model, though vLLM 0.32 has a draft for it: " in message
+    assert repr(model_type) in message and "nearest" not in message
+
+
+def test_mimo_v2_is_no_mimo():
+    config = {"model_type": "mimo_v2", "architectures": ["MiMoV2ForCausalLM"]}
+    assert find_family(config, "somewhere").model_type == "mimo_v2"
 
 
 @pytest.mark.parametrize(
