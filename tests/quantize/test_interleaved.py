@@ -8,10 +8,13 @@ import torch
 from checkpoint_files import write
 from good import released
 from keepmtp.checkpoints.source import open_source
+from keepmtp.checkpoints.stored import num_slices
 from keepmtp.quantize.output import claim, publish
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.writer import write as write_shards
 from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.families import find_view
+from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint
@@ -112,6 +115,20 @@ def test_another_form_of_the_matrix_is_named(change, severity, words, tmp_path):
     assert {finding.severity for finding in findings} == {severity}
     assert any(finding.where == "model.layers.0.self_attn.qkv_proj.weight" for finding in findings)
     assert all(words in finding.says and "q_proj, k_proj and v_proj" in finding.cure for finding in findings)
+
+
+def test_pro_has_eight_slices_and_no_tower():
+    """MiMo-V2.5-Pro: 128 heads on 8 groups in every layer; a slice of 3392 rows ends in a part block."""
+    sizes = {"num_attention_heads": 128, "num_key_value_heads": 8, "hidden_size": 6144}
+    changes = sizes | {"swa_num_attention_heads": 128, "vision_config": None, "num_hidden_layers": 2}
+    config, _ = source_layout("mimo-v2-flash", size="full", changes={"num_hidden_layers": 1})
+    view = find_view(config | changes | {"model_type": "mimo_v2", "architectures": ["MiMoV2ForCausalLM"]}, "pro")
+    for stem in ("model.layers.0.", "model.layers.1.", "model.mtp.layers.2."):
+        place = view.place(HFName(f"{stem}self_attn.qkv_proj.weight"))
+        assert place is not None and place.runtime == f"{stem}self_attn.qkv_proj"
+        assert view.slices(place) == (8, 3072, 192, 128)
+    assert num_slices(8 * 3392, 216, 128) == 8
+    assert num_slices(4 * 3392, 108, 128) == 4
 
 
 def test_the_release_has_no_findings(tmp_path):

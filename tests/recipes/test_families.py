@@ -384,10 +384,9 @@ def test_every_model_that_vllm_drafts_for_has_a_table_or_a_reason():
     """What the README says of vLLM's families: each name that vLLM compares with leads to a table, but for three."""
     configs = [*releases.MODELS.values(), *(make()[0] for make in wrapped.WRAPPED.values())]
     by_table = families().keys() | {architecture for config in configs for architecture in config["architectures"]}
-    # Other spellings: the architecture of a model that is found by its model_type, or one that stands for another.
-    same = {"BailingMoeV2_5ForCausalLM", "MiMoV2OmniForCausalLM", "MiniMaxM3MTP", "NemotronH_Super_Omni_Reasoning_V3"}
-    named = drafted.MODEL_TYPES | drafted.ARCHITECTURES
-    assert named - by_table - same == WITHOUT_TABLE.keys()
+    # Architectures of the model_types mimo_v2 and minimax_m3_mtp, which decide.
+    same = {"MiMoV2OmniForCausalLM", "MiniMaxM3MTP"}
+    assert (drafted.MODEL_TYPES | drafted.ARCHITECTURES) - by_table - same == WITHOUT_TABLE.keys()
     assert WITHOUT_TABLE.keys().isdisjoint(families())
 
 
