@@ -31,7 +31,7 @@ REFUSED: Mapping[str, str] = {
 # Models that vLLM 0.32.0 drafts for and keepmtp has no table for, by model_type: why not.
 WITHOUT_TABLE: Mapping[str, str] = {
     "interns2_mobius": "its routed experts are in banks that decoder layers share, outside of every layer",
-    "minimax_m3_mtp": "it is the MTP block of MiniMax-M3 alone, whose published names could not be read",
+    "minimax_m3_mtp": "it is an MTP block alone, which vLLM builds by the quantization config of its target",
     "nemotron_h_puzzle": "each layer has sizes of its own, which only the release's config class computes",
 }
 
