@@ -52,11 +52,14 @@ FIXES: tuple[Fix, ...] = (
     Fix("two-configs", fixes_config.two_configs_agree, "of two configs, the one that fits the bytes wins"),
     Fix("form", fixes_lists.lists_say_what_is_stored, "ignore lists and targets say what is on disk, in vLLM's names"),
     Fix("entry-unmatched", fixes_lists.lists_say_what_is_stored, "entries have vLLM's names"),
-    Fix("dialect", fixes_foreign.plain_draft_is_listed, "the list of another tool names the plain MTP block"),
+    Fix("form", fixes_foreign.plain_modules_are_listed, "the list of another tool names the plain MTP block"),
+    Fix("config-group", fixes_foreign.plain_modules_are_listed, "the list of another tool names all parts"),
+    Fix("draft-head", fixes_foreign.plain_modules_are_listed, "the list of another tool names the draft's head"),
     Fix("draft-head", fixes_lists.draft_head_is_excluded, "the draft's head is excluded"),
     Fix(
         "form", fixes_tensors.tensors_have_the_form_that_is_built, "scales have the name, shape and dtype that is built"
     ),
+    Fix("form", fixes_tensors.orders_leave_the_draft, "GPTQ's g_idx leaves the MTP block"),
     Fix("scale-dtype", fixes_tensors.block_scales_are_f32, "BF16 block scales are widened to F32"),
     Fix("extras", fixes_config.extras_are_set, "quantization_config has the family's own keys"),
     Fix("alias", fixes_tensors.copies_are_added, "copies of embedding and head are added"),

@@ -75,7 +75,7 @@ def lists_say_what_is_stored(checked: Checked, proposal: Proposal) -> Iterator[E
 def draft_head_is_excluded(checked: Checked, proposal: Proposal) -> Iterator[Edit]:
     """modelopt quantizes heads, also the draft's placeholder: F38."""
     runtime = checked.runtime
-    if runtime is None:
+    if runtime is None or not isinstance(runtime.dialect, ModelOpt):
         return
     lists = _lists_of(proposal, runtime.dialect)
     now = proposal.value(lists.file, lists.ignore) or []

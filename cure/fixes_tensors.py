@@ -12,6 +12,7 @@ from math import prod
 from ..checkpoints.safetensors_file import Entry
 from ..recipes.family import HFName
 from ..validate.check.check import Checked
+from ..validate.check.dialects.choose import quantization_of
 from ..validate.check.rules_kv import is_kv_scale
 from ..validate.check.runtime_view import Member, Module
 from ..validate.check.vllm_module import VLLMModule
@@ -100,6 +101,19 @@ def tensors_have_the_form_that_is_built(checked: Checked, proposal: Proposal) ->
                 yield from _in_form(module, member, built)
 
 
+def orders_leave_the_draft(checked: Checked, proposal: Proposal) -> Iterator[Edit]:
+    """GPTQ's g_idx in the MTP block, whose loader knows none; without desc_act it is the natural order."""
+    runtime = checked.runtime
+    if runtime is None or (quantization_of(runtime.source.config) or {}).get("desc_act"):
+        return
+    if not any(each.rule == "form" and each.where.endswith(".g_idx") for each in checked.data.findings):
+        return
+    for name in runtime.source.entries:
+        if name.endswith(".g_idx") and runtime.is_mtp_name(name):
+            why = "this draft's loader has no place for g_idx, which without desc_act is the natural order"
+            yield Retensor(name=name, new=None, why=why)
+
+
 def block_scales_are_f32(checked: Checked, proposal: Proposal) -> Iterator[Edit]:
     """Block scales in BF16, which F32 holds exactly: Fp2."""
     runtime = checked.runtime
@@ -117,7 +131,7 @@ def block_scales_are_f32(checked: Checked, proposal: Proposal) -> Iterator[Edit]
 def _in_form(module: Module, member: Member, built: VLLMModule) -> Iterator[Edit]:
     """One weight's tensors, in the form that vLLM builds."""
     weight = member.weight
-    if weight.form == "plain":
+    if weight.form == "plain" or built.form not in _WEIGHTS:
         return
     leaves = {built.renames.get(leaf, leaf): leaf for leaf in weight.parts}
     extra = sorted(set(leaves) - built.leaves - built.optional)

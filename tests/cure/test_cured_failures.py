@@ -51,6 +51,7 @@ QUANTIZE_ANEW = (
     "Fp1 global scale with two",
     "M2 ",
     "R15 part blocks",
+    "R7 GPTQ with an order",
 )
 CONVERT = ("R7 FP8 blocks of experts", "R7 FP8 a channel", "R7 an algorithm of experts", "R7 mixed FP8 a channel")
 THE_RELEASE = (
@@ -58,6 +59,8 @@ THE_RELEASE = (
     "M8 ",
     "R6 shard cut short",
     "R8 a family",
+    "R8 a dialect",
+    "R2 GPTQ in 8 bits",
     "R7 algorithm vLLM does not load",
     "R2 no quantization config",
     "F7 ",
