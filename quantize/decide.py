@@ -22,6 +22,8 @@ from ..recipes.schema import Recipe
 from ..recipes.schemes import SCHEMES, Scheme
 from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output, separated_outputs
 
+FP8_TABLE = "F8_E4M3"
+_FP8_ROWS = "FP8 rows with one scale, which vLLM looks up as they are"
 # Buffers that old checkpoints carry and every model class computes itself.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.inv_freq$")
 
@@ -89,6 +91,9 @@ def decide_weight(weight: StoredWeight, given: Given) -> TensorPlan:
     if place.leaf != "weight":  # a parameter whose own name ends in .weight
         return decide_other(weight.weight, given)
     word, reason = _word(place, given)
+    if place.row.table_scale and weight.weight.dtype == FP8_TABLE:
+        _refuse_missing_scale(weight, place, given.source)
+        return _tensor(weight, place, "keep", "", _FP8_ROWS, (same_output(weight.weight),))
     _refuse_unreadable(weight, name, place, given.source)
     if place.row.interleaved:
         return _separated(weight, name, place, reason, given)
@@ -107,6 +112,18 @@ def decide_weight(weight: StoredWeight, given: Given) -> TensorPlan:
             cure="Use bf16 or a scheme",
         )
     return _tensor(weight, place, "dequantize", "", reason, (Output(name=name, dtype="BF16", shape=weight.shape),))
+
+
+def _refuse_missing_scale(weight: StoredWeight, place: Place, source: Source) -> None:
+    """A part of a table in FP8 has one scale with all other parts."""
+    scale = HFName(place.module.removesuffix(place.row.path) + place.row.table_scale)
+    if scale not in source.entries:
+        raise CheckpointError(
+            f"{source.where}: {weight.weight.name}",
+            f"a table in FP8 must have its scale {scale}",
+            got="no such tensor",
+            cure="Check the download",
+        )
 
 
 def decide_other(entry: Entry, given: Given) -> TensorPlan:

@@ -30,6 +30,7 @@ from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family_view import FamilyView
 from ..recipes.schema import AUTO
 from ..recipes.shipped import find_path
+from .decide import FP8_TABLE
 from .plan import Plan
 from .quant_config import compressed_tensors_config, matrices_of, runtime_modules
 from .quant_config_modelopt import HF_QUANT_CONFIG, hf_quant_config, modelopt_config
@@ -253,6 +254,8 @@ def _refuse_strays(plan: Plan, partial: Path, configs: Iterable[str]) -> None:
 def output_config(plan: Plan) -> dict[str, Any]:
     """The source's config.json with the new quantization_config in place of whatever it had."""
     config = {**plan.source.config, **plan.view.family.config_changes}
+    if _keeps_fp8_table(plan):
+        config["text_config"] = {**config["text_config"], plan.view.family.fp8_table_key: "float8_e4m3fn"}
     return with_quantization(config, quantization_config(plan), plan.view)
 
 
@@ -281,6 +284,16 @@ def config_files(plan: Plan) -> dict[str, dict[str, Any]]:
     if plan.recipe.format == "modelopt":
         return {"config.json": config, HF_QUANT_CONFIG: hf_quant_config(config["quantization_config"])}
     return {"config.json": config}
+
+
+def _keeps_fp8_table(plan: Plan) -> bool:
+    """Whether the output has a table in FP8, which vLLM must be told: the quantization config cannot say it."""
+    if not plan.view.family.fp8_table_key:
+        return False
+    places = ((plan.view.place(tensor.name), tensor) for tensor in plan.tensors)
+    return any(
+        place is not None and place.row.table_scale and tensor.outputs[0].dtype == FP8_TABLE for place, tensor in places
+    )
 
 
 def fingerprint(plan: Plan, calibration: str = "") -> str:

@@ -63,6 +63,8 @@ class Row:
         takes_tensor_scale: False where vLLM's fused module cannot load one scale for a whole tensor.
         in_every_layer: False where only layers of one kind have the module; the others do not miss it.
         interleaved: the rows of q, k and v in it, where they are not in the order that vLLM computes with.
+        table_scale: for a part of a table whose rows are looked up: path of the one scale that all parts share where
+            they are stored in FP8.
     """
 
     path: str
@@ -76,6 +78,7 @@ class Row:
     takes_tensor_scale: bool = True
     in_every_layer: bool = True
     interleaved: Interleaved | None = None
+    table_scale: str = ""
 
     @property
     def unstacked(self) -> tuple[str, ...]:
@@ -167,6 +170,8 @@ class Layout:
         draft_renames: the mapper of the draft's class in that case; None where it has none.
         draft_reads_text_config: it reads it from the language model's part of config.json; keepmtp writes it in both
             places.
+        draft_renumbers: the draft adds the number of decoder layers to the layer in `mtp.` entries, but not under
+            compressed-tensors.
     """
 
     layers: Stem
@@ -182,6 +187,7 @@ class Layout:
     draft_reads_afresh: bool = False
     draft_renames: Renames | None = None
     draft_reads_text_config: bool = False
+    draft_renumbers: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,6 +280,8 @@ class Family:
             mixed-precision instead.
         modelopt_by_module: vLLM builds a module that no exclude entry reaches: a head without a name, or attention that
             is plain under one algorithm. modelopt's config then names the algorithm of each module (MIXED_PRECISION).
+        fp8_table_key: key of text_config that makes vLLM hold a table in FP8 ("float8_e4m3fn"), whatever the
+            quantization config says.
         norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes nothing.
         draft: how an MTP layer computes; None where keepmtp cannot run it, so cannot calibrate or measure it.
         no_draft: why not.
@@ -303,6 +311,7 @@ class Family:
     config_changes: Mapping[str, Any] = field(default_factory=dict)
     rerouted_format: str = ""
     modelopt_by_module: bool = False
+    fp8_table_key: str = ""
     norms_add_one: bool = False
     draft: Draft | None = None
     no_draft: str = ""

@@ -11,6 +11,7 @@ qwen3_vl,qwen3_5,qwen3_next,mimo}.py, models/deepseek_v4/nvidia/model.py; compar
 tests/validate/check/test_dialects.py.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +20,28 @@ from .families import families
 from .family import Part, Renames
 from .family_view import FamilyView
 
+_LAYER = re.compile(r"(?<=\.layers\.)\d+")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renamer:
-    """The mapper of a model class, applied to entries; `renames` is None where the class has no mapper."""
+    """The mapper of a model class, applied to entries; `renames` is None where the class has no mapper.
+
+    `mtp_offset` is what the draft's class adds to the layer of `mtp.` entries after that; compressed-tensors' paths are
+    spared.
+    """
 
     renames: Renames | None = None
+    mtp_offset: int = 0
 
     def name(self, entry: str) -> str:
+        """One name: mapped, then renumbered."""
+        entry = self._mapped(entry)
+        if self.mtp_offset and entry.startswith("mtp."):
+            return _LAYER.sub(lambda number: str(int(number[0]) + self.mtp_offset), entry)
+        return entry
+
+    def _mapped(self, entry: str) -> str:
         """One name, in the mapper's order: substrings, then prefixes."""
         if self.renames is not None:
             for old, new in self.renames.substrings:
@@ -46,7 +61,7 @@ class Renamer:
 
     def path(self, entry: str) -> str:
         """compressed-tensors renames paths, but no regexes and no class names."""
-        return self.name(entry) if "." in entry and not entry.startswith("re:") else entry
+        return self._mapped(entry) if "." in entry and not entry.startswith("re:") else entry
 
     def modelopt(self, entry: str) -> tuple[str, ...]:
         """modelopt splits `x*` into `x` and `x.*` first, but only for classes with a mapper."""
@@ -64,5 +79,8 @@ def renamer(config: Mapping[str, Any], part: Part = "backbone") -> Renamer:
     family = families().get(str(architecture)) or families().get(str(config.get("model_type", "")))
     if family is None:
         return Renamer()
-    layout = FamilyView(family=family, config=config).layout
-    return Renamer(renames=layout.draft_renames if part == "mtp" and layout.draft_reads_afresh else layout.renames)
+    view = FamilyView(family=family, config=config)
+    if part == "mtp" and view.layout.draft_reads_afresh:
+        offset = view.num_layers if view.layout.draft_renumbers else 0
+        return Renamer(renames=view.layout.draft_renames, mtp_offset=offset)
+    return Renamer(renames=view.layout.renames)

@@ -3,7 +3,8 @@
 vLLM 0.32.0: models/qwen4_exp/nvidia/{model,qsa,mtp}.py. The draft's layers are constructed as
 `mtp.layers.{num_hidden_layers + i}`. Under modelopt vLLM adds num_hidden_layers to the layer of each `mtp.` entry,
 under compressed-tensors it does not: there an entry needs the number at run time. The indexer's projection is part of
-qkv_proj. The draft reads config.json again.
+qkv_proj. The draft reads config.json again. The n-gram table is BF16, or FP8 with one scale for all of its parts
+(Qwen3.8-Flash-Next-FP8; common/ngram_embedding.py, Qwen4ExpPLEFp8EmbeddingMethod).
 """
 
 from dataclasses import replace
@@ -15,6 +16,7 @@ from .qwen3_next import FC, QWEN_MOE
 
 HYPER_CONNECTION = "vLLM builds the hyper-connections without a quantization config"
 TABLE = "rows of the n-gram table are looked up, not multiplied"
+TABLE_SCALE = "ple.ple_embedding.ngram_embedding.weight_scale"
 PLE = "joins the n-gram table with every residual stream: small, and everything passes through it"
 
 
@@ -39,8 +41,9 @@ PLE_ROWS = (
     *(Row(path=f"ple.{name}", role="state", runtime="ple.kv_proj", why_kept=PLE)
       for name in ("key_proj", "value_proj")),
     *(Row(path=f"ple.ple_embedding.ngram_embedding.shard_{part}", role="embedding",
-          runtime="ple.ple_embedding.ngram_embedding", why_kept=TABLE, loads_quantized=False)
+          runtime="ple.ple_embedding.ngram_embedding", why_kept=TABLE, loads_quantized=False, table_scale=TABLE_SCALE)
       for part in range(512)),
+    *kept("state", "one scale for the whole n-gram table", TABLE_SCALE),
     *kept("state", "constants of the n-gram table's hashes", "ple.ple_embedding.layer_multipliers",
           "ple.ple_embedding.ngram_heads_offsets", "ple.ple_embedding.ngram_heads_vocab_sizes"),
     *kept("state", "a convolution over time", "ple.conv1d"),
@@ -71,6 +74,8 @@ FAMILY = Family(
             mtp_top=MTP_TOP,
             opaque=VISION_LANGUAGE.opaque,
             renames=VISION_LANGUAGE.renames,
+            draft_reads_afresh=True,
+            draft_renumbers=True,
         ),
     },
     block=(
@@ -98,6 +103,7 @@ FAMILY = Family(
         reads_normed=False, streams="hc_count", joint_norm=True,
         collapse=("Qwen4ExpTextGatedResidual", "", "mtp.hyper_connection_mixer."), proof="source",
     ),
+    fp8_table_key="ple_embedding_dtype",
     norms_add_one=True,
     notes="on disk mtp.layers.{i}, in vLLM mtp.layers.{num_hidden_layers + i}",
 )  # fmt: skip

@@ -1,13 +1,17 @@
 """Real releases that differ from their family's layout, in the plan and in the static check."""
 
+import re
+
 import pytest
-from checkpoint_files import Checkpoint, as_source, setting, write
+from checkpoint_files import Checkpoint, as_source, lose, setting, write
+from good import released
 from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.output import output_config
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check_source
-from real_releases import nemotron_ultra
+from real_releases import TABLE, nemotron_ultra, qwen38_fp8
 
 
 def plan_of(checkpoint: Checkpoint, name: str, folder) -> Plan:
@@ -43,3 +47,53 @@ def test_a_list_of_layers_without_end_is_refused(tmp_path):
     checkpoint.config["layers_block_type"] = ["mamba"] * 2001
     with pytest.raises(CheckpointError, match="layers_block_type must be a short text or a list of at most 2000"):
         open_source(write(tmp_path / "checkpoint", checkpoint))
+
+
+def test_a_table_in_fp8_is_carried_and_vllm_is_told(tmp_path):
+    """Qwen3.8-Flash-Next-FP8: refused by plan, and 128 ungrouped errors of check, before."""
+    plan = plan_of(qwen38_fp8(), "qwen3.8-flash-next", tmp_path)
+    parts = [tensor for tensor in plan.tensors if tensor.name.startswith(TABLE)]
+    assert {tensor.fate for tensor in parts} == {"keep"}
+    assert {output.dtype for tensor in parts for output in tensor.outputs} == {"F8_E4M3", "BF16"}
+    assert output_config(plan)["text_config"]["ple_embedding_dtype"] == "float8_e4m3fn"
+    assert check_source(plan.source).findings == ()
+
+
+def test_a_table_in_bf16_changes_no_key(tmp_path):
+    plan = plan_of(released("qwen3.8-flash-next"), "qwen3.8-flash-next", tmp_path)
+    assert "ple_embedding_dtype" not in output_config(plan)["text_config"]
+
+
+def test_a_table_in_fp8_without_its_scale_is_refused(tmp_path):
+    checkpoint = qwen38_fp8()
+    lose(rf"{re.escape(TABLE)}\.weight_scale")(checkpoint)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(TABLE)}\.shard_0\.weight.*must have its scale"):
+        plan_of(checkpoint, "qwen3.8-flash-next", tmp_path)
+
+
+def in_bf16(checkpoint: Checkpoint) -> None:
+    checkpoint.retype(rf"{re.escape(TABLE)}\.shard_\d+\.weight", "BF16")
+
+
+def not_told(checkpoint: Checkpoint) -> None:
+    """NVFP4 of the release with the table left in FP8: vLLM builds what modelopt excludes in BF16."""
+    scheme = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}, "ignore": []}
+    checkpoint.config["quantization_config"] = scheme
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "says"),
+    [
+        (lose(rf"{re.escape(TABLE)}\.weight_scale"), f"{TABLE}.weight_scale", "missing its global scale"),
+        (in_bf16, f"{TABLE}.shard_0.weight", "casts its rows without a scale"),
+        (not_told, f"{TABLE}.shard_0.weight", "vLLM builds"),
+    ],
+)
+def test_a_table_that_vllm_builds_otherwise_is_one_finding(change, where, says, tmp_path):
+    """The twins."""
+    checkpoint = qwen38_fp8()
+    change(checkpoint)
+    findings = [
+        finding for finding in check_source(as_source(checkpoint, tmp_path)).findings if finding.rule == "table"
+    ]
+    assert [(finding.where, says in finding.says) for finding in findings] == [(where, True)]

@@ -6,12 +6,15 @@ Each config.json has the release's own keys; where they come from stands at its 
 from pathlib import Path
 
 import pytest
-from checkpoint_files import Checkpoint, lose, write
+from checkpoint_files import Checkpoint, as_source, lose, write
 from good import released
+from keepmtp.quantize.output import output_config
+from keepmtp.quantize.plan import make_plan
+from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import Checked
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.serving.vllm_env import find_vllm
-from real_releases import nemotron_ultra
+from real_releases import nemotron_ultra, qwen38_fp8
 from releases import source_layout
 
 pytestmark = pytest.mark.vllm
@@ -30,6 +33,13 @@ def without_a_part_of_the_table() -> Checkpoint:
     return checkpoint
 
 
+def quantized(checkpoint: Checkpoint, recipe: str, folder: Path) -> Checkpoint:
+    """What keepmtp writes from it."""
+    plan = make_plan(find_recipe(recipe)[0], as_source(checkpoint, folder))
+    outputs = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
+    return Checkpoint(config=output_config(plan), tensors=outputs)
+
+
 def with_a_strange_depth() -> Checkpoint:
     """A tensor in a depth that vLLM builds, under a name that it does not know."""
     checkpoint = released("inkling", mtp_config={"num_nextn_predict_layers": 8})
@@ -44,6 +54,8 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         "full-size table": at_full_size(QWEN38),
         "part of the table": without_a_part_of_the_table(),
         "layers by kind": nemotron_ultra(),
+        "table in FP8": qwen38_fp8(),
+        "quantized, table in FP8": quantized(qwen38_fp8(), QWEN38, tmp_path_factory.mktemp("none")),
         "eight depths": released("inkling", mtp_config={"num_nextn_predict_layers": 8}),
         "a depth that no release has": with_a_strange_depth(),
     }
@@ -91,3 +103,11 @@ def test_mtp_layers_that_are_not_built_at_this_k_are_a_fact_and_no_error(judged)
 def test_an_mtp_layer_that_is_built_must_be_whole(judged):
     """The twin."""
     assert any("model.mtp.layers.0.hidden_norm" in error for error in errors(judged["a depth that no release has"]))
+
+
+@pytest.mark.parametrize("name", ["table in FP8", "quantized, table in FP8"])
+def test_a_table_in_fp8_is_loaded_as_such(name, judged):
+    """Qwen3.8-Flash-Next-FP8, and what keepmtp writes from it: the rows and their one scale."""
+    checked = judged[name]
+    assert errors(checked) == []
+    assert checked.data.dry[0].ok and checked.data.dry[0].target.num_written == checked.data.dry[0].target.num_params

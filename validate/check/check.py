@@ -17,7 +17,7 @@ from ...recipes.errors import CheckpointError, KeepMTPError, NoCheckpointError, 
 from ...recipes.families import find_view
 from ..dryload.facts import LoadAccount
 from ..report.results import CheckData
-from . import rules_config, rules_forms, rules_kv, rules_mtp, rules_rows, rules_source
+from . import rules_config, rules_forms, rules_kv, rules_mtp, rules_rows, rules_source, rules_table
 from .dialects.choose import quantization_of
 from .dialects.methods import unloadable
 from .dialects.patterns import time_limit
@@ -30,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     *rules_forms.RULES,
     *rules_rows.RULES,
     *rules_kv.RULES,
+    *rules_table.RULES,
     *rules_config.RULES,
 )
 SOURCE_RULES = rules_source.RULES

@@ -111,7 +111,7 @@ def glue_is_plain(runtime: RuntimeView) -> Iterator[Objection]:
             continue
         for member in module.members:
             weight = member.weight
-            if weight.form == "plain" or _is_dequantized_on_load(runtime.view, member):
+            if weight.form == "plain" or member.place.row.table_scale or _is_dequantized_on_load(runtime.view, member):
                 continue
             yield objection(
                 rule="glue",

@@ -236,7 +236,11 @@ class RuntimeView:
         """Last component of a fused module -> those of its parts: vLLM's packed_modules_mapping."""
         parts: dict[str, list[Row]] = defaultdict(list)
         for row in (*self.view.family.block, *self.view.family.mtp_block):
-            if row.runtime and row.role not in ("experts", "head", "embedding"):
+            # A projection of a module inside (`self_attn.indexer.index_qk_proj`) is fused, but no part by name.
+            is_inside = row.path.startswith(holder := f"{row.runtime.rpartition('.')[0]}.") and "." in (
+                row.path.removeprefix(holder)
+            )
+            if row.runtime and not is_inside and row.role not in ("experts", "head", "embedding"):
                 parts[row.runtime].append(row)
         return {
             runtime.rpartition(".")[2]: tuple(row.path.rpartition(".")[2] for row in rows)
