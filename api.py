@@ -88,6 +88,7 @@ def plan(
     scheme: str | None = None,
     mtp: str | None = None,
     calibration: str | None = None,
+    mtp_source: str | None = None,
     trust_remote_code: bool = False,
 ) -> "Plan":
     """Decide what becomes of every tensor, from headers alone. No weight is read and nothing is written.
@@ -96,6 +97,7 @@ def plan(
         model: as for `load_recipe`; or a checkpoint without a recipe: a folder, a Hub id, the address of its page.
         source: folder or Hub id of the released checkpoint; default the recipe's.
         scheme, mtp, calibration: as for `load_recipe`.
+        mtp_source: folder or Hub id of the MTP block, for a release that has none; default the recipe's.
         trust_remote_code: the checkpoint's own Python may run, where the recipe asks for it.
 
     Raises:
@@ -103,7 +105,7 @@ def plan(
     """
     from .cli import pipeline
 
-    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
+    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     made, recipe_text = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
     return replace(made, recipe_text=recipe_text)
 

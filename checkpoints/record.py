@@ -75,11 +75,17 @@ class RecordedBytes(_Part):
 
 
 class Record(_Part):
-    """The file; `calibration` is the run's own summary, and None where no batches were needed."""
+    """The file.
+
+    Attributes:
+        mtp_source: what the MTP block was read from, where it was not the source; `files` has those with its tensors.
+        calibration: the run's own summary, and None where no batches were needed.
+    """
 
     keepmtp: str
     recipe: RecordedRecipe
     source: RecordedSource
+    mtp_source: RecordedSource | None = None
     calibration: Mapping[str, Any] | None = None
     tensors: Mapping[str, Count]
     bytes: RecordedBytes
@@ -88,8 +94,9 @@ class Record(_Part):
     def text(self) -> str:
         """The file's text. Equal values give equal bytes."""
         written = self.model_dump()
-        if self.calibration is None:
-            del written["calibration"]
+        for key in ("calibration", "mtp_source"):
+            if written[key] is None:
+                del written[key]
         return json.dumps(written, indent=2) + "\n"
 
 

@@ -8,7 +8,7 @@ shorter than its header says. Both are found here, before anything is planned.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from glob import escape
@@ -29,6 +29,7 @@ from .safetensors_file import Entry, fill, read_header
 from .unchanged import FileStamp, states_of
 
 SINGLE = "model.safetensors"
+MTP_FILES = "mtp_source/"
 _MAX_TENSORS = 1_000_000  # of a checkpoint; the largest that are known have less than half
 
 
@@ -47,6 +48,9 @@ class Source:
         code: its own Python, which is carried only if the user trusts it.
         left: the names of all other files, which are never carried.
         states: the files of a folder as they were when it was opened, by name.
+        mtp_source: the checkpoint that the MTP tensors are from, where it is another one. The files of these tensors
+            begin with `MTP_FILES`, here and in `states`.
+        mtp_files: the files of `mtp_source` that hold them.
     """
 
     where: str
@@ -59,6 +63,8 @@ class Source:
     code: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     states: Mapping[str, FileStamp] = field(default_factory=dict)
+    mtp_source: "Source | None" = None
+    mtp_files: tuple[str, ...] = ()
 
 
 def open_source(where: str | Path, *, revision: str = "main") -> Source:
@@ -86,10 +92,18 @@ def download(source: Source, *, to: Path | None = None, bars: type[Any] | None =
     """The same source with its files on this machine (the Hub's cache, or `to`).
 
     Args:
-        source: a Hub repository; a folder is returned as it is.
+        source: a Hub repository; a folder is returned as it is. Of a separate MTP source, only the files with its
+            MTP tensors are downloaded.
         to: where the files go, instead of the Hub's cache.
         bars: a class like tqdm; default the Hub's progress bars.
     """
+    if source.mtp_source is not None:
+        own, other = download(replace(source, mtp_source=None), to=to, bars=bars), source.mtp_source
+        held = _with_files(other, source.mtp_files, bars)
+        if own.folder == source.folder and held is other:
+            return source
+        stamps = {f"{MTP_FILES}{name}": held.states[name] for name in source.mtp_files}
+        return replace(source, folder=own.folder, states={**own.states, **stamps}, mtp_source=held)
     if source.folder is not None:
         return source
     wanted = ["*.safetensors", *REWRITTEN, *map(escape, (*source.companions, *source.code))]
@@ -98,6 +112,16 @@ def download(source: Source, *, to: Path | None = None, bars: type[Any] | None =
             source.where, revision=source.revision, local_dir=to, allow_patterns=wanted, tqdm_class=bars
         )
     return replace(_open_folder(Path(folder), source.where), revision=source.revision)
+
+
+def _with_files(source: Source, files: tuple[str, ...], bars: type[Any] | None) -> Source:
+    """The same source with these files on this machine, and no others."""
+    if source.folder is not None:
+        return source
+    with hub_errors(source.where, source.revision):
+        wanted = [*map(escape, files)]
+        found = snapshot_download(source.where, revision=source.revision, allow_patterns=wanted, tqdm_class=bars)
+    return replace(source, folder=Path(found), states=states_of(Path(found), files))
 
 
 def small_file(source: Source, name: str) -> Path | None:
@@ -118,6 +142,9 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
     Raises:
         CheckpointError: the file ends early; see `hub_ranges.read_range` for a repository, which is read by ranges.
     """
+    if source.mtp_source is not None and entry.file.startswith(MTP_FILES):
+        theirs = replace(entry, file=entry.file.removeprefix(MTP_FILES))
+        return read(source.mtp_source, theirs, into, offset=offset)
     if source.folder is None:
         start = entry.start + offset
         return read_range(source.where, entry.file, commit=source.revision, start=start, into=into)
@@ -242,7 +269,16 @@ def _config_of(path: Path, where: str) -> Mapping[str, Any]:
 
 
 def file_sizes(source: Source) -> dict[str, int]:
-    """Size of every safetensors file, part of what a resumed run compares."""
+    """Size of every safetensors file, part of what a resumed run compares; those of a separate MTP source apart."""
+    entries = (*source.entries.values(), *source.unindexed.values())
+    return _sizes(source, {entry.file for entry in entries if not entry.file.startswith(MTP_FILES)})
+
+
+def mtp_file_sizes(source: Source) -> dict[str, int]:
+    """Size of each file of a separate MTP source that holds MTP tensors; none where there is no such source."""
+    return _sizes(source.mtp_source, source.mtp_files) if source.mtp_source is not None else {}
+
+
+def _sizes(source: Source, files: Iterable[str]) -> dict[str, int]:
     assert source.folder is not None
-    names = sorted({entry.file for entry in (*source.entries.values(), *source.unindexed.values())})
-    return {name: os.stat(source.folder / name).st_size for name in names}
+    return {name: os.stat(source.folder / name).st_size for name in sorted(files)}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.mtp_source import with_mtp_of
 from ..checkpoints.source import Source, open_source
 from ..quantize.plan import make_plan
 from ..recipes.errors import RecipeError
@@ -62,7 +63,12 @@ def model_word(model: str) -> ModelWord:
 
 
 def recipe_of_checkpoint(
-    word: ModelWord, *, scheme: str | None = None, mtp: str | None = None, calibration: str | None = None
+    word: ModelWord,
+    *,
+    scheme: str | None = None,
+    mtp: str | None = None,
+    calibration: str | None = None,
+    mtp_source: str | None = None,
 ) -> tuple[Recipe, str, Source]:
     """The recipe that --scheme chooses for a checkpoint, its text, and the opened checkpoint.
 
@@ -71,6 +77,8 @@ def recipe_of_checkpoint(
         CheckpointError: see `open_source`.
     """
     source = open_source(word.name, revision=word.revision or "main")
+    if mtp_source is not None:
+        source = with_mtp_of(source, open_source(mtp_source))
     raw = family_mapping(source)
     if scheme is None:
         _refuse_without_scheme(source, raw)

@@ -25,6 +25,10 @@ def commits_line(plan: Plan) -> str:
     if plan.source.revision != _LOCAL:
         parts.append(f"{plan.source.where} at commit {plan.source.revision}")
         branches += [plan.recipe.revision] if moves(plan.recipe.revision) else []
+    if (other := plan.source.mtp_source) is not None and other.revision != _LOCAL:
+        parts.append(f"its MTP block from {other.where} at commit {other.revision}")
+        known = plan.recipe.mtp_source
+        branches += [known.revision] if known is not None and moves(known.revision) else []
     calibration = plan.recipe.calibration
     if calibration is not None and needs_calibration(plan) and _is_on_the_hub(calibration):
         name, revision = calibration.dataset, calibration.dataset_revision

@@ -45,6 +45,14 @@ MtpOption = Annotated[
         "keeps enough acceptance, measured during the run; default: the recipe's.",
     ),
 ]
+MtpSourceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mtp-source",
+        help="Folder or Hub id of the MTP block, for a release that has none; default: the recipe's. "
+        "Only its MTP tensors are read.",
+    ),
+]
 CalibrationOption = Annotated[
     str | None,
     typer.Option(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoints.files import partial_path
+from ..checkpoints.mtp_source import has_mtp, with_mtp_of
 from ..checkpoints.record import RECORD, read_record
 from ..checkpoints.source import Source, download, open_source
 from ..quantize.output import claim, is_finished, publish, refuse_output, tidy
@@ -69,6 +70,7 @@ def plan_for(
     scheme: str | None = None,
     mtp: str | None = None,
     calibration: str | None = None,
+    mtp_source: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Plan, str]:
     """Return the plan that a command line asks for, from headers alone, and the text of its recipe.
@@ -77,6 +79,7 @@ def plan_for(
         model: a recipe by its name or file, or a checkpoint by its folder, its Hub id or the address of its page.
         source: another checkpoint than the recipe's.
         scheme, mtp, calibration: see `find_recipe`.
+        mtp_source: another place of the MTP block than the recipe's, for a release that has none.
         trust_remote_code: the checkpoint's own Python may run.
 
     Raises:
@@ -85,13 +88,13 @@ def plan_for(
     word = model_word(model)
     choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
     if not word.is_recipe:
-        recipe, text, opened = _without_recipe(word, source, **choices)
+        recipe, text, opened = _without_recipe(word, source, mtp_source=mtp_source, **choices)
         return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
     recipe, text = find_recipe(word.name, **choices)
     where = source or recipe.source
     # The recipe's revision belongs to the recipe's source. Another repository has a history of its own.
     revision = "main" if where != recipe.source else word.revision or recipe.revision
-    opened = open_source(where, revision=revision)
+    opened = _with_mtp(open_source(where, revision=revision), recipe, mtp_source)
     return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
 
 
@@ -115,11 +118,24 @@ def recipe_for(
     return find_recipe(word.name, **choices)[0]
 
 
-def _without_recipe(word: ModelWord, source: str | None, **choices: str | None) -> tuple[Recipe, str, Source]:
+def _with_mtp(source: Source, recipe: Recipe, named: str | None) -> Source:
+    """The source with the MTP block that the user names, or else the recipe; a block of its own comes before that."""
+    if named is not None:
+        known = recipe.mtp_source
+        revision = known.revision if known is not None and known.source == named else "main"
+        return with_mtp_of(source, open_source(named, revision=revision))
+    if recipe.mtp_source is None or has_mtp(source):
+        return source
+    return with_mtp_of(source, open_source(recipe.mtp_source.source, revision=recipe.mtp_source.revision))
+
+
+def _without_recipe(
+    word: ModelWord, source: str | None, *, mtp_source: str | None = None, **choices: str | None
+) -> tuple[Recipe, str, Source]:
     if source is not None:
         rule, cure = "must be left out where MODEL is itself a checkpoint", "Remove it, or name a recipe as MODEL"
         raise RecipeError("--source", rule, got=source, cure=cure)
-    return recipe_of_checkpoint(word, **choices)
+    return recipe_of_checkpoint(word, mtp_source=mtp_source, **choices)
 
 
 def quantize(

@@ -3,7 +3,16 @@
 In: a model and choices. Out: tables, or JSON. Nothing is written.
 """
 
-from .options import CalibrationOption, JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption, TrustOption
+from .options import (
+    CalibrationOption,
+    JsonOption,
+    ModelArgument,
+    MtpOption,
+    MtpSourceOption,
+    SchemeOption,
+    SourceOption,
+    TrustOption,
+)
 
 
 def plan(
@@ -12,6 +21,7 @@ def plan(
     scheme: SchemeOption = None,
     mtp: MtpOption = None,
     calibration: CalibrationOption = None,
+    mtp_source: MtpSourceOption = None,
     trust_remote_code: TrustOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -27,6 +37,6 @@ def plan(
     from .. import api
     from . import plan_tables
 
-    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
+    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     made = api.plan(model, **words, trust_remote_code=trust_remote_code)
     plan_tables.show(made, as_json=as_json)

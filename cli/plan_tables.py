@@ -35,6 +35,11 @@ def show(made: Plan, *, as_json: bool) -> None:
         out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False, soft_wrap=True)
 
 
+def _separate_mtp(plan: Plan) -> dict[str, Any]:
+    other = plan.source.mtp_source
+    return {} if other is None else {"mtp_source": {"name": other.where, "revision": other.revision}}
+
+
 def companions(plan: Plan) -> Text:
     """Which files the output gets besides weights, and which it does not."""
     left = plan.source.left
@@ -48,6 +53,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     return {
         "recipe": plan.recipe.model_dump(mode="json"),
         "source": {"name": plan.source.where, "revision": plan.source.revision},
+        **_separate_mtp(plan),
         "tensors": {"before": len(plan.entries), "after": sum(len(tensor.outputs) for tensor in plan.tensors)},
         "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
         "shards": len(plan.shards),

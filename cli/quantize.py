@@ -13,7 +13,16 @@ import typer
 from rich.console import Console
 
 from . import tables
-from .options import CalibrationOption, JsonOption, ModelArgument, MtpOption, SchemeOption, SourceOption, TrustOption
+from .options import (
+    CalibrationOption,
+    JsonOption,
+    ModelArgument,
+    MtpOption,
+    MtpSourceOption,
+    SchemeOption,
+    SourceOption,
+    TrustOption,
+)
 from .progress import place_in_run, run_progress
 
 if TYPE_CHECKING:
@@ -26,6 +35,7 @@ def quantize(
     scheme: SchemeOption = None,
     mtp: MtpOption = None,
     calibration: CalibrationOption = None,
+    mtp_source: MtpSourceOption = None,
     trust_remote_code: TrustOption = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
     threads: Annotated[
@@ -65,7 +75,7 @@ def quantize(
     from . import calibration_tables, commits, pipeline, plan_tables, refusals
 
     out = Console()
-    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
+    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     made = api.plan(model, **words, trust_remote_code=trust_remote_code)
     rank, _ = place_in_run()
     if dry_run:
@@ -125,12 +135,13 @@ def extra(
     mtp: MtpOption = None,
     trust_remote_code: TrustOption = False,
     calibration: CalibrationOption = None,
+    mtp_source: MtpSourceOption = None,
 ) -> None:
     """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate."""
     from . import commits, pipeline, refusals
 
     # The whole plan: what would refuse it, or a Hub out of reach, is known before anything is installed.
-    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
+    words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     made, _ = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
     refusals.refuse_untrusted_code(made)
     refusals.refuse_no_draft(made)

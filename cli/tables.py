@@ -78,8 +78,14 @@ def _totals(plan: "Plan") -> str:
     return (
         f"{printable(plan.source.where)} ({plan.source.revision}): {len(plan.entries):,} tensors in, {num_out:,} out; "
         f"{size_in_words(plan.num_bytes_before)} -> {size_in_words(plan.num_bytes_after)} in "
-        f"{num_shards} shard{_s(num_shards)}; {num_mtp_layers} MTP layer{_s(num_mtp_layers)}\n"
+        f"{num_shards} shard{_s(num_shards)}; {num_mtp_layers} MTP layer{_s(num_mtp_layers)}"
+        f"{_from_elsewhere(plan)}\n"
     )
+
+
+def _from_elsewhere(plan: "Plan") -> str:
+    other = plan.source.mtp_source
+    return "" if other is None else f" of {printable(other.where)} ({other.revision})"
 
 
 def _s(count: int) -> str:

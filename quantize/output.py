@@ -24,7 +24,7 @@ from ..checkpoints.companions import inside
 from ..checkpoints.files import WORK, complete, final_path, held, is_held, partial_path, write_whole
 from ..checkpoints.identity import listed
 from ..checkpoints.record import RECIPE, RECORD, Record, read_record
-from ..checkpoints.source import INDEX, Source, file_sizes
+from ..checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
 from ..checkpoints.unchanged import refuse_changed, states_of
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family_view import FamilyView
@@ -111,7 +111,17 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[
     cure = "Run the same command again: it compares what is written with the source, and writes anew what differs"
     if plan.needs_calibration:
         cure = f"Remove {partial} and {calibration_folder(final_path(partial))}, and run the same command again"
-    refuse_changed(plan.source.folder, plan.source.states, cure=cure)
+    _refuse_changed(plan.source, cure)
+
+
+def _refuse_changed(source: Source, cure: str) -> None:
+    """Refuse a source that was written to since it was opened, and likewise a separate MTP source."""
+    assert source.folder is not None
+    own = {name: state for name, state in source.states.items() if not name.startswith(MTP_FILES)}
+    refuse_changed(source.folder, own, cure=cure)
+    if (other := source.mtp_source) is not None and other.folder is not None:
+        stamps = {name: other.states[name] for name in source.mtp_files}
+        refuse_changed(other.folder, stamps, cure=cure)
 
 
 def publish(partial: Path, out: Path, *, keep_calibration: bool = True) -> None:
@@ -158,6 +168,11 @@ def _is_same_source(plan: Plan, record: Record, made_ns: int) -> bool:
     """Whether a record's source is this plan's, and no file was written to since. A Hub's commit never changes."""
     source, calibration = plan.source, plan.recipe.calibration
     if (record.source.name, record.source.revision) != (_name_of(source), source.revision):
+        return False
+    other, theirs = source.mtp_source, record.mtp_source
+    if (other and (_name_of(other), other.revision)) != (theirs and (theirs.name, theirs.revision)):
+        return False
+    if theirs and other and other.folder is not None and theirs.files != mtp_file_sizes(source):
         return False
     if source.folder is None:
         return True
@@ -311,6 +326,8 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     versions = [__version__, _versions("torch")]
     for part in (recipe, output_config(plan), file_sizes(plan.source), plan.companions, versions):
         digest.update(json.dumps(part).encode() + b"\0")
+    if plan.source.mtp_source is not None:
+        digest.update(json.dumps([plan.source.mtp_source.revision, mtp_file_sizes(plan.source)]).encode() + b"\0")
     for tensor in plan.tensors:
         digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {tensor.outputs}\n".encode())
     if plan.needs_calibration:
@@ -326,17 +343,19 @@ def record_of(plan: Plan, calibration: Mapping[str, Any] | None = None) -> Recor
         {
             "keepmtp": __version__,
             "recipe": plan.recipe.model_dump(mode="json"),
-            "source": {
-                "name": _name_of(source),
-                "revision": source.revision,
-                "files": file_sizes(source),
-            },
+            "source": _recorded(source, file_sizes(source)),
+            "mtp_source": _recorded(source.mtp_source, mtp_file_sizes(source)) if source.mtp_source else None,
             "calibration": dict(calibration) if calibration else None,
             "tensors": dict(Counter(tensor.fate for tensor in plan.tensors)),
             "bytes": {"before": plan.num_bytes_before, "after": plan.num_bytes_after},
             "versions": {"python": platform.python_version(), **_versions(*packages)},
         }
     )
+
+
+def _recorded(source: Source, files: Mapping[str, int]) -> dict[str, Any]:
+    """What a record says of a checkpoint that was read."""
+    return {"name": _name_of(source), "revision": source.revision, "files": files}
 
 
 def _versions(*packages: str) -> dict[str, str]:

@@ -28,6 +28,7 @@ from .decide import Given, Patterns, added_aliases, decide_other, decide_weight,
 from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs
 
 SHARD_BYTES = 5_000_000_000
+_GET_IT = "Get the MTP block from the original release: most tools drop it"
 Unit = tuple[TensorPlan, ...]
 """Tensors that are computed together, and written to one shard."""
 
@@ -154,7 +155,7 @@ def make_plan(
     view = FamilyView(family=family, config=source.config)
     entries = with_separate_mtp(source, view)
     weights, others = stored_weights(entries.values())
-    refuse_missing_mtp(view, source, entries)
+    refuse_missing_mtp(view, source, entries, recipe)
     given = Given(recipe=recipe, source=source, view=view, patterns=Patterns(recipe))
     with matching_limit():
         tensors = [decide_weight(weight, given) for weight in weights.values()]
@@ -224,16 +225,35 @@ def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
     return {**source.entries, **separate}
 
 
-def refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFName, Entry]) -> None:
+def _where_it_may_be(recipe: Recipe | None, source: Source) -> str:
+    """The way out for a checkpoint without a single MTP tensor: a release has nothing to get from itself."""
+    if recipe is None:
+        return _GET_IT
+    elsewhere = "name where its MTP block is: --mtp-source, or mtp_source: in the recipe"
+    if source.where == recipe.source:
+        return f"This release has none: {elsewhere}"
+    return f"Most tools drop it: start from the original release. If that has none either, {elsewhere}"
+
+
+def refuse_missing_mtp(
+    view: FamilyView, source: Source, entries: Mapping[HFName, Entry], recipe: Recipe | None = None
+) -> None:
     """config.json and the files must agree on the MTP layers, and every module of the block must be there."""
     promised, found = view.num_mtp_layers, view.mtp_layers_of(entries)
     where = f"{source.where}/config.json"
+    if promised and not any(map(view.is_mtp, entries)):
+        raise CheckpointError(
+            where,
+            f"{view.mtp_count_key}={promised} promises MTP layers {view.mtp_stem(0)}*",
+            got="no MTP tensor in any file",
+            cure=_where_it_may_be(recipe, source),
+        )
     if missing := sorted(set(range(promised)) - found):
         raise CheckpointError(
             where,
             f"{view.mtp_count_key}={promised} promises MTP layers {view.mtp_stem(missing[0])}*",
             got="no such tensor in any file",
-            cure="Get the MTP block from the original release: most tools drop it",
+            cure=_GET_IT,
         )
     if extra := sorted(found - set(range(promised))):
         raise CheckpointError(

@@ -282,6 +282,7 @@ class Family:
             is plain under one algorithm. modelopt's config then names the algorithm of each module (MIXED_PRECISION).
         fp8_table_key: key of text_config that makes vLLM hold a table in FP8 ("float8_e4m3fn"), whatever the
             quantization config says.
+        mtp_source_prefixes: (prefix in a checkpoint of the MTP block alone, prefix in a release), where they differ.
         norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes nothing.
         draft: how an MTP layer computes; None where keepmtp cannot run it, so cannot calibrate or measure it.
         no_draft: why not.
@@ -312,6 +313,7 @@ class Family:
     rerouted_format: str = ""
     modelopt_by_module: bool = False
     fp8_table_key: str = ""
+    mtp_source_prefixes: tuple[tuple[str, str], ...] = ()
     norms_add_one: bool = False
     draft: Draft | None = None
     no_draft: str = ""

@@ -54,6 +54,7 @@ def _edits(root: yaml.MappingNode, commit_of: CommitOf) -> Iterator[tuple[yaml.N
             yield from _edit(_values(block), "dataset", "dataset", "dataset_revision", commit_of)
         elif isinstance(block, yaml.ScalarNode) and block.value in calibrations():
             yield from _written_out(block, commit_of)
+        yield from _edit(_values(holder.get("mtp_source")), "model", "source", "revision", commit_of)
         yield from _evaluation(_values(holder.get("evaluation")), commit_of)
 
 

@@ -84,6 +84,13 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class MtpSource(_Frozen):
+    """Where the MTP block of a release without one is: a Hub id or a folder, and its revision ("local" for folders)."""
+
+    source: Annotated[str, Field(min_length=1)]
+    revision: Annotated[str, Field(min_length=1)]
+
+
 class Override(_Frozen):
     """An exception to the group's scheme: modules by name on disk, or by `re:` and a regex of the whole name."""
 
@@ -207,6 +214,7 @@ class Recipe(_Frozen):
         overrides: exceptions; the first match wins, and each must match something.
         keep: names (or `re:` regexes) of tensors outside the family table that keepmtp copies as they are.
         calibration: how batches are chosen; null for data-free recipes.
+        mtp_source: where the MTP block is, for a release that has none of its own; only its MTP tensors are read.
         format: whose names, scales and config the checkpoint has; the packed bytes are the same.
         evaluation: how the result is scored; `protocol.Evaluation` has the defaults.
         gates: what the result must keep of its source; `protocol.Gates` has the defaults.
@@ -225,6 +233,7 @@ class Recipe(_Frozen):
     mtp_auto: MtpAuto | None = None
     overrides: tuple[Override, ...] = ()
     keep: tuple[NameOrRegex, ...] = ()
+    mtp_source: MtpSource | None = None
     format: Format = "compressed-tensors"
     evaluation: Evaluation = Evaluation()
     gates: Gates = Gates()
@@ -343,6 +352,7 @@ _PARTS: Mapping[str, type[BaseModel]] = {
     "calibration": Calibration,
     "overrides": Override,
     "mtp_auto": MtpAuto,
+    "mtp_source": MtpSource,
     "evaluation": Evaluation,
     "gates": Gates,
 }

@@ -3,6 +3,9 @@
 vLLM 0.32.0: models/minimax_m3/nvidia/{model,mtp}.py. The draft is constructed as `model.layers.{i}`, the target as
 `language_model.model.layers.{i}`: entries in the names on disk (`language_model.model.mtp.*`) never match, and a
 pattern that is not anchored at the start hits both. The loaders skip a tensor without a parameter in silence.
+
+The release has no MTP block, although its config.json counts seven modules. A checkpoint of the block alone
+(`minimax_m3_mtp`) has names without `language_model.` (nvidia/mtp.py: _map_checkpoint_name).
 """
 
 from dataclasses import replace
@@ -58,6 +61,7 @@ FAMILY = Family(
         *kept("norm", NORM, "enorm", "hnorm", "final_layernorm"),
     ),
     mtp_count_keys=("num_mtp_modules",),
+    mtp_source_prefixes=(("model.mtp.", "language_model.model.mtp."),),
     mtp_count_default=1,
     loader=Loader(unknown_name="", refuses_missing_mtp=True, takes_kv_scales=True),
     draft=Draft(

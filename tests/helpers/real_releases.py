@@ -54,3 +54,23 @@ def qwen38_fp8() -> Checkpoint:
         "modules_to_not_convert": [name for name in plain if not name.startswith(TABLE)],
     }
     return checkpoint
+
+
+def minimax_halves() -> tuple[Checkpoint, Checkpoint]:
+    """MiniMax-M3 as it is released, and the MTP block alone, as vLLM's loader takes it.
+
+    The release has no tensor of the block, though its config.json counts seven modules. Names and keys of the block:
+    vLLM 0.32.0 models/minimax_m3/nvidia/mtp.py (_map_checkpoint_name), transformers_utils/configs/minimax_m3.py.
+    """
+    whole = released("minimax-m3")
+    block = {name: spec for name, spec in whole.tensors.items() if name.startswith("language_model.model.mtp.")}
+    release = {name: spec for name, spec in whole.tensors.items() if name not in block}
+    text = whole.config["text_config"]
+    hidden, vocab = text["hidden_size"], text["vocab_size"]
+    alone = {name.removeprefix("language_model."): spec for name, spec in block.items()}
+    alone |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (vocab, hidden)))
+    config = {**text, "model_type": "minimax_m3_mtp", "architectures": ["MiniMaxM3MTP"], "num_mtp_modules": 1}
+    return (
+        Checkpoint(config=whole.config | {"text_config": text | {"num_mtp_modules": 7}}, tensors=release),
+        Checkpoint(config=config, tensors=alone),
+    )

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from checkpoint_files import Checkpoint, as_source, lose, write
 from good import released
+from keepmtp.checkpoints.mtp_source import with_mtp_of
 from keepmtp.quantize.output import output_config
 from keepmtp.quantize.plan import make_plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import Checked
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.serving.vllm_env import find_vllm
-from real_releases import nemotron_ultra, qwen38_fp8
+from real_releases import minimax_halves, nemotron_ultra, qwen38_fp8
 from releases import source_layout
 
 pytestmark = pytest.mark.vllm
@@ -40,6 +41,12 @@ def quantized(checkpoint: Checkpoint, recipe: str, folder: Path) -> Checkpoint:
     return Checkpoint(config=output_config(plan), tensors=outputs)
 
 
+def joined_minimax(folder: Path) -> Checkpoint:
+    joined = with_mtp_of(*(as_source(half, folder) for half in minimax_halves()))
+    tensors = {str(name): (entry.dtype, entry.shape) for name, entry in joined.entries.items()}
+    return Checkpoint(config=dict(joined.config), tensors=tensors)
+
+
 def with_a_strange_depth() -> Checkpoint:
     """A tensor in a depth that vLLM builds, under a name that it does not know."""
     checkpoint = released("inkling", mtp_config={"num_nextn_predict_layers": 8})
@@ -56,6 +63,9 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         "layers by kind": nemotron_ultra(),
         "table in FP8": qwen38_fp8(),
         "quantized, table in FP8": quantized(qwen38_fp8(), QWEN38, tmp_path_factory.mktemp("none")),
+        "MTP block of its own repository": quantized(
+            joined_minimax(tmp_path_factory.mktemp("none")), "minimax-m3", tmp_path_factory.mktemp("none")
+        ),
         "eight depths": released("inkling", mtp_config={"num_nextn_predict_layers": 8}),
         "a depth that no release has": with_a_strange_depth(),
     }
@@ -111,3 +121,11 @@ def test_a_table_in_fp8_is_loaded_as_such(name, judged):
     checked = judged[name]
     assert errors(checked) == []
     assert checked.data.dry[0].ok and checked.data.dry[0].target.num_written == checked.data.dry[0].target.num_params
+
+
+def test_an_mtp_block_of_its_own_repository_is_drafted_with(judged):
+    """MiniMax-M3: what keepmtp writes from the release and the block beside it."""
+    checked = judged["MTP block of its own repository"]
+    assert errors(checked) == []
+    (load,) = checked.data.dry
+    assert load.ok and load.draft.cls == "MiniMaxM3MTP" and load.draft.num_written == load.draft.num_params > 5

@@ -15,6 +15,7 @@ from ...checkpoints.stored import OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ...recipes.family import HFName, Part
 from ...recipes.family_view import Place
 from .dialects.autoround import AutoRound
+from .dialects.choose import Unquantized
 from .dialects.fp8 import Fp8
 from .dialects.quark import Quark
 from .findings import Objection, objection
@@ -26,6 +27,11 @@ _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
 _GET_IT = "Copy the MTP block from the original release, or quantize that release with keepmtp"
+# Of a checkpoint that nobody quantized and that has no MTP tensor: perhaps the release has none.
+_NAME_IT = (
+    "If this is the original release, it has none, and `keepmtp quantize` needs --mtp-source with the place of a block "
+    "that is published apart; else copy the block from the original release"
+)
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 
 
@@ -41,8 +47,16 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
             severity="error",
             where=f"config.json: {runtime.view.mtp_count_key}",
             says="no MTP block is promised and none is there: method=mtp has nothing to draft with",
-            cure=_GET_IT,
+            cure=_way_to_a_block(runtime),
         )
+
+
+def _way_to_a_block(runtime: RuntimeView) -> str:
+    """What to do about a block that is absent as a whole; a release cannot give what it has not."""
+    is_whole = isinstance(runtime.dialect, Unquantized) and not any(
+        place.part == "mtp" for place in runtime.placed.values()
+    )
+    return _NAME_IT if is_whole else _GET_IT
 
 
 def _layers_without_tensors(runtime: RuntimeView) -> Iterator[Objection]:
@@ -59,7 +73,7 @@ def _layers_without_tensors(runtime: RuntimeView) -> Iterator[Objection]:
             where=f"{view.mtp_stem(index)}*",
             says=f"{view.mtp_count_key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
             f"{effect}",
-            cure=_GET_IT,
+            cure=_way_to_a_block(runtime),
         )
 
 

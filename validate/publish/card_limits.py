@@ -38,6 +38,11 @@ def limitations(report: FullReport, record: Record, off_leaderboard: str) -> Ite
         yield f"The check has {len(warned) - _MAX_NAMED:,} further warnings; `report.json` lists them."
     if record.source.revision == "local":
         yield "The source was a local folder, identified by no more than its files' names and sizes in `keepmtp.json`."
+    if (other := record.mtp_source) is not None:
+        where = (
+            f"`{other.name}`, a local folder" if other.revision == "local" else f"`{other.name}` at `{other.revision}`"
+        )
+        yield f"The release has no MTP block. The one here was read from {where}, with a license of its own."
     yield from (sentence for part, sentence in report.absent.items() if part != "calibration")
     yield f"Nothing here was tried with another vLLM than {report.vllm}."
 

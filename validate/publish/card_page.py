@@ -292,7 +292,8 @@ def _commands(told: CardFacts) -> Iterator[Md]:
     """
     report, out, base = told.report, told.name, told.base_model
     source = ["--source", base.name if base.is_proven else told.record.source.name]
-    yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *(told.choices or ()), "--out", out])
+    block = ["--mtp-source", told.record.mtp_source.name] if told.record.mtp_source else []
+    yield shell(["keepmtp", "quantize", "recipe.yaml", *source, *block, *(told.choices or ()), "--out", out])
     gpus = dict.fromkeys(load.gpu for load in report.dry)
     sizes = dict.fromkeys(str(load.tp) for load in report.dry)
     pretended = [word for gpu in gpus for word in ("--gpu", gpu)] + [word for tp in sizes for word in ("--tp", tp)]

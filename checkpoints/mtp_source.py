@@ -1,0 +1,114 @@
+"""A release without an MTP block, joined with the MTP block of another repository or folder.
+
+In: two opened checkpoints. Out: one `Source`: the release's, with the MTP tensors of the other one under the release's
+names, and the count of MTP layers that is there. Whoever plans, reads or writes sees one checkpoint.
+
+Easy to get wrong: config.json of the release may count MTP layers that were never published (MiniMax-M3 says seven). So
+the count is that of the tensors. Only the files with MTP tensors are downloaded, stamped and recorded.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..recipes.errors import CheckpointError
+from ..recipes.families import find_view
+from ..recipes.family import HFName
+from ..recipes.family_view import FamilyView
+from .safetensors_file import Entry
+from .source import MTP_FILES, Source
+
+_KEPT = ("hidden_size", "vocab_size", "num_attention_heads", "head_dim")
+
+
+def with_mtp_of(source: Source, other: Source) -> Source:
+    """The release with the MTP block of another checkpoint.
+
+    Args:
+        source: has no MTP tensor.
+        other: a standalone MTP block, or another release of the same model.
+
+    Raises:
+        RecipeError: no family table for the release.
+        CheckpointError: the release has an MTP block, the other one has none, or it is another model's.
+    """
+    view = find_view(source.config, source.where)
+    if own := _first_mtp(source, view):
+        rule = "mtp_source is for a release without an MTP block of its own"
+        raise CheckpointError(source.where, rule, got=own, cure="Leave mtp_source and --mtp-source away")
+    renamed = dict(_mtp_entries(other, view))
+    if not renamed:
+        family = view.family.model_type
+        rule = f"an MTP source must have tensors of {family}'s MTP block, {view.mtp_stem(0)}*"
+        raise CheckpointError(other.where, rule, got="none", cure="Name another with --mtp-source")
+    _refuse_other_model(source, other, view, renamed)
+    files = {entry.file.removeprefix(MTP_FILES) for entry in renamed.values()}
+    stamps = {f"{MTP_FILES}{name}": state for name, state in other.states.items() if name in files}
+    return replace(
+        source,
+        config=_counting(source.config, view, _num_layers(view, renamed)),
+        entries={**source.entries, **renamed},
+        states={**source.states, **stamps},
+        mtp_source=other,
+        mtp_files=tuple(sorted(files)),
+    )
+
+
+def has_mtp(source: Source) -> bool:
+    """Whether a checkpoint has MTP tensors of its own.
+
+    Raises:
+        RecipeError: no family table for it.
+    """
+    return bool(_first_mtp(source, find_view(source.config, source.where)))
+
+
+def _first_mtp(source: Source, view: FamilyView) -> str:
+    return next((name for name in (*source.entries, *source.unindexed) if view.is_mtp(name)), "")
+
+
+def _mtp_entries(other: Source, view: FamilyView) -> Iterator[tuple[HFName, Entry]]:
+    """The MTP tensors of the other checkpoint, under the release's names."""
+    for entry in (*other.entries.values(), *other.unindexed.values()):
+        name = HFName(_in_release(entry.name, view))
+        if view.is_mtp(name):
+            yield name, replace(entry, name=name, file=f"{MTP_FILES}{entry.file}")
+
+
+def _in_release(name: str, view: FamilyView) -> str:
+    for theirs, ours in view.family.mtp_source_prefixes:
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
+
+
+def _refuse_other_model(source: Source, other: Source, view: FamilyView, found: Mapping[HFName, Entry]) -> None:
+    """Both must have the same sizes: by config.json, and by what joins embedding and hidden state."""
+    theirs = other.config.get("text_config") or other.config
+    for key in _KEPT:
+        ours, given = view.text_config.get(key), theirs.get(key)
+        if None not in (ours, given) and ours != given:
+            rule = f"{key} must be {ours}, that of {source.where}"
+            raise CheckpointError(f"{other.where}/config.json", rule, got=given, cure="Name another MTP source")
+    hidden = view.text_config.get("hidden_size")
+    for name, entry in found.items():
+        place = view.place(name)
+        is_glue = place is not None and place.role == "glue" and place.leaf == "weight"
+        if is_glue and isinstance(hidden, int) and all(size % hidden for size in entry.shape):
+            rule = f"{name} must be as wide as hidden_size={hidden} of {source.where}"
+            raise CheckpointError(other.where, rule, got=list(entry.shape), cure="Name another MTP source")
+
+
+def _num_layers(view: FamilyView, found: Mapping[HFName, Entry]) -> int:
+    """MTP layers as config.json counts them."""
+    return max(view.mtp_layers_of(found), default=0) // view.num_mtp_parts + 1
+
+
+def _counting(config: Mapping[str, Any], view: FamilyView, num_layers: int) -> Mapping[str, Any]:
+    """config.json with the count of MTP layers that are there."""
+    outer, _, inner = view.mtp_count_key.partition(".")
+    holder = view.text_config
+    counted = {**holder, outer: {**holder.get(outer, {}), inner: num_layers} if inner else num_layers}
+    if holder is config:
+        return counted
+    return {**{key: value for key, value in config.items() if key != outer}, "text_config": counted}
