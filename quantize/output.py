@@ -302,7 +302,7 @@ def config_files(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def _keeps_fp8_table(plan: Plan) -> bool:
-    """Whether the output has a table in FP8, which vLLM must be told: the quantization config cannot say it."""
+    """Whether the output has a table in FP8, which the quantization config cannot say."""
     if not plan.view.family.fp8_table_key:
         return False
     places = ((plan.view.place(tensor.name), tensor) for tensor in plan.tensors)

@@ -41,6 +41,8 @@ def test_only_revisions_change_in_every_shipped_file(model):
         wanted = recipe | {"revision": MODEL if moves(recipe["revision"]) else recipe["revision"]}
         if recipe["calibration"] and moves(recipe["calibration"]["dataset_revision"]):
             wanted["calibration"] = recipe["calibration"] | {"dataset_revision": DATASET}
+        if "mtp_source" in recipe:
+            wanted["mtp_source"] = recipe["mtp_source"] | {"revision": MODEL}
         assert after[variant] == wanted
     assert pinned_text(pinned, commit_of) == pinned
 

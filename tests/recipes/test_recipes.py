@@ -59,7 +59,8 @@ def test_missing_key(tmp_path, key):
 
 
 def test_only_what_changes_no_number_has_a_default():
-    """What may be left out: exceptions, what only `mtp: auto` reads, what data may lack, consents that start as no.
+    """What may be left out: exceptions, what only `mtp: auto` reads, the place of an MTP block that most releases have
+    themselves, what data may lack, consents that start as no.
 
     And how the result is judged, which changes no byte of it: reports and cards print every field of that.
     """
@@ -67,7 +68,7 @@ def test_only_what_changes_no_number_has_a_default():
     def optional(kind) -> set[str]:
         return {key for key, field in kind.model_fields.items() if not field.is_required()}
 
-    assert optional(Recipe) == {"overrides", "keep", "mtp_auto", "format", "evaluation", "gates"}
+    assert optional(Recipe) == {"overrides", "keep", "mtp_auto", "mtp_source", "format", "evaluation", "gates"}
     assert optional(Calibration) == {"subset", "prompt_column", "model_code", "decorated_forward"}
     assert not optional(MtpAuto)
     assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == ("transformers", "refuse")
