@@ -127,8 +127,11 @@ def _fate(row: Mapping[str, Any]) -> str:
 def config_listing(config: Mapping[str, Any]) -> Text:
     """Targets and ignore list, as the checkpoint's config.json will have them; a pattern is never broken."""
     lines = ["quantization_config, in vLLM's runtime names"]
-    for group in config["config_groups"].values():
+    for group in config.get("config_groups", {}).values():
         lines += [f"  {group['format']}  {target}" for target in group["targets"]]
+    if "quant_algo" in config:
+        lines += [f"  modelopt  {config['quant_algo']}"]
+        lines += [f"  {row['quant_algo']}  {name}" for name, row in config.get("quantized_layers", {}).items()]
     lines += [f"  ignore  {entry}" for entry in config["ignore"]]
     return Text("\n".join(map(printable, lines)) + "\n")
 

@@ -80,7 +80,8 @@ def dialect_of(runtime: RuntimeView) -> Format:
         raise CheckpointError(where, rule, got="an entry", cure="Keep the checkpoint in compressed-tensors' dialect")
     if found not in FORMATS:
         rule = f"only {' and '.join(FORMATS)} are converted into each other"
-        raise CheckpointError(runtime.source.where, rule, got=found, cure="Quantize the original release anew")
+        cure = "Quantize it first" if found == "none" else "Quantize the original release anew"
+        raise CheckpointError(runtime.source.where, rule, got=found, cure=cure)
     return found  # pyright: ignore[reportReturnType]
 
 
@@ -105,7 +106,7 @@ def matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:
         found.append(StoredMatrix(module=module, place=place, scheme=schemes.get(module, ""), parts=weight.parts))
     for entry in runtime.others:
         place = runtime.placed.get(entry.name)
-        if place is not None and place.row.stacked:
+        if place is not None and place.role == "experts" and len(entry.shape) >= 2:
             found.append(StoredMatrix(module=entry.name, place=place))
     return found
 

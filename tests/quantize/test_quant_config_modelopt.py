@@ -18,12 +18,16 @@ from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import stored_weights
 from keepmtp.checkpoints.values import read_tensor
+from keepmtp.cli.main import app
 from keepmtp.quantize.output import claim, publish
 from keepmtp.quantize.plan import Plan
 from keepmtp.quantize.writer import write as write_shards
 from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.model_file import flat_text
 from keepmtp.validate.check.check import check, check_source
 from outputs import digests
+from typer.testing import CliRunner
 
 PAIRS = [("NVFP4", "bf16"), ("NVFP4A16", "NVFP4A16"), ("FP8", "FP8"), ("FP8_BLOCK", "NVFP4A16")]
 # Refused in a sentence: vLLM's mapper renames every entry that could name a module of the draft.
@@ -179,3 +183,12 @@ def test_outputs_of_another_format_are_another_plan():
     assert one.num_bytes_after == sum(output.num_bytes for shard in one.shards for output in shard.outputs)
     assert other.num_bytes_after == sum(output.num_bytes for shard in other.shards for output in shard.outputs)
     assert replace(one, recipe=other.recipe).shards == other.shards != one.shards
+
+
+def test_the_plan_is_shown_in_its_dialect(tmp_path):
+    recipe = find_recipe("tiny-glm4-moe", scheme="nvfp4a16-fp8")[0].model_dump(mode="json") | {"format": "modelopt"}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(flat_text({key: value for key, value in recipe.items() if key not in ("evaluation", "gates")}))
+    shown = CliRunner().invoke(app, ["plan", str(path), "--source", "models/tiny-glm4-moe"])
+    assert shown.exit_code == 0, shown.output
+    assert "  modelopt  MIXED_PRECISION\n  FP8_PB_WO  model.layers.0." in shown.stdout
