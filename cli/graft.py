@@ -40,7 +40,7 @@ def graft(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; nothing is written.")] = False,
     gpus: Annotated[
         list[str] | None,
-        typer.Option("--gpu", help="What vLLM pretends at the end: sm90, sm100 or sm120; default sm100."),
+        typer.Option("--gpu", help="The GPU that vLLM pretends at the end, such as sm90; default sm100."),
     ] = None,
     any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
@@ -58,9 +58,9 @@ def graft(
     Refused before a byte is written: another model or another width, a block that is there and good, a release without
     a trained block, a dialect that vLLM or keepmtp does not have.
 
-    Example: `keepmtp graft /data/GLM-4.7-NVFP4 --from zai-org/GLM-4.7 --out /data/GLM-4.7-NVFP4-MTP`
+    Example: `keepmtp graft GLM-4.7-NVFP4 --from zai-org/GLM-4.7 --out NEW`
 
-    Example: `keepmtp graft /data/GLM-4.7-NVFP4 --from /data/GLM-4.7 --dry-run`
+    Example: `keepmtp graft GLM-4.7-NVFP4 --from /data/GLM-4.7 --dry-run`
     """
     from ..checkpoints.source import open_source
     from ..cure.graft import foresee, plan_graft

@@ -116,7 +116,7 @@ def with_entries(
     raw = quantization_of(new)
     if isinstance(raw, dict):
         path = _path_of(new, raw)
-        said = _freed(raw, plan, backbone) if method == "compressed-tensors" else []
+        said = _freed(raw, plan, backbone) if method in ("compressed-tensors", *NATIVE_FP8) else []
         reasons = [((*path, *inner), why) for inner, why in (*said, *_write(raw, method, plan, backbone))]
     if hf_new is not None and method in PLAIN_ONLY:
         hf_reasons = list(_write(hf_new, method, plan, backbone))
@@ -220,21 +220,22 @@ def _freed(raw: dict[str, Any], plan: Plan, backbone: RuntimeView) -> Reasons:
 
     An entry that reaches the backbone too becomes the names that it reaches there.
     """
-    packed = frozenset(name for module in runtime_modules(plan) if module.scheme for name in module.asked)
+    packed = _packed_names(plan)
     dialect, others = backbone.draft_dialect, frozenset(_names_of_backbone(backbone))
+    key = next((key for key in ("ignore", "ignored_layers", "modules_to_not_convert") if raw.get(key)), "ignore")
     listed: dict[str, None] = {}
     with time_limit():
         for entry in dialect.entries:
-            if entry.where != "ignore":
+            if entry.where not in ("ignore", "ignored_layers"):
                 continue
             if entry.written in packed or dialect.covered(entry, packed):
                 listed |= dict.fromkeys(sorted(dialect.covered(entry, others)))
             else:
                 listed[entry.written] = None
-    if not packed or [*listed] == raw.get("ignore"):
+    if not packed or [*listed] == raw.get(key):
         return []
-    raw["ignore"] = [*listed]
-    return [(("ignore",), "an entry for a plain block does not fit one that is packed")]
+    raw[key] = [*listed]
+    return [((key,), "an entry for a plain block does not fit one that is packed")]
 
 
 def _names_of_backbone(backbone: RuntimeView) -> Iterator[str]:
@@ -248,9 +249,10 @@ def _names_of_backbone(backbone: RuntimeView) -> Iterator[str]:
 
 
 def _packed_names(plan: Plan) -> frozenset[str]:
-    """Modules that keep a packed form as it was released, under every name that vLLM may ask for."""
-    packed = {tensor.runtime for tensor in plan.tensors if tensor.fate == "keep" and tensor.form != "plain"}
-    return frozenset(name for module in runtime_modules(plan) if module.name in packed for name in module.asked)
+    """The block's packed modules, in a scheme or as they were released, under every name that vLLM may ask for."""
+    kept = {tensor.runtime for tensor in plan.tensors if tensor.fate == "keep" and tensor.form != "plain"}
+    packed = [module for module in runtime_modules(plan) if module.scheme or module.name in kept]
+    return frozenset(name for module in packed for name in (module.name, *module.asked))
 
 
 def _starts(plan: Plan, backbone: RuntimeView) -> list[str]:

@@ -1,0 +1,239 @@
+"""What graft writes into a quantization config: for every family, and in every dialect as vLLM itself matches it."""
+
+import json
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import releases
+from checkpoint_files import Checkpoint, write
+from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cure.graft import Graft, foresee, plan_graft
+from keepmtp.cure.graft_write import carry_out
+from keepmtp.quantize.quant_config import runtime_modules
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.families import find_view
+from keepmtp.validate.check.runtime_view import RuntimeView
+from keepmtp.validate.dryload.check_on import check_on
+from keepmtp.validate.report.results import CheckData
+from keepmtp.validate.serving.vllm_env import find_vllm
+from modelopt_form import in_hf_quant_config, modelopt
+
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))
+# A draft with a checkpoint of its own has no block to lose.
+MODELS = [model for model in releases.MODELS if "assistant" not in model]
+
+
+def without_block(checkpoint: Checkpoint) -> Checkpoint:
+    view = find_view(checkpoint.config, "built")
+    checkpoint.tensors = {name: spec for name, spec in checkpoint.tensors.items() if not view.is_mtp(name)}
+    return checkpoint
+
+
+def graft(place: Path, model: str, checkpoint: Checkpoint, **choices: Any) -> Graft:
+    lost = write(place / "lost", without_block(checkpoint))
+    return plan_graft(open_source(lost), open_source(write(place / "release", released(model))), **choices)
+
+
+def errors(made: Graft) -> list[tuple[str, str]]:
+    return [(each.where, each.says) for each in foresee(made).data.findings if each.severity == "error"]
+
+
+# --- every family -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_block_that_was_dropped_is_as_the_config_says(model, tmp_path):
+    """Entries for the lost block are there or not, names are whole or regexes: the result has no error."""
+    cases = {
+        "whole names": (lambda: llmcompressor(model, "FP8_DYNAMIC"), "bf16"),
+        "packed now": (lambda: llmcompressor(model, "FP8_DYNAMIC"), "FP8_DYNAMIC"),
+        "as released": (lambda: ours(model, "FP8_DYNAMIC"), "source"),
+    }
+    for name, (make, word) in cases.items():
+        assert errors(graft(tmp_path / name, model, make(), mtp=word)) == [], name
+
+
+@pytest.mark.parametrize(
+    "model", ["glm-4.7", "glm-5", "qwen3.5-27b", "qwen3.5-397b", "qwen3-next-80b", "step-3.5-flash"]
+)
+@pytest.mark.parametrize("form", [modelopt, lambda *words: in_hf_quant_config(modelopt(*words))], ids=["both", "hf"])
+def test_modelopt_releases_that_dropped_theirs(model, form, tmp_path):
+    """Model-Optimizer #733, #750, #2427: Qwen3-Next, GLM-4.7 and others; their excludes name no MTP block."""
+    checkpoint = form(model, "NVFP4")
+    holders = [checkpoint.config.get("quantization_config"), *checkpoint.json_files.values()]
+    for holder in filter(None, holders):
+        inner = holder.get("quantization", holder)
+        key = "exclude_modules" if "exclude_modules" in inner else "ignore"
+        if key in inner:
+            inner[key] = [
+                entry for entry in inner[key] if not entry.startswith(("mtp", "model.layers.3.*", "model.layers.4.*"))
+            ]
+    made = graft(tmp_path, model, checkpoint)
+    assert errors(made) == [] and made.files, "an entry was needed, and written"
+    with pytest.raises(RecipeError, match="graft writes a packed MTP block in compressed-tensors only"):
+        plan_graft(made.quantized, made.plan.source, mtp="FP8_DYNAMIC")
+
+
+def test_an_entry_for_the_backbone_and_the_block_is_narrowed(tmp_path):
+    """One regex for the same module of all layers, and the block is packed now: the backbone keeps its part."""
+    checkpoint = llmcompressor("glm-4.7", "FP8_DYNAMIC")
+    checkpoint.quantization["ignore"] += [r"re:.*self_attn\.o_proj$"]
+    for layer in range(3):
+        module = f"model.layers.{layer}.self_attn.o_proj"
+        checkpoint.tensors[f"{module}.weight"] = ("BF16", checkpoint.tensors[f"{module}.weight"][1])
+        del checkpoint.tensors[f"{module}.weight_scale"]
+    made = graft(tmp_path, "glm-4.7", checkpoint, mtp="FP8_DYNAMIC")
+    assert errors(made) == []
+    ignore = json.loads(made.files["config.json"])["quantization_config"]["ignore"]
+    assert r"re:.*self_attn\.o_proj$" not in ignore and "model.layers.0.self_attn.o_proj" in ignore
+
+
+def test_native_fp8_takes_the_releases_own_bytes(tmp_path):
+    made = graft(tmp_path / "v3", "deepseek-r1", native_bf16_mtp())
+    assert errors(made) == [], "entries for the plain block of the old config are gone"
+    names = {output.name for tensor in made.plan.tensors for output in tensor.outputs}
+    assert "model.layers.3.self_attn.o_proj.weight_scale_inv" in names
+    plain = graft(tmp_path / "plain", "deepseek-r1", native_bf16_mtp(), mtp="bf16")
+    assert errors(plain) == []
+    release = write(tmp_path / "release", qwen_fp8())
+    lost = write(tmp_path / "lost", without_block(qwen_fp8()))
+    made = plan_graft(open_source(lost), open_source(release))
+    assert errors(made) == [] and made.files == {}, "config.json says it already"
+
+
+# --- dialects that only vLLM can judge --------------------------------------------------------------------------------
+
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        "lm_head": False,
+        "dynamic": {"+:.*": {"bits": 4}},
+    },
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "modules_to_not_convert": ["lm_head"],
+    },
+    "auto-round": {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "packing_format": "auto_round:auto_gptq",
+        "extra_config": {"lm_head": {"bits": 16}},
+    },
+    "quark": {
+        "quant_method": "quark",
+        "exclude": ["lm_head"],
+        "export": {},
+        "global_quant_config": {},
+        "layer_quant_config": {},
+    },
+}
+PEER = r"""
+import json, sys
+from types import SimpleNamespace
+from vllm.model_executor.layers.quantization.inc.config_parser import *
+from vllm.model_executor.layers.quantization.inc.inc import INCConfig
+from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
+from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+
+def plain(raw, module, packed):
+    method = raw["quant_method"]
+    if method == "gptq":
+        return get_dynamic_override(SimpleNamespace(dynamic=raw["dynamic"]), module) is False
+    if method == "awq":
+        return is_layer_skipped(module, raw["modules_to_not_convert"], packed, match_mode="substring")
+    if method == "quark":
+        return should_ignore_layer(module, raw["exclude"], packed, check_children=module.endswith("experts"))
+    config = INCConfig.from_config(raw)
+    config.packed_modules_mapping = packed
+    return config.get_layer_config(object(), module)[0] >= 16
+
+asked = json.load(sys.stdin)
+print(json.dumps([[plain(raw, module, packed) for module in modules] for raw, modules, packed in asked]))
+"""
+
+
+@cache
+def peer(questions: str) -> list[list[bool]]:
+    done = subprocess.run([VLLM_PYTHON, "-c", PEER], input=questions, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.vllm
+def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp_path):
+    """vllm #36954, #48816, #49187, auto-round #1755: vLLM's own matching, on every module of both parts."""
+    questions, wanted = [], []
+    for model in ("glm-4.7", "qwen3.5-27b", "qwen3.5-397b"):
+        for method, raw in QUANTIZED.items():
+            checkpoint = ours(model, "W4A16")
+            checkpoint.config["quantization_config"] = raw
+            place = tmp_path / f"{model}-{method}"
+            made = graft(place, model, checkpoint)
+            new = json.loads(made.files["config.json"])["quantization_config"]
+            view = RuntimeView(source=made.quantized, view=made.plan.view)
+            block = [module.name for module in runtime_modules(made.plan) if not module.name.endswith("embed_tokens")]
+            backbone = [m.name for m in view.modules if m.part == "backbone" and m.role not in ("embedding", "head")]
+            packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+            questions.append([new, [*block, *backbone], packed])
+            wanted.append([True] * len(block) + [False] * len(backbone))
+    for (raw, modules, _), answers, right in zip(questions, peer(json.dumps(questions)), wanted, strict=True):
+        wrong = [module for module, is_plain, want in zip(modules, answers, right, strict=True) if is_plain != want]
+        assert wrong == [], raw
+
+
+# --- vLLM loads the result --------------------------------------------------------------------------------------------
+
+KNOWN = {
+    "GLM-4.7 NVFP4, modelopt": ("glm-4.7", lambda: modelopt("glm-4.7", "NVFP4"), None),
+    "Qwen3.5 NVFP4, modelopt": ("qwen3.5-397b", lambda: modelopt("qwen3.5-397b", "NVFP4"), None),
+    "GLM-4.7 NVFP4 with a W4A16 block": ("glm-4.7", lambda: ours("glm-4.7", "NVFP4A16"), "W4A16"),
+    "DeepSeek-V4 with its own block": ("dsv4-flash", lambda: ours("dsv4-flash", "NVFP4"), "source"),
+    "Step-3.5-Flash NVFP4": ("step-3.5-flash", lambda: ours("step-3.5-flash", "NVFP4A16"), None),
+    "Step-3.7-Flash NVFP4": ("step-3.7-flash", lambda: ours("step-3.7-flash", "NVFP4A16"), "bf16"),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory) -> dict[str, CheckData]:
+    """Written from random releases; one vLLM judges all."""
+    place, folders = tmp_path_factory.mktemp("known"), {}
+    for name, (model, make, word) in KNOWN.items():
+        config, tensors = releases.source_layout(model, size="tiny")
+        release = releases.write_checkpoint(place / name / "release", config, tensors, data="random")
+        lost = write(place / name / "lost", without_block(make()))
+        made = plan_graft(open_source(lost), open_source(release), mtp=word)
+        folders[name] = str(carry_out(made, place / name / "new").folder)
+    found = check_on(list(folders.values()), vllm=find_vllm(), gpus=["sm100"])
+    return {name: checked.data for name, checked in zip(folders, found, strict=True)}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", [name for name in KNOWN if not name.startswith("Step")])
+def test_vllm_loads_the_graft(loaded, name):
+    assert loaded[name].findings == ()
+    (load,) = loaded[name].dry
+    assert load.failure is None and load.draft.num_params > 10
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["Step-3.5-Flash NVFP4", "Step-3.7-Flash NVFP4"])
+def test_step_flash_is_grafted_and_vllms_own_defect_is_named(loaded, name):
+    """vllm #44087: the graft is right, and vLLM 0.32.0 cannot construct the draft."""
+    found = [each for each in loaded[name].findings if each.severity == "error"]
+    assert {each.rule for each in found} == {"vllm-defect"}
+    assert all("vLLM 0.32.0" in each.says for each in found), found
