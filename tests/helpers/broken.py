@@ -234,6 +234,8 @@ BROKEN: tuple[Case, ...] = (
          "algorithm", "quant_algo", says="ModelOpt currently only supports"),
     Case("R7 hf_quant_config.json without group_size", "glm modelopt file",
          lambda c: c.json_files["hf_quant_config.json"]["quantization"].pop("group_size"), "algorithm", "group_size"),
+    Case("R7 a mixture in hf_quant_config.json alone", lambda: in_hf_quant_config(mixed("glm-4.7", "NVFP4")),
+         lambda c: None, "algorithm", "quantization.quant_algo", says="Unknown ModelOpt quant algo"),
     # D. glue
     Case("F42 eh_proj in FP8, scale dropped", "glm fp8", pack(r"model\.layers\.3\.eh_proj", "FP8_DYNAMIC"), "glue",
          "model.layers.3.eh_proj.weight", says="without a word"),

@@ -19,6 +19,8 @@ from .runtime_view import RuntimeView
 from .vllm_module import ConfigEntry, UnknownDialect
 
 _SIZE_TOLERANCE = 0.01
+# The algorithms of modelopt that vLLM names a method for where they are below `quantization`.
+_NESTED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 
 
 def entries_match_a_module(runtime: RuntimeView) -> Iterator[Objection]:
@@ -101,7 +103,7 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
     second = read_dialect(_without_quantization(runtime.source.config), other)
     first = runtime.dialect
     if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
-        if first.name != second.name:
+        if first.name != second.name and not _says_the_same(given, other):
             yield objection(
                 rule="two-configs",
                 severity="warning",
@@ -129,6 +131,14 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
             "engines read the other",
             cure="Make both lists equal",
         )
+
+
+def _says_the_same(given: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether a config of another method repeats modelopt's keys, as DeepSeek-V4 with NVFP4 experts does."""
+    inner = other.get("quantization")
+    if not isinstance(inner, Mapping) or not inner.get("quant_algo"):
+        return False
+    return given.get("quant_algo") == inner["quant_algo"] and given.get("ignore") == inner.get("exclude_modules")
 
 
 def config_has_what_vllm_reads(runtime: RuntimeView) -> Iterator[Objection]:
@@ -180,7 +190,18 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
             "supports: ...'",
             cure=f"Export again with one of {', '.join(ALGORITHMS)}",
         )
-    inner = ((runtime.hf_quant_config if given is None else given) or {}).get("quantization")
+    raw = (runtime.hf_quant_config if given is None else given) or {}
+    inner = raw.get("quantization")
+    if isinstance(dialect, ModelOpt) and isinstance(inner, Mapping) and _has_no_nested_name(raw, dialect.algorithm):
+        yield objection(
+            rule="algorithm",
+            severity="error",
+            where=f"{file}: quantization.quant_algo",
+            says=f"is {dialect.algorithm}: of an algorithm below `quantization` vLLM says ValueError 'Unknown ModelOpt "
+            f"quant algo: {dialect.algorithm}'",
+            cure="Write quantization_config into config.json, with quant_method, quant_algo, ignore and the rest at "
+            "its top level",
+        )
     if isinstance(dialect, ModelOpt) and "NVFP4" in dialect.algorithm and isinstance(inner, Mapping):
         for key in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
             if key not in inner:
@@ -192,6 +213,13 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
                     "hf_quant_config.json'",
                     cure="Export again with modelopt, or add it",
                 )
+
+
+def _has_no_nested_name(raw: Mapping[str, Any], algorithm: str) -> bool:
+    """vLLM 0.32.0 transformers_utils/model_arch_config_convertor.py, _normalize_quantization_config."""
+    producer, inner = raw.get("producer"), raw["quantization"]
+    is_modelopt = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
+    return (is_modelopt or "modelopt_quant_config" in inner) and algorithm not in _NESTED
 
 
 def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
