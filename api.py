@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .validate.dryload.facts import GPU
     from .validate.report.results import CheckData
     from .validate.report.schema import FullReport as Report
+    from .validate.values.reading import Level
 
 __all__ = [
     "CheckData",
@@ -152,9 +153,11 @@ def check(
     tps: Sequence[int] = (1,),
     num_drafts: int = 1,
     draft: str = "",
+    values: "Level | None" = None,
+    source: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> "CheckData":
-    """Judge one checkpoint by its config.json and headers, and with `gpus` also by vLLM's own classes and loaders.
+    """Judge one checkpoint by its config.json and headers, with `gpus` by vLLM's loaders, with `values` by its bytes.
 
     Args:
         where: a folder or a Hub id, of keepmtp or of any other tool.
@@ -162,6 +165,8 @@ def check(
         tps: tensor-parallel sizes of the dry loads.
         num_drafts: num_speculative_tokens of the dry loads.
         draft: folder or Hub id of a draft that has a checkpoint of its own.
+        values: what is read of the tensors: "scalars", "scales", "unpacked" or "all". Needs the `quantize` extra.
+        source: with `values`, the release as a folder or a Hub id; weights are compared with it.
         progress: called with what is done now.
 
     Returns: facts, findings and dry loads. `ok` says that no finding is an error.
@@ -173,7 +178,14 @@ def check(
     (checked,) = one
     if checked.refusal is not None:
         raise checked.refusal
-    return checked.data
+    if values is None:
+        return checked.data
+    from .recipes.extras import require_extra
+
+    require_extra("check", "quantize")
+    from .validate.values.values import with_values
+
+    return with_values(checked, values, source=None if source is None else str(source)).data
 
 
 def check_all(

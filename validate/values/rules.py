@@ -11,6 +11,7 @@ Source: vLLM 0.32.0 quantization/compressed_tensors/schemes/compressed_tensors_w
 """
 
 import math
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -243,7 +244,7 @@ def input_scales_are_measured(tensors: list[Tensor]) -> Iterator[Objection]:
             )
 
 
-def weights_are_not_empty(tensors: list[Tensor]) -> Iterator[Objection]:
+def weights_are_not_empty(runtime: RuntimeView, tensors: list[Tensor]) -> Iterator[Objection]:
     """No matrix of the language model is all zeros or one repeated value."""
     for tensor in tensors:
         if is_scale(tensor.entry.name) or len(tensor.entry.shape) < 2 or math.prod(tensor.entry.shape) < _MANY:
@@ -257,7 +258,7 @@ def weights_are_not_empty(tensors: list[Tensor]) -> Iterator[Objection]:
                 where=tensor.entry.name,
                 says=f"holds {what} only: it was never trained or never written"
                 + (", so the draft guesses and nearly nothing is accepted" if in_draft else ""),
-                cure="Take this tensor from the release",
+                cure=_graft(runtime) if in_draft else "Take this tensor from the release",
                 cause=f"{tensor.cause} {what}",
             )
 
@@ -277,9 +278,14 @@ def norms_are_those_of_a_model(runtime: RuntimeView, tensors: list[Tensor]) -> I
                 says=f"its largest value is {largest:.3g}: the draft's hidden state becomes "
                 + ("nothing" if largest < 1 else "huge")
                 + ", and nearly nothing is accepted",
-                cure="Take this tensor from the release",
+                cure=_graft(runtime),
                 cause=f"{tensor.cause} {largest < 1}",
             )
+
+
+def _graft(runtime: RuntimeView) -> str:
+    """The command that takes the MTP block of the release."""
+    return f"Run `keepmtp graft {shlex.quote(runtime.source.where)} --from RELEASE --out NEW`"
 
 
 def _position(tensor: Tensor) -> str:

@@ -29,7 +29,7 @@ from ..check.runtime_view import RuntimeView
 from .summary import Summary
 
 _warning = partial(objection, severity="warning", origin="values")
-_CURE = "Measure its acceptance before it is served; take a release whose MTP block was published"
+_CURE = "Measure its acceptance before it is served"
 # Sizes of one kind of matrix differ between layers by a few times. A block of another origin differs by more.
 _OTHER_SIZE = 100.0
 _SMALLEST_SIDE = 512
@@ -74,10 +74,10 @@ def edge_share(matrix: Tensor) -> float:
     values = matrix.float()
     num_rows, num_columns = values.shape
     vector = torch.randn(num_columns, generator=torch.Generator().manual_seed(0))
+    square = vector.norm()
     for _ in range(_STEPS):
-        vector = values.T @ (values @ vector)
+        vector = values.T @ (values @ (vector / square))
         square = vector.norm()
-        vector = vector / square
     size = values.square().mean().sqrt()
     return (square.sqrt() / (size * (math.sqrt(num_rows) + math.sqrt(num_columns)))).item()
 

@@ -172,7 +172,7 @@ def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator
     yield from magnitudes_are_those_of_weights(runtime, read)
     yield from fused_scales_agree(runtime, read)
     yield from input_scales_are_measured(tensors)
-    yield from weights_are_not_empty(tensors)
+    yield from weights_are_not_empty(runtime, tensors)
     yield from norms_are_those_of_a_model(runtime, tensors)
     yield from norms_have_learned(runtime, read)
     yield from sizes_are_those_of_the_backbone(runtime, read)
