@@ -536,7 +536,7 @@ def _values(name: str, dtype: str, shape: tuple[int, ...], rng: np.random.Genera
             magnitude = rng.integers(0, 0x78, count, dtype=np.uint8)  # up to 240; 0x7f is NaN
             return magnitude | rng.integers(0, 2, count, dtype=np.uint8) << 7
     values = rng.standard_normal(count, dtype=np.float32) * np.float32(0.02)
-    if name.endswith("weight_scale_inv"):
+    if name.endswith(("weight_scale_inv", "weight_scale")):
         values = np.abs(values) / 100 + np.float32(1e-4)
     elif name.endswith(".weight") and "norm" in name.split(".")[-2]:
         values += 1

@@ -5,13 +5,16 @@ import re
 import pytest
 from checkpoint_files import Checkpoint, as_source, lose, setting, write
 from good import released
-from keepmtp.checkpoints.source import open_source
+from keepmtp.checkpoints.safetensors_file import Entry
+from keepmtp.checkpoints.source import Source, open_source, read
+from keepmtp.cli.pipeline import plan_for, quantize
 from keepmtp.quantize.output import output_config
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check_source
 from real_releases import TABLE, nemotron_ultra, qwen38_fp8
+from releases import write_checkpoint
 
 
 def plan_of(checkpoint: Checkpoint, name: str, folder) -> Plan:
@@ -97,3 +100,21 @@ def test_a_table_that_vllm_builds_otherwise_is_one_finding(change, where, says, 
         finding for finding in check_source(as_source(checkpoint, tmp_path)).findings if finding.rule == "table"
     ]
     assert [(finding.where, says in finding.says) for finding in findings] == [(where, True)]
+
+
+def test_a_table_in_fp8_keeps_its_bytes(tmp_path):
+    """A whole run: written, checked, and its values read."""
+    source = qwen38_fp8()
+    write_checkpoint(tmp_path / "source", source.config, source.tensors, data="random")
+    made, text = plan_for("qwen3.8-flash-next", source=str(tmp_path / "source"))
+    out = quantize(made, text, out=tmp_path / "out", threads=1).out
+    before, after = open_source(tmp_path / "source"), open_source(out)
+    for leaf in ("shard_0.weight", "shard_1.weight", "weight_scale"):
+        one, other = (opened.entries[f"{TABLE}.{leaf}"] for opened in (before, after))
+        assert bytes_of(before, one) == bytes_of(after, other)
+
+
+def bytes_of(opened: Source, entry: Entry) -> bytes:
+    found = bytearray(entry.num_bytes)
+    read(opened, entry, memoryview(found))
+    return bytes(found)
