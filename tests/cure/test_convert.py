@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,19 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.cure.convert import Conversion, convert, plan_conversion
 from keepmtp.cure.convert_record import CONVERTED
+from keepmtp.quantize.output import claim, publish
+from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.writer import write as write_shards
 from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
-from keepmtp.validate.dryload.loader import DryLoader, Job
-from keepmtp.validate.serving.vllm_env import find_vllm
 from outputs import digests
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 from written_values import fill, poke
 
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 WORDS = {"experts": "NVFP4", "rest": "FP8_DYNAMIC", "shared_experts": "FP8"}
 OTHER = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}
 CONFIGS = ("config.json", "hf_quant_config.json")
@@ -219,14 +224,24 @@ def test_the_command(twins, tmp_path):
 
 
 @pytest.mark.vllm
-def test_vllm_loads_both(twins, tmp_path):
-    folders = [tmp_path / name for name in OTHER]
-    for folder in folders:
-        converted(twins[OTHER[folder.name]], folder)
-    with DryLoader(find_vllm(), gpu="sm100") as loader:
-        accounts = loader.load_all([Job(folder=folder, tp=1, num_drafts=1) for folder in folders])
-    for account in accounts:
-        assert account.load.failure is None
-        for role in ("target", "draft"):
-            model, written = account.of(role)
-            assert model.num_written == model.num_params and not written.padded
+@pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up")
+def test_vllm_computes_the_same_logits_from_both(tmp_path):
+    """FP8, which vLLM's CPU kernels have: the target's states and the draft's logits, bit for bit."""
+    first, other = tmp_path / "first", tmp_path / "other"
+    recipe, text = find_recipe("tiny-qwen3_5", scheme="fp8-dynamic", mtp="FP8_DYNAMIC")
+    plan = make_plan(recipe, open_source(ROOT / "models" / "tiny-qwen3_5"))
+    with claim(plan, first) as partial:
+        write_shards(plan, partial, recipe_text=text, threads=1)
+        publish(partial, first)
+    converted(first, other)
+    jobs = [
+        json.dumps({"folder": str(folder), "prompts": [[5, 9, 33, 120, 7, 66]], "num_drafts": 2, "out": f"{folder}.st"})
+        for folder in (first, other)
+    ]
+    words = [str(VLLM_PYTHON), str(ROOT / "tests" / "vllm" / "dump_drafts.py"), *jobs]
+    stubs = str(ROOT / "validate" / "serving" / "plugin" / "stubs")
+    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
+    assert done.stdout.count("DUMPED ") == 2, done.stdout[-2000:] + done.stderr[-6000:]
+    one, two = (load_file(f"{folder}.st") for folder in (first, other))
+    assert one.keys() == two.keys() and {"0.hidden", "0.first", "0.last"} <= one.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
