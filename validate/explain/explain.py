@@ -167,7 +167,7 @@ def _is_follow_up(raised: Raised) -> bool:
 
 def _answer(raised: Raised, checked: Checked | None) -> Recognized | None:
     """By the table of failures, then by the defects and refusals that dry loads have met."""
-    if (found := known_failure(raised.line)) is not None:
+    if (found := known_failure(raised.line) or known_failure(f"{raised.line} [{raised.at}]")) is not None:
         return _from_table(*found, raised.line, raised.at, checked)
     failure = LoadFailure(stage="load", role="", type=raised.type, words=raised.words, at=raised.at)
     runtime = checked.runtime if checked else None

@@ -86,6 +86,16 @@ LOADING: tuple[KnownFailure, ...] = (
         rules=(*_BUILT_QUANTIZED, "experts"),
     ),
     KnownFailure(
+        name="experts built in another form",
+        words=r"Layer [\w.]{1,200} has no parameter '\w{1,40}' for checkpoint weight '(?P<tensor>[\w.]{1,300})'",
+        sources="vllm/model_executor/layers/fused_moe/routed_experts.py; F14, F16, F26, F28",
+        concerns="0.32 and newer; older ones raise KeyError or AttributeError for the same",
+        says="the checkpoint has these experts plain and vLLM built them quantized, or the other way",
+        cure="Make targets and ignore say what the files hold, in vLLM's names",
+        command="fix",
+        rules=(*_BUILT_QUANTIZED, "experts", "fused-uniform"),
+    ),
+    KnownFailure(
         name="stacked experts without a parameter",
         words=r"KeyError: '(?P<tensor>[\w.]{0,200}" + _W13 + r"weight)'",
         sources="vllm #41994, #36954, #39475, #44953; F14, F15, H1",
@@ -161,6 +171,8 @@ LOADING: tuple[KnownFailure, ...] = (
         words=r"AssertionError: (?:assert )?(?:self\.data|param_data|param\.data|param)\.(?:shape|size\(\)) == "
         r"loaded_weight\.(?:shape|size\(\))|assert (?:param_data|self\.data|param)\.shape == loaded_weight\.shape|"
         r"The size of tensor a \(\d{1,9}\) must match the size of tensor b \(\d{1,9}\)|"
+        r"output with shape \[\d[\d, ]{0,60}\] doesn't match the broadcast shape of \[|"
+        r"AssertionError:? ?\[vllm/model_executor/(?:parameter|layers/linear|layers/vocab_parallel_embedding)\.py|"
         r"size mismatch \(?\d{1,9} vs|Attempted to load weight \(|Tried to load weights of size",
         sources="vllm #38832, #35031, #46316, #49187, #52649, #44087, #53387; sglang #36158; F11, F12, F13, F17, F20",
         concerns=ALL_VERSIONS,
@@ -206,8 +218,8 @@ LOADING: tuple[KnownFailure, ...] = (
     KnownFailure(
         name="name without a parameter",
         words=r"There is no module or parameter named '(?P<tensor>[\w.]{1,300})'|Unexpected Inkling MTP weight: "
-        r"(?P<tensor2>[\w.]{1,300})",
-        sources="F7, E7, E9",
+        r"(?P<tensor2>[\w.]{1,300})|KeyError: '(?P<tensor3>[\w.]{0,200}layers\.\d{1,5}\.[\w.]{1,200})'",
+        sources="vllm #25797; F7, E7, E9, G2, G5, Fp5",
         concerns=ALL_VERSIONS,
         says="the checkpoint has a tensor for which vLLM's class has no parameter: another name than the release's, or "
         "a module that vLLM built in another form",

@@ -60,9 +60,30 @@ SERVING: tuple[KnownFailure, ...] = (
         rules=("algorithm", "dialect"),
     ),
     KnownFailure(
+        name="model unknown to this vLLM",
+        words=r"Model architectures \[.{1,200}\] (?:are not supported|failed)|"
+        r"model type `(?P<tensor>\w{1,80})` but Transformers does not recognize",
+        sources="vllm/config/model.py",
+        concerns="versions before the model",
+        says="this vLLM, or its transformers, has no class for the architecture or model_type of config.json",
+        cure="Use a vLLM that has it, or take architectures and model_type from the release's config.json",
+        rules=("family", "config"),
+    ),
+    KnownFailure(
+        name="quantization method without support",
+        words=r"GPTQ group activation ordering \(desc_act=True\)|Please install \w{1,40}[>=.\d]{0,20} via `pip install|"
+        r"Unknown quantization method|Invalid quantization method",
+        sources="vllm/model_executor/layers/quantization; R7, R8",
+        concerns="0.32; older ones have more methods",
+        says="vLLM no longer has this form of the quantization method, or a package of it is missing",
+        cure="Quantize again with a method that vLLM has, or install what the message names",
+        command="check",
+        rules=("method", "dialect"),
+    ),
+    KnownFailure(
         name="FP8 weights without FP8 activations",
         words=r"is_static_input_scheme is False|'NoneType' object has no attribute 'num_bits'|"
-        r"only format: pack-quantized is supported",
+        r"only format: pack-quantized",
         sources="M10; G4, Fp3",
         concerns=ALL_VERSIONS,
         says="a config group has FP8 weights and `input_activations: null`, which these modules do not take",
@@ -71,12 +92,13 @@ SERVING: tuple[KnownFailure, ...] = (
         rules=("config-group",),
     ),
     KnownFailure(
-        name="scalar with one dimension too many",
-        words=r"output with shape \[\] doesn't match the broadcast shape \[1\]|KV-cache scale expects a scalar weight",
+        name="scale with other dimensions",
+        words=r"output with shape \[\] doesn't match the broadcast shape|shape '\[\]' is invalid for input of size|"
+        r"narrow\(\) cannot be applied to a 0-dim tensor|KV-cache scale expects a scalar weight",
         sources="vllm #43297; Fp1",
         concerns=ALL_VERSIONS,
-        says="a global scale was saved with shape [1], and vLLM's parameter is a scalar",
-        cure="Write it as a scalar",
+        says="a scale was saved with other dimensions than vLLM's parameter has, such as [1] for a scalar",
+        cure="Write it in the dimensions that the check names",
         command="fix",
         rules=("shapes", "kv-scales", "scale-dtype"),
     ),

@@ -1,0 +1,74 @@
+"""`keepmtp explain` reads what vLLM itself raised: its words and its place, from checkpoints broken in known ways."""
+
+import pytest
+from checkpoint_files import write
+from dry_corpus import broken_cases
+from good import ours
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.dryload.check_on import with_loads
+from keepmtp.validate.dryload.facts import LoadAccount
+from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.explain.explain import Explanation, explain
+from keepmtp.validate.explain.log import parse_log
+from keepmtp.validate.serving.vllm_env import find_vllm
+
+pytestmark = pytest.mark.vllm
+
+# A broken checkpoint -> the failure, and words of the tensor or entry that the answer must name.
+NAMED = {
+    "F1 dropped, count kept": ("MTP weights dropped", "model.layers.3."),
+    "F14 experts of the draft not ignored": ("experts built in another form", "mtp.layers.0.mlp.experts"),
+    "F32 KV scales in the draft": ("scales of the KV cache in the MTP layer", "layers.3.self_attn.k_proj.k_scale"),
+    "F38 placeholder head quantized": ("weight of another width", "model.layers.3.shared_head.head"),
+    "H7 eh_proj packed": ("scale without a parameter in the draft", "model.layers.3.eh_proj"),
+    "INT4 cache": ("number format of the KV cache", "kv_cache_scheme"),
+}
+
+
+@pytest.fixture(scope="module")
+def accounts(tmp_path_factory) -> dict[str, LoadAccount]:
+    place = tmp_path_factory.mktemp("broken")
+    made = {case.name: case.build() for case in broken_cases() if case.name in NAMED}
+    made["good"] = ours("glm-4.7", "NVFP4", "NVFP4")
+    jobs = [Job(folder=write(place / str(at), checkpoint)) for at, checkpoint in enumerate(made.values())]
+    with DryLoader(find_vllm(), gpu="sm100") as loader:
+        return dict(zip(made, loader.load_all(jobs), strict=True))
+
+
+def serve_log(account: LoadAccount) -> bytes:
+    """vLLM's own words, as a worker writes them to the log of a server."""
+    failure = account.load.failure
+    assert failure is not None
+    file, _, line = failure.at.rpartition(":")
+    said = [f'  File "/opt/venv/lib/python3.12/site-packages/{file}", line {line}, in load_weights']
+    said += f"{failure.type}: {failure.words}".splitlines()
+    before = "(Worker_TP0 pid=4242) ERROR 02-27 16:21:24 [multiproc_executor.py:796] "
+    return "".join(f"{before}{words}\n" for words in said).encode()
+
+
+def explained(account: LoadAccount) -> Explanation:
+    return explain(examine(account.path), parse_log(serve_log(account)))
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_a_real_exception_is_recognized_and_its_culprit_named(case, accounts):
+    name, words = NAMED[case]
+    (answer,) = explained(accounts[case]).answers
+    assert answer.failure.name == name
+    assert words in " ".join((answer.names, answer.on_disk, *answer.confirmed))
+
+
+def test_a_stop_of_the_dry_load_is_a_note(accounts):
+    checked = with_loads(examine(accounts["H7 eh_proj packed"].path), [accounts["H7 eh_proj packed"]], "0.32.0")
+    assert any("In the dry load on sm100 vLLM stops: KeyError" in note for note in explain(checked, None).notes)
+
+
+def test_kernels_are_named_by_module_group(accounts):
+    checked = with_loads(examine(accounts["good"].path), [accounts["good"]], "0.32.0")
+    found = explain(checked, None)
+    kernels = {(group.part, group.modules): group.kernel for group in found.groups}
+    assert kernels["mtp", "routed experts"] == kernels["backbone", "routed experts"] != ""
+    assert "NvFp4LinearKernel" in kernels["backbone", "attention"] and "NvFp4" in kernels["mtp", "shared experts"]
+    assert kernels["mtp", "glue"] == ""
+    notes = " ".join(found.notes)
+    assert "On sm100 the draft's attention runs on FLASH" in notes and "gives the draft the target's" in notes
