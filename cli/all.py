@@ -39,6 +39,7 @@ def everything(
     scheme: Annotated[str | None, typer.Option("--scheme", help="As for `keepmtp quantize`.")] = None,
     mtp: Annotated[str | None, typer.Option("--mtp", help="As for `keepmtp quantize`.")] = None,
     calibration: Annotated[str | None, typer.Option("--calibration", help="As for `keepmtp quantize`.")] = None,
+    mtp_source: Annotated[str | None, typer.Option("--mtp-source", help="As for `keepmtp quantize`.")] = None,
     trust_remote_code: TrustOption = False,
     base_model: Annotated[str | None, typer.Option("--base-model", help="As for `keepmtp card`.")] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Output folder; default out/RECIPE.")] = None,
@@ -91,6 +92,7 @@ def everything(
     is_made = out.exists() and not is_empty(out)
     original = _option("--source", source)
     choices = [*original, *_option("--scheme", scheme), *_option("--mtp", mtp), *_option("--calibration", calibration)]
+    choices += _option("--mtp-source", mtp_source)
     choices += ["--trust-remote-code"] if trust_remote_code else []
     version = ["--any-vllm"] if any_vllm else []
     served = [*original, *version, *_option("-k", k), *(["--", *context.args] if context.args else [])]
@@ -113,7 +115,7 @@ def everything(
     if is_made:
         tidy(out, keep_calibration=False)
     else:
-        words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration}
+        words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
         made, _ = run.plan_for(model, **words, trust_remote_code=trust_remote_code)
         refuse_untrusted_code(made)
         _refuse_evaluation(made, k, tuple(context.args))

@@ -43,6 +43,11 @@ def test_the_commands_in_their_order(tmp_path):
     assert not out.exists()
 
 
+def test_the_place_of_the_mtp_block_reaches_quantize(tmp_path):
+    done = run_all("minimax-m3", "--mtp-source", "org/block", "--out", str(tmp_path / "out"), "--dry-run")
+    assert f"keepmtp quantize minimax-m3 --mtp-source org/block --out {tmp_path / 'out'}" in done.stdout.splitlines()
+
+
 def test_words_for_vllm_reach_every_server(tmp_path):
     out = tmp_path / "out"
     words = ["tiny-glm4-moe", "--out", str(out), "--any-vllm", "--dry-run", "--", "--tensor-parallel-size", "8"]

@@ -127,6 +127,8 @@ def refuse_unknown(source: Source, candidate: str, revision: str) -> None:
     Raises:
         CheckpointError: it is a local folder, no shipped model, and not like the recipe's release.
     """
+    if source.mtp_source is not None and source.folder is not None:  # a block of another repository is no part of it
+        source = open_source(source.folder)
     if source.revision != "local" or _is_shipped(Path(source.where).name, file_sizes(source)):
         return
     why, repo = f"the local folder {source.where}", candidate_of(candidate, revision)
