@@ -110,8 +110,8 @@ def _of_checkpoint(checked: Checked) -> dict[str, object]:
 
 
 def _notes(runtime: RuntimeView | None, account: LoadAccount | None) -> Iterator[str]:
-    if runtime is not None and (kept := _kv_cache(runtime)):
-        yield kept
+    if runtime is not None:
+        yield from filter(None, (_no_mtp(runtime), _kv_cache(runtime)))
     if account is None:
         return
     load = account.load
@@ -123,6 +123,21 @@ def _notes(runtime: RuntimeView | None, account: LoadAccount | None) -> Iterator
     if load.failure is not None:
         said = f"{load.failure.type}: {' '.join(load.failure.words.split())}"
         yield f"In the dry load on {load.gpu} vLLM stops: {shortened(said)} ({load.failure.at})."
+
+
+def _no_mtp(runtime: RuntimeView) -> str:
+    """What becomes of a draft without an MTP block; "" where there is one."""
+    if any(module.part == "mtp" for module in runtime.modules):
+        return ""
+    if not runtime.promised:
+        return "There is no MTP block, and config.json promises none: it can be served, but not with method=mtp."
+    loads = (
+        "vLLM raises" if runtime.view.family.loader.refuses_missing_mtp else "the draft is built from noise, in silence"
+    )
+    layers = "layer" if runtime.promised == 1 else "layers"
+    return (
+        f"config.json promises {runtime.promised} MTP {layers}, and no tensor of it is here: with method=mtp {loads}."
+    )
 
 
 def _kv_cache(runtime: RuntimeView) -> str:

@@ -26,7 +26,7 @@ _BEFORE = re.compile(
     r"|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\dZ+:]{0,20})){1,6} ?"
 )
 _FRAME = re.compile(r'^\s{0,20}File "([^"]{1,400})", line (\d{1,7})')
-_EXCEPTION = re.compile(r"^\s{0,4}([A-Za-z_][\w.]{0,120}(?:Error|Exception))(?:: (.{0,3900}))?$")
+_EXCEPTION = re.compile(r"^\s{0,4}([A-Za-z_][\w.]{0,120}(?:Error|Exception))(?::(?: (.{0,3900}))?)?$")
 _VERSION = re.compile(r"(?:█ .{0,20}|vLLM.{0,40}|engine \()(?:version |v)(\d{1,3}\.\d{1,3}\.\d{1,3}[\w.+]{0,40})")
 _TELLS = ("Error", "Exception", "error", "WARNING", "assert", "cceptance", "not found", "failed", "different", "scal")
 _READ = (*_TELLS, 'File "', "version", "engine (v")

@@ -4,14 +4,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from checkpoint_files import Checkpoint, as_source, write
 from good import llmcompressor, ours, released
+from keepmtp.cli import main
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import Checked, check_source
 from keepmtp.validate.check.runtime_view import RuntimeView
-from keepmtp.validate.explain.explain import Explanation, explain
+from keepmtp.validate.explain.explain import Explanation, _command, explain
+from keepmtp.validate.explain.failure import Command
 from keepmtp.validate.explain.groups import BuiltGroup, groups_of
 from keepmtp.validate.explain.log import MOST_BYTES, parse_log, read_log
 from modelopt_form import mixed, modelopt
@@ -102,6 +105,31 @@ def test_an_entry_that_vllm_reads_under_another_name(tmp_path):
     checkpoint.quantization["ignore"].append(name)
     found = groups_of(checked(checkpoint, tmp_path).runtime)
     assert any(group.why.startswith(f"ignore has {name} (vLLM reads language_model.model.") for group in found)
+
+
+def test_a_block_that_is_not_there_is_a_sentence(tmp_path):
+    lost = ours("glm-4.7", "NVFP4")
+    lost.take(r"model\.layers\.3\..*")
+    (note,) = explain(checked(lost, tmp_path), None).notes
+    assert "promises 1 MTP layer, and no tensor of it is here" in note and "from noise" in note
+    lost = ours("deepseek-r1", "NVFP4")
+    lost.take(r"model\.layers\.3\..*")
+    assert "vLLM raises" in explain(checked(lost, tmp_path), None).notes[0]
+
+
+def test_an_fp8_cache_is_a_sentence(tmp_path):
+    checkpoint = ours("glm-4.7", "NVFP4")
+    checkpoint.quantization["kv_cache_scheme"] = {"type": "float", "num_bits": 8}
+    assert explain(checked(checkpoint, tmp_path), None).notes == (
+        "The KV cache of target and draft is float with 8 bits, unless --kv-cache-dtype says otherwise.",
+    )
+
+
+def test_the_commands_that_cure_can_be_typed():
+    for command in get_args(Command):
+        verb, *words = _command(command, "PATH") or ("ls",)
+        known = {name for option in main._load(verb).params for name in option.opts}
+        assert {word for word in words if word.startswith("-")} <= known, command
 
 
 # --- Logs -------------------------------------------------------------------------------------------------------------
