@@ -74,8 +74,7 @@ def _write(
     """Write the block's files, and those of the checkpoint that lose tensors."""
     work = folder / WORK / "graft"
     plan = _on_this_machine(graft, work / "release", fetching)
-    with _shown(reading, sum(entry.num_bytes for entry in block_entries(plan))) as progress:
-        refuse_untrained_block(plan, progress)
+    refuse_untrained_block(plan, reading)
     (work / WORK).mkdir(parents=True, exist_ok=True)
     with _shown(packing, plan.num_bytes_before) as progress:
         write_shards(plan, work, threads=threads, progress=progress)

@@ -21,8 +21,9 @@ from keepmtp.cure.graft_write import carry_out
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import check
+from keepmtp.validate.values import untrained
 from outputs import digests, forks
-from releases import write_checkpoint
+from releases import source_layout, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 RELEASE = ROOT / "models" / "tiny-glm4-moe"
@@ -230,7 +231,7 @@ def test_another_family_and_another_width_are_refused_with_the_names(lost, tmp_p
 def test_a_release_without_a_block_is_refused(tmp_path):
     same = headers(tmp_path / "lost", without_block(ours("glm-4.7", "FP8_DYNAMIC")))
     none = headers(tmp_path / "none", without_block(released("glm-4.7")))
-    with pytest.raises(CheckpointError, match=r"promises MTP layers model\.layers\.3\.\*; got no such tensor"):
+    with pytest.raises(CheckpointError, match=r"promises MTP layers model\.layers\.3\.\*; got no"):
         plan_graft(open_source(same), open_source(none))
 
 
@@ -246,7 +247,10 @@ def test_minimax_m2_is_refused_in_words(lost, tmp_path):
     [
         (lambda name, data: bytes(len(data)), r"model\.layers\.3\..*holds zeros only"),
         (lambda name, data: b"\xc0\x7f" + data[2:] if "eh_proj" in name else data, r"eh_proj\.weight.*infinite or NaN"),
-        (lambda name, data: b"\x80\x3f" * (len(data) // 2) if "norm" in name else data, r"norm.*; got 1 everywhere"),
+        (
+            lambda name, data: b"\x80\x3f" * (len(data) // 2) if "norm" in name else data,
+            r"norm.*hold 1 only, as before training",
+        ),
     ],
     ids=["zeros", "nan", "norms as they were set"],
 )
@@ -264,6 +268,16 @@ def test_a_block_that_was_never_trained_is_refused_by_its_values(lost, spoilt, s
     with pytest.raises(CheckpointError, match=says):
         grafted(lost, tmp_path / "new", release)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_block_of_chance_is_refused(tmp_path, monkeypatch):
+    """MiniMax-M2 #47 by its values: the spectrum of the glue is that of random numbers."""
+    monkeypatch.setattr(untrained, "_SMALLEST_SIDE", 16)
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    release = write_checkpoint(tmp_path / "release", config, tensors, data="random")
+    same = headers(tmp_path / "lost", without_block(ours("glm-4.7", "FP8_DYNAMIC")))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.3\.eh_proj\.weight.*looks like random numbers"):
+        grafted(same, tmp_path / "new", release)
 
 
 def test_words_that_need_data_are_refused(lost):
