@@ -7,6 +7,7 @@ folder is never written to.
 """
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ..recipes.errors import RecipeError, printable
 from . import exits, findings, tables
 from .options import AnyVLLMOption, JsonOption, chosen_gpus
 
@@ -28,6 +30,12 @@ _COLOURS = {"+": "green", "-": "red", "#": "bold", "@": "cyan", "~": "green"}
 def fix(
     path: Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id, ours or anyone's.")],
     out: Annotated[Path | None, typer.Option("--out", help="The new folder; without it nothing is written.")] = None,
+    pr: Annotated[
+        bool, typer.Option("--pr", help="Open a pull request with the changed files in the Hub repository PATH.")
+    ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="With --pr: do not ask before the pull request is opened.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and stop.")] = False,
     gpus: Annotated[
         list[str] | None,
@@ -47,7 +55,8 @@ def fix(
     checked, and loaded by vLLM's own loaders where there is a vLLM.
 
     Of a Hub id only headers and small files are read. OUT then has the changed files alone; what needs new shards is
-    named, and can be cured in a download.
+    named, and can be cured in a download. With --pr, the changed files become a pull request there, which everybody can
+    read: it is asked for before, and a token may be needed that can write.
 
     What needs new values is named with the command for it, such as `keepmtp graft`.
 
@@ -56,29 +65,59 @@ def fix(
     Example: `keepmtp fix /data/GLM-4.7-NVFP4`
 
     Example: `keepmtp fix /data/GLM-4.7-NVFP4 --out /data/GLM-4.7-NVFP4-fixed`
+
+    Example: `keepmtp fix nvidia/Qwen3.5-397B-A17B-NVFP4 --pr --dry-run`
     """
     from ..cure.fix import proposed, write
+    from ..cure.fix_request import refuse_request
     from .check import spinner
 
     err, console = Console(stderr=True), Console()
     pretended = chosen_gpus(gpus) if gpus else None
     with spinner(err, is_shown=True) as doing:
         outcome = proposed(path, progress=doing)
+        if pr:
+            refuse_request(outcome)
         written = judged = None
-        if out is not None and not dry_run and outcome.proposal.changes:
+        if out is not None and not dry_run and outcome.proposal.edits:
             if not as_json:
                 _show_diff(console, outcome)
             doing(f"{out}: writing")
             written = write(outcome, out)
             judged = _judged(outcome, out, pretended, any_vllm=any_vllm, doing=doing)
-    if as_json:
-        tables.print_json(_as_json(path, outcome, written, judged), indent=None)
-    else:
+    if not as_json:
         if written is None:
             _show_diff(console, outcome)
         _show_end(console, path, outcome, written, judged)
+    opened = _open_request(outcome, yes=yes) if pr and not dry_run else None
+    if as_json:
+        tables.print_json({**_as_json(path, outcome, written, judged), "pull_request": opened}, indent=None)
+    elif opened:
+        _say(console, f"pull request: {opened}")
     if not (judged.ok if judged else outcome.after.ok):
         raise typer.Exit(exits.FINDINGS)
+
+
+def _open_request(outcome: "Outcome", *, yes: bool) -> str:
+    """Open the pull request, once a person has agreed."""
+    from huggingface_hub import get_token
+
+    from ..cure.fix_request import request
+
+    token, where = get_token(), outcome.source.where
+    if token is None:
+        cure = "Set HF_TOKEN, or run `hf auth login`"
+        raise RecipeError("--pr", "needs a token with write access", got="none", cure=cure)
+    if not yes and not sys.stdin.isatty():
+        rule, got = "a pull request must be confirmed, because everybody can read it", "no terminal to ask on"
+        raise RecipeError("--pr", rule, got=got, cure="Add --yes")
+    if not yes and not typer.confirm(f"Open a pull request in {printable(where)}?", err=True):
+        raise RecipeError("--pr", "a pull request must be confirmed", got="no", cure="Nothing was sent")
+    return request(outcome, token, watch=_watch)
+
+
+def _watch(says: str) -> None:
+    sys.stderr.write(f"{printable(says)}\n")
 
 
 def _judged(outcome: "Outcome", out: Path, gpus: Any, *, any_vllm: bool, doing: Any) -> "Judged":
@@ -96,7 +135,7 @@ def _show_diff(console: Console, outcome: "Outcome") -> None:
     for line in outcome.proposal.diffs():
         style = "bold" if line.startswith(("---", "+++")) else _COLOURS.get(line[:1], "")
         console.print(Text(line, style), highlight=False, soft_wrap=True)
-    if outcome.proposal.changes:
+    if outcome.proposal.edits:
         console.print()
 
 
@@ -107,7 +146,7 @@ def _show_end(
     from ..cure.fix import cure_elsewhere
 
     data = judged.checked.data if judged else outcome.after
-    if judged is None and outcome.proposal.changes:
+    if judged is None and outcome.proposal.edits:
         data = data.model_copy(update={"path": f"{path}, as it would be"})
     findings.show(console, data)
     cures = dict.fromkeys(filter(None, (cure_elsewhere(finding, outcome) for finding in data.findings)))
@@ -119,15 +158,13 @@ def _show_end(
         _say(console, f"not loaded by vLLM: {judged.no_vllm}")
     if written is not None:
         _say(console, written.sentence)
-    elif outcome.proposal.changes:
+    elif outcome.proposal.edits:
         _say(console, f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW")
     else:
         _say(console, "nothing to change: there is no finding that fix can cure")
 
 
 def _say(console: Console, line: str) -> None:
-    from ..recipes.errors import printable
-
     console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
@@ -141,7 +178,7 @@ def _as_json(path: str, outcome: "Outcome", written: "Rewritten | None", judged:
     return {
         **checked,
         "cured": [finding.model_dump(exclude={"origin"}) for finding in outcome.cured],
-        "changes": [*dict.fromkeys(change.why for change in outcome.proposal.changes)],
+        "changes": [*dict.fromkeys(change.why for change in outcome.proposal.edits)],
         "diff": outcome.proposal.diffs(),
         "needs_shards": [*outcome.proposal.not_here],
         "cures": [*dict.fromkeys(filter(None, (cure_elsewhere(each, outcome) for each in data.findings)))],

@@ -123,7 +123,8 @@ def proposed(where: str, *, progress: Callable[[str], None] = lambda doing: None
         rule = "a checkpoint must be readable before it can be fixed"
         raise RecipeError(first.where, rule, got=first.says, cure=first.cure)
     source, runtime, before = checked.source, checked.runtime, checked.data
-    best, proposal = (_weight(before), Proposal(source), before), Proposal(source)
+    proposal = Proposal(source)
+    best = (_weight(before), proposal, before)
     for _ in range(_MAX_ROUNDS):
         if not _round(checked, proposal := proposal.copy()):
             break
@@ -141,7 +142,7 @@ def write(outcome: Outcome, out: Path) -> Rewritten:
     Raises:
         RecipeError: nothing would change, or OUT cannot be written.
     """
-    if not outcome.proposal.changes:
+    if not outcome.proposal.edits:
         rule = "fix writes a folder only if something changes"
         raise RecipeError(outcome.source.where, rule, got="nothing that it can cure", cure="Serve it as it is")
     return rewrite(outcome.proposal.rewrite("fix"), out)

@@ -20,6 +20,7 @@ from .json_diff import JSONPath
 from .proposal import CONFIG, REMOVED, Edit, Proposal, SetValue
 
 _DYNAMIC_BLOCKS = {"strategy": "group", "group_size": 128}
+_LINEAR = "linear_attn"  # the module of Qwen's layers with linear attention
 _DYNAMIC_TOKENS = {"strategy": "token"}
 
 
@@ -49,7 +50,17 @@ def layer_types_are_cut(checked: Checked, proposal: Proposal) -> Iterator[Edit]:
     if isinstance(types, list) and len(types) > expected:
         why = f"num_hidden_layers={view.num_layers}: loading the config fails with {len(types)} entries"
         place = (*_holder(proposal, "layer_types"), "layer_types")
-        yield SetValue(file=CONFIG, place=place, value=types[:expected], why=why)
+        value = [_kind_of_layer(runtime, index, kind) for index, kind in enumerate(types[:expected])]
+        yield SetValue(file=CONFIG, place=place, value=value, why=why)
+
+
+def _kind_of_layer(runtime: RuntimeView, index: int, said: Any) -> Any:
+    """The kind of a decoder layer that its tensors show; what was said where they do not show it."""
+    stem = f"{runtime.view.disk_stem('backbone', index)}{_LINEAR}."
+    if any(name.startswith(stem) for name in runtime.source.entries):
+        return "linear_attention"
+    has_any = any(f".{_LINEAR}." in name for name in runtime.source.entries)
+    return "full_attention" if said == "linear_attention" and has_any else said
 
 
 def extras_are_set(checked: Checked, proposal: Proposal) -> Iterator[Edit]:
@@ -110,6 +121,12 @@ def modelopt_fields_are_there(checked: Checked, proposal: Proposal) -> Iterator[
     place: JSONPath = ("quantization",) if is_file else (*(place_of_config(proposal) or ()), "quantization")
     inner = proposal.value(file, place)
     if not isinstance(inner, dict):
+        return
+    if any("Unknown ModelOpt quant algo" in each.says for each in checked.data.findings):
+        value = {"quant_method": "modelopt", **inner, "ignore": inner.get("exclude_modules") or []}
+        value.pop("exclude_modules", None)
+        why = f"vLLM takes {inner.get('quant_algo')} only at the top level of config.json's quantization_config"
+        yield SetValue(file=CONFIG, place=place_of_config(proposal) or ("quantization_config",), value=value, why=why)
         return
     known = {"group_size": _group_size(runtime), "kv_cache_quant_algo": None, "exclude_modules": []}
     for key, value in known.items():

@@ -71,6 +71,8 @@ def plain_modules_are_listed(checked: Checked, proposal: Proposal) -> Iterator[E
     if is_awq_without:
         missed = [module for module in runtime.modules if _is_plain(module)]
     entries = [*_entries(runtime, spelling, missed), *map(spelling.of_name, heads)]
+    if is_awq_without:  # vLLM's own list has the modules of other parts, too
+        entries += [prefix for _, prefix, _ in runtime.view.layout.opaque]
     lines = {entry: dict(spelling.value or {}) for entry in entries}
     why = "plain on disk; without an entry vLLM builds it quantized, and raises KeyError or on a shape"
     value: Any = [*now, *(entry for entry in entries if entry not in now)] if isinstance(now, list) else lines | now

@@ -94,13 +94,13 @@ class Proposal:
 
     Attributes:
         source: as it is.
-        changes: those that were made, in their order.
+        edits: those that were made, in their order.
         not_here: reasons of those that need the shards on this machine, for a repository that was not downloaded.
     """
 
     def __init__(self, source: Source):
         self.source = source
-        self.changes: list[Edit] = []
+        self.edits: list[Edit] = []
         self.not_here: dict[str, None] = {}
         self._before = {name: _bytes_of(source, name) for name in (CONFIG, HF_QUANT_CONFIG)}
         self._docs: dict[str, Any] = {
@@ -115,9 +115,9 @@ class Proposal:
         self._is_index_new = False
 
     def copy(self) -> "Proposal":
-        """Another one with the same changes, so that more can be tried."""
+        """Another one with the same changes, so that more can be tried; they share `not_here`."""
         other = copy(self)
-        for name in ("changes", "not_here", "_tensors", "_indexed", "_touched"):
+        for name in ("edits", "_tensors", "_indexed", "_touched"):
             setattr(other, name, getattr(self, name).copy())
         other._docs = deepcopy(self._docs)
         return other
@@ -148,7 +148,7 @@ class Proposal:
             CopyTensor: self._copy,
         }[type(change)](change)
         if is_made:
-            self.changes.append(change)
+            self.edits.append(change)
         return is_made
 
     def diffs(self) -> list[str]:
@@ -161,10 +161,10 @@ class Proposal:
 
     def _reasons(self, file: str) -> list[tuple[JSONPath, str]]:
         """Why a file changes, by place; all other changes are reasons of the index."""
-        set_here = [change for change in self.changes if isinstance(change, SetValue)]
+        set_here = [change for change in self.edits if isinstance(change, SetValue)]
         if file != INDEX:
             return [(change.place, change.why) for change in set_here if change.file == file]
-        named = [each for each in self.changes if not isinstance(each, SetValue) and not _keeps_its_name(each)]
+        named = [each for each in self.edits if not isinstance(each, SetValue) and not _keeps_its_name(each)]
         return [((), change.why) for change in named]
 
     def files(self) -> dict[str, bytes]:
@@ -175,6 +175,12 @@ class Proposal:
             if value is not None and (before is None or value != json.loads(before)):
                 found[name] = in_form_of(before, value)
         return found
+
+    def small_files(self) -> dict[str, bytes | None]:
+        """The small files that change, with the index; None for one that is left out."""
+        gone = dict.fromkeys(name for name, value in self._docs.items() if value is None and self._before[name])
+        index = self._index()
+        return {**gone, **self.files(), **({INDEX: index} if index else {})}
 
     def rewrite(self, made_by: str) -> Rewrite:
         """How it is written."""
@@ -296,7 +302,7 @@ class Proposal:
     def _tensor_lines(self) -> list[str]:
         """What becomes of tensors, a line for each reason."""
         groups: dict[str, list[str]] = defaultdict(list)
-        for change in self.changes:
+        for change in self.edits:
             if isinstance(change, Retensor):
                 new = change.new
                 says = f"{new.name} {new.dtype}{list(new.shape)}" if new is not None else "left out"

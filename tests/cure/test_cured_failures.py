@@ -7,10 +7,12 @@ cures, a new folder that is green while the old one stays; for all others, what 
 """
 
 import re
+from pathlib import Path
 
 import pytest
 from broken import BROKEN, Case
 from checkpoint_files import write
+from keepmtp import api
 from keepmtp.checkpoints.unchanged import states_of
 from keepmtp.cure import fix
 from keepmtp.validate.check.check import examine
@@ -79,7 +81,7 @@ def test_fix_cures(case: Case, tmp_path):
     found = fix.proposed(str(old))
     assert any(map(is_it, found.before.findings)), "the check finds it before"
     assert found.after.ok and not any(map(is_it, found.after.findings))
-    assert all(change.why for change in found.proposal.changes) and found.proposal.diffs()
+    assert all(change.why for change in found.proposal.edits) and found.proposal.diffs()
     fix.write(found, tmp_path / "new")
     after = examine(tmp_path / "new").data
     assert after.ok and not any(map(is_it, after.findings)), after.findings
@@ -96,29 +98,41 @@ def test_what_needs_the_block_names_graft(start, tmp_path):
     assert any("keepmtp graft" in fix.cure_elsewhere(each, found) for each in left), left
 
 
+@pytest.mark.vllm
+def test_vllm_loads_what_fix_has_cured(tmp_path):
+    """One for each kind of change: a list, names of tensors, another tool's list, layer_types."""
+    cases = [next(case for case in CURED if case.name.startswith(start)) for start in ("F11 ", "F37 ", "F20 ", "E5 ")]
+    for number, case in enumerate(cases):
+        fix.write(fix.proposed(str(write(tmp_path / f"{number}", case.build()))), tmp_path / f"{number}-new")
+    loaded = api.check_all([tmp_path / f"{number}-new" for number in range(len(cases))], gpus=["sm100"])
+    for case, checked in zip(cases, loaded, strict=True):
+        assert checked.data.ok and checked.data.dry[0].failure is None, (case.name, checked.data.findings)
+
+
 def test_every_case_has_one_cure():
     for case in BROKEN:
         assert sum(case.name.startswith(start) for start in OTHERS) <= 1, case.name
     assert all(any(case.name.startswith(start) for case in BROKEN) for start in OTHERS)
 
 
+def numbers_of(cases: list[Case]) -> list[str]:
+    """The numbers of docs/failures.md that the cases have."""
+    found = {match[0] for case in cases if (match := re.match(r"(?:F|E|Fp|G|H|M|R)\d+(?= )", case.name))}
+    return sorted(found, key=lambda number: (re.sub(r"\d", "", number), int(re.sub(r"\D", "", number))))
+
+
+def test_the_page_lists_what_fix_cures():
+    page = (Path(__file__).parent.parent.parent / "docs" / "failures.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| `keepmtp fix` |"))
+    assert row.split("|")[2].partition(":")[0].strip() == ", ".join(numbers_of(CURED))
+
+
 def print_share() -> None:
-    """How many cases, and how many numbers of docs/failures.md, have which cure."""
-    numbers = re.compile(r"^[A-Za-z]+\d+")
-
-    def of(cases: list[Case]) -> set[str]:
-        return {found[0] for case in cases if (found := numbers.match(case.name))}
-
-    rows = {"fix": CURED}
-    for name, starts in (
-        ("graft", GRAFT),
-        ("convert", CONVERT),
-        ("quantize anew", QUANTIZE_ANEW),
-        ("the release", THE_RELEASE),
-    ):
-        rows[name] = [case for case in BROKEN if case.name.startswith(starts)]
+    """How many cases, and which numbers of docs/failures.md, have which cure."""
+    kinds = {"graft": GRAFT, "convert": CONVERT, "quantize anew": QUANTIZE_ANEW, "the release": THE_RELEASE}
+    rows = {"fix": CURED} | {name: [c for c in BROKEN if c.name.startswith(starts)] for name, starts in kinds.items()}
     for name, cases in rows.items():
-        print(f"{name}: {len(cases)} of {len(BROKEN)} cases; numbers: {', '.join(sorted(of(cases)))}")
+        print(f"{name}: {len(cases)} of {len(BROKEN)} cases; numbers: {', '.join(numbers_of(cases))}")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,8 @@ class Hub:
         requests: "METHOD /path" of each, and the range where one was asked for.
         put: body bytes that arrived for each large file, by SHA-256.
         leads_elsewhere: a large file is asked for at another address, which the Hub answers with.
+        closed: namespaces where nobody may open a pull request.
+        pulls: the files of each pull request, None for one that it removes, and its words under "".
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,6 +115,8 @@ class Hub:
         self.put: Counter[str] = Counter()
         self.endpoint = ""
         self.leads_elsewhere = False
+        self.closed: list[str] = []
+        self.pulls: list[dict[str, Any]] = []
         self.lock = threading.Lock()
 
     def add(self, name: str, *, private: bool = True) -> Repo:
@@ -273,7 +277,9 @@ class _Handler(BaseHTTPRequestHandler):
                     if repo is None or (repo.private and not token):
                         return self._say(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
                     is_write = answer in (_Handler._preupload, _Handler._batch, _Handler._commit, _Handler._settings)
-                    if is_write and (token != TOKEN or told["repo"].split("/")[0] not in self.hub.writers):
+                    owner, is_pull = told["repo"].split("/")[0], "create_pr=1" in self.query
+                    may_write = owner not in self.hub.closed if is_pull else owner in self.hub.writers
+                    if is_write and (token != TOKEN or not may_write):
                         return self._say(403, {"error": "You have no write access"})
                 return answer(self, body, **told)
         self._say(404, {"error": f"no route for {self.command} {self.path}"}, {"X-Error-Code": "EntryNotFound"})
@@ -410,13 +416,23 @@ class _Handler(BaseHTTPRequestHandler):
                         return self._say(412, {"error": "A commit has happened since. Please refresh and try again."})
                 case "file":
                     files[told["path"]] = self.hub.store(base64.b64decode(told["content"]))
+                case "deletedFile":
+                    del files[told["path"]]
                 case "lfsFile":
                     content = (self.hub.folder / told["oid"]).read_bytes()
                     files[told["path"]] = self.hub.stored(told["path"], self.hub.store(content, large=True))
                 case other:
                     return self._say(400, {"error": f"{other} is never sent by keepmtp"})
+        url = f"{self.hub.endpoint}/{repo}"
+        if "create_pr=1" in self.query:
+            entries = [json.loads(line) for line in body.splitlines()]
+            sent = {e["value"]["path"]: e["value"].get("content") for e in entries if e["key"] != "header"}
+            words = next(e["value"] for e in entries if e["key"] == "header")
+            self.hub.pulls.append({path: data and base64.b64decode(data) for path, data in sent.items()} | {"": words})
+            there = {"pullRequestUrl": f"{url}/discussions/{len(self.hub.pulls)}"}
+            return self._say(200, {"success": True, "commitOid": "e" * 40, "commitUrl": f"{url}/commit/e", **there})
         found.commits.append(files)
-        self._say(200, {"success": True, "commitOid": found.head, "commitUrl": f"{self.hub.endpoint}/{repo}"})
+        self._say(200, {"success": True, "commitOid": found.head, "commitUrl": url})
 
     def _settings(self, body: bytes, *, repo: str) -> None:
         self.hub.repos[repo].private = json.loads(body)["visibility"] == "private"

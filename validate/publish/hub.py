@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from httpx import HTTPError, TransportError
-from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import parse_ratelimit_headers
@@ -138,6 +138,34 @@ class Hub:
 
         return self._ask(repo, ask, is_long=True)
 
+    def request(
+        self, repo: str, files: Mapping[str, bytes | None], *, parent: str, message: str, description: str
+    ) -> str:
+        """Open a pull request with small files on top of the commit `parent`; returns its address.
+
+        It is sent once: whether one whose answer was lost is there, only the repository's page says.
+
+        Args:
+            files: bytes by path; None removes a file.
+        """
+        operations = [
+            CommitOperationDelete(path) if data is None else CommitOperationAdd(path, data)
+            for path, data in sorted(files.items())
+        ]
+
+        def ask() -> str:
+            done = self._api.create_commit(
+                repo,
+                operations,
+                commit_message=message,
+                commit_description=description,
+                parent_commit=parent,
+                create_pr=True,
+            )
+            return _is(done.pr_url, str)
+
+        return self._ask(repo, ask, waits=(None,))
+
     def set_visibility(self, repo: str, *, is_private: bool) -> None:
         """Let everybody read it, or nobody but its owners."""
         self._ask(repo, lambda: self._api.update_repo_settings(repo, private=is_private))
@@ -158,14 +186,22 @@ class Hub:
         record.msg, record.args = self._clean(record.getMessage()), ()
         return True
 
-    def _ask(self, repo: str, call: Callable[[], T], *, is_long: bool = False) -> T:
+    def _ask(
+        self,
+        repo: str,
+        call: Callable[[], T],
+        *,
+        is_long: bool = False,
+        waits: Sequence[int | None] = (*WAITS_SECONDS, None),
+    ) -> T:
         """The value of `call`, tried again while the fault is one that passes.
 
         Args:
             is_long: it sends files, and may take as long as bytes arrive.
+            waits: seconds between attempts; None after the last.
         """
         PATIENCE.silences = 0
-        for wait in (*WAITS_SECONDS, None):
+        for wait in waits:
             PATIENCE.until = None if is_long else time.monotonic() + QUESTION_LIMITS * PATIENCE.seconds
             try:
                 return call()
