@@ -98,11 +98,15 @@ def _excluded(view: FamilyView, modules: Collection[RuntimeModule]) -> list[str]
         names += [_surviving(view, f"{stem}*") for stem in stems]
     quantized = {str(module.name) for module in modules if module.scheme}
     heads = [head for head in _draft_heads(view) if not (is_draft_plain and head.startswith(stems))]
-    names += [_surviving(view, head) for head in heads if head not in quantized]
+    names += [_surviving(view, head) for head in heads if not _is_in(head, quantized)]
     names += [f"{runtime}*" for _, runtime, _ in view.layout.opaque]
-    if not any(name.endswith("lm_head") for name in quantized):
-        names.append("lm_head")
+    names += ["lm_head"] if not _is_in("lm_head", quantized) else []
     return list(dict.fromkeys(names))
+
+
+def _is_in(head: str, quantized: Collection[str]) -> bool:
+    """Whether an entry for a head would exclude a quantized one: a substring is enough."""
+    return any(head in name for name in quantized)
 
 
 def _names(view: FamilyView, module: RuntimeModule, *, otherwise: str) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from broken import GOOD
 from calibrated import in_both_formats
-from checkpoint_files import Checkpoint, lose, write
+from checkpoint_files import Checkpoint, lose, pack, write
 from good import llmcompressor, ours, qwen_fp8
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
@@ -130,7 +130,27 @@ def test_own_edits_are_not_undone(twins, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["mine"] == 1
 
 
+def unsloth_mixed() -> Checkpoint:
+    """As unsloth/Qwen3.6-27B-NVFP4 is published, its regexes: NVFP4 MLPs, FP8 attention, and an FP8 head."""
+    mlp = r"model\.language_model\..*mlp\.(gate|up|down)_proj\..*"
+    checkpoint, other = ours("qwen3.5-27b", "FP8_DYNAMIC"), ours("qwen3.5-27b", "NVFP4")
+    checkpoint.take(mlp)
+    checkpoint.tensors |= other.take(mlp)
+    pack("lm_head", "FP8_DYNAMIC")(checkpoint)
+    (fp8,), (nvfp4,) = (each.quantization["config_groups"].values() for each in (checkpoint, other))
+    attention = [r"re:.*self_attn\.(q|k|v|o)_proj$", r"re:.*linear_attn\.(in_proj_qkv|in_proj_z|out_proj)$"]
+    fp8["targets"] = [*attention, "re:.*lm_head"]
+    nvfp4["targets"] = [r"re:.*mlp\.(gate|up|down)_proj$"]
+    checkpoint.quantization.update(
+        format="mixed-precision",
+        config_groups={"group_0": fp8, "group_1": nvfp4},
+        ignore=["re:.*mtp.*", "re:.*visual.*", r"re:.*linear_attn\.in_proj_(a|b)$", "re:.*embed_tokens"],
+    )
+    return checkpoint
+
+
 FOREIGN = {name: build for name, build in GOOD.items() if "modelopt" in name or "mixed" in name} | {
+    "unsloth mixed": unsloth_mixed,
     "llm-compressor nvfp4": lambda: llmcompressor("glm-4.7", "NVFP4"),
     "llm-compressor fp8": lambda: llmcompressor("qwen3.5-27b", "FP8_DYNAMIC", "FP8_DYNAMIC"),
 }
@@ -142,7 +162,7 @@ def test_what_others_wrote(name, tmp_path):
     first = write(tmp_path / "first", FOREIGN[name]())
     fill(first)
     converted(first, tmp_path / "there")
-    assert check(tmp_path / "there").findings == ()
+    assert check(tmp_path / "first").findings == check(tmp_path / "there").findings == ()
     assert converted(tmp_path / "there", tmp_path / "back").is_way_back
     assert tensors(tmp_path / "back") == tensors(first)
     assert configs(tmp_path / "back") == configs(first)
