@@ -67,7 +67,8 @@ def check(
 ) -> None:
     """Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?
 
-    Reads compressed-tensors, modelopt and native FP8 dialects; a Hub id is judged by range requests, not downloaded.
+    Reads compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound and Quark dialects; a Hub id is judged by range
+    requests, not downloaded.
     Each finding says what will happen at serve time and what to do about it. With --gpu, vLLM's own target and draft
     classes and loaders judge too, on meta tensors for a GPU that need not be there: every parameter must be written,
     every tensor used, and each layer must get a kernel.

@@ -1,7 +1,7 @@
 """`keepmtp check`: will vLLM load this checkpoint with method=mtp, and will the draft be real? From headers alone.
 
-In: a folder or Hub id, ours or not: compressed-tensors, modelopt or native FP8. Out: a `CheckData`. Only JSON files and
-safetensors headers are downloaded, and vLLM is not needed.
+In: a folder or Hub id, ours or not: compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound or Quark. Out: a
+`CheckData`. Only JSON files and safetensors headers are downloaded, and vLLM is not needed.
 
 Easy to get wrong: a checkpoint that loads can still draft at 0 %. A finding is an error where vLLM 0.32 raises, and
 where it stays silent but holds something else than the files. What only older versions or other engines refuse is a
@@ -17,7 +17,7 @@ from ...recipes.errors import CheckpointError, KeepMTPError, NoCheckpointError, 
 from ...recipes.families import find_view
 from ..dryload.facts import LoadAccount
 from ..report.results import CheckData
-from . import rules_config, rules_forms, rules_kv, rules_mtp, rules_rows, rules_source, rules_table
+from . import rules_config, rules_dialect, rules_forms, rules_kv, rules_mtp, rules_rows, rules_source, rules_table
 from .dialects.choose import quantization_of
 from .dialects.methods import unloadable
 from .dialects.patterns import time_limit
@@ -27,6 +27,7 @@ from .runtime_view import RuntimeView
 Rule = Callable[[RuntimeView], Iterator[Objection]]
 RULES: tuple[Rule, ...] = (
     *rules_mtp.RULES,
+    *rules_dialect.RULES,
     *rules_forms.RULES,
     *rules_rows.RULES,
     *rules_kv.RULES,

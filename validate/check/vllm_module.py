@@ -1,7 +1,7 @@
 """What vLLM builds for a module, which entry of the config decides it, and what each dialect must answer.
 
-In and out: values only. A dialect is one way to write a quantization config. Each dialect has a file of its own
-(dialects/compressed_tensors.py, dialects/modelopt.py, dialects/fp8.py); dialects/choose.py picks one.
+In and out: values only. A dialect is one way to write a quantization config. Each dialect has a file of its own in
+dialects/; dialects/choose.py picks one.
 
 Easy to get wrong: a `VLLMModule` is what vLLM registers, not what is on disk. The check compares the two.
 """
@@ -105,7 +105,7 @@ UNKNOWN = VLLMModule(form="unknown")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownDialect:
-    """A dialect whose matching keepmtp does not know (GPTQ, AWQ, Quark, AutoRound, ...)."""
+    """A dialect whose matching keepmtp does not know (torchao, humming, ...)."""
 
     name: str
     entries: tuple[ConfigEntry, ...] = ()

@@ -191,7 +191,7 @@ def foreign_configs(modules: list[Module], rng: random.Random):
     def expressions() -> list[str]:
         return [word.removeprefix("re:") for word in words("compressed-tensors") if word.startswith("re:")]
 
-    for _ in range(4):
+    for _ in range(2):
         signs = (rng.choice(["-:", "+:", ""]) for _ in range(100))
         dynamic = {f"{sign}{expression}": {} for sign, expression in zip(signs, expressions(), strict=False)}
         stored = [str(member.weight.module) for module in modules for member in module.members if rng.random() < 0.95]
