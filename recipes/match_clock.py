@@ -32,13 +32,15 @@ class MatchClock:
         self._refusal = refusal
         self._now = _NOTHING
         self._ticks: Counter[str] = Counter()
+        self._is_on = False
 
     @contextmanager
     def limit(self) -> Iterator[None]:
-        """Limit the time that matching takes in all."""
-        if threading.current_thread() is not threading.main_thread():
+        """Limit the time that matching takes in all; inside of another limit that one holds."""
+        if self._is_on or threading.current_thread() is not threading.main_thread():
             yield
             return
+        self._is_on = True
         self._now, self._ticks = _NOTHING, Counter()
         before = signal.signal(signal.SIGVTALRM, self._on_tick)
         signal.setitimer(signal.ITIMER_VIRTUAL, _TICK, _TICK)
@@ -47,9 +49,16 @@ class MatchClock:
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before)
+            self._is_on = False
 
     def timed(self, work: Callable[[str], T], expression: str, name: str) -> T:
-        """What `work` says of a name; the time counts for this expression."""
+        """What `work` says of a name; the time counts for this expression. Outside of a limit it has one of its own."""
+        if not self._is_on:
+            with self.limit():
+                return self._counted(work, expression, name)
+        return self._counted(work, expression, name)
+
+    def _counted(self, work: Callable[[str], T], expression: str, name: str) -> T:
         self._now = (expression, name)
         try:
             return work(name)

@@ -61,6 +61,9 @@ def checkpoint_words(rng: random.Random, base: str) -> tuple[str, ...]:
     """A verb that reads a checkpoint."""
     model = corpus.model_of(base)
     ways: list[tuple[str, ...]] = [("check", "{}"), ("check", "{}", "--json"), ("check", "{}")]
+    ways += [("check", "{}", "--values=all"), ("check", "{}", "--values=all", "--source", "{}")]
+    ways += [("convert", "{}", "--to", dialect, "--dry-run") for dialect in ("modelopt", "compressed-tensors")]
+    ways += [("graft", "{}", "--from", "{}", "--dry-run"), ("graft", "{}", "--from", "{}", "--replace", "--dry-run")]
     if model:
         ways += [("plan", model, "--source", "{}"), ("plan", model, "--source", "{}", "--json")]
         ways += [("quantize", model, "--source", "{}", "--dry-run")]

@@ -23,6 +23,7 @@ from ...recipes.family_view import FamilyView, Place
 from .dialects.choose import HF_QUANT_CONFIG, quantization_of, read_dialect
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
+from .dialects.patterns import time_limit
 from .vllm_module import PLAIN, Dialect, Kind, Resolution
 
 
@@ -126,7 +127,8 @@ class RuntimeView:
                 # A stacked expert tensor has no leaf: it is read as one plain weight.
                 weight = StoredWeight(module=entry.name, form="plain", parts={"weight": entry}, shape=entry.shape)
                 members[place.runtime, place.part].append(Member(place=place, weight=weight))
-        return tuple(self._module(name, part, tuple(group)) for (name, part), group in members.items())
+        with time_limit():
+            return tuple(self._module(name, part, tuple(group)) for (name, part), group in members.items())
 
     @cached_property
     def quantized(self) -> frozenset[VLLMName]:

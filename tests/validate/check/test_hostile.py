@@ -15,6 +15,7 @@ from broken import GOOD
 from checkpoint_files import Checkpoint, adding, setting, write
 from commands import keepmtp
 from keepmtp.recipes import match_clock
+from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check import check as checks
 from keepmtp.validate.check.check import check
 from keepmtp.validate.check.dialects import patterns
@@ -100,6 +101,27 @@ def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
     assert [finding.severity for finding in report.findings] == ["error"]
     assert entry in report.findings[0].where and "would hang" in report.findings[0].says
     assert "repeats inside of repeats" in report.findings[0].cure
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("graft", "checkpoint", "--from", "checkpoint", "--replace"), ("fix", "checkpoint"), ("explain", "checkpoint")],
+)
+def test_a_regex_without_end_ends_every_verb(tmp_path, words):
+    checkpoint = GOOD["next fp8"]()
+    checkpoint.quantization["ignore"] = [EVIL]
+    write(tmp_path / "checkpoint", checkpoint)
+    options = () if words[0] == "explain" else ("--dry-run",)
+    done = keepmtp(*words, *options, cwd=tmp_path)
+    assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
+    assert "would hang" in " ".join((done.stdout + done.stderr).split()), done.stdout + done.stderr
+
+
+def test_a_regex_outside_of_any_limit_ends_too():
+    with pytest.raises(CheckpointError, match="would hang"):
+        patterns.equal_or_regex("model.layers.0.mlp.experts.0.down_proj", EVIL)
+    with patterns.time_limit(), pytest.raises(CheckpointError, match="would hang"), patterns.time_limit():
+        patterns.equal_or_regex("model.layers.0.mlp.experts.0.down_proj", EVIL)
 
 
 @pytest.mark.parametrize("entry", ["re:(", "re:*", "re:[", "re:" + "(" * 200, "re:(?P<a>x)(?P<a>y)"])
