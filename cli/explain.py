@@ -53,7 +53,8 @@ def explain(
     With --log, the last 8 MiB are compared with the failures that people report of such checkpoints. Each comes with
     its threads, the versions of vLLM concerned, the tensor or entry of this checkpoint, and the command that cures it.
 
-    Exit status 0 if all is explained, 1 if the log has no failure that is known, 2 if there is nothing to read.
+    Exit status 0 if all is explained, 1 if the log has no failure that is known or nothing can be said of the modules,
+    2 if there is nothing to read.
 
     Example: `keepmtp explain nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100`
 
@@ -99,7 +100,11 @@ def _log(where: str) -> "Log":
 
 def _show(console: Console, found: "Explanation") -> None:
     if found.path:
-        _say(console, f"{found.path}: " + (f"{found.family}, {found.dialect}" if found.family else "no family's table"))
+        _say(
+            console,
+            f"{found.path}: "
+            + (f"{found.family}, {found.dialect}" if found.family else "what vLLM builds of it cannot be told"),
+        )
     for part, title in _TITLES.items():
         if any(group.part == part for group in found.groups):
             console.print(_groups(found, part, title))
@@ -145,7 +150,7 @@ def _verdict(found: "Explanation") -> list[str]:
         return ["The check finds no error in it."]
     first = errors[0]
     count = "an error" if len(errors) == 1 else f"{len(errors)} errors"
-    return [f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {first.cure}."]
+    return [f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {first.cure.rstrip('.')}."]
 
 
 def _answer(console: Console, answer: "Recognized") -> None:

@@ -80,8 +80,8 @@ class Explanation(Fact):
 
     @property
     def is_explained(self) -> bool:
-        """Nothing was asked of a log, or something in it is known."""
-        return self.log_lines is None or bool(self.answers)
+        """The modules of a checkpoint are known, if one was given, and something in a log, if one was given."""
+        return not (self.path and not self.groups) and (self.log_lines is None or bool(self.answers))
 
 
 def explain(checked: Checked | None, log: Log | None) -> Explanation:
