@@ -30,6 +30,10 @@ _COLOURS = {"+": "green", "-": "red", "#": "bold", "@": "cyan", "~": "green"}
 def fix(
     path: Annotated[str, typer.Argument(help="A checkpoint: a folder or a Hub id, ours or anyone's.")],
     out: Annotated[Path | None, typer.Option("--out", help="The new folder; without it nothing is written.")] = None,
+    values: Annotated[
+        bool,
+        typer.Option("--values", help="Also read a folder's scales, and give fused NVFP4 weights one where exact."),
+    ] = False,
     pr: Annotated[
         bool, typer.Option("--pr", help="Open a pull request with the changed files in the Hub repository PATH.")
     ] = False,
@@ -49,6 +53,9 @@ def fix(
     Cured are: ignore lists and targets in the wrong names, MTP files that the index does not list, config.json and
     hf_quant_config.json that disagree, counts and lists of the wrong length, scales under another name or in another
     shape or dtype for the same bytes. No value of a weight changes. Each change is printed with its reason.
+
+    With --values, scales are read too: gate and up whose global scales differ by a power of two get one for both, if
+    every product of scales stays the same.
 
     Without --out nothing is written. With it, OUT gets the changed files, and hard links of all others: they take no
     room, and PATH stays as it is. Do not edit a linked file in place: it is one file with PATH's. At the end OUT is
@@ -70,12 +77,15 @@ def fix(
     """
     from ..cure.fix import proposed, write
     from ..cure.fix_request import refuse_request
+    from ..recipes.extras import require_extra
     from .check import spinner
 
+    if values:
+        require_extra("fix --values", "quantize")
     err, console = Console(stderr=True), Console()
     pretended = chosen_gpus(gpus) if gpus else None
     with spinner(err, is_shown=True) as doing:
-        outcome = proposed(path, progress=doing)
+        outcome = proposed(path, with_scales=values, progress=doing)
         if pr:
             refuse_request(outcome)
         written = judged = None
@@ -85,6 +95,8 @@ def fix(
             doing(f"{out}: writing")
             written = write(outcome, out)
             judged = _judged(outcome, out, pretended, any_vllm=any_vllm, doing=doing)
+            if values and outcome.source.folder is not None:
+                judged = _with_values(judged)
     if not as_json:
         if written is None:
             _show_diff(console, outcome)
@@ -129,6 +141,15 @@ def _judged(outcome: "Outcome", out: Path, gpus: Any, *, any_vllm: bool, doing: 
         return judge(out, **settings)
     with outcome.proposal.headers() as folder:
         return judge(folder, name=outcome.source.where, **settings)
+
+
+def _with_values(judged: "Judged") -> "Judged":
+    """Also with what the value check finds in the scales of OUT."""
+    from dataclasses import replace
+
+    from ..validate.values.values import with_values
+
+    return replace(judged, checked=with_values(judged.checked, "scalars"))
 
 
 def _show_diff(console: Console, outcome: "Outcome") -> None:

@@ -17,7 +17,7 @@ from ..validate.check.check import Checked, examine
 from ..validate.check.findings import Finding
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.report.results import CheckData
-from . import fixes_config, fixes_foreign, fixes_lists, fixes_tensors
+from . import fixes_config, fixes_foreign, fixes_lists, fixes_scales, fixes_tensors
 from .proposal import Edit, Proposal
 from .rewritten import Rewritten, rewrite
 
@@ -104,11 +104,12 @@ class Outcome:
         return self.after.findings
 
 
-def proposed(where: str, *, progress: Callable[[str], None] = lambda doing: None) -> Outcome:
+def proposed(where: str, *, with_scales: bool = False, progress: Callable[[str], None] = lambda doing: None) -> Outcome:
     """What fix would do with a checkpoint. Nothing is written.
 
     Args:
         where: a folder or a Hub id; of a repository only headers and small files are read.
+        with_scales: also read the scales of one value of a folder, and cure those that disagree.
         progress: gets a line that says what is done now.
 
     Raises:
@@ -124,6 +125,10 @@ def proposed(where: str, *, progress: Callable[[str], None] = lambda doing: None
         raise RecipeError(first.where, rule, got=first.says, cure=first.cure)
     source, runtime, before = checked.source, checked.runtime, checked.data
     proposal = Proposal(source)
+    if with_scales:
+        progress(f"{where}: reading scales")
+        for edit in fixes_scales.fused_scales_are_one(checked, proposal):
+            proposal.make(edit)
     best = (_weight(before), proposal, before)
     for _ in range(_MAX_ROUNDS):
         if not _round(checked, proposal := proposal.copy()):

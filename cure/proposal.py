@@ -20,7 +20,7 @@ from ..checkpoints.companions import INDEX
 from ..checkpoints.json_file import read_object
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.scratch import ScratchFolder
-from ..checkpoints.source import Source, small_file
+from ..checkpoints.source import Source, read, small_file
 from ..recipes.family import HFName
 from ..validate.check.dialects.choose import HF_QUANT_CONFIG
 from ..validate.dryload.hollow import SMALL_FILES, write_headers
@@ -133,6 +133,14 @@ class Proposal:
         for key in place:
             value = value.get(key) if isinstance(value, dict) else None
         return deepcopy(value)
+
+    def bytes_of(self, name: HFName) -> bytes:
+        """A tensor's bytes as they would be; its shard is on this machine."""
+        tensor = self._tensors[name][1]
+        assert isinstance(tensor.data, Entry)
+        whole = bytearray(tensor.data.num_bytes)
+        read(self.source, tensor.data, memoryview(whole))
+        return bytes(whole) if tensor.convert is None else tensor.convert(bytes(whole))
 
     def make(self, change: Edit) -> bool:
         """Make a change; False if it changes nothing, or cannot be made here."""

@@ -1,0 +1,65 @@
+"""vllm #54150: fused NVFP4 weights whose global scales differ get one, and every product of scales stays the same."""
+
+import math
+import struct
+
+import pytest
+from broken import GOOD
+from checkpoint_files import write
+from keepmtp.checkpoints.source import open_source, read
+from keepmtp.cure import fix
+from keepmtp.cure.fixes_scales import NUMBERS
+from keepmtp.validate.check.check import examine
+from keepmtp.validate.values.values import check_values, with_values
+from written_values import fill, poke
+
+UP = "model.layers.2.mlp.experts.1.up_proj"
+GLOBAL = {"glm nvfp4": "weight_global_scale", "glm modelopt": "weight_scale_2"}
+
+
+def bytes_of(folder, name: str) -> bytes:
+    source = open_source(folder)
+    found = bytearray(source.entries[name].num_bytes)
+    read(source, source.entries[name], memoryview(found))
+    return bytes(found)
+
+
+def products(folder, module: str, leaf: str) -> list[float]:
+    (value,) = struct.unpack("<f", bytes_of(folder, f"{module}.{leaf}"))
+    value = 1 / value if leaf == "weight_global_scale" else value
+    return [NUMBERS[code] * value for code in bytes_of(folder, f"{module}.weight_scale")]
+
+
+def broken(folder, base: str, factor: float):
+    """Up has a global scale of its own."""
+    fill(write(folder, GOOD[base]()))
+    (value,) = struct.unpack("<f", bytes_of(folder, f"{UP}.{GLOBAL[base]}"))
+    poke(folder, f"{UP}.{GLOBAL[base]}", value * factor)
+    return folder
+
+
+@pytest.mark.parametrize("base", GLOBAL)
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_a_power_of_two_is_cured_exactly(base, factor, tmp_path):
+    old = broken(tmp_path / "old", base, factor)
+    before = with_values(examine(old), "scalars").data
+    assert [each.rule for each in before.findings] == ["fused-scales"] and UP in before.findings[0].where
+    found = fix.proposed(str(old), with_scales=True)
+    assert {edit.name.rpartition(".")[2] for edit in found.proposal.edits} == {"weight_scale", GLOBAL[base]}
+    fix.write(found, tmp_path / "new")
+    checked = examine(tmp_path / "new")
+    assert checked.runtime is not None and checked.data.ok and not check_values(checked.runtime, "scalars").findings
+    for module in {edit.name.rpartition(".")[0] for edit in found.proposal.edits}:
+        assert products(tmp_path / "new", module, GLOBAL[base]) == products(old, module, GLOBAL[base])
+
+
+def test_another_factor_is_left_alone(tmp_path):
+    old = broken(tmp_path / "old", "glm modelopt", 1.3)
+    assert not fix.proposed(str(old), with_scales=True).proposal.edits
+
+
+def test_the_numbers_are_those_of_e4m3():
+    import torch
+
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+    assert all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(NUMBERS, codes, strict=True))
