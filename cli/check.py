@@ -128,6 +128,7 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
     from ..recipes.extras import require_extra
 
     require_extra("check --values", "quantize")
+    from ..validate.publish.hub import stopped_by_signals
     from ..validate.values.values import Watch, with_values
     from .progress import bytes_bar
 
@@ -137,7 +138,8 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
         err.print(line, highlight=False, markup=False, soft_wrap=True)
 
     watch = Watch(reading=bytes_bar(err, "reading values"), fetching=say)
-    return with_values(checked, level, source=source, watch=watch)
+    with stopped_by_signals():
+        return with_values(checked, level, source=source, watch=watch)
 
 
 def _show(checked: "Checked", *, as_json: bool) -> None:

@@ -312,7 +312,7 @@ def _file(entry: RepoFile) -> RepoFile:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end what the threads of an upload send, which Python would wait for: a shard takes minutes."""
+    """Ctrl-C and SIGTERM end what threads send to the Hub or read from it; Python would wait: a shard takes minutes."""
     if threading.current_thread() is not threading.main_thread():
         yield  # a program that uses keepmtp has its own way to stop a thread
         return

@@ -7,6 +7,7 @@ Easy to get wrong: a file that ends early is found by its header; a disk that gi
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
@@ -67,11 +68,15 @@ def summaries(
     """
     source = runtime.source
     found: dict[HFName, Summary] = {}
+    stop = threading.Event()
     with ThreadPoolExecutor(max_workers=AT_A_TIME if is_remote(source) else os.cpu_count()) as pool:
         runs = list(joined(entries, gap=gap_of(source)))
-        for run, read_here in zip(runs, pool.map(lambda run: _read(source, run), runs), strict=True):
-            found |= read_here
-            progress(run.num_bytes)
+        try:
+            for run, read_here in zip(runs, pool.map(lambda run: _read(source, run, stop), runs), strict=True):
+                found |= read_here
+                progress(run.num_bytes)
+        finally:  # an error or Ctrl-C does not wait for the rest of a large tensor
+            stop.set()
     return found
 
 
@@ -114,11 +119,13 @@ def _run(group: list[Entry]) -> Stretch:
     return Stretch(first.file, first.start, last.start + last.num_bytes - first.start, tuple(group))
 
 
-def _read(source: Source, run: Stretch) -> dict[HFName, Summary]:
+def _read(source: Source, run: Stretch, stop: threading.Event) -> dict[HFName, Summary]:
     if len(run.entries) == 1:
         (entry,) = run.entries
         summing = Summing(bits_of(entry.dtype, is_scale=is_scale(entry.name)))
         for offset in range(0, entry.num_bytes, _PIECE_BYTES):
+            if stop.is_set():
+                return {}
             raw = torch.empty(min(_PIECE_BYTES, entry.num_bytes - offset), dtype=torch.uint8)
             read(source, entry, raw.numpy().data, offset=offset)
             summing.add(raw)

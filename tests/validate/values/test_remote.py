@@ -1,8 +1,13 @@
 """The value check of a repository: the wanted bytes are fetched, a cut goes on, the verdict is that of a folder."""
 
 import math
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -103,3 +108,22 @@ def test_the_command_names_the_tensor_and_says_first_what_it_fetches(hub, quanti
     assert re.fullmatch(r"org/release: [\d,]+ tensors, [\d.]+ [KM]iB by [\d,]+ range requests", lines[1]), told.err
     assert lines[2].startswith("reading values  ")
     assert TOKEN not in told.out + told.err
+
+
+def test_ctrl_c_ends_the_command_while_it_waits_for_a_range(hub, tmp_path):
+    folder = write(tmp_path / "checkpoint", GOOD["glm nvfp4"]())
+    hub.mirror("org/model", folder)
+    held, asked = threading.Event(), threading.Event()
+    hub.faults.append(Fault("GET /elsewhere", times=99, skip=2, hold=held, before=asked.set, spoils="truncate"))
+    env = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "keepmtp", "check", "org/model", "--values", "all"]
+    process = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        assert asked.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+        held.set()
+    assert process.returncode == 130 and "Traceback" not in err, err
