@@ -124,15 +124,16 @@ def plan_graft(quantized: Source, source: Source, *, mtp: str | None = None, is_
             unknown dialect, or a result that would not load.
     """
     refuse_untrained_release(source)
+    hf_quant_config = _json(quantized, HF_QUANT_CONFIG)
+    method = method_in(quantized.config, hf_quant_config)
+    checked, _ = _readable(quantized), _readable(source)
     refuse_another_model(quantized, source)
     family = find_view(quantized.config, quantized.where).family
     config, reasons = with_mtp_keys(quantized.config, source.config, family)
     view = FamilyView(family=family, config=config)
     old = _old_block(quantized, view)
     if old and not is_replaced:
-        _refuse_good_block(quantized)
-    hf_quant_config = _json(quantized, HF_QUANT_CONFIG)
-    method = method_in(config, hf_quant_config)
+        _refuse_good_block(checked)
     word = mtp or ("bf16" if method in PLAIN_ONLY else "source")
     plan = plan_mtp_alone(source, view, word, as_released=word == "source" and method in NATIVE_FP8)
     _refuse_unsayable(plan, method, word)
@@ -170,19 +171,26 @@ def _old_block(quantized: Source, view: FamilyView) -> tuple[Entry, ...]:
     return tuple(entry for entry in both if runtime.is_mtp_name(entry.name))
 
 
-def _refuse_good_block(quantized: Source) -> None:
+def _readable(opened: Source) -> Checked:
+    """What the check finds of it; a config.json with values of another type is refused here."""
+    checked = examine_source(opened)
+    if checked.runtime is None:
+        first = checked.data.findings[0]
+        raise CheckpointError(first.where, "the check must be able to read it", got=first.says, cure=first.cure)
+    return checked
+
+
+def _refuse_good_block(checked: Checked) -> None:
     """Refuse a checkpoint whose MTP block the check finds nothing wrong with."""
-    checked = examine_source(quantized)
-    if checked.runtime is None or checked.runtime.found != set(range(checked.runtime.promised)):
+    runtime, facts = checked.runtime, checked.data.facts
+    if runtime is None or not runtime.found or runtime.found != set(range(runtime.promised)):
         return
-    if not checked.runtime.found or any(_is_about_the_block(each, checked.runtime) for each in checked.data.findings):
+    if any(_is_about_the_block(each, runtime) for each in checked.data.findings):
         return
-    facts = checked.data.facts
     got = f"{facts.num_mtp_tensors:,} tensors in {', '.join(facts.mtp_forms)}, and no finding about them"
     cure = "Use it as it is, or say --replace to take the release's block all the same"
-    raise CheckpointError(
-        quantized.where, "graft gives a block to a checkpoint that lacks a good one", got=got, cure=cure
-    )
+    rule = "graft gives a block to a checkpoint that lacks a good one"
+    raise CheckpointError(checked.data.path, rule, got=got, cure=cure)
 
 
 def _is_about_the_block(finding: Finding, runtime: RuntimeView) -> bool:

@@ -18,7 +18,7 @@ from keepmtp.cli import pipeline
 from keepmtp.cure import graft_fetch
 from keepmtp.cure.graft import foresee, plan_graft
 from keepmtp.cure.graft_write import carry_out
-from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import check
 from keepmtp.validate.values import untrained
@@ -295,6 +295,25 @@ def test_an_unknown_dialect_is_one_sentence(tmp_path):
     done = keepmtp("graft", folder, "--from", release, "--dry-run")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "got exl3. Quantize the release with keepmtp" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"num_hidden_layers": "many"},
+        {"num_hidden_layers": None},
+        {"model_type": 7},
+        {"quantization_config": {"quant_method": "compressed-tensors", "ignore": "lm_head"}},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "dynamic": ["x"]}},
+        {"quantization_config": {"quant_method": "awq", "modules_to_not_convert": 3}},
+    ],
+)
+def test_config_json_with_wrong_types_is_refused(spoilt, tmp_path):
+    checkpoint = without_block(ours("glm-4.7", "FP8_DYNAMIC"))
+    checkpoint.config |= spoilt
+    lost, release = headers(tmp_path / "lost", checkpoint), headers(tmp_path / "release", released("glm-4.7"))
+    with pytest.raises(KeepMTPError):
+        plan_graft(open_source(lost), open_source(release))
 
 
 def test_a_run_without_a_folder_to_write_is_refused(lost):

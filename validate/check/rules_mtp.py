@@ -23,11 +23,11 @@ from .runtime_view import Module, RuntimeView
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
-_GET_IT = "Copy the MTP block from the original release, or quantize that release with keepmtp"
+_GET_IT = "Put the release's block in: `keepmtp graft PATH --from RELEASE --out NEW`"
 # Of a checkpoint that nobody quantized and that has no MTP tensor: perhaps the release has none.
 _NAME_IT = (
     "If this is the original release, it has none, and `keepmtp quantize` needs --mtp-source with the place of a block "
-    "that is published apart; else copy the block from the original release"
+    "that is published apart; else put the release's in: `keepmtp graft PATH --from RELEASE --out NEW`"
 )
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 
