@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..recipes.errors import RecipeError, printable
+from ..recipes.errors import CheckpointError, RecipeError, printable
 from . import exits, tables
 from .findings import wrapped
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm
@@ -88,6 +88,10 @@ def _checked(path: str, gpu: str | None, *, any_vllm: bool) -> "Checked":
     if gpus:
         chosen_vllm(any_vllm=any_vllm)
     (found,) = api.check_all([path], gpus=gpus, any_vllm=any_vllm)
+    if found.source is None and found.refusal is None:
+        finding = found.data.findings[0]
+        rule, _, got = finding.says.partition("; got ")
+        raise CheckpointError(finding.where, rule, got=got or "what cannot be read", cure=finding.cure)
     return found
 
 

@@ -60,7 +60,7 @@ def make(seed: int, number: int) -> Case:
 def checkpoint_words(rng: random.Random, base: str) -> tuple[str, ...]:
     """A verb that reads a checkpoint."""
     model = corpus.model_of(base)
-    ways: list[tuple[str, ...]] = [("check", "{}"), ("check", "{}", "--json"), ("check", "{}")]
+    ways: list[tuple[str, ...]] = [("check", "{}"), ("check", "{}", "--json"), ("check", "{}"), ("explain", "{}")]
     ways += [("check", "{}", "--values=all"), ("check", "{}", "--values=all", "--source", "{}")]
     ways += [("convert", "{}", "--to", dialect, "--dry-run") for dialect in ("modelopt", "compressed-tensors")]
     ways += [("graft", "{}", "--from", "{}", "--dry-run"), ("graft", "{}", "--from", "{}", "--replace", "--dry-run")]

@@ -6,7 +6,7 @@ Easy to get wrong: a log may be of another checkpoint, of another version, or of
 answer says what of it the check confirms here, and an exception that no table knows is called unknown.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...checkpoints.fact import Fact
 from ...recipes.errors import shortened
@@ -80,8 +80,8 @@ class Explanation(Fact):
 
     @property
     def is_explained(self) -> bool:
-        """The modules of a checkpoint are known, if one was given, and something in a log, if one was given."""
-        return not (self.path and not self.groups) and (self.log_lines is None or bool(self.answers))
+        """Something in the log is known, if one was given; else the modules of the checkpoint are known."""
+        return bool(self.groups) if self.log_lines is None else bool(self.answers)
 
 
 def explain(checked: Checked | None, log: Log | None) -> Explanation:
@@ -131,26 +131,24 @@ def _no_mtp(runtime: RuntimeView) -> str:
         return ""
     if not runtime.promised:
         return "There is no MTP block, and config.json promises none: it can be served, but not with method=mtp."
-    loads = (
-        "vLLM raises" if runtime.view.family.loader.refuses_missing_mtp else "the draft is built from noise, in silence"
-    )
-    layers = "layer" if runtime.promised == 1 else "layers"
-    return (
-        f"config.json promises {runtime.promised} MTP {layers}, and no tensor of it is here: with method=mtp {loads}."
-    )
+    is_refused = runtime.view.family.loader.refuses_missing_mtp
+    then = "vLLM raises" if is_refused else "the draft is made from noise, in silence"
+    layers = "1 MTP layer" if runtime.promised == 1 else f"{runtime.promised} MTP layers"
+    return f"config.json promises {layers}, and no tensor of it is here: with method=mtp {then}."
 
 
 def _kv_cache(runtime: RuntimeView) -> str:
     given = quantization_of(runtime.source.config) or runtime.hf_quant_config or {}
-    inner = given.get("quantization") if isinstance(given.get("quantization"), dict) else given
-    asked = given.get("kv_cache_scheme") or (inner or {}).get("kv_cache_quant_algo")
+    nested = given.get("quantization")
+    inner = nested if isinstance(nested, Mapping) else given
+    asked = given.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
     if not asked:
         return ""
     is_left = isinstance(runtime.dialect, CompressedTensors) and runtime.view.text_config.get("kv_lora_rank")
     if is_left:
         return "kv_cache_scheme has no effect: latent attention keeps its KV cache in BF16."
-    wanted = shortened(asked) if isinstance(asked, str) else f"{asked.get('type')} with {asked.get('num_bits')} bits"
-    return f"The KV cache of target and draft is {wanted}, unless --kv-cache-dtype says otherwise."
+    wanted = f"{asked.get('type')} with {asked.get('num_bits')} bits" if isinstance(asked, Mapping) else str(asked)
+    return f"The KV cache of target and draft is {shortened(wanted)}, unless --kv-cache-dtype says otherwise."
 
 
 def _of_log(log: Log, checked: Checked | None) -> dict[str, object]:

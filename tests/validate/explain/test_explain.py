@@ -234,6 +234,13 @@ def test_an_unknown_failure_has_exit_status_1(tmp_path):
     assert json.loads(keepmtp("--log", str(log), "--json").stdout)["answers"] == []
 
 
+def test_a_checkpoint_that_cannot_be_read_is_refused(tmp_path):
+    folder = write(tmp_path / "cut", ours("glm-4.7", "NVFP4"))
+    (folder / "model-1.safetensors").write_bytes(b"")
+    done = keepmtp(str(folder))
+    assert done.returncode == 2 and b"model-1.safetensors" in done.stderr and not done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
