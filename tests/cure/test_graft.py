@@ -198,6 +198,15 @@ def test_of_a_repository_only_new_and_changed_files_are_written(hub, tmp_path):
     assert f"in {said['requests']} range requests" in done.stderr
 
 
+def test_a_repository_whose_old_block_shares_a_file_must_be_downloaded(hub, tmp_path):
+    broken = ours("glm-4.7", "FP8_DYNAMIC")
+    del broken.tensors["model.layers.3.eh_proj.weight"]
+    hub.link("org/broken", headers(tmp_path / "broken", broken))
+    hub.link("org/right", headers(tmp_path / "right", released("glm-4.7")))
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors has tensors of the old block and of the backbone"):
+        plan_graft(open_source("org/broken"), open_source("org/right"))
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
