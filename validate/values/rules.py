@@ -202,10 +202,10 @@ def fused_scales_agree(runtime: RuntimeView, summaries: Mapping[HFName, Summary]
         values = [value for _, _, value in members]
         if min(values) == max(values) or not all(0 < value < math.inf for value in values):
             continue
-        yield _disagreement(leaf, members)
+        yield _disagreement(runtime, leaf, members)
 
 
-def _disagreement(leaf: str, members: list[tuple[Entry, Place, float]]) -> Objection:
+def _disagreement(runtime: RuntimeView, leaf: str, members: list[tuple[Entry, Place, float]]) -> Objection:
     used = members[0] if members[0][1].expert is not None else max(members, key=lambda member: member[2])
     entry, place, value = max(members, key=lambda member: abs(math.log(member[2] / used[2])))
     factor = value / used[2] if leaf in _DIVISORS else used[2] / value
@@ -223,9 +223,17 @@ def _disagreement(leaf: str, members: list[tuple[Entry, Place, float]]) -> Objec
         where=entry.name,
         says=f"is {value:.6g}, but {others} are one fused module with one {leaf}, and vLLM takes "
         f"{used[2]:.6g} of {used[0].name}: {happens}",
-        cure=f"Quantize {others} together, with one {leaf}",
+        cure=_one_scale(runtime, leaf) + f"quantize {others} together, with one {leaf}",
         cause=f"{place.part} {place.row.path} {leaf}",
     )
+
+
+def _one_scale(runtime: RuntimeView, leaf: str) -> str:
+    """The command for what can be cured without the release, before an "or"."""
+    if leaf not in _GLOBAL_SCALES:
+        return "Calibrate again: "
+    folder = shlex.quote(runtime.source.where)
+    return f"Run `keepmtp fix {folder} --values --out NEW`, which cures what can be cured exactly, or "
 
 
 def input_scales_are_measured(tensors: list[Tensor]) -> Iterator[Objection]:
