@@ -2,12 +2,35 @@
 
 import json
 import os
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 from broken import BROKEN
 from checkpoint_files import write
-from commands import keepmtp
 from good import GOOD
+from keepmtp.cli.main import main
+
+
+class Ended(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def keepmtp(monkeypatch, capsys) -> Callable[..., Ended]:
+    """The command in this process."""
+
+    def run(*words: str, **environment: str) -> Ended:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("sys.argv", ["keepmtp", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
 
 
 def broken(folder, start: str):
@@ -19,7 +42,7 @@ def no_fc(tmp_path_factory):
     return broken(tmp_path_factory.mktemp("broken") / "F11", "F11")
 
 
-def test_without_out_the_diff_is_printed_and_nothing_is_written(no_fc):
+def test_without_out_the_diff_is_printed_and_nothing_is_written(keepmtp, no_fc):
     before = sorted(os.listdir(no_fc.parent))
     done = keepmtp("fix", str(no_fc))
     assert done.returncode == 0, done.stderr
@@ -28,7 +51,7 @@ def test_without_out_the_diff_is_printed_and_nothing_is_written(no_fc):
     assert sorted(os.listdir(no_fc.parent)) == before
 
 
-def test_with_out_a_new_folder_is_written_and_judged(no_fc, tmp_path):
+def test_with_out_a_new_folder_is_written_and_judged(keepmtp, no_fc, tmp_path):
     done = keepmtp("fix", str(no_fc), "--out", str(tmp_path / "new"), VLLM_PYTHON="/nowhere")
     assert done.returncode == 0, done.stderr
     assert "check passed" in done.stdout and "1 new, 3 linked" in done.stdout and "not loaded by vLLM" in done.stdout
@@ -38,26 +61,26 @@ def test_with_out_a_new_folder_is_written_and_judged(no_fc, tmp_path):
     assert again.returncode == 2 and "never overwritten" in again.stderr
 
 
-def test_json_has_the_changes_the_diff_and_what_is_left(no_fc, tmp_path):
+def test_json_has_the_changes_the_diff_and_what_is_left(keepmtp, no_fc, tmp_path):
     done = keepmtp("fix", str(no_fc), "--json")
     found = json.loads(done.stdout)
     assert found["ok"] and found["out"] is None and found["cured"][0]["rule"] == "form" and found["changes"]
     assert any('"mtp.fc"' in line for line in found["diff"])
 
 
-def test_what_needs_new_values_is_an_exit_status_of_one_and_a_command(tmp_path):
+def test_what_needs_new_values_is_an_exit_status_of_one_and_a_command(keepmtp, tmp_path):
     folder = broken(tmp_path / "F1", "F1 ")
     done = keepmtp("fix", str(folder), "--out", str(tmp_path / "new"))
     assert done.returncode == 1 and f"needs new values: keepmtp graft {folder} --from RELEASE" in done.stdout
     assert not (tmp_path / "new").exists()
 
 
-def test_a_good_checkpoint_has_nothing_to_change(tmp_path):
+def test_a_good_checkpoint_has_nothing_to_change(keepmtp, tmp_path):
     done = keepmtp("fix", str(write(tmp_path / "good", GOOD["glm fp8"]())), "--out", str(tmp_path / "new"))
     assert done.returncode == 0 and "nothing to change" in done.stdout and not (tmp_path / "new").exists()
 
 
-def test_what_cannot_be_read_is_refused(tmp_path):
+def test_what_cannot_be_read_is_refused(keepmtp, tmp_path):
     assert keepmtp("fix", str(tmp_path / "nowhere")).returncode == 2
     (tmp_path / "cut").mkdir()
     done = keepmtp("fix", str(broken(tmp_path / "short", "R6 shard cut")))
