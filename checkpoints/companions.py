@@ -38,6 +38,10 @@ _KNOWN = (
     "generation_config.json",
     "*processor_config.json",
     "configuration.json",
+    # MiMo-V2.5's: vLLM reads this folder next to the weights, and goes on without audio if it is missing.
+    "audio_tokenizer/*.json",
+    "audio_tokenizer/*.jinja",
+    "audio_tokenizer/model.safetensors",
     "license*",
     "licence*",
     "notice*",
@@ -55,7 +59,7 @@ class Companions:
     """Names with forward slashes, sorted.
 
     Attributes:
-        carried: tokenizer, templates, generation settings, licence.
+        carried: tokenizer, templates, generation settings, licence, and a tokenizer of sounds with its weights.
         code: the checkpoint's own Python, which is carried only if the user trusts it.
         left: everything else but weights and what keepmtp writes anew; a folder has a slash at its end.
     """
@@ -81,11 +85,12 @@ def companions_among(names: Iterable[str]) -> Companions:
     """The companions among the names of a repository's files."""
     carried, code, left = [], [], set()
     for name in sorted(names):
-        if name.startswith(".") or name in REWRITTEN or name.endswith(".safetensors"):
+        is_known = _is_one_of(name, _KNOWN)
+        if name.startswith(".") or name in REWRITTEN or (name.endswith(".safetensors") and not is_known):
             continue
         if _is_one_of(name, _CODE):
             code.append(name)
-        elif _is_one_of(name, _KNOWN):
+        elif is_known:
             carried.append(name)
         else:
             top, slash, _ = name.partition("/")

@@ -64,6 +64,20 @@ def test_known_names_are_carried_and_nothing_else(folder):
     assert quantized(folder).keys() == {*KNOWN, *WRITTEN}
 
 
+def test_a_tokenizer_of_sounds_is_carried_whole():
+    """MiMo-V2.5's (XiaomiMiMo/MiMo-V2.5): without the folder vLLM serves it deaf, with a warning."""
+    files = (
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer_config.json",
+    )
+    names = [f"audio_tokenizer/{name}" for name in files]
+    found = companions_among([*names, "audio_tokenizer/notes.txt", "other/model.safetensors", "model.safetensors"])
+    assert (list(found.carried), found.left) == (names, ("audio_tokenizer/",))
+
+
 def test_own_code_travels_only_with_the_flag(folder):
     plan, _ = pipeline.plan_for("glm-4.7", source=str(folder))
     assert plan.source.code == CODE

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_files import Checkpoint, write
-from good import outputs_of, plan_of
+from good import outputs_of, plan_of, released
 from keepmtp.quantize.quant_config import runtime_modules
 from keepmtp.validate.dryload.defects import known_defect
 from keepmtp.validate.dryload.facts import LoadAccount
@@ -20,9 +20,15 @@ pytestmark = pytest.mark.vllm
 SCHEME = "FP8_DYNAMIC"
 # Nemotron Omni as transformers' class reads it, and with a quantization config at the top level alone.
 NATIVE, OUTSIDE = "nemotron_h_omni", "outside"
+SOUNDS = "mimo-v2.5 with its audio_tokenizer"
 # Parameters of towers that the fixtures leave out.
 NO_TOWER = ("vision_model.", "mlp1.", "vision_final_layernorm.")
 NOT_A_MATRIX = ("Attention", "VocabParallelEmbedding", "MambaMixer2", "ParallelLMHead")
+
+
+def with_audio_tokenizer(folder: Path) -> None:
+    (folder / "audio_tokenizer").mkdir()
+    (folder / "audio_tokenizer" / "config.json").write_text("{}")
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +42,11 @@ def accounts(tmp_path_factory) -> Mapping[str, LoadAccount]:
     outside = outputs_of(plans["NemotronH_Omni_Reasoning_V3"])
     del outside.config["llm_config"]["quantization_config"]
     jobs.append(Job(folder=write(folder / OUTSIDE, outside)))
+    sounds = released("mimo-v2.5")
+    sounds.after = with_audio_tokenizer
+    jobs.append(Job(folder=write(folder / SOUNDS, sounds)))
     with DryLoader(find_vllm(), gpu="sm100") as loader:
-        return dict(zip([*plans, NATIVE, OUTSIDE], loader.load_all(jobs), strict=True))
+        return dict(zip([*plans, NATIVE, OUTSIDE, SOUNDS], loader.load_all(jobs), strict=True))
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -90,3 +99,9 @@ def test_what_vllm_drops_on_purpose_is_no_finding(accounts):
     other = account.model_copy(update={"unconsumed": ("model.time_serie.norm.weight",)})
     [found] = objections(other, runtime, version=find_vllm().version)
     assert found.finding.where == "model.time_serie.norm.weight"
+
+
+def test_a_tokenizer_of_sounds_is_not_read(accounts):
+    """Its weights are in a folder of their own, which no index names."""
+    account = accounts[SOUNDS]
+    assert account.load.ok and not account.of("target")[1].unwritten

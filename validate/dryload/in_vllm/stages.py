@@ -297,7 +297,7 @@ def _engine_config(job: Job) -> Any:
     with open(f"{job.path}/config.json") as file:
         declared = json.load(file)
     _know_config(declared)
-    _know_tokens(declared)
+    _leave_out_tokenizers(declared)
     text_config = declared.get("text_config") or declared.get("llm_config") or declared
     longest = text_config.get("max_position_embeddings", 256)
     return EngineArgs(
@@ -340,13 +340,21 @@ def _know_config(declared: dict[str, Any]) -> None:
     AutoConfig.register(model_type, ConfigKeys)
 
 
-def _know_tokens(declared: dict[str, Any]) -> None:
-    """Nemotron Omni's class asks the tokenizer, which no dry load has, for the numbers of three words of its towers."""
-    if any(name.startswith("NemotronH_") for name in declared.get("architectures") or ()):
+def _leave_out_tokenizers(declared: dict[str, Any]) -> None:
+    """Tokenizers that a model's class wants, of words or of sounds: no dry load has them, no weight depends on them.
+
+    Nemotron Omni's class asks for the numbers of three words; MiMo-V2.5's audio encoder loads a folder of its own.
+    """
+    architectures = declared.get("architectures") or ()
+    if any(name.startswith("NemotronH_") for name in architectures):
         from vllm.model_executor.models import nano_nemotron_vl
 
         tokenizer = types.SimpleNamespace(encode=lambda words, **_: [0])
         nano_nemotron_vl.cached_tokenizer_from_config = lambda config: tokenizer
+    if any(name.startswith("MiMoV2") for name in architectures):
+        from vllm.model_executor.models.mimo_audio import MimoAudioEncoder
+
+        MimoAudioEncoder._load_audio_tokenizer = staticmethod(lambda path, device: None)
 
 
 def _share_v2(target: Any, draft: Any, config: Any) -> None:
