@@ -51,7 +51,7 @@ SERVING: tuple[KnownFailure, ...] = (
     KnownFailure(
         name="modelopt config incomplete",
         words=r"requires the following fields in hf_quant_config|MIXED_PRECISION quant_algo requires a non-empty|"
-        r"ModelOpt currently only supports: \[|Missing 'quant_algo' in quantization config",
+        r"ModelOpt currently only supports: \[|Unknown ModelOpt quant algo|Missing 'quant_algo' in quantization config",
         sources="R7",
         concerns=ALL_VERSIONS,
         says="vLLM's reader of modelopt's config needs keys that this one lacks, or does not know its algorithm",

@@ -79,6 +79,7 @@ SAID: list[tuple[str, str, str]] = [
      "AttributeError: 'DeepseekV4Config' object has no attribute 'compress_ratios'. Did you mean: 'compress_rates'?"),
     ("modelopt config incomplete", "vLLM",
      "ValueError: NVFP4 quantization requires the following fields in hf_quant_config.json: ['group_size']"),
+    ("modelopt config incomplete", "a dry load", "Value error, Unknown ModelOpt quant algo: MIXED_PRECISION"),
     ("FP8 weights without FP8 activations", "docs/failures.md M10",
      "AttributeError: 'NoneType' object has no attribute 'num_bits'"),
     ("scale with other dimensions", "docs/failures.md Fp1",
