@@ -115,6 +115,14 @@ def test_vllm_loads_what_fix_has_cured(tmp_path):
         assert checked.data.ok and checked.data.dry[0].failure is None, (case.name, checked.data.findings)
 
 
+def test_a_group_of_two_sides_is_a_finding_and_no_defect(tmp_path):
+    """AutoRound's FP8 has [128, 128] as its group."""
+    case = next(case for case in BROKEN if case.name.startswith("F38 AutoRound"))
+    checkpoint = case.build()
+    checkpoint.quantization["group_size"] = [128, 128]
+    assert fix.proposed(str(write(tmp_path / "old", checkpoint))).before.findings
+
+
 def test_every_case_has_one_cure():
     for case in BROKEN:
         assert sum(case.name.startswith(start) for start in OTHERS) <= 1, case.name

@@ -59,7 +59,7 @@ class AutoRound:
             if name in self.extra and (self.extra[name].bits or _PLAIN_BITS) >= _PLAIN_BITS:
                 return Resolution(built=PLAIN, entry=name)
         choices = self._choices(module, () if kind == "experts" else shards, kind)
-        if len({choice[:3] for choice in choices}) > 1:
+        if any(choice[:3] != choices[0][:3] for choice in choices):
             return Resolution(built=UNKNOWN, entry=choices[0].entry, error=_SHARD_ERROR.format(module))
         choice = choices[0]
         built = PLAIN if choice.bits >= _PLAIN_BITS else self._built(choice)
