@@ -1,22 +1,31 @@
 """Each failure of docs/failures.md that a checkpoint can have: who cures it, and that the check is green afterwards.
 
-In: the checkpoints that tests/helpers/broken.py breaks, each by the change of its thread. Out: for those that `fix`
-cures, a new folder that is green while the old one stays; for all others, what they need.
+In: the checkpoints that tests/helpers/broken.py breaks, each by the change of its thread. Out: for those that `fix` or
+`graft` cures, a new folder that is green while the old one stays; for all others, what they need.
 
 `print_share` prints how many are cured: `python tests/cure/test_cured_failures.py` from the checkout.
 """
 
 import re
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
-from broken import BROKEN, Case
+from broken import BROKEN, GOOD, Case
 from checkpoint_files import write
+from good import released
 from keepmtp import api
+from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.unchanged import states_of
 from keepmtp.cure import fix
+from keepmtp.cure.graft import plan_graft
+from keepmtp.cure.graft_write import carry_out
+from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.findings import Finding
+from keepmtp.validate.values.values import check_values
+from written_values import fill, opened
 
 # What the others need, by the start of the case's name.
 GRAFT = (
@@ -38,7 +47,7 @@ GRAFT = (
     "R7 a scale the draft's loader",
     "R7 orphan scale",
     "R2 eight bits",
-    "R15 width",
+    "R15 ",
 )
 QUANTIZE_ANEW = (
     "E8 ",
@@ -52,7 +61,6 @@ QUANTIZE_ANEW = (
     "R4 ",
     "Fp1 global scale with two",
     "M2 ",
-    "R15 part blocks",
     "R7 GPTQ with an order",
 )
 # vLLM has no such form in modelopt's dialect, and convert wants a checkpoint that vLLM reads as it is.
@@ -75,42 +83,123 @@ THE_RELEASE = (
 )
 OTHERS = (*GRAFT, *QUANTIZE_ANEW, *NOT_IN_MODELOPT, *THE_RELEASE)
 CURED = [case for case in BROKEN if not case.name.startswith(OTHERS)]
+GRAFTED = [case for case in BROKEN if case.name.startswith(GRAFT)]
+NOT_CURED = [case for case in BROKEN if case.name.startswith((*QUANTIZE_ANEW, *NOT_IN_MODELOPT, *THE_RELEASE))]
+# By the base of a case: the release, and the word that gives the block its old form; None is what graft chooses.
+FROM = {
+    "glm-5 nvfp4": ("glm-5", None),
+    "next nvfp4": ("qwen3-next-80b", None),
+    "qwen vl fp8": ("qwen3.5-27b", None),
+    "qwen vl modelopt": ("qwen3.5-27b", None),
+    "glm fp8": ("glm-4.7", None),
+    "glm w4a16": ("glm-4.7", "W4A16"),
+    "mimo w4a16": ("mimo-7b", None),
+    "v3 nvfp4": ("deepseek-r1", "bf16"),
+    "v3 block": ("deepseek-r1", None),
+    "dsv4 bf16": ("dsv4-flash", "bf16"),
+    "released longcat-flash-chat": ("longcat-flash-chat", None),
+}
+
+
+def has(findings: Sequence[Finding], case: Case) -> bool:
+    """Whether the failure of the case is among them."""
+    return any((each.rule, each.severity) == (case.rule, case.severity) for each in findings)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """Each tensor's bytes."""
+    files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+    entries = open_source(folder).entries.values()
+    return {entry.name: files[entry.file][entry.start : entry.start + entry.num_bytes] for entry in entries}
+
+
+def forms_of(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Each tensor's dtype and shape."""
+    return {entry.name: (entry.dtype, tuple(entry.shape)) for entry in open_source(folder).entries.values()}
+
+
+@pytest.fixture(scope="module")
+def release_of(tmp_path_factory) -> Callable[[str], Path]:
+    """The releases with values, each written once."""
+    place = tmp_path_factory.mktemp("releases")
+
+    @cache
+    def written(model: str) -> Path:
+        folder = write(place / model, released(model))
+        fill(folder)
+        return folder
+
+    return written
+
+
+def graft(case: Case, place: Path, release_of: Callable[[str], Path]) -> tuple[Path, Path]:
+    """The broken checkpoint with values, and the one that graft makes of it."""
+    old = write(place / "old", case.build())
+    fill(old)
+    model, word = FROM[str(case.base)]
+    made = plan_graft(open_source(old), open_source(release_of(model)), mtp=word)
+    return old, carry_out(made, place / "new").folder
 
 
 @pytest.mark.parametrize("case", CURED, ids=lambda case: case.name)
 def test_fix_cures(case: Case, tmp_path):
-    def is_it(finding: Finding) -> bool:
-        return (finding.rule, finding.severity) == (case.rule, case.severity)
-
     old = write(tmp_path / "old", case.build())
     states = states_of(old, [path.name for path in old.iterdir()])
     found = fix.proposed(str(old))
-    assert any(map(is_it, found.before.findings)), "the check finds it before"
-    assert found.after.ok and not any(map(is_it, found.after.findings))
+    assert has(found.before.findings, case), "the check finds it before"
+    assert found.after.ok and not has(found.after.findings, case)
     assert all(change.why for change in found.proposal.edits) and found.proposal.diffs()
     fix.write(found, tmp_path / "new")
     after = examine(tmp_path / "new").data
-    assert after.ok and not any(map(is_it, after.findings)), after.findings
+    assert after.ok and not has(after.findings, case), after.findings
     assert after.facts.num_mtp_tensors == found.after.facts.num_mtp_tensors > 0
     now = states_of(old, [path.name for path in old.iterdir()])
     assert [name for name in states if now[name].mtime_ns != states[name].mtime_ns] == [], "the old folder stays"
 
 
-@pytest.mark.parametrize("start", GRAFT)
-def test_what_needs_the_block_names_graft(start, tmp_path):
-    case = next(case for case in BROKEN if case.name.startswith(start))
-    found = fix.proposed(str(write(tmp_path / "old", case.build())))
+@pytest.mark.parametrize("case", GRAFTED, ids=lambda case: case.name)
+def test_graft_cures(case: Case, release_of, tmp_path):
+    """`fix` names graft, and graft gives back what there was before: every name, dtype and shape."""
+    old, new = graft(case, tmp_path, release_of)
+    found = fix.proposed(str(old))
+    assert has(found.before.findings, case), "the check finds it before"
     left = [each for each in found.left if each.severity == "error"]
     assert any("keepmtp graft" in fix.cure_elsewhere(each, found) for each in left), left
+    assert examine(new).data.findings == ()
+    assert [each for each in check_values(opened(new), "all").findings if each.severity == "error"] == []
+    good = {name: (dtype, tuple(shape)) for name, (dtype, shape) in GOOD[str(case.base)]().tensors.items()}
+    assert forms_of(new) == good
+    view, before, now = opened(new).view, bytes_of(old), bytes_of(new)
+    assert all(now[name] == before[name] for name in now if not view.is_mtp(name)), "the backbone stays"
+    release = release_of(FROM[str(case.base)][0])
+    theirs, wanted = forms_of(release), bytes_of(release)
+    same = [name for name in now if view.is_mtp(name) and theirs.get(name) == good[name]]
+    assert len(same) > 4 and all(now[name] == wanted[name] for name in same), "what is stored as released is the same"
+
+
+@pytest.mark.parametrize("case", NOT_CURED, ids=lambda case: case.name)
+def test_what_has_no_cure_here_is_not_said_to_have_one(case: Case, tmp_path):
+    """The failure is left, and no command is named for it."""
+    old = write(tmp_path / "old", case.build())
+    if case.rule == "files":
+        with pytest.raises(RecipeError, match="must be readable before it can be fixed"):
+            fix.proposed(str(old))
+        return
+    found = fix.proposed(str(old))
+    left = [each for each in found.left if has([each], case) and case.where in each.where]
+    assert left and {fix.cure_elsewhere(each, found) for each in left} == {""}
 
 
 @pytest.mark.vllm
-def test_vllm_loads_what_fix_has_cured(tmp_path):
-    """One for each kind of change: a list, names of tensors, another tool's list, layer_types."""
-    cases = [next(case for case in CURED if case.name.startswith(start)) for start in ("F11 ", "F37 ", "F20 ", "E5 ")]
-    for number, case in enumerate(cases):
-        fix.write(fix.proposed(str(write(tmp_path / f"{number}", case.build()))), tmp_path / f"{number}-new")
-    loaded = api.check_all([tmp_path / f"{number}-new" for number in range(len(cases))], gpus=["sm100"])
+def test_vllm_loads_what_was_cured(release_of, tmp_path):
+    """Everything that was grafted; of the fixes one for each kind: a list, names, another tool's list, layer_types."""
+    fixed = [next(case for case in CURED if case.name.startswith(start)) for start in ("F11 ", "F37 ", "F20 ", "E5 ")]
+    cases, folders = [*fixed, *GRAFTED], []
+    for number, case in enumerate(fixed):
+        folders.append(tmp_path / f"fixed-{number}")
+        fix.write(fix.proposed(str(write(tmp_path / f"{number}", case.build()))), folders[-1])
+    folders += [graft(case, tmp_path / f"graft-{number}", release_of)[1] for number, case in enumerate(GRAFTED)]
+    loaded = api.check_all(folders, gpus=["sm100"])
     for case, checked in zip(cases, loaded, strict=True):
         assert checked.data.ok and checked.data.dry[0].failure is None, (case.name, checked.data.findings)
 
@@ -135,19 +224,29 @@ def numbers_of(cases: list[Case]) -> list[str]:
     return sorted(found, key=lambda number: (re.sub(r"\d", "", number), int(re.sub(r"\D", "", number))))
 
 
-def test_the_page_lists_what_fix_cures():
+# The rows of the page's table, and their cases.
+ROWS = {
+    "`keepmtp fix`": CURED,
+    "`keepmtp graft`": GRAFTED,
+    "quantize anew": [case for case in NOT_CURED if not case.name.startswith(THE_RELEASE)],
+    "the release's own files": [case for case in NOT_CURED if case.name.startswith(THE_RELEASE)],
+}
+
+
+@pytest.mark.parametrize("cure", ROWS)
+def test_the_page_lists_what_has_which_cure(cure):
     page = (Path(__file__).parent.parent.parent / "docs" / "failures.md").read_text()
-    row = next(line for line in page.splitlines() if line.startswith("| `keepmtp fix` |"))
-    assert row.split("|")[2].partition(":")[0].strip() == ", ".join(numbers_of(CURED))
+    row = next(line for line in page.splitlines() if line.startswith(f"| {cure} |"))
+    numbers, count = row.split("|")[2:4]
+    assert numbers.partition(":")[0].strip() == ", ".join(numbers_of(ROWS[cure]))
+    assert count.strip() == f"{len(ROWS[cure])} of {len(BROKEN)}"
 
 
 def print_share() -> None:
     """How many cases, and which numbers of docs/failures.md, have which cure."""
-    kinds = {"graft": GRAFT, "quantize anew": (*QUANTIZE_ANEW, *NOT_IN_MODELOPT), "the release": THE_RELEASE}
-    rows = {"fix": CURED} | {name: [c for c in BROKEN if c.name.startswith(starts)] for name, starts in kinds.items()}
-    for name, cases in rows.items():
+    for name, cases in ROWS.items():
         print(f"{name}: {len(cases)} of {len(BROKEN)} cases; numbers: {', '.join(numbers_of(cases))}")
-    curable = {number for cases in (CURED, rows["graft"]) for number in numbers_of(cases)}
+    curable = {number for cases in (CURED, GRAFTED) for number in numbers_of(cases)}
     threads = sorted(number for number in curable if re.match(r"F\d", number))
     print(f"of the 47 public threads F1 to F47: {len(threads)} have a cure without quantizing anew")
 
