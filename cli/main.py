@@ -96,15 +96,16 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             lone=("--values", ("scales", "scalars", "all")),
             help="Judge checkpoints from config.json and headers: will vLLM load them, and will the MTP draft be real?",
         ),
+        "explain": Verb(
+            module="explain",
+            function="explain",
+            help="Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log says of a "
+            "failure.",
+        ),
         "fix": Verb(
             module="fix",
             function="fix",
             help="Cure what `keepmtp check` finds and what needs no new values: a diff, and with --out a new folder.",
-        ),
-        "convert": Verb(
-            module="convert",
-            function="convert",
-            help="Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.",
         ),
         "graft": Verb(
             module="graft",
@@ -112,11 +113,10 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             how_to_go_on="The same command goes on: what was fetched and packed is not done again",
             help="Put the MTP block of the release into a quantized checkpoint that lost it, or whose block is broken.",
         ),
-        "explain": Verb(
-            module="explain",
-            function="explain",
-            help="Tell in plain words what vLLM does with a checkpoint's modules; and what a serve log says of a "
-            "failure.",
+        "convert": Verb(
+            module="convert",
+            function="convert",
+            help="Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.",
         ),
         "serve-check": Verb(
             module="serve_check",
