@@ -134,10 +134,11 @@ class _Case:
 
     def _no_kernel(self, role: str, kernel: KernelUse) -> Objection:
         where = self._entry_of(role, kernel.where) or kernel.where
-        kind = kernel.method or kernel.layer
+        is_attention = "compute capability" in kernel.outcome
+        kind = kernel.layer if is_attention or not kernel.method else kernel.method
         says = f"no kernel for {kind} in the {role} ({kernel.count}): {kernel.outcome[9:]}"
         cure = "Choose a scheme that this GPU has a kernel for"
-        if "compute capability" in kernel.outcome:
+        if is_attention:
             return self._objection("no-kernel", where, says, "Serve it on another GPU: its attention needs one")
         return self._objection("no-kernel", where, says, self._static_cure(where) or cure)
 
