@@ -6,6 +6,7 @@ In: the checkpoints that tests/helpers/broken.py breaks, each by the change of i
 `print_share` prints how many are cured: `python tests/cure/test_cured_failures.py` from the checkout.
 """
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -25,7 +26,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.findings import Finding
 from keepmtp.validate.values.values import check_values
-from written_values import fill, opened
+from written_values import fill, opened, poke
 
 # What the others need, by the start of the case's name.
 GRAFT = (
@@ -175,6 +176,33 @@ def test_graft_cures(case: Case, release_of, tmp_path):
     theirs, wanted = forms_of(release), bytes_of(release)
     same = [name for name in now if view.is_mtp(name) and theirs.get(name) == good[name]]
     assert len(same) > 4 and all(now[name] == wanted[name] for name in same), "what is stored as released is the same"
+
+
+# What headers do not show: the block's values are spoilt, each as in its thread.
+DRAFT = "model.layers.3"
+SPOILT = {
+    "an MTP layer of zeros": ("empty-weight", f"{DRAFT}.self_attn.o_proj.weight_packed", 0),
+    "glue of zeros": ("empty-weight", f"{DRAFT}.eh_proj.weight", 0.0),
+    "a norm of zeros": ("norm", f"{DRAFT}.enorm.weight", 0.0),
+    "vllm 53537, NaN in the glue": ("finite", f"{DRAFT}.eh_proj.weight", math.nan),
+    "an infinite global scale": ("finite", f"{DRAFT}.mlp.experts.2.up_proj.weight_global_scale", math.inf),
+    "a global scale of zero": ("scale-sign", f"{DRAFT}.mlp.experts.1.down_proj.weight_global_scale", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_graft_cures_values_of_the_block(name: str, release_of, tmp_path):
+    rule, tensor, value = SPOILT[name]
+    old = write(tmp_path / "old", GOOD["glm nvfp4"]())
+    fill(old)
+    poke(old, tensor, value)
+    found = [each for each in check_values(opened(old), "all").findings if each.severity == "error"]
+    assert (rule, tensor) in [(each.rule, each.where) for each in found]
+    assert {each.cure for each in found} == {f"Run `keepmtp graft {old} --from RELEASE --replace --out NEW`"}
+    made = plan_graft(open_source(old), open_source(release_of("glm-4.7")), mtp="NVFP4A16", is_replaced=True)
+    new = carry_out(made, tmp_path / "new").folder
+    assert check_values(opened(new), "all").findings == () == examine(new).data.findings
+    assert forms_of(new) == forms_of(old)
 
 
 @pytest.mark.parametrize("case", NOT_CURED, ids=lambda case: case.name)

@@ -92,50 +92,46 @@ def tensors_read(runtime: RuntimeView, summaries: Mapping[HFName, Summary]) -> l
     return found
 
 
-def values_are_finite(tensors: list[Tensor]) -> Iterator[Objection]:
+def values_are_finite(runtime: RuntimeView, tensors: list[Tensor]) -> Iterator[Objection]:
     """No element is infinite or NaN: vllm#45212, vllm#45320, compressed-tensors#595."""
     for tensor in tensors:
         summary = tensor.summary
         if not summary.num_not_finite:
             continue
         total = math.prod(tensor.entry.shape)
-        is_input = tensor.leaf in _INPUT_SCALES
         yield _objection(
             rule="finite",
             severity="error",
             where=tensor.entry.name,
             says=f"element {_position(tensor)} is infinite or NaN, as are {summary.num_not_finite:,} of {total:,}: "
             "what vLLM computes from it is NaN, and one expert's NaN spoils every token that the expert sees",
-            cure=_RECALIBRATE if is_input else _REQUANTIZE,
+            cure=_new_values(runtime, tensor),
             cause=tensor.cause,
         )
 
 
-def scales_are_positive(tensors: list[Tensor]) -> Iterator[Objection]:
+def scales_are_positive(runtime: RuntimeView, tensors: list[Tensor]) -> Iterator[Objection]:
     """No scale is negative, no divisor is zero, no matrix has scales of zero only: vllm#45320."""
     for tensor in tensors:
         if not is_scale(tensor.entry.name):
             continue
         summary = tensor.summary
         if summary.has_negative and not summary.is_zero and tensor.leaf not in _SIGNED:
-            yield _scale(
-                tensor, "has an element below 0: a kernel reads it as positive, or turns the sign of its weights"
-            )
+            says = "has an element below 0: a kernel reads it as positive, or turns the sign of its weights"
+            yield _scale(runtime, tensor, says)
         elif summary.is_zero and tensor.leaf in (*_DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
-            yield _scale(tensor, "is 0, and vLLM divides by it: everything behind it is infinite or NaN")
+            yield _scale(runtime, tensor, "is 0, and vLLM divides by it: everything behind it is infinite or NaN")
         elif summary.is_zero:
-            yield _scale(tensor, "is 0: vLLM computes with a matrix of zeros")
+            yield _scale(runtime, tensor, "is 0: vLLM computes with a matrix of zeros")
 
 
-def _scale(tensor: Tensor, says: str) -> Objection:
-    is_input = tensor.leaf in _INPUT_SCALES
-    cure = _RECALIBRATE if is_input else _REQUANTIZE
+def _scale(runtime: RuntimeView, tensor: Tensor, says: str) -> Objection:
     return _objection(
         rule="scale-sign",
         severity="error",
         where=tensor.entry.name,
         says=says,
-        cure=cure,
+        cure=_new_values(runtime, tensor),
         cause=f"{tensor.cause} {says}",
     )
 
@@ -291,9 +287,16 @@ def norms_are_those_of_a_model(runtime: RuntimeView, tensors: list[Tensor]) -> I
             )
 
 
+def _new_values(runtime: RuntimeView, tensor: Tensor) -> str:
+    """Where the right values of a tensor come from."""
+    if tensor.leaf in _INPUT_SCALES:
+        return _RECALIBRATE
+    return _graft(runtime) if tensor.place.part == "mtp" else _REQUANTIZE
+
+
 def _graft(runtime: RuntimeView) -> str:
-    """The command that takes the MTP block of the release."""
-    return f"Run `keepmtp graft {shlex.quote(runtime.source.where)} --from RELEASE --out NEW`"
+    """The command that takes the MTP block of the release; graft reads headers, which have nothing wrong."""
+    return f"Run `keepmtp graft {shlex.quote(runtime.source.where)} --from RELEASE --replace --out NEW`"
 
 
 def _position(tensor: Tensor) -> str:

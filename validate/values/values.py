@@ -166,8 +166,8 @@ def _fetches(
 def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator[Objection]:
     """Everything that the rules object to."""
     tensors = tensors_read(runtime, read)
-    yield from values_are_finite(tensors)
-    yield from scales_are_positive(tensors)
+    yield from values_are_finite(runtime, tensors)
+    yield from scales_are_positive(runtime, tensors)
     yield from block_scales_vary(tensors)
     yield from magnitudes_are_those_of_weights(runtime, read)
     yield from fused_scales_agree(runtime, read)
