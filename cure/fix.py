@@ -14,7 +14,7 @@ from pathlib import Path
 from ..checkpoints.source import Source
 from ..recipes.errors import RecipeError
 from ..validate.check.check import Checked, examine
-from ..validate.check.findings import Finding
+from ..validate.check.findings import Finding, errors_first
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.report.results import CheckData
 from . import fixes_config, fixes_foreign, fixes_lists, fixes_scales, fixes_tensors
@@ -129,6 +129,9 @@ def proposed(where: str, *, with_scales: bool = False, progress: Callable[[str],
         progress(f"{where}: reading scales")
         for edit in fixes_scales.fused_scales_are_one(checked, proposal):
             proposal.make(edit)
+        on_disk, left = fixes_scales.findings_in_scales(checked, proposal.edits)
+    else:
+        on_disk = left = ()
     best = (_weight(before), proposal, before)
     for _ in range(_MAX_ROUNDS):
         if not _round(checked, proposal := proposal.copy()):
@@ -138,7 +141,8 @@ def proposed(where: str, *, with_scales: bool = False, progress: Callable[[str],
             checked = examine(folder)
         if _weight(checked.data) < best[0]:
             best = _weight(checked.data), proposal, checked.data.model_copy(update={"path": before.path})
-    return Outcome(source=source, runtime=runtime, before=before, after=best[2], proposal=best[1])
+    before, after = _also(before, on_disk), _also(best[2], left)
+    return Outcome(source=source, runtime=runtime, before=before, after=after, proposal=best[1])
 
 
 def write(outcome: Outcome, out: Path) -> Rewritten:
@@ -171,6 +175,10 @@ def _round(checked: Checked, proposal: Proposal) -> int:
             tried.add(fix.make)
             made += sum([proposal.make(change) for change in fix.make(checked, proposal)])
     return made
+
+
+def _also(data: CheckData, findings: tuple[Finding, ...]) -> CheckData:
+    return data.model_copy(update={"findings": errors_first((*data.findings, *findings))})
 
 
 def _weight(data: CheckData) -> tuple[int, int]:

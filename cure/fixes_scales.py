@@ -1,6 +1,7 @@
 """A fix of values that changes none: NVFP4 weights that vLLM fuses get one global scale, where that is exact.
 
-In: a `Checked` with what `--values` found, and the proposal that its tensors are in. Out: new bytes for scales alone.
+In: a `Checked`, and the proposal that its tensors are in. Out: new bytes for scales alone; and what the value check
+finds in scales, as they are and as they would be.
 
 Easy to get wrong: a block scale has eight bits. It takes a factor of two as long as it neither leaves E4M3's range nor
 loses a bit below its smallest normal number; so each code that is used must have a code with exactly the other value,
@@ -11,11 +12,15 @@ another quantization.
 import math
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from ..checkpoints.safetensors_file import Entry
 from ..validate.check.check import Checked
+from ..validate.check.findings import Finding, Objection, errors_first, grouped
+from ..validate.check.runtime_view import RuntimeView
+from ..validate.values.reading import chosen, summaries
+from ..validate.values.values import objections
 from .new_shards import NewTensor
 from .proposal import Edit, Proposal, Retensor
 
@@ -60,6 +65,36 @@ def fused_scales_are_one(checked: Checked, proposal: Proposal) -> Iterator[Edit]
     for halves in groups.values():
         if len({half.value for half in halves}) > 1:
             yield from _one_scale(halves, proposal)
+
+
+def findings_in_scales(checked: Checked, edits: Collection[Edit]) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """What the value check finds in the scales of one value: as they are, and after the edits of `fused_scales_are_one`.
+
+    Raises:
+        CheckpointError: a file ends early.
+    """
+    runtime = checked.runtime
+    if runtime is None or runtime.source.folder is None:
+        return (), ()
+    shares = _shares(runtime)
+    agreed = {shares.get(edit.name) for edit in edits}
+
+    def stays(objected: Objection) -> bool:
+        rule, where = objected.finding.rule, objected.finding.where
+        return rule != "fused-scales" or where not in shares or shares[where] not in agreed
+
+    objected = [*objections(runtime, summaries(runtime, chosen(runtime, "scalars")))]
+    return errors_first(grouped(objected)), errors_first(grouped(filter(stays, objected)))
+
+
+def _shares(runtime: RuntimeView) -> dict[str, str]:
+    """The fused module of each global scale that vLLM has one of for several weights."""
+    found: dict[str, str] = {}
+    for weight in runtime.weights.values():
+        place = runtime.placed.get(weight.module)
+        if place is not None and place.shares:
+            found |= {weight.parts[leaf].name: place.shares for leaf in (_DIVISOR, _FACTOR) if leaf in weight.parts}
+    return found
 
 
 def _one_scale(halves: list[_Half], proposal: Proposal) -> Iterator[Edit]:

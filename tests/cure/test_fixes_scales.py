@@ -46,6 +46,7 @@ def test_a_power_of_two_is_cured_exactly(base, factor, tmp_path):
     assert [each.rule for each in before.findings] == ["fused-scales"] and UP in before.findings[0].where
     found = fix.proposed(str(old), with_scales=True)
     assert {edit.name.rpartition(".")[2] for edit in found.proposal.edits} == {"weight_scale", GLOBAL[base]}
+    assert [each.rule for each in found.cured] == ["fused-scales"] and found.left == ()
     fix.write(found, tmp_path / "new")
     checked = examine(tmp_path / "new")
     assert checked.runtime is not None and checked.data.ok and not check_values(checked.runtime, "scalars").findings
@@ -55,7 +56,17 @@ def test_a_power_of_two_is_cured_exactly(base, factor, tmp_path):
 
 def test_another_factor_is_left_alone(tmp_path):
     old = broken(tmp_path / "old", "glm modelopt", 1.3)
-    assert not fix.proposed(str(old), with_scales=True).proposal.edits
+    found = fix.proposed(str(old), with_scales=True)
+    assert not found.proposal.edits and not found.after.ok and UP in found.left[0].where
+
+
+def test_what_no_edit_cures_is_still_found(tmp_path):
+    """A global scale that is no number stays an error beside one that is cured."""
+    old, other = broken(tmp_path / "old", "glm nvfp4", 2.0), UP.replace("experts.1.up", "experts.0.down")
+    poke(old, f"{other}.weight_global_scale", math.nan)
+    found = fix.proposed(str(old), with_scales=True)
+    assert found.proposal.edits and [each.where for each in found.left] == [f"{other}.weight_global_scale"]
+    assert not found.after.ok and [each.rule for each in found.cured] == ["fused-scales"]
 
 
 def test_the_numbers_are_those_of_e4m3():
