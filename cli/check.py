@@ -207,6 +207,6 @@ def _model_json(account: "LoadAccount", role: "Role") -> dict[str, Any]:
 def spinner(err: Console, *, is_shown: bool) -> "Iterator[Callable[[str], None]]":
     """What a dry load does now, on a terminal."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=err, transient=True, disable=not is_shown) as progress:
+    with Progress(*columns, console=err, transient=True, disable=not (is_shown and err.is_terminal)) as progress:
         task = progress.add_task("starting vLLM", total=None)
         yield lambda doing: progress.update(task, description=escape(doing))

@@ -18,9 +18,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..recipes.errors import CheckpointError, RecipeError, printable
+from ..recipes.errors import RecipeError, printable
 from . import exits, tables
-from .findings import wrapped
+from .findings import with_path, wrapped
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm
 
 if TYPE_CHECKING:
@@ -69,9 +69,6 @@ def explain(
     if path is None and gpu is not None:
         raise RecipeError("explain", "--gpu loads a checkpoint", got="no checkpoint", cure="Name its folder or Hub id")
     checked = _checked(path, gpu, any_vllm=any_vllm) if path is not None else None
-    if checked is not None and checked.refusal is not None:
-        exits.say_refusal(checked.refusal)
-        raise typer.Exit(exits.REFUSAL)
     found = explanation_of(checked, _log(log) if log is not None else None)
     if as_json:
         tables.print_json(found.model_dump())
@@ -88,10 +85,7 @@ def _checked(path: str, gpu: str | None, *, any_vllm: bool) -> "Checked":
     if gpus:
         chosen_vllm(any_vllm=any_vllm)
     (found,) = api.check_all([path], gpus=gpus, any_vllm=any_vllm)
-    if found.source is None and found.refusal is None:
-        finding = found.data.findings[0]
-        rule, _, got = finding.says.partition("; got ")
-        raise CheckpointError(finding.where, rule, got=got or "what cannot be read", cure=finding.cure)
+    found.readable()
     return found
 
 
@@ -153,8 +147,9 @@ def _verdict(found: "Explanation") -> list[str]:
     if not errors:
         return ["The check finds no error in it."]
     first = errors[0]
+    cure = with_path(first.cure, found.path).rstrip(".")
     count = "an error" if len(errors) == 1 else f"{len(errors)} errors"
-    return [f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {first.cure.rstrip('.')}."]
+    return [f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {cure}."]
 
 
 def _answer(console: Console, answer: "Recognized") -> None:

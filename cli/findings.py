@@ -8,12 +8,14 @@
 In: a `CheckData`. Out: lines on a console. Nothing is decided here.
 
 Easy to get wrong: people copy the cure. It is on a line of its own that is never wrapped, and so is what it quotes:
-commands in backticks, patterns of vLLM and JSON, which are printed again as config.json has them. Only what will happen
-is wrapped, between words, and in a pipe not even that.
+commands in backticks, patterns of vLLM and JSON, which are printed again as config.json has them. A command names this
+checkpoint, where the rule could only say PATH. Only what will happen is wrapped, between words, and in a pipe not even
+that.
 """
 
 import json
 import re
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -35,22 +37,32 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow"}
 # What a cure quotes: `a command`, 're:a pattern', or {"a": "JSON object"}.
 _QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<json>\{\".*\})")
 
+_PLACE = re.compile(r"(`keepmtp [^`]*)\bPATH\b")
 
-def show(console: Console, found: "CheckData", readers: Sequence[str] = ()) -> None:
+
+def show(console: Console, found: "CheckData", readers: Sequence[str] = (), *, path: str | None = None) -> None:
     """Print the findings of one checkpoint, what vLLM did with it on every pretended GPU, and the verdict.
 
-    `readers` has lines on those besides vLLM that do not take it.
+    `readers` has lines on those besides vLLM that do not take it. `path` is what commands call the checkpoint; default
+    the name in `found`.
     """
+    path = found.path if path is None else path
     for finding in found.findings:
-        _print(console, *_block(console, finding), Text())
+        _print(console, *_block(console, finding, with_path(finding.cure, path)), Text())
     if found.dry:
         title = Text("dry load: vLLM's own classes and loaders on meta tensors", style="italic")
         _print(console, title, *(line for load in found.dry for line in _dry_load(load, found.facts)), Text())
     if found.facts.mtp_layers_follow_k and not found.dry:
         _print(console, Text(f"vLLM builds an MTP layer for each drafted token: -k up to {found.facts.num_mtp_layers}"))
     if readers:
-        _print(console, Text("other readers", style="italic"), *(Text(f"  {line}") for line in readers), Text())
+        lines = (Text(f"  {printable(with_path(line, path))}") for line in readers)
+        _print(console, Text("other readers", style="italic"), *lines, Text())
     _print(console, _verdict(found))
+
+
+def with_path(words: str, path: str) -> str:
+    """Words whose commands name a checkpoint in the place of PATH."""
+    return _PLACE.sub(lambda found: found[1] + shlex.quote(path), words)
 
 
 def pasted(cure: str) -> list[str]:
@@ -78,17 +90,17 @@ def _print(console: Console, *lines: Text) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _block(console: Console, finding: "Finding") -> list[Text]:
+def _block(console: Console, finding: "Finding", says_cure: str) -> list[Text]:
     more = f" and {finding.count - 1:,} more" if finding.count > 1 else ""
     first = Text.assemble(
         (f"{finding.severity}: ", _COLOURS[finding.severity]), (shortened(finding.where, _LONGEST), "bold"), more
     )
-    cure = [Text.assemble(("  cure: ", "green"), printable(finding.cure))]
+    cure = [Text.assemble(("  cure: ", "green"), printable(says_cure))]
     return [
         first,
         *map(Text, wrapped(console, shortened(finding.says, _LONGEST), "  ")),
         *cure,
-        *(Text(f"        {printable(line)}") for line in pasted(finding.cure)),
+        *(Text(f"        {printable(line)}") for line in pasted(says_cure)),
     ]
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..cure.fix import Outcome
     from ..cure.judged import Judged
     from ..cure.rewritten import Rewritten
+    from ..validate.report.results import CheckData
 
 _COLOURS = {"+": "green", "-": "red", "#": "bold", "@": "cyan", "~": "green"}
 
@@ -164,13 +165,11 @@ def _show_end(
     console: Console, path: str, outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None"
 ) -> None:
     """What is left and how it is cured, what was written, and the verdict."""
-    from ..cure.fix import cure_elsewhere
-
     data = judged.checked.data if judged else outcome.after
     if judged is None and outcome.proposal.edits:
         data = data.model_copy(update={"path": f"{path}, as it would be"})
-    findings.show(console, data)
-    cures = dict.fromkeys(filter(None, (cure_elsewhere(finding, outcome) for finding in data.findings)))
+    findings.show(console, data, path=_name(outcome, written))
+    cures = _cures(outcome, data, written)
     for reason in outcome.proposal.not_here:
         _say(console, f"not cured in a repository, because it needs the shards: {reason}")
     for cure in cures:
@@ -185,13 +184,25 @@ def _show_end(
         _say(console, "nothing to change: there is no finding that fix can cure")
 
 
+def _name(outcome: "Outcome", written: "Rewritten | None") -> str:
+    """What is cured next: the new folder, if it has all of the checkpoint."""
+    return str(written.folder) if written and outcome.source.folder is not None else outcome.source.where
+
+
+def _cures(outcome: "Outcome", data: "CheckData", written: "Rewritten | None") -> list[str]:
+    """The commands for what needs new values, each once."""
+    from ..cure.fix import cure_elsewhere
+
+    found = (cure_elsewhere(finding, outcome, _name(outcome, written)) for finding in data.findings)
+    return [*dict.fromkeys(filter(None, found))]
+
+
 def _say(console: Console, line: str) -> None:
     console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def _as_json(path: str, outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None") -> dict[str, Any]:
     """What `keepmtp fix --json` prints."""
-    from ..cure.fix import cure_elsewhere
     from .check import check_json
 
     data = judged.checked.data if judged else outcome.after
@@ -202,7 +213,7 @@ def _as_json(path: str, outcome: "Outcome", written: "Rewritten | None", judged:
         "changes": [*dict.fromkeys(change.why for change in outcome.proposal.edits)],
         "diff": outcome.proposal.diffs(),
         "needs_shards": [*outcome.proposal.not_here],
-        "cures": [*dict.fromkeys(filter(None, (cure_elsewhere(each, outcome) for each in data.findings)))],
+        "cures": _cures(outcome, data, written),
         "out": str(written.folder) if written else None,
         "new": list(written.new) if written else [],
         "linked": len(written.linked) if written else 0,

@@ -151,8 +151,7 @@ def convert(planned: Conversion, out: Path, *, progress: Callable[[int], None] =
 def _checked(where: str) -> RuntimeView:
     """A checkpoint without an error: then each tensor is stored as vLLM builds its module."""
     checked = examine(where)
-    if checked.refusal is not None:
-        raise checked.refusal
+    checked.readable()
     errors = [finding for finding in checked.data.findings if finding.severity == "error"]
     if errors or checked.runtime is None:
         first = (errors or checked.data.findings)[0]

@@ -117,13 +117,7 @@ def proposed(where: str, *, with_scales: bool = False, progress: Callable[[str],
     """
     progress(f"{where}: static check")
     checked = examine(where)
-    if checked.refusal is not None:
-        raise checked.refusal
-    if checked.source is None:
-        first = checked.data.findings[0]
-        rule = "a checkpoint must be readable before it can be fixed"
-        raise RecipeError(first.where, rule, got=first.says, cure=first.cure)
-    source, runtime, before = checked.source, checked.runtime, checked.data
+    source, runtime, before = checked.readable(), checked.runtime, checked.data
     proposal = Proposal(source)
     if with_scales:
         progress(f"{where}: reading scales")
@@ -157,12 +151,12 @@ def write(outcome: Outcome, out: Path) -> Rewritten:
     return rewrite(outcome.proposal.rewrite("fix"), out)
 
 
-def cure_elsewhere(finding: Finding, outcome: Outcome) -> str:
-    """The command for what needs new values; "" where the finding's own cure says all."""
+def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
+    """The command for what needs new values, here or in the folder `name`; "" where the finding's own cure says all."""
     runtime = outcome.runtime
     is_mtp = runtime is not None and runtime.is_mtp_name(finding.where)
     if finding.rule in _OF_BLOCKS or (is_mtp and finding.rule in _OF_TENSORS and finding.severity == "error"):
-        return f"keepmtp graft {shlex.quote(outcome.source.where)} --from RELEASE --out NEW"
+        return f"keepmtp graft {shlex.quote(name or outcome.source.where)} --from RELEASE --out NEW"
     return ""
 
 

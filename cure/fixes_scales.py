@@ -19,7 +19,8 @@ from ..checkpoints.safetensors_file import Entry
 from ..validate.check.check import Checked
 from ..validate.check.findings import Finding, Objection, errors_first, grouped
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.values.reading import chosen, summaries
+from ..validate.values.reading import chosen as read_by
+from ..validate.values.reading import summaries
 from ..validate.values.values import objections
 from .new_shards import NewTensor
 from .proposal import Edit, Proposal, Retensor
@@ -68,7 +69,7 @@ def fused_scales_are_one(checked: Checked, proposal: Proposal) -> Iterator[Edit]
 
 
 def findings_in_scales(checked: Checked, edits: Collection[Edit]) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """What the value check finds in the scales of one value: as they are, and after the edits of `fused_scales_are_one`.
+    """What the value check finds in the scales of one value: as they are, and after these edits.
 
     Raises:
         CheckpointError: a file ends early.
@@ -83,7 +84,7 @@ def findings_in_scales(checked: Checked, edits: Collection[Edit]) -> tuple[tuple
         rule, where = objected.finding.rule, objected.finding.where
         return rule != "fused-scales" or where not in shares or shares[where] not in agreed
 
-    objected = [*objections(runtime, summaries(runtime, chosen(runtime, "scalars")))]
+    objected = [*objections(runtime, summaries(runtime, read_by(runtime, "scalars")))]
     return errors_first(grouped(objected)), errors_first(grouped(filter(stays, objected)))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import keepmtp
-from keepmtp.cli.findings import pasted, show
+from keepmtp.cli.findings import pasted, show, with_path
 from keepmtp.cli.tables import escape
 from keepmtp.validate.check.findings import CheckpointFacts, Finding, objection
 from keepmtp.validate.dryload.check_on import _once
@@ -126,6 +126,12 @@ def test_dry_loads_need_no_table(width):
 def test_warnings_alone_pass():
     warning = ERROR.model_copy(update={"severity": "warning"})
     assert shown(found(warning, warning)).endswith("check passed out/x: 2 warnings\n")
+
+
+def test_a_command_names_the_checkpoint():
+    assert with_path("Run `keepmtp graft PATH --out NEW` in PATH", "a b/c") == (
+        "Run `keepmtp graft 'a b/c' --out NEW` in PATH"
+    )
 
 
 def test_what_can_be_pasted():

@@ -75,6 +75,16 @@ def test_what_needs_new_values_is_an_exit_status_of_one_and_a_command(keepmtp, t
     assert not (tmp_path / "new").exists()
 
 
+def test_after_a_fix_the_next_command_takes_the_new_folder(keepmtp, tmp_path):
+    """Else what was cured would be lost in the graft."""
+    case = next(case for case in BROKEN if case.name.startswith("F1 ")).build()
+    case.index = lambda index: index["metadata"].update(total_size=1)
+    new = tmp_path / "a new one"
+    done = keepmtp("fix", str(write(tmp_path / "F1", case)), "--out", str(new), VLLM_PYTHON="/nowhere")
+    assert f"needs new values: keepmtp graft '{new}' --from RELEASE --out NEW" in done.stdout, done.stderr
+    assert f"\n        keepmtp graft '{new}' --from RELEASE --out NEW\n" in done.stdout
+
+
 def test_a_good_checkpoint_has_nothing_to_change(keepmtp, tmp_path):
     done = keepmtp("fix", str(write(tmp_path / "good", GOOD["glm fp8"]())), "--out", str(tmp_path / "new"))
     assert done.returncode == 0 and "nothing to change" in done.stdout and not (tmp_path / "new").exists()
@@ -84,4 +94,4 @@ def test_what_cannot_be_read_is_refused(keepmtp, tmp_path):
     assert keepmtp("fix", str(tmp_path / "nowhere")).returncode == 2
     (tmp_path / "cut").mkdir()
     done = keepmtp("fix", str(broken(tmp_path / "short", "R6 shard cut")))
-    assert done.returncode == 2 and "must be readable before it can be fixed" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("; got ") == 1 and "model-2.safetensors: must be " in done.stderr

@@ -22,7 +22,7 @@ from keepmtp.checkpoints.unchanged import states_of
 from keepmtp.cure import fix
 from keepmtp.cure.graft import plan_graft
 from keepmtp.cure.graft_write import carry_out
-from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.findings import Finding
 from keepmtp.validate.values.values import check_values
@@ -210,7 +210,7 @@ def test_what_has_no_cure_here_is_not_said_to_have_one(case: Case, tmp_path):
     """The failure is left, and no command is named for it."""
     old = write(tmp_path / "old", case.build())
     if case.rule == "files":
-        with pytest.raises(RecipeError, match="must be readable before it can be fixed"):
+        with pytest.raises(CheckpointError, match="; got "):
             fix.proposed(str(old))
         return
     found = fix.proposed(str(old))

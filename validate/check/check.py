@@ -54,6 +54,20 @@ class Checked(NamedTuple):
     accounts: tuple[LoadAccount, ...] = ()
     refusal: KeepMTPError | None = None
 
+    def readable(self) -> Source:
+        """The headers, for what needs more than findings.
+
+        Raises:
+            KeepMTPError: there is nothing to judge, or its files cannot be read.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+        if self.source is None:
+            first = self.data.findings[0]
+            rule, _, got = first.says.partition("; got ")
+            raise CheckpointError(first.where, rule, got=got or "what cannot be read", cure=first.cure)
+        return self.source
+
 
 def check(where: str | Path, *, source: Source | None = None) -> CheckData:
     """Check one checkpoint.
