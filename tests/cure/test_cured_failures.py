@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from broken import BROKEN, GOOD, Case
@@ -133,35 +134,64 @@ def release_of(tmp_path_factory) -> Callable[[str], Path]:
     return written
 
 
-def graft(case: Case, place: Path, release_of: Callable[[str], Path]) -> tuple[Path, Path]:
-    """The broken checkpoint with values, and the one that graft makes of it."""
-    old = write(place / "old", case.build())
-    fill(old)
-    model, word = FROM[str(case.base)]
-    made = plan_graft(open_source(old), open_source(release_of(model)), mtp=word)
-    return old, carry_out(made, place / "new").folder
+@pytest.fixture(scope="module")
+def grafted(release_of, tmp_path_factory) -> Callable[[Case], tuple[Path, Path]]:
+    """The broken checkpoint with values, and the one that graft makes of it; each case once."""
+
+    @cache
+    def made(case: Case) -> tuple[Path, Path]:
+        place = tmp_path_factory.mktemp("graft")
+        old = write(place / "old", case.build())
+        fill(old)
+        model, word = FROM[str(case.base)]
+        planned = plan_graft(open_source(old), open_source(release_of(model)), mtp=word)
+        return old, carry_out(planned, place / "new").folder
+
+    return made
+
+
+class Mended(NamedTuple):
+    """What fix made of a broken checkpoint; `changed` are files of the old folder that it touched."""
+
+    outcome: fix.Outcome
+    folder: Path
+    changed: list[str]
+
+
+@pytest.fixture(scope="module")
+def fixed(tmp_path_factory) -> Callable[[Case], Mended]:
+    """Each case once."""
+
+    @cache
+    def made(case: Case) -> Mended:
+        place = tmp_path_factory.mktemp("fix")
+        old = write(place / "old", case.build())
+        names = [path.name for path in old.iterdir()]
+        states = states_of(old, names)
+        found = fix.proposed(str(old))
+        fix.write(found, place / "new")
+        now = states_of(old, names)
+        return Mended(found, place / "new", [name for name in names if now[name].mtime_ns != states[name].mtime_ns])
+
+    return made
 
 
 @pytest.mark.parametrize("case", CURED, ids=lambda case: case.name)
-def test_fix_cures(case: Case, tmp_path):
-    old = write(tmp_path / "old", case.build())
-    states = states_of(old, [path.name for path in old.iterdir()])
-    found = fix.proposed(str(old))
+def test_fix_cures(case: Case, fixed):
+    found, folder, changed = fixed(case)
     assert has(found.before.findings, case), "the check finds it before"
     assert found.after.ok and not has(found.after.findings, case)
     assert all(change.why for change in found.proposal.edits) and found.proposal.diffs()
-    fix.write(found, tmp_path / "new")
-    after = examine(tmp_path / "new").data
+    after = examine(folder).data
     assert after.ok and not has(after.findings, case), after.findings
     assert after.facts.num_mtp_tensors == found.after.facts.num_mtp_tensors > 0
-    now = states_of(old, [path.name for path in old.iterdir()])
-    assert [name for name in states if now[name].mtime_ns != states[name].mtime_ns] == [], "the old folder stays"
+    assert changed == [], "the old folder stays"
 
 
 @pytest.mark.parametrize("case", GRAFTED, ids=lambda case: case.name)
-def test_graft_cures(case: Case, release_of, tmp_path):
+def test_graft_cures(case: Case, grafted, release_of):
     """`fix` names graft, and graft gives back what there was before: every name, dtype and shape."""
-    old, new = graft(case, tmp_path, release_of)
+    old, new = grafted(case)
     found = fix.proposed(str(old))
     assert has(found.before.findings, case), "the check finds it before"
     left = [each for each in found.left if each.severity == "error"]
@@ -219,16 +249,12 @@ def test_what_has_no_cure_here_is_not_said_to_have_one(case: Case, tmp_path):
 
 
 @pytest.mark.vllm
-def test_vllm_loads_what_was_cured(release_of, tmp_path):
-    """Everything that was grafted; of the fixes one for each kind: a list, names, another tool's list, layer_types."""
-    fixed = [next(case for case in CURED if case.name.startswith(start)) for start in ("F11 ", "F37 ", "F20 ", "E5 ")]
-    cases, folders = [*fixed, *GRAFTED], []
-    for number, case in enumerate(fixed):
-        folders.append(tmp_path / f"fixed-{number}")
-        fix.write(fix.proposed(str(write(tmp_path / f"{number}", case.build()))), folders[-1])
-    folders += [graft(case, tmp_path / f"graft-{number}", release_of)[1] for number, case in enumerate(GRAFTED)]
+def test_vllm_loads_what_was_cured(fixed, grafted):
+    """One vLLM for all: everything that was grafted, and of the fixes the first of each number."""
+    first = {case.name.partition(" ")[0]: case for case in reversed(CURED)}.values()
+    folders = [fixed(case).folder for case in first] + [grafted(case)[1] for case in GRAFTED]
     loaded = api.check_all(folders, gpus=["sm100"])
-    for case, checked in zip(cases, loaded, strict=True):
+    for case, checked in zip([*first, *GRAFTED], loaded, strict=True):
         assert checked.data.ok and checked.data.dry[0].failure is None, (case.name, checked.data.findings)
 
 
