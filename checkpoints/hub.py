@@ -37,7 +37,7 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
 
     def refusal(error: Exception, rule: str, cure: str) -> NoCheckpointError:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return NoCheckpointError(repo, rule, got=first_line, cure=cure)
+        return NoCheckpointError(repo, rule, got=first_line.rstrip("."), cure=cure)
 
     install_once()
     try:

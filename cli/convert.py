@@ -67,7 +67,8 @@ def _write(planned: "Conversion", folder: Path | None, *, static_only: bool, as_
     err = Console(stderr=True)
     with bytes_bar(err, "converting")(planned.num_bytes) as progress:
         written = cure.convert(planned, folder, progress=progress)
-    judged = judge(folder, gpus=() if static_only else GPUS, progress=lambda doing: _line(err, doing))
+    with exits.judging(folder):
+        judged = judge(folder, gpus=() if static_only else GPUS, progress=lambda doing: _line(err, doing))
     if as_json:
         made = {"out": str(folder), "new": written.new, "linked": written.linked, "copied": written.copied}
         tables.print_json(_planned_json(planned) | made | {"check": check_json(judged.checked.data)})

@@ -13,9 +13,12 @@ Hub that does not answer. Every other exception is a defect, and its traceback i
 
 import errno
 import os
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
@@ -46,6 +49,34 @@ _OF_SYSTEM: Mapping[int, tuple[str, str]] = {
 }
 
 
+class StoppedLate(SystemExit):
+    """Stopped from outside when the output was there already, so that the same command would refuse it.
+
+    Attributes:
+        how_to_go_on: a sentence without its full stop.
+    """
+
+    def __init__(self, status: int, how_to_go_on: str) -> None:
+        super().__init__(status)
+        self.how_to_go_on = how_to_go_on
+
+
+@contextmanager
+def judging(out: Path) -> "Iterator[None]":
+    """While a new folder that is whole is judged: a stop from outside then says how it is judged again."""
+    how = (
+        f"{out} is written and whole, and not yet judged: `keepmtp check {shlex.quote(str(out))} --gpu sm100` does that"
+    )
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise StoppedLate(128 + signal.SIGINT, how) from None
+    except SystemExit as end:
+        if isinstance(end.code, int) and end.code in STOPPED:
+            raise StoppedLate(end.code, how) from None
+        raise
+
+
 def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
     """Run the command, and end the process.
 
@@ -72,7 +103,8 @@ def run(command: Callable[[], object], *, how_to_go_on: str) -> None:
         if isinstance(end.__context__, BrokenPipeError):
             _leave_quietly()
         if isinstance(end.code, int) and end.code in STOPPED:
-            _say("stopped", "yellow", f"by {STOPPED[end.code]}. {how_to_go_on}.", only_first=True)
+            how = end.how_to_go_on if isinstance(end, StoppedLate) else how_to_go_on
+            _say("stopped", "yellow", f"by {STOPPED[end.code]}. {how}.", only_first=True)
         raise
     except (OSError, MemoryError, *_of_libraries()) as error:
         _refuse(refusal_of(error))

@@ -95,9 +95,10 @@ def fix(
                 _show_diff(console, outcome)
             doing(f"{out}: writing")
             written = write(outcome, out)
-            judged = _judged(outcome, out, pretended, any_vllm=any_vllm, doing=doing)
-            if values and outcome.source.folder is not None:
-                judged = _with_values(judged)
+            with exits.judging(out):
+                judged = _judged(outcome, out, pretended, any_vllm=any_vllm, doing=doing)
+                if values and outcome.source.folder is not None:
+                    judged = _with_values(judged)
     if not as_json:
         if written is None:
             _show_diff(console, outcome)

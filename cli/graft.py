@@ -90,7 +90,8 @@ def graft(
     if made.quantized.folder is None:
         judged = Judged(checked=foresee(made))
     else:
-        judged = judge(out, gpus=pretended, any_vllm=any_vllm)
+        with exits.judging(out):
+            judged = judge(out, gpus=pretended, any_vllm=any_vllm)
     _end(console, made, judged, list(written.new), as_json=as_json)
 
 
