@@ -62,11 +62,10 @@ class StoppedLate(SystemExit):
 
 
 @contextmanager
-def judging(out: Path) -> "Iterator[None]":
-    """While a new folder that is whole is judged: a stop from outside then says how it is judged again."""
-    how = (
-        f"{out} is written and whole, and not yet judged: `keepmtp check {shlex.quote(str(out))} --gpu sm100` does that"
-    )
+def judging(out: Path, *, is_whole: bool = True) -> Iterator[None]:
+    """While a new folder is judged: a stop from outside then says how it is judged again, if it has all files."""
+    how = f"{out} is written, and not yet judged"
+    how += f": `keepmtp check {shlex.quote(str(out))} --gpu sm100` does that" if is_whole else ""
     try:
         yield
     except KeyboardInterrupt:

@@ -95,7 +95,7 @@ def fix(
                 _show_diff(console, outcome)
             doing(f"{out}: writing")
             written = write(outcome, out)
-            with exits.judging(out):
+            with exits.judging(out, is_whole=outcome.source.folder is not None):
                 judged = _judged(outcome, out, pretended, any_vllm=any_vllm, doing=doing)
                 if values and outcome.source.folder is not None:
                     judged = _with_values(judged)

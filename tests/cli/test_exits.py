@@ -162,10 +162,11 @@ def test_a_stopped_command_says_how_to_go_on(number, status, tmp_path):
 @pytest.mark.parametrize("stop", ["raise KeyboardInterrupt", "sys.exit(143)"])
 def test_a_command_that_is_stopped_when_its_output_is_there_does_not_say_that_it_goes_on(stop):
     """graft, fix and convert judge a folder that is finished; the same command would refuse it."""
-    code = f"import sys\nfrom pathlib import Path\nfrom keepmtp.cli import exits\ndef judge():\n    with exits.judging(Path('a b')):\n        {stop}\n"
+    judge = f"def judge():\n    with exits.judging(Path('a b')):\n        {stop}\n"
+    code = f"import sys\nfrom pathlib import Path\nfrom keepmtp.cli import exits\n{judge}"
     done = python(code + RUN.format(command="judge"))
     assert done.returncode in (130, 143) and "Do it again" not in done.stderr, done.stderr
-    assert "a b is written and whole" in done.stderr and "`keepmtp check 'a b' --gpu sm100`" in done.stderr
+    assert "a b is written, and not yet judged" in done.stderr and "`keepmtp check 'a b' --gpu sm100`" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -50,6 +50,10 @@ EVAL_RESULTS = ".eval_results/gsm8k.yaml"
 FILES = (README, "acceptance.png", "gsm8k.png", reports.JSON_FILE, report_html.HTML_FILE, EVAL_RESULTS)
 """Everything that a card folder may hold."""
 _SHOWN = 160
+_OF_OTHERS = (
+    "A card is for what `keepmtp quantize` made: upload any other checkpoint, also one of fix, graft or convert, with "
+    "`hf upload ORG/NAME FOLDER`, and let `keepmtp check ORG/NAME` judge it there"
+)
 _SERVED = re.compile(r"^vllm serve (\S+)", re.MULTILINE)
 
 
@@ -91,7 +95,7 @@ def build(
     for place in (folder, *_around(folder)):
         _refuse_strange(place)
     told, opened = _verified(checkpoint, watch)
-    record, evidence = read_record(checkpoint / RECORD), report_folder(checkpoint)
+    record, evidence = read_record(checkpoint / RECORD, cure=_OF_OTHERS), report_folder(checkpoint)
     base = base_model_of(record, evidence, base_model)
     base = base or find_base_model(checkpoint, record, evidence, source, watch=watch)
     theirs = read_front_matter(source) if source else {}
@@ -100,6 +104,15 @@ def build(
     metadata = metadata_of(opened, inherited, {"license": license_id}, base_model=base.name, where=where)
     _write(folder, _files(_facts(checkpoint, told, opened, record, metadata, base), metadata))
     return folder, told
+
+
+def refuse_no_record(checkpoint: Path) -> None:
+    """Refuse a checkpoint that keepmtp did not quantize: no measurement gives it a card.
+
+    Raises:
+        CheckpointError: no keepmtp.json of keepmtp's.
+    """
+    read_record(checkpoint / RECORD, cure=_OF_OTHERS)
 
 
 def refuse_none(folder: Path, checkpoint: Path) -> None:
@@ -152,7 +165,7 @@ def verified_files(checkpoint: Path, *, repository: str = "", out: Path | None =
 def _stated(checkpoint: Path, folder: Path) -> tuple[CardFacts, Metadata]:
     """What a card in `folder` is made of: the evidence, with what its own front matter and first command state."""
     told, opened = _verified(checkpoint)
-    record, front = read_record(checkpoint / RECORD), read_front_matter(folder)
+    record, front = read_record(checkpoint / RECORD, cure=_OF_OTHERS), read_front_matter(folder)
     named = str(front.get("base_model") or NONE)
     refuse_no_id(named)
     base = base_model_of(record, report_folder(checkpoint), None if named == NONE else named)

@@ -86,6 +86,7 @@ def prepare(
     if not (folder / "config.json").is_file():
         raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Check PATH")
     _refuse_links(folder)
+    card.refuse_no_record(folder)
     evidence = report_folder(folder)
     if not (evidence / report.JSON_FILE).is_file():
         raise CheckpointError(

@@ -39,6 +39,7 @@ from keepmtp.validate.publish.card_page import page
 from keepmtp.validate.publish.hardware import HARDWARE, where_they_run
 from keepmtp.validate.publish.markdown import code, escaped, fenced, quoted, ticked
 from keepmtp.validate.publish.provenance import choices, groups_of
+from keepmtp.validate.publish.upload_set import prepare
 from keepmtp.validate.report import html as report_html
 from keepmtp.validate.report import report as full_reports
 from keepmtp.validate.report.gates import judge
@@ -216,8 +217,16 @@ def test_what_is_missing_is_said_in_a_sentence(what, own):
 def test_a_checkpoint_of_another_tool_has_no_card(tmp_path):
     measured.measured(tmp_path / "strange", record={})
     full_reports.refresh(report_folder(tmp_path / "strange"))
-    with pytest.raises(CheckpointError, match=r"keepmtp\.json: must be keepmtp's own record; got .* Quantize with"):
+    with pytest.raises(CheckpointError, match=r"keepmtp\.json: must be keepmtp's own record; got .*`hf upload"):
         card.build(tmp_path / "strange")
+
+
+def test_publish_says_so_before_anybody_measures(tmp_path):
+    """A cured checkpoint has no keepmtp.json: no gate that turns green would help."""
+    (tmp_path / "cured").mkdir()
+    (tmp_path / "cured" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"keepmtp\.json: must be keepmtp's own record; got .*`hf upload"):
+        prepare(tmp_path / "cured")
 
 
 def test_without_the_report_extra_nothing_is_begun(own, monkeypatch):
