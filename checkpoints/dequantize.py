@@ -31,7 +31,7 @@ def dequantize(
     """A stored weight as values.
 
     Args:
-        form: from `stored.stored_weights`, and not "unknown".
+        form: from `stored.stored_weights`, and none of `stored.NOT_COMPUTED`.
         parts: the tensors it is stored as, by the last component of their names, all on one device.
         shape: the logical one.
         block: rows and columns under one scale, for form "fp8_block".
@@ -64,8 +64,8 @@ def dequantize(
         case "int_packed":
             num_rows, num_columns = shape
             return int_packed(weight, scale, 32 * weight.shape[1] // num_columns, (num_rows, num_columns))
-        case "unknown":
-            raise AssertionError(f"{', '.join(parts)}: an unknown form is refused before")
+        case "gptq" | "awq" | "unknown":
+            raise AssertionError(f"{', '.join(parts)}: a form that is not computed is refused before")
 
 
 def fp8_block(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:

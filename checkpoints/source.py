@@ -80,11 +80,11 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
     found = _path_of(where)
     if found is not None and found.is_dir():
         return _open_folder(found, str(where))
-    rule = "a source is a folder with config.json or a Hub id ORG/NAME"
+    rule = "a checkpoint is a folder with config.json or a Hub id ORG/NAME"
     if found is not None:
         raise NoCheckpointError(where, rule, got="a file", cure="Name its folder")
     if revision == "local" or not is_repo_id(str(where)):
-        raise NoCheckpointError(where or "SOURCE", rule, got="no such folder", cure="Check SOURCE")
+        raise NoCheckpointError(where or "SOURCE", rule, got="no such folder", cure="Check its name")
     return _open_hub(str(where), revision)
 
 
@@ -259,12 +259,12 @@ def _path_of(where: str | Path) -> Path | None:
         return find_path(where) if str(where) else None
     except OSError as error:  # a name that is too long, a folder that may not be read
         got = error.strerror or repr(error)
-        raise NoCheckpointError(where, "a source must be readable", got=got, cure="Check SOURCE") from error
+        raise NoCheckpointError(where, "a checkpoint must be readable", got=got, cure="Check its name") from error
 
 
 def _config_of(path: Path, where: str) -> Mapping[str, Any]:
     if not os.path.lexists(path):
-        raise NoCheckpointError(where, "a checkpoint has a config.json", got="none", cure="Check SOURCE")
+        raise NoCheckpointError(where, "a checkpoint has a config.json", got="none", cure="Check its name")
     return read_config(path, path)
 
 

@@ -14,18 +14,21 @@ from rich.console import Console
 
 from ..recipes.errors import RecipeError, printable
 from . import exits, findings, tables
-from .options import JsonOption
+from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOption, gpus_at_the_end
 
 if TYPE_CHECKING:
     from ..cure.convert import Conversion
+    from ..validate.dryload.facts import GPU
 
 
 def convert(
     path: Annotated[str, typer.Argument(help="A finished checkpoint's folder, ours or anyone's.")],
     to: Annotated[Literal["compressed-tensors", "modelopt"], typer.Option("--to", help="The dialect it will have.")],
     folder: Annotated[Path | None, typer.Option("--out", help="The new folder; not needed with --dry-run.")] = None,
-    static_only: Annotated[bool, typer.Option("--static-only", help="Do not let vLLM load the result.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and stop.")] = False,
+    gpus: PretendedOption = None,
+    static_only: StaticOnlyOption = False,
+    any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.
@@ -36,7 +39,8 @@ def convert(
     there and back gives the same tensors and the same config files.
 
     A form that the other dialect has no word for is refused with the tensor's name before a byte is written. At the
-    end the new checkpoint is checked, and loaded by vLLM's own classes where there is a vLLM.
+    end the new checkpoint is checked, and loaded by vLLM's own classes where there is a vLLM. Exit status 1 if one of
+    them finds an error.
 
     Example: `keepmtp convert out/tiny-glm4-moe.nvfp4-fp8 --to modelopt --dry-run`
 
@@ -47,18 +51,21 @@ def convert(
     require_extra("convert", "quantize")
     from ..cure.convert import plan_conversion
 
+    pretended = gpus_at_the_end(gpus, static_only=static_only)
     planned = plan_conversion(path, to)
     if not dry_run:
-        _write(planned, folder, static_only=static_only, as_json=as_json)
+        _write(planned, folder, pretended, any_vllm=any_vllm, as_json=as_json)
     elif as_json:
         tables.print_json(_planned_json(planned))
     else:
         _show_plan(Console(), planned)
 
 
-def _write(planned: "Conversion", folder: Path | None, *, static_only: bool, as_json: bool) -> None:
+def _write(
+    planned: "Conversion", folder: Path | None, gpus: "tuple[GPU, ...]", *, any_vllm: bool, as_json: bool
+) -> None:
     from ..cure import convert as cure
-    from ..cure.judged import GPUS, judge
+    from ..cure.judged import judge
     from .check import check_json
     from .progress import bytes_bar
 
@@ -68,7 +75,7 @@ def _write(planned: "Conversion", folder: Path | None, *, static_only: bool, as_
     with bytes_bar(err, "converting")(planned.num_bytes) as progress:
         written = cure.convert(planned, folder, progress=progress)
     with exits.judging(folder):
-        judged = judge(folder, gpus=() if static_only else GPUS, progress=lambda doing: _line(err, doing))
+        judged = judge(folder, gpus=gpus, any_vllm=any_vllm, progress=lambda doing: _line(err, doing))
     if as_json:
         made = {"out": str(folder), "new": written.new, "linked": written.linked, "copied": written.copied}
         tables.print_json(_planned_json(planned) | made | {"check": check_json(judged.checked.data)})

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable
 from . import exits, findings, tables
-from .options import AnyVLLMOption, JsonOption, chosen_gpus
+from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOption, gpus_at_the_end
 
 if TYPE_CHECKING:
     from ..cure.fix import Outcome
@@ -42,10 +42,8 @@ def fix(
         bool, typer.Option("--yes", help="With --pr: do not ask before the pull request is opened.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and stop.")] = False,
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option("--gpu", help="GPU that the dry load pretends; may be repeated. Default sm100."),
-    ] = None,
+    gpus: PretendedOption = None,
+    static_only: StaticOnlyOption = False,
     any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -84,7 +82,7 @@ def fix(
     if values:
         require_extra("fix --values", "quantize")
     err, console = Console(stderr=True), Console()
-    pretended = chosen_gpus(gpus) if gpus else None
+    pretended = gpus_at_the_end(gpus, static_only=static_only)
     with spinner(err, is_shown=True) as doing:
         outcome = proposed(path, with_scales=values, progress=doing)
         if pr:
@@ -136,9 +134,9 @@ def _watch(says: str) -> None:
 
 def _judged(outcome: "Outcome", out: Path, gpus: Any, *, any_vllm: bool, doing: Any) -> "Judged":
     """The check and the dry load of OUT; of a repository, whose other files are not here, of headers."""
-    from ..cure.judged import GPUS, judge
+    from ..cure.judged import judge
 
-    settings = {"gpus": gpus or GPUS, "any_vllm": any_vllm, "progress": doing}
+    settings = {"gpus": gpus, "any_vllm": any_vllm, "progress": doing}
     if outcome.source.folder is not None:
         return judge(out, **settings)
     with outcome.proposal.headers() as folder:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ..recipes.errors import RecipeError
 from . import exits, findings, tables
-from .options import AnyVLLMOption, JsonOption, chosen_gpus
+from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOption, gpus_at_the_end
 from .tables import escape
 
 if TYPE_CHECKING:
@@ -38,10 +38,8 @@ def graft(
         bool, typer.Option("--replace", help="Also in place of a block with which nothing is wrong.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; nothing is written.")] = False,
-    gpus: Annotated[
-        list[str] | None,
-        typer.Option("--gpu", help="The GPU that vLLM pretends at the end, such as sm90; default sm100."),
-    ] = None,
+    gpus: PretendedOption = None,
+    static_only: StaticOnlyOption = False,
     any_vllm: AnyVLLMOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,13 +62,13 @@ def graft(
     """
     from ..checkpoints.source import open_source
     from ..cure.graft import foresee, plan_graft
-    from ..cure.judged import GPUS, Judged, judge
+    from ..cure.judged import Judged, judge
     from ..recipes.extras import require_extra
     from .progress import bytes_bar
 
     if out is None and not dry_run:
         raise RecipeError("graft", "needs a folder to write", got="no --out", cure="Add --out NEW, or --dry-run")
-    pretended = chosen_gpus(gpus or []) or GPUS
+    pretended = gpus_at_the_end(gpus, static_only=static_only)
     err, console = Console(stderr=True), Console()
     made = plan_graft(open_source(quantized), open_source(source), mtp=mtp, is_replaced=replace)
     _say(err, made)

@@ -70,6 +70,13 @@ AnyVLLMOption = Annotated[
         help="Also run a vLLM that keepmtp was not tested with. Its version is in every result.",
     ),
 ]
+PretendedOption = Annotated[
+    list[str] | None,
+    typer.Option("--gpu", help="GPU that vLLM pretends for the dry load at the end; may be repeated. Default sm100."),
+]
+StaticOnlyOption = Annotated[
+    bool, typer.Option("--static-only", help="End with the check alone: vLLM does not load the result.")
+]
 TrustOption = Annotated[
     bool,
     typer.Option(
@@ -94,6 +101,13 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
             cure = f"{word} is {meant}: write --gpu {meant}" if meant else "Take the nearest"
             raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)
     return [gpu for gpu in GPUS if gpu in words]
+
+
+def gpus_at_the_end(words: Sequence[str] | None, *, static_only: bool) -> "tuple[GPU, ...]":
+    """The GPUs for the dry load that a cure ends with; none with --static-only."""
+    from ..cure.judged import GPUS
+
+    return () if static_only else tuple(chosen_gpus(words or [])) or GPUS
 
 
 def refuse_stray_words(verb: str, words: Sequence[str]) -> None:

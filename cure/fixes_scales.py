@@ -78,7 +78,7 @@ def findings_in_scales(checked: Checked, edits: Collection[Edit]) -> tuple[tuple
     if runtime is None or runtime.source.folder is None:
         return (), ()
     shares = _shares(runtime)
-    agreed = {shares.get(edit.name) for edit in edits}
+    agreed = {shares.get(edit.name) for edit in edits if isinstance(edit, Retensor)}
 
     def stays(objected: Objection) -> bool:
         rule, where = objected.finding.rule, objected.finding.where

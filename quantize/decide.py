@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..checkpoints.source import Entry, Source
-from ..checkpoints.stored import OTHER_LEAVES, Form, StoredWeight
+from ..checkpoints.stored import NOT_COMPUTED, OTHER_LEAVES, Form, StoredWeight
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName, VLLMName
 from ..recipes.family_view import FamilyView, Place
@@ -270,7 +270,7 @@ def _can_stay_quantized(weight: StoredWeight, place: Place, view: FamilyView) ->
 def _refuse_unreadable(weight: StoredWeight, name: HFName, place: Place, source: Source) -> None:
     is_foreign_integer = weight.form == "int_packed" and not weight.scheme
     is_sliced = weight.form == "fp8_sliced" and not place.row.interleaved
-    if weight.form in ("unknown", "mxfp8") or is_foreign_integer or is_sliced:
+    if weight.form in (*NOT_COMPUTED, "mxfp8") or is_foreign_integer or is_sliced:
         raise CheckpointError(
             f"{source.where}: {name}",
             "must be plain, FP8, MXFP4, NVFP4 or symmetric integers in groups of 128",

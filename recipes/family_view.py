@@ -193,11 +193,11 @@ class FamilyView:
         is_sliding = place.part == "mtp" or (isinstance(kinds, list) and kinds[place.layer or 0 :][:1] == [1])
         keys = ["num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"]
         keys = [interleaved.count, *(f"swa_{key}" if is_sliding else key for key in keys)]
-        sizes = [config.get(key) for key in keys]
-        if not all(isinstance(size, int) and size > 0 for size in sizes):
+        sizes = [size for key in keys if isinstance(size := config.get(key), int) and size > 0]
+        if len(sizes) < len(keys):
             rule = f"the rows of {place.module} need {', '.join(keys)}"
             cure = "Take config.json from the original release"
-            raise CheckpointError("config.json", rule, got=sizes, cure=cure)
+            raise CheckpointError("config.json", rule, got=[config.get(key) for key in keys], cure=cure)
         count, heads, groups, head, value = sizes
         return count, heads * head // count, groups * head // count, groups * value // count
 

@@ -66,7 +66,7 @@ def test_the_command_line_is_built_on_it(verb):
 
 
 def test_what_has_nothing_to_judge_is_raised():
-    with pytest.raises(api.KeepMTPError, match="a source is a folder"):
+    with pytest.raises(api.KeepMTPError, match="a checkpoint is a folder"):
         api.check("nowhere/at/all")
 
 

@@ -61,7 +61,7 @@ def test_config_that_is_no_json(folder):
 
 
 def test_nothing_there(tmp_path):
-    assert "Check SOURCE" in refusal(tmp_path / "absent")
+    assert "Check its name" in refusal(tmp_path / "absent")
 
 
 ODD_NAMES = [
@@ -105,7 +105,7 @@ def test_a_name_that_is_no_source(name, tmp_path, monkeypatch):
     """Neither a folder with a checkpoint nor a name that the Hub can have; nothing is asked of the Hub."""
     monkeypatch.chdir(tmp_path)
     message = refusal(name)
-    assert message.isprintable() and message.endswith("Check SOURCE.") and len(message) < 6000
+    assert message.isprintable() and message.endswith("Check its name.") and len(message) < 6000
 
 
 def test_a_file_is_no_source(folder):

@@ -49,7 +49,7 @@ def test_a_place_without_a_checkpoint(place, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("verb", ["plan", "quantize"])
 def test_a_source_that_is_not_there(verb, tmp_path):
-    refused(verb, "glm-4.7", "--source", "./nope", says="./nope: a source is a folder", cwd=tmp_path)
+    refused(verb, "glm-4.7", "--source", "./nope", says="./nope: a checkpoint is a folder", cwd=tmp_path)
 
 
 def test_a_home_folder_in_an_option(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from inspect import signature
 from typing import NamedTuple
 
 import pytest
@@ -59,6 +60,22 @@ def test_with_out_a_new_folder_is_written_and_judged(keepmtp, no_fc, tmp_path):
     assert "mtp.fc" in config["quantization_config"]["ignore"]
     again = keepmtp("fix", str(no_fc), "--out", str(tmp_path / "new"), VLLM_PYTHON="/nowhere")
     assert again.returncode == 2 and "never overwritten" in again.stderr
+
+
+def test_static_only_does_not_look_for_vllm(keepmtp, no_fc, tmp_path):
+    done = keepmtp("fix", str(no_fc), "--out", str(tmp_path / "new"), "--static-only", VLLM_PYTHON="/nowhere")
+    assert done.returncode == 0 and "check passed" in done.stdout, done.stderr
+    assert "vLLM was not asked" not in done.stdout and "/nowhere" not in done.stdout + done.stderr
+
+
+def test_all_cures_end_alike():
+    from keepmtp.cli.convert import convert
+    from keepmtp.cli.fix import fix
+    from keepmtp.cli.graft import graft
+
+    for verb in (fix, graft, convert):
+        options = {"dry_run", "gpus", "static_only", "any_vllm", "as_json"}
+        assert options <= {*signature(verb).parameters}, verb.__name__
 
 
 def test_json_has_the_changes_the_diff_and_what_is_left(keepmtp, no_fc, tmp_path):

@@ -200,7 +200,7 @@ def test_a_calibrated_run_for_machines(tmp_path):
         (["glm-4.8"], "Did you mean glm-4."),
         (["glm-4.7", "--scheme", "NVFP5"], "must be a variant of glm-4.7"),
         (["glm-4.7", "--mtp", "fp16"], "must be one of source, bf16"),
-        (["glm-4.7", "--source", "absent-folder"], "Check SOURCE"),
+        (["glm-4.7", "--source", "absent-folder"], "Check its name"),
         (["nowhere.yaml"], "a recipe file must exist"),
         (["mimo-7b", "--source", "SOURCE"], "family must be that of"),
         (["glm-4.7", "--source", "SOURCE", "--out", "SOURCE/out"], "must lie outside the source"),
@@ -216,7 +216,7 @@ def test_a_shipped_model_is_found_from_anywhere(tmp_path):
     assert keepmtp("plan", "tiny-glm4-moe", cwd=tmp_path).returncode == 0
     text = find_recipe("tiny-glm4-moe.w4a16-fp8")[1]
     (tmp_path / "mine.yaml").write_text(text.replace("models/tiny-glm4-moe", "models/tiny-glm5"))
-    refused("plan", "mine.yaml", says="models/tiny-glm5: a source is a folder", cwd=tmp_path)
+    refused("plan", "mine.yaml", says="models/tiny-glm5: a checkpoint is a folder", cwd=tmp_path)
 
 
 def test_a_broken_recipe_file(source, tmp_path):

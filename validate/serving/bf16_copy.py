@@ -20,7 +20,7 @@ from typing import Any
 from ...checkpoints.companions import inside
 from ...checkpoints.safetensors_file import Entry, lay_out
 from ...checkpoints.source import INDEX, Source, read
-from ...checkpoints.stored import KV_SCALE_LEAVES, StoredWeight, stored_weights
+from ...checkpoints.stored import KV_SCALE_LEAVES, NOT_COMPUTED, StoredWeight, stored_weights
 from ...recipes.errors import CheckpointError, VLLMError
 from ...recipes.family import HFName
 from ...recipes.schemes import num_bytes
@@ -168,7 +168,7 @@ def _planned_weight(where: str, weight: StoredWeight) -> _Output:
     if weight.form == "plain":
         entry = weight.weight
         return _Output(name=entry.name, dtype=entry.dtype, shape=entry.shape, made_of=weight)
-    if weight.form in ("unknown", "fp8_sliced"):
+    if weight.form in (*NOT_COMPUTED, "fp8_sliced"):
         raise CheckpointError(
             f"{where}: {weight.module}",
             "must lie in a form that can be dequantized",

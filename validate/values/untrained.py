@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.dequantize import dequantize
-from ...checkpoints.stored import FLOATS, StoredWeight
+from ...checkpoints.stored import FLOATS, NOT_COMPUTED, StoredWeight
 from ...checkpoints.values import read_tensor
 from ...recipes.family import HFName
 from ..check.findings import Objection, objection
@@ -42,7 +42,7 @@ def glue(runtime: RuntimeView) -> list[StoredWeight]:
     found = []
     for module, weight in runtime.weights.items():
         place = runtime.placed.get(module)
-        if place is None or place.part != "mtp" or place.role != "glue" or weight.form == "unknown":
+        if place is None or place.part != "mtp" or place.role != "glue" or weight.form in NOT_COMPUTED:
             continue
         if len(weight.shape) == 2 and min(weight.shape) >= _SMALLEST_SIDE:
             found.append(weight)

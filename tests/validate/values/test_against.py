@@ -197,7 +197,7 @@ def test_the_command_reads_values_and_names_the_tensor(written, tmp_path):
     ("words", "says"),
     [
         (["--source", "x"], "--source is what values are compared with; got no --values. Add --values."),
-        (["--values", "--source", "./nothing"], "nothing: a source is a folder with config.json"),
+        (["--values", "--source", "./nothing"], "nothing: a checkpoint is a folder with config.json"),
         (["--values", "--source", str(MODELS / "tiny-qwen3_5")], "of a glm4_moe checkpoint is of the same family; got"),
     ],
 )
