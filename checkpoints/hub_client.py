@@ -53,6 +53,7 @@ class Patience:
         seconds: for one answer.
         until: when the question that is asked now must be answered; None: it may go on.
         stopped: set by Ctrl-C. Every thread that sends or waits then ends at its next step.
+        is_watched: signals are taken for it; it stays stopped until they no longer are, and somebody asks again.
         silences: answers that were late, since something arrived that had not arrived before.
     """
 
@@ -60,6 +61,7 @@ class Patience:
         self.seconds = DEFAULT_SECONDS
         self.until: float | None = None
         self.stopped = threading.Event()
+        self.is_watched = False
         self.end: Callable[[], object] = bool
         self.silences = 0
         self.open: WeakSet[_Stream] = WeakSet()
@@ -117,9 +119,18 @@ def install() -> None:
     set_client_factory(_client)
 
 
-@cache
 def install_once() -> None:
-    """`install`, for whoever reads from the Hub: a client that is at work keeps its connections."""
+    """`install`, for whoever reads from the Hub: a client that is at work keeps its connections.
+
+    A program that was stopped, and goes on, may ask the Hub again from its main thread.
+    """
+    _installed()
+    if not PATIENCE.is_watched and threading.current_thread() is threading.main_thread():
+        PATIENCE.stopped.clear()
+
+
+@cache
+def _installed() -> None:
     install()
 
 

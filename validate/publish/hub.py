@@ -328,11 +328,13 @@ def stopped_by_signals() -> Iterator[None]:
             usual(number, frame)
         raise SystemExit(128 + number)
 
+    PATIENCE.stopped.clear()  # a program may ask the Hub again, after it has stopped an upload
+    PATIENCE.is_watched = True
     for number in before:
         signal.signal(number, stop)
     try:
         yield
-    finally:
+    finally:  # what is stopped stays so: a thread that has not noticed yet would send its shard again
+        PATIENCE.is_watched = False
         for number, usual in before.items():
             signal.signal(number, usual)
-        PATIENCE.stopped.clear()  # its threads have ended; a program may ask the Hub again
