@@ -24,7 +24,7 @@ from ..recipes.shipped import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
 from .hub import files_of, hub_errors, is_repo_id, read_remote_header
 from .hub_ranges import read_range
-from .json_file import read_config, read_index
+from .json_file import read_config, read_index, read_object
 from .safetensors_file import Entry, fill, read_header
 from .unchanged import FileStamp, states_of
 
@@ -134,6 +134,22 @@ def small_file(source: Source, name: str) -> Path | None:
             return Path(HfApi().hf_hub_download(source.where, name, revision=source.revision))
         except EntryNotFoundError:
             return None
+
+
+def small_bytes(source: Source, name: str) -> bytes | None:
+    """The bytes of such a file; None if there is none."""
+    path = small_file(source, name)
+    return None if path is None else path.read_bytes()
+
+
+def small_object(source: Source, name: str) -> dict[str, Any] | None:
+    """The object of a JSON file; None if there is none.
+
+    Raises:
+        CheckpointError: see `json_file.read_object`.
+    """
+    path = small_file(source, name)
+    return None if path is None else read_object(path, f"{source.where}/{name}")
 
 
 def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> None:

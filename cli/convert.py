@@ -91,15 +91,13 @@ def _write(
 
 
 def _show_plan(out: Console, planned: "Conversion") -> None:
-    from ..checkpoints.source import small_file
+    from ..checkpoints.source import small_bytes
     from ..cure.json_diff import json_diff
 
     _line(out, _sentence(planned))
     for name, after in planned.files.items():
         if name != "keepmtp-convert.json":
-            path = small_file(planned.source, name)
-            before = None if path is None else path.read_bytes()
-            for line in json_diff(name, before, after):
+            for line in json_diff(name, small_bytes(planned.source, name), after):
                 _line(out, line)
 
 

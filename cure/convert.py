@@ -17,7 +17,7 @@ import torch
 
 from .. import __version__
 from ..checkpoints.safetensors_file import Entry
-from ..checkpoints.source import Source, small_file
+from ..checkpoints.source import Source, small_bytes
 from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor, typed
 from ..quantize.output import with_quantization
 from ..quantize.quant_config import compressed_tensors_config, modules_of
@@ -248,9 +248,9 @@ def _configs(runtime: RuntimeView, matrices: list[StoredMatrix], to: Format) -> 
     else:
         made = compressed_tensors_config(view, matrices)
     made["kv_cache_scheme"] = _cache_scheme(runtime)
-    path = small_file(source, "config.json")
-    assert path is not None, "an opened checkpoint has a config.json"
-    files = {"config.json": in_form_of(path.read_bytes(), with_quantization(source.config, made, view))}
+    before = small_bytes(source, "config.json")
+    assert before is not None, "an opened checkpoint has a config.json"
+    files = {"config.json": in_form_of(before, with_quantization(source.config, made, view))}
     if to == "modelopt":
         files[HF_QUANT_CONFIG] = in_form_of(None, hf_quant_config(made))
     return files

@@ -9,13 +9,12 @@ has edited the converted checkpoint wants his own edits: what is kept counts onl
 
 import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .. import __version__
 from ..checkpoints.json_file import read_object
-from ..checkpoints.source import Source, small_file
+from ..checkpoints.source import Source, small_bytes, small_file
 from ..quantize.quant_config_modelopt import HF_QUANT_CONFIG
 from ..recipes.conventions import Format
 from ..recipes.errors import CheckpointError, first_fault
@@ -56,12 +55,12 @@ class Converted(BaseModel):
 
     def restores(self, source: Source) -> bool:
         """Whether the configs are as they were written, so that the first ones take their place."""
-        return all(_sum(_bytes_of(source, name)) == self.written.get(name, "") for name in _CONFIGS)
+        return all(_sum(small_bytes(source, name)) == self.written.get(name, "") for name in _CONFIGS)
 
 
 def record_of(source: Source, first: Format, files: Mapping[str, bytes], tensors: Mapping[str, FirstTensor]) -> bytes:
     """The file for a checkpoint that gets `files`, made from `source`."""
-    before = {name: _bytes_of(source, name) for name in _CONFIGS}
+    before = {name: small_bytes(source, name) for name in _CONFIGS}
     record = Converted(
         keepmtp=__version__,
         first=first,
@@ -88,11 +87,6 @@ def read_converted(source: Source) -> Converted | None:
     except (CheckpointError, ValidationError) as error:
         got = error.got if isinstance(error, CheckpointError) else first_fault(error)
         raise CheckpointError(where, "must be what `keepmtp convert` wrote", got=got, cure=cure) from error
-
-
-def _bytes_of(source: Source, name: str) -> bytes | None:
-    path: Path | None = small_file(source, name)
-    return None if path is None else path.read_bytes()
 
 
 def _sum(data: bytes | None) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ..checkpoints.json_file import read_object
 from ..checkpoints.safetensors_file import Entry
-from ..checkpoints.source import INDEX, Source, small_file
+from ..checkpoints.source import INDEX, Source, small_bytes, small_object
 from ..quantize.mtp_alone import plan_mtp_alone
 from ..quantize.plan import Plan
 from ..recipes.errors import CheckpointError, RecipeError
@@ -105,7 +105,7 @@ class Graft:
         return [
             line
             for name, data in self.files.items()
-            for line in json_diff(name, _bytes_of(self.quantized, name), data, self.reasons[name])
+            for line in json_diff(name, small_bytes(self.quantized, name), data, self.reasons[name])
         ]
 
 
@@ -124,7 +124,7 @@ def plan_graft(quantized: Source, source: Source, *, mtp: str | None = None, is_
             unknown dialect, or a result that would not load.
     """
     refuse_untrained_release(source)
-    hf_quant_config = _json(quantized, HF_QUANT_CONFIG)
+    hf_quant_config = small_object(quantized, HF_QUANT_CONFIG)
     method = method_in(quantized.config, hf_quant_config)
     checked, _ = _readable(quantized), _readable(source)
     refuse_another_model(quantized, source)
@@ -234,7 +234,7 @@ def _as_headers(graft: Graft) -> Iterator[Source]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         for file in (CONFIG, HF_QUANT_CONFIG, INDEX):
-            data = graft.files.get(file) or (index if file == INDEX else None) or _bytes_of(quantized, file)
+            data = graft.files.get(file) or (index if file == INDEX else None) or small_bytes(quantized, file)
             if data is not None:
                 (folder / file).write_bytes(data)
         yield replace(
@@ -254,17 +254,7 @@ def _changed(quantized: Source, wanted: Mapping[str, Mapping[str, Any] | None]) 
     """The files whose values change, in the form of the old ones."""
     found = {}
     for name, value in wanted.items():
-        before = _bytes_of(quantized, name)
+        before = small_bytes(quantized, name)
         if value is not None and before is not None and json.loads(before) != value:
             found[name] = in_form_of(before, value)
     return found
-
-
-def _bytes_of(opened: Source, name: str) -> bytes | None:
-    path = small_file(opened, name)
-    return None if path is None else path.read_bytes()
-
-
-def _json(opened: Source, name: str) -> Mapping[str, Any] | None:
-    path = small_file(opened, name)
-    return None if path is None else read_object(path, f"{opened.where}/{name}")

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.companions import INDEX
-from ..checkpoints.json_file import read_object
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.scratch import ScratchFolder
-from ..checkpoints.source import Source, read, small_file
+from ..checkpoints.source import Source, read, small_bytes, small_object
 from ..recipes.family import HFName
 from ..validate.check.dialects.choose import HF_QUANT_CONFIG
 from ..validate.dryload.hollow import SMALL_FILES, write_headers
@@ -102,10 +101,10 @@ class Proposal:
         self.source = source
         self.edits: list[Edit] = []
         self.not_here: dict[str, None] = {}
-        self._before = {name: _bytes_of(source, name) for name in (CONFIG, HF_QUANT_CONFIG)}
+        self._before = {name: small_bytes(source, name) for name in (CONFIG, HF_QUANT_CONFIG)}
         self._docs: dict[str, Any] = {
             CONFIG: deepcopy(dict(source.config)),
-            HF_QUANT_CONFIG: _object_of(source, HF_QUANT_CONFIG) if self._before[HF_QUANT_CONFIG] else None,
+            HF_QUANT_CONFIG: small_object(source, HF_QUANT_CONFIG) if self._before[HF_QUANT_CONFIG] else None,
         }
         everything = (*source.entries.values(), *source.unindexed.values())
         self._tensors = {entry.name: (entry.file, as_it_was(entry)) for entry in everything}
@@ -163,7 +162,7 @@ class Proposal:
         """The lines of a diff of every small file that changes, and a line for each kind of change of a tensor."""
         lines = []
         for name, data in sorted(self.files().items() | {(INDEX, index) for index in [self._index()] if index}):
-            before = self._before.get(name, _bytes_of(self.source, name))
+            before = self._before[name] if name in self._before else small_bytes(self.source, name)
             lines += json_diff(name, before, data, self._reasons(name))
         return [*lines, *self._tensor_lines()]
 
@@ -216,10 +215,10 @@ class Proposal:
     def headers(self) -> Iterator[Path]:
         """A folder that the check and vLLM can read it from: JSON files, and headers with holes for the weights."""
         with ScratchFolder("keepmtp-proposal-") as folder:
-            small = {name: _bytes_of(self.source, name) for name in SMALL_FILES if name not in self._docs}
+            small = {name: small_bytes(self.source, name) for name in SMALL_FILES if name not in self._docs}
             small |= {name: json.dumps(value).encode() for name, value in self._docs.items() if value is not None}
             small |= {name: b"" for name in self.source.code if "/" not in name}
-            small[INDEX] = self._index() or _bytes_of(self.source, INDEX)
+            small[INDEX] = self._index() or small_bytes(self.source, INDEX)
             for name, data in small.items():
                 if data is not None:
                     (folder / name).write_bytes(data)
@@ -337,13 +336,3 @@ def _both(first: Converts, then: Converts) -> Converts:
     if first is None or then is None:
         return first or then
     return lambda data: then(first(data))
-
-
-def _bytes_of(source: Source, name: str) -> bytes | None:
-    path = small_file(source, name)
-    return None if path is None else path.read_bytes()
-
-
-def _object_of(source: Source, name: str) -> dict[str, Any] | None:
-    path = small_file(source, name)
-    return None if path is None else read_object(path, f"{source.where}/{name}")

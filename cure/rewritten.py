@@ -24,10 +24,9 @@ from pathlib import Path
 
 from ..checkpoints.companions import INDEX, inside
 from ..checkpoints.files import WORK, complete, held, naming_file, partial_path, sync, two_sizes, write_whole
-from ..checkpoints.json_file import read_object
 from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.safetensors_file import Entry, read_header
-from ..checkpoints.source import Source, small_file
+from ..checkpoints.source import Source, small_object
 from ..checkpoints.unchanged import refuse_changed
 from ..quantize.output import refuse_place
 from ..recipes.errors import CheckpointError, RecipeError
@@ -142,10 +141,10 @@ def new_index(
             rule, cure = f"{entry.name} must be in one file only", "Leave out one of the two"
             raise CheckpointError(f"{source.where}/{entry.file}", rule, got=f"also {weight_map[entry.name]}", cure=cure)
         weight_map[entry.name] = entry.file
-    path = small_file(source, INDEX)
-    if path is None and len(set(weight_map.values())) == 1:
+    old = small_object(source, INDEX)
+    if old is None and len(set(weight_map.values())) == 1:
         return None
-    old = {} if path is None else read_object(path, f"{source.where}/{INDEX}")
+    old = old or {}
     found = old.get("metadata")
     metadata = {
         **(found if isinstance(found, dict) else {}),

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ...checkpoints.json_file import read_object
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import INDEX, Source, small_file
+from ...checkpoints.source import INDEX, Source, small_object
 from ...checkpoints.stored import StoredWeight, stored_weights, transposed_weights
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName, Part, Role, Row, VLLMName
@@ -81,7 +80,7 @@ class RuntimeView:
             CheckpointError: it is no JSON object, and vLLM reads it.
         """
         try:
-            return _read_json(self.source, HF_QUANT_CONFIG)
+            return small_object(self.source, HF_QUANT_CONFIG)
         except CheckpointError:
             if quantization_of(self.source.config) is None:
                 raise
@@ -90,7 +89,7 @@ class RuntimeView:
     @cached_property
     def index(self) -> Mapping[str, Any] | None:
         """model.safetensors.index.json, if there is one."""
-        return _read_json(self.source, INDEX)
+        return small_object(self.source, INDEX)
 
     @cached_property
     def dialect(self) -> Dialect:
@@ -254,8 +253,3 @@ class RuntimeView:
 def _mtp_layers(view: FamilyView, places: Iterable[Place]) -> set[int]:
     first = view.num_layers if view.layout.mtp is None else 0
     return {place.layer - first for place in places if place.part == "mtp" and place.layer is not None}
-
-
-def _read_json(source: Source, file: str) -> Mapping[str, Any] | None:
-    path = small_file(source, file)
-    return None if path is None else read_object(path, f"{source.where}/{file}")

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.scratch import ScratchFolder
-from ...checkpoints.source import INDEX, SINGLE, Source, small_file
+from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
 
 # What vLLM's config classes read, config.json apart.
 SMALL_FILES = ("hf_quant_config.json", "generation_config.json", "added_tokens.json", "preprocessor_config.json")
@@ -31,8 +31,8 @@ def headers_of(source: Source) -> Iterator[Path]:
     with ScratchFolder("keepmtp-headers-") as folder:
         (folder / "config.json").write_text(json.dumps(source.config))
         for name in SMALL_FILES:
-            if (path := small_file(source, name)) is not None:
-                (folder / name).write_bytes(path.read_bytes())
+            if (data := small_bytes(source, name)) is not None:
+                (folder / name).write_bytes(data)
         files: dict[str, list[Entry]] = defaultdict(list)
         for entry in source.entries.values():
             files[entry.file].append(entry)
