@@ -53,6 +53,14 @@ def write_whole(path: Path, text: str) -> Path:
     return path
 
 
+def write_at(descriptor: int, data: bytearray | memoryview, position: int) -> None:
+    """Write all of it at a place of an open file: the system may take a part at a time."""
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, position)
+        view, position = view[count:], position + count
+
+
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

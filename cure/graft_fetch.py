@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
-from ..checkpoints.hub_ranges import AT_A_TIME, read_range
+from ..checkpoints.files import write_at
+from ..checkpoints.hub_ranges import AT_A_TIME, GAP_BYTES, read_range
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
 from ..checkpoints.unchanged import states_of
 
-_GAP_BYTES = 1 << 20
 _MOST_BYTES = 64 << 20
 _DONE = "ranges.jsonl"
 
@@ -40,7 +40,7 @@ def ranges_of(entries: Iterable[Entry]) -> list[Range]:
     for entry in sorted(entries, key=lambda entry: (entry.file, entry.start)):
         last = joined[-1] if joined else None
         end = entry.start + entry.num_bytes
-        if last and last.file == entry.file and entry.start - (last.start + last.num_bytes) <= _GAP_BYTES:
+        if last and last.file == entry.file and entry.start - (last.start + last.num_bytes) <= GAP_BYTES:
             joined[-1] = replace(last, num_bytes=max(last.num_bytes, end - last.start))
         else:
             joined.append(Range(entry.file, entry.start, entry.num_bytes))
@@ -78,7 +78,7 @@ def fetch(source: Source, entries: Iterable[Entry], folder: Path, progress: Call
         )
         descriptor = os.open(folder / piece.file, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
-            _put(descriptor, buffer, piece.start)
+            write_at(descriptor, buffer, piece.start)
         finally:
             os.close(descriptor)
         with lock, open(folder / _DONE, "a", encoding="utf-8") as lines:
@@ -98,13 +98,6 @@ def fetch(source: Source, entries: Iterable[Entry], folder: Path, progress: Call
 def _pieces(whole: Range) -> Iterator[Range]:
     for offset in range(0, whole.num_bytes, _MOST_BYTES):
         yield Range(whole.file, whole.start + offset, min(_MOST_BYTES, whole.num_bytes - offset))
-
-
-def _put(descriptor: int, data: bytearray, start: int) -> None:
-    view = memoryview(data)
-    while view:
-        count = os.pwrite(descriptor, view, start)
-        view, start = view[count:], start + count
 
 
 def _done(folder: Path) -> set[Range]:

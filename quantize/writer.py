@@ -14,7 +14,6 @@ Easy to get wrong: safetensors allows any offset for a tensor, but readers map t
 
 import hashlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints.files import complete, naming_file, partial_path
+from ..checkpoints.files import complete, naming_file, partial_path, write_at
 from ..checkpoints.safetensors_file import Entry, FileLayout, lay_out
 from ..checkpoints.stored import scale_of, weight_of
 from ..checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
@@ -181,11 +180,9 @@ class _Place:
     sums: Mapping[HFName, "hashlib._Hash"]
 
     def write(self, name: HFName, raw: torch.Tensor, *, at: int = 0) -> None:
-        position, view = self.starts[name] + at, raw.numpy().data
+        view = raw.numpy().data
         self.sums[name].update(view)
-        while view:
-            count = os.pwrite(self.file.fileno(), view, position)
-            view, position = view[count:], position + count
+        write_at(self.file.fileno(), view, self.starts[name] + at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

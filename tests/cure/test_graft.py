@@ -149,7 +149,7 @@ def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
 def hub(hub_at, lost, tmp_path, monkeypatch) -> Hub:
     monkeypatch.setattr(hub_ranges, "_FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(graft_fetch, "_MOST_BYTES", 300_000)
-    monkeypatch.setattr(graft_fetch, "_GAP_BYTES", 1_000)
+    monkeypatch.setattr(graft_fetch, "GAP_BYTES", 1_000)
     with serving(tmp_path / "hub") as hub:
         hub.mirror("org/release", RELEASE)
         hub.mirror("org/lost", lost)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ...checkpoints.hub_ranges import AT_A_TIME
+from ...checkpoints.hub_ranges import AT_A_TIME, GAP_BYTES
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import Source, read
 from ...checkpoints.stored import FLOATS, KV_SCALE_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
@@ -33,9 +33,7 @@ _NOT_SCALES = ("weight_shape", "weight_zero_point", "weight_g_idx")
 # What GPTQ, AWQ and AutoRound call theirs.
 SCALES = (*(leaf for leaf in SCALE_LEAVES if leaf not in _NOT_SCALES), *KV_SCALE_LEAVES, "scales")
 _PIECE_BYTES = 32 * 2**20
-_GAP_BYTES = 256 * 2**10
-# What a line brings in the time that a request takes on its way: 50 ms at 20 MB/s.
-_GAP_OF_A_REQUEST = 2**20
+_GAP_OF_A_DISK = 256 * 2**10
 
 
 class Stretch(NamedTuple):
@@ -87,7 +85,7 @@ def is_remote(source: Source) -> bool:
 
 def gap_of(source: Source) -> int:
     """Bytes between two tensors that are read for nothing: a request costs what a disk's seek costs many times."""
-    return _GAP_OF_A_REQUEST if is_remote(source) else _GAP_BYTES
+    return GAP_BYTES if is_remote(source) else _GAP_OF_A_DISK
 
 
 def num_requests(runs: Iterable[Stretch]) -> int:
@@ -95,7 +93,7 @@ def num_requests(runs: Iterable[Stretch]) -> int:
     return sum(-(-run.num_bytes // _PIECE_BYTES) for run in runs)
 
 
-def joined(entries: Iterable[Entry], *, gap: int = _GAP_BYTES) -> Iterator[Stretch]:
+def joined(entries: Iterable[Entry], *, gap: int = _GAP_OF_A_DISK) -> Iterator[Stretch]:
     """Neighbours in one read: those not more than `gap` bytes apart, up to 32 MiB."""
     group: list[Entry] = []
     for entry in entries:
