@@ -1,0 +1,330 @@
+"""How much memory a calibrated run takes, station by station, counted from headers.
+
+In: a plan. Out: a `StationMemory` for each part of the run whose tensors are in memory together: named terms in bytes,
+on the device that calibrates and on the host. And the largest batch that fits a device.
+
+Easy to get wrong: eager attention holds the scores of all heads in F32 and in BF16 together, B x heads x S x S of each,
+and a decoder layer keeps the BF16 ones until it returns. At 2,048 tokens they are more than all other activations.
+
+Source: transformers 5.17 eager_attention_forward and decoder layers, llm-compressor 0.14.0.1 modeling/moe
+(LinearExperts2D) and modifiers/gptq; compared with what torch allocates in tests/quantize/test_memory.py.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from ..recipes.schema import AUTO, Calibration
+from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
+from .plan import Plan
+from .tensor_plan import TensorPlan
+
+BF16, F32, INT64 = 2, 4, 8
+PROCESS_BYTES = 1_200_000_000
+"""Python with torch, transformers and llm-compressor, before a tensor is read."""
+CONTEXT_BYTES = 600_000_000
+"""What CUDA and its libraries take of a GPU before a tensor is there."""
+FRAGMENTS = 1.05
+"""The allocator's blocks are larger than what is asked for, and are not always used again."""
+# F32 values that rounding one matrix, or one input, to a scheme holds at a time.
+_ROUNDING = 3
+# Draft steps whose keys an MTP block attends to while acceptance is measured (`held_out.NUM_STEPS`).
+_DRAFT_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StationMemory:
+    """A part of the run whose tensors are in memory together.
+
+    Attributes:
+        name: for people.
+        device: term -> bytes, on the device that calibrates.
+        host: term -> bytes, in the memory of one process, whatever the device is.
+    """
+
+    name: str
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        """Of all terms on the device."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all terms on the host."""
+        return sum(self.host.values())
+
+
+def stations(plan: Plan, *, batch_size: int | None = None) -> tuple[StationMemory, ...]:
+    """The stations of a calibrated run, in their order; of the decoder layers the one that takes most.
+
+    Args:
+        plan: its recipe has a calibration block.
+        batch_size: sequences in a batch, instead of the recipe's.
+    """
+    return _Count.of(plan).stations(batch_size)
+
+
+def peak(found: Iterable[StationMemory]) -> tuple[StationMemory, StationMemory]:
+    """The stations that take most of the device and most of the host."""
+    found = tuple(found)
+    return max(found, key=lambda each: each.device_bytes), max(found, key=lambda each: each.host_bytes)
+
+
+def largest_batch_size(plan: Plan, device_bytes: int, *, at_most: int) -> int:
+    """The most sequences in a batch that a device with so many free bytes holds, a power of two; 0 for none.
+
+    Args:
+        plan: its recipe has a calibration block.
+        device_bytes: free before the model is there.
+        at_most: no more than these, such as the sequences that there are.
+    """
+    count, fitting, size = _Count.of(plan), 0, 1
+    while size <= at_most:
+        if peak(count.stations(size))[0].device_bytes * FRAGMENTS > device_bytes:
+            break
+        fitting, size = size, 2 * size
+    return fitting
+
+
+@dataclass(frozen=True)
+class _Count:
+    """Counts one plan.
+
+    Attributes:
+        layers: tensors of the decoder layers by their index; of layers that are alike, the first one.
+        top: tensors around the decoder layers.
+        block: tensors of the MTP block but its copies of embedding and head.
+    """
+
+    plan: Plan
+    calibration: Calibration
+    layers: Mapping[int, Sequence[TensorPlan]]
+    top: Sequence[TensorPlan]
+    block: Sequence[TensorPlan]
+
+    @classmethod
+    def of(cls, plan: Plan) -> "_Count":
+        calibration = plan.recipe.calibration
+        assert calibration is not None, f"{plan.recipe.name}: nothing is calibrated"
+        loaded = [tensor for tensor in plan.tensors if tensor.fate not in ("drop", "add") and tensor.role != "vision"]
+        layers: dict[int, list[TensorPlan]] = {}
+        for tensor in loaded:
+            if tensor.part == "backbone" and tensor.layer is not None:
+                layers.setdefault(tensor.layer, []).append(tensor)
+        alike = {frozenset(Counter(map(_kind, layers[index])).items()): index for index in sorted(layers, reverse=True)}
+        return cls(
+            plan=plan,
+            calibration=calibration,
+            layers={index: layers[index] for index in sorted(alike.values())},
+            top=[tensor for tensor in loaded if tensor.part == "backbone" and tensor.layer is None],
+            block=[tensor for tensor in loaded if tensor.part == "mtp" and tensor.role not in ("embedding", "head")],
+        )
+
+    def stations(self, batch_size: int | None) -> tuple[StationMemory, ...]:
+        """With another batch size than the recipe's, if there is one."""
+        if batch_size is not None:
+            return replace(self, calibration=_with_size(self.calibration, batch_size)).stations(None)
+        found = (self.layer(index, block) for index, block in self.layers.items())
+        widest = max(found, key=lambda each: each.device_bytes, default=None)
+        return tuple(filter(None, (widest, self.head(), self.mtp(), self.packing())))
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """Channels of the residual stream, all streams together."""
+        text_config = self.plan.view.text_config
+        return int(text_config.get("hidden_size") or 0) * int(text_config.get("hc_mult") or 1)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """In a batch."""
+        return self.calibration.batch_size * self.calibration.sequence_length
+
+    @cached_property
+    def embedding(self) -> int:
+        """Everything around the decoder layers but the head; it stays on the device for the whole pass."""
+        return BF16 * sum(_numel(tensor) for tensor in self.top if tensor.role != "head")
+
+    @cached_property
+    def head_weights(self) -> list[TensorPlan]:
+        """The head; the embedding where they are tied."""
+        found = [tensor for tensor in self.top if tensor.role == "head"]
+        return found or [tensor for tensor in self.top if tensor.role == "embedding"]
+
+    def layer(self, index: int, tensors: Sequence[TensorPlan]) -> StationMemory:
+        """One decoder layer with a batch."""
+        device = {
+            "embedding": self.embedding,
+            "weights": BF16 * sum(map(_numel, tensors)),
+            **self._with_batch(tensors, self.calibration.sequence_length),
+            **self._of_algorithm(tensors),
+        }
+        host = {
+            "process": PROCESS_BYTES,
+            "weights as stored": sum(map(self._stored, tensors)),
+            "batches": self._stream_bytes(),
+            **self._cache(tensors),
+        }
+        return StationMemory(name=f"decoder layer {index}", device=device, host=host)
+
+    def head(self) -> StationMemory:
+        """The head with the logits of one sequence, for the released and for the quantized backbone."""
+        length, vocabulary = self.calibration.sequence_length, max(tensor.shape[0] for tensor in self.head_weights)
+        device = {
+            "embedding": self.embedding,
+            "weights": BF16 * sum(map(_numel, self.head_weights)),
+            # Logits, the same in F32, and the logarithm of their softmax.
+            "logits": length * vocabulary * (BF16 + 2 * F32),
+        }
+        return StationMemory(name="head", device=device, host={"process": PROCESS_BYTES})
+
+    def mtp(self) -> StationMemory | None:
+        """The MTP block with a batch, or one sequence with the keys of all draft steps; None where it is not run."""
+        view = self.plan.view
+        if view.family.draft is None or not view.num_mtp_layers:
+            return None
+        tensors = [
+            tensor for tensor in self.plan.tensors if tensor.part == "mtp" and tensor.fate not in ("drop", "add")
+        ]
+        own = [tensor for tensor in tensors if tensor.role not in ("embedding", "head")]
+        length = self.calibration.sequence_length
+        drafted = replace(self, calibration=self.calibration.model_copy(update={"batch_size": 1}))
+        runs = [drafted._with_batch(own, _DRAFT_STEPS * length)]
+        if self.plan.recipe.mtp == AUTO or any(tensor.calibrated for tensor in own):
+            runs.append(self._with_batch(own, length))
+        largest = max(runs, key=lambda terms: sum(terms.values()))
+        device = {
+            "embedding": self.embedding,
+            "weights": BF16 * sum(map(_numel, own)),
+            "head": BF16 * sum(map(_numel, self.head_weights)),
+            **largest,
+            **self._of_algorithm(own),
+        }
+        host = {"process": PROCESS_BYTES, "batches": self._stream_bytes(), **self._cache(own)}
+        return StationMemory(name="MTP block", device=device, host=host)
+
+    def packing(self) -> StationMemory:
+        """The unit that takes most while it is read and packed; an expert of a stack is a unit of its own there."""
+        computed = [unit for unit in self.plan.units if unit[0].fate in ("quantize", "dequantize")]
+        widest = max((sum(map(_one_read, unit)) for unit in computed), default=0)
+        stored = max(
+            (sum(self._stored(t) // (t.shape[0] if t.stacked else 1) for t in unit) for unit in computed), default=0
+        )
+        return StationMemory(
+            name="packing",
+            device={"weights": 2 * BF16 * widest},
+            host={"process": PROCESS_BYTES, "weights": stored + 2 * BF16 * widest},
+        )
+
+    # --- activations --------------------------------------------------------------------------------------------------
+
+    def _with_batch(self, tensors: Sequence[TensorPlan], num_keys: int) -> dict[str, int]:
+        """States, and whichever holds more at its peak: the attention, or the MLP while the scores are kept."""
+        rounding = self._rounding(tensors)
+        scores = self._scores(num_keys)
+        attention = scores * (BF16 + F32 + BF16) + self._projected(tensors, num_keys)
+        mlp = scores * BF16 + max(self._experts(tensors), self._dense(tensors))
+        # Input, residual, normed copy, output, and the F32 copies that a norm makes.
+        states = self.num_tokens * self.hidden_size * (4 * BF16 + 2 * F32)
+        name = "attention" if attention >= mlp else "MLP and kept scores"
+        mask = self.calibration.sequence_length * num_keys * INT64
+        return {"states": states, "mask": mask, name: max(attention, mlp), "rounding": rounding}
+
+    def _scores(self, num_keys: int) -> int:
+        """Elements of one copy of the attention scores of a batch."""
+        heads = int(self.plan.view.text_config.get("num_attention_heads") or 0)
+        return self.calibration.batch_size * heads * self.calibration.sequence_length * num_keys
+
+    def _projected(self, tensors: Sequence[TensorPlan], num_keys: int) -> int:
+        """What attention's projections compute, and keys and values repeated for every head; rotated copies too."""
+        linears = [tensor for tensor in tensors if tensor.role in _ATTENTION and len(tensor.shape) == 2]
+        rows = sum(tensor.shape[0] for tensor in linears)
+        inner = max((tensor.shape[1] for tensor in linears), default=0)
+        return self.num_tokens * rows * BF16 + self.calibration.batch_size * num_keys * inner * 4 * BF16
+
+    def _experts(self, tensors: Sequence[TensorPlan]) -> int:
+        """One routed expert on every token: gate, up, their concatenation, two products; and the router's choices."""
+        matrices = [tensor.shape for tensor in tensors if tensor.role == "experts" and len(tensor.shape) > 1]
+        if not matrices:
+            return 0
+        text_config = self.plan.view.text_config
+        chosen = int(text_config.get("num_experts_per_tok") or text_config.get("moe_topk") or 1)
+        routers = [tensor.shape for tensor in tensors if tensor.role == "router" and len(tensor.shape) == 2]
+        # A table of experts by token has a row a token of the vocabulary.
+        experts = max((count for count, width in routers if width > chosen), default=0)
+        width = _narrowest(matrices)
+        outputs = self.num_tokens * self.hidden_size * 3 * BF16
+        return self.num_tokens * (4 * width * BF16 + chosen * experts * INT64) + outputs
+
+    def _dense(self, tensors: Sequence[TensorPlan]) -> int:
+        """Gate, up and two products of a dense MLP, or of the shared experts."""
+        matrices = [t.shape for t in tensors if t.role in ("dense_mlp", "shared_experts") and len(t.shape) > 1]
+        return self.num_tokens * 4 * BF16 * max((_narrowest([shape]) for shape in matrices), default=0)
+
+    def _rounding(self, tensors: Sequence[TensorPlan]) -> int:
+        """What rounding the widest matrix, or the widest input, to its scheme holds in F32."""
+        rounded = [tensor for tensor in tensors if tensor.fate == "quantize"]
+        matrix = max((_one_read(tensor) for tensor in rounded), default=0)
+        inputs = [tensor.shape[-1] for tensor in rounded if SCHEMES[tensor.scheme].inputs]
+        return _ROUNDING * F32 * max(matrix, self.num_tokens * max(inputs, default=0))
+
+    # --- algorithms ---------------------------------------------------------------------------------------------------
+
+    def _of_algorithm(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
+        """GPTQ's Hessians: K x K in F32 for each module that it rewrites, until the layer is done, and one inverse."""
+        if self.calibration.algorithm != "gptq":
+            return {}
+        rewritten = [tensor for tensor in tensors if tensor.calibrated == "weights"]
+        hessians = [F32 * tensor.shape[-1] ** 2 for tensor in rewritten for _ in range(_num_matrices(tensor))]
+        return {"Hessians": sum(hessians), "an inverse": 2 * max(hessians, default=0)}
+
+    def _cache(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
+        """AWQ's cache on the host: the inputs of attention and MLP, for every batch."""
+        rewritten = REWRITES[self.calibration.algorithm] if self.calibration.algorithm in RESCALING else frozenset()
+        if self.calibration.algorithm != "awq" or not any(tensor.scheme in rewritten for tensor in tensors):
+            return {}
+        tokens = self.calibration.samples * self.calibration.sequence_length
+        return {"AWQ's inputs": 2 * tokens * self.hidden_size * BF16}
+
+    # --- on the host --------------------------------------------------------------------------------------------------
+
+    def _stored(self, tensor: TensorPlan) -> int:
+        return sum(self.plan.entries[name].num_bytes for name in tensor.inputs)
+
+    def _stream_bytes(self) -> int:
+        """States of two batches, one that is read and one that is written."""
+        return 2 * self.num_tokens * self.hidden_size * BF16
+
+
+_ATTENTION = frozenset({"attention", "linear_attention", "indexer", "compressor"})
+
+
+def _with_size(calibration: Calibration, batch_size: int) -> Calibration:
+    return calibration.model_copy(update={"batch_size": batch_size})
+
+
+def _kind(tensor: TensorPlan) -> tuple[object, ...]:
+    """What a tensor of a layer contributes to its memory."""
+    return tensor.role, tensor.shape, tensor.scheme, tensor.fate, tensor.calibrated, tensor.stacked
+
+
+def _numel(tensor: TensorPlan) -> int:
+    return prod(tensor.shape)
+
+
+def _num_matrices(tensor: TensorPlan) -> int:
+    return tensor.shape[0] * len(tensor.stacked) if tensor.stacked else 1
+
+
+def _one_read(tensor: TensorPlan) -> int:
+    """Elements that are read at a time: one expert's of a stack."""
+    return _numel(tensor) // tensor.shape[0] if tensor.stacked else _numel(tensor)
+
+
+def _narrowest(shapes: Iterable[tuple[int, ...]]) -> int:
+    """The inner width of an MLP: the smaller side of its matrices."""
+    return min(min(shape[-2:]) for shape in shapes)

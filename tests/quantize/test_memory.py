@@ -1,0 +1,66 @@
+"""The memory that a plan is said to take, against what torch allocates while a small model is calibrated.
+
+Tolerance: a station counts tensors by their shapes, and of temporary ones only the largest together. It is right where
+it is between 0.9 and 1.4 of what is measured; more than that, the batch sizes that are chosen from it waste a GPU.
+"""
+
+import pytest
+import torch
+from keepmtp.quantize.calibrate.backbone import calibrate_backbone
+from keepmtp.quantize.calibrate.data import CalibrationData
+from keepmtp.quantize.calibrate.mtp_pass import mtp_pass
+from keepmtp.quantize.memory import FRAGMENTS, largest_batch_size, peak, stations
+from keepmtp.quantize.plan import Plan
+from keepmtp.recipes.find import find_recipe
+from live_bytes import LiveBytes
+from passes import ALONE, ROOT, plan_over
+
+LEAST, MOST = 0.9, 1.4
+
+
+def small_plan(name: str, batch_size: int, length: int) -> Plan:
+    recipe, _ = find_recipe(name)
+    assert recipe.calibration is not None
+    sizes = {"batch_size": batch_size, "sequence_length": length, "samples": 2 * batch_size, "held_out": batch_size}
+    calibration = recipe.calibration.model_copy(update=sizes)
+    return plan_over(ROOT / "models" / recipe.model, recipe.model_copy(update={"calibration": calibration}))
+
+
+def random_data(plan: Plan) -> CalibrationData:
+    calibration = plan.recipe.calibration
+    assert calibration is not None
+    count, length = calibration.samples + calibration.held_out, calibration.sequence_length
+    ids = torch.randint(3, 300, (count, length), generator=torch.Generator().manual_seed(0))
+    held_out = ids[calibration.samples :]
+    return CalibrationData(ids=ids[: calibration.samples], held_out_ids=held_out, provenance={"drawn": "by the test"})
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "length"),
+    [
+        ("tiny-glm4-moe.nvfp4", 1, 32),  # weights rule
+        ("tiny-glm4-moe.nvfp4-mtp-nvfp4", 2, 384),  # scores rule
+        ("tiny-glm4-moe.w4a16-gptq", 1, 32),  # Hessians rule
+        ("tiny-qwen3_5.nvfp4", 2, 256),  # linear attention
+    ],
+)
+def test_stations_are_as_large_as_what_torch_allocates(name, batch_size, length, tmp_path):
+    plan = small_plan(name, batch_size, length)
+    found = {station.name.partition(" ")[0]: station for station in stations(plan)}
+    with LiveBytes() as backbone_bytes:
+        backbone = calibrate_backbone(plan, random_data(plan), tmp_path, device=ALONE.device, ranks=ALONE)
+    assert LEAST < found["decoder"].device_bytes / backbone_bytes.peak < MOST, found["decoder"]
+    with LiveBytes() as mtp_bytes:
+        mtp_pass(plan, backbone)
+    # The embedding was there before.
+    after = max(found["head"], found["MTP"], key=lambda each: each.device_bytes)
+    assert LEAST < (after.device_bytes - after.device["embedding"]) / mtp_bytes.peak < MOST, after
+
+
+def test_the_largest_batch_fits_and_twice_that_does_not():
+    plan = small_plan("tiny-glm4-moe.nvfp4", 1, 512)
+    needed = {size: peak(stations(plan, batch_size=size))[0].device_bytes * FRAGMENTS for size in (1, 4, 8)}
+    assert largest_batch_size(plan, int(needed[4]) + 1, at_most=64) == 4
+    assert largest_batch_size(plan, int(needed[8]) - 1, at_most=64) == 4
+    assert largest_batch_size(plan, int(needed[8]) + 1, at_most=6) == 4
+    assert largest_batch_size(plan, int(needed[1]) - 1, at_most=64) == 0
