@@ -11,14 +11,16 @@ Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from compressed_tensors.distributed import greedy_bin_packing
 from compressed_tensors.offload import as_single_threaded
 from compressed_tensors.offload.dist_utils import as_broadcastable
 from compressed_tensors.quantization import QuantizationScheme
 from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.gptq.base import _GPTQ_Q_PARAMS
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.quantization.calibration import observe as observe_weights
 from llmcompressor.modifiers.quantization.calibration import update_qparams
@@ -27,10 +29,12 @@ from llmcompressor.modifiers.transform.awq.base import get_lowest_common_ancesto
 from llmcompressor.modifiers.transform.awq.mappings import ResolvedMapping
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
+from llmcompressor.utils.dist import broadcast_qparams_and_cleanup
 from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from ...recipes.schemes import SCHEMES
+from .hessians import Hessians, factored_once
 from .ranks import has_others
 from .smoothing import Smoothing
 
@@ -104,10 +108,15 @@ def share(model: Any, modifiers: Iterable[Any], schemes: Mapping[str, str]) -> N
 
 
 class _GPTQ(GPTQModifier):
-    """GPTQModifier that reports which modules it rewrote on this rank, and where the Hessian was of no use."""
+    """GPTQModifier with one Hessian for each distinct input. It reports what it rewrote here, and where in vain.
 
+    Modules are rewritten one at a time: in batches, as 0.14.0.1 does on GPUs, the bits depend on the free memory.
+    """
+
+    batched_quantization: Literal["auto"] | int | None = None
     _own: list[str] = PrivateAttr(default_factory=list)
     _fell_back: list[str] = PrivateAttr(default_factory=list)
+    _sums: Hessians = PrivateAttr(default_factory=Hessians)
 
     @property
     def own(self) -> list[str]:
@@ -117,11 +126,33 @@ class _GPTQ(GPTQModifier):
     def fell_back(self) -> list[str]:
         return self._fell_back
 
-    def compress_module_list(self, module_list: list[nn.Module]) -> None:
-        module_list = list(module_list)
-        self._own += [self._module_names[module] for module in module_list]
-        super().compress_module_list(module_list)
+    def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
+        self._sums.add(module, args[0])
+
+    def compress_modules(self) -> None:
+        self._sums.settle()
+        if not has_others():
+            self.compress_module_list([*self._sums])
+        else:
+            self._sums.sum_over_ranks(self._module_names)
+            modules, of_ranks, rank_of = greedy_bin_packing(
+                [module for module in self._module_names if module in self._sums],
+                dist.get_world_size(),
+                item_weight_fn=lambda module: self._sums.matrix(module).shape[0],
+            )
+            self.compress_module_list(of_ranks[dist.get_rank()])
+            self._sums.drop([*self._sums])
+            broadcast_qparams_and_cleanup(modules, rank_of, _GPTQ_Q_PARAMS)
         self._fell_back += self._rtn_fallback_module_names
+
+    def compress_module_list(self, module_list: list[nn.Module]) -> None:
+        for modules in self._sums.groups(module_list):
+            self._own += [self._module_names[module] for module in modules]
+            self._hessians = {module: self._sums.matrix(module) for module in modules}
+            self._num_samples = {module: self._sums.samples(module) for module in modules}
+            with factored_once():
+                super().compress_module_list(modules)
+            self._sums.drop(modules)
 
 
 class _AWQ(AWQModifier):

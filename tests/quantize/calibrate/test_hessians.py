@@ -1,0 +1,172 @@
+"""One Hessian for each distinct input: bit for bit what a Hessian for each module gives."""
+
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from keepmtp.quantize.calibrate import hessians
+from keepmtp.quantize.calibrate.hessians import Hessians
+from keepmtp.quantize.calibrate.layer import Calibrated, calibrate
+from layerwise import Skeleton
+from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
+from torch import Tensor, nn
+
+GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
+
+
+def token_ids(samples: int = 3, length: int = 32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 500, (2, length), generator=generator) for _ in range(samples)]
+
+
+def hidden(samples: int = 3) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 32, 256, generator=generator).bfloat16() for _ in range(samples)]
+
+
+def moe_layer(scheme: str = "W4A16", **broken: Tensor) -> Calibrated:
+    """GPTQ on a layer of four experts and a shared one."""
+    skeleton = Skeleton(GLM)
+    batches = skeleton.enter(1, token_ids(), hidden())
+    for name, value in broken.items():
+        skeleton.layers[1].get_submodule(name.replace("_of_", ".")).weight.data.copy_(value)
+    return calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(1), scheme), algorithm="gptq")
+
+
+def summed(module: nn.Module, values: list[Tensor]) -> "hessians._Sum":
+    own = hessians._Sum(make_empty_hessian(module), {module})
+    for value in values:
+        own.add(value)
+    return own
+
+
+@pytest.fixture
+def most(monkeypatch) -> list[int]:
+    """Matrices in memory after each call of a module."""
+    counts: list[int] = []
+    add = Hessians.add
+
+    def counted(self, module, value):
+        add(self, module, value)
+        counts.append(self.num_matrices)
+
+    monkeypatch.setattr(Hessians, "add", counted)
+    return counts
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "NVFP4"])
+def test_a_moe_layer_needs_a_hessian_for_each_input(scheme, most, monkeypatch):
+    """q, k, v share one, all gate and up projections share one; o and each of five down projections have their own."""
+    factored: list[int] = []
+    factorize = hessians.factorize_hessian
+    monkeypatch.setattr(hessians, "factorize_hessian", lambda *a: factored.append(len(a[1])) or factorize(*a))
+    shared = moe_layer(scheme)
+    assert max(most) == 8
+    # The shared expert reads sequences and the routed ones rows: one sum, divided by two numbers of samples.
+    assert factored == [1] * 9
+    most.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Hessians, "_first", lambda _self, module, _identity, value: summed(module, [value]))
+        apart = moe_layer(scheme)
+    assert max(most) == 4 + 3 * 5
+    assert len(factored) == 9 + 19
+    assert shared.tensors.keys() == apart.tensors.keys()
+    for name, value in shared.tensors.items():
+        assert torch.equal(value, apart.tensors[name]), name
+
+
+def test_sums_part_where_inputs_do():
+    """Modules that read the same tensor once and others later; one that is called twice, and one not at all."""
+    first, second, third = (nn.Linear(8, 4) for _ in range(3))
+    generator = torch.Generator().manual_seed(0)
+    a, b, c, d = (torch.randn(2, 5, 8, generator=generator) for _ in range(4))
+    found = Hessians()
+    calls = [(first, a), (second, a), (third, a), (first, b), (second, c), (third, b), (first, d), (first, a)]
+    for module, value in calls:
+        found.add(module, value)
+    found.settle()
+    for module in (first, second, third):
+        values = [value for each, value in calls if each is module]
+        assert torch.equal(found.matrix(module), summed(module, values).matrix)
+        assert found.samples(module) == 2 * len(values)
+    assert found.num_matrices == 3
+
+
+def test_sums_stay_together_while_inputs_do():
+    modules = [nn.Linear(8, 4) for _ in range(3)]
+    found = Hessians()
+    for value in torch.randn(4, 2, 5, 8):
+        for module in modules:
+            found.add(module, value)
+        found.add(modules[0], value.flip(0))
+    found.settle()
+    assert found.num_matrices == 2
+    assert found.matrix(modules[1]) is found.matrix(modules[2])
+
+
+def test_memory_that_is_used_again_is_another_input():
+    """What the allocator does with the inputs of experts' down projections, and what an operation in place does."""
+    modules = [nn.Linear(64, 4) for _ in range(4)]
+    found, expected = Hessians(), []
+    for index, module in enumerate(modules[:3]):
+        value = torch.full((5, 64), float(index + 1))
+        found.add(module, value)
+        expected.append(summed(module, [value]).matrix)
+        if index == 2:
+            value.mul_(2)
+            found.add(modules[3], value)
+            expected.append(summed(module, [value]).matrix)
+        del value
+    for module, matrix in zip(modules, expected, strict=True):
+        assert torch.equal(found.matrix(module), matrix)
+    assert found.num_matrices == 4
+
+
+def test_rows_are_the_same_input_whatever_their_batches_are():
+    """As a shared expert reads sequences where the routed ones read rows; the library counts the former as several."""
+    routed, shared, other = (nn.Linear(8, 4) for _ in range(3))
+    value, found = torch.randn(3, 5, 8), Hessians()
+    for module, read in ((routed, value.view(-1, 8)), (shared, value), (other, value.transpose(0, 1))):
+        found.add(module, read)
+    assert found.matrix(routed) is found.matrix(shared) and found.num_matrices == 2
+    assert (found.samples(routed), found.samples(shared), found.samples(other)) == (1, 3, 5)
+    for module, read in ((routed, value.view(-1, 8)), (shared, value), (other, value.transpose(0, 1))):
+        library, _ = accumulate_hessian(read, module, make_empty_hessian(module), torch.zeros(()))
+        assert torch.equal(found.matrix(module), library)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+NAMES = ("first", "second", "third", "never")
+
+
+def on_rank(rank: int, store: str) -> None:
+    """Rank 0 sees one input in two modules; rank 1 sees two, and a module more."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    modules = {name: nn.Linear(8, 4) for name in NAMES}
+    a, b, c = torch.randn(3, 2, 5, 8, generator=torch.Generator().manual_seed(0))
+    calls = [{"first": [a], "second": [a]}, {"first": [b], "second": [b, c], "third": [c]}]
+    found = Hessians()
+    for name, values in calls[rank].items():
+        for value in values:
+            found.add(modules[name], value)
+    found.settle()
+    assert found.num_matrices == (1, 3)[rank]
+    found.sum_over_ranks({module: name for name, module in modules.items()})
+    assert [name for name, module in modules.items() if module in found] == ["first", "second", "third"]
+    for name, values in (("first", [a, b]), ("second", [a, b, c]), ("third", [c])):
+        expected = summed(modules[name], values).matrix
+        torch.testing.assert_close(found.matrix(modules[name]), expected)
+        assert found.samples(modules[name]) == 2 * len(values)
+    dist.destroy_process_group()
+
+
+def test_ranks_share_what_all_of_them_share(tmp_path):
+    processes = [get_context("fork").Process(target=on_rank, args=(rank, str(tmp_path / "store"))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
