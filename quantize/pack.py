@@ -78,12 +78,6 @@ def pack(scheme: Scheme, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     return [_pack_weight(scheme, weight, global_scale) for weight in weights]
 
 
-def pack_alone(scheme: Scheme, weight: Tensor, global_scale: Tensor) -> dict[str, Tensor]:
-    """One weight [N, K] of a fused group whose global scale, [1] F32, is known; see `pack`."""
-    _check(scheme, weight)
-    return _pack_weight(scheme, weight, global_scale)
-
-
 def _check(scheme: Scheme, weight: Tensor) -> None:
     """Refuse what no kernel below is written for."""
     if weight.ndim != 2 or not weight.numel() or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):

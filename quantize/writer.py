@@ -29,17 +29,14 @@ from ..checkpoints.files import complete, naming_file, partial_path, write_at
 from ..checkpoints.safetensors_file import Entry, FileLayout, lay_out
 from ..checkpoints.stored import scale_of, weight_of
 from ..checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
-from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName
-from ..recipes.schemes import SCHEMES, Scheme
 from .calibrate.ranks import Ranks
 from .calibrate.statistics import Statistics, refuse_statistics
 from .finished import fault_of, finished_path, remember, written_sum
-from .mxfp4_to_nvfp4 import mxfp4_as_nvfp4
 from .output import finish
-from .pack import pack
 from .plan import Output, Plan, Shard, TensorPlan
-from .weights import load, load_expert, parts, separate, stored
+from .unit import packed_groups
+from .weights import load, parts, separate
 
 _log = logging.getLogger(__name__)
 _COPY_BYTES = 32 * 2**20
@@ -196,64 +193,28 @@ class _Job:
     given: Statistics
 
     def run(self, progress: Progress) -> None:
-        if all(output.name in self.given for tensor in self.unit for output in tensor.outputs):
+        if self.unit[0].fate == "quantize":
+            self._quantize(progress)
+        elif all(output.name in self.given for tensor in self.unit for output in tensor.outputs):
             self._copy_given(progress)
-        elif self.unit[0].fate != "quantize":
+        else:
             for tensor in self.unit:
                 self._carry(tensor, progress)
-        elif any(tensor.stacked for tensor in self.unit):
-            self._quantize_stacked(progress)
-        else:
-            self._quantize(progress)
 
     def _copy_given(self, progress: Progress) -> None:
-        """What an algorithm rewrote, or rescaled, is complete in the statistics."""
+        """What an algorithm rescaled is complete in the statistics."""
         for tensor in self.unit:
             for output in tensor.outputs:
-                self._put((output,), {})
+                self._put((output,), {output.name.rpartition(".")[2]: self.given.read(output.name)})
         progress(_source_bytes(self.plan, self.unit))
 
     def _quantize(self, progress: Progress) -> None:
-        scheme = SCHEMES[self.unit[0].scheme]
-        results = self._reencode(scheme)
-        if results is None:
-            results = self._pack(scheme, [load(self.plan, tensor).to(self.device) for tensor in self.unit])
-        for tensor, packed in zip(self.unit, results, strict=True):
-            self._put(tensor.outputs, packed)
-        progress(_source_bytes(self.plan, self.unit))
-
-    def _quantize_stacked(self, progress: Progress) -> None:
-        """Experts in 3-D tensors, an expert at a time: such a tensor alone may be several GiB."""
-        scheme = SCHEMES[self.unit[0].scheme]
-        for expert in range(self.unit[0].shape[0]):
-            matrices: list[torch.Tensor] = []
-            outputs: list[Output] = []
-            num_bytes = 0
-            for tensor in self.unit:
-                entry, num_experts = self.plan.entries[tensor.inputs[0]], tensor.shape[0]
-                num_outputs = len(tensor.outputs) // num_experts
-                weight = load_expert(self.plan, tensor, expert).to(self.device)
-                matrices += weight.chunk(len(tensor.stacked))
-                outputs += tensor.outputs[expert * num_outputs : (expert + 1) * num_outputs]
-                num_bytes += entry.num_bytes // num_experts
-            num_specs = len(outputs) // len(matrices)
-            for number, packed in enumerate(self._pack(scheme, matrices)):
-                self._put(tuple(outputs[number * num_specs : (number + 1) * num_specs]), packed)
-            progress(num_bytes)
-
-    def _reencode(self, scheme: Scheme) -> list[dict[str, torch.Tensor]] | None:
-        """The unit packed without rounding, where source and scheme have the same codes and the scales allow it."""
-        if scheme.format != "nvfp4-pack-quantized" or any(tensor.form != "mxfp4" for tensor in self.unit):
-            return None
-        members = [stored(self.plan, tensor) for tensor in self.unit]
-        return mxfp4_as_nvfp4([(weight_of(member), scale_of(member)) for member in members])
-
-    def _pack(self, scheme: Scheme, weights: list[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        try:
-            return pack(scheme, weights)
-        except CheckpointError as error:
-            names = ", ".join(tensor.name for tensor in self.unit)
-            raise error.at(f"{self.plan.source.where}: {names}") from error
+        """Experts in 3-D tensors an expert at a time: such a tensor alone may be several GiB."""
+        num_groups = self.unit[0].shape[0] if any(tensor.stacked for tensor in self.unit) else 1
+        for group in packed_groups(self.plan, self.unit, self.given, device=self.device):
+            for module in group:
+                self._put(module.outputs, module.tensors)
+            progress(_source_bytes(self.plan, self.unit) // num_groups)
 
     def _carry(self, tensor: TensorPlan, progress: Progress) -> None:
         entries = [self.plan.entries[name] for name in tensor.inputs]
@@ -292,10 +253,9 @@ class _Job:
             self._put((output,), {suffix: value.to(TORCH_DTYPES[output.dtype]).reshape(output.shape)})
 
     def _put(self, outputs: tuple[Output, ...], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write one module's tensors, those that calibration gave in place of computed ones."""
+        """Write one module's tensors."""
         for output in outputs:
-            leaf = output.name.rpartition(".")[2]
-            value = self.given.read(output.name) if output.name in self.given else tensors[leaf].cpu().contiguous()
+            value = tensors[output.name.rpartition(".")[2]].cpu().contiguous()
             got = (tuple(value.shape), value.dtype)
             assert got == (output.shape, TORCH_DTYPES[output.dtype]), f"{output.name}: planned {output}, computed {got}"
             if other := self.plan.spelled.get(output.name):

@@ -38,6 +38,7 @@ from .inference_mode import guard
 from .layer import Calibrated, calibrate
 from .progress import ProgressCallback, progress_since
 from .ranks import Ranks
+from .served import InMemory, serve_weights
 from .skeleton import Batch, Skeleton, frozen_in, fused_in, on_disk, schemes_in
 from .statistics import read_metadata, save, write_statistics
 
@@ -158,6 +159,7 @@ class _Pass:
         self.ranks.wait()
         with skeleton.layer(index) as layer, self._guarded(index):
             self._run("source", index, layer, unfinished, serving(skeleton.model))
+            given = InMemory({})
             if schemes:
                 found = calibrate(
                     skeleton.model,
@@ -167,9 +169,11 @@ class _Pass:
                     fused=fused_in(binding, path),
                     frozen=frozen_in(binding, path),
                 )
+                given = InMemory(on_disk(found.tensors, binding, path))
                 if self.ranks.is_first:
                     self._record(index, found, binding, path)
             self._run("calibration", index, layer, unfinished, propagating(skeleton.model))
+            serve_weights(skeleton.model, plan, binding, path, given)
             self._run("served", index, layer, unfinished, serving(skeleton.model))
         self.ranks.wait()
         if self.ranks.is_first:

@@ -9,23 +9,18 @@ inference_mode (llm-compressor #2745).
 Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationStatus, enable_quantization
-from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from compressed_tensors.quantization import QuantizationStatus, QuantizationStrategy, enable_quantization
 from compressed_tensors.utils import patch_attr
 from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.modeling.offset_norm import norm_calibration_context
 from llmcompressor.utils import calibration_forward_context
 from llmcompressor.utils.helpers import DisableQuantization, disable_cache, disable_hf_kernels, eval_context
 from torch import Tensor
-
-from ...checkpoints import dequantize
-from ...recipes.schemes import SCHEMES
-from ..pack import pack_alone
 
 
 @contextmanager
@@ -55,23 +50,35 @@ def propagating(model: Any) -> Iterator[None]:
 def serving(model: Any) -> Iterator[None]:
     """Computes as a server would: weights and activations rounded, experts for their own tokens only.
 
+    Quantized modules have their served weights already (`served.serve_weights`).
+
     On a CPU every expert computes every token, with the same results: a matrix of another height for each expert and
     batch is another compiled kernel of oneDNN's, and these fill the memory.
-
-    Weights are rounded once, where compressed-tensors would round them in every call, and stay so: nothing that needs
-    them as they were may come afterwards.
     """
     with torch.no_grad(), disable_cache(model), eval_context(model), disable_hf_kernels(model), ExitStack() as stack:
         model.apply(enable_quantization)
         if all(value.device.type in ("cpu", "meta") for value in model.parameters()):
             stack.enter_context(moe_calibration_context())
-        for module in model.modules():
+        for name, module in model.named_modules():
             scheme = getattr(module, "quantization_scheme", None)
-            if scheme is not None and scheme.weights is not None:
-                module.weight.data = _rounded(module)
-                # What is compressed is not rounded again.
-                stack.enter_context(patch_attr(module, "quantization_status", QuantizationStatus.COMPRESSED))
+            if scheme is not None:
+                assert module.quantization_status == QuantizationStatus.COMPRESSED, f"{name}: no served weight"
+                if scheme.input_activations and scheme.input_activations.strategy == QuantizationStrategy.TOKEN:
+                    stack.enter_context(patch_attr(module, "forward", _token_by_token(module.forward)))
         yield
+
+
+def _token_by_token(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A forward in which each row of [T, K] is a token with a scale of its own, as in vLLM's kernels.
+
+    Source: compressed-tensors 0.19.0 quantization/utils/helpers.py (compute_dynamic_scales_and_zp): its `token` takes
+    one scale for the whole of an input with two dimensions, which is what experts get, and one a token for three.
+    """
+
+    def with_three_dimensions(value: Tensor) -> Tensor:
+        return forward(value.unsqueeze(0)).squeeze(0) if value.ndim == 2 else forward(value)
+
+    return with_three_dimensions
 
 
 def small_parameters(model: Any) -> dict[str, Tensor]:
@@ -89,16 +96,3 @@ def restore(model: Any, values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
         if not torch.equal(now[name], value):
             now[name].data.copy_(value)
-
-
-def _rounded(module: Any) -> Tensor:
-    """A weight as it will be served. NVFP4 by keepmtp's own kernel, which takes a tenth of compressed-tensors' time."""
-    scheme = module.quantization_scheme
-    if scheme.format == "nvfp4-pack-quantized":
-        packed = pack_alone(SCHEMES["NVFP4A16"], module.weight.data, module.weight_global_scale.data)
-        scale = packed["weight_scale"]
-        # Scales that an algorithm chose are not those of the largest magnitudes.
-        if torch.equal(scale.float(), module.weight_scale.data.float()):
-            parts = packed["weight_packed"], scale, packed["weight_global_scale"]
-            return dequantize.nvfp4(*parts, divisor=True).to(module.weight.dtype)
-    return forward_quantize(module, module.weight.data, "weight", scheme.weights)

@@ -28,7 +28,8 @@ from .forwards import serving
 from .held_out import Acceptance, Target, acceptance, block_input
 from .layer import calibrate
 from .mtp_block import MtpBlock, bind_block, build_block
-from .skeleton import Batch, frozen_in, fused_in, schemes_in
+from .served import InMemory, serve_weights
+from .skeleton import Batch, frozen_in, fused_in, on_disk, schemes_in
 
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
 # spec_step_idx at 0). For this family alone a proposer takes the next layer at each step (v1/spec_decode/step3p5.py).
@@ -126,6 +127,7 @@ class PolicyResults:
             )
             if self.backbone.ranks.is_first:
                 record(file, found, binding, "", fingerprint=(self.backbone.folder / "fingerprint").read_text())
+            serve_weights(block, plan, binding, "", InMemory(on_disk(found.tensors, binding, "")))
         return blocks
 
 

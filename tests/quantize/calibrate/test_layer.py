@@ -3,11 +3,14 @@
 Equality is to the bit, AWQ's grid search included: both run the same modifiers on the same inputs in the same order.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationStatus
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from keepmtp.quantize.calibrate.forwards import propagating, serving
 from keepmtp.quantize.calibrate.layer import calibrate, check_fused
 from keepmtp.quantize.calibrate.modifiers import modifiers_for
@@ -357,11 +360,35 @@ def test_propagating_and_serving():
     calibrate(toy, toy_batches(), schemes=dict.fromkeys(PROJECTIONS, "NVFP4"), algorithm="minmax")
     with propagating(toy):
         assert torch.equal(toy(**batch), exact)
+    with pytest.raises(AssertionError, match="in_proj_qkv: no served weight"), serving(toy):
+        pass
+    serve(toy, PROJECTIONS)
     with serving(toy):
         served = toy(**batch)
     assert not served.is_inference() and not served.requires_grad
     error = float((served - exact).norm() / exact.norm())
     assert 1e-3 < error < 0.3
+
+
+def serve(model: nn.Module, names: Iterable[str]) -> None:
+    """Weights rounded by compressed-tensors, for modules that no plan knows."""
+    for name in names:
+        module = model.get_submodule(name)
+        module.weight.data = forward_quantize(module, module.weight.data, "weight", module.quantization_scheme.weights)
+        module.quantization_status = QuantizationStatus.COMPRESSED
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A8"])
+def test_an_experts_tokens_have_scales_of_their_own(scheme):
+    """compressed-tensors takes one scale for all tokens of an expert: here the second token would be rounded to 0."""
+    toy, tokens = nn.Sequential(nn.Linear(128, 128, bias=False)).bfloat16(), torch.ones(2, 128).bfloat16()
+    toy.config = SimpleNamespace(name="toy")
+    tokens[0] *= 4096
+    calibrate(toy, [{"input": tokens}], schemes={"0": scheme}, algorithm="minmax")
+    serve(toy, ["0"])
+    with serving(toy):
+        together, apart = toy(tokens), torch.cat([toy(token[None]) for token in tokens])
+    assert torch.equal(together, apart) and together[1].any()
 
 
 def test_zero_centred_norms_come_back_as_they_were():

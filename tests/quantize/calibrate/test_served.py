@@ -1,0 +1,169 @@
+"""What is measured is what is written: every served weight equals a decompression of the finished file, bit for bit.
+
+The reference is compressed-tensors' own decompress, on what the writer wrote.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from calibrated import made_up, saved
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.calibrate import served
+from keepmtp.quantize.calibrate.binding import Binding
+from keepmtp.quantize.calibrate.mtp_block import bind_block, build_block
+from keepmtp.quantize.calibrate.served import serve_weights
+from keepmtp.quantize.calibrate.skeleton import Skeleton
+from keepmtp.quantize.calibrate.statistics import Statistics
+from keepmtp.quantize.output import claim, publish
+from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.tensor_plan import TensorPlan
+from keepmtp.quantize.unit import Calibrations, packed_groups
+from keepmtp.quantize.writer import write, write_shards
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
+from keepmtp.recipes.schemes import SCHEMES
+from releases import source_layout, write_checkpoint
+from safetensors.torch import load_file
+from torch import Tensor
+
+CPU = torch.device("cpu")
+# Source form -> the model that stores it, and the scheme that it was written in before, if no release has the form.
+FORMS = {
+    "BF16": ("glm-4.7", ""),
+    "F32": ("glm-4.7", ""),
+    "stacked": ("qwen3.5-397b", ""),
+    "FP8 blocks": ("deepseek-v3.1", ""),
+    "MXFP4": ("dsv4-flash", ""),
+    "NVFP4": ("glm-4.7", "NVFP4A16"),
+    "INT4": ("glm-4.7", "W4A16"),
+    "INT8": ("glm-4.7", "W8A8"),
+    "FP8 rows": ("glm-4.7", "FP8_DYNAMIC"),
+}
+
+
+def decompressed(scheme: str, module: str, tensors: dict[str, Tensor]) -> Tensor:
+    """By compressed-tensors alone."""
+    args = QuantizationScheme(targets=["Linear"], **SCHEMES[scheme].config_group())
+    parts = {name.rpartition(".")[2]: value for name, value in tensors.items() if name.rpartition(".")[0] == module}
+    decompress = BaseCompressor.get_value_from_registry(SCHEMES[scheme].format).decompress
+    return decompress(parts, args)["weight"].bfloat16()
+
+
+def written(plan: Plan, folder: Path, statistics: Statistics | None = None) -> dict[str, Tensor]:
+    folder.mkdir()
+    write_shards(plan, folder, threads=2, statistics=statistics)
+    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
+
+
+def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.Module, Binding]]:
+    """The last decoder layer and the first MTP block, with the weights they are measured with."""
+    skeleton = Skeleton(plan, device=CPU)
+    index = len(skeleton) - 1
+    binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
+    with skeleton.layer(index) as layer:
+        serve_weights(skeleton.model, plan, binding, path, statistics)
+        yield layer, binding
+    block = build_block(plan.view)
+    binding = bind_block(block, plan)
+    skeleton.fill(block, binding)
+    serve_weights(block, plan, binding, "", statistics)
+    yield block, binding
+
+
+def compared_for(model: str, scheme: str, source: Path, folder: Path, algorithm: str = "minmax") -> int:
+    """Plans experts of one scheme, writes them, and compares."""
+    plan = calibrated(model, scheme, source, algorithm)
+    statistics = saved(folder / "statistics", made_up(plan))
+    return compared(plan, statistics, written(plan, folder / "out", statistics))
+
+
+def calibrated(model: str, scheme: str, source: Path, algorithm: str) -> Plan:
+    """Experts of one scheme in both parts; latent attention takes no static scales."""
+    recipe = find_recipe(model)[0].model_dump()
+    words = {group: scheme if group == "experts" else "NVFP4" for group in recipe["backbone"]}
+    mtp = {group: word for group, word in words.items() if group not in ("dense_mlp", "linear_attention")}
+    if model in ("deepseek-v3.1", "dsv4-flash"):
+        words["attention"] = mtp["attention"] = "FP8_BLOCK"
+    data = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration.model_dump() | {"algorithm": algorithm}
+    changes = {"backbone": words, "mtp": mtp, "calibration": data}
+    return make_plan(Recipe.model_validate(recipe | changes), open_source(source))
+
+
+def compared(plan: Plan, statistics: Statistics, tensors: dict[str, Tensor]) -> int:
+    """Compares all quantized weights; returns their number."""
+    count = 0
+    for module, binding in served_parts(plan, statistics):
+        for name, pieces in binding.items():
+            if not pieces[0].tensor.scheme or not name.endswith("weight"):
+                continue
+            parts = [decompressed(piece.tensor.scheme, piece.module, tensors) for piece in pieces]
+            assert torch.equal(module.get_parameter(name).data, torch.cat(parts)), pieces[0].module
+            count += 1
+    return count
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folder of a source by its form, made once."""
+    made: dict[str, Path] = {}
+
+    def source(form: str) -> Path:
+        if form not in made:
+            model, scheme = FORMS[form]
+            made[form] = folder = tmp_path_factory.mktemp("source") / "release"
+            config, tensors = source_layout(model, size="tiny")
+            if form == "F32":
+                tensors = {name: ("F32", shape) for name, (_, shape) in tensors.items()}
+            write_checkpoint(folder, config, tensors, data="random")
+            if scheme:
+                made[form] = stored_in(scheme, folder, model)
+        return made[form]
+
+    return source
+
+
+def stored_in(scheme: str, folder: Path, model: str) -> Path:
+    """A finished checkpoint of this scheme, as a source."""
+    recipe = find_recipe(model)[0].model_dump()
+    words = {"backbone": dict.fromkeys(recipe["backbone"], scheme), "mtp": scheme, "calibration": None}
+    plan, out = make_plan(Recipe.model_validate(recipe | words), open_source(folder)), folder.with_name(scheme)
+    with claim(plan, out) as partial:
+        write(plan, partial, recipe_text="", threads=2)
+        publish(partial, out)
+    return out
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("form", FORMS)
+def test_served_weights_are_those_of_the_file(form, scheme, sources, tmp_path):
+    assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path) > 8
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme", "algorithm"),
+    [
+        ("BF16", "NVFP4", "gptq"),
+        ("stacked", "W4A16", "gptq"),
+        ("MXFP4", "W4A16", "awq"),
+        ("F32", "W8A8", "smoothquant"),
+    ],
+)
+def test_rewritten_weights_are_those_of_the_statistics(form, scheme, algorithm, sources, tmp_path):
+    assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path, algorithm) > 8
+
+
+def test_a_weight_rounded_otherwise_is_named(sources, tmp_path, monkeypatch):
+    """The twin: DeepSeek-V4's experts rounded to NVFP4 again, where the file keeps their codes."""
+
+    def rounded_again(plan: Plan, unit: Sequence[TensorPlan], given: Calibrations, **options):
+        plain = [replace(tensor, form="plain") for tensor in unit]
+        return packed_groups(plan, plain, given, **options)
+
+    monkeypatch.setattr(served, "packed_groups", rounded_again)
+    with pytest.raises(AssertionError, match=r"layers\.\d+\.ffn\.experts\.0\.w1"):
+        compared_for("dsv4-flash", "NVFP4", sources("MXFP4"), tmp_path)
