@@ -8,7 +8,6 @@ the bar of calibration when packing begins, and ends the last bar when the run e
 
 import io
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from ..quantize.calibrate.processes import place_of_process
 from .tables import escape, size_in_words
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ SILENT = RunProgress()
 
 
 def place_in_run() -> tuple[int, int]:
-    """(rank, processes) from torchrun's environment; (0, 1) without it."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ.get("RANK", "0")), size) if size > 1 else (0, 1)
+    """(rank, processes) as torchrun or srun says; (0, 1) without them."""
+    place = place_of_process()
+    return place.rank, place.size
 
 
 def run_progress(console: Console, *, as_json: bool) -> AbstractContextManager[RunProgress]:

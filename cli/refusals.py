@@ -8,6 +8,7 @@ be refused at its start is refused there.
 
 from pathlib import Path
 
+from ..quantize.calibrate.processes import place_of_process, refuse_idle_processes
 from ..quantize.output import is_finished, refuse_output
 from ..quantize.own_code import refuse_untrusted_code
 from ..quantize.plan import Plan
@@ -22,13 +23,16 @@ def refuse(plan: Plan, out: Path) -> None:
 
     Raises:
         RecipeError: the output folder cannot be used; or the checkpoint's own Python is needed and not trusted; or the
-            MTP block must be run and cannot be; or a package that packs or calibrates is not installed.
+            MTP block must be run and cannot be; or a package that packs or calibrates is not installed; or there are
+            more processes than sequences.
     """
     if not is_finished(plan, out):
         refuse_output(plan, out, calibration=None if needs_calibration(plan) else "")
     refuse_untrusted_code(plan)
     refuse_no_draft(plan)
     refuse_missing_extra(plan)
+    if plan.recipe.calibration is not None and needs_calibration(plan):
+        refuse_idle_processes(plan.recipe.calibration, place_of_process().size, plan.recipe.name)
 
 
 def refuse_no_draft(plan: Plan) -> None:

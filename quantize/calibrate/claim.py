@@ -1,62 +1,62 @@
-"""Which run a calibration folder belongs to: one recipe, source, dataset, number of processes and set of versions.
+"""Which run a calibration folder belongs to: one recipe, source, dataset and set of versions.
 
-In: a plan, its batches and a folder. Out: a folder that is this run's, or a refusal.
+In: a plan, its batches and a folder. Out: a folder that is this run's, or a refusal that names what differs.
 
-Easy to get wrong: a run that is resumed with something else changed makes a checkpoint of two halves. The fingerprint
-covers everything that the statistics depend on.
+Easy to get wrong: a run that is resumed with something else changed makes a checkpoint of two halves. So the
+fingerprint covers everything that a number depends on, and nothing else: each thing too much costs hours.
+
+Source: transformers 5.17 integrations/hub_kernels.py (`use_kernel_func_from_hub_with_fallback`: a package that is
+installed replaces a model's own functions).
 """
 
 import hashlib
 import json
-from importlib.metadata import version
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from ... import __version__
 from ...checkpoints.files import write_whole
 from ...recipes.errors import RecipeError
 from ..plan import Plan
 from .data import CalibrationData
+from .processes import refuse_idle_processes
 from .ranks import Ranks
+
+_PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
+# What the recipe says besides: the MTP policy may change without a new pass, the others change no number.
+_PASSED_OVER = {"mtp", "mtp_auto", "variant", "default", "summary", "format", "evaluation", "gates", "calibration"}
+_KERNELS = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"[^"]+",\s*"([^"]+)"')
+_DISTRIBUTIONS = {"fla": "flash-linear-attention"}
+_STAMP, _PARTS = "fingerprint", "fingerprint.json"
 
 
 def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
     """SHA-256 over everything the statistics depend on; not the MTP policy, which may change without a new pass."""
-    recipe = plan.recipe.model_dump(mode="json", exclude={"mtp", "mtp_auto", "variant", "default", "summary"})
-    files = {name: state.model_dump() for name, state in plan.source.states.items()}
-    packages = ("torch", "transformers", "llmcompressor", "compressed-tensors")
-    versions = [__version__, *(version(name) for name in packages)]
-    parts = (recipe, plan.source.config, files, data.provenance, versions, size)
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return _sum(_parts(plan, data, size))
 
 
 def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> None:
     """Mark the folder as this run's, or refuse one of another run.
 
     Raises:
-        RecipeError: see the three rules below.
+        RecipeError: the folder is another run's, or is not the same for all ranks; or a rank has no sequence.
     """
-    wanted, stamp = fingerprint(plan, data, ranks.size), folder / "fingerprint"
-    if stamp.is_file() and stamp.read_text() != wanted:
-        raise RecipeError(
-            folder,
-            "an unfinished calibration can only be resumed with the same recipe, source, dataset, "
-            "number of processes and versions",
-            got="another run",
-            cure="Remove it, or choose another OUT",
-        )
     calibration = plan.recipe.calibration
     assert calibration is not None
-    fewest = min(len(data.ids), len(data.held_out_ids)) // calibration.batch_size
-    if fewest < ranks.size:
-        raise RecipeError(
-            plan.recipe.name,
-            "every process must have a batch of calibration and of held-out text",
-            got=f"{fewest} batches of {calibration.batch_size} for {ranks.size} processes",
-            cure="Raise calibration.samples and calibration.held_out, lower batch_size, or start fewer processes",
-        )
+    parts, stamp = _parts(plan, data, ranks.size), folder / _STAMP
+    wanted = _sum(parts)
+    if stamp.is_file() and stamp.read_text() != wanted:
+        raise _another_run(folder, parts)
+    _refuse_another_device(folder, ranks)
+    refuse_idle_processes(calibration, ranks.size, plan.recipe.name)
     ranks.wait()  # before the first writes: a rank that refuses must see what an earlier run wrote, not this one
     if ranks.is_first and not stamp.is_file():
         (folder / "states").mkdir(parents=True, exist_ok=True)
+        write_whole(folder / _PARTS, json.dumps({**parts, "device": ranks.device.type}, indent=1))
         write_whole(stamp, wanted)
     ranks.wait()
     if not stamp.is_file() or stamp.read_text() != wanted:
@@ -66,3 +66,100 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
             got=f"another or none on {ranks}",
             cure="Put the source and OUT where every node sees them, under the same path",
         )
+
+
+def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, Any]]:
+    """What a number depends on, by the words that a refusal uses; JSON values only."""
+    calibration = plan.recipe.calibration
+    assert calibration is not None
+    settings = calibration.model_dump(mode="json")
+    batch_size = settings.pop("batch_size")
+    parts: dict[str, dict[str, Any]] = {
+        "recipe": plan.recipe.model_dump(mode="json", exclude=_PASSED_OVER),
+        "calibration": settings,
+        "source": {name: state.model_dump(mode="json") for name, state in plan.source.states.items()},
+        "config.json": dict(plan.source.config),
+        "dataset": dict(data.provenance),
+        "versions": {"keepmtp": __version__, **_versions(plan)},
+        "split": {"batch_size": batch_size, "processes": size},
+    }
+    return json.loads(json.dumps(parts, default=str))
+
+
+def _sum(parts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _versions(plan: Plan) -> dict[str, str]:
+    """Of the packages that compute; kernels of others count where they are installed and the model calls them."""
+    found = {name: version(name) for name in _PACKAGES}
+    for package in sorted({*_kernel_packages(plan)}):
+        name = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _kernel_packages(plan: Plan) -> Iterator[str]:
+    """Packages whose functions transformers takes for this model's own, if they are there (fla, causal_conv1d)."""
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    models = Path(spec.origin).parent / "models"
+    for config in (plan.source.config, plan.view.text_config):
+        name = str(config.get("model_type", "")).removesuffix("_text")
+        file = models / name / f"modeling_{name}.py"
+        if name.isidentifier() and file.is_file():
+            yield from _KERNELS.findall(file.read_text(encoding="utf-8"))
+
+
+def refuse_shrunk_dataset(error: RecipeError, folder: Path) -> RecipeError:
+    """The refusal of a dataset; where a pass was begun with it, the cure says what the dataset was then."""
+    before = _parts_of(folder).get("dataset")
+    if before is None:
+        return error
+    rows = before["rows"] + before["held_out_rows"]
+    return error.with_cure(
+        f"{folder} was begun with {rows} of its rows: restore the dataset to go on, or remove that folder to start anew"
+    )
+
+
+def _parts_of(folder: Path) -> dict[str, Any]:
+    """What the pass in a folder depends on; nothing where none was begun."""
+    path = folder / _PARTS
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _another_run(folder: Path, parts: Mapping[str, Mapping[str, Any]]) -> RecipeError:
+    """The refusal of a folder with another fingerprint; it names what differs."""
+    got, cure, before = "another run", f"Remove {folder}, or choose another OUT", _parts_of(folder)
+    differing = [name for name in parts if name in before and before[name] != parts[name]]
+    if differing:
+        name = differing[0]
+        got = f"another {name} ({_difference(before[name], parts[name])})"
+        cure = f"Undo this change to go on, or remove {folder} to start anew"
+    rule = "an unfinished calibration can only be resumed with the same recipe, source, dataset and versions"
+    return RecipeError(folder, rule, got=got, cure=cure)
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first value that differs."""
+    for key in {**before, **now}:
+        if before.get(key) != now.get(key):
+            return f"{key} was {_short(before.get(key))} and is {_short(now.get(key))}"
+    return "in another order"
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _refuse_another_device(folder: Path, ranks: Ranks) -> None:
+    """Refuse to go on where a GPU cannot be seen any more: on the CPU it would take days, and round elsewhere."""
+    before, now = _parts_of(folder).get("device"), ranks.device.type
+    if before is not None and before != now:
+        rule = f"a calibration that was begun on {before} must go on there"
+        cure = f"Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES, or remove {folder} to start anew"
+        raise RecipeError(folder, rule, got=f"{now} on {ranks}", cure=cure)

@@ -1,29 +1,47 @@
-"""Which of several processes this is: one on its own, or one of those that torchrun started.
+"""The processes of a run: one on its own, or those that torchrun or srun started, each with its device and its share.
 
-In: torchrun's environment. Out: a `Ranks`. Every rank calibrates with its share of the batches; llm-compressor's
-modifiers sum up over the ranks (NCCL on GPUs, gloo on CPUs).
+In: the place of this process (`processes.py`). Out: a `Ranks`. Every rank calibrates with its share of the sequences;
+llm-compressor's modifiers sum up over the ranks (NCCL on GPUs, gloo on CPUs).
 
-Easy to get wrong: a rank that dies must not leave the others waiting for it. Their connections to it break, or torchrun
-ends them; either way they end with a sentence that says why. A wait longer than `TIMEOUT` ends them too, also on other
-nodes.
+Easy to get wrong: a rank that dies must not leave the others waiting for it. Their connections to it break, or the
+launcher ends them; either way they end with a sentence that says why. So the ranks wait for each other over gloo, which
+notices a broken connection at once, also where tensors go over NCCL. A wait longer than `TIMEOUT` ends them too.
+
+A GPU that fails leaves errors of many classes, and nothing more can be computed on it by this process.
 """
 
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from ...recipes.errors import RecipeError
+from ...recipes.errors import KeepMTPError, RecipeError
+from .processes import ProcessPlace, place_of_process
 
 TIMEOUT = timedelta(hours=2)  # a GPTQ layer of a large model may keep one rank busy for long
 _RESUME = "Read what the other processes said; the same command goes on where this run stopped"
+_MASTER_PORT = "29500"  # torchrun's own default
+_T = TypeVar("_T")
+
+
+class _Refused(NamedTuple):
+    """A refusal on its way to other ranks."""
+
+    refusal: type[KeepMTPError]
+    where: str
+    rule: str
+    got: str
+    cure: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +50,7 @@ class Ranks:
 
     Attributes:
         rank: counted over all nodes.
-        size: processes in all; 1 without torchrun.
+        size: processes in all; 1 without a launcher.
         device: this process's GPU, or the CPU.
         local_size: processes on this node, who share its cores.
     """
@@ -55,6 +73,32 @@ class Ranks:
         if self.size > 1:
             dist.barrier()
 
+    def share(self, num_rows: int, batch_size: int) -> range:
+        """This rank's rows of so many: whole batches where every rank gets one, else as many rows as the others.
+
+        Whole batches are those of a single process, so that each computes what it would compute there.
+        """
+        unit = batch_size if -(-num_rows // batch_size) >= self.size else 1
+        num_units = -(-num_rows // unit)
+        first, end = (num_units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
+        return range(min(first, num_rows), min(end, num_rows))
+
+    def of_first(self, find: Callable[[], _T]) -> _T:
+        """What the first rank finds, given to all; what it refuses, all refuse."""
+        if self.size == 1:
+            return find()
+        told: list[_T | _Refused | None] = [None]
+        if self.is_first:
+            try:
+                told = [find()]
+            except KeepMTPError as error:
+                told = [_Refused(type(error), str(error.where), error.rule, str(error.got), error.cure)]
+        dist.broadcast_object_list(told, src=0)
+        (found,) = told
+        if isinstance(found, _Refused):
+            raise found.refusal(found.where, found.rule, got=found.got, cure=found.cure)
+        return cast(_T, found)
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """The same values summed over the ranks, on the CPU."""
         if self.size == 1:
@@ -71,51 +115,97 @@ def has_others() -> bool:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks of this run: those torchrun started, or this process alone.
+    """The ranks of this run: those a launcher started, or this process alone.
 
     Raises:
-        RecipeError: a node has fewer GPUs than processes; inside, wherever another process is gone.
+        RecipeError: a node has fewer GPUs than processes; inside, wherever another process or this one's GPU is gone.
     """
-    ranks = _ranks()
+    place = place_of_process()
+    ranks = Ranks(rank=place.rank, size=place.size, device=_device_of(place), local_size=place.local_size)
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
-    if ranks.size == 1:
-        yield ranks
-        return
-    with _ended_by_torchrun():
-        try:
-            dist.init_process_group("nccl" if ranks.device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    with naming_lost_device(ranks):
+        if ranks.size == 1:
             yield ranks
-        except RuntimeError as error:
-            if not _is_about_peers(error):
-                raise
-            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise RecipeError(
-                "torchrun",
-                "all processes must stay until the end",
-                got=f"no answer from another ({first_line})",
-                cure=_RESUME,
-            ) from error
+            return
+        with _ended_by_launcher(place), _naming_lost_peers(place):
+            os.environ.setdefault("MASTER_PORT", _MASTER_PORT)
+            backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, rank=place.rank, world_size=place.size, timeout=TIMEOUT)
+            _refuse_shared_gpu(ranks, place)
+            yield ranks
         # Not after an error: leaving a group in good order needs all of its members.
         dist.destroy_process_group()
 
 
-def _ranks() -> Ranks:
-    rank, size, local, local_size = (
-        int(os.environ.get(name, default))
-        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
-    )
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local)
-        if local >= torch.cuda.device_count():
-            raise RecipeError(
-                f"rank {rank} of {size}",
-                "every process must have a GPU of its own",
-                got=f"{local_size} processes for {torch.cuda.device_count()} GPUs",
-                cure="Lower NPROC",
-            )
-    return Ranks(rank=rank, size=size, device=device, local_size=local_size)
+@contextmanager
+def naming_lost_device(ranks: Ranks) -> Iterator[None]:
+    """Turns what a GPU raises that has failed, or left its bus, into a refusal; what is done is on the disk."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_of_lost_device(error):
+            raise
+        raise RecipeError(
+            f"{ranks.device} of {ranks} on {socket.gethostname()}",
+            "the GPU must work until the end",
+            got=_first_line(error),
+            cure="Look at `nvidia-smi` and at `dmesg` for Xid errors; the same command goes on where this run stopped, "
+            "also with fewer processes if the algorithm is minmax or smoothquant",
+        ) from error
+
+
+def _device_of(place: ProcessPlace) -> torch.device:
+    """A GPU of its own for each process on a node, or the CPU.
+
+    A launcher may show a process no GPU but its own (`srun --gpus-per-task 1`). That is then number 0.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if place.local < num_gpus:
+        return torch.device("cuda", place.local)
+    if num_gpus == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return torch.device("cuda", 0)
+    raise _without_gpu(f"rank {place.rank} of {place.size}", f"{place.local_size} processes for {num_gpus} GPUs")
+
+
+def _refuse_shared_gpu(ranks: Ranks, place: ProcessPlace) -> None:
+    """Refuse two processes on one GPU, which NCCL would refuse later and in its own words."""
+    if ranks.device.type != "cuda":
+        return
+    own = f"{socket.gethostname()}: GPU {torch.cuda.get_device_properties(ranks.device).uuid}"
+    every: list[str] = [""] * ranks.size
+    dist.all_gather_object(every, own)
+    if (count := Counter(every)[own]) > 1:
+        raise _without_gpu(str(ranks), f"{count} processes on {own}, started by {place.launcher}")
+
+
+def _without_gpu(where: str, got: str) -> RecipeError:
+    cure = "Lower NPROC, or show each process another GPU"
+    return RecipeError(where, "every process must have a GPU of its own", got=got, cure=cure)
+
+
+_LOST_DEVICE = ("CUDA error", "CUDA driver error", "CUDA-capable device", "uncorrectable ECC", "CUBLAS_STATUS_")
+"""Words of errors that torch raises when a device has failed; torch.AcceleratorError says so by its class."""
+
+
+def _is_of_lost_device(error: RuntimeError) -> bool:
+    """Whether a device failed; running out of its memory is another matter."""
+    if isinstance(error, torch.OutOfMemoryError | dist.DistError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or any(word in str(error) for word in _LOST_DEVICE)
+
+
+@contextmanager
+def _naming_lost_peers(place: ProcessPlace) -> Iterator[None]:
+    """Turns what a collective raises, when another process is gone, into a refusal."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_about_peers(error):
+            raise
+        raise _peers_must_stay(place, f"no answer from another ({_first_line(error)})") from error
 
 
 def _is_about_peers(error: RuntimeError) -> bool:
@@ -123,17 +213,20 @@ def _is_about_peers(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
+def _peers_must_stay(place: ProcessPlace, got: str) -> RecipeError:
+    return RecipeError(place.launcher, "all processes must stay until the end", got=got, cure=_RESUME)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @contextmanager
-def _ended_by_torchrun() -> Iterator[None]:
-    """Turns the SIGTERM that torchrun sends to the other processes, when one has ended, into a refusal."""
+def _ended_by_launcher(place: ProcessPlace) -> Iterator[None]:
+    """Turns the SIGTERM that a launcher sends to the other processes, when one has ended, into a refusal."""
 
     def say(_number: int, _frame: FrameType | None) -> None:
-        raise RecipeError(
-            "torchrun",
-            "all processes must stay until the end",
-            got="SIGTERM, which it sends when one of them has ended",
-            cure=_RESUME,
-        )
+        raise _peers_must_stay(place, "SIGTERM, which it sends when one of them has ended")
 
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield

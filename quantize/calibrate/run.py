@@ -18,8 +18,8 @@ from ...recipes.schema import AUTO
 from ..own_code import refuse_untrusted_code
 from ..plan import Plan
 from .backbone import Backbone, calibrate_backbone
-from .claim import fingerprint
-from .data import calibration_data
+from .claim import fingerprint, refuse_shrunk_dataset
+from .data import CalibrationData, calibration_data
 from .mtp_pass import MtpPass, mtp_pass, refuse_mtp
 from .progress import ProgressCallback
 from .ranks import Ranks
@@ -63,7 +63,8 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
     assert calibration is not None, f"{plan.recipe.name}: nothing says what to calibrate on"
     refuse_untrusted_code(plan)
     refuse_mtp(plan)
-    data = calibration_data(calibration, plan.source)
+    # Read once for all: the other ranks need neither the dataset nor its host.
+    data = ranks.of_first(lambda: _data(plan, folder))
     if plan.recipe.mtp == AUTO and data.held_out_written is not None and not data.held_out_written.any():
         raise RecipeError(
             plan.recipe.name,
@@ -88,6 +89,14 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
         **mtp.summary(),
     }
     return CalibrationRun(plan=mtp.plan, statistics=statistics, salt=salt, summary=summary, mtp=mtp)
+
+
+def _data(plan: Plan, folder: Path) -> CalibrationData:
+    assert plan.recipe.calibration is not None
+    try:
+        return calibration_data(plan.recipe.calibration, plan.source)
+    except RecipeError as error:
+        raise refuse_shrunk_dataset(error, folder) from error
 
 
 def _coverage(backbone: Backbone) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.ranks import joined
+from keepmtp.quantize.calibrate.processes import place_of_process
+from keepmtp.quantize.calibrate.ranks import Ranks, _device_of, joined
 from keepmtp.recipes.errors import RecipeError
 from killed import error, finished, small_recipe, start, statistics
 from safetensors.torch import load_file
@@ -149,14 +150,100 @@ def test_a_rank_that_dies_amid_llmcompressors_sums(tmp_path):
     assert finished(start(recipe, folder, size=2)) == [0, 0]
 
 
-def test_a_process_without_a_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "5"), ("LOCAL_WORLD_SIZE", "8")):
-        monkeypatch.setenv(name, value)
+# --- places and devices -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets the environment of a process, and how many GPUs it sees."""
+    for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE")]:
+        monkeypatch.delenv(name)
+
+    def change(num_gpus: int = 0, **values: str) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return change
+
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8"}
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "11",
+    "SLURM_NTASKS": "20",
+    "SLURM_LOCALID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2),4",
+    "MASTER_ADDR": "node-1",
+}
+
+
+def test_a_process_without_a_gpu_is_refused(environment):
+    environment(num_gpus=4, **TORCHRUN)
     rule = r"must have a GPU of its own; got 8 processes for 4 GPUs\. Lower NPROC"
     with pytest.raises(RecipeError, match=rule), joined():
         pass
+
+
+def test_a_tasks_own_gpu_is_number_0(environment):
+    """`srun --gpus-per-task 1` shows each task one GPU, whatever its number on the node is."""
+    environment(num_gpus=1, CUDA_VISIBLE_DEVICES="3", **SRUN)
+    place = place_of_process()
+    assert (place.rank, place.size, place.local, place.local_size, place.launcher) == (11, 20, 3, 8, "srun")
+    assert _device_of(place) == torch.device("cuda", 0)
+    environment(num_gpus=1, CUDA_VISIBLE_DEVICES="", **SRUN)
+    with pytest.raises(RecipeError, match="got 8 processes for 1 GPUs"):
+        _device_of(place)
+    environment(num_gpus=8)
+    assert _device_of(place) == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize("missing", ["MASTER_ADDR", "SLURM_STEP_ID"])
+def test_a_process_in_a_batch_script_is_alone(missing, environment):
+    environment(**{name: value for name, value in SRUN.items() if name != missing})
+    assert place_of_process().size == 1
+
+
+def test_torchrun_within_a_job_comes_first(environment):
+    environment(**SRUN, **TORCHRUN)
+    assert (place_of_process().rank, place_of_process().size) == (5, 8)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+        RuntimeError("No CUDA-capable device is detected"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+    ],
+    ids=lambda error: str(error)[:30],
+)
+def test_a_gpu_that_fails_is_a_sentence(error, environment):
+    environment()
+    with pytest.raises(RecipeError) as refused, joined():
+        raise error
+    said = str(refused.value)
+    assert said.startswith("cpu of rank 0 of 1 on ") and str(error).splitlines()[0] in said
+    assert "the GPU must work until the end; got " in said and "goes on where this run stopped" in said
+
+
+def test_a_full_gpu_has_not_failed(environment):
+    environment()
+    with pytest.raises(torch.OutOfMemoryError), joined():
+        raise torch.OutOfMemoryError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize(("num_rows", "size"), [(16, 8), (16, 3), (16, 1), (14, 3), (5, 8), (64, 8), (9, 2)])
+def test_shares_are_whole_batches_where_all_get_one(num_rows, size):
+    shares = [Ranks(rank=rank, size=size, device=torch.device("cpu")).share(num_rows, 4) for rank in range(size)]
+    assert [row for share in shares for row in share] == list(range(num_rows))
+    if -(-num_rows // 4) >= size:
+        assert all(share and share.start % 4 == 0 for share in shares)
+    else:
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_errors_of_computing_are_nobody_elses(monkeypatch):

@@ -1,0 +1,85 @@
+"""How many processes share a run, and which one this is: as torchrun says it, or SLURM's srun.
+
+In: the environment. Out: a `ProcessPlace`. torch is not imported, so the command line can ask at once.
+
+Easy to get wrong: an sbatch script itself has SLURM_NTASKS too, and so has a shell under `srun --pty`; a process in
+them is alone. So SLURM's names count only in a step of srun, and where MASTER_ADDR says where the processes meet. A
+person sets that for this.
+
+Source: PyTorch 2.13 distributed/run.py (names of torchrun); srun(1), "OUTPUT ENVIRONMENT VARIABLES".
+"""
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...recipes.errors import RecipeError
+
+if TYPE_CHECKING:  # it imports pydantic, which a progress bar does not need
+    from ...recipes.schema import Calibration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlace:
+    """This process among all.
+
+    Attributes:
+        rank: counted over all nodes.
+        size: processes in all.
+        local: counted on this node.
+        local_size: processes on this node.
+        launcher: the program that started them.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local: int = 0
+    local_size: int = 1
+    launcher: str = "torchrun"
+
+
+def place_of_process() -> ProcessPlace:
+    """The place of this process; alone where no launcher says otherwise."""
+    if _number("WORLD_SIZE", 1) > 1:
+        size = _number("WORLD_SIZE", 1)
+        local_size = _number("LOCAL_WORLD_SIZE", size)
+        return ProcessPlace(rank=_number("RANK", 0), size=size, local=_number("LOCAL_RANK", 0), local_size=local_size)
+    size = _number("SLURM_NTASKS", 1)
+    if size == 1 or "RANK" in os.environ or not (os.environ.get("MASTER_ADDR") and "SLURM_STEP_ID" in os.environ):
+        return ProcessPlace()
+    return ProcessPlace(
+        rank=_number("SLURM_PROCID", 0),
+        size=size,
+        local=_number("SLURM_LOCALID", 0),
+        local_size=_tasks_on_node(size),
+        launcher="srun",
+    )
+
+
+def refuse_idle_processes(calibration: "Calibration", size: int, where: str) -> None:
+    """Refuse more processes than there are sequences: one of them would have nothing to calibrate on.
+
+    Raises:
+        RecipeError: says how many there may be.
+    """
+    if calibration.samples < size:
+        raise RecipeError(
+            where,
+            "every process must have a sequence of calibration text",
+            got=f"{calibration.samples} samples for {size} processes",
+            cure="Raise calibration.samples, or start fewer processes",
+        )
+
+
+def _number(name: str, default: int) -> int:
+    return int(os.environ.get(name) or default)
+
+
+def _tasks_on_node(size: int) -> int:
+    """From `8(x2),4`: eight tasks on each of the first two nodes, four on the third."""
+    counts: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(repeat or 1)
+    node = _number("SLURM_NODEID", 0)
+    return counts[node] if node < len(counts) else size

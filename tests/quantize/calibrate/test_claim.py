@@ -1,0 +1,140 @@
+"""Which run may go on in a calibration folder, and which sentence stops another one."""
+
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from calibrated import planned
+from keepmtp.cli.pipeline import plan_for
+from keepmtp.quantize.calibrate import claim
+from keepmtp.quantize.calibrate.claim import claim_pass, fingerprint
+from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.quantize.calibrate.run import calibrate
+from keepmtp.quantize.plan import Plan
+from keepmtp.recipes.errors import RecipeError
+from killed import small_recipe
+
+ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
+
+
+def prepared(recipe: Path, source: Path) -> tuple[Plan, CalibrationData]:
+    plan, _ = plan_for(str(recipe), source=str(source))
+    assert plan.recipe.calibration is not None
+    return plan, calibration_data(plan.recipe.calibration, plan.source)
+
+
+@pytest.fixture
+def begun(tmp_path) -> tuple[Path, Path, Path]:
+    """(recipe, source, folder) of a pass that was begun over a copy of the shipped model and of its dataset."""
+    source = shutil.copytree("models/tiny-glm4-moe", tmp_path / "source")
+    dataset = shutil.copy("models/problems.jsonl", tmp_path)
+    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", dataset=str(dataset), samples=4)
+    claim_pass(*prepared(recipe, source), tmp_path / "pass", ALONE)
+    return recipe, source, tmp_path / "pass"
+
+
+def edit(file: Path, before: str, after: str) -> None:
+    assert before in file.read_text()
+    file.write_text(file.read_text().replace(before, after))
+
+
+def add_to_config(source: Path, **values: object) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | values))
+
+
+CHANGES = {
+    r"another recipe \(backbone was .* and is .*\)": lambda recipe, source: edit(
+        recipe, "mlp: NVFP4", "mlp: FP8_DYNAMIC"
+    ),
+    r"another calibration \(seed was 42 and is 43\)": lambda recipe, source: edit(recipe, "seed: 42", "seed: 43"),
+    r"another source \(model\S*\.safetensors was .* and is .*\)": lambda recipe, source: os.utime(
+        next(source.glob("*.safetensors"))
+    ),
+    r"another (source|config\.json) \(": lambda recipe, source: add_to_config(source, rms_norm_eps=1e-6),
+    r"another dataset \(\w+_sha256 was": lambda recipe, source: edit(recipe.parent / "problems.jsonl", "has", "had"),
+}
+
+
+@pytest.mark.parametrize("named", CHANGES)
+def test_another_runs_folder_is_refused_and_what_differs_is_named(named, begun):
+    recipe, source, folder = begun
+    claim_pass(*prepared(recipe, source), folder, ALONE)
+    CHANGES[named](recipe, source)
+    rule = "can only be resumed with the same recipe, source, dataset and versions; got "
+    with pytest.raises(RecipeError, match=rule + named + r".*\. Undo this change to go on, or remove ") as refused:
+        claim_pass(*prepared(recipe, source), folder, ALONE)
+    assert len(str(refused.value)) < 500
+
+
+def test_what_changes_no_number_keeps_a_pass(begun):
+    recipe, source, folder = begun
+    words = yaml.safe_load(recipe.read_text())
+    words["evaluation"] = {**words.get("evaluation", {}), "shots": 3}
+    recipe.write_text(yaml.safe_dump({**words, "mtp": "FP8_DYNAMIC", "gates": {"min_acceptance": 0.9}}))
+    claim_pass(*prepared(recipe, source), folder, ALONE)
+
+
+def test_states_of_an_unnamed_run_are_refused(begun):
+    recipe, source, folder = begun
+    (folder / "fingerprint.json").unlink()
+    (folder / "fingerprint").write_text("0" * 64)
+    with pytest.raises(RecipeError, match=r"got another run\. Remove .*, or choose another OUT"):
+        claim_pass(*prepared(recipe, source), folder, ALONE)
+
+
+def test_a_dataset_that_shrank_names_the_pass_that_was_begun(begun):
+    """Fewer rows than the pass needs: the reader refuses, and nothing of the pass is lost."""
+    recipe, source, folder = begun
+    plan, _ = prepared(recipe, source)
+    dataset = recipe.parent / "problems.jsonl"
+    dataset.write_text("".join(dataset.read_text().splitlines(keepends=True)[:2]))
+    before = sorted(folder.rglob("*"))
+    rule = (
+        r"must hold 4 \+ 4 sequences of 32 tokens .* got \d, from \d+ different rows .*pass was begun with \d+ of its "
+    )
+    with pytest.raises(RecipeError, match=rule + "rows: restore the dataset to go on, or remove that folder"):
+        calibrate(plan, folder, ranks=ALONE)
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_gpu_that_cannot_be_seen_any_more_is_no_reason_for_the_cpu(begun):
+    recipe, source, folder = begun
+    plan, data = prepared(recipe, source)
+    shutil.rmtree(folder)
+    claim_pass(plan, data, folder, replace(ALONE, device=torch.device("cuda")))
+    rule = r"was begun on cuda must go on there; got cpu on rank 0 of 1\. Look at `nvidia-smi`"
+    with pytest.raises(RecipeError, match=rule):
+        claim_pass(plan, data, folder, ALONE)
+
+
+def test_kernels_count_where_the_model_calls_them(tmp_path, monkeypatch):
+    """transformers takes them for its own functions as soon as they are installed."""
+    data = CalibrationData(ids=torch.zeros(4, 8), held_out_ids=torch.zeros(2, 8), provenance={})
+    qwen, glm = (planned(tmp_path / name, model=name) for name in ("qwen3-next-80b", "glm-4.7"))
+    before = fingerprint(qwen, data, 1), fingerprint(glm, data, 1)
+    real, asked = metadata.version, []
+
+    def version(name: str) -> str:
+        asked.append(name)
+        return "1.5.0" if name in ("flash-linear-attention", "causal-conv1d") else real(name)
+
+    monkeypatch.setattr(claim, "version", version)
+    after = fingerprint(qwen, data, 1), fingerprint(glm, data, 1)
+    assert {"flash-linear-attention", "causal-conv1d"} <= set(asked)
+    assert before[0] != after[0] and before[1] == after[1]
+
+
+def test_more_processes_than_sequences_are_refused(begun):
+    plan, data = prepared(*begun[:2])
+    rule = "must have a sequence of calibration text; got 4 samples for 5 processes"
+    with pytest.raises(RecipeError, match=re.escape(rule)):
+        claim_pass(plan, data, begun[2].with_name("other"), replace(ALONE, size=5))
