@@ -153,12 +153,14 @@ def open_regular(path: Path, where: object) -> BinaryIO:
     raise CheckpointError(where, "must be a regular file", got=kind, cure="Replace it by the file")
 
 
-def lay_out(tensors: Iterable[tuple[HFName, str, tuple[int, ...]]]) -> FileLayout:
-    """A file of these tensors (name, dtype, shape), one after the other in this order.
+def lay_out(
+    tensors: Iterable[tuple[HFName, str, tuple[int, ...]]], *, metadata: Mapping[str, str] | None = None
+) -> FileLayout:
+    """A file of these tensors (name, dtype, shape), one after the other in this order, and a writer's own words.
 
     Readers map a file, so tensors with wider dtypes should come first.
     """
-    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    header: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
     offsets: dict[HFName, int] = {}
     end = 0
     for name, dtype, shape in tensors:

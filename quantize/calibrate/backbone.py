@@ -14,20 +14,17 @@ server would compute; the last two are held-out text.
 """
 
 import json
-import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from ...checkpoints.files import complete, partial_path, sync
-from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ..plan import Plan
 from .binding import Binding
@@ -40,9 +37,8 @@ from .progress import ProgressCallback, progress_since
 from .ranks import Ranks
 from .served import InMemory, serve_weights
 from .skeleton import Batch, Skeleton, frozen_in, fused_in, on_disk, schemes_in
-from .statistics import read_metadata, save, write_statistics
-
-Stream = Literal["calibration", "source", "served"]
+from .states import Outputs, States, Stream
+from .statistics import read_metadata, write_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +49,7 @@ class Backbone:
         folder: of the pass; `folder / "statistics"` has the statistics.
         skeleton: the model's class, for what comes after the last layer.
         data: the batches.
+        states: the hidden states after the last layer.
         coverage: module on disk -> tokens its calibration saw; experts: tokens the router sent them.
     """
 
@@ -60,11 +57,12 @@ class Backbone:
     skeleton: Skeleton
     data: CalibrationData
     ranks: Ranks
+    states: States
     coverage: Mapping[HFName, int]
 
     def batches(self, stream: Stream) -> "Batches":
         """The sequences with the hidden states after the last layer."""
-        run = _Pass(self.skeleton, self.data, self.folder, self.ranks)
+        run = _Pass(self.skeleton, self.data, self.folder, self.ranks, self.states)
         return Batches(run=run, stream=stream, index=len(self.skeleton))
 
 
@@ -97,9 +95,10 @@ def calibrate_backbone(
     claim_pass(plan, data, folder, ranks)
     with fitting(plan, "the embedding", device):
         skeleton = Skeleton(plan, device=device)
-    run = _Pass(skeleton, data, folder, ranks)
-    first = run.num_done()
-    run.tidy(first)
+    states = States(folder / "states", ranks)
+    run = _Pass(skeleton, data, folder, ranks, states)
+    states.tidy()
+    first = states.num_done()
     tokens, started = data.ids.numel(), time.monotonic()
     for index in range(first, len(skeleton)):
         with fitting(plan, f"decoder layer {index} and a batch", device):
@@ -117,7 +116,8 @@ def calibrate_backbone(
                     device=device,
                 )
             )
-    return Backbone(folder=folder, skeleton=skeleton, data=data, ranks=ranks, coverage=run.coverage())
+    coverage = run.coverage()
+    return Backbone(folder=folder, skeleton=skeleton, data=data, ranks=ranks, states=states, coverage=coverage)
 
 
 # --- one pass -------------------------------------------------------------------------------------------------------
@@ -125,25 +125,13 @@ def calibrate_backbone(
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One run over the layers: the folder of the states, and which batches are this rank's."""
+    """One run over the layers: its folder, the states, and which batches are this rank's."""
 
     skeleton: Skeleton
     data: CalibrationData
     folder: Path
     ranks: Ranks
-
-    def num_done(self) -> int:
-        """How many layers have their states on disk; a layer's statistics are written before its states."""
-        done = [int(path.name) for path in (self.folder / "states").glob("[0-9]" * 5)]
-        return max(done, default=0)
-
-    def tidy(self, done: int) -> None:
-        """Remove what a killed run was writing, or removing."""
-        if self.ranks.is_first:
-            for path in (self.folder / "states").iterdir():
-                if path.name != f"{done:05d}":
-                    shutil.rmtree(path)
-        self.ranks.wait()
+    states: States
 
     def layer(self, index: int) -> None:
         """Calibrate one layer: its statistics are written first, and the states it computes last."""
@@ -152,13 +140,8 @@ class _Pass:
         assert calibration is not None
         binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
         schemes = schemes_in(binding, path)
-        states = self.folder / "states" / f"{index + 1:05d}"
-        unfinished = partial_path(states)
-        if self.ranks.is_first:
-            unfinished.mkdir()
-        self.ranks.wait()
-        with skeleton.layer(index) as layer, self._guarded(index):
-            self._run("source", index, layer, unfinished, serving(skeleton.model))
+        with self.states.writing(index + 1) as outputs, skeleton.layer(index) as layer, self._guarded(index):
+            self._run("source", index, layer, outputs, serving(skeleton.model))
             given = InMemory({})
             if schemes:
                 found = calibrate(
@@ -172,15 +155,9 @@ class _Pass:
                 given = InMemory(on_disk(found.tensors, binding, path))
                 if self.ranks.is_first:
                     self._record(index, found, binding, path)
-            self._run("calibration", index, layer, unfinished, propagating(skeleton.model))
+            self._run("calibration", index, layer, outputs, propagating(skeleton.model))
             serve_weights(skeleton.model, plan, binding, path, given)
-            self._run("served", index, layer, unfinished, serving(skeleton.model))
-        self.ranks.wait()
-        if self.ranks.is_first:
-            complete(states)
-            if index:
-                shutil.rmtree(self.folder / "states" / f"{index:05d}")
-        self.ranks.wait()
+            self._run("served", index, layer, outputs, serving(skeleton.model))
 
     @contextmanager
     def _guarded(self, index: int) -> Iterator[None]:
@@ -194,19 +171,18 @@ class _Pass:
             yield
 
     def _run(
-        self, stream: Stream, index: int, layer: nn.Module, folder: Path, context: AbstractContextManager[None]
+        self, stream: Stream, index: int, layer: nn.Module, outputs: Outputs, context: AbstractContextManager[None]
     ) -> None:
-        """Run a stream through the layer and write its outputs to `folder`."""
+        """Run a stream through the layer and hand over what it returns."""
         batches = Batches(run=self, stream=stream, index=index)
-        outputs: list[Any] = []
-        handle = layer.register_forward_hook(lambda _module, _args, output: outputs.append(output))
+        returned: list[Any] = []
+        handle = layer.register_forward_hook(lambda _module, _args, output: returned.append(output))
         try:
             with torch.no_grad(), context:
-                for number, arguments in zip(batches.numbers(), batches.arguments(), strict=True):
+                for (first, _), arguments in zip(batches.ranges(), batches.arguments(), strict=True):
                     self.skeleton.model(**arguments, use_cache=False)
-                    output = outputs.pop()
-                    state = output if isinstance(output, tuple) else (output,)
-                    _write_state(folder / f"{stream}-{number:05d}.safetensors", state)
+                    output = returned.pop()
+                    outputs.put(stream, first, output if isinstance(output, tuple) else (output,))
         finally:
             handle.remove()
 
@@ -225,26 +201,26 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """This rank's batches of one stream as inputs of one layer, read from disk one at a time in each iteration."""
+    """This rank's batches of one stream as inputs of one layer, read one at a time in each iteration."""
 
     run: _Pass
     stream: Stream
     index: int
 
     def __len__(self) -> int:
-        return len(self.numbers())
+        return len(self.ranges())
 
     def __iter__(self) -> Iterator[Batch]:
-        ids, size = self._ids(), self._size()
-        folder = self.run.folder / "states" / f"{self.index:05d}"
-        for number in self.numbers():
-            state = _read_state(folder / f"{self.stream}-{number:05d}.safetensors") if self.index else None
-            yield Batch(ids=ids[number * size : (number + 1) * size], state=state)
+        ids, run = self._ids(), self.run
+        for first, last in self.ranges():
+            device = run.skeleton.device
+            state = run.states.read(self.index, self.stream, first, last, device) if self.index else None
+            yield Batch(ids=ids[first:last], state=state, first=first)
 
-    def numbers(self) -> range:
-        """Which of all batches are this rank's."""
-        total = -(-len(self._ids()) // self._size())
-        return range(self.run.ranks.rank, total, self.run.ranks.size)
+    def ranges(self) -> list[tuple[int, int]]:
+        """The rows of each of this rank's batches: the first, and the one after the last."""
+        total, size, ranks = len(self._ids()), self._size(), self.run.ranks
+        return [(row, min(row + size, total)) for row in range(ranks.rank * size, total, ranks.size * size)]
 
     def arguments(self) -> "Arguments":
         """The same as arguments of the model's forward."""
@@ -296,9 +272,6 @@ def record(path: Path, found: Calibrated, binding: Binding, module: str, *, fing
     write_statistics(path, on_disk(found.tensors, binding, module), metadata)
 
 
-# --- on disk --------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
     """Turns running out of a GPU's memory into a refusal that says what to change."""
@@ -311,21 +284,3 @@ def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
             got="out of memory",
             cure="Lower calibration.batch_size or calibration.sequence_length, or free the device of other processes",
         ) from error
-
-
-def _write_state(path: Path, state: Sequence[Tensor | None]) -> None:
-    """What a layer returned for one batch; detached, because a checkpoint's code may compute in inference mode."""
-    tensors = {str(turn): value.detach().cpu().contiguous() for turn, value in enumerate(state) if value is not None}
-    save(tensors, path, {"length": str(len(state))})
-    sync(path)
-
-
-def _read_state(path: Path) -> tuple[Tensor | None, ...]:
-    try:
-        with safe_open(path, "pt") as file:
-            length = int(file.metadata()["length"])
-            keys = set(file.keys())
-            return tuple(file.get_tensor(str(turn)) if str(turn) in keys else None for turn in range(length))
-    except (SafetensorError, FileNotFoundError) as error:
-        cure = f"Remove {path.parents[2]}, and run the same command again: calibration starts anew"
-        raise CheckpointError(path, "hidden states must be whole", got=str(error), cure=cure) from error

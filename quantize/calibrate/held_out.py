@@ -34,12 +34,13 @@ from torch import Tensor
 from ...checkpoints.json_file import read_object
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
-from .backbone import Backbone, Stream
+from .backbone import Backbone
 from .draft_steps import draft_steps
 from .facts import DIGITS, AcceptanceFact
 from .forwards import serving
 from .mtp_block import MtpBlock
 from .skeleton import Batch, Skeleton
+from .states import Stream
 from .statistics import write_statistics
 
 NUM_STEPS = 3
@@ -322,11 +323,8 @@ def end_ids(backbone: Backbone) -> frozenset[int]:
 
 def _sequences(backbone: Backbone, stream: Stream) -> Iterator[tuple[int, Batch]]:
     """This rank's sequences one by one, with their row in the data: logits of a batch may not fit."""
-    calibration = backbone.skeleton.plan.recipe.calibration
-    assert calibration is not None
-    batches = backbone.batches(stream)
-    for number, batch in zip(batches.numbers(), batches, strict=True):
+    for batch in backbone.batches(stream):
         assert batch.state is not None
         for row in range(len(batch.ids)):
             state = tuple(None if part is None else part[row : row + 1] for part in batch.state)
-            yield number * calibration.batch_size + row, Batch(ids=batch.ids[row : row + 1], state=state)
+            yield batch.first + row, Batch(ids=batch.ids[row : row + 1], state=state, first=batch.first + row)

@@ -23,13 +23,14 @@ from ...checkpoints.files import write_whole
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ..plan import Plan
-from .backbone import Backbone, Stream, fitting, record
+from .backbone import Backbone, fitting, record
 from .forwards import serving
 from .held_out import Acceptance, Target, acceptance, block_input
 from .layer import calibrate
 from .mtp_block import MtpBlock, bind_block, build_block
 from .served import InMemory, serve_weights
 from .skeleton import Batch, frozen_in, fused_in, on_disk, schemes_in
+from .states import Stream
 
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
 # spec_step_idx at 0). For this family alone a proposer takes the next layer at each step (v1/spec_decode/step3p5.py).

@@ -30,9 +30,7 @@ from ..plan import Plan
 from ..tensor_plan import TensorPlan
 from .binding import Binding, Names, Piece, bind, fill
 from .experts import linear_experts
-
-LayerState = tuple[Tensor | None, ...]
-"""What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more for the next one."""
+from .states import LayerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +40,12 @@ class Batch:
     Attributes:
         ids: [B, S] int64.
         state: what the layer before returned; None for the first layer.
+        first: the number of its first row in the data.
     """
 
     ids: Tensor
     state: LayerState | None = None
+    first: int = 0
 
 
 class StandIn(nn.Module):

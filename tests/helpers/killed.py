@@ -5,6 +5,7 @@ Processes come from a fork server that has imported llm-compressor once, and has
 
 import json
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Mapping
@@ -156,22 +157,24 @@ def _after_statistics(calibrate: Any, layer: int) -> None:
     calibrate.write_statistics = write
 
 
-def _amid_states(calibrate: Any, layer: int) -> None:
+def _amid_states(_calibrate: Any, layer: int) -> None:
     """With one batch of `calibration` on disk, and half of the next."""
-    real = calibrate._write_state
+    from keepmtp.quantize.calibrate import states
 
-    def write(path: Path, state: Any) -> None:
-        real(path, state)
-        if path.parent.name == f"{layer + 1:05d}.partial" and path.name > "calibration-00001":
+    real = states._write
+
+    def write(path: Path, *args: Any) -> None:
+        real(path, *args)
+        if path.parent.name == f"{layer + 1:05d}.partial" and path.name > "calibration-000001":
             os.truncate(path, path.stat().st_size // 2)
             die()
 
-    calibrate._write_state = write
+    states._write = write
 
 
-def _amid_removal(calibrate: Any, layer: int) -> None:
+def _amid_removal(_calibrate: Any, layer: int) -> None:
     """The layer's own states are whole; those of the layer before are partly gone."""
-    real = calibrate.shutil.rmtree
+    real = shutil.rmtree
 
     def remove(path: Path, *args: Any, **options: Any) -> None:
         if path.name == f"{layer:05d}":
@@ -179,7 +182,7 @@ def _amid_removal(calibrate: Any, layer: int) -> None:
             die()
         real(path, *args, **options)
 
-    calibrate.shutil.rmtree = remove
+    shutil.rmtree = remove
 
 
 def _amid_calibration(calibrate: Any, layer: int) -> None:

@@ -134,7 +134,7 @@ def deep(folder: Path, model: str, num_layers: int, batches: int) -> tuple[Plan,
 
 
 def test_nothing_is_held_from_layer_to_layer(tmp_path):
-    """Between layers there is embedding, norm and no more than a batch of states, after the fifth as after the first.
+    """Between layers there is embedding, norm and one layer's states, after the fifth as after the first.
 
     Tensors, not the process's size: that grows by oneDNN's cache of kernels, one for each number of tokens an expert
     is sent, up to 1024 of them.

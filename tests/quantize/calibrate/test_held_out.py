@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from drafts import changed
 from keepmtp.quantize.calibrate.backbone import Backbone
 from keepmtp.quantize.calibrate.held_out import Acceptance, acceptance, agreement, end_ids, server_counts, target
 from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block
+from keepmtp.quantize.calibrate.states import States
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, finished, greedy_answers, laid_out, plan_over, prompts
 from torch import Tensor
@@ -95,7 +97,7 @@ def test_a_target_is_computed_once(shipped, tmp_path):
     _name, backbone, _ = shipped
     copy = Path(shutil.copytree(backbone.folder, tmp_path / "copy"))
     first = target(backbone, "source")
-    moved = Backbone(folder=copy, skeleton=backbone.skeleton, data=backbone.data, ranks=backbone.ranks, coverage={})
+    moved = replace(backbone, folder=copy, states=States(copy / "states", backbone.ranks))
     again = target(moved, "source")
     assert again.perplexity == first.perplexity and (copy / "figures").is_dir()
     shutil.rmtree(copy / "states")

@@ -1,0 +1,155 @@
+"""Hidden states between layers: any rows of them, from memory and from disk, whoever wrote them; full disks, kills."""
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from keepmtp.quantize import free_memory
+from keepmtp.quantize.calibrate import states as module
+from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.quantize.calibrate.states import States
+from keepmtp.quantize.free_memory import free_host_bytes
+from keepmtp.recipes.errors import CheckpointError
+
+CPU = torch.device("cpu")
+ALONE = Ranks(rank=0, size=1, device=CPU)
+HIDDEN = torch.randn(11, 3, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+INDICES = torch.arange(11 * 3 * 2).reshape(11, 3, 2)
+
+
+def state(first: int, last: int) -> tuple[torch.Tensor | None, ...]:
+    """What a layer returns that hands on more than hidden states, with a gap."""
+    return HIDDEN[first:last].clone(), None, INDICES[first:last].clone()
+
+
+def written(folder: Path, sizes: list[int], *, index: int = 1, room: float = 0.5) -> States:
+    """States of 11 rows in batches of these sizes."""
+    (folder / "states").mkdir(exist_ok=True)
+    found, first = States(folder / "states", ALONE), 0
+    with found.writing(index) as outputs:
+        outputs._room = int(room * outputs._room)
+        for size in sizes:
+            outputs.put("calibration", first, state(first, first + size))
+            first += size
+    return found
+
+
+def check(found: States, first: int, last: int) -> None:
+    hidden, nothing, indices = found.read(1, "calibration", first, last, CPU)
+    assert nothing is None and hidden is not None and indices is not None
+    assert torch.equal(hidden, HIDDEN[first:last]) and torch.equal(indices, INDICES[first:last])
+
+
+ROOM = {"all in memory": 1.0, "none in memory": 0.0}
+
+
+@pytest.mark.parametrize("room", ROOM.values(), ids=ROOM)
+def test_any_rows_can_be_read_whatever_batches_wrote_them(room, tmp_path):
+    found = written(tmp_path, [4, 4, 3], room=room)
+    for reader in (found, States(tmp_path / "states", ALONE)):  # this run, and one that goes on after it
+        for size in (1, 2, 3, 5, 11):
+            for first in range(0, 11, size):
+                check(reader, first, min(first + size, 11))
+
+
+def test_rows_of_other_processes_are_read_from_disk(tmp_path):
+    """As two ranks leave them: each knows its own rows, and finds those of the other."""
+    whole = written(tmp_path, [3, 3, 3, 2])
+    own = [rows for rows in whole._rows[1, "calibration"] if rows.first in (0, 6)]
+    whole._rows[1, "calibration"] = own
+    check(whole, 0, 3)
+    check(whole, 2, 8)
+    check(whole, 0, 11)
+
+
+def test_what_is_kept_equals_what_is_on_disk_and_nobody_changes_it(tmp_path):
+    found = written(tmp_path, [6, 5])
+    kept = [rows.kept for rows in found._rows[1, "calibration"]]
+    assert all(values is not None for values in kept)
+    for first, last in ((0, 6), (2, 9)):  # one file, and two
+        hidden, *_ = found.read(1, "calibration", first, last, CPU)
+        assert hidden is not None
+        hidden.zero_()
+        check(found, first, last)
+        check(States(tmp_path / "states", ALONE), first, last)
+
+
+def test_a_view_and_a_tensor_of_inference_mode_are_kept_as_tensors_of_their_own(tmp_path):
+    (tmp_path / "states").mkdir()
+    found = States(tmp_path / "states", ALONE)
+    with found.writing(1) as outputs:
+        outputs.put("calibration", 0, (HIDDEN[:4], None, INDICES[:4]))
+        with torch.inference_mode():
+            outputs.put("calibration", 4, state(4, 11))
+    check(found, 0, 11)
+    for rows in found._rows[1, "calibration"]:
+        for value in rows.kept or ():
+            assert value is None or (value.untyped_storage().nbytes() == value.nbytes and not value.is_inference())
+
+
+def test_states_of_the_layer_before_are_removed_from_disk_and_memory(tmp_path):
+    found = written(tmp_path, [11])
+    with found.writing(2) as outputs:
+        outputs.put("calibration", 0, state(0, 11))
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["00002"]
+    assert found._rows.keys() == {(2, "calibration")} and found.num_done() == 2
+
+
+def test_an_error_while_a_layer_runs_leaves_the_states_that_it_reads(tmp_path):
+    found = written(tmp_path, [11])
+    with pytest.raises(KeyboardInterrupt), found.writing(2) as outputs:
+        outputs.put("calibration", 0, state(0, 11))
+        raise KeyboardInterrupt
+    again = States(tmp_path / "states", ALONE)
+    again.tidy()
+    assert again.num_done() == 1 and [path.name for path in (tmp_path / "states").iterdir()] == ["00001"]
+    check(again, 0, 11)
+
+
+def test_a_full_disk_ends_the_layer_in_a_sentence(tmp_path, monkeypatch):
+    real = module.write_at
+
+    def write_at(descriptor: int, data: memoryview, position: int) -> None:
+        if "calibration-000004" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, data, position)
+
+    monkeypatch.setattr(module, "write_at", write_at)
+    rule = r"calibration-000004-000008\.safetensors: hidden states must be written; got No space left on device\. Make"
+    with pytest.raises(CheckpointError, match=rule):
+        written(tmp_path, [4, 4, 3])
+    assert States(tmp_path / "states", ALONE).num_done() == 0
+
+
+def test_missing_and_damaged_files_are_named(tmp_path):
+    written(tmp_path, [4, 4, 3])
+    path = tmp_path / "states" / "00001" / "calibration-000004-000008.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=rf"^{path}: must be .* got \d+ bytes\. Remove {tmp_path}, and run"):
+        States(tmp_path / "states", ALONE).read(1, "calibration", 5, 6, CPU)
+    path.unlink()
+    rule = r"00001: rows 3 to 4 of calibration must be there; got not all of them\. Remove"
+    with pytest.raises(CheckpointError, match=rule):
+        States(tmp_path / "states", ALONE).read(1, "calibration", 3, 5, CPU)
+
+
+def test_processes_of_a_machine_share_its_free_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 1000)
+    alone, shared = (States(tmp_path, replace(ALONE, local_size=size)) for size in (1, 4))
+    assert (alone._room(), shared._room()) == (500, 125)
+
+
+def test_free_memory_is_the_machines_or_what_a_container_leaves(tmp_path):
+    assert free_host_bytes() > 2**20
+    meminfo, groups = tmp_path / "meminfo", tmp_path / "groups"
+    meminfo.write_text("MemTotal:       24000 kB\nMemAvailable:   18000 kB\n")
+    groups.mkdir()
+    assert free_host_bytes(meminfo=meminfo, groups=groups) == 18000 * 1024
+    (groups / "memory.current").write_text("3000\n")
+    for limit, left in (("max", 18000 * 1024), ("5000", 2000), ("2000", 0)):
+        (groups / "memory.max").write_text(f"{limit}\n")
+        assert free_host_bytes(meminfo=meminfo, groups=groups) == left, limit
+    assert [limit for limit, _ in free_memory._LIMITS] == ["memory.max", "memory/memory.limit_in_bytes"]
