@@ -37,7 +37,7 @@ from .progress import ProgressCallback, progress_since
 from .ranks import Ranks
 from .served import InMemory, serve_weights
 from .skeleton import Batch, Skeleton, frozen_in, fused_in, on_disk, schemes_in
-from .states import Outputs, States, Stream
+from .states import NextStates, States, Stream
 from .statistics import read_metadata, write_statistics
 
 
@@ -171,7 +171,7 @@ class _Pass:
             yield
 
     def _run(
-        self, stream: Stream, index: int, layer: nn.Module, outputs: Outputs, context: AbstractContextManager[None]
+        self, stream: Stream, index: int, layer: nn.Module, outputs: NextStates, context: AbstractContextManager[None]
     ) -> None:
         """Run a stream through the layer and hand over what it returns."""
         batches = Batches(run=self, stream=stream, index=index)

@@ -98,7 +98,7 @@ class States:
         self._ranks.wait()
 
     @contextmanager
-    def writing(self, index: int) -> Iterator["Outputs"]:
+    def writing(self, index: int) -> Iterator["NextStates"]:
         """What the layer before `index` returns; whole at the end, when the states that it read are removed.
 
         Every rank enters it, and leaves it when all have. After an error inside, nothing is renamed or removed.
@@ -111,7 +111,7 @@ class States:
             partial_path(whole).mkdir()
         self._ranks.wait()
         with ThreadPoolExecutor(1, "states") as pool:
-            outputs = Outputs(whole, pool, room=self._room())
+            outputs = NextStates(whole, pool, room=self._room())
             try:
                 yield outputs
                 outputs.flush()
@@ -157,7 +157,7 @@ class States:
         return max(0, share - own)
 
 
-class Outputs:
+class NextStates:
     """States that are being written. State: the rows so far, and the files that a thread has yet to write."""
 
     def __init__(self, whole: Path, pool: ThreadPoolExecutor, *, room: int):
