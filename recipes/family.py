@@ -26,6 +26,9 @@ Role = Literal[
 QUANTIZABLE_ROLES: tuple[Role, ...] = ("attention", "linear_attention", "dense_mlp", "shared_experts", "experts")
 Part = Literal["backbone", "mtp"]
 
+Proof = Literal["vllm", "source"]
+"""How it is known that a draft computes as vLLM's does; docs/mtp.md says what each word means."""
+
 INDEX = "(?:0|[1-9][0-9]{0,5})"
 """The index of a layer or an expert in a name, as a regex: as checkpoints write it, and not without end."""
 
@@ -222,7 +225,7 @@ class Draft:
         joint_norm: `hidden_norm` is over all streams together, not over each one.
         collapse: class of the module that makes one stream of several before the final norm, the first part of its
             parameters' names, and that part on disk.
-        proof: its results were compared with this: vLLM's draft, transformers' MtpModel, or only the source.
+        proof: what its results were compared with (`Proof`).
     """
 
     model_type: str
@@ -246,7 +249,7 @@ class Draft:
     streams: str = ""
     joint_norm: bool = False
     collapse: tuple[str, str, str] | None = None
-    proof: Literal["vllm", "transformers", "source"]
+    proof: Proof
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

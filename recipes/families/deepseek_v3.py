@@ -20,7 +20,7 @@ FAMILY = Family(
         layers=({"first_k_dense_replace": 0},),
         zeroes_first=True,
         chains_normed=True,
-        proof="transformers",
+        proof="vllm",
     ),
     notes="MTP is model.layers.{num_hidden_layers}; released in FP8, dequantized tensor by tensor",
 )

@@ -39,7 +39,7 @@ FAMILY = Family(
         model_type="exaone4", classes="Exaone4",
         embedding_norm="mtp.pre_fc_norm_embedding", hidden_norm="mtp.pre_fc_norm_hidden", projections=("mtp.fc",),
         final_norm="mtp.norm",
-        zeroes_first=False, chains_normed=True, proof="source",
+        zeroes_first=False, chains_normed=True, proof="vllm",
     ),
     notes="MTP is mtp.*, outside the language model; vLLM assumes one MTP layer when config.json names none",
 )  # fmt: skip

@@ -19,7 +19,7 @@ FAMILY = Family(
         layers=({"mlp_layer_types": ["sparse"]},),
         zeroes_first=True,
         chains_normed=False,
-        proof="source",
+        proof="vllm",
     ),
     notes="MTP is model.layers.{num_hidden_layers}; vLLM does not notice a missing block",
 )

@@ -38,7 +38,7 @@ FAMILY = Family(
     loader=Loader(drops_scales=True, takes_kv_scales=True, missing_count="AttributeError"),
     draft=Draft(
         model_type="glm_ocr_text", classes="GlmOcr", decoder="GlmOcrTextDecoderLayer",
-        rotary="GlmOcrTextRotaryEmbedding", position_axes=3, zeroes_first=True, chains_normed=False, proof="source",
+        rotary="GlmOcrTextRotaryEmbedding", position_axes=3, zeroes_first=True, chains_normed=False, proof="vllm",
     ),
     notes="on disk model.language_model.layers.{num_hidden_layers}, in vLLM model.layers.{num_hidden_layers}",
 )  # fmt: skip

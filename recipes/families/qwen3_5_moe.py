@@ -44,7 +44,7 @@ FAMILY = Family(
         final_norm="mtp.norm",
         zeroes_first=False,
         chains_normed=True,
-        proof="source",
+        proof="vllm",
     ),
     norms_add_one=True,
     notes="MTP is mtp.*; BF16 experts of the draft must be in the ignore list one by one or by regex",

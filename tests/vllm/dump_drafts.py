@@ -30,6 +30,10 @@ from vllm.model_executor.models import registry
 # Classes are inspected in this process: a second one would import vLLM once more for each architecture.
 registry._run_in_subprocess = lambda function: function()
 
+# vLLM 0.32.0's CPU kernel of rotary embeddings takes the heads of latent attention's queries for
+# tokens. Its plain form in the same class, which `-` chooses, does not.
+PLAIN_ROTARY = ["all", "-rotary_embedding"]
+
 
 class Watch:
     """State: the calls of one draft model since it was cleared."""
@@ -61,6 +65,8 @@ def dump(folder: str, prompts: list[list[int]], num_drafts: int, out: str) -> No
         seed=0,
         skip_tokenizer_init=True,
         trust_remote_code=True,
+        language_model_only=True,
+        compilation_config={"custom_ops": PLAIN_ROTARY},
     )
     watch = Watch(llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter)
     saved = {}
@@ -76,7 +82,8 @@ def dump(folder: str, prompts: list[list[int]], num_drafts: int, out: str) -> No
         saved |= {
             f"{index}.ids": torch.tensor(ids),
             f"{index}.hidden": first["hidden_states"][:length],
-            f"{index}.positions": first["positions"][:length],
+            # [3, T] where the family has positions by axis; for text they are equal.
+            f"{index}.positions": first["positions"].reshape(-1, first["positions"].shape[-1])[0, :length],
             f"{index}.first": first["logits"][:length],
             f"{index}.last": torch.stack([first["logits"][length - 1], *(call["logits"][0] for call in rest)]),
         }

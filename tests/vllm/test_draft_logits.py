@@ -8,6 +8,7 @@ from it as keepmtp's own BF16 is. What a wrong table makes is at least three tim
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -55,6 +56,11 @@ NOISE = {
     "ernie-4.5-21b": "ernie-4.5-21b",
     "k-exaone-236b": "k-exaone-236b",
     "hy3": "hy3",
+    "deepseek-r1": "deepseek-r1",
+    "glm-4.7-flash": "glm-4.7-flash",
+    "qwen3.5-397b": "qwen3.5-397b",
+    "glm-ocr": "glm-ocr",
+    "exaone-4.5-33b": "exaone-4.5-33b",
 }
 CHANGES: dict[str, dict[str, Any]] = {"mimo-v2-flash": EVEN}
 
@@ -154,8 +160,7 @@ def _theirs(seen: Drafted) -> list[list[Tensor]]:
 def _logits(seen: Drafted, plan: Plan, dtype: torch.dtype) -> list[list[Tensor]]:
     """By prompt and step, [T, V] float32."""
     block, weights = filled(plan, dtype=dtype), weights_of(seen.folder)
-    table = weights["model.embed_tokens.weight"].to(dtype)
-    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).to(dtype)
+    table, head = (_shared(plan, weights, role).to(dtype) for role in ("embedding", "head"))
     found = []
     for prompt in seen.prompts:
         ids = prompt["ids"][None]
@@ -168,6 +173,12 @@ def _logits(seen: Drafted, plan: Plan, dtype: torch.dtype) -> list[list[Tensor]]
             )
         found.append([(output[0] @ head.T).float() for output in outputs])
     return found
+
+
+def _shared(plan: Plan, weights: Mapping[str, Tensor], role: str) -> Tensor:
+    """The target's embedding or head, [V, H]; a model without a head multiplies by its embedding."""
+    found = {tensor.role: tensor.name for tensor in plan.tensors if tensor.part == "backbone" and tensor.layer is None}
+    return weights[found.get(role, found["embedding"])]
 
 
 @pytest.mark.parametrize("name", [*SHIPPED, *NOISE])
