@@ -36,7 +36,7 @@ from .layer import Calibrated, calibrate
 from .progress import ProgressCallback, progress_since
 from .ranks import Ranks
 from .served import InMemory, serve_weights
-from .skeleton import Batch, Skeleton, frozen_in, fused_in, on_disk, schemes_in
+from .skeleton import Batch, Skeleton, experts_in, frozen_in, fused_in, on_disk, schemes_in
 from .states import NextStates, States, Stream
 from .statistics import read_metadata, write_statistics
 
@@ -150,6 +150,7 @@ class _Pass:
                     schemes=schemes,
                     algorithm=calibration.algorithm,
                     fused=fused_in(binding, path),
+                    experts=experts_in(binding, path),
                     frozen=frozen_in(binding, path),
                 )
                 given = InMemory(on_disk(found.tensors, binding, path))

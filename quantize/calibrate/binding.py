@@ -29,7 +29,7 @@ from ..weights import load, load_expert
 
 # What families call the projections of one expert, and what llm-compressor's linear experts do.
 _EXPERT_LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_EXPERT = re.compile(r"^(?P<stack>.*\bexperts)\.(?P<expert>\d+)\.(?P<linear>\w+)\.(?P<leaf>\w+)$")
+EXPERT = re.compile(r"^(?P<stack>.*\bexperts)\.(?P<expert>\d+)\.(?P<linear>\w+)\.(?P<leaf>\w+)$")
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)$")
 
 
@@ -147,13 +147,13 @@ def _targets(path: str, tensor: TensorPlan, state: Mapping[str, Tensor]) -> list
     """The parameters a tensor fills: many for stacked experts, one otherwise."""
     if tensor.stacked:
         # Whatever the parameter is called on disk, a layer has one stack of experts.
-        stack = next((found["stack"] for name in state if (found := _EXPERT.match(name))), path)
+        stack = next((found["stack"] for name in state if (found := EXPERT.match(name))), path)
         return [
             (f"{stack}.{expert}.{linear}.weight", Piece(tensor=tensor, expert=expert, part=part))
             for expert in range(tensor.shape[0])
             for part, linear in enumerate(tensor.stacked)
         ]
-    if found := _EXPERT.match(path):
+    if found := EXPERT.match(path):
         linear = _EXPERT_LINEARS.get(found["linear"], found["linear"])
         path = f"{found['stack']}.{found['expert']}.{linear}.{found['leaf']}"
     return [(path, Piece(tensor=tensor))]

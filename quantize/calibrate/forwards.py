@@ -64,21 +64,38 @@ def serving(model: Any) -> Iterator[None]:
             if scheme is not None:
                 assert module.quantization_status == QuantizationStatus.COMPRESSED, f"{name}: no served weight"
                 if scheme.input_activations and scheme.input_activations.strategy == QuantizationStrategy.TOKEN:
-                    stack.enter_context(patch_attr(module, "forward", _token_by_token(module.forward)))
+                    stack.enter_context(patch_attr(module, "forward", _token_by_token(module)))
         yield
 
 
-def _token_by_token(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A forward in which each row of [T, K] is a token with a scale of its own, as in vLLM's kernels.
+def _token_by_token(module: Any) -> Callable[[Tensor], Tensor]:
+    """A linear's forward that rounds its input as vLLM does.
 
-    Source: compressed-tensors 0.19.0 quantization/utils/helpers.py (compute_dynamic_scales_and_zp): its `token` takes
-    one scale for the whole of an input with two dimensions, which is what experts get, and one a token for three.
+    Of compressed-tensors 0.19.0 (compute_dynamic_scales_and_zp), `token` takes one scale for the whole of an input with
+    two dimensions, which is what experts get.
     """
+    kind = module.quantization_scheme.input_activations.type
 
-    def with_three_dimensions(value: Tensor) -> Tensor:
-        return forward(value.unsqueeze(0)).squeeze(0) if value.ndim == 2 else forward(value)
+    def forward(value: Tensor) -> Tensor:
+        return type(module).forward(module, rounded_tokens(value, is_integer=kind == "int"))
 
-    return with_three_dimensions
+    return forward
+
+
+def rounded_tokens(value: Tensor, *, is_integer: bool) -> Tensor:
+    """Activations [..., K] as INT8 or FP8 with a scale a token.
+
+    Source: vLLM 0.32.0 quantization/utils/int8_utils.py (_per_token_quant_int8) and quantization/input_quant_fp8.py
+    (QuantFP8.forward_native).
+    """
+    wide = value.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    if is_integer:
+        largest = largest.clamp(min=1e-10)
+        return ((wide * (127 / largest)).round() * (largest / 127)).to(value.dtype)
+    scale = (largest / 448).clamp(min=1 / (448 * 512))
+    codes = (wide * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).to(value.dtype)
 
 
 def small_parameters(model: Any) -> dict[str, Tensor]:

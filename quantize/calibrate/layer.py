@@ -82,6 +82,7 @@ def calibrate(
     schemes: Mapping[str, str],
     algorithm: str,
     fused: Sequence[tuple[str, ...]] = (),
+    experts: Sequence[tuple[str, ...]] = (),
     frozen: Collection[str] = (),
     smoothings: Sequence[Smoothing] | None = None,
 ) -> Calibrated:
@@ -96,6 +97,8 @@ def calibrate(
         schemes: name of each module to be quantized -> name of its scheme.
         algorithm: minmax, gptq, awq or smoothquant; it rewrites the schemes of `REWRITES[algorithm]` only.
         fused: modules that run as one and need common global scales, those that llm-compressor fuses included.
+        experts: routed experts' modules that a server gives one input scale, the largest of theirs; without them, each
+            has its own, as in llm-compressor.
         frozen: modules whose weights may not change, because their bytes come from the source.
         smoothings: None to have them found; a list is applied as it is, and checked afterwards only.
 
@@ -124,7 +127,7 @@ def calibrate(
             before |= _plain_parameters(model, found, schemes)
         modifiers = modifiers_for(schemes, rewritten, algorithm, found)
         with calibrating(model), norm_calibration_context(model):
-            _run_pipeline(model, batches, modifiers, counter, schemes, fused)
+            _run_pipeline(model, batches, modifiers, counter, schemes, fused, experts)
         rescaled = _rescaled_names(found)
         restore(model, {name: value for name, value in before.items() if name not in rescaled})
         if smooths:
@@ -167,6 +170,7 @@ def _run_pipeline(
     counter: TokenCounter,
     schemes: Mapping[str, str],
     fused: Iterable[tuple[str, ...]],
+    experts: Iterable[tuple[str, ...]],
 ) -> None:
     """llm-compressor's basic pipeline, with the caller's fused groups and a check of every activation."""
     session = active_session()
@@ -186,7 +190,7 @@ def _run_pipeline(
         with _no_bars():
             LifecycleCallbacks.sequential_epoch_end(list(model.modules()))
         share(model, modifiers, schemes)
-        _unify(model, fused)
+        _unify(model, (*fused, *experts))
     with _no_bars():
         LifecycleCallbacks.calibration_end()
         session.finalize()
@@ -200,7 +204,7 @@ def _fuse_observers(model: Any, names: Sequence[str], schemes: Mapping[str, str]
 
 
 def _unify(model: Any, fused: Iterable[tuple[str, ...]]) -> None:
-    """One input scale for modules that run as one; their inputs are the same tensor, so mostly nothing changes."""
+    """One input scale for modules that run as one; the inputs of fused ones are the same, those of experts differ."""
     for group in fused:
         modules = [model.get_submodule(name) for name in group]
         for suffix in ("input_global_scale", "input_scale"):

@@ -29,7 +29,7 @@ from .held_out import Acceptance, Target, acceptance, block_input
 from .layer import calibrate
 from .mtp_block import MtpBlock, bind_block, build_block
 from .served import InMemory, serve_weights
-from .skeleton import Batch, frozen_in, fused_in, on_disk, schemes_in
+from .skeleton import Batch, experts_in, frozen_in, fused_in, on_disk, schemes_in
 from .states import Stream
 
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
@@ -124,6 +124,7 @@ class PolicyResults:
                 schemes=schemes,
                 algorithm=calibration.algorithm,
                 fused=fused_in(binding, ""),
+                experts=experts_in(binding, ""),
                 frozen=frozen_in(binding, ""),
             )
             if self.backbone.ranks.is_first:

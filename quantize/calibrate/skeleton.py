@@ -28,7 +28,7 @@ from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
 from ..plan import Plan
 from ..tensor_plan import TensorPlan
-from .binding import Binding, Names, Piece, bind, fill
+from .binding import EXPERT, Binding, Names, Piece, bind, fill
 from .experts import linear_experts
 from .states import LayerState
 
@@ -236,6 +236,22 @@ def fused_in(binding: Binding, path: str) -> list[tuple[str, ...]]:
         if scheme and SCHEMES[scheme].shares_global_scale:
             # Experts of one stack are fused expert by expert, and only gate with up.
             key = (pieces[0].tensor.unit, pieces[0].expert)
+            groups.setdefault(key, []).append(f"{path}{name.rpartition('.')[0]}")
+    return [tuple(members) for members in groups.values() if len(members) > 1]
+
+
+def experts_in(binding: Binding, path: str) -> list[tuple[str, ...]]:
+    """Modules in the model that vLLM gives one input scale: the first projections of all experts, and the second ones.
+
+    Source: vLLM 0.32.0 fused_moe/oracle/nvfp4.py (FlashInfer and emulation take the largest of the experts; CUTLASS and
+    b12x keep one an expert, which may be the same) and quantization/utils/fp8_utils.py
+    (process_fp8_input_tensor_strategy_moe, all back-ends).
+    """
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name, pieces in binding.items():
+        found, scheme = EXPERT.match(name), scheme_of(pieces[0])
+        if found and scheme and SCHEMES[scheme].extra:
+            key = (found["stack"], found["linear"] == "down_proj")
             groups.setdefault(key, []).append(f"{path}{name.rpartition('.')[0]}")
     return [tuple(members) for members in groups.values() if len(members) > 1]
 

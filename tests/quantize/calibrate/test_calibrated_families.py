@@ -4,12 +4,16 @@ What a release stores quantized (DeepSeek: FP8, MXFP4), experts stacked on disk,
 Of random weights there is nothing to accept: that the measurement is left out, in words, is part of it.
 """
 
+import re
+from collections import defaultdict
+
 import pytest
 import torch
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate import run as calibration
 from keepmtp.quantize.calibrate.data import CalibrationData
 from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.quantize.calibrate.statistics import Statistics
 from keepmtp.quantize.output import claim
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.writer import write
@@ -61,5 +65,16 @@ def test_the_whole_line(model, scheme, algorithm, tmp_path, monkeypatch):
         write(run.plan, partial, recipe_text="", threads=1, statistics=run.statistics, calibration=run.summary)
         report = check(partial, source=plan.source)
     assert report.ok, report.findings
+    for (layer, projection), scales in input_scales_of_experts(run.statistics).items():
+        assert len(scales) == 1, f"vLLM takes one input scale for {projection} of all experts of {layer}"
     parts = {tensor.part for tensor in plan.tensors if tensor.calibrated}
     assert parts == {"backbone", "mtp"}
+
+
+def input_scales_of_experts(statistics: Statistics) -> dict[tuple[str, str], set[float]]:
+    """The values by layer and projection."""
+    found = defaultdict(set)
+    for name in statistics:
+        if match := re.fullmatch(r"(.*)\.experts\.\d+\.(\w+)\.input_(global_)?scale", name):
+            found[match[1], match[2]].add(float(statistics.read(name)))
+    return found

@@ -1,0 +1,115 @@
+"""The scales of activations that are measured and written, against those that vLLM's own code makes of them."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from keepmtp.quantize.calibrate.forwards import rounded_tokens
+from keepmtp.quantize.calibrate.layer import calibrate
+from keepmtp.validate.serving.vllm_env import find_vllm
+from layerwise import Skeleton
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.vllm
+GLM = Path(__file__).parents[2] / "models" / "tiny-glm4-moe"
+
+ROUND = """
+import sys
+from types import SimpleNamespace
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import _custom_ops as ops
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend, convert_to_nvfp4_moe_kernel_format
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils import flashinfer_fp4_moe
+from vllm.model_executor.layers.quantization.utils.fp8_utils import process_fp8_input_tensor_strategy_moe
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+flashinfer_fp4_moe.swizzle_blockscale = lambda scale: scale  # a layout that only a GPU has
+given, made = load_file(sys.argv[1]), {}
+parallel = SimpleNamespace(enable_eplb=False)
+layer = SimpleNamespace(
+    activation=SimpleNamespace(is_gated=True), moe_config=SimpleNamespace(moe_parallel_config=parallel)
+)
+for name in ("apart", "common"):
+    w13, w2 = 1 / given[f"NVFP4.{name}.w13"], 1 / given[f"NVFP4.{name}.w2"]
+    count = len(w2)
+    for backend in ("EMULATION", "FLASHINFER_CUTLASS", "FLASHINFER_CUTEDSL_BATCHED", "FLASHINFER_B12X", "VLLM_CUTLASS"):
+        bytes_, scales = torch.zeros(count, 256, 128, dtype=torch.uint8), torch.zeros(count, 256, 16)
+        found = convert_to_nvfp4_moe_kernel_format(
+            NvFp4MoeBackend[backend], layer, bytes_, scales, torch.ones(count), w13.clone(),
+            bytes_, scales, torch.ones(count), w2.clone(), True)
+        scale = found[7] if backend == "EMULATION" else 1 / found[7]
+        made[f"{name}.{backend}"] = scale.reshape(-1)
+    made[f"{name}.FP8"] = process_fp8_input_tensor_strategy_moe(
+        given[f"FP8.{name}.w13"].float().amax(1), given[f"FP8.{name}.w2"].float(), False)[1].reshape(-1)
+values, scale, _ = ops.scaled_int8_quant(given["tokens"])
+made["int8"] = values.float() * scale
+with set_current_vllm_config(VllmConfig()):
+    values, scale = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN).forward_native(given["tokens"])
+made["fp8"] = values.float() * scale
+save_file(made, sys.argv[2])
+"""
+
+
+def calibrated(scheme: str, *, is_common: bool) -> dict[str, torch.Tensor]:
+    """Input scales of one layer's experts, one an expert or one for all: [E, 2] and [E]."""
+    skeleton, generator = Skeleton(GLM), torch.Generator().manual_seed(0)
+    hidden = [torch.randn(1, 32, 256, generator=generator).bfloat16() for _ in range(2)]
+    batches = skeleton.enter(1, [torch.ones(1, 32, dtype=torch.int64)] * 2, hidden)
+    stem, names = "model.layers.1.mlp.experts", ("gate_proj", "up_proj", "down_proj")
+    gate, up, down = ([f"{stem}.{e}.{name}" for e in range(4)] for name in names)
+    experts = [(*gate, *up), tuple(down)] if is_common else []
+    schemes = dict.fromkeys((*gate, *up, *down), scheme)
+    found = calibrate(skeleton.model, batches, schemes=schemes, algorithm="minmax", experts=experts)
+    suffix = "input_global_scale" if scheme == "NVFP4" else "input_scale"
+    scales = [torch.cat([found.tensors[f"{name}.{suffix}"] for name in each]) for each in (gate, up, down)]
+    return {"w13": torch.stack(scales[:2], dim=1), "w2": scales[2]}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What is given to vLLM, and what it makes of it."""
+    folder = tmp_path_factory.mktemp("activations")
+    tokens = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    tokens[1] *= 4096
+    tokens[2] = 0
+    given = {"tokens": tokens}
+    for scheme in ("NVFP4", "FP8"):
+        for name in ("apart", "common"):
+            found = calibrated(scheme, is_common=name == "common")
+            given |= {f"{scheme}.{name}.{leaf}": value.contiguous() for leaf, value in found.items()}
+    save_file(given, folder / "given")
+    command = [str(find_vllm().python), "-P", "-c", ROUND, str(folder / "given"), str(folder / "made")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return given, load_file(folder / "made")
+
+
+def test_each_token_is_rounded_as_vllm_rounds_it(both):
+    given, made = both
+    for name in ("int8", "fp8"):
+        ours = rounded_tokens(given["tokens"], is_integer=name == "int8")
+        assert torch.equal(ours, made[name].bfloat16()), name
+        assert ours[1].any() and not ours[2].any() and ours[3].any()
+
+
+@pytest.mark.parametrize(
+    "backend", ["EMULATION", "FLASHINFER_CUTLASS", "FLASHINFER_CUTEDSL_BATCHED", "FLASHINFER_B12X", "VLLM_CUTLASS"]
+)
+def test_experts_have_the_input_scale_that_vllm_takes(backend, both):
+    """The twin is llm-compressor's own: one scale an expert, of which all but CUTLASS take the largest amax's."""
+    given, made = both
+    ours = given["NVFP4.common.w2"]
+    assert len(set(ours.tolist())) == 1 < len(set(given["NVFP4.apart.w2"].tolist()))
+    assert torch.allclose(made[f"common.{backend}"], ours[0], rtol=1e-6)
+    assert torch.allclose(made[f"apart.{backend}"], ours[0], rtol=1e-6) == (backend != "VLLM_CUTLASS")
+
+
+def test_experts_in_fp8_have_the_input_scale_that_vllm_takes(both):
+    given, made = both
+    ours = given["FP8.common.w2"].float()
+    assert len(set(ours.tolist())) == 1 < len(set(given["FP8.apart.w2"].tolist()))
+    assert made["common.FP8"] == made["apart.FP8"] == ours[0]
