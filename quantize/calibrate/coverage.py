@@ -1,12 +1,14 @@
 """What each quantized module saw during calibration: its tokens, and whether every value was finite.
 
-In: a model and the names of its quantized modules. Out: a `Coverage` for each of them, summed over the ranks.
+In: a model and the names of its quantized modules. Out: a `Coverage` for each of them, summed over the ranks, and the
+range of its inputs.
 
 Easy to get wrong: during calibration every expert computes every token. How many tokens the router sent to an expert is
-counted apart, from the router's choice.
+counted apart, from the router's choice. And values are not looked at one by one: that they are finite follows from the
+range of the inputs and the largest weight, and only where it does not follow the batches run once more.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from torch import Tensor, nn
 
 from ...recipes.errors import CheckpointError, RecipeError
+from .inputs import InputRanges
 from .ranks import has_others
 
 
@@ -34,23 +37,23 @@ class Coverage:
 
 
 class TokenCounter:
-    """State: tokens of each quantized module, and checks for finite values that wait to be read.
+    """State: tokens of each quantized module, and the range of its inputs.
 
     While it is entered as a context, hooks on the modules count.
     """
 
     def __init__(self, model: Any, modules: Iterable[str]):
         self._model = model
-        self._modules = tuple(modules)
-        self._tokens: dict[str, int] = {}
+        self._modules = {name: model.get_submodule(name) for name in modules}
+        self._tokens = dict.fromkeys(self._modules, 0)
         self._routed: dict[str, Any] = {}
-        self._finite: list[tuple[str, str, Tensor]] = []
         self._handles: list[Any] = []
+        device = next((module.weight.device for module in self._modules.values()), torch.device("cpu"))
+        self.ranges = InputRanges(len(self._modules), device)
 
     def __enter__(self) -> None:
-        for name in self._modules:
-            module = self._model.get_submodule(name)
-            self._handles.append(module.register_forward_hook(self._count(name), with_kwargs=True))
+        for slot, (name, module) in enumerate(self._modules.items()):
+            self._handles.append(module.register_forward_pre_hook(self._count(slot, name), with_kwargs=True))
         for name, module in self._model.named_modules():
             if isinstance(module, LinearExperts2D):
                 hook = self._count_routed(name, module.num_experts)
@@ -61,29 +64,13 @@ class TokenCounter:
             handle.remove()
         self._handles.clear()
 
-    def check(self, num_batches: int) -> None:
-        """Raises CheckpointError naming the first module, in the order of calls, with a value that is not finite."""
-        if not self._finite:
-            return
-        # One transfer from the GPU for all modules.
-        is_finite = torch.stack([flag for _, _, flag in self._finite]).tolist()
-        for (name, side, _), good in zip(self._finite, is_finite, strict=True):
-            if not good:
-                raise CheckpointError(
-                    name,
-                    "activations must be finite during calibration",
-                    got=f"NaN or infinity in its {side}, batch {num_batches}",
-                    cure="Look for a broken weight in this layer, or calibrate in BF16 instead of F16",
-                )
-        self._finite.clear()
-
     def finish(self, num_batches: int) -> None:
         """Sums over the ranks; raises RecipeError without batches, CheckpointError for a module never called."""
         if not num_batches:
             raise no_batch()
         if has_others():
             self._sum_over_ranks()
-        silent = [name for name in self._modules if not self._tokens.get(name)]
+        silent = [name for name, tokens in self._tokens.items() if not tokens]
         if silent:
             raise CheckpointError(
                 silent[0],
@@ -91,6 +78,20 @@ class TokenCounter:
                 got=f"{len(silent)} modules without a token",
                 cure="Keep them in the recipe",
             )
+
+    def is_finite(self) -> bool:
+        """False if a module may have been handed, or have returned, NaN or infinity."""
+        return self.ranges.prove_finite([*self._modules.values()])
+
+    def fill_observers(self) -> None:
+        """Gives the observers of static input scales what they would have found themselves.
+
+        Schemes with such scales observe the smallest and largest value of all batches (`recipes/schemes.py`).
+        """
+        for slot, module in enumerate(self._modules.values()):
+            observer = getattr(module, "input_observer", None)
+            if observer is not None:
+                observer.min_vals, observer.max_vals = self.ranges.of(slot)
 
     def coverage(self) -> tuple[Coverage, ...]:
         """One entry for each quantized module, in their order."""
@@ -110,17 +111,14 @@ class TokenCounter:
         own = self._tokens, {name: counts.cpu() for name, counts in self._routed.items()}
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, own)
-        self._tokens = {name: sum(tokens.get(name, 0) for tokens, _ in of_ranks) for name in self._modules}
+        self._tokens = {name: sum(tokens[name] for tokens, _ in of_ranks) for name in self._modules}
         self._routed = {name: sum(routed[name] for _, routed in of_ranks) for name in self._routed}
 
-    def _count(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+    def _count(self, slot: int, name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:
             value = args[0] if args else next(iter(kwargs.values()))
-            self._tokens[name] = self._tokens.get(name, 0) + value.numel() // value.shape[-1]
-            for side, tensor in (("input", value), ("output", output)):
-                if tensor.numel():
-                    # The largest magnitude is NaN or infinite if any element is: one reduction, no mask.
-                    self._finite.append((name, side, tensor.abs().amax().isfinite()))
+            self._tokens[name] += value.numel() // value.shape[-1]
+            self.ranges.read(slot, value)
 
         return hook
 
@@ -131,6 +129,36 @@ class TokenCounter:
             self._routed[name] = self._routed[name] + counts if name in self._routed else counts
 
         return hook
+
+
+def find_not_finite(model: Any, modules: Iterable[str], batches: Iterable[Mapping[str, Tensor]]) -> None:
+    """Raises CheckpointError naming the first module, in the order of calls, with a value that is not finite.
+
+    Every input and output is looked at; what was handed to a module and could not be proven finite may still be so.
+    """
+    found: list[tuple[str, str]] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> None:
+            value = args[0] if args else next(iter(kwargs.values()))
+            found.extend((name, side) for side, x in (("input", value), ("output", output)) if not x.isfinite().all())
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_hook(watch(name), with_kwargs=True) for name in modules]
+    try:
+        for number, batch in enumerate(batches, start=1):
+            model(**batch)
+            for name, side in found:
+                raise CheckpointError(
+                    name,
+                    "activations must be finite during calibration",
+                    got=f"NaN or infinity in its {side}, batch {number}",
+                    cure="Look for a broken weight in this layer, or calibrate in BF16 instead of F16",
+                )
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def no_batch() -> RecipeError:

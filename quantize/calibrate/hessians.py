@@ -5,8 +5,7 @@ same tensors share one matrix. When every routed expert computes every token, th
 them have one Hessian.
 
 Easy to get wrong: an address is no identity. The allocator gives the input of one expert's down projection the memory
-of the one before it. A weak reference to the storage tells them apart: it holds no data, and while it is held no other
-storage is equal to it. The version tells of a tensor that was written to in between.
+of the one before it (`inputs.InputIdentity`).
 
 Source: llm-compressor 0.14.0.1 modifiers/gptq/helpers.py (`accumulate_hessian`, whose bits these are).
 """
@@ -23,26 +22,8 @@ from compressed_tensors.utils import patch_attr
 from llmcompressor.modifiers.gptq import gptq_quantize
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, factorize_hessian, make_empty_hessian
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-
-@dataclass(frozen=True, slots=True)
-class _Identity:
-    """Which tensor this is; equal only for the same rows in the same memory, not written to in between."""
-
-    storage: StorageWeakRef
-    version: int
-    place: tuple[object, ...]
-
-    @classmethod
-    def of(cls, value: Tensor) -> "_Identity":
-        # Rows in a row are the same whatever their batches are: a router's input and its shared expert's.
-        rows = (value.numel(),) if value.is_contiguous() else (*value.shape, *value.stride())
-        place = (value.storage_offset(), value.dtype, value.shape[-1], *rows)
-        return cls(StorageWeakRef(value.untyped_storage()), value._version, place)
-
-    def __hash__(self) -> int:
-        return hash((self.storage.cdata, self.version, self.place))
+from .inputs import InputIdentity
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +37,7 @@ class _Sum:
     matrix: Tensor
     members: set[nn.Module]
     num_inputs: int = 0
-    waiting: tuple[_Identity, Tensor] | None = None
+    waiting: tuple[InputIdentity, Tensor] | None = None
     arrived: set[nn.Module] = field(default_factory=set)
 
     def add(self, value: Tensor) -> None:
@@ -71,7 +52,7 @@ class Hessians:
     def __init__(self) -> None:
         self._sums: dict[nn.Module, _Sum] = {}
         self._samples: dict[nn.Module, int] = defaultdict(int)
-        self._newest: dict[_Identity, _Sum] = {}
+        self._newest: dict[InputIdentity, _Sum] = {}
 
     def __iter__(self) -> Iterator[nn.Module]:
         """The modules that were called, in the order of their first calls."""
@@ -87,7 +68,7 @@ class Hessians:
 
     def add(self, module: nn.Module, value: Tensor) -> None:
         """One call of a module."""
-        identity = _Identity.of(value)
+        identity = InputIdentity.of(value)
         # As the library counts: sequences, where there is a dimension of them.
         self._samples[module] += value.shape[0] if value.ndim > 2 else 1
         if module not in self._sums:
@@ -155,7 +136,7 @@ class Hessians:
     def _distinct(self) -> list[_Sum]:
         return list({id(own): own for own in self._sums.values()}.values())
 
-    def _first(self, module: nn.Module, identity: _Identity, value: Tensor) -> _Sum:
+    def _first(self, module: nn.Module, identity: InputIdentity, value: Tensor) -> _Sum:
         """The sum that a module starts with: another module's that has seen this one input and no more, or its own."""
         found = self._newest.get(identity)
         if found is not None and found.num_inputs == 1 and found.waiting is None and found.members:

@@ -27,6 +27,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.utils import get_direct_state_dict
 from llmcompressor.core import LifecycleCallbacks, active_session
 from llmcompressor.modeling.offset_norm import norm_calibration_context
+from llmcompressor.modifiers.utils.hooks import HooksMixin
 from llmcompressor.observers.fusion import FusionHandler
 from llmcompressor.utils.helpers import DisableQuantization
 from loguru import logger as loguru_logger
@@ -35,8 +36,8 @@ from torch import Tensor
 from ...checkpoints.values import TORCH_DTYPES
 from ...recipes.errors import CheckpointError
 from ...recipes.schemes import RESCALING, REWRITES, SCHEMES
-from .coverage import Coverage, TokenCounter, no_batch
-from .forwards import calibrating, restore, small_parameters
+from .coverage import Coverage, TokenCounter, find_not_finite, no_batch
+from .forwards import calibrating, plain_forwards, restore, small_parameters
 from .modifiers import modifiers_for, one_a_parent, rounded_to_nearest, share
 from .smoothing import Outputs, RunBatch, Smoothing, agreed, check_preserved, find_smoothings, observe
 
@@ -181,12 +182,16 @@ def _run_pipeline(
         _fuse_observers(model, [name for name in group if name in schemes], schemes)
     num_batches = 0
     with DisableQuantization(model):
-        with counter:
+        with counter, plain_forwards(model):
             for num_batches, batch in enumerate(batches, start=1):
                 session.state.current_batch_idx = num_batches - 1
                 model(**batch)
-                counter.check(num_batches)
+                counter.ranges.end_batch()
         counter.finish(num_batches)
+        if not counter.is_finite():
+            with HooksMixin.disable_hooks():
+                find_not_finite(model, schemes, batches)
+        counter.fill_observers()
         with _no_bars():
             LifecycleCallbacks.sequential_epoch_end(list(model.modules()))
         share(model, modifiers, schemes)

@@ -53,9 +53,9 @@ def modifiers_for(
     if algorithm == "gptq":
         own = {name: schemes[name] for name in rewritten}
         rest = {name: scheme for name, scheme in schemes.items() if name not in own}
-        modifiers: list[Any] = [QuantizationModifier(config_groups=_config_groups(rest))] if rest else []
+        modifiers: list[Any] = [_Quantization(config_groups=_config_groups(rest))] if rest else []
         return modifiers + ([_GPTQ(config_groups=_config_groups(own))] if own else [])
-    quantization = QuantizationModifier(config_groups=_config_groups(schemes))
+    quantization = _Quantization(config_groups=_config_groups(schemes))
     if not smoothings:
         return [quantization]
     if algorithm == "awq":
@@ -107,7 +107,18 @@ def share(model: Any, modifiers: Iterable[Any], schemes: Mapping[str, str]) -> N
                 dist.broadcast(as_broadcastable(value.data), src=owner[name])
 
 
-class _GPTQ(GPTQModifier):
+class _InputsObserved:
+    """A modifier without hooks of its own on inputs: `coverage.TokenCounter` fills its observers."""
+
+    def _initialize_hooks(self, module: nn.Module) -> set[Any]:
+        return set()
+
+
+class _Quantization(_InputsObserved, QuantizationModifier):
+    """QuantizationModifier whose observers are filled by `coverage.TokenCounter`."""
+
+
+class _GPTQ(_InputsObserved, GPTQModifier):
     """GPTQModifier with one Hessian for each distinct input. It reports what it rewrote here, and where in vain.
 
     Modules are rewritten one at a time: in batches, as 0.14.0.1 does on GPUs, the bits depend on the free memory.

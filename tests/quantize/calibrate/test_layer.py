@@ -419,4 +419,4 @@ def test_scales_of_weights_must_be_exact_on_disk():
 def test_modifiers_act_in_this_order():
     """GPTQ comes last: a QuantizationModifier after it would compute its scales again from the rewritten weights."""
     modifiers = modifiers_for({"a": "FP8", "b": "W4A16"}, ["b"], "gptq", ())
-    assert [type(modifier).__name__ for modifier in modifiers] == ["QuantizationModifier", "_GPTQ"]
+    assert [type(modifier).__name__ for modifier in modifiers] == ["_Quantization", "_GPTQ"]
