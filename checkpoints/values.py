@@ -44,18 +44,20 @@ _CHUNK_CPU = 512 * 1024
 _CHUNK_GPU = 32 * 1024 * 1024
 
 
-def read_tensor(source: Source, entry: Entry) -> Tensor:
-    """One tensor of a local source.
+def read_tensor(source: Source, entry: Entry, *, pinned: bool = False) -> Tensor:
+    """One tensor of a local source; in pinned memory, from which copies to a GPU are fast, if that is asked for.
 
     Raises:
         CheckpointError: its file ends early.
     """
-    return typed(read_bytes(source, entry), entry.dtype, entry.shape)
+    return typed(read_bytes(source, entry, pinned=pinned), entry.dtype, entry.shape)
 
 
-def read_bytes(source: Source, entry: Entry, *, offset: int = 0, length: int | None = None) -> Tensor:
+def read_bytes(
+    source: Source, entry: Entry, *, offset: int = 0, length: int | None = None, pinned: bool = False
+) -> Tensor:
     """A tensor's bytes from `offset` on, as U8; not zeroed first, which would take as long as reading them."""
-    raw = torch.empty(entry.num_bytes - offset if length is None else length, dtype=torch.uint8)
+    raw = torch.empty(entry.num_bytes - offset if length is None else length, dtype=torch.uint8, pin_memory=pinned)
     read(source, entry, raw.numpy().data, offset=offset)
     return raw
 

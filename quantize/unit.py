@@ -94,7 +94,7 @@ def from_source(plan: Plan, device: torch.device) -> ReadWeights:
     def read(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
         if expert is None:
             return [load(plan, tensor, device)]
-        return load_expert(plan, tensor, expert).to(device).chunk(len(tensor.stacked))
+        return load_expert(plan, tensor, expert, device).chunk(len(tensor.stacked))
 
     return read
 

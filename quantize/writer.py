@@ -219,10 +219,11 @@ class _Job:
     def _carry(self, tensor: TensorPlan, progress: Progress) -> None:
         entries = [self.plan.entries[name] for name in tensor.inputs]
         if tensor.slices:
-            for output, part in zip(tensor.outputs, separate(load(self.plan, tensor), tensor.slices), strict=True):
+            weight = load(self.plan, tensor, self.device)
+            for output, part in zip(tensor.outputs, separate(weight, tensor.slices), strict=True):
                 self._put((output,), {"weight": part})
         elif tensor.fate == "dequantize":
-            self._put(tensor.outputs, {"weight": load(self.plan, tensor)})
+            self._put(tensor.outputs, {"weight": load(self.plan, tensor, self.device)})
         elif tensor.scheme:
             self._put_renamed(tensor)
         else:

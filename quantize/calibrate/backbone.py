@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ..plan import Plan
+from .ahead import ReadAhead
 from .binding import Binding
 from .claim import claim_pass
 from .data import CalibrationData
@@ -100,22 +101,23 @@ def calibrate_backbone(
     states.tidy()
     first = states.num_done()
     tokens, started = data.ids.numel(), time.monotonic()
-    for index in range(first, len(skeleton)):
-        with fitting(plan, f"decoder layer {index} and a batch", device):
-            run.layer(index)
-        if progress and ranks.is_first:
-            done = index + 1
-            progress(
-                progress_since(
-                    started,
-                    "backbone",
-                    done=done,
-                    total=len(skeleton),
-                    num_here=done - first,
-                    tokens=tokens,
-                    device=device,
+    with ReadAhead(plan, ranks) as ahead:
+        for index in range(first, len(skeleton)):
+            with fitting(plan, f"decoder layer {index} and a batch", device):
+                run.layer(index, ahead)
+            if progress and ranks.is_first:
+                done = index + 1
+                progress(
+                    progress_since(
+                        started,
+                        "backbone",
+                        done=done,
+                        total=len(skeleton),
+                        num_here=done - first,
+                        tokens=tokens,
+                        device=device,
+                    )
                 )
-            )
     coverage = run.coverage()
     return Backbone(folder=folder, skeleton=skeleton, data=data, ranks=ranks, states=states, coverage=coverage)
 
@@ -133,14 +135,19 @@ class _Pass:
     ranks: Ranks
     states: States
 
-    def layer(self, index: int) -> None:
-        """Calibrate one layer: its statistics are written first, and the states it computes last."""
+    def layer(self, index: int, ahead: ReadAhead) -> None:
+        """Calibrate one layer, and have the next one read meanwhile.
+
+        Its statistics are written first, and the states it computes last.
+        """
         skeleton, plan = self.skeleton, self.skeleton.plan
         calibration = plan.recipe.calibration
         assert calibration is not None
         binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
         schemes = schemes_in(binding, path)
-        with self.states.writing(index + 1) as outputs, skeleton.layer(index) as layer, self._guarded(index):
+        read = skeleton.layer(index, ahead.take())
+        with self.states.writing(index + 1) as outputs, read as layer, self._guarded(index):
+            ahead.start(skeleton.tensors_of(index + 1))
             self._run("source", index, layer, outputs, serving(skeleton.model))
             given = InMemory({})
             if schemes:

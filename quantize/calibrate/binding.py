@@ -25,7 +25,7 @@ from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
 from ..plan import Plan
 from ..tensor_plan import TensorPlan
-from ..weights import load, load_expert
+from ..weights import Ahead, load, load_expert
 
 # What families call the projections of one expert, and what llm-compressor's linear experts do.
 _EXPERT_LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -166,6 +166,7 @@ def fill(
     *,
     device: torch.device,
     dtype_of: Callable[[str, Tensor, Tensor], torch.dtype],
+    ahead: Ahead | None = None,
 ) -> None:
     """Give a module its weights, dequantized, in place of its parameters.
 
@@ -175,13 +176,15 @@ def fill(
         plan: over a local source.
         device: where the weights go.
         dtype_of: the dtype a parameter is computed in, given its name, the parameter before, and the value on disk.
+        ahead: what has been read already.
 
     Raises:
         CheckpointError: a shape on disk is not the parameter's.
     """
     state, values = module.state_dict(), {}
+    value_of = _reader(plan, device, ahead)
     for name, pieces in binding.items():
-        parts = [_value(plan, piece, device) for piece in pieces]
+        parts = [value_of(piece) for piece in pieces]
         value = parts[0] if len(parts) == 1 else torch.cat(parts)
         if value.shape != state[name].shape:
             raise CheckpointError(
@@ -194,8 +197,18 @@ def fill(
     module.load_state_dict(values, strict=True, assign=True)
 
 
-def _value(plan: Plan, piece: Piece, device: torch.device) -> Tensor:
-    if piece.expert is None:
-        return load(plan, piece.tensor, device)
-    stack_NK = load_expert(plan, piece.tensor, piece.expert)
-    return stack_NK.chunk(len(piece.tensor.stacked))[piece.part]
+def _reader(plan: Plan, device: torch.device, ahead: Ahead | None) -> Callable[[Piece], Tensor]:
+    """Reads pieces. Those of one expert in a stack follow each other in a binding, and are read together."""
+    last: dict[tuple[HFName, int], tuple[Tensor, ...]] = {}
+
+    def value_of(piece: Piece) -> Tensor:
+        if piece.expert is None:
+            return load(plan, piece.tensor, device, ahead=ahead)
+        key = piece.tensor.name, piece.expert
+        if key not in last:
+            last.clear()
+            stack_NK = load_expert(plan, piece.tensor, piece.expert, device, ahead=ahead)
+            last[key] = stack_NK.chunk(len(piece.tensor.stacked))
+        return last[key][piece.part]
+
+    return value_of

@@ -28,6 +28,7 @@ from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
 from ..plan import Plan
 from ..tensor_plan import TensorPlan
+from ..weights import Ahead
 from .binding import EXPERT, Binding, Names, Piece, bind, fill
 from .experts import linear_experts
 from .states import LayerState
@@ -108,16 +109,26 @@ class Skeleton:
         """Number of decoder layers."""
         return len(self._real)
 
+    def tensors_of(self, index: int) -> list[TensorPlan]:
+        """What decoder layer `index` is on disk; nothing after the last one."""
+        return [t for t in self.plan.tensors if t.part == "backbone" and t.layer == index and t.fate != "drop"]
+
     def bind_layer(self, index: int) -> Binding:
         """What fills decoder layer `index`."""
-        tensors = [t for t in self.plan.tensors if t.part == "backbone" and t.layer == index and t.fate != "drop"]
-        return bind(self._real[index], tensors, lambda t: self.names.in_layer(t.name), self.plan.source.where)
+        in_layer = self.names.in_layer
+        return bind(self._real[index], self.tensors_of(index), lambda t: in_layer(t.name), self.plan.source.where)
 
     @contextmanager
-    def layer(self, index: int) -> Iterator[nn.Module]:
-        """Decoder layer `index` in its place, with its weights; they are gone afterwards."""
+    def layer(self, index: int, ahead: Ahead | None = None) -> Iterator[nn.Module]:
+        """Decoder layer `index` in its place, with its weights; they are gone afterwards.
+
+        Args:
+            index: of the layer.
+            ahead: of its tensors, those that have been read already.
+        """
         layer = self._real[index]
-        self.fill(layer, self.bind_layer(index))
+        self.fill(layer, self.bind_layer(index), ahead)
+        del ahead
         self._layers[index] = layer
         handle = layer.register_forward_hook(lambda _module, _args, output: self._note(output))
         try:
@@ -131,9 +142,9 @@ class Skeleton:
         """A stand-in returns as many values as a layer: some layers return more than hidden states."""
         self._like[0] = len(output) if isinstance(output, tuple) else 1
 
-    def fill(self, module: nn.Module, binding: Binding) -> None:
+    def fill(self, module: nn.Module, binding: Binding, ahead: Ahead | None = None) -> None:
         """Weights for a module of this model or of one built like it, and its computed buffers."""
-        fill(module, binding, self.plan, device=self.device, dtype_of=self._dtype_of)
+        fill(module, binding, self.plan, device=self.device, dtype_of=self._dtype_of, ahead=ahead)
         for each in module.modules():
             self._compute_buffers(each)
 
