@@ -15,6 +15,7 @@
 #   make fuzz         an hour of hostile checkpoints, recipes and results; FUZZ_SECONDS=60 for a minute
 #   make lint         ruff, its format, pyright                    make measure  how readable the tree is, in numbers
 #   make picture      docs/check.svg and the README's table of families      make dist   sdist and wheel in dist/, checked
+#   make families     docs/families.md: what can be calibrated, found by trying
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
 
@@ -44,10 +45,10 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 	"error: PYTHON: keepmtp needs Python 3.11 or newer; got %d.%d. Run make with PYTHON=python3.11 or newer." % v)'
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate card all publish ls vllm test lint fuzz measure matrix picture benchmark dist clean
+.PHONY: help quantize plan check validate card all publish ls vllm test lint fuzz measure matrix families picture benchmark dist clean
 
 help:
-	@sed -n '3,17s/^# \{0,3\}//p' Makefile
+	@sed -n '3,18s/^# \{0,3\}//p' Makefile
 
 # What is calibrated installs .calibrate, anything else no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
@@ -115,6 +116,9 @@ matrix: $(VENV)/.test $(VENV_VLLM)/.vllm
 
 picture: $(VENV)/.test
 	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/readme.py
+
+families: $(VENV)/.test
+	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/support.py
 
 benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/packing.py

@@ -24,9 +24,12 @@ from .options import JsonOption
 COLUMNS = {
     "models": ("recipe", "batches", "what"),
     "schemes": ("scheme", "bits", "batches", "what"),
-    "families": ("family", "what"),
+    "families": ("family", "plan", "check", "backbone", "mtp", "proof"),
 }
+# Columns whose keys are too short for people.
+_HEADS = {"backbone": "calibrate backbone", "mtp": "calibrate MTP"}
 _TITLES = {"models": "models (* what the bare model name means)", "schemes": "schemes (bits: per weight, on disk)"}
+_MORE = {"families": "proof: what the draft was compared with. Why not, and notes: --json, and docs/families.md."}
 _LEAST_WIDTH = 40
 
 
@@ -131,16 +134,31 @@ def _schemes() -> list[dict[str, Any]]:
 
 def _families() -> list[dict[str, Any]]:
     from ..recipes.families import families
+    from ..recipes.support import support_of
 
     unique = {(family.model_type, family.architectures): family for family in families().values()}
-    return [
-        {
-            "family": ", ".join((family.model_type, *family.also))
-            + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
-            "what": family.notes,
-        }
-        for _, family in sorted(unique.items())
-    ]
+    found = []
+    for _, family in sorted(unique.items()):
+        support = support_of(family)
+        names = ", ".join((family.model_type, *family.also))
+        found.append(
+            {
+                "family": names + (f" ({', '.join(family.architectures)})" if family.architectures else ""),
+                "plan": "yes",
+                "check": "yes",
+                "backbone": _yes_or_no(support.backbone),
+                "mtp": _yes_or_no(support.mtp),
+                "proof": support.proof if not support.mtp else "-",
+                "why_not_backbone": support.backbone,
+                "why_not_mtp": support.mtp,
+                "what": family.notes,
+            }
+        )
+    return found
+
+
+def _yes_or_no(why_not: str) -> str:
+    return "no" if why_not else "yes"
 
 
 def _batches(are_needed: bool) -> str:
@@ -160,11 +178,14 @@ def _print_table(listing: str, found: Iterable[dict[str, Any]]) -> None:
 
     table = plain_table(_TITLES.get(listing, listing))
     for column in COLUMNS[listing]:
-        table.add_column(column, no_wrap=column in ("recipe", "scheme", "bits"))
+        is_whole = column in ("recipe", "scheme", "bits")
+        table.add_column(_HEADS.get(column, column), no_wrap=is_whole, overflow="fold")
     for row in found:
         first, *others = (escape(row[column]) for column in COLUMNS[listing])
         table.add_row(f"{first}{' *' * row.get('default', False)}", *others)
     Console().print(table)
+    if listing in _MORE:
+        Console().print(_MORE[listing], highlight=False, soft_wrap=True)
 
 
 def _one_word(words: Sequence[str]) -> str:

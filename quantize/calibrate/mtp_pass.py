@@ -70,7 +70,7 @@ def refuse_mtp(plan: Plan) -> None:
         RecipeError: the block has to be calibrated or chosen, and it cannot be run here, or there is none.
         CheckpointError: likewise, and its tensors are not those of its class.
     """
-    refusal = _cannot_run(plan)
+    refusal = cannot_run(plan)
     if refusal is not None and (plan.recipe.mtp == AUTO or _depends_on_batches(plan)):
         raise refusal
 
@@ -94,7 +94,7 @@ def mtp_pass(
     refuse_mtp(plan)
     source, served = target(backbone, "source"), target(backbone, "served")
     same = agreement(backbone, source, served)
-    refusal = _cannot_run(plan)
+    refusal = cannot_run(plan)
     if refusal is not None:
         _publish(backbone, ())
         without = _combinations(source, served, None, None)
@@ -246,7 +246,7 @@ def _depends_on_batches(plan: Plan) -> bool:
     return any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
 
 
-def _cannot_run(plan: Plan) -> RecipeError | CheckpointError | None:
+def cannot_run(plan: Plan) -> RecipeError | CheckpointError | None:
     """Why the MTP block cannot be run; None if it can."""
     count = num_blocks(plan)
     if not count:

@@ -12,6 +12,7 @@ Source: transformers 5.17 modeling_utils.py (`_init_weights`, `_keep_in_fp32_mod
 utils/helpers.py (`calibration_forward_context`) and entrypoints/oneshot.py (reads config.json at `name_or_path`).
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -93,10 +94,10 @@ class Skeleton:
             CheckpointError: names or shapes on disk are not those of the class.
         """
         self.plan, self.device = plan, device
-        self.model, self._scratch = _on_meta(plan)
+        self.model, self._scratch = on_meta(plan)
         linear_experts(self.model)
         self.names = Names.of(self.model)
-        self._layers = _decoder_layers(self.model, plan)
+        self._layers = decoder_layers(self.model, plan)
         self.layer_path = next(name for name, module in self.model.named_modules() if module is self._layers)
         self._real, self._like = list(self._layers), [1]
         for index, layer in enumerate(self._real):
@@ -311,13 +312,17 @@ def _top(plan: Plan) -> list[TensorPlan]:
     ]
 
 
-def _on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
+def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
     """The language model's class, without weights, and the folder its config says it comes from."""
-    assert plan.source.folder is not None
+    scratch = ScratchFolder("keepmtp-config-")
+    folder = plan.source.folder
+    if folder is None:  # headers from the Hub: its config.json says all but the weights
+        folder = scratch.path
+        (folder / "config.json").write_text(json.dumps(plan.source.config))
     calibration = plan.recipe.calibration
     is_foreign = calibration is not None and calibration.model_code == "checkpoint"
     try:
-        config = AutoConfig.from_pretrained(plan.source.folder, trust_remote_code=is_foreign)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=is_foreign)
         for each in (config, config.get_text_config()):  # the weights will come dequantized
             for key in ("quantization_config", "compression_config"):
                 if hasattr(each, key):
@@ -332,22 +337,35 @@ def _on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
                 config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=is_foreign
             )
     except (ValueError, KeyError, ImportError, AttributeError) as error:
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise RecipeError(
             plan.source.where,
             "calibration needs a class in transformers for this architecture",
-            got=first_line,
+            got=_why_no_class(str(error), plan.source.config),
             cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model}), or "
             "calibration.model_code: checkpoint if the checkpoint brings its own",
         ) from error
-    scratch = ScratchFolder("keepmtp-config-")
     config.save_pretrained(scratch.path)
     model.config._name_or_path = model.name_or_path = str(scratch.path)
     return model.eval(), scratch
 
 
-def _decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
+def _why_no_class(error: str, config: Mapping[str, Any]) -> str:
+    """transformers' own words but where they are about folders, or about classes of Python."""
+    if "custom code" in error or "for this kind of AutoModel" in error or "does not recognize" in error:
+        code = ", only Python of the checkpoint's own" if "custom code" in error else ""
+        return f"no class for model_type {config.get('model_type')!r} in transformers{code}"
+    return next(iter(error.strip().splitlines()), "an error without words")
+
+
+def decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
     """The list of decoder layers."""
+    if not plan.view.num_layers:
+        raise CheckpointError(
+            plan.source.where,
+            "calibration needs a checkpoint with a backbone",
+            got="a draft alone",
+            cure="Use a data-free scheme (`keepmtp ls models`)",
+        )
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == plan.view.num_layers:
             return module

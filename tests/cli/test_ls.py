@@ -10,7 +10,7 @@ import termios
 
 import pytest
 from commands import KEEPMTP, keepmtp, refused
-from keepmtp.cli.ls import details, screen
+from keepmtp.cli.ls import COLUMNS, details, screen
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.listing import listed
 
@@ -81,10 +81,23 @@ def test_listings():
     assert {row["model"] for row in listing["models"]} >= {"dsv4-flash", "tiny-glm4-moe"}
     for name, rows in listing.items():
         assert json.loads(keepmtp("ls", name, "--json").stdout) == {name: rows}
-        assert rows[0]["what"].split()[0] in keepmtp("ls", name).stdout
+        shown = rows[0]["family"] if name == "families" else rows[0]["what"].split()[0]
+        assert shown in keepmtp("ls", name).stdout
     assert "glm-4.7.nvfp4a16-fp8 *" in keepmtp("ls", "models").stdout
     assert "NVFP4A16" in keepmtp("ls", "schemes").stdout
     assert "glm4_moe" in keepmtp("ls", "families").stdout
+
+
+def test_families_say_what_can_be_calibrated_and_why_not():
+    found = {row["family"]: row for row in json.loads(keepmtp("ls", "families", "--json").stdout)["families"]}
+    glm, bailing = found["glm4_moe"], found["bailing_hybrid"]
+    assert [glm[column] for column in COLUMNS["families"][1:]] == ["yes", "yes", "yes", "yes", "vllm"]
+    assert [bailing[column] for column in COLUMNS["families"][1:]] == ["yes", "yes", "no", "no", "-"]
+    assert "no class for model_type 'bailing_hybrid'" in bailing["why_not_backbone"]
+    # transformers builds this backbone, but its MTP block cannot be run.
+    assert (found["glm5_next"]["backbone"], found["glm5_next"]["mtp"]) == ("yes", "no")
+    printed = keepmtp("ls", "families", COLUMNS="80").stdout
+    assert max(map(len, printed.splitlines()[:-1])) <= 80 and "calibrate MTP" in printed
 
 
 def test_what_is_not_there_is_one_sentence():

@@ -1,0 +1,77 @@
+"""Which families can be calibrated, found by trying: the data of `keepmtp ls families`, and docs/families.md.
+
+    make families       writes recipes/calibrated_families.json and the table in docs/families.md
+
+In: the fixture of every release that has a recipe, tiny and without weights. Out: the same bytes on every machine.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.ls import rows
+from keepmtp.quantize.calibrate.buildable import backbone_refusal
+from keepmtp.quantize.plan import make_plan
+from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.recipes.find import shipped_recipes
+from keepmtp.recipes.support import SUPPORT_FILE
+from releases import source_layout, write_checkpoint
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "families.md"
+_HEAD = """\
+# Families
+
+What keepmtp does with the models of each family (`keepmtp ls families` prints the same). `make families` writes this
+table: transformers' class is built for the names of every release that has a recipe, and a decoder layer of each kind
+is bound to them. Proof is what the draft that calibration runs was compared with: vLLM's own draft, transformers'
+class, or only read in vLLM's source.
+
+| family | plan | check | calibrate backbone | calibrate MTP | proof |
+|---|---|---|---|---|---|
+"""
+
+
+def tried(folder: Path) -> str:
+    """recipes/calibrated_families.json as it would be written today."""
+    found: dict[str, dict[str, str]] = {}
+    recipes = {each.model: each for each in shipped_recipes() if each.calibration is None}
+    for model, recipe in sorted(recipes.items()):
+        if model.startswith("tiny-"):
+            continue
+        write_checkpoint(folder / model, *source_layout(model, size="tiny"))
+        plan = make_plan(recipe, open_source(folder / model))
+        refusal = backbone_refusal(plan)
+        found.setdefault(plan.view.family.model_type, {})[model] = _in_words(refusal) if refusal else ""
+    return json.dumps(dict(sorted(found.items())), indent=1) + "\n"
+
+
+def _in_words(refusal: KeepMTPError) -> str:
+    got = str(refusal.got)
+    return got if got.startswith("no class") else f"{refusal.rule}; got {got}"
+
+
+def page() -> str:
+    """docs/families.md, and below the table why not."""
+    lines, reasons = [], []
+    for row in rows("families", ()):
+        cells = [row[column] for column in ("family", "plan", "check", "backbone", "mtp", "proof")]
+        for place, why in ((3, row["why_not_backbone"]), (4, row["why_not_mtp"])):
+            if why:
+                if why not in reasons:
+                    reasons.append(why)
+                cells[place] += f" [{reasons.index(why) + 1}]"
+        lines.append(f"| {' | '.join(cells)} |")
+    notes = [f"{number}. {why}." for number, why in enumerate(reasons, 1)]
+    return _HEAD + "\n".join([*lines, "", "Why not:", "", *notes]) + "\n"
+
+
+def main() -> None:
+    """Write both files."""
+    with tempfile.TemporaryDirectory() as scratch:
+        SUPPORT_FILE.write_text(tried(Path(scratch)))
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

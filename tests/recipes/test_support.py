@@ -1,0 +1,34 @@
+"""What keepmtp says it can calibrate is what transformers' classes say of every release with a recipe, today."""
+
+import pytest
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.calibrate.buildable import backbone_refusal, mtp_refusal
+from keepmtp.quantize.plan import make_plan
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.support import SUPPORT_FILE
+from releases import source_layout, write_checkpoint
+from support import PAGE, page, tried
+
+
+def test_the_data_and_the_page_are_what_is_made_today(tmp_path):
+    assert SUPPORT_FILE.read_text() == tried(tmp_path), "run `make families`"
+    assert PAGE.read_text() == page(), "run `make families`"
+
+
+def test_a_class_that_lacks_a_name_on_disk_is_named(tmp_path):
+    config, tensors = source_layout("glm-4.5-air", size="tiny")
+    write_checkpoint(tmp_path, config, tensors)
+    plan = make_plan(find_recipe("glm-4.5-air")[0], open_source(tmp_path))
+    assert backbone_refusal(plan) is None and mtp_refusal(plan) is None
+    lacking = [tensor for tensor in plan.tensors if not tensor.name.endswith("layers.1.self_attn.o_proj.weight")]
+    broken = type(plan)(recipe=plan.recipe, source=plan.source, view=plan.view, tensors=tuple(lacking))
+    refusal = backbone_refusal(broken)
+    assert refusal is not None and "self_attn.o_proj.weight" in str(refusal)
+
+
+@pytest.mark.parametrize("model", ["mimo-7b", "ling-3.0-flash"])
+def test_a_model_of_its_own_code_is_refused_in_words_without_a_path(model, tmp_path):
+    write_checkpoint(tmp_path, *source_layout(model, size="tiny"))
+    refusal = backbone_refusal(make_plan(find_recipe(model)[0], open_source(tmp_path)))
+    assert refusal is not None and "only Python of the checkpoint's own" in str(refusal.got)
+    assert str(tmp_path) not in str(refusal.got)
