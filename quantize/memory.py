@@ -275,12 +275,17 @@ class _Count:
     # --- algorithms ---------------------------------------------------------------------------------------------------
 
     def _of_algorithm(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
-        """GPTQ's Hessians: K x K in F32 for each module that it rewrites, until the layer is done, and one inverse."""
+        """GPTQ's Hessians: K x K in F32 for each distinct input of what it rewrites, and one that is inverted."""
         if self.calibration.algorithm != "gptq":
             return {}
-        rewritten = [tensor for tensor in tensors if tensor.calibrated == "weights"]
-        hessians = [F32 * tensor.shape[-1] ** 2 for tensor in rewritten for _ in range(_num_matrices(tensor))]
-        return {"Hessians": sum(hessians), "an inverse": 2 * max(hessians, default=0)}
+        sides: dict[object, int] = {}
+        for tensor in (tensor for tensor in tensors if tensor.calibrated == "weights"):
+            reads_layer = tensor.role in _MLP and tensor.shape[-1] == self.hidden_size
+            # Fused modules have one input, and so have the first projections of all experts.
+            key = "MLP" if reads_layer else tensor.unit
+            sides[key] = tensor.shape[-1] ** 2 * (1 if reads_layer else _num_matrices(tensor))
+        largest = max((tensor.shape[-1] ** 2 for tensor in tensors if tensor.calibrated == "weights"), default=0)
+        return {"Hessians": F32 * sum(sides.values()), "an inverse": 2 * F32 * largest}
 
     def _cache(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
         """AWQ's cache on the host: the inputs of attention and MLP, for every batch."""
@@ -300,6 +305,7 @@ class _Count:
         return 2 * self.num_tokens * self.hidden_size * BF16
 
 
+_MLP = frozenset({"dense_mlp", "shared_experts", "experts"})
 _ATTENTION = frozenset({"attention", "linear_attention", "indexer", "compressor"})
 
 
