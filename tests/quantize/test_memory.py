@@ -1,7 +1,8 @@
 """The memory that a plan is said to take, against what torch allocates while a small model is calibrated.
 
 Tolerance: a station counts tensors by their shapes, and of temporary ones only the largest together. It is right where
-it is between 0.9 and 1.4 of what is measured; more than that, the batch sizes that are chosen from it waste a GPU.
+it is between 0.8 and 1.4 of what is measured. Below, a CPU also holds the states that wait in memory, which a GPU does
+not; above, the batch sizes that are chosen from it would waste a GPU.
 """
 
 import pytest
@@ -15,7 +16,7 @@ from keepmtp.recipes.find import find_recipe
 from live_bytes import LiveBytes
 from passes import ALONE, ROOT, plan_over
 
-LEAST, MOST = 0.9, 1.4
+LEAST, MOST = 0.8, 1.4
 
 
 def small_plan(name: str, batch_size: int, length: int) -> Plan:
