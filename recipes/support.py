@@ -39,7 +39,7 @@ class Support:
 
 
 def support_of(family: Family) -> Support:
-    """What can be calibrated of a family; the answer for its first release stands for all of them."""
+    """What can be calibrated of a family; the answer for its first release counts for all of them."""
     backbone = next(
         iter(_reasons().get(family.model_type, {}).values()), "no release of it has a recipe, so none was tried"
     )
