@@ -227,8 +227,9 @@ class Batches:
 
     def ranges(self) -> list[tuple[int, int]]:
         """The rows of each of this rank's batches: the first, and the one after the last."""
-        total, size, ranks = len(self._ids()), self._size(), self.run.ranks
-        return [(row, min(row + size, total)) for row in range(ranks.rank * size, total, ranks.size * size)]
+        size = self._size()
+        share = self.run.ranks.share(len(self._ids()), size)
+        return [(row, min(row + size, share.stop)) for row in range(share.start, share.stop, size)]
 
     def arguments(self) -> "Arguments":
         """The same as arguments of the model's forward."""

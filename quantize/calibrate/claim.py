@@ -3,7 +3,9 @@
 In: a plan, its batches and a folder. Out: a folder that is this run's, or a refusal that names what differs.
 
 Easy to get wrong: a run that is resumed with something else changed makes a checkpoint of two halves. So the
-fingerprint covers everything that a number depends on, and nothing else: each thing too much costs hours.
+fingerprint covers everything that a number depends on, and nothing else: each thing too much costs hours. The largest
+magnitudes that minmax and smoothquant look for are the same however the sequences are dealt out. GPTQ and AWQ add up
+numbers batch by batch and process by process, and a sum in another order has other last bits.
 
 Source: transformers 5.17 integrations/hub_kernels.py (`use_kernel_func_from_hub_with_fallback`: a package that is
 installed replaces a model's own functions).
@@ -29,6 +31,7 @@ from .ranks import Ranks
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 # What the recipe says besides: the MTP policy may change without a new pass, the others change no number.
 _PASSED_OVER = {"mtp", "mtp_auto", "variant", "default", "summary", "format", "evaluation", "gates", "calibration"}
+_OF_ANY_SPLIT = frozenset({"minmax", "smoothquant"})
 _KERNELS = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"[^"]+",\s*"([^"]+)"')
 _DISTRIBUTIONS = {"fla": "flash-linear-attention"}
 _STAMP, _PARTS = "fingerprint", "fingerprint.json"
@@ -81,7 +84,7 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, 
         "config.json": dict(plan.source.config),
         "dataset": dict(data.provenance),
         "versions": {"keepmtp": __version__, **_versions(plan)},
-        "split": {"batch_size": batch_size, "processes": size},
+        "split": {} if calibration.algorithm in _OF_ANY_SPLIT else {"batch_size": batch_size, "processes": size},
     }
     return json.loads(json.dumps(parts, default=str))
 
@@ -140,6 +143,10 @@ def _another_run(folder: Path, parts: Mapping[str, Mapping[str, Any]]) -> Recipe
         got = f"another {name} ({_difference(before[name], parts[name])})"
         cure = f"Undo this change to go on, or remove {folder} to start anew"
     rule = "an unfinished calibration can only be resumed with the same recipe, source, dataset and versions"
+    if differing == ["split"]:
+        rule += (
+            f", and under {parts['calibration']['algorithm']} with the same batches and processes, whose sums it adds"
+        )
     return RecipeError(folder, rule, got=got, cure=cure)
 
 

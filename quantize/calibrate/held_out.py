@@ -52,8 +52,8 @@ class Target:
     """One backbone on the held-out text.
 
     Attributes:
-        choices: by row of `held_out_ids`, [S] int64 on the CPU: its greedy choice after each token; this rank's rows.
-        num_tokens: predicted tokens, over all ranks.
+        choices: by row of `held_out_ids`, [S] int64 on the CPU: its greedy choice after each token.
+        num_tokens: predicted tokens.
         log_likelihood: theirs, natural, summed.
     """
 
@@ -122,44 +122,63 @@ class Acceptance:
 
 
 def target(backbone: Backbone, stream: Stream) -> Target:
-    """The choices and the perplexity of one backbone on held-out text; kept in the pass's folder.
+    """The choices and the perplexity of one backbone on held-out text.
+
+    Each rank measures its rows and leaves them in the pass's folder, where all read all: another number of processes
+    can go on with them, and sums the same numbers in the same order.
 
     Args:
         backbone: a finished pass.
         stream: `source` for the backbone as released, `served` for the quantized one.
     """
-    ranks, skeleton = backbone.ranks, backbone.skeleton
-    path = backbone.folder / "figures" / f"target-{stream}-{ranks.rank:05d}.safetensors"
-    if not path.is_file():
-        choices: dict[HFName, Tensor] = {}
-        likelihood, num_tokens = 0.0, 0
-        with torch.no_grad(), skeleton.head():
-            for row, sequence in _sequences(backbone, stream):
-                logits = _computed(skeleton, skeleton.model, sequence).logits
-                ids = sequence.ids.to(logits.device)
-                choices[HFName(str(row))] = logits[0].argmax(dim=-1)
-                likelihood -= F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum").item()
-                num_tokens += ids.shape[1] - 1
-        # One more entry, so that a rank without a sequence leaves a file too.
-        figures = {HFName("figures"): torch.tensor([num_tokens, likelihood], dtype=torch.float64)}
-        write_statistics(path, choices | figures, {"fingerprint": (backbone.folder / "fingerprint").read_text()})
-    found = load_file(path)
-    num_tokens, likelihood = ranks.sum(found.pop("figures")).tolist()
+    known = _measured_rows(backbone, stream)
+    own = [row for first, last in backbone.batches(stream).ranges() for row in range(first, last)]
+    if not known.keys() >= {*own}:
+        with torch.no_grad(), backbone.skeleton.head():
+            new = {row: _measure(backbone.skeleton, sequence) for row, sequence in _sequences(backbone, stream)}
+        _keep_rows(backbone, stream, new)
+    backbone.ranks.wait()
+    rows = _measured_rows(backbone, stream)
+    length = backbone.data.held_out_ids.shape[1]
     return Target(
-        choices={int(row): choices for row, choices in found.items()},
-        num_tokens=int(num_tokens),
-        log_likelihood=likelihood,
+        choices={row: choices for row, (choices, _) in rows.items()},
+        num_tokens=len(rows) * (length - 1),
+        log_likelihood=math.fsum(likelihood for _, likelihood in rows.values()),
     )
 
 
-def agreement(backbone: Backbone, one: Target, other: Target) -> float:
+def _measure(skeleton: Skeleton, sequence: Batch) -> tuple[Tensor, float]:
+    """[S] int64 on the CPU: the greedy choice after each token; and the log likelihood of the sequence."""
+    logits = _computed(skeleton, skeleton.model, sequence).logits
+    ids = sequence.ids.to(logits.device)
+    likelihood = -F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum").item()
+    return logits[0].argmax(dim=-1).cpu(), likelihood
+
+
+def _keep_rows(backbone: Backbone, stream: Stream, rows: Mapping[int, tuple[Tensor, float]]) -> None:
+    path = backbone.folder / "figures" / f"target-{stream}-{min(rows):06d}-{max(rows) + 1:06d}.safetensors"
+    tensors = {
+        HFName("rows"): torch.tensor([*rows]),
+        HFName("choices"): torch.stack([choices for choices, _ in rows.values()]),
+        HFName("log_likelihood"): torch.tensor([likelihood for _, likelihood in rows.values()], dtype=torch.float64),
+    }
+    write_statistics(path, tensors, {"fingerprint": (backbone.folder / "fingerprint").read_text()})
+
+
+def _measured_rows(backbone: Backbone, stream: Stream) -> dict[int, tuple[Tensor, float]]:
+    """What any process has left for this stream, by row, in the order of the rows."""
+    found: dict[int, tuple[Tensor, float]] = {}
+    for path in sorted((backbone.folder / "figures").glob(f"target-{stream}-*.safetensors")):
+        kept = load_file(path)
+        values = zip(kept["rows"].tolist(), kept["choices"], kept["log_likelihood"].tolist(), strict=True)
+        found |= {row: (choices, likelihood) for row, choices, likelihood in values}
+    return dict(sorted(found.items()))
+
+
+def agreement(one: Target, other: Target) -> float:
     """Share of slots of held-out text where two backbones choose the same token."""
-    num_same, num_slots = 0, 0
-    for row, choices in one.choices.items():
-        num_same += int((choices == other.choices[row]).sum())
-        num_slots += len(choices)
-    same, total = backbone.ranks.sum(torch.tensor([num_same, num_slots])).tolist()
-    return same / total
+    same = [(choices == other.choices[row]).sum().item() for row, choices in one.choices.items()]
+    return sum(same) / sum(map(len, one.choices.values()))
 
 
 def acceptance(

@@ -93,7 +93,7 @@ def mtp_pass(
     """
     refuse_mtp(plan)
     source, served = target(backbone, "source"), target(backbone, "served")
-    same = agreement(backbone, source, served)
+    same = agreement(source, served)
     refusal = cannot_run(plan)
     if refusal is not None:
         _publish(backbone, ())

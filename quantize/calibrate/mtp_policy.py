@@ -77,13 +77,14 @@ class PolicyResults:
 
     def _kept(self, key: str, measure: Callable[[], Acceptance]) -> Acceptance:
         """A result from the pass's folder, or one that is measured now and written there for the next run."""
-        path = self._folder() / f"{key}.json"
-        if path.is_file():
-            return Acceptance.read(json.loads(path.read_text()))
+        path, ranks = self._folder() / f"{key}.json", self.backbone.ranks
+        # One rank looks for all: each for itself, one could find what another has not seen yet, and wait for its sums.
+        kept = ranks.of_first(lambda: json.loads(path.read_text()) if path.is_file() else None)
+        if kept is not None:
+            return Acceptance.read(kept)
         with fitting(self.plan, "the MTP block and a batch", self.backbone.skeleton.device):
             found = measure()
-        # Every rank has looked for the file before it took part in the sums behind `found`.
-        if self.backbone.ranks.is_first:
+        if ranks.is_first:
             self._folder().mkdir(exist_ok=True)
             write_whole(path, json.dumps(asdict(found)))
         return found

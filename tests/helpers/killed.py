@@ -81,17 +81,20 @@ def backbone_pass(
     *,
     kill: tuple[str, int] | None = None,
     killed_rank: int = 0,
+    is_whole: bool = False,
 ) -> None:
     """In a process of its own: the pass; progress goes to <folder>.events-<rank>, a refusal to <folder>.error-<rank>.
 
     Args:
         kill: at which of KILLS, and in which layer, the process ends itself by SIGKILL.
         killed_rank: which of the ranks does so.
+        is_whole: run the MTP pass, too; its account of both goes to <folder>.summary-<rank>.
     """
     os.environ.update({key: str(value) for key, value in environment.items()})
     import torch
     from keepmtp.cli.pipeline import plan_for
     from keepmtp.quantize.calibrate import backbone as calibrate
+    from keepmtp.quantize.calibrate import run
     from keepmtp.quantize.calibrate.data import calibration_data
     from keepmtp.quantize.calibrate.ranks import joined
     from keepmtp.recipes.errors import KeepMTPError
@@ -104,15 +107,16 @@ def backbone_pass(
         try:
             with joined() as ranks:
                 plan, _ = plan_for(str(recipe))
+
+                def tell(step: Any) -> None:
+                    print(json.dumps(step.done), file=told, flush=True)
+
+                if is_whole:
+                    found = run.calibrate(plan, folder, ranks=ranks, progress=tell)
+                    folder.with_name(f"{folder.name}.summary-{rank}").write_text(json.dumps(found.summary))
+                    return
                 data = calibration_data(plan.recipe.calibration, plan.source)
-                calibrate.calibrate_backbone(
-                    plan,
-                    data,
-                    folder,
-                    device=ranks.device,
-                    ranks=ranks,
-                    progress=lambda step: print(json.dumps(step.done), file=told, flush=True),
-                )
+                calibrate.calibrate_backbone(plan, data, folder, device=ranks.device, ranks=ranks, progress=tell)
         except KeepMTPError as refusal:
             folder.with_name(f"{folder.name}.error-{rank}").write_text(str(refusal))
             os._exit(2)
@@ -121,6 +125,12 @@ def backbone_pass(
 def events(folder: Path, rank: int = 0) -> list[int]:
     """Layers done, in the order in which they were reported."""
     return [json.loads(line) for line in folder.with_name(f"{folder.name}.events-{rank}").read_text().splitlines()]
+
+
+def summary(folder: Path, rank: int = 0) -> dict[str, Any]:
+    """What a whole run says of itself, but for the number of processes."""
+    found = json.loads(folder.with_name(f"{folder.name}.summary-{rank}").read_text())
+    return {key: value for key, value in found.items() if key != "processes"}
 
 
 def error(folder: Path, rank: int = 0) -> str:

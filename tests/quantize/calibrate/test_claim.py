@@ -22,6 +22,7 @@ from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.errors import RecipeError
 from killed import small_recipe
 
+SHIPPED = Path("models/tiny-glm4-moe")
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 
 
@@ -34,7 +35,7 @@ def prepared(recipe: Path, source: Path) -> tuple[Plan, CalibrationData]:
 @pytest.fixture
 def begun(tmp_path) -> tuple[Path, Path, Path]:
     """(recipe, source, folder) of a pass that was begun over a copy of the shipped model and of its dataset."""
-    source = shutil.copytree("models/tiny-glm4-moe", tmp_path / "source")
+    source = shutil.copytree(SHIPPED, tmp_path / "source")
     dataset = shutil.copy("models/problems.jsonl", tmp_path)
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", dataset=str(dataset), samples=4)
     claim_pass(*prepared(recipe, source), tmp_path / "pass", ALONE)
@@ -81,6 +82,24 @@ def test_what_changes_no_number_keeps_a_pass(begun):
     words["evaluation"] = {**words.get("evaluation", {}), "shots": 3}
     recipe.write_text(yaml.safe_dump({**words, "mtp": "FP8_DYNAMIC", "gates": {"min_acceptance": 0.9}}))
     claim_pass(*prepared(recipe, source), folder, ALONE)
+
+
+@pytest.mark.parametrize("variant", ["nvfp4", "w4a16-gptq", "w4a16-awq", "w8a8-smoothquant"])
+def test_another_split_counts_where_numbers_are_added_up(variant, tmp_path):
+    recipe, source, folder = small_recipe(tmp_path, f"tiny-glm4-moe.{variant}"), SHIPPED, tmp_path / "pass"
+    claim_pass(*prepared(recipe, source), folder, ALONE)
+    algorithm = variant.rpartition("-")[2]
+    if algorithm in ("nvfp4", "smoothquant"):
+        edit(recipe, "batch_size: 2", "batch_size: 4")
+        assert fingerprint(*prepared(recipe, source), 3) == (folder / "fingerprint").read_text()
+        claim_pass(*prepared(recipe, source), folder, ALONE)
+        return
+    rule = rf"and under {algorithm} with the same batches and processes, whose sums it adds; got another split \("
+    with pytest.raises(RecipeError, match=rule + "processes was 1 and is 2"):
+        claim_pass(*prepared(recipe, source), folder, replace(ALONE, size=2))
+    edit(recipe, "batch_size: 2", "batch_size: 4")
+    with pytest.raises(RecipeError, match=rule + "batch_size was 2 and is 4"):
+        claim_pass(*prepared(recipe, source), folder, ALONE)
 
 
 def test_states_of_an_unnamed_run_are_refused(begun):

@@ -11,6 +11,7 @@ from drafts import changed
 from keepmtp.quantize.calibrate.backbone import Backbone
 from keepmtp.quantize.calibrate.held_out import Acceptance, acceptance, agreement, end_ids, server_counts, target
 from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block
+from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.calibrate.states import States
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, finished, greedy_answers, laid_out, plan_over, prompts
@@ -86,9 +87,9 @@ def test_perplexity_and_choices_are_those_of_transformers_own_model(shipped):
     assert found.perplexity == pytest.approx(likelihood.exp().item(), rel=0.02)
     choices = torch.stack([found.choices[row] for row in range(len(ids))])
     assert (choices == logits.argmax(dim=-1)).float().mean() > 0.97
-    assert agreement(backbone, found, found) == 1.0
+    assert agreement(found, found) == 1.0
     served = target(backbone, "served")
-    assert 0.5 < agreement(backbone, found, served) < 1.0, "NVFP4 changes some choices"
+    assert 0.5 < agreement(found, served) < 1.0, "NVFP4 changes some choices"
     assert served.perplexity != found.perplexity
 
 
@@ -103,6 +104,21 @@ def test_a_target_is_computed_once(shipped, tmp_path):
     shutil.rmtree(copy / "states")
     assert all(torch.equal(target(moved, "source").choices[row], choices) for row, choices in first.choices.items())
     assert end_ids(backbone) == {END}
+
+
+def test_figures_are_by_rows_so_that_any_number_of_processes_reads_them(shipped, tmp_path, monkeypatch):
+    """Two of three ranks have left theirs; another process adds the rest, and sums the same numbers."""
+    _name, backbone, _ = shipped
+    monkeypatch.setattr(Ranks, "wait", lambda _self: None)
+    moved = replace(backbone, folder=Path(shutil.copytree(backbone.folder, tmp_path / "copy")))
+    shutil.rmtree(moved.folder / "figures", ignore_errors=True)
+    for rank in (0, 2):
+        target(replace(moved, ranks=replace(moved.ranks, rank=rank, size=3)), "source")
+    names = sorted(path.name for path in (moved.folder / "figures").iterdir())
+    assert len(names) == 2
+    assert target(moved, "source").log_likelihood == target(backbone, "source").log_likelihood
+    measured = sorted(path.name for path in (moved.folder / "figures").iterdir())
+    assert len(measured) == 3 and {*names} < {*measured}
 
 
 # --- the count ------------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from keepmtp.quantize.calibrate.processes import place_of_process
 from keepmtp.quantize.calibrate.ranks import Ranks, _device_of, joined
 from keepmtp.recipes.errors import RecipeError
-from killed import error, finished, small_recipe, start, statistics
+from killed import error, events, finished, small_recipe, start, statistics, summary
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[3]
@@ -137,8 +138,29 @@ def test_two_ranks_find_what_one_finds(variant, tmp_path):
     assert error_of(two) == pytest.approx(error_of(one), rel=0.1)
 
 
+def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
+    """Three ranks for four batches, and for two of held-out text; one is killed; two ranks go on in larger batches.
+
+    The MTP block is calibrated too, and all figures are those of one process, to the last bit.
+    """
+    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4")
+    words = yaml.safe_load(recipe.read_text()) | {"mtp": "NVFP4"}
+    recipe.write_text(yaml.safe_dump(words))
+    larger = tmp_path / "larger.yaml"
+    larger.write_text(yaml.safe_dump(words | {"calibration": words["calibration"] | {"batch_size": 4}}))
+    one, many = tmp_path / "one", tmp_path / "many"
+    assert finished(start(recipe, one, is_whole=True)) == [0]
+    killed = start(recipe, many, size=3, kill=("amid states", 1), killed_rank=2, is_whole=True)
+    assert finished(killed, 60) == [2, 2, -9]
+    assert finished(start(larger, many, size=2, is_whole=True), 60) == [0, 0]
+    assert statistics(many) == statistics(one)
+    assert summary(many, 0) == summary(many, 1) == summary(one)
+    assert finished(start(recipe, many, size=3, is_whole=True), 60) == [0, 0, 0]
+    assert summary(many, 2) == summary(one) and events(many)[:3] == [1, 2, 3], "nothing is computed again"
+
+
 def without_fingerprint(found: dict[str, bytes], one: Path, two: Path) -> dict[str, bytes]:
-    """The number of processes is part of a fingerprint."""
+    """The number of processes is part of AWQ's fingerprint."""
     before, after = ((folder / "fingerprint").read_bytes() for folder in (one, two))
     return {name: value.replace(before, after) for name, value in found.items()}
 
