@@ -11,7 +11,7 @@ Source: llm-compressor 0.14.0.1 modifiers/gptq/helpers.py (`accumulate_hessian`,
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,12 +47,26 @@ class _Sum:
 
 
 class Hessians:
-    """State: the distinct sums of x^T x, which modules each belongs to, and each module's number of samples."""
+    """State: the distinct sums of x^T x, which modules each belongs to, and each module's number of samples.
 
-    def __init__(self) -> None:
+    Attributes:
+        waiting: modules that were called and not summed, because there was no room; for another pass.
+    """
+
+    def __init__(self, room: int | None = None, expert_of: Mapping[nn.Module, nn.Module] | None = None) -> None:
+        """Sums of all modules.
+
+        Args:
+            room: bytes; modules of routed experts wait where their sum would take more. None for no limit.
+            expert_of: module -> the routed expert that it belongs to.
+        """
+        self._room, self._expert_of = room, expert_of or {}
         self._sums: dict[nn.Module, _Sum] = {}
         self._samples: dict[nn.Module, int] = defaultdict(int)
         self._newest: dict[InputIdentity, _Sum] = {}
+        self._only: Collection[nn.Module] | None = None
+        self._num_bytes, self._took_one = 0, False
+        self.waiting: dict[nn.Module, None] = {}
 
     def __iter__(self) -> Iterator[nn.Module]:
         """The modules that were called, in the order of their first calls."""
@@ -68,13 +82,20 @@ class Hessians:
 
     def add(self, module: nn.Module, value: Tensor) -> None:
         """One call of a module."""
+        if module in self.waiting or (self._only is not None and module not in self._only):
+            return
         identity = InputIdentity.of(value)
         # As the library counts: sequences, where there is a dimension of them.
         self._samples[module] += value.shape[0] if value.ndim > 2 else 1
-        if module not in self._sums:
-            self._sums[module] = self._first(module, identity, value)
+        own = self._sums.get(module)
+        if own is None:
+            own = self._first(module, identity, value)
+            if own is None:
+                self._samples.pop(module)
+                self.waiting[module] = None
+            else:
+                self._sums[module] = own
             return
-        own = self._sums[module]
         if own.waiting is not None and (own.waiting[0] != identity or module in own.arrived):
             self._part(own)
             own = self._sums[module]
@@ -111,6 +132,29 @@ class Hessians:
             own = self._sums.pop(module)
             own.members.discard(module)
             self._samples.pop(module)
+            if not own.members:
+                self._num_bytes -= own.matrix.nbytes
+
+    def of_one_expert(self) -> list[nn.Module]:
+        """Modules whose sums belong to one routed expert: room for others, once they are rewritten and dropped."""
+        return [module for module, own in self._sums.items() if self._is_of_one_expert(module, own)]
+
+    def next_pass(self) -> Collection[nn.Module]:
+        """From now on only what waits is summed. Returns the experts that it belongs to."""
+        self._only, self._took_one = {*self.waiting}, False
+        self.waiting.clear()
+        return {self._expert_of[module] for module in self._only}
+
+    def agree(self, name_of: Mapping[nn.Module, str]) -> list[nn.Module]:
+        """What waits on one rank waits on all of them. Returns what is of one expert on all ranks that called it."""
+        own = {name_of[module] for module in self.of_one_expert()}
+        called = {name_of[module] for module in self._sums}
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (own, called - own, {name_of[module] for module in self.waiting}))
+        alone, shared, waiting = (set().union(*sets) for sets in zip(*of_ranks, strict=True))
+        self.waiting = {module: None for module, name in name_of.items() if name in waiting}
+        self.drop([module for module in self.waiting if module in self._sums])
+        return [module for module, name in name_of.items() if name in alone - shared - waiting]
 
     def sum_over_ranks(self, name_of: Mapping[nn.Module, str]) -> None:
         """Every rank's sums become those of all ranks. Modules share one where they do so on every rank.
@@ -136,17 +180,33 @@ class Hessians:
     def _distinct(self) -> list[_Sum]:
         return list({id(own): own for own in self._sums.values()}.values())
 
-    def _first(self, module: nn.Module, identity: InputIdentity, value: Tensor) -> _Sum:
-        """The sum that a module starts with: another module's that has seen this one input and no more, or its own."""
+    def _is_of_one_expert(self, module: nn.Module, own: _Sum) -> bool:
+        expert = self._expert_of.get(module)
+        return expert is not None and all(self._expert_of.get(member) is expert for member in own.members)
+
+    def _first(self, module: nn.Module, identity: InputIdentity, value: Tensor) -> _Sum | None:
+        """The sum that a module starts with: another module's that has seen this one input and no more, or its own.
+
+        None where there is no room. In each pass there is some for one expert's at least.
+        """
         found = self._newest.get(identity)
         if found is not None and found.num_inputs == 1 and found.waiting is None and found.members:
             found.members.add(module)
             return found
-        own = _Sum(make_empty_hessian(module, device=value.device), {module})
+        if module in self._expert_of:
+            num_bytes = 4 * value.shape[-1] ** 2
+            if self._took_one and self._room is not None and self._num_bytes + num_bytes > self._room:
+                return None
+            self._took_one = True
+        own = self._new(make_empty_hessian(module, device=value.device), {module})
         own.add(value)
         self._newest = {key: each for key, each in self._newest.items() if each.num_inputs == 1}
         self._newest[identity] = own
         return own
+
+    def _new(self, matrix: Tensor, members: set[nn.Module], num_inputs: int = 0) -> _Sum:
+        self._num_bytes += matrix.nbytes
+        return _Sum(matrix, members, num_inputs)
 
     def _settle(self, own: _Sum) -> None:
         assert own.waiting is not None
@@ -156,7 +216,8 @@ class Hessians:
     def _part(self, own: _Sum) -> None:
         """Those that have read the waiting input get a sum of their own; the others keep the one without it."""
         if own.arrived != own.members:
-            apart = _Sum(own.matrix.clone(), own.arrived, own.num_inputs, own.waiting, own.arrived)
+            apart = self._new(own.matrix.clone(), own.arrived, own.num_inputs)
+            apart.waiting, apart.arrived = own.waiting, own.arrived
             own.members -= own.arrived
             own.waiting, own.arrived = None, set()
             for module in apart.members:
@@ -169,10 +230,10 @@ class Hessians:
         own = self._sums.get(members[0])
         if own is None:
             weight: Any = members[0].weight
-            own = _Sum(make_empty_hessian(members[0], device=weight.device), set(members))
+            own = self._new(make_empty_hessian(members[0], device=weight.device), set(members))
         elif own.members != {*members}:
             own.members -= {*members}
-            own = _Sum(own.matrix.clone(), set(members), own.num_inputs)
+            own = self._new(own.matrix.clone(), set(members), own.num_inputs)
         self._sums |= dict.fromkeys(members, own)
         return own
 

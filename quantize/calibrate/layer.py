@@ -37,6 +37,7 @@ from ...checkpoints.values import TORCH_DTYPES
 from ...recipes.errors import CheckpointError
 from ...recipes.schemes import RESCALING, REWRITES, SCHEMES
 from .coverage import Coverage, TokenCounter, find_not_finite, no_batch
+from .expert_passes import ExpertPasses, StatisticsRoom
 from .forwards import calibrating, plain_forwards, restore, small_parameters
 from .modifiers import modifiers_for, one_a_parent, rounded_to_nearest, share
 from .smoothing import Outputs, RunBatch, Smoothing, agreed, check_preserved, find_smoothings, observe
@@ -94,7 +95,8 @@ def calibrate(
     Args:
         model: experts as linear layers, on one device; modules without weights are ignored.
         batches: keyword arguments of its forward, on its device, at least one for every rank. Iterated twice where
-            the algorithm smooths (the first batch alone, then all).
+            the algorithm smooths (the first batch alone, then all), and once more for each group of experts whose
+            statistics do not fit the memory together with those of others.
         schemes: name of each module to be quantized -> name of its scheme.
         algorithm: minmax, gptq, awq or smoothquant; it rewrites the schemes of `REWRITES[algorithm]` only.
         fused: modules that run as one and need common global scales, those that llm-compressor fuses included.
@@ -126,7 +128,8 @@ def calibrate(
             left_out += doubled
             restore(model, before)
             before |= _plain_parameters(model, found, schemes)
-        modifiers = modifiers_for(schemes, rewritten, algorithm, found)
+        passes = ExpertPasses(model, batches, StatisticsRoom.of(_device(model, schemes)))
+        modifiers = modifiers_for(schemes, rewritten, algorithm, found, passes)
         with calibrating(model), norm_calibration_context(model):
             _run_pipeline(model, batches, modifiers, counter, schemes, fused, experts)
         rescaled = _rescaled_names(found)
@@ -241,6 +244,11 @@ def _no_bars() -> Iterator[None]:
     """tqdm has no switch after its import, but writes to what sys.stderr is at that moment."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere):
         yield
+
+
+def _device(model: Any, schemes: Iterable[str]) -> torch.device:
+    """Where the weights are."""
+    return next((model.get_submodule(name).weight.device for name in schemes), torch.device("cpu"))
 
 
 def _first_batch(model: Any, batches: Inputs) -> RunBatch:

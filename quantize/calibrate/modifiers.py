@@ -13,10 +13,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from compressed_tensors.distributed import greedy_bin_packing
-from compressed_tensors.offload import as_single_threaded
 from compressed_tensors.offload.dist_utils import as_broadcastable
 from compressed_tensors.quantization import QuantizationScheme
 from llmcompressor.modifiers.gptq import GPTQModifier
@@ -24,23 +22,27 @@ from llmcompressor.modifiers.gptq.base import _GPTQ_Q_PARAMS
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.quantization.calibration import observe as observe_weights
 from llmcompressor.modifiers.quantization.calibration import update_qparams
-from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+from llmcompressor.modifiers.transform.awq import AWQMapping
 from llmcompressor.modifiers.transform.awq.base import get_lowest_common_ancestor_with_avoid
-from llmcompressor.modifiers.transform.awq.mappings import ResolvedMapping
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
-from llmcompressor.pipelines.cache import IntermediatesCache
 from llmcompressor.utils.dist import broadcast_qparams_and_cleanup
 from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from ...recipes.schemes import SCHEMES
+from .awq import BoundedAWQ
+from .expert_passes import ExpertPasses
 from .hessians import Hessians, factored_once
 from .ranks import has_others
 from .smoothing import Smoothing
 
 
 def modifiers_for(
-    schemes: Mapping[str, str], rewritten: Sequence[str], algorithm: str, smoothings: Sequence[Smoothing]
+    schemes: Mapping[str, str],
+    rewritten: Sequence[str],
+    algorithm: str,
+    smoothings: Sequence[Smoothing],
+    passes: ExpertPasses,
 ) -> list[Any]:
     """The modifiers of one layer, in the order they act.
 
@@ -49,18 +51,19 @@ def modifiers_for(
         rewritten: those whose weights the algorithm rewrites.
         algorithm: minmax, gptq, awq or smoothquant.
         smoothings: what awq or smoothquant rescales; without any, modules are rounded to nearest.
+        passes: for what does not fit the memory for all experts at once.
     """
     if algorithm == "gptq":
         own = {name: schemes[name] for name in rewritten}
         rest = {name: scheme for name, scheme in schemes.items() if name not in own}
         modifiers: list[Any] = [_Quantization(config_groups=_config_groups(rest))] if rest else []
-        return modifiers + ([_GPTQ(config_groups=_config_groups(own))] if own else [])
+        return modifiers + ([_GPTQ(config_groups=_config_groups(own)).with_passes(passes)] if own else [])
     quantization = _Quantization(config_groups=_config_groups(schemes))
     if not smoothings:
         return [quantization]
     if algorithm == "awq":
         mappings = [AWQMapping(_pattern((s.smooth,)), [_pattern(s.balance)]) for s in smoothings]
-        return [_AWQ(mappings=mappings), quantization]
+        return [BoundedAWQ(mappings=mappings).with_passes(passes), quantization]
     pairs: list[Any] = [([_pattern(s.balance)], _pattern((s.smooth,))) for s in smoothings]
     return [SmoothQuantModifier(mappings=pairs), quantization]
 
@@ -127,7 +130,8 @@ class _GPTQ(_InputsObserved, GPTQModifier):
     batched_quantization: Literal["auto"] | int | None = None
     _own: list[str] = PrivateAttr(default_factory=list)
     _fell_back: list[str] = PrivateAttr(default_factory=list)
-    _sums: Hessians = PrivateAttr(default_factory=Hessians)
+    _sums: Hessians = PrivateAttr()
+    _passes: ExpertPasses = PrivateAttr()
 
     @property
     def own(self) -> list[str]:
@@ -137,24 +141,52 @@ class _GPTQ(_InputsObserved, GPTQModifier):
     def fell_back(self) -> list[str]:
         return self._fell_back
 
+    def with_passes(self, passes: ExpertPasses) -> "_GPTQ":
+        """Experts whose Hessians do not fit wait for further passes."""
+        self._passes, self._sums = passes, Hessians(passes.room.device, passes.expert_of)
+        return self
+
     def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
         self._sums.add(module, args[0])
 
     def compress_modules(self) -> None:
-        self._sums.settle()
-        if not has_others():
-            self.compress_module_list([*self._sums])
-        else:
-            self._sums.sum_over_ranks(self._module_names)
-            modules, of_ranks, rank_of = greedy_bin_packing(
-                [module for module in self._module_names if module in self._sums],
-                dist.get_world_size(),
-                item_weight_fn=lambda module: self._sums.matrix(module).shape[0],
-            )
-            self.compress_module_list(of_ranks[dist.get_rank()])
-            self._sums.drop([*self._sums])
-            broadcast_qparams_and_cleanup(modules, rank_of, _GPTQ_Q_PARAMS)
+        rewritten: dict[Any, Tensor] = {}
+        while True:
+            self._sums.settle()
+            alone = self._sums.agree(self._module_names) if has_others() else self._sums.of_one_expert()
+            if not self._sums.waiting:
+                break
+            rewritten |= self._rewritten(alone)
+            self._passes.run(self._sums.next_pass())
+        self._compress([*self._sums])
+        for module, weight in rewritten.items():
+            module.weight.data.copy_(weight)
         self._fell_back += self._rtn_fallback_module_names
+
+    def _rewritten(self, modules: Sequence[Any]) -> dict[Any, Tensor]:
+        """The weights that these modules will have, on the host; until then further passes need those they have."""
+        before = {module: module.weight.data.to("cpu", copy=True) for module in modules}
+        self._compress(modules)
+        after = {module: module.weight.data.to("cpu", copy=True) for module in modules}
+        for module, weight in before.items():
+            module.weight.data.copy_(weight)
+        return after
+
+    def _compress(self, modules: Sequence[nn.Module]) -> None:
+        """These modules, by the ranks together, once their Hessians are those of all ranks."""
+        if not has_others():
+            self.compress_module_list([*modules])
+            return
+        wanted = {*modules}
+        self._sums.sum_over_ranks({m: name for m, name in self._module_names.items() if m in wanted})
+        modules, of_ranks, rank_of = greedy_bin_packing(
+            [module for module in self._module_names if module in wanted],
+            dist.get_world_size(),
+            item_weight_fn=lambda module: self._sums.matrix(module).shape[0],
+        )
+        self.compress_module_list(of_ranks[dist.get_rank()])
+        self._sums.drop([module for module in modules if module in self._sums])
+        broadcast_qparams_and_cleanup(modules, rank_of, _GPTQ_Q_PARAMS)
 
     def compress_module_list(self, module_list: list[nn.Module]) -> None:
         for modules in self._sums.groups(module_list):
@@ -164,45 +196,6 @@ class _GPTQ(_InputsObserved, GPTQModifier):
             with factored_once():
                 super().compress_module_list(modules)
             self._sums.drop(modules)
-
-
-class _AWQ(AWQModifier):
-    """AWQModifier that runs on CPUs, too, where 0.14.0.1 sums over ranks on an accelerator that is not there."""
-
-    def _setup_activation_cache_hooks(self) -> None:
-        super()._setup_activation_cache_hooks()
-        # The hooks look their cache up when they are called.
-        device: Any = self.offload_device
-        self._parent_args_cache = {module: _Cache(None, device) for module in self._parent_args_cache}
-
-    def _compute_best_scale(self, mapping: ResolvedMapping, fp16_outputs: Any, orig_layer_weights: Any) -> Tensor:
-        if not _sums_on_cpu():
-            return super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
-        for value in self._smooth_activation_stats[mapping.smooth_name]:
-            dist.all_reduce(value)
-        with as_single_threaded():
-            return super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
-
-    def _compute_loss(self, fp16_outputs: list[Tensor], int_w_outputs: list[Tensor]) -> float:
-        loss = super()._compute_loss(fp16_outputs, int_w_outputs)
-        if not _sums_on_cpu():
-            return loss
-        count = sum(output.numel() for output in fp16_outputs)
-        totals = torch.tensor([loss * count, count], dtype=torch.float64)
-        dist.all_reduce(totals)
-        return (totals[0] / totals[1]).item()
-
-
-class _Cache(IntermediatesCache):
-    """IntermediatesCache that works without an accelerator, where pinning memory is an error (0.14.0.1)."""
-
-    def pin_memory(self, batch_index: int, input_names: list[str] | None = None) -> None:
-        if torch.accelerator.is_available():
-            super().pin_memory(batch_index, input_names)
-
-
-def _sums_on_cpu() -> bool:
-    return has_others() and not torch.accelerator.is_available()
 
 
 def _config_groups(schemes: Mapping[str, str]) -> dict[str, QuantizationScheme]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from keepmtp.quantize.calibrate.expert_passes import ExpertPasses, StatisticsRoom
 from keepmtp.quantize.calibrate.forwards import propagating, serving
 from keepmtp.quantize.calibrate.layer import calibrate, check_fused
 from keepmtp.quantize.calibrate.modifiers import modifiers_for
@@ -418,5 +419,7 @@ def test_scales_of_weights_must_be_exact_on_disk():
 
 def test_modifiers_act_in_this_order():
     """GPTQ comes last: a QuantizationModifier after it would compute its scales again from the rewritten weights."""
-    modifiers = modifiers_for({"a": "FP8", "b": "W4A16"}, ["b"], "gptq", ())
+    modifiers = modifiers_for(
+        {"a": "FP8", "b": "W4A16"}, ["b"], "gptq", (), ExpertPasses(nn.Module(), [], StatisticsRoom())
+    )
     assert [type(modifier).__name__ for modifier in modifiers] == ["_Quantization", "_GPTQ"]

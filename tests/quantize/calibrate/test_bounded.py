@@ -1,5 +1,6 @@
-"""One Hessian for each distinct input: bit for bit what a Hessian for each module gives."""
+"""What GPTQ and AWQ keep of a layer is bounded: one Hessian for each input, and experts in groups; bit for bit."""
 
+from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from keepmtp.quantize.calibrate import hessians
+from keepmtp.quantize.calibrate.awq import _Cache
+from keepmtp.quantize.calibrate.expert_passes import ExpertPasses, StatisticsRoom
 from keepmtp.quantize.calibrate.hessians import Hessians
 from keepmtp.quantize.calibrate.layer import Calibrated, calibrate
 from layerwise import Skeleton
@@ -26,13 +29,11 @@ def hidden(samples: int = 3) -> list[Tensor]:
     return [torch.randn(2, 32, 256, generator=generator).bfloat16() for _ in range(samples)]
 
 
-def moe_layer(scheme: str = "W4A16", **broken: Tensor) -> Calibrated:
-    """GPTQ on a layer of four experts and a shared one."""
+def moe_layer(scheme: str = "W4A16", algorithm: str = "gptq") -> Calibrated:
+    """A layer of four experts and a shared one."""
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(), hidden())
-    for name, value in broken.items():
-        skeleton.layers[1].get_submodule(name.replace("_of_", ".")).weight.data.copy_(value)
-    return calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(1), scheme), algorithm="gptq")
+    return calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(1), scheme), algorithm=algorithm)
 
 
 def summed(module: nn.Module, values: list[Tensor]) -> "hessians._Sum":
@@ -135,6 +136,96 @@ def test_rows_are_the_same_input_whatever_their_batches_are():
     for module, read in ((routed, value.view(-1, 8)), (shared, value), (other, value.transpose(0, 1))):
         library, _ = accumulate_hessian(read, module, make_empty_hessian(module), torch.zeros(()))
         assert torch.equal(found.matrix(module), library)
+
+
+# --- experts in groups ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def room(monkeypatch) -> Callable[[int | None], None]:
+    """Sets what statistics may take, in bytes."""
+    return lambda size: monkeypatch.setattr(
+        StatisticsRoom, "of", lambda _device: StatisticsRoom(device=size, host=size)
+    )
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[int]:
+    """How many experts each further pass is for."""
+    counts: list[int] = []
+    run = ExpertPasses.run
+    monkeypatch.setattr(ExpertPasses, "run", lambda self, chosen: counts.append(len(chosen)) or run(self, chosen))
+    return counts
+
+
+def assert_equal(found: Calibrated, expected: Calibrated) -> None:
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, value in found.tensors.items():
+        assert torch.equal(value, expected.tensors[name]), name
+
+
+@pytest.mark.parametrize(
+    ("size", "groups", "matrices"),
+    [
+        # Of 256 x 256 for attention and the experts' input, and 128 x 128 for each down projection.
+        pytest.param(1, [4, 3, 2, 1], 4 + 1, id="one expert at a time"),
+        pytest.param(3 * 2**18 + 2 * 2**16, [2, 1], 4 + 2, id="two at a time"),
+        pytest.param(None, [], 8, id="all at once"),
+    ],
+)
+def test_gptq_takes_experts_in_groups_that_fit(size, groups, matrices, room, passes, most):
+    room(None)
+    expected = moe_layer()
+    most.clear()
+    room(size)
+    found = moe_layer()
+    assert_equal(found, expected)
+    assert passes == groups and max(most) == matrices
+
+
+def test_two_layers_of_experts_at_once(room, passes):
+    """As in an MTP block of two layers: the second reads what the first one computed."""
+    results = []
+    for size in (None, 1):
+        room(size)
+        skeleton = Skeleton(GLM)
+        skeleton.enter(2, [], None)
+        batches = skeleton.enter(1, token_ids(), hidden())
+        schemes = dict.fromkeys(skeleton.linears(1) + skeleton.linears(2), "W4A16")
+        results.append(calibrate(skeleton.model, batches, schemes=schemes, algorithm="gptq"))
+    assert_equal(results[1], results[0])
+    assert passes == [*range(8, 3, -1), *range(4, 0, -1)]
+
+
+PAIR = 3 * 64 * 128 * 2  # a down projection's BF16 inputs of three batches
+
+
+@pytest.mark.parametrize(
+    ("spare", "groups"),
+    [(0, [1, 1, 1, 1]), (2 * PAIR, [2]), (3 * PAIR, [1]), (4 * PAIR, [])],
+    ids=lambda value: str(value),
+)
+def test_awq_searches_experts_in_groups_that_fit(spare, groups, room, passes, monkeypatch):
+    """The inputs of the layer's attention and MLP stay; of the experts only as many as fit."""
+    held: list[int] = []
+    append = _Cache.append
+
+    def counted(self, values):
+        append(self, values)
+        held.append(sum(len(cache) * cache.whole_bytes // 3 for cache in caches))
+
+    caches: list[_Cache] = []
+    init = _Cache.__init__
+    monkeypatch.setattr(_Cache, "append", counted)
+    monkeypatch.setattr(_Cache, "__init__", lambda self, *a, **k: caches.append(self) or init(self, *a, **k))
+    room(None)
+    expected = moe_layer(algorithm="awq")
+    everything = max(held)
+    caches.clear(), held.clear()
+    room(everything - 4 * PAIR + spare)
+    assert_equal(moe_layer(algorithm="awq"), expected)
+    assert passes == groups
+    assert max(held) == everything - 4 * PAIR + max(spare, PAIR)
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
