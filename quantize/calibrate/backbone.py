@@ -287,9 +287,23 @@ def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
+        calibration = plan.recipe.calibration
         raise RecipeError(
             plan.recipe.name,
             f"{what} must fit {device}",
             got="out of memory",
-            cure="Lower calibration.batch_size or calibration.sequence_length, or free the device of other processes",
+            cure=f"Free the device of other processes, or {_WHAT_HELPS[calibration.algorithm if calibration else '']}",
         ) from error
+
+
+_SMALLER_BATCHES = "lower calibration.batch_size or calibration.sequence_length"
+# Algorithm -> what takes less memory.
+_WHAT_HELPS = {
+    "": _SMALLER_BATCHES,
+    "minmax": _SMALLER_BATCHES,
+    "smoothquant": _SMALLER_BATCHES,
+    "gptq": f"{_SMALLER_BATCHES}. GPTQ's Hessians depend on neither: if they alone do not fit, "
+    "set calibration.algorithm: awq, whose cache is on the host, or minmax",
+    "awq": "lower calibration.samples or calibration.sequence_length: AWQ holds what a module computes in all batches, "
+    "whatever their size. Or lower calibration.batch_size",
+}

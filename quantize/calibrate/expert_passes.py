@@ -22,7 +22,7 @@ from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
 
 from ..free_memory import free_host_bytes
-from .ranks import place_of_process
+from .processes import place_of_process
 
 _SHARE = 0.5
 """Of the free memory, what statistics may take: a forward takes the rest, and other processes."""

@@ -1,6 +1,7 @@
 """The backbone pass on its own: killed and resumed, refused, out of memory, fed NaN."""
 
 import gc
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -83,14 +84,25 @@ def test_an_unchanged_run_computes_nothing_again(finished_pass):
     assert run(*prepared(recipe, source), folder) == []
 
 
-def test_out_of_memory_says_what_to_change(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("variant", "helps"),
+    [
+        ("nvfp4", "or lower calibration.batch_size or calibration.sequence_length."),
+        ("w4a16-gptq", "sequence_length. GPTQ's Hessians depend on neither: if they alone do not fit, set"),
+        (
+            "w4a16-awq",
+            "or lower calibration.samples or calibration.sequence_length: AWQ holds what a module computes in",
+        ),
+    ],
+)
+def test_out_of_memory_says_what_helps_the_algorithm(variant, helps, tmp_path, monkeypatch):
     def forward(*_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    plan, data = prepared(small_recipe(tmp_path, "tiny-glm4-moe.nvfp4"))
+    plan, data = prepared(small_recipe(tmp_path, f"tiny-glm4-moe.{variant}"))
     monkeypatch.setattr(modeling_glm4_moe.Glm4MoeMoE, "forward", forward)
-    rule = r"decoder layer 1 and a batch must fit cpu; got out of memory\. Lower calibration\.batch_size"
-    with pytest.raises(RecipeError, match=rule):
+    rule = "decoder layer 1 and a batch must fit cpu; got out of memory. Free the device of other processes, "
+    with pytest.raises(RecipeError, match=f"{re.escape(rule)}.*{re.escape(helps)}"):
         run(plan, data, tmp_path / "pass")
 
 
