@@ -22,7 +22,7 @@ from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_family
 from ..recipes.family import Family, HFName, Part, VLLMName
 from ..recipes.family_view import FamilyView
-from ..recipes.schema import Recipe
+from ..recipes.schema import AUTO, Recipe
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES, num_bytes
 from .decide import Given, Patterns, added_aliases, decide_other, decide_weight, matching_limit
 from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs
@@ -131,6 +131,13 @@ class Plan:
     def needs_calibration(self) -> list[str]:
         """Schemes of this plan that need batches."""
         return sorted({tensor.scheme for tensor in self.tensors if tensor.calibrated})
+
+    @property
+    def may_calibrate_mtp(self) -> bool:
+        """Whether tensors of the MTP block need batches; under `mtp: auto`, those of a candidate."""
+        if self.recipe.mtp == AUTO:
+            return bool(self.recipe.calibrated_mtp_schemes())
+        return any(tensor.calibrated for tensor in self.tensors if tensor.part == "mtp")
 
 
 def make_plan(

@@ -58,14 +58,17 @@ def output_bytes(plan: Plan) -> int:
 def calibration_bytes(plan: Plan) -> int:
     """Of statistics, and of the hidden states before and after a layer; 0 for a plan without batches.
 
-    There are three streams of BF16 states: the calibration text, and the held-out text twice.
+    There are three streams of BF16 states: the calibration text, and the held-out text twice. Where batches decide
+    something about the MTP block, there is the calibration text as a server computes it, too.
     """
     calibration = plan.recipe.calibration
     if calibration is None or not (plan.needs_calibration or plan.recipe.mtp == AUTO):
         return 0
     text_config = plan.view.text_config
     width = int(text_config.get("hidden_size") or 0) * int(text_config.get("hc_mult") or 1)
-    num_tokens = (calibration.samples + 2 * calibration.held_out) * calibration.sequence_length
+    num_tokens = (
+        calibration.samples * (1 + plan.may_calibrate_mtp) + 2 * calibration.held_out
+    ) * calibration.sequence_length
     rewritten = [tensor for tensor in plan.tensors if tensor.calibrated == "weights" or tensor.may_change]
     return 2 * num_tokens * width * 2 + sum(output.num_bytes for tensor in rewritten for output in tensor.outputs)
 

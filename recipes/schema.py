@@ -245,15 +245,26 @@ class Recipe(_Frozen):
 
     def decisions(self) -> set[str]:
         """Every word that this recipe uses for a scheme, also those of the candidates of `mtp: auto`."""
-        words = {*self.backbone.values(), *(override.scheme for override in self.overrides)}
+        return {*self.backbone.values(), *self.mtp_decisions()}
+
+    def mtp_decisions(self) -> set[str]:
+        """The same for the MTP block alone; an override may name its modules, too."""
+        words = {override.scheme for override in self.overrides}
         for policy in self.mtp_auto.candidates if self.mtp_auto else (self.mtp,):
             words |= {policy} if isinstance(policy, str) else set(policy.values())
         return words
 
     def calibrated_schemes(self) -> list[str]:
         """The schemes of this recipe with tensors that depend on data: static scales or rewritten weights."""
+        return self._calibrated(self.decisions())
+
+    def calibrated_mtp_schemes(self) -> list[str]:
+        """The same for the MTP block alone."""
+        return self._calibrated(self.mtp_decisions())
+
+    def _calibrated(self, words: set[str]) -> list[str]:
         rewritten = REWRITES[self.calibration.algorithm] if self.calibration else frozenset()
-        schemes = sorted(self.decisions() & SCHEMES.keys())
+        schemes = sorted(words & SCHEMES.keys())
         return [name for name in schemes if name in rewritten or SCHEMES[name].needs_calibration]
 
     @model_validator(mode="after")

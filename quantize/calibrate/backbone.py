@@ -8,9 +8,10 @@ layer before it wrote, llm-compressor's modifiers run on it in one basic pass, a
 inputs. Memory is one layer, whatever the model's size, and a killed run goes on at the layer it was in. Statistics
 equal those of llm-compressor's sequential pipeline, bit for bit: the layer computes the same in the same order.
 
-Easy to get wrong: there are three streams of hidden states, and they must not be mixed. `calibration` is propagated as
+Easy to get wrong: there are four streams of hidden states, and they must not be mixed. `calibration` is propagated as
 llm-compressor does (activations are not rounded), `source` has seen no quantization at all, and `served` is what a
-server would compute; the last two are held-out text.
+server would compute; the last two are held-out text. `mtp` is the calibration text as a server would compute it: what
+an MTP block is calibrated on, and computed only where one may be.
 """
 
 import json
@@ -29,7 +30,7 @@ from ...recipes.family import HFName
 from ..plan import Plan
 from .ahead import ReadAhead
 from .binding import Binding
-from .claim import claim_pass
+from .claim import claim_pass, has_mtp_stream
 from .data import CalibrationData
 from .forwards import propagating, serving
 from .inference_mode import guard
@@ -166,6 +167,8 @@ class _Pass:
             self._run("calibration", index, layer, outputs, propagating(skeleton.model))
             serve_weights(skeleton.model, plan, binding, path, given)
             self._run("served", index, layer, outputs, serving(skeleton.model))
+            if has_mtp_stream(self.folder):
+                self._run("mtp", index, layer, outputs, serving(skeleton.model))
 
     @contextmanager
     def _guarded(self, index: int) -> Iterator[None]:
@@ -236,7 +239,7 @@ class Batches:
         return Arguments(batches=self)
 
     def _ids(self) -> Tensor:
-        return self.run.data.ids if self.stream == "calibration" else self.run.data.held_out_ids
+        return self.run.data.ids if self.stream in ("calibration", "mtp") else self.run.data.held_out_ids
 
     def _size(self) -> int:
         calibration = self.run.skeleton.plan.recipe.calibration

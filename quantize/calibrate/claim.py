@@ -55,11 +55,14 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
     if stamp.is_file() and stamp.read_text() != wanted:
         raise _another_run(folder, parts)
     _refuse_another_device(folder, ranks)
+    if stamp.is_file() and plan.may_calibrate_mtp:
+        _refuse_without_mtp_stream(folder)
     refuse_idle_processes(calibration, ranks.size, plan.recipe.name)
     ranks.wait()  # before the first writes: a rank that refuses must see what an earlier run wrote, not this one
     if ranks.is_first and not stamp.is_file():
         (folder / "states").mkdir(parents=True, exist_ok=True)
-        write_whole(folder / _PARTS, json.dumps({**parts, "device": ranks.device.type}, indent=1))
+        own = {"device": ranks.device.type, "mtp_stream": plan.may_calibrate_mtp}
+        write_whole(folder / _PARTS, json.dumps({**parts, **own}, indent=1))
         write_whole(stamp, wanted)
     ranks.wait()
     if not stamp.is_file() or stamp.read_text() != wanted:
@@ -161,6 +164,20 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _short(value: Any) -> str:
     text = "nothing" if value is None else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def has_mtp_stream(folder: Path) -> bool:
+    """Whether the pass in a folder hands on the calibration text as a server computes it, for an MTP block."""
+    return bool(_parts_of(folder).get("mtp_stream"))
+
+
+def _refuse_without_mtp_stream(folder: Path) -> None:
+    """Refuse a pass that was begun for a block that needs no batches: its layers are gone, and so are these states."""
+    if not has_mtp_stream(folder):
+        rule = "the MTP block must be calibrated on what the quantized backbone computes"
+        cure = f"Keep to a `--mtp` word that needs no data, or remove {folder} to start anew"
+        got = "the calibration of a run whose block needed none, without these states"
+        raise RecipeError(folder, rule, got=got, cure=cure)
 
 
 def _refuse_another_device(folder: Path, ranks: Ranks) -> None:

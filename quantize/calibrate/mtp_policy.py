@@ -3,8 +3,9 @@
 In: a finished backbone pass, and a plan for each policy. Out: `PolicyResults`: the acceptance of the released model, of
 the quantized backbone with the block as released, and of both quantized, and the files with the block's statistics.
 
-The block is a small model of its own. Its inputs are the hidden states of the calibration batches, which the backbone
-pass wrote after its last layer, and the embeddings of the next tokens. So a policy needs no other backbone pass.
+The block is a small model of its own. Its inputs are the hidden states of the calibration batches as a server computes
+them, which the backbone pass wrote after its last layer, and the embeddings of the next tokens. So a policy needs no
+other backbone pass.
 
 Easy to get wrong: with several blocks, block j drafts step j + 1. Its inputs are the tokens j + 1 slots on, and the
 hidden state that block j - 1 computes as a server would.
@@ -118,7 +119,9 @@ class PolicyResults:
             schemes = schemes_in(binding, "")
             if not schemes:
                 continue
-            inputs = BlockInputs(backbone=self.backbone, blocks=blocks[: index + 1])
+            needs_batches = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
+            stream = "mtp" if needs_batches else "served"
+            inputs = BlockInputs(backbone=self.backbone, blocks=blocks[: index + 1], stream=stream)
             found = calibrate(
                 block,
                 inputs,
@@ -136,16 +139,22 @@ class PolicyResults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockInputs:
-    """The calibration batches as inputs of the last of `blocks`, computed again for each iteration."""
+    """Batches as inputs of the last of `blocks`, computed again for each iteration.
+
+    Attributes:
+        blocks: those before the last one have their served weights.
+        stream: `mtp`, the calibration text; `served`, held-out text, for schemes that no batch changes.
+    """
 
     backbone: Backbone
     blocks: Sequence[MtpBlock]
+    stream: Stream = "mtp"
 
     def __len__(self) -> int:
-        return len(self.backbone.batches("calibration"))
+        return len(self.backbone.batches(self.stream))
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for batch in self.backbone.batches("calibration"):
+        for batch in self.backbone.batches(self.stream):
             yield self._arguments(batch)
 
     @torch.no_grad()

@@ -38,7 +38,10 @@ from ...recipes.family import HFName
 from ..free_memory import free_host_bytes
 from .ranks import Ranks
 
-Stream = Literal["calibration", "source", "served"]
+Stream = Literal["calibration", "source", "served", "mtp"]
+"""The calibration text as llm-compressor hands it on, held-out text of the release and as a server computes it, and the
+calibration text as a server computes it, for the MTP block.
+"""
 LayerState = tuple[Tensor | None, ...]
 """What a decoder layer returns: hidden states [B, S, H] (or streams [B, S, C, H]), maybe with more for the next one.
 
