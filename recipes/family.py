@@ -26,7 +26,7 @@ Role = Literal[
 QUANTIZABLE_ROLES: tuple[Role, ...] = ("attention", "linear_attention", "dense_mlp", "shared_experts", "experts")
 Part = Literal["backbone", "mtp"]
 
-Proof = Literal["vllm", "source"]
+Proof = Literal["vllm", "vllm, attention by a reference", "source"]
 """How it is known that a draft computes as vLLM's does; docs/mtp.md says what each word means."""
 
 INDEX = "(?:0|[1-9][0-9]{0,5})"
@@ -225,6 +225,8 @@ class Draft:
         joint_norm: `hidden_norm` is over all streams together, not over each one.
         collapse: class of the module that makes one stream of several before the final norm, the first part of its
             parameters' names, and that part on disk.
+        can_keep_choice: later draft steps read the keys that the first one's indexer chose, if config.json says so
+            (`index_share_for_mtp_iteration`).
         proof: what its results were compared with (`Proof`).
     """
 
@@ -249,6 +251,7 @@ class Draft:
     streams: str = ""
     joint_norm: bool = False
     collapse: tuple[str, str, str] | None = None
+    can_keep_choice: bool = False
     proof: Proof
 
 

@@ -27,6 +27,7 @@ from ..tensor_plan import TensorPlan
 from .binding import Binding, Names, bind
 from .draft_steps import step_mask
 from .experts import linear_experts
+from .kept_choice import KeptChoice, keeps_choice
 
 # Keys of config.json that say nothing about the computation of a layer, or say it of other classes.
 _NOT_THE_LAYER = frozenset({"quantization_config", "architectures", "auto_map", "model_type"})
@@ -67,6 +68,7 @@ class MtpBlock(PreTrainedModel):
         self.final_norm = self._norm(classes, hidden_size) if draft.final_norm else None
         self.head = nn.Linear(hidden_size, config.vocab_size, bias=False) if draft.head else None
         self.rotary: nn.Module | None = None
+        self._kept = KeptChoice(self) if draft.can_keep_choice and keeps_choice(view.text_config) else None
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -107,6 +109,8 @@ class MtpBlock(PreTrainedModel):
         positions_T = torch.arange(length, device=inputs_embeds.device) if position_ids is None else position_ids
         if mask is None:
             mask = step_mask([positions_T], self.window)
+        if self._kept is not None:
+            self._kept.begin(mask)
         if self.draft.zeroes_first:
             inputs_embeds = inputs_embeds.masked_fill((positions_T == 0)[None, :, None], 0.0)
         states = self._join(self.embedding_norm(inputs_embeds), hidden)

@@ -16,7 +16,8 @@ FAMILY = replace(
         classes="GlmMoeDsa",
         zeroes_first=True,
         chains_normed=True,
-        proof="source",
+        can_keep_choice=True,
+        proof="vllm, attention by a reference",
         layers=(
             {"layer_types": ["deepseek_sparse_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]},
         ),

@@ -60,7 +60,7 @@ FAMILY = Family(
         model_type="hy_v4", classes="HYV4", plain_residual=True, final_norm="final_layernorm",
         layers=({"layer_types": ["deepseek_sparse_attention"], "mlp_layer_types": ["sparse"],
                  "indexer_types": ["full"]},), zeroes_first=False, chains_normed=True,
-        proof="source",
+        can_keep_choice=True, proof="source",
     ),
     notes="on disk model.mtp_layers.{i}, in vLLM model.layers.{num_hidden_layers + i}; a missing block is a warning",
 )  # fmt: skip

@@ -1,10 +1,11 @@
 """Runs in vLLM's environment: let a real draft class draft on the CPU and save what went in and what came out.
 
-    python dump_drafts.py '{"folder": ..., "prompts": [[ids], ...], "num_drafts": 3, "out": "x.safetensors"}' ...
+    python dump_drafts.py '{"folder": ..., "prompts": [[ids], ...], "num_drafts": 3, "out": "x.safetensors",
+                            "alone": false}' ...
 
 For prompt p: `p.ids` [T + num_drafts] (prompt, the target's next token, the drafts but the last), `p.hidden` [T, H]
 from the target, `p.positions` [T], `p.first` [T, V] logits of draft step 1 at every slot, `p.last` [num_drafts, V]
-logits of each step at the last slot.
+logits of each step at the last slot. With "alone", the draft class runs without an engine (`draft_alone.py`).
 """
 
 import json
@@ -23,6 +24,7 @@ os.environ |= {
 }
 
 import torch
+from draft_alone import draft_alone
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
@@ -52,7 +54,7 @@ class Watch:
         return result
 
 
-def dump(folder: str, prompts: list[list[int]], num_drafts: int, out: str) -> None:
+def dump(folder: str, prompts: list[list[int]], num_drafts: int) -> dict[str, torch.Tensor]:
     """One engine, one request at a time."""
     llm = LLM(
         model=folder,
@@ -87,11 +89,14 @@ def dump(folder: str, prompts: list[list[int]], num_drafts: int, out: str) -> No
             f"{index}.first": first["logits"][:length],
             f"{index}.last": torch.stack([first["logits"][length - 1], *(call["logits"][0] for call in rest)]),
         }
-    save_file({name: value.contiguous() for name, value in saved.items()}, out)
     llm.llm_engine.engine_core.shutdown()
+    return saved
 
 
 if __name__ == "__main__":
-    for job in map(json.loads, sys.argv[1:]):
-        dump(**job)
-        print("DUMPED " + job["out"], flush=True)
+    # Those alone come last: from the first of them on, plain kernels stand in for vLLM's.
+    for job in sorted(map(json.loads, sys.argv[1:]), key=lambda job: job["alone"]):
+        out, is_alone = job.pop("out"), job.pop("alone")
+        found = draft_alone(**job) if is_alone else dump(**job)
+        save_file({name: value.contiguous() for name, value in found.items()}, out)
+        print("DUMPED " + out, flush=True)
