@@ -40,7 +40,7 @@ from .ranks import Ranks
 from .served import InMemory, serve_weights
 from .skeleton import Batch, Skeleton, experts_in, frozen_in, fused_in, on_disk, schemes_in
 from .states import NextStates, States, Stream
-from .statistics import read_metadata, write_statistics
+from .statistics import num_parts_of, part_of, read_metadata, write_statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +162,7 @@ class _Pass:
                     frozen=frozen_in(binding, path),
                 )
                 given = InMemory(on_disk(found.tensors, binding, path))
-                if self.ranks.is_first:
-                    self._record(index, found, binding, path)
+                self._record(index, found, binding, path)
             self._run("calibration", index, layer, outputs, propagating(skeleton.model))
             serve_weights(skeleton.model, plan, binding, path, given)
             self._run("served", index, layer, outputs, serving(skeleton.model))
@@ -198,9 +197,16 @@ class _Pass:
             handle.remove()
 
     def _record(self, index: int, found: Calibrated, binding: Binding, path: str) -> None:
-        """The statistics of a layer, with the number of tokens that each module saw."""
-        file = self.folder / "statistics" / f"layer-{index:05d}.safetensors"
-        record(file, found, binding, path, fingerprint=(self.folder / "fingerprint").read_text())
+        """The statistics of a layer, with the number of tokens that each module saw; ranks share large ones."""
+        folder, stem = self.folder / "statistics", f"layer-{index:05d}"
+        num_parts = min(self.ranks.size, num_parts_of(found.tensors))
+        files = [folder / f"{stem}{f'-{part:05d}' if part else ''}.safetensors" for part in range(num_parts)]
+        if self.ranks.is_first:  # a killed run of another size may have left more of them
+            for stray in {*folder.glob(f"{stem}*.safetensors")} - {*files}:
+                stray.unlink()
+        if self.ranks.rank < num_parts:
+            part, fingerprint = (self.ranks.rank, num_parts), (self.folder / "fingerprint").read_text()
+            record(files[self.ranks.rank], found, binding, path, fingerprint=fingerprint, part=part)
 
     def coverage(self) -> dict[HFName, int]:
         """Of all layers, in their order."""
@@ -260,7 +266,9 @@ class Arguments:
         return self.batches.run.skeleton.feed(self.batches.index, self.batches)
 
 
-def record(path: Path, found: Calibrated, binding: Binding, module: str, *, fingerprint: str) -> None:
+def record(
+    path: Path, found: Calibrated, binding: Binding, module: str, *, fingerprint: str, part: tuple[int, int] = (0, 1)
+) -> None:
     """Write the statistics of a decoder layer or MTP block, with the number of tokens that each module saw.
 
     Args:
@@ -269,6 +277,7 @@ def record(path: Path, found: Calibrated, binding: Binding, module: str, *, fing
         binding: of the layer or block.
         module: its path in the model that was calibrated, with a dot; "" for the model itself.
         fingerprint: of the run.
+        part: which of how many files; the first has what is said of the whole.
     """
     coverage = {
         piece.module: each.tokens if each.routed is None else each.routed
@@ -277,11 +286,11 @@ def record(path: Path, found: Calibrated, binding: Binding, module: str, *, fing
     }
     metadata = {
         "fingerprint": fingerprint,
-        "coverage": json.dumps(coverage),
-        "left_out": json.dumps(found.left_out),
-        "rounded": json.dumps(found.rounded),
+        "coverage": json.dumps({} if part[0] else coverage),
+        "left_out": json.dumps(() if part[0] else found.left_out),
+        "rounded": json.dumps(() if part[0] else found.rounded),
     }
-    write_statistics(path, on_disk(found.tensors, binding, module), metadata)
+    write_statistics(path, part_of(on_disk(found.tensors, binding, module), *part), metadata)
 
 
 @contextmanager

@@ -82,6 +82,7 @@ def backbone_pass(
     kill: tuple[str, int] | None = None,
     killed_rank: int = 0,
     is_whole: bool = False,
+    in_parts: bool = False,
 ) -> None:
     """In a process of its own: the pass; progress goes to <folder>.events-<rank>, a refusal to <folder>.error-<rank>.
 
@@ -89,17 +90,21 @@ def backbone_pass(
         kill: at which of KILLS, and in which layer, the process ends itself by SIGKILL.
         killed_rank: which of the ranks does so.
         is_whole: run the MTP pass, too; its account of both goes to <folder>.summary-<rank>.
+        in_parts: statistics are written by all ranks, however small they are.
     """
     os.environ.update({key: str(value) for key, value in environment.items()})
     import torch
     from keepmtp.cli.pipeline import plan_for
     from keepmtp.quantize.calibrate import backbone as calibrate
     from keepmtp.quantize.calibrate import run
+    from keepmtp.quantize.calibrate import statistics as files_of_layers
     from keepmtp.quantize.calibrate.data import calibration_data
     from keepmtp.quantize.calibrate.ranks import joined
     from keepmtp.recipes.errors import KeepMTPError
 
     torch.set_num_threads(1)
+    if in_parts:
+        files_of_layers._PART_BYTES = 1
     rank = int(str(environment["RANK"]))
     if kill and rank == killed_rank:
         KILLS[kill[0]](calibrate, kill[1])
@@ -210,10 +215,27 @@ def _amid_calibration(calibrate: Any, layer: int) -> None:
     one_layer._run_pipeline = run
 
 
+def _gpu_fails(_calibrate: Any, layer: int) -> None:
+    """What torch raises once a GPU has left its bus."""
+    import torch
+    from keepmtp.quantize.calibrate import layer as one_layer
+
+    real, seen = one_layer._run_pipeline, []
+
+    def run(*args: Any) -> None:
+        seen.append(args)
+        if len(seen) > layer:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+        real(*args)
+
+    one_layer._run_pipeline = run
+
+
 KILLS: Mapping[str, Callable[[Any, int], None]] = {
     "before statistics": _before_statistics,
     "after statistics": _after_statistics,
     "amid states": _amid_states,
     "amid removal": _amid_removal,
     "amid calibration": _amid_calibration,
+    "gpu fails": _gpu_fails,
 }

@@ -13,13 +13,16 @@ import torch
 import yaml
 from calibrated import planned
 from keepmtp.cli.pipeline import plan_for
+from keepmtp.cli.refusals import refuse
 from keepmtp.quantize.calibrate import claim
 from keepmtp.quantize.calibrate.claim import claim_pass, fingerprint
 from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.processes import refuse_idle_processes
 from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.calibrate.run import calibrate
 from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.find import shipped_recipes
 from killed import small_recipe
 
 SHIPPED = Path("models/tiny-glm4-moe")
@@ -152,8 +155,22 @@ def test_kernels_count_where_the_model_calls_them(tmp_path, monkeypatch):
     assert before[0] != after[0] and before[1] == after[1]
 
 
-def test_more_processes_than_sequences_are_refused(begun):
+def test_more_processes_than_sequences_are_refused(begun, monkeypatch):
+    """Before the download, from the recipe alone."""
     plan, data = prepared(*begun[:2])
     rule = "must have a sequence of calibration text; got 4 samples for 5 processes"
     with pytest.raises(RecipeError, match=re.escape(rule)):
         claim_pass(plan, data, begun[2].with_name("other"), replace(ALONE, size=5))
+    refuse(plan, begun[2].with_name("out"))
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(RecipeError, match=re.escape(rule)):
+        refuse(plan, begun[2].with_name("out"))
+
+
+def test_eight_processes_may_share_what_the_shipped_recipes_ask_for():
+    """Sixteen held-out sequences in batches of four were too few for eight processes."""
+    found = [recipe for recipe in shipped_recipes() if recipe.calibration is not None]
+    assert len(found) > 10
+    for recipe in found:
+        assert recipe.calibration is not None
+        refuse_idle_processes(recipe.calibration, 8, recipe.name)

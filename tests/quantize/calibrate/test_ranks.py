@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 import yaml
 from keepmtp.quantize.calibrate.processes import place_of_process
 from keepmtp.quantize.calibrate.ranks import Ranks, _device_of, joined
+from keepmtp.quantize.calibrate.statistics import Statistics
 from keepmtp.recipes.errors import RecipeError
 from killed import error, events, finished, small_recipe, start, statistics, summary
 from safetensors.torch import load_file
@@ -136,6 +138,22 @@ def test_two_ranks_find_what_one_finds(variant, tmp_path):
         parted = (codes(first[name]) != codes(other[name])).flatten(1).any(-1)
         assert parted.float().mean() < 0.05, name
     assert error_of(two) == pytest.approx(error_of(one), rel=0.1)
+
+
+def test_ranks_share_the_writing_of_large_statistics_and_a_gpu_that_fails_loses_nothing(tmp_path):
+    """Three ranks write three files a layer; one's GPU fails; one process goes on, and nothing is there twice."""
+    recipe, one, many = small_recipe(tmp_path, "tiny-glm4-moe.w8a8-smoothquant"), tmp_path / "one", tmp_path / "many"
+    assert finished(start(recipe, one)) == [0]
+    failed = start(recipe, many, size=3, kill=("gpu fails", 1), killed_rank=1, in_parts=True)
+    assert finished(failed, 60) == [2, 2, 2]
+    assert "the GPU must work until the end; got CUDA error: unspecified launch failure. Look at " in error(many, 1)
+    assert "all processes must stay until the end; got no answer from another" in error(many, 0)
+    names = [path.name for path in sorted((many / "statistics").iterdir())]
+    assert names == ["layer-00000-00001.safetensors", "layer-00000-00002.safetensors", "layer-00000.safetensors"]
+    stray = Path(shutil.copy(many / "statistics" / names[0], many / "statistics" / "layer-00001-00001.safetensors"))
+    assert finished(start(recipe, many)) == [0] and not stray.exists()
+    found, expected = (Statistics.open(folder / "statistics") for folder in (many, one))
+    assert found.sums == expected.sums and len(found.sums) > 50
 
 
 def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
