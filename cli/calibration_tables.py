@@ -27,8 +27,9 @@ def will_do(plan: Plan) -> RenderableType:
     if planned["candidates"]:
         candidates = "; ".join(_in_words(policy) for policy in planned["candidates"])
         lines.append(
-            f"MTP block: auto. The smallest candidate that keeps {planned['min_acceptance']:.1%} of the released "
-            f"model's acceptance is written; until then it is planned as bf16. Candidates: {candidates}."
+            f"MTP block: auto. The smallest candidate that is shown to keep {planned['min_acceptance']:.1%} of the "
+            f"released model's acceptance is written, at {planned['confidence']:.0%} confidence; until then it is "
+            f"planned as bf16. Candidates: {candidates}."
         )
     if planned["mtp_pass"]["possible"]:
         says = "the block is run on the backbone's hidden states, and its acceptance is measured without a server."
@@ -80,6 +81,7 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
         ],
         "candidates": list(recipe.mtp_auto.candidates) if recipe.mtp_auto and recipe.mtp == AUTO else [],
         "min_acceptance": recipe.mtp_auto.min_acceptance if recipe.mtp_auto else None,
+        "confidence": recipe.gates.confidence if recipe.mtp_auto else None,
         "mtp_pass": {"possible": family.draft is not None, "why": family.no_draft},
     }
 
@@ -122,26 +124,30 @@ def _remarks(fact: CalibrationFact) -> list[str]:
 
 def _candidates(fact: CalibrationFact) -> RenderableType:
     budget = "" if fact.min_acceptance is None else f"; {fact.min_acceptance:.1%} must be kept"
+    budget += "" if fact.confidence is None else f", at {fact.confidence:.0%} confidence"
     table = plain_table(f"candidates for the MTP block{budget}")
     table.add_column("policy", overflow="fold")
-    for column in ("size", "kept", "length"):
+    for column in ("size", "kept", "at least", "length"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", overflow="fold")
     for each in fact.candidates:
         if each.acceptance is None:
-            table.add_row(escape(each.title), "-", "-", "-", f"[yellow]does not fit[/] {escape(each.refused)}")
+            table.add_row(escape(each.title), "-", "-", "-", "-", f"[yellow]does not fit[/] {escape(each.refused)}")
             continue
-        numbers = size_in_words(each.bytes), f"{each.kept:.1%}", f"{each.acceptance.length:.2f}"
-        table.add_row(escape(each.title), *numbers, _verdict(each, fact.min_acceptance))
+        low = "-" if each.kept_at_least is None else f"{each.kept_at_least:.1%}"
+        numbers = size_in_words(each.bytes), f"{each.kept:.1%}", low, f"{each.acceptance.length:.2f}"
+        table.add_row(escape(each.title), *numbers, _verdict(each, fact))
     return table
 
 
-def _verdict(candidate: CandidateFact, min_acceptance: float | None) -> str:
-    if candidate.chosen:
-        return "[green]chosen[/]"
-    if min_acceptance is None or candidate.kept >= min_acceptance:
-        return "keeps enough"
-    return "[red]keeps too little[/]"
+def _verdict(candidate: CandidateFact, fact: CalibrationFact) -> str:
+    verdict = fact.verdict_on(candidate)
+    if verdict == "keeps too little":
+        return f"[red]{verdict}[/]"
+    if verdict == "too few slots to tell":
+        needed = f": about {candidate.needed_slots:,} would" if candidate.needed_slots else ""
+        return ("[green]chosen[/], stays as released; " if candidate.chosen else "") + f"[yellow]{verdict}[/]{needed}"
+    return "[green]chosen[/]" if candidate.chosen else verdict
 
 
 def _from_batches(tensor: TensorPlan, algorithm: str) -> str:

@@ -145,11 +145,12 @@ class MtpAuto(_Frozen):
     """How `mtp: auto` chooses.
 
     Attributes:
-        min_acceptance: part of the released model's acceptance that the block must keep on held-out text.
-        candidates: policies, tried in this order. The smallest that keeps enough acceptance is chosen.
+        min_acceptance: part of the released model's acceptance that the block must keep on held-out text, at the
+            confidence of the recipe's gates. No text shows that all of it is kept.
+        candidates: policies, tried in this order. The smallest that is shown to keep enough acceptance is chosen.
     """
 
-    min_acceptance: Annotated[float, Field(gt=0, le=1)]
+    min_acceptance: Annotated[float, Field(gt=0, lt=1)]
     candidates: Annotated[tuple[Candidate, ...], Field(min_length=1)]
 
     @model_validator(mode="after")

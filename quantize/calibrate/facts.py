@@ -111,6 +111,9 @@ class MeasuredFact(Fact):
         return f"quantized backbone, {'quantized MTP block' if self.mtp == 'quantized' else 'MTP block as released'}"
 
 
+Verdict = Literal["keeps enough", "keeps too little", "too few slots to tell", "does not fit"]
+
+
 class CandidateFact(Fact):
     """A policy for the MTP block that `mtp: auto` tried.
 
@@ -118,6 +121,9 @@ class CandidateFact(Fact):
         policy: as in a recipe.
         bytes: of the block's tensors on disk; 0 where it was refused.
         kept: part of the released model's acceptance, see `held_out.Acceptance.kept_of`.
+        kept_at_least: that share's lower limit, at the confidence of the recipe's gates; None where nobody asked.
+        needed_slots: about how many slots of held-out text would show that it keeps enough; None where these do, or
+            where the estimate is below.
         refused: why there is no plan; "" if there is.
         chosen: it is what is written.
         acceptance: with the quantized backbone; None where it was refused.
@@ -126,6 +132,8 @@ class CandidateFact(Fact):
     policy: str | Mapping[str, str]
     bytes: Count
     kept: Figure
+    kept_at_least: Figure | None = None
+    needed_slots: Count | None = None
     refused: str = ""
     chosen: bool = False
     acceptance: AcceptanceFact | None
@@ -148,6 +156,7 @@ class CalibrationFact(Fact):
         coverage: of the backbone's modules.
         mtp: the policy for the MTP block, chosen where the recipe says auto.
         min_acceptance: what `mtp: auto` had to keep; None where the recipe does not say auto.
+        confidence: of `kept_at_least`; None where the recipe does not say auto.
         rows: released model first.
         agreement: share of held-out slots where the quantized backbone chooses what the released one does.
         candidates: of `mtp: auto`, in the order tried.
@@ -161,10 +170,21 @@ class CalibrationFact(Fact):
     coverage: CoverageFact
     mtp: str | Mapping[str, str]
     min_acceptance: Share | None
+    confidence: Share | None = None
     rows: Annotated[tuple[MeasuredFact, ...], Field(max_length=3)]
     agreement: Share
     candidates: Annotated[tuple[CandidateFact, ...], Field(max_length=100)]
     unmeasured: str
+
+    def verdict_on(self, candidate: CandidateFact) -> Verdict:
+        """What the held-out text says of a candidate."""
+        if candidate.refused:
+            return "does not fit"
+        least = self.min_acceptance or 0.0
+        if candidate.kept < least:
+            return "keeps too little"
+        low = candidate.kept if candidate.kept_at_least is None else candidate.kept_at_least
+        return "keeps enough" if low >= least else "too few slots to tell"
 
     @property
     def measured(self) -> tuple[tuple[MeasuredFact, AcceptanceFact], ...]:

@@ -21,7 +21,7 @@ Source: vLLM 0.32.0 v1/spec_decode/metrics.py (accepted tokens by position over 
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +34,9 @@ from torch import Tensor
 from ...checkpoints.json_file import read_object
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
+from .accepted import Acceptance
 from .backbone import Backbone
 from .draft_steps import draft_steps
-from .facts import DIGITS, AcceptanceFact
 from .forwards import serving
 from .mtp_block import MtpBlock
 from .skeleton import Batch, Skeleton
@@ -65,60 +65,6 @@ class Target:
     def perplexity(self) -> float:
         """Per token."""
         return math.exp(min(-self.log_likelihood / self.num_tokens, 700.0))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Acceptance:
-    """What a server accepts, by how many tokens it drafts a step: entry k - 1 of each tuple is for k.
-
-    Attributes:
-        num_slots: slots of the text that count.
-        reached: by position in the draft, slots whose earlier drafts were accepted, weighted.
-        accepted: of these, the slots whose draft is the target's choice.
-    """
-
-    num_slots: int
-    reached: tuple[tuple[float, ...], ...]
-    accepted: tuple[tuple[float, ...], ...]
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "Acceptance":
-        """From the attributes as JSON gives them back."""
-        reached, accepted = (tuple(tuple(row) for row in values[name]) for name in ("reached", "accepted"))
-        return cls(num_slots=values["num_slots"], reached=reached, accepted=accepted)
-
-    def by_position(self, k: int) -> tuple[float, ...]:
-        """Share of drafts whose token at each position is accepted, as `Drafts.acceptance_per_position` of a server."""
-        rates, rate = [], 1.0
-        for accepted, reached in zip(self.accepted[k - 1], self.reached[k - 1], strict=True):
-            rate *= accepted / reached if reached else 0.0
-            rates.append(rate)
-        return tuple(rates)
-
-    def mean_accepted_length(self, k: int) -> float:
-        """Tokens a step of the target: the accepted ones and its own."""
-        return 1 + sum(self.by_position(k))
-
-    def of_drafted(self, k: int) -> float:
-        """Share of drafted tokens that are accepted."""
-        return sum(self.by_position(k)) / k
-
-    def kept_of(self, other: "Acceptance") -> float:
-        """The least that is kept of another's share of accepted tokens, whatever a server drafts a step.
-
-        A released block of which no draft is accepted has nothing to lose: all is kept.
-        """
-        shares = [(self.of_drafted(k), other.of_drafted(k)) for k in range(1, len(self.reached) + 1)]
-        return min((own / theirs if theirs else 1.0 for own, theirs in shares), default=1.0)
-
-    def fact(self) -> AcceptanceFact:
-        """The figures for the record, by the number of tokens drafted a step."""
-        ks = range(1, len(self.reached) + 1)
-        return AcceptanceFact(
-            num_slots=self.num_slots,
-            by_position={str(k): tuple(round(rate, DIGITS) for rate in self.by_position(k)) for k in ks},
-            mean_accepted_length={str(k): round(self.mean_accepted_length(k), DIGITS) for k in ks},
-        )
 
 
 def target(backbone: Backbone, stream: Stream) -> Target:
@@ -199,27 +145,24 @@ def acceptance(
     skeleton = backbone.skeleton
     num_steps = NUM_STEPS if len(blocks) == 1 else min(NUM_STEPS, len(blocks))
     ends = end_ids(backbone)
-    counts = torch.zeros(3, num_steps, num_steps, dtype=torch.float64)
+    counts = torch.zeros(len(backbone.data.held_out_ids), 3, num_steps, num_steps, dtype=torch.float64)
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
         for block in blocks:
             stack.enter_context(serving(block))
         for row, sequence in _sequences(backbone, stream):
             drafts_KS = _drafts(backbone, blocks, sequence, num_steps)
             own = None if written is None else written[row]
-            counts += server_counts(sequence.ids[0], target.choices[row], drafts_KS, ends=ends, written=own)
-    slots, reached, accepted = backbone.ranks.sum(counts).tolist()
-    if not slots[0][0]:
+            counts[row] = server_counts(sequence.ids[0], target.choices[row], drafts_KS, ends=ends, written=own)
+    counts = backbone.ranks.sum(counts)
+    num_slots = int(counts[:, 0, 0, 0].sum())
+    if not num_slots:
         raise RecipeError(
             backbone.skeleton.plan.recipe.name,
             "the held-out text must resemble what the model writes",
             got="not one token that is the model's own choice",
             cure="Raise calibration.held_out, or name a dataset in the model's chat format",
         )
-    return Acceptance(
-        num_slots=int(slots[0][0]),
-        reached=tuple(tuple(row[: k + 1]) for k, row in enumerate(reached)),
-        accepted=tuple(tuple(row[: k + 1]) for k, row in enumerate(accepted)),
-    )
+    return Acceptance(num_slots=num_slots, counts=counts[:, 1:])
 
 
 def _drafts(backbone: Backbone, blocks: Sequence[MtpBlock], sequence: Batch, num_steps: int) -> Tensor:

@@ -8,6 +8,7 @@ measured apart, and a policy is judged by both together, against the released mo
 """
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -22,9 +23,10 @@ from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schema import AUTO, MtpAuto, candidates_for
 from ..plan import Plan, make_plan
+from .accepted import FEWEST_SEQUENCES, Acceptance, Kept, fewest_slots
 from .backbone import Backbone
 from .facts import DIGITS, CandidateFact, MeasuredFact, Side
-from .held_out import Acceptance, Target, agreement, target
+from .held_out import Target, agreement, target
 from .mtp_block import bind_block, build_block
 from .mtp_policy import NothingCounts, PolicyResults, block_schemes, num_blocks
 from .progress import CalibrationStep, ProgressCallback, progress_since
@@ -166,12 +168,16 @@ def _chosen(results: PolicyResults, progress: ProgressCallback | None) -> tuple[
 def choose(
     results: PolicyResults, auto: MtpAuto, progress: ProgressCallback | None
 ) -> tuple[tuple[CandidateFact, ...], Plan | None]:
-    """Every policy measured, and the plan of the cheapest that keeps enough; None if none does."""
-    plan = results.plan
+    """Every policy measured, and the plan of the cheapest that is shown to keep enough; None if there is none.
+
+    Where too few slots show it of any candidate, the block stays as released, if that is a candidate and the estimate
+    does not speak against it: what is not known costs bytes, never drafts.
+    """
+    plan, confidence = results.plan, results.plan.recipe.gates.confidence
     policies = candidates_for(auto.candidates, _groups(plan))
     tried: list[CandidateFact] = []
     plans: dict[int, Plan] = {}
-    kept: dict[int, float] = {}  # all digits, unlike the record's
+    kept: dict[int, Kept] = {}  # all digits, unlike the record's
     started = time.monotonic()
     for number, policy in enumerate(policies):
         try:
@@ -185,46 +191,87 @@ def choose(
             tried.append(CandidateFact(policy=policy, bytes=0, kept=0.0, refused=str(error), acceptance=None))
             continue
         found = results.measured(plans[number])
-        kept[number] = found.kept_of(results.released())
+        kept[number] = found.limits_of(results.released(), confidence)
         tried.append(
             CandidateFact(
                 policy=policy,
                 bytes=_num_bytes(plans[number]),
-                kept=round(kept[number], DIGITS),
+                kept=round(kept[number].value, DIGITS),
+                kept_at_least=round(kept[number].low, DIGITS),
+                needed_slots=kept[number].needed_slots(auto.min_acceptance),
                 acceptance=found.fact(),
             )
         )
         if progress:
             progress(_step(results.backbone, len(tried), len(policies), started))
-    enough = [number for number in plans if kept[number] >= auto.min_acceptance]
+    enough = [number for number in plans if kept[number].is_shown(auto.min_acceptance)]
+    if not enough:
+        as_released = [number for number in plans if not block_schemes(plans[number])]
+        enough = [number for number in as_released if kept[number].value >= auto.min_acceptance]
     if not enough:
         return tuple(tried), None
     # Of two that cost the same, the one that keeps more.
-    best = min(enough, key=lambda number: (tried[number].bytes, -kept[number]))
+    best = min(enough, key=lambda number: (tried[number].bytes, -kept[number].value))
     tried[best] = tried[best].model_copy(update={"chosen": True})
     return tuple(tried), plans[best]
 
 
+def refuse_too_little_text(plan: Plan, *, num_sequences: int, num_slots: int) -> None:
+    """Refuse held-out text on which `mtp: auto` could show nothing, were no draft lost: before hours of work.
+
+    Args:
+        plan: whose recipe says auto.
+        num_sequences: of held-out text.
+        num_slots: tokens of it that may count.
+
+    Raises:
+        RecipeError: it says how many are needed.
+    """
+    auto = plan.recipe.mtp_auto
+    assert auto is not None
+    needed = fewest_slots(auto.min_acceptance, plan.recipe.gates.confidence)
+    if num_sequences < FEWEST_SEQUENCES or num_slots < needed:
+        raise RecipeError(
+            plan.recipe.name,
+            f"mtp: auto needs {FEWEST_SEQUENCES} held-out sequences, and {needed:,} tokens of them that a model writes",
+            got=f"{num_sequences} sequences, {num_slots:,} tokens",
+            cure="Raise calibration.held_out",
+        )
+
+
 def _nothing_is_enough(results: PolicyResults, auto: MtpAuto, tried: Sequence[CandidateFact]) -> GateError:
     """The refusal where no candidate keeps enough: it names the best one, and where acceptance is lost."""
-    name, rule = results.plan.recipe.name, f"a candidate of mtp: auto must keep {auto.min_acceptance:.1%} of acceptance"
+    recipe = results.plan.recipe
+    sure = f"{recipe.gates.confidence:.0%} confidence"
+    rule = f"a candidate of mtp: auto must keep {auto.min_acceptance:.1%} of acceptance, at {sure}"
     measured = [each for each in tried if each.acceptance]
     if not measured:
         return GateError(
-            name,
+            recipe.name,
             rule,
             got=f"no candidate that fits the model: {tried[0].refused.removesuffix('.')}",
             cure="Give others in mtp_auto.candidates",
         )
     best = max(measured, key=lambda each: each.kept)
     alone = results.unquantized().kept_of(results.released())
-    cure = (
-        "Add a gentler one to mtp_auto.candidates (bf16), or lower mtp_auto.min_acceptance"
-        if alone >= auto.min_acceptance
-        else f"The quantized backbone keeps {alone:.1%} with the block as released: quantize less of it, or lower "
-        "mtp_auto.min_acceptance"
-    )
-    return GateError(name, rule, got=f"{best.kept:.1%} at best, by {best.title}", cure=cure)
+    if alone < auto.min_acceptance:
+        cure = (
+            f"The quantized backbone keeps {alone:.1%} with the block as released: quantize less of it, or lower "
+            "mtp_auto.min_acceptance"
+        )
+    elif best.needed_slots:
+        cure = f"{_more_text(results, best.needed_slots)}, or add bf16 to mtp_auto.candidates"
+    else:
+        cure = "Add a gentler one to mtp_auto.candidates (bf16), or lower mtp_auto.min_acceptance"
+    got = f"{best.kept:.1%} at best, at least {best.kept_at_least:.1%}, by {best.title}"
+    return GateError(recipe.name, rule, got=got, cure=cure)
+
+
+def _more_text(results: PolicyResults, needed: int) -> str:
+    calibration, num_slots = results.plan.recipe.calibration, results.released().num_slots
+    assert calibration is not None
+    sequences = math.ceil(calibration.held_out * needed / num_slots)
+    return f"About {needed:,} slots would tell, here are {num_slots:,}: raise calibration.held_out to {sequences:,}"
 
 
 def _groups(plan: Plan) -> set[str]:

@@ -14,7 +14,7 @@ hidden state that block j - 1 computes as a server would.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,9 +24,10 @@ from ...checkpoints.files import write_whole
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ..plan import Plan
+from .accepted import Acceptance
 from .backbone import Backbone, fitting, record
 from .forwards import serving
-from .held_out import Acceptance, Target, acceptance, block_input
+from .held_out import Target, acceptance, block_input
 from .layer import calibrate
 from .mtp_block import MtpBlock, bind_block, build_block
 from .served import InMemory, serve_weights
@@ -87,7 +88,7 @@ class PolicyResults:
             found = measure()
         if ranks.is_first:
             self._folder().mkdir(exist_ok=True)
-            write_whole(path, json.dumps(asdict(found)))
+            write_whole(path, json.dumps(found.as_json()))
         return found
 
     def _acceptance(self, stream: Stream, blocks: Sequence[MtpBlock]) -> Acceptance:

@@ -20,7 +20,7 @@ from ..plan import Plan
 from .backbone import Backbone, calibrate_backbone
 from .claim import fingerprint, refuse_shrunk_dataset
 from .data import CalibrationData, calibration_data
-from .mtp_pass import MtpPass, mtp_pass, refuse_mtp
+from .mtp_pass import MtpPass, mtp_pass, refuse_mtp, refuse_too_little_text
 from .progress import ProgressCallback
 from .ranks import Ranks
 from .statistics import Statistics, refuse_statistics
@@ -65,13 +65,8 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
     refuse_mtp(plan)
     # Read once for all: the other ranks need neither the dataset nor its host.
     data = ranks.of_first(lambda: _data(plan, folder))
-    if plan.recipe.mtp == AUTO and data.held_out_written is not None and not data.held_out_written.any():
-        raise RecipeError(
-            plan.recipe.name,
-            "mtp: auto needs held-out text that a model writes",
-            got="none in the dataset's rows",
-            cure="Name one with assistant turns, or give calibration.prompt_column",
-        )
+    if plan.recipe.mtp == AUTO:
+        _refuse_held_out(plan, data)
     folder.mkdir(parents=True, exist_ok=True)
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():
@@ -86,6 +81,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
         "processes": ranks.size,
         "coverage": _coverage(backbone),
         "min_acceptance": plan.recipe.mtp_auto.min_acceptance if plan.recipe.mtp_auto else None,
+        "confidence": plan.recipe.gates.confidence if plan.recipe.mtp_auto else None,
         **mtp.summary(),
     }
     return CalibrationRun(plan=mtp.plan, statistics=statistics, salt=salt, summary=summary, mtp=mtp)
@@ -97,6 +93,20 @@ def _data(plan: Plan, folder: Path) -> CalibrationData:
         return calibration_data(plan.recipe.calibration, plan.source)
     except RecipeError as error:
         raise refuse_shrunk_dataset(error, folder) from error
+
+
+def _refuse_held_out(plan: Plan, data: CalibrationData) -> None:
+    """Refuse held-out text that can say nothing of a candidate of `mtp: auto`."""
+    written = data.held_out_written
+    if written is not None and not written.any():
+        raise RecipeError(
+            plan.recipe.name,
+            "mtp: auto needs held-out text that a model writes",
+            got="none in the dataset's rows",
+            cure="Name one with assistant turns, or give calibration.prompt_column",
+        )
+    num_slots = data.held_out_ids.numel() if written is None else int(written.sum())
+    refuse_too_little_text(plan, num_sequences=len(data.held_out_ids), num_slots=num_slots)
 
 
 def _coverage(backbone: Backbone) -> dict[str, Any]:

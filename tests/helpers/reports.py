@@ -254,6 +254,7 @@ def summary(word: str = "") -> dict[str, Any]:
             "fewest_tokens": {"module": word or "model.layers.2.mlp.experts.1.up_proj", "tokens": 0},
         },
         "min_acceptance": 0.97,
+        "confidence": 0.95,
         "mtp": word or MIXED,
         "rows": [
             {"backbone": backbone, "mtp": mtp, "perplexity": perplexity, "acceptance": accepted(*rates)}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from ...quantize.calibrate.facts import CalibrationFact
+from ...quantize.calibrate.facts import CalibrationFact, CandidateFact, Verdict
 from ...recipes.errors import printable
 from ...recipes.protocol import Gates
 from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
@@ -193,6 +193,9 @@ def candidates(calibration: CalibrationFact) -> Drawing:
     largest = max(each.bytes for _, each in tried)
     unit, divisor = next(((unit, size) for unit, size in _UNITS if largest >= size), _UNITS[-1])
 
+    def _is(each: CandidateFact, verdict: Verdict) -> bool:
+        return not each.chosen and calibration.verdict_on(each) == verdict
+
     def draw(axes: Axes, inks: Inks) -> None:
         kinds = (
             ("chosen", inks.after, "o", inks.after, lambda each: each.chosen),
@@ -201,9 +204,10 @@ def candidates(calibration: CalibrationFact) -> Drawing:
                 inks.after,
                 "o",
                 "none",
-                lambda each: not each.chosen and each.kept >= least,
+                lambda each: _is(each, "keeps enough"),
             ),
-            ("keeps too little", inks.bad, "X", inks.bad, lambda each: not each.chosen and each.kept < least),
+            ("too few slots to tell", inks.muted, "d", "none", lambda each: _is(each, "too few slots to tell")),
+            ("keeps too little", inks.bad, "X", inks.bad, lambda each: _is(each, "keeps too little")),
         )
         for name, colour, marker, face, belongs in kinds:
             spots = [(each.bytes / divisor, 100 * each.kept) for _, each in tried if belongs(each)]

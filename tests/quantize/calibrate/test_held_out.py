@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from drafts import changed
+from keepmtp.quantize.calibrate.accepted import Acceptance
 from keepmtp.quantize.calibrate.backbone import Backbone
-from keepmtp.quantize.calibrate.held_out import Acceptance, acceptance, agreement, end_ids, server_counts, target
+from keepmtp.quantize.calibrate.held_out import acceptance, agreement, end_ids, server_counts, target
 from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.calibrate.states import States
@@ -179,17 +180,3 @@ def test_the_count_is_that_of_a_server_played_token_by_token(seed):
     for k in (1, 2, 3):
         expected = played(ids.tolist(), choices.tolist(), drafts.tolist(), k, written.tolist())
         torch.testing.assert_close(counts[1:, k - 1, :k], expected)
-
-
-def test_what_is_kept_is_the_least_over_all_lengths_of_a_draft():
-    best = Acceptance(num_slots=10, reached=((10.0,), (10.0, 9.0)), accepted=((9.0,), (9.0, 8.1)))
-    worse = Acceptance(num_slots=10, reached=((10.0,), (10.0, 9.0)), accepted=((9.0,), (9.0, 0.0)))
-    assert best.by_position(2) == pytest.approx((0.9, 0.81)) and best.mean_accepted_length(2) == pytest.approx(2.71)
-    assert best.kept_of(best) == 1.0
-    assert worse.of_drafted(1) == best.of_drafted(1) and worse.kept_of(best) == pytest.approx(0.9 / 1.71)
-
-
-def test_of_nothing_all_is_kept():
-    none, half = (Acceptance(num_slots=4, reached=((4.0,),), accepted=((accepted,),)) for accepted in (0.0, 2.0))
-    assert half.kept_of(none) == none.kept_of(none) == 1.0
-    assert none.kept_of(half) == 0.0
