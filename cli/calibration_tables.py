@@ -59,7 +59,8 @@ def _data(plan: Plan, num_tokens: int) -> str:
     return (
         f"{named}{calibration.algorithm} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
         f"tokens ({num_tokens:,}) of {calibration.dataset} ({calibration.dataset_revision}{subset}, split "
-        f"{calibration.split}, column {calibration.column}); {calibration.held_out:,} more are held out to measure on."
+        f"{calibration.split}, column {calibration.column}); {calibration.held_out:,} more are held out to measure on"
+        + (", answered by the model itself if memory holds it." if calibration.held_out_by == "model" else ".")
     )
 
 
@@ -115,6 +116,8 @@ def _remarks(fact: CalibrationFact) -> list[str]:
             f"[yellow]never routed:[/] {len(never):,} expert module{'s' * (len(never) > 1)} that the router sent no "
             f"token, calibrated on all of them instead: {named}. More samples may reach them."
         )
+    if fact.data.held_out_by == "model":
+        lines.append("The released model wrote the answers of the held-out text itself.")
     if fact.unmeasured:
         lines.append(f"[yellow]no acceptance:[/] {escape(fact.unmeasured)}")
     if fact.measured:

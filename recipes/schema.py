@@ -117,6 +117,8 @@ class Calibration(_Frozen):
             but acceptance counts only what a model writes. Null where a text is not an answer.
         samples: sequences to calibrate on.
         held_out: other sequences, from other rows, to measure acceptance and perplexity on.
+        held_out_by: who writes the held-out answers: `dataset`, or `model`, the released model itself, if memory holds
+            all of it. On its own text every slot counts for acceptance, as on a server.
         sequence_length: tokens in each sequence; rows follow each other without padding.
         batch_size: sequences in one batch, on each rank.
         seed: for the order of the rows.
@@ -133,6 +135,7 @@ class Calibration(_Frozen):
     prompt_column: _Text | None = None
     samples: _Count
     held_out: _Count
+    held_out_by: Literal["dataset", "model"] = "dataset"
     # The last position has no next token to judge: one token alone gives neither perplexity nor acceptance.
     sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]
     batch_size: _Count

@@ -105,9 +105,9 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
         "blank_rows": used.num_blank + held.num_blank,
         "tokens": ids.numel(),
         "held_out_tokens": held_out_ids.numel(),
-        "row_numbers_sha256": _sha256([*used.numbers, *held.numbers]),
-        "ids_sha256": _sha256(used.ids),
-        "held_out_ids_sha256": _sha256(held.ids),
+        "row_numbers_sha256": ids_sha256([*used.numbers, *held.numbers]),
+        "ids_sha256": ids_sha256(used.ids),
+        "held_out_ids_sha256": ids_sha256(held.ids),
     }
     written = _written(held, encoding, length)
     if written is not None:
@@ -273,7 +273,7 @@ def _take(
     while len(ids) < num_tokens and (drawn := next(rows, None)) is not None:
         number, row, of_row = drawn
         num_blank += not of_row
-        if of_row and (sum_of_row := _sha256(of_row)) not in seen:
+        if of_row and (sum_of_row := ids_sha256(of_row)) not in seen:
             kept.append((row, of_row))
             numbers.append(number)
             sums.append(sum_of_row)
@@ -310,7 +310,8 @@ def _refuse_long_sequences(calibration: Calibration, source: Source) -> None:
         raise RecipeError("calibration.sequence_length", rule, got=calibration.sequence_length, cure="Lower it")
 
 
-def _sha256(numbers: Sequence[int]) -> str:
+def ids_sha256(numbers: Sequence[int]) -> str:
+    """SHA-256 of numbers as int64, little-endian."""
     return hashlib.sha256(b"".join(number.to_bytes(8, "little") for number in numbers)).hexdigest()
 
 

@@ -34,6 +34,7 @@ class DataFact(Fact):
     tokens: Count
     held_out_tokens: Count
     held_out_written_tokens: Count | None = None
+    held_out_by: Literal["dataset", "model"] = "dataset"
     row_numbers_sha256: str
     ids_sha256: str
     held_out_ids_sha256: str

@@ -115,6 +115,13 @@ def plain_forwards(model: Any) -> Iterator[None]:
                 attributes["forward"] = forward
 
 
+@contextmanager
+def plain(model: Any) -> Iterator[None]:
+    """Computes as the released model does, in transformers' own operators."""
+    with torch.no_grad(), eval_context(model), disable_hf_kernels(model):
+        yield
+
+
 def small_parameters(model: Any) -> dict[str, Tensor]:
     """Copies of the norms' weights and of all biases: what contexts and smoothings may change besides matrices."""
     return {

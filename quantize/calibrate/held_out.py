@@ -34,6 +34,7 @@ from torch import Tensor
 from ...checkpoints.json_file import read_object
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
+from ..plan import Plan
 from .accepted import Acceptance
 from .backbone import Backbone
 from .draft_steps import draft_steps
@@ -144,7 +145,7 @@ def acceptance(
     """
     skeleton = backbone.skeleton
     num_steps = NUM_STEPS if len(blocks) == 1 else min(NUM_STEPS, len(blocks))
-    ends = end_ids(backbone)
+    ends = end_ids(skeleton.plan)
     counts = torch.zeros(len(backbone.data.held_out_ids), 3, num_steps, num_steps, dtype=torch.float64)
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
         for block in blocks:
@@ -270,9 +271,8 @@ def _computed(skeleton: Skeleton, module: Any, batch: Batch) -> Any:
     return output
 
 
-def end_ids(backbone: Backbone) -> frozenset[int]:
+def end_ids(plan: Plan) -> frozenset[int]:
     """Tokens after which a server stops."""
-    plan = backbone.skeleton.plan
     assert plan.source.folder is not None
     path = plan.source.folder / "generation_config.json"
     holders = [plan.source.config, plan.view.text_config, read_object(path, path) if path.is_file() else {}]

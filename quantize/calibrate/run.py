@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...checkpoints.files import held
 from ...recipes.errors import RecipeError
 from ...recipes.schema import AUTO
@@ -21,6 +23,7 @@ from .backbone import Backbone, calibrate_backbone
 from .claim import fingerprint, refuse_shrunk_dataset
 from .data import CalibrationData, calibration_data
 from .mtp_pass import MtpPass, mtp_pass, refuse_mtp, refuse_too_little_text
+from .own_text import with_own_text
 from .progress import ProgressCallback
 from .ranks import Ranks
 from .statistics import Statistics, refuse_statistics
@@ -64,7 +67,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
     refuse_untrusted_code(plan)
     refuse_mtp(plan)
     # Read once for all: the other ranks need neither the dataset nor its host.
-    data = ranks.of_first(lambda: _data(plan, folder))
+    data = ranks.of_first(lambda: _data(plan, folder, ranks.device))
     if plan.recipe.mtp == AUTO:
         _refuse_held_out(plan, data)
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,12 +90,14 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
     return CalibrationRun(plan=mtp.plan, statistics=statistics, salt=salt, summary=summary, mtp=mtp)
 
 
-def _data(plan: Plan, folder: Path) -> CalibrationData:
-    assert plan.recipe.calibration is not None
+def _data(plan: Plan, folder: Path, device: torch.device) -> CalibrationData:
+    calibration = plan.recipe.calibration
+    assert calibration is not None
     try:
-        return calibration_data(plan.recipe.calibration, plan.source)
+        data = calibration_data(calibration, plan.source)
     except RecipeError as error:
         raise refuse_shrunk_dataset(error, folder) from error
+    return with_own_text(plan, data, folder, device=device) if calibration.held_out_by == "model" else data
 
 
 def _refuse_held_out(plan: Plan, data: CalibrationData) -> None:

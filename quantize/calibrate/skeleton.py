@@ -15,7 +15,7 @@ utils/helpers.py (`calibration_forward_context`) and entrypoints/oneshot.py (rea
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,6 +163,15 @@ class Skeleton:
         finally:
             self.model.set_output_embeddings(NoHead())
             self._head.to("meta")
+
+    @contextmanager
+    def whole(self) -> Iterator[PreTrainedModel]:
+        """The model with all its weights, for a device that holds them; they are gone afterwards."""
+        with ExitStack() as stack:
+            for index in range(len(self)):
+                stack.enter_context(self.layer(index))
+            stack.enter_context(self.head())
+            yield self.model
 
     def feed(self, index: int, batches: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
         """The model's arguments for each batch as input of layer `index` (the number of layers: after the last one).

@@ -104,7 +104,7 @@ def test_a_target_is_computed_once(shipped, tmp_path):
     assert again.perplexity == first.perplexity and (copy / "figures").is_dir()
     shutil.rmtree(copy / "states")
     assert all(torch.equal(target(moved, "source").choices[row], choices) for row, choices in first.choices.items())
-    assert end_ids(backbone) == {END}
+    assert end_ids(backbone.skeleton.plan) == {END}
 
 
 def test_figures_are_by_rows_so_that_any_number_of_processes_reads_them(shipped, tmp_path, monkeypatch):

@@ -1,0 +1,113 @@
+"""Held-out text that the model itself writes, where memory holds the whole model.
+
+In: a plan over a local source, and the batches that a dataset gave. Out: the same batches, with held-out sequences in
+which the released model has answered. Each keeps its prompt: what stands before its first token that a model writes, or
+its first quarter. Then comes what the model writes at temperature 0, and then the rest of the old sequence.
+
+A server drafts after its own text, and there every slot counts. In a dataset's text only those slots count where the
+model would have written the same, which are the easy ones.
+
+Easy to get wrong: a resumed run must measure on the same text. What was written stays in the calibration's folder, also
+that the dataset's text was used because memory did not hold the model.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ...recipes.family import HFName
+from ..free_memory import free_host_bytes
+from ..plan import Plan
+from .data import CalibrationData, ids_sha256
+from .forwards import plain
+from .held_out import end_ids
+from .skeleton import Skeleton
+from .statistics import read_metadata, write_statistics
+
+MOST_NEW_TOKENS = 512
+"""A model writes no more than these in a sequence: token by token, without a server."""
+_ROOM = 1.2
+"""Times the weights: keys and values of one sequence, and the allocator's blocks."""
+
+
+def with_own_text(plan: Plan, data: CalibrationData, folder: Path, *, device: torch.device) -> CalibrationData:
+    """The batches with held-out text that the released model wrote, if its weights fit the device.
+
+    Args:
+        plan: over a local source; its recipe says `held_out_by: model`.
+        data: what the dataset gave.
+        folder: of this run; the text is kept there.
+        device: that has to hold the whole model.
+    """
+    path = folder / f"own-text-{_key(plan, data)}.safetensors"
+    if not path.is_file():
+        made = _written_by(plan, data, device) if _fits(plan, device) else None
+        tensors = {HFName("ids"): made[0], HFName("written"): made[1]} if made else {HFName("none"): torch.zeros(1)}
+        write_statistics(path, tensors, {"by": "model" if made else "dataset"})
+    if read_metadata(path)["by"] == "dataset":
+        return data
+    found = load_file(path)
+    provenance = {
+        **data.provenance,
+        "held_out_by": "model",
+        "held_out_ids_sha256": ids_sha256(found["ids"].flatten().tolist()),
+        "held_out_written_tokens": int(found["written"].sum()),
+    }
+    return replace(data, held_out_ids=found["ids"], held_out_written=found["written"], provenance=provenance)
+
+
+def _key(plan: Plan, data: CalibrationData) -> str:
+    """Of what decides the text: the weights, the prompts, and how long an answer may be."""
+    files = {name: state.model_dump() for name, state in plan.source.states.items()}
+    parts = (files, data.provenance, MOST_NEW_TOKENS)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _fits(plan: Plan, device: torch.device) -> bool:
+    num_values = sum(
+        prod(tensor.shape)
+        for tensor in plan.tensors
+        if tensor.part == "backbone" and tensor.fate not in ("drop", "add") and tensor.role != "vision"
+    )
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+    return 2 * num_values * _ROOM < free
+
+
+def _written_by(plan: Plan, data: CalibrationData, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[held_out, S] token ids, and which of them the model wrote."""
+    ids, written = data.held_out_ids.clone(), torch.zeros_like(data.held_out_ids, dtype=torch.bool)
+    skeleton = Skeleton(plan, device=device)
+    with skeleton.whole() as model, plain(model):
+        for row, prompt in _prompts(data):
+            room = min(MOST_NEW_TOKENS, ids.shape[1] - len(prompt))
+            answer = _answer(model, prompt.to(device), room, end_ids(plan))
+            span = slice(len(prompt), len(prompt) + len(answer))
+            ids[row, span], written[row, span] = answer, True
+    return ids, written
+
+
+def _prompts(data: CalibrationData) -> Iterator[tuple[int, Tensor]]:
+    """The rows and their prompts: one token at least, and room for one at least."""
+    length = data.held_out_ids.shape[1]
+    for row, ids in enumerate(data.held_out_ids):
+        first = length // 4
+        if data.held_out_written is not None and data.held_out_written[row].any():
+            first = int(data.held_out_written[row].int().argmax())
+        yield row, ids[: min(max(first, 1), length - 1)]
+
+
+def _answer(model: Any, prompt: Tensor, room: int, ends: frozenset[int]) -> Tensor:
+    """What the model writes at temperature 0, its end included."""
+    settings: Mapping[str, Any] = {"eos_token_id": sorted(ends), "pad_token_id": min(ends)} if ends else {}
+    config = GenerationConfig(max_new_tokens=room, do_sample=False, use_cache=True, **settings)
+    found = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), generation_config=config)
+    return found[0, len(prompt) :].cpu()
