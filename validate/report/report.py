@@ -235,14 +235,14 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 4 does not have.
+        CheckpointError: no such file, no JSON, another version, or a field that version 5 does not have.
     """
     raw = read_bytes_of(path, path, cure=f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote")
     try:
         return FullReport.model_validate_json(raw)
     except ValidationError as error:
         cure = "Run the check again with this keepmtp"
-        rule = f"a report is a {JSON_FILE} of version 4"
+        rule = f"a report is a {JSON_FILE} of version 5"
         raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
 
 

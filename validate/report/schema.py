@@ -1,4 +1,4 @@
-"""report.json, version 4: everything that was found about one checkpoint.
+"""report.json, version 5: everything that was found about one checkpoint.
 
 In and out: the file itself. `report.py` fills it, `html.py` makes the page and `validate/publish/card.py` the model
 card from it and from nothing else.
@@ -97,7 +97,7 @@ class FullReport(Fact):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
-    version: Literal[4] = Field(default=4, alias="schema")
+    version: Literal[5] = Field(default=5, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str
