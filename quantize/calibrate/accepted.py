@@ -23,7 +23,7 @@ from torch import Tensor
 from .facts import DIGITS, AcceptanceFact
 
 FEWEST_SEQUENCES = 4
-"""Sequences below which nothing is told: the expansion of Student's t is good to a per mille from 3 degrees on."""
+"""Sequences below which nothing is known: the expansion of Student's t is good to a per mille from 3 degrees on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -21,7 +21,7 @@ Source: vLLM 0.32.0 v1/spec_decode/metrics.py (accepted tokens by position over 
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any

@@ -63,12 +63,15 @@ def test_students_t_is_that_of_scipy(confidence, degrees):
     )
 
 
-@pytest.mark.parametrize(("kept", "slots", "fewest", "most"), [
-    (0.96, 500, 0.0, 0.05),
-    (0.97, 500, 0.0, 0.10),
-    (0.97, 4000, 0.0, 0.08),
-    (0.98, 4000, 0.80, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kept", "slots", "fewest", "most"),
+    [
+        (0.96, 500, 0.0, 0.05),
+        (0.97, 500, 0.0, 0.10),
+        (0.97, 4000, 0.0, 0.08),
+        (0.98, 4000, 0.80, 1.0),
+    ],
+)
 def test_a_block_passes_as_often_as_the_confidence_says(kept, slots, fewest, most):
     """A bare estimate lets one that keeps 96 % pass in every fourth run of 500 slots."""
     games = [played(kept, slots=slots, rows=16, seed=seed) for seed in range(200)]
