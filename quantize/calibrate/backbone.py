@@ -16,7 +16,8 @@ an MTP block is calibrated on, and computed only where one may be.
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from .claim import claim_pass, has_mtp_stream
 from .data import CalibrationData
 from .forwards import propagating, serving
 from .inference_mode import guard
-from .layer import Calibrated, calibrate
+from .layer import Calibrated, calibrate, rewrites
 from .progress import ProgressCallback, progress_since
 from .ranks import Ranks
 from .served import InMemory, serve_weights
@@ -137,21 +138,31 @@ class _Pass:
     states: States
 
     def layer(self, index: int, ahead: ReadAhead) -> None:
-        """Calibrate one layer, and have the next one read meanwhile.
-
-        Its statistics are written first, and the states it computes last.
-        """
+        """Calibrate one layer, and have the next one read meanwhile; its states are whole once its statistics are."""
         skeleton, plan = self.skeleton, self.skeleton.plan
-        calibration = plan.recipe.calibration
-        assert calibration is not None
         binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
-        schemes = schemes_in(binding, path)
         read = skeleton.layer(index, ahead.take())
         with self.states.writing(index + 1) as outputs, read as layer, self._guarded(index):
             ahead.start(skeleton.tensors_of(index + 1))
             self._run("source", index, layer, outputs, serving(skeleton.model))
-            given = InMemory({})
-            if schemes:
+            given = InMemory(self._calibrate(index, layer, outputs, binding, path))
+            serve_weights(skeleton.model, plan, binding, path, given)
+            self._run("served", index, layer, outputs, serving(skeleton.model))
+            if has_mtp_stream(self.folder):
+                self._run("mtp", index, layer, outputs, serving(skeleton.model))
+
+    def _calibrate(
+        self, index: int, layer: nn.Module, outputs: NextStates, binding: Binding, path: str
+    ) -> Mapping[HFName, Tensor]:
+        """The layer's statistics, which are on disk then, and what it returns handed over."""
+        skeleton, calibration = self.skeleton, self.skeleton.plan.recipe.calibration
+        assert calibration is not None
+        schemes = schemes_in(binding, path)
+        # As long as no weight is rewritten, the layer returns the same before and after, to the bit.
+        is_one_pass = bool(schemes) and not rewrites(schemes, calibration.algorithm)
+        tensors: Mapping[HFName, Tensor] = {}
+        if schemes:
+            with self._handing_over("calibration", index, layer, outputs) as hand_over:
                 found = calibrate(
                     skeleton.model,
                     Batches(run=self, stream="calibration", index=index).arguments(),
@@ -160,14 +171,13 @@ class _Pass:
                     fused=fused_in(binding, path),
                     experts=experts_in(binding, path),
                     frozen=frozen_in(binding, path),
+                    after_batch=hand_over if is_one_pass else None,
                 )
-                given = InMemory(on_disk(found.tensors, binding, path))
-                self._record(index, found, binding, path)
+            tensors = on_disk(found.tensors, binding, path)
+            self._record(index, found, binding, path)
+        if not is_one_pass:
             self._run("calibration", index, layer, outputs, propagating(skeleton.model))
-            serve_weights(skeleton.model, plan, binding, path, given)
-            self._run("served", index, layer, outputs, serving(skeleton.model))
-            if has_mtp_stream(self.folder):
-                self._run("mtp", index, layer, outputs, serving(skeleton.model))
+        return tensors
 
     @contextmanager
     def _guarded(self, index: int) -> Iterator[None]:
@@ -184,15 +194,27 @@ class _Pass:
         self, stream: Stream, index: int, layer: nn.Module, outputs: NextStates, context: AbstractContextManager[None]
     ) -> None:
         """Run a stream through the layer and hand over what it returns."""
-        batches = Batches(run=self, stream=stream, index=index)
-        returned: list[Any] = []
+        batches = Batches(run=self, stream=stream, index=index).arguments()
+        with self._handing_over(stream, index, layer, outputs) as hand_over, torch.no_grad(), context:
+            for arguments in batches:
+                self.skeleton.model(**arguments, use_cache=False)
+                hand_over()
+
+    @contextmanager
+    def _handing_over(
+        self, stream: Stream, index: int, layer: nn.Module, outputs: NextStates
+    ) -> Iterator[Callable[[], None]]:
+        """A function to be called after each batch of a stream, which hands over what the layer has returned."""
+        ranges = iter(Batches(run=self, stream=stream, index=index).ranges())
+        returned: deque[Any] = deque(maxlen=1)
         handle = layer.register_forward_hook(lambda _module, _args, output: returned.append(output))
+
+        def hand_over() -> None:
+            output, (first, _) = returned.pop(), next(ranges)
+            outputs.put(stream, first, output if isinstance(output, tuple) else (output,))
+
         try:
-            with torch.no_grad(), context:
-                for (first, _), arguments in zip(batches.ranges(), batches.arguments(), strict=True):
-                    self.skeleton.model(**arguments, use_cache=False)
-                    output = returned.pop()
-                    outputs.put(stream, first, output if isinstance(output, tuple) else (output,))
+            yield hand_over
         finally:
             handle.remove()
 

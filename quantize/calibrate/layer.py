@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +88,7 @@ def calibrate(
     experts: Sequence[tuple[str, ...]] = (),
     frozen: Collection[str] = (),
     smoothings: Sequence[Smoothing] | None = None,
+    after_batch: Callable[[], None] | None = None,
 ) -> Calibrated:
     """Runs the batches through the model and lets llm-compressor's modifiers observe, rescale and rewrite it.
 
@@ -104,6 +106,8 @@ def calibrate(
             has its own, as in llm-compressor.
         frozen: modules whose weights may not change, because their bytes come from the source.
         smoothings: None to have them found; a list is applied as it is, and checked afterwards only.
+        after_batch: called after each batch of the pass that observes. Unless `rewrites(schemes, algorithm)`, what the
+            layer has returned then is what it returns under `forwards.propagating`.
 
     Returns: tensors in the dtypes of `Scheme.tensors`.
 
@@ -112,7 +116,7 @@ def calibrate(
             AWQ or SmoothQuant changed.
         RecipeError: there is no batch.
     """
-    rewritten = [name for name, scheme in schemes.items() if scheme in REWRITES[algorithm]]
+    rewritten = _rewritten(schemes, algorithm)
     smooths = bool(rewritten) and algorithm in RESCALING
     before = small_parameters(model)
     counter = TokenCounter(model, schemes)
@@ -130,8 +134,9 @@ def calibrate(
             before |= _plain_parameters(model, found, schemes)
         passes = ExpertPasses(model, batches, StatisticsRoom.of(_device(model, schemes)))
         modifiers = modifiers_for(schemes, rewritten, algorithm, found, passes)
+        run_batches = partial(_run_batches, model, batches, counter, schemes, after_batch)
         with calibrating(model), norm_calibration_context(model):
-            _run_pipeline(model, batches, modifiers, counter, schemes, fused, experts)
+            _run_pipeline(model, batches, modifiers, run_batches, schemes, fused, experts)
         rescaled = _rescaled_names(found)
         restore(model, {name: value for name, value in before.items() if name not in rescaled})
         if smooths:
@@ -149,6 +154,11 @@ def calibrate(
     )
 
 
+def rewrites(schemes: Mapping[str, str], algorithm: str) -> bool:
+    """Whether calibration changes weights of these modules; if not, the layer computes the same before and after."""
+    return bool(_rewritten(schemes, algorithm))
+
+
 def check_fused(model: Any, fused: Iterable[tuple[str, ...]]) -> None:
     """Raises CheckpointError unless modules that run as one have equal global scales."""
     for group in fused:
@@ -164,6 +174,11 @@ def check_fused(model: Any, fused: Iterable[tuple[str, ...]]) -> None:
                 )
 
 
+def _rewritten(schemes: Mapping[str, str], algorithm: str) -> list[str]:
+    """Modules whose weights the algorithm rewrites."""
+    return [name for name, scheme in schemes.items() if scheme in REWRITES[algorithm]]
+
+
 # --- llm-compressor's pipeline ----------------------------------------------------------------------------------------
 
 
@@ -171,30 +186,20 @@ def _run_pipeline(
     model: Any,
     batches: Inputs,
     modifiers: list[Any],
-    counter: TokenCounter,
+    run_batches: Callable[[], None],
     schemes: Mapping[str, str],
     fused: Iterable[tuple[str, ...]],
     experts: Iterable[tuple[str, ...]],
 ) -> None:
-    """llm-compressor's basic pipeline, with the caller's fused groups and a check of every activation."""
+    """llm-compressor's basic pipeline, with the caller's fused groups."""
     session = active_session()
     with _no_bars():
         session.initialize(model=model, start=-1, recipe=modifiers, calib_data=batches, copy_data=False)
         LifecycleCallbacks.calibration_start()
     for group in fused:
         _fuse_observers(model, [name for name in group if name in schemes], schemes)
-    num_batches = 0
     with DisableQuantization(model):
-        with counter, plain_forwards(model):
-            for num_batches, batch in enumerate(batches, start=1):
-                session.state.current_batch_idx = num_batches - 1
-                model(**batch)
-                counter.ranges.end_batch()
-        counter.finish(num_batches)
-        if not counter.is_finite():
-            with HooksMixin.disable_hooks():
-                find_not_finite(model, schemes, batches)
-        counter.fill_observers()
+        run_batches()
         with _no_bars():
             LifecycleCallbacks.sequential_epoch_end(list(model.modules()))
         share(model, modifiers, schemes)
@@ -202,6 +207,29 @@ def _run_pipeline(
     with _no_bars():
         LifecycleCallbacks.calibration_end()
         session.finalize()
+
+
+def _run_batches(
+    model: Any,
+    batches: Inputs,
+    counter: TokenCounter,
+    modules: Collection[str],
+    after_batch: Callable[[], None] | None,
+) -> None:
+    """All batches through the model, and a check of every activation."""
+    num_batches = 0
+    with counter, plain_forwards(model):
+        for num_batches, batch in enumerate(batches, start=1):
+            active_session().state.current_batch_idx = num_batches - 1
+            model(**batch)
+            counter.ranges.end_batch()
+            if after_batch is not None:
+                after_batch()
+    counter.finish(num_batches)
+    if not counter.is_finite():
+        with HooksMixin.disable_hooks():
+            find_not_finite(model, modules, batches)
+    counter.fill_observers()
 
 
 def _fuse_observers(model: Any, names: Sequence[str], schemes: Mapping[str, str]) -> None:

@@ -146,6 +146,26 @@ def deep(folder: Path, model: str, num_layers: int, batches: int) -> tuple[Plan,
     return replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration})), data
 
 
+def test_minmax_runs_each_calibration_batch_once(tmp_path, monkeypatch):
+    """A layer computes one sequence for the guard, held-out text twice, and calibration text once, or twice by GPTQ."""
+    calls: list[int] = []
+    forward = modeling_glm4_moe.Glm4MoeDecoderLayer.forward
+
+    def counted(self, hidden_states, *args, **kwargs):
+        calls.append(len(hidden_states))
+        return forward(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_glm4_moe.Glm4MoeDecoderLayer, "forward", counted)
+    plan, data = deep(tmp_path / "source", "glm-4.7", 2, 3)
+    assert run(plan, data, tmp_path / "minmax") == [1, 2]
+    assert sum(calls) == 2 * (1 + 2 + 6 + 2)
+    calls.clear()
+    gptq, _ = prepared(small_recipe(tmp_path, "tiny-glm4-moe.w4a16-gptq", samples=4))
+    ids = data.ids[:4]
+    assert run(gptq, replace(data, ids=ids, held_out_ids=ids[:2]), tmp_path / "gptq") == [1, 2, 3]
+    assert sum(calls) == 3 * (1 + 2 + 4 + 4 + 2)
+
+
 def test_nothing_is_held_from_layer_to_layer(tmp_path, monkeypatch):
     """Between layers there is embedding, norm and no more than a batch of states, after the fifth as after the first.
 

@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from keepmtp.quantize.calibrate.expert_passes import ExpertPasses, StatisticsRoom
 from keepmtp.quantize.calibrate.forwards import propagating, serving
-from keepmtp.quantize.calibrate.layer import calibrate, check_fused
+from keepmtp.quantize.calibrate.layer import calibrate, check_fused, rewrites
 from keepmtp.quantize.calibrate.modifiers import modifiers_for
 from keepmtp.quantize.calibrate.smoothing import Smoothing
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -390,6 +390,37 @@ def test_an_experts_tokens_have_scales_of_their_own(scheme):
     with serving(toy):
         together, apart = toy(tokens), torch.cat([toy(token[None]) for token in tokens])
     assert torch.equal(together, apart) and together[1].any()
+
+
+@pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
+@pytest.mark.parametrize(("scheme", "algorithm", "equal"), [("NVFP4", "minmax", True), ("W4A16", "gptq", False)])
+def test_one_pass_is_enough_where_no_weight_is_rewritten(folder, scheme, algorithm, equal):
+    """What the layer returns while it is observed is what it hands on, to the bit; GPTQ's weights are the twin."""
+    skeleton = Skeleton(folder)
+    for index in range(len(skeleton.layers)):
+        batches = skeleton.enter(index, token_ids(), outliers(4, skeleton.model.config.hidden_size))
+        for name, value in skeleton.layers[index].named_parameters():
+            if "layernorm" in name:  # 1 + weight does not fit BF16 where norms are zero-centred, as Qwen3.5's are
+                value.data.add_(0.0012)
+        while_observed: list[Tensor] = []
+        handle = skeleton.layers[index].register_forward_hook(
+            lambda _module, _args, output, kept=while_observed: kept.append(
+                output[0] if isinstance(output, tuple) else output
+            )
+        )
+        schemes = dict.fromkeys(skeleton.linears(index), scheme)
+        done: list[int] = []
+        calibrate(
+            skeleton.model,
+            batches,
+            schemes=schemes,
+            algorithm=algorithm,
+            after_batch=lambda kept=while_observed, done=done: done.append(len(kept)),
+        )
+        handle.remove()
+        assert done == [1, 2, 3, 4]
+        pairs = zip(while_observed, skeleton.leave(index, batches), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs) is equal is not rewrites(schemes, algorithm)
 
 
 def test_zero_centred_norms_come_back_as_they_were():
