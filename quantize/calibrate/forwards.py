@@ -9,18 +9,19 @@ inference_mode (llm-compressor #2745).
 Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationStatus, QuantizationStrategy, enable_quantization
-from compressed_tensors.utils import patch_attr
+from compressed_tensors.quantization import QuantizationStatus
 from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.modeling.offset_norm import norm_calibration_context
 from llmcompressor.utils import calibration_forward_context
 from llmcompressor.utils.helpers import DisableQuantization, disable_cache, disable_hf_kernels, eval_context
 from torch import Tensor
+
+from .activations import rounded_inputs
 
 
 @contextmanager
@@ -56,46 +57,13 @@ def serving(model: Any) -> Iterator[None]:
     batch is another compiled kernel of oneDNN's, and these fill the memory.
     """
     with torch.no_grad(), disable_cache(model), eval_context(model), disable_hf_kernels(model), ExitStack() as stack:
-        model.apply(enable_quantization)
         if all(value.device.type in ("cpu", "meta") for value in model.parameters()):
             stack.enter_context(moe_calibration_context())
-        for name, module in model.named_modules():
-            scheme = getattr(module, "quantization_scheme", None)
-            if scheme is not None:
-                assert module.quantization_status == QuantizationStatus.COMPRESSED, f"{name}: no served weight"
-                if scheme.input_activations and scheme.input_activations.strategy == QuantizationStrategy.TOKEN:
-                    stack.enter_context(patch_attr(module, "forward", _token_by_token(module)))
+        quantized = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}
+        for name, module in quantized.items():
+            assert module.quantization_status == QuantizationStatus.COMPRESSED, f"{name}: no served weight"
+        stack.enter_context(rounded_inputs(quantized))
         yield
-
-
-def _token_by_token(module: Any) -> Callable[[Tensor], Tensor]:
-    """A linear's forward that rounds its input as vLLM does.
-
-    Of compressed-tensors 0.19.0 (compute_dynamic_scales_and_zp), `token` takes one scale for the whole of an input with
-    two dimensions, which is what experts get.
-    """
-    kind = module.quantization_scheme.input_activations.type
-
-    def forward(value: Tensor) -> Tensor:
-        return type(module).forward(module, rounded_tokens(value, is_integer=kind == "int"))
-
-    return forward
-
-
-def rounded_tokens(value: Tensor, *, is_integer: bool) -> Tensor:
-    """Activations [..., K] as INT8 or FP8 with a scale a token.
-
-    Source: vLLM 0.32.0 quantization/utils/int8_utils.py (_per_token_quant_int8) and quantization/input_quant_fp8.py
-    (QuantFP8.forward_native).
-    """
-    wide = value.float()
-    largest = wide.abs().amax(dim=-1, keepdim=True)
-    if is_integer:
-        largest = largest.clamp(min=1e-10)
-        return ((wide * (127 / largest)).round() * (largest / 127)).to(value.dtype)
-    scale = (largest / 448).clamp(min=1 / (448 * 512))
-    codes = (wide * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).to(value.dtype)
 
 
 @contextmanager

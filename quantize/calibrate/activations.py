@@ -1,0 +1,165 @@
+"""Activations rounded as vLLM's kernels round them, for the measurement.
+
+In: the input of a quantized linear layer, and its scheme. Out: the values that the kernel multiplies, in the input's
+own dtype. Each distinct input is rounded once: query, key and value projections see one, and so do gate and up.
+
+Easy to get wrong: compressed-tensors computes scales in the input's dtype, takes one scale for all tokens of an expert
+(`token` with two dimensions), and an INT8 scale of amax / 127.5. vLLM computes in F32, a token at a time, with 127.
+
+Source: vLLM 0.32.0 quantization/utils/nvfp4_emulation_utils.py (ref_nvfp4_quant_dequant), utils/int8_utils.py
+(_per_token_quant_int8) and input_quant_fp8.py (QuantFP8.forward_native). tests/vllm/test_activations.py compares the
+bits. MXFP4's inputs are rounded by compressed-tensors: vLLM takes a package for them that is not on a CPU.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization.lifecycle.forward import forward_quantize
+from compressed_tensors.utils import patch_attr
+from torch import Tensor
+
+from .inputs import InputIdentity
+
+_E4M3_MAX = 448.0
+_E2M1_MAX = 6.0
+_SMALLEST_FP8_SCALE = 1 / (_E4M3_MAX * 512)
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def rounded_inputs(modules: Mapping[str, Any]) -> Iterator[None]:
+    """Lets quantized linear layers compute with rounded inputs, and with their weights as they are.
+
+    Args:
+        modules: with a `quantization_scheme`, by name.
+    """
+    last = _LastRounded()
+    with ExitStack() as stack:
+        for module, scale in zip(modules.values(), _input_scales(modules), strict=True):
+            forward = partial(_forward, module, last, rounding_of(module, scale), _key(module, scale))
+            stack.enter_context(patch_attr(module, "forward", forward))
+        yield
+
+
+def rounding_of(module: Any, scale: float) -> Rounding:
+    """How a module's input is rounded.
+
+    Args:
+        module: with a `quantization_scheme`.
+        scale: its static one, as it is on disk.
+    """
+    args: QuantizationArgs | None = module.quantization_scheme.input_activations
+    if args is None:
+        return _as_it_is
+    match args.strategy, args.num_bits:
+        case QuantizationStrategy.TENSOR_GROUP, 4:
+            return partial(nvfp4, divisor=scale)
+        case QuantizationStrategy.TENSOR, 8:
+            return partial(fp8_tensor, scale=scale)
+        case QuantizationStrategy.TOKEN, 8:
+            return int8_tokens if args.type == "int" else fp8_tokens
+        case QuantizationStrategy.GROUP, 8:
+            assert args.group_size
+            return partial(fp8_groups, group_size=args.group_size)
+        case _:
+            return partial(forward_quantize, module, base_name="input", args=args)
+
+
+def nvfp4(value: Tensor, *, divisor: float) -> Tensor:
+    """E2M1 values [..., K] with an E4M3 scale for each 16, in units of 1 / divisor."""
+    groups = value.float().unflatten(-1, (-1, 16))
+    common = torch.full((), divisor, dtype=torch.float32, device=value.device)
+    scale = (common * (groups.abs().amax(dim=-1, keepdim=True) * (1 / _E2M1_MAX))).clamp(max=_E4M3_MAX)
+    scale = scale.to(torch.float8_e4m3fn).float()
+    unit = scale * common.reciprocal()
+    scaled = groups * torch.where(unit == 0, 0.0, unit.reciprocal())
+    return (_e2m1(scaled) * (scale / common)).flatten(-2).to(value.dtype)
+
+
+def int8_tokens(value: Tensor) -> Tensor:
+    """INT8 values [..., K] with a scale a token."""
+    wide = value.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10)
+    return ((wide * (127 / largest)).round_() * (largest / 127)).to(value.dtype)
+
+
+def fp8_tokens(value: Tensor) -> Tensor:
+    """E4M3 values [..., K] with a scale a token."""
+    wide = value.float()
+    scale = (wide.abs().amax(dim=-1, keepdim=True) / _E4M3_MAX).clamp(min=_SMALLEST_FP8_SCALE)
+    return (_e4m3(wide * scale.reciprocal()) * scale).to(value.dtype)
+
+
+def fp8_groups(value: Tensor, *, group_size: int) -> Tensor:
+    """E4M3 values [..., K] with a scale for each `group_size` channels of a token."""
+    width = value.shape[-1]
+    groups = torch.nn.functional.pad(value.float(), (0, -width % group_size)).unflatten(-1, (-1, group_size))
+    scale = (groups.abs().amax(dim=-1, keepdim=True) / _E4M3_MAX).clamp(min=_SMALLEST_FP8_SCALE)
+    return (_e4m3(groups / scale) * scale).flatten(-2)[..., :width].to(value.dtype)
+
+
+def fp8_tensor(value: Tensor, *, scale: float) -> Tensor:
+    """E4M3 values [..., K] with one scale that is known before."""
+    common = torch.full((), scale, dtype=torch.float32, device=value.device)
+    return (_e4m3(value.float() * common.reciprocal()) * common).to(value.dtype)
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
+def _e4m3(scaled: Tensor) -> Tensor:
+    return scaled.clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _e2m1(scaled: Tensor) -> Tensor:
+    """Nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with the sign; ties go to the even code (see `pack._e2m1_codes`)."""
+    magnitude = scaled.abs().clamp_(max=_E2M1_MAX)
+    power = (magnitude.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32).mul_(2.0**22)
+    return magnitude.add_(power).sub_(power).copysign_(scaled)
+
+
+class _LastRounded:
+    """State: the input that was rounded last, and what became of it."""
+
+    def __init__(self) -> None:
+        self._identity: tuple[object, InputIdentity] | None = None
+        self._rounded: Tensor | None = None
+
+    def of(self, value: Tensor, key: object, rounding: Rounding) -> Tensor:
+        """The input [..., K] rounded; `key` is equal for roundings that are."""
+        identity = key, InputIdentity.of(value)
+        if self._rounded is None or identity != self._identity:
+            self._identity, self._rounded = identity, rounding(value)
+        return self._rounded.view(value.shape)
+
+
+def _forward(module: Any, last: _LastRounded, rounding: Rounding, key: object, value: Tensor) -> Tensor:
+    return type(module).forward(module, last.of(value, key, rounding))
+
+
+def _key(module: Any, scale: float) -> object:
+    args = module.quantization_scheme.input_activations
+    return args and (args.strategy, args.num_bits, args.type, args.group_size, scale)
+
+
+def _input_scales(modules: Mapping[str, Any]) -> list[float]:
+    """The static input scale of each module, 0 where it has none; read from the GPU at once."""
+    found = [_input_scale(module) for module in modules.values()]
+    known = [scale.float().reshape(1) for scale in found if scale is not None]
+    values = iter(torch.cat(known).tolist() if known else ())
+    return [0.0 if scale is None else next(values) for scale in found]
+
+
+def _input_scale(module: Any) -> Tensor | None:
+    args = module.quantization_scheme.input_activations
+    if args is None or args.dynamic is True:
+        return None
+    if args.strategy == QuantizationStrategy.TENSOR_GROUP:
+        return module.input_global_scale.data
+    return module.input_scale.data.bfloat16()  # as on disk
