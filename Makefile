@@ -14,6 +14,8 @@
 #   make test         everything the project promises, on this machine
 #   make fuzz         an hour of hostile checkpoints, recipes and results; FUZZ_SECONDS=60 for a minute
 #   make lint         ruff, its format, pyright                    make measure  how readable the tree is, in numbers
+#   make gpu-test     this machine's GPU against its CPU: bits, one layer of true width, rates (docs/gpu.md); ONLY=casts
+#   make gpu-wheels   what a machine with PyTorch and no network lacks for it, into build/gpu-wheels
 #   make picture      docs/check.svg and the README's table of families      make dist   sdist and wheel in dist/, checked
 #   make families     docs/families.md: what can be calibrated, found by trying
 #
@@ -48,7 +50,7 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 .PHONY: help quantize plan check validate card all publish ls vllm test lint fuzz measure matrix families picture benchmark dist clean
 
 help:
-	@sed -n '3,18s/^# \{0,3\}//p' Makefile
+	@sed -n '3,20s/^# \{0,3\}//p' Makefile
 
 # What is calibrated installs .calibrate, anything else no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
@@ -126,6 +128,28 @@ benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/values.py
 	$(VENV)/bin/python benchmarks/dryload.py
 	$(VENV)/bin/python benchmarks/calibrating.py
+
+# On a machine with a GPU, PyTorch, transformers and accelerate, maybe without a network: it makes no environment. What
+# such a machine lacks is carried in GPU_WHEELS; GPU_SITE holds it, and the checkout under its name.
+GPU_PYTHON ?= python3
+GPU_WHEELS ?= build/gpu-wheels
+GPU_SITE ?= build/gpu-site
+CARRIED := annotated-types compressed-tensors datasets dill llmcompressor loguru multiprocess pydantic pydantic-core \
+	typing-inspection
+
+gpu-test:
+	@mkdir -p "$(GPU_SITE)" && ln -sfn "$(CURDIR)" "$(GPU_SITE)/keepmtp"
+	@if ls "$(GPU_WHEELS)"/*.whl >/dev/null 2>&1 && [ ! -e "$(GPU_SITE)/.installed" ]; then \
+	$(GPU_PYTHON) -m pip --disable-pip-version-check install -q --no-index --no-deps --target "$(GPU_SITE)" \
+	"$(GPU_WHEELS)"/*.whl && touch "$(GPU_SITE)/.installed"; fi
+	@PYTHONPATH="$(abspath $(GPU_SITE))" $(GPU_PYTHON) benchmarks/gpu.py --device "$(or $(DEVICE),cuda)" \
+	$(if $(SMALL),--small) $(if $(PAGE),--page "$(PAGE)") $(foreach part,$(ONLY),--only "$(part)")
+
+gpu-wheels:
+	@mkdir -p "$(GPU_WHEELS)"
+	$(PYTHON) -m pip --disable-pip-version-check download -qq --no-deps -c constraints.txt -d "$(GPU_WHEELS)" \
+	--only-binary :all: --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+	--python-version "$(or $(GPU_PYTHON_VERSION),3.12)" $(CARRIED)
 
 # The wheel is built from the sdist. A release is this and a tag (CONTRIBUTING.md).
 dist: $(VENV)/.test

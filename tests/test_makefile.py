@@ -1,21 +1,12 @@
 """The make targets: what they refuse before they install anything, and which folder they take."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import KEEPMTP
+from commands import KEEPMTP, ROOT, make
 
-ROOT = Path(__file__).parent.parent
 STAMPS = ("base", "quantize", "calibrate", "evaluate")
-
-
-def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    command = ["make", "-f", str(ROOT / "Makefile"), *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=clean | environment)
 
 
 @pytest.fixture

@@ -6,6 +6,14 @@ import sys
 from pathlib import Path
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+ROOT = Path(__file__).parent.parent.parent
+
+
+def make(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A make target of the checkout, without what an outer make left in the environment."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", "-f", str(ROOT / "Makefile"), *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=clean | environment)
 
 
 def keepmtp(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -210,14 +210,22 @@ class _Operations(TorchDispatchMode):
 
 
 class _Factories(TorchFunctionMode):
-    """`torch.tensor` and `as_tensor` make a tensor and move it where no operation is seen."""
+    """Tensors that PyTorch makes of Python numbers, and moves where no operation is seen: they are moved here."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            place = args[1]
+            place = tuple(map(_as_indices, place)) if isinstance(place, tuple) else _as_indices(place)
+            return func(args[0], place, *args[2:])
         if func in (torch.tensor, torch.as_tensor) and _is_gpu(kwargs.get("device")):
             device = kwargs.pop("device")
             return func(*args, **kwargs).to(device)
         return func(*args, **kwargs)
+
+
+def _as_indices(place: Any) -> Any:
+    return torch.tensor(place) if isinstance(place, list) else place
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

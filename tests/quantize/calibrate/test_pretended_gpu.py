@@ -117,6 +117,7 @@ def pinned(value: torch.Tensor) -> torch.Tensor:
 TAKEN: dict[str, Callable] = {
     "a number on the CPU": lambda x: x + torch.tensor(2.0),
     "indices on the CPU": lambda x: x[torch.tensor([0, 1, 1])],
+    "a list of indices": lambda x: x[[0, 1, 1]] + x[:, [0, 2]].sum(),
     "a tensor made on the GPU": lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=x.device),
     "a copy": lambda x: torch.zeros(2, 3).copy_(x) + x.cpu(),
     "a slice that is written": lambda x: x[:, 1].copy_(torch.ones(2)),

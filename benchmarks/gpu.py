@@ -1,0 +1,143 @@
+"""`make gpu-test`: keepmtp on a GPU against keepmtp on a CPU, and how fast and how large it is there.
+
+In: a device (and --small for sizes that a CPU computes in seconds). Out: a table, its JSON with --json, and on a GPU
+the table of docs/gpu.md. Exit status 1 if anything differs, 2 if the device is not there.
+
+Easy to get wrong: what is started here has no network and no installed keepmtp. The make target sets PYTHONPATH to a
+folder that holds the checkout under its name, and the wheels that were carried along.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from gpu_row import GpuRow
+from rich.console import Console
+from rich.table import Table
+
+PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
+PARTS = ("casts", "rates", "packing", "collectives", "line", "glm-4.5-air", "deepseek-v3.1")
+BEGIN, END = "<!-- begin: written by make gpu-test -->\n", "<!-- end -->\n"
+
+
+def main() -> None:
+    """Run every part, print the rows, write the page; the exit status says whether all is as expected."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or cpu to try the program itself.")
+    parser.add_argument("--small", action="store_true", help="Sizes that a CPU computes in seconds.")
+    parser.add_argument(
+        "--only", action="append", default=[], help="A part; may be given more than once.", choices=PARTS
+    )
+    parser.add_argument("--page", type=Path, help="Write the table here, too; docs/gpu.md after a whole run on a GPU.")
+    parser.add_argument("--json", action="store_true", help="Print the rows as JSON.")
+    chosen = parser.parse_args()
+    device = torch.device(chosen.device)
+    if refusal := missing(device):
+        print(refusal, file=sys.stderr)
+        sys.exit(2)
+    with tempfile.TemporaryDirectory(prefix="keepmtp-gpu-") as folder:
+        rows = measured(parts(device, Path(folder), small=chosen.small), chosen.only)
+    is_whole = device.type == "cuda" and not chosen.small and not chosen.only
+    if page := chosen.page or (PAGE if is_whole else None):
+        write_page(page, rows, device)
+    show(rows, as_json=chosen.json)
+    sys.exit(not all(row.met for row in rows))
+
+
+def missing(device: torch.device) -> str:
+    """The sentence for a device that is not there; "" if it is."""
+    if device.type == "cpu" or (torch.accelerator.is_available() and _is_there(device)):
+        return ""
+    return (
+        f"error: gpu-test: PyTorch must see the device {device}; got PyTorch {torch.__version__} without it. "
+        "Run it on a machine with a GPU, or try the program itself with make gpu-test DEVICE=cpu SMALL=1."
+    )
+
+
+def _is_there(device: torch.device) -> bool:
+    own = torch.accelerator.current_accelerator()
+    return own is not None and own.type == device.type and (device.index or 0) < torch.accelerator.device_count()
+
+
+def parts(device: torch.device, folder: Path, *, small: bool) -> Mapping[str, Callable[[], list[GpuRow]]]:
+    """Name -> a function of no arguments that gives the rows of the part."""
+    # llm-compressor logs to standard output, also while it is imported.
+    os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
+    from gpu_kernels import casts, collectives, packing, rates
+    from gpu_models import WIDE, tiny_line, wide_layer
+
+    calls = (
+        partial(casts, device),
+        partial(rates, device),
+        partial(packing, device),
+        partial(collectives, device),
+        partial(tiny_line, device, folder),
+        *(partial(wide_layer, model, device, folder) for model in WIDE),
+    )
+    return {name: partial(call, small=small) for name, call in zip(PARTS, calls, strict=True)}
+
+
+def measured(all_parts: Mapping[str, Callable[[], list[GpuRow]]], only: list[str]) -> list[GpuRow]:
+    """The rows of the parts that were asked for. A part that ends in an error is a row, and the others go on."""
+    rows = []
+    for name, part in all_parts.items():
+        if only and name not in only:
+            continue
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        try:
+            rows += part()
+        except (RuntimeError, ValueError) as error:  # PyTorch's errors and keepmtp's refusals
+            got = f"{type(error).__name__}: {error}".splitlines()[0]
+            rows.append(GpuRow(part=name, what="the whole part", measured=got, expected="no error", met=False))
+    return rows
+
+
+def show(rows: list[GpuRow], *, as_json: bool) -> None:
+    """Print the rows."""
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    table = Table(title="keepmtp on a device, against the CPU")
+    for column in ("part", "what", "measured", "expected", "met"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(row.part, row.what, row.measured, row.expected, _met(row, "yes", "[red]NO[/]"))
+    Console(width=160).print(table)
+
+
+def write_page(page: Path, rows: list[GpuRow], device: torch.device) -> None:
+    """Put the table between the markers of a page."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    lines = [f"{machine(device)}\n", "| part | what | measured | expected | met |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {row.part} | {row.what} | {row.measured} | {row.expected} | {_met(row, 'yes', '**no**')} |" for row in rows
+    ]
+    page.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}")
+
+
+def _met(row: GpuRow, yes: str, no: str) -> str:
+    return "" if not row.expected else yes if row.met else no
+
+
+def machine(device: torch.device) -> str:
+    """What the figures were taken on."""
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        name = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    packages = ", ".join(f"{each} {version(each)}" for each in ("torch", "transformers", "llmcompressor"))
+    return f"Taken on {name}; Python {platform.python_version()}, {packages}."
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""One line of the table of `make gpu-test`, and how time and memory of a device are taken.
+
+Easy to get wrong: a GPU computes later than it is asked to. A time counts only between two waits for it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRow:
+    """What was found.
+
+    Attributes:
+        part: of the program.
+        what: was measured or compared.
+        measured: for people.
+        expected: what it must be; "" for a figure that nothing is expected of.
+        met: whether it is that.
+    """
+
+    part: str
+    what: str
+    measured: str
+    expected: str = ""
+    met: bool = True
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int) -> float:
+    """The least time of some calls, after one that is not counted."""
+    call()
+    times = []
+    for _ in range(repeats):
+        wait_for(device)
+        started = time.perf_counter()
+        call()
+        wait_for(device)
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def wait_for(device: torch.device) -> None:
+    """Return when the device has done what it was asked to."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begin to count the peak of the device's memory anew."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most bytes that tensors took on the device since `forget_peak`; None for the CPU, which does not count."""
+    return None if device.type == "cpu" else torch.accelerator.max_memory_allocated(device)

@@ -1,0 +1,171 @@
+"""`make gpu-test` on a machine without a GPU: it says so, and the same program runs on the CPU.
+
+Nothing of the program is untried but the GPU. A pretended one runs the parts that compare and that count memory.
+"""
+
+import re
+import sys
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+import gpu
+import pretended_gpu as device_module
+import pytest
+import torch
+from commands import ROOT, make
+from gpu_kernels import casts, packing
+from gpu_models import compared, wide_layer
+from gpu_row import GpuRow
+from gpu_runs import in_a_child
+from packaging.requirements import Requirement
+from pretended_gpu import pretended_gpu
+from safetensors.torch import save_file
+
+PAGE = ROOT / "docs" / "gpu.md"
+# The words of docs/gpu.md: what a machine has, with what these install; and what is carried to it.
+HAS = ("torch", "transformers", "accelerate", "pandas", "pyarrow", "xxhash", "requests", "aiohttp")
+
+
+def test_without_a_gpu_it_is_one_sentence(tmp_path):
+    done = make("gpu-test", f"GPU_PYTHON={sys.executable}", f"GPU_SITE={tmp_path}/site", f"GPU_WHEELS={tmp_path}")
+    assert done.returncode == 2
+    sentence, *rest = done.stderr.splitlines()
+    assert sentence.startswith("error: gpu-test: PyTorch must see the device cuda; got PyTorch ")
+    assert sentence.endswith("or try the program itself with make gpu-test DEVICE=cpu SMALL=1.")
+    assert len(rest) == 1 and rest[0].startswith("make: ")
+
+
+def test_the_same_program_runs_on_a_cpu_with_what_such_a_machine_has(tmp_path):
+    page = tmp_path / "gpu.md"
+    page.write_text(PAGE.read_text())
+    python = guarded(tmp_path, {*installed_with(HAS), *carried()})
+    words = (f"GPU_PYTHON={python}", f"GPU_SITE={tmp_path}/site", f"GPU_WHEELS={tmp_path}", f"PAGE={page}")
+    done = make("gpu-test", "DEVICE=cpu", "SMALL=1", *words, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    before, table, after = re.split(f"{gpu.BEGIN}|{gpu.END}", page.read_text())
+    assert (before, after) == tuple(re.split(f"{gpu.BEGIN}|{gpu.END}", PAGE.read_text())[::2])
+    first = {row.split(" | ")[0].removeprefix("| ") for row in table.splitlines() if row.startswith("| ")}
+    assert {*gpu.PARTS} - first == {"line"} and "tiny-glm4-moe.nvfp4-mtp-nvfp4" in first
+    assert "**no**" not in table and "Taken on " in table
+
+
+def test_the_page_says_whether_figures_were_taken():
+    _, table, _ = re.split(f"{gpu.BEGIN}|{gpu.END}", PAGE.read_text())
+    assert ("No figure has been taken on a GPU yet." in table) != ("Taken on " in table)
+    assert all(f"`{part}`" in PAGE.read_text() for part in gpu.PARTS)
+    assert all(name in PAGE.read_text() for name in carried())
+
+
+def installed_with(names: tuple[str, ...]) -> set[str]:
+    """These packages, and what pip installs with them."""
+    found, waiting = set(), [*names]
+    while waiting:
+        name = waiting.pop().lower().replace("_", "-")
+        if name in found:
+            continue
+        found.add(name)
+        needs = map(Requirement, requires(name) or () if name in _here() else ())
+        waiting += [each.name for each in needs if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+def _here() -> set[str]:
+    return {name.lower().replace("_", "-") for names in packages_distributions().values() for name in names}
+
+
+def carried() -> list[str]:
+    """What `make gpu-wheels` downloads."""
+    text = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    return re.search(r"^CARRIED := (.+)$", text, re.MULTILINE)[1].split()
+
+
+def guarded(folder: Path, allowed: set[str]) -> Path:
+    """A Python that refuses to import what is installed here and would not be there."""
+    wrapper, guard = folder / "python", folder / "guard.py"
+    guard.write_text(
+        f"""
+import runpy, sys
+from importlib.metadata import packages_distributions
+there, allowed = packages_distributions(), {allowed!r}
+class Guard:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, *args):
+        names = {{each.lower().replace("_", "-") for each in there.get(name.partition(".")[0], ())}}
+        return None if names - {{"keepmtp"}} and not names & allowed else self.finder.find_spec(name, *args)
+sys.meta_path[:] = map(Guard, sys.meta_path)
+sys.argv = sys.argv[1:]
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    )
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {guard} "$@"\n')
+    wrapper.chmod(0o755)
+    return wrapper
+
+
+# --- what is red ------------------------------------------------------------------------------------------------------
+
+
+def test_a_part_that_ends_in_an_error_is_red_and_the_others_go_on():
+    def broken() -> list[GpuRow]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+
+    good = GpuRow(part="b", what="w", measured="1")
+    rows = gpu.measured({"a": broken, "b": lambda: [good], "c": broken}, only=["a", "b"])
+    assert rows[1:] == [good]
+    assert not rows[0].met and rows[0].measured == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+@pytest.mark.parametrize(
+    ("changed", "red"),
+    [
+        ({}, []),
+        ({"m.experts.0.weight_packed": torch.zeros(4, dtype=torch.uint8)}, ["not m.experts.0.weight_packed"]),
+        ({"m.input_global_scale": torch.tensor([1.03])}, ["3.00%"]),
+        ({"m.input_global_scale": torch.tensor([1.01])}, []),
+    ],
+)
+def test_a_tensor_that_differs_is_red_by_name(changed, red, tmp_path):
+    tensors = {"m.experts.0.weight_packed": torch.arange(4, dtype=torch.uint8), "m.input_global_scale": torch.ones(1)}
+    sides = []
+    for name, values in (("device", tensors | changed), ("cpu", tensors)):
+        (tmp_path / name).mkdir()
+        save_file(values, tmp_path / name / "model.safetensors")
+        acceptance = {"by_position": {"1": [0.9]}}
+        row = {"backbone": "source", "mtp": "source", "perplexity": 4.0, "acceptance": acceptance}
+        sides.append(({"rows": [row]}, tmp_path / name))
+    found = [row.measured for row in compared("line", *sides) if not row.met]
+    assert len(found) == len(red) and all(part in each for part, each in zip(red, found, strict=True))
+
+
+# --- on a pretended GPU -----------------------------------------------------------------------------------------------
+
+
+def test_the_parts_run_on_another_device_than_the_cpu(tmp_path):
+    rows, off = in_a_child(on_pretended, tmp_path)
+    assert all(row.met for row in rows), [row for row in rows if not row.met]
+    assert {row.part for row in rows} == {"casts", "packed", "packing", "glm-4.5-air"}
+    assert any(row.what == "peak memory" and "of what is planned" in row.measured for row in rows)
+    assert [row.what for row in off] == ["BF16 to FP8 E4M3", "F32 to FP8 E4M3", "float8_e4m3fn to F32"]
+    assert [row.measured[:5] for row in off[:2]] == ["5 of ", "5 of "]
+
+
+def on_pretended(folder: Path) -> tuple[list[GpuRow], list[GpuRow]]:
+    """The parts; and what is red on a device whose casts to FP8 have other last bits."""
+    with pretended_gpu() as device:
+        rows = [*casts(device.device, small=True), *packing(device.device, small=True)]
+        rows += wide_layer("glm-4.5-air", device.device, folder, small=True)
+        real = device_module._moved
+
+        def moved(*args):
+            made = real(*args)
+            if made.dtype == torch.float8_e4m3fn and made.device == device.device:
+                made.held.view(torch.uint8)[:5] ^= 1
+            return made
+
+        device_module._moved = moved
+        off = [row for row in casts(device.device, small=True) if row.part == "casts"]
+    return rows, [row for row in off if not row.met]
