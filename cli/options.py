@@ -53,6 +53,16 @@ MtpSourceOption = Annotated[
         "Only its MTP tensors are read.",
     ),
 ]
+GpusOption = Annotated[
+    int | None,
+    typer.Option("--gpus", min=1, help="Say what a run needs on so many GPUs, a process each; default: those here."),
+]
+GpuMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-memory", help="Say it for another machine: GiB of one GPU, or A100, L40S, H100, H200, B200, B300."
+    ),
+]
 CalibrationOption = Annotated[
     str | None,
     typer.Option(

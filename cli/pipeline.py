@@ -35,6 +35,7 @@ from ..recipes.schema import AUTO, Recipe
 from ..validate.check.check import examine
 from ..validate.report.results import CheckData
 from .checkpoint_as_model import ModelWord, model_word, recipe_of_checkpoint
+from .needs import machine_of, refuse_too_large
 from .own_values import refuse_broken_values
 from .progress import SILENT, RunProgress
 from .refusals import needs_calibration, refuse
@@ -169,6 +170,7 @@ def quantize(
     refuse(plan, out)
     if is_finished(plan, out):
         return _found_finished(plan, out, keep_calibration=keep_calibration)
+    refuse_too_large(plan, machine_of())
     plan = _downloaded(plan, out, progress)
     with joined() as ranks:
         run = _calibrated(plan, out, ranks, progress)
@@ -209,7 +211,12 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
 
 
 def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
-    """The plan over files on this disk."""
+    """The plan over files on this disk; what transformers cannot build is refused before it is downloaded."""
+    if plan.source.folder is None and needs_calibration(plan):
+        from ..quantize.calibrate.buildable import backbone_refusal
+
+        if refusal := backbone_refusal(plan):
+            raise refusal
     local = download(plan.source, bars=progress.download)
     if local is plan.source:
         return plan

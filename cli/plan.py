@@ -5,6 +5,8 @@ In: a model and choices. Out: tables, or JSON. Nothing is written.
 
 from .options import (
     CalibrationOption,
+    GpuMemoryOption,
+    GpusOption,
     JsonOption,
     ModelArgument,
     MtpOption,
@@ -23,20 +25,26 @@ def plan(
     calibration: CalibrationOption = None,
     mtp_source: MtpSourceOption = None,
     trust_remote_code: TrustOption = False,
+    gpus: GpusOption = None,
+    gpu_memory: GpuMemoryOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what would become of every tensor, from headers alone: no weight is read, nothing is written.
 
     Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors. Of a calibrated recipe it
-    also says what batches contribute to which modules, and whether the MTP block can be measured.
+    also says what batches contribute to which modules, and whether the backbone and the MTP block can be calibrated.
+    At the end it says what a run needs of memory, disk and time, here or on a machine that you name.
 
     Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
 
     Example: `keepmtp plan /data/my-fine-tune --scheme nvfp4a16-fp8`
+
+    Example: `keepmtp plan glm-4.5-air.nvfp4-fp8 --gpus 8 --gpu-memory H100`
     """
     from .. import api
-    from . import plan_tables
+    from . import needs, plan_tables
 
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     made = api.plan(model, **words, trust_remote_code=trust_remote_code)
-    plan_tables.show(made, as_json=as_json)
+    found = needs.needs_of(made, needs.machine_of(gpus, gpu_memory))
+    plan_tables.show(made, found, as_json=as_json)

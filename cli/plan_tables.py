@@ -16,14 +16,15 @@ from ..quantize.own_code import code_left_out
 from ..quantize.plan import Plan
 from ..recipes.errors import printable
 from . import calibration_tables, tables
+from .needs import Needs, lines
 from .refusals import needs_calibration, refusals
 from .tables import escape
 
 
-def show(made: Plan, *, as_json: bool) -> None:
-    """Print a plan, and for people also what would stop the run."""
+def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
+    """Print a plan and what it needs, and for people also what would stop the run."""
     if as_json:
-        tables.print_json(plan_json(made))
+        tables.print_json(plan_json(made) | {"needs": needs.model_dump(mode="json")})
         return
     out = Console()
     tables.show_plan(out, made)
@@ -31,6 +32,7 @@ def show(made: Plan, *, as_json: bool) -> None:
     if needs_calibration(made):
         out.print(calibration_tables.will_do(made))
     out.print(tables.config_listing(quantization_config(made)), highlight=False, soft_wrap=True)
+    out.print(Text("\n".join([*lines(needs), ""])), soft_wrap=True)
     for refusal in refusals(made):
         out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False, soft_wrap=True)
 

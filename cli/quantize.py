@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from . import tables
 from .options import (
@@ -72,7 +73,7 @@ def quantize(
     Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7`
     """
     from .. import api
-    from . import calibration_tables, commits, pipeline, plan_tables, refusals
+    from . import calibration_tables, commits, needs, pipeline, plan_tables, refusals
 
     out = Console()
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
@@ -80,7 +81,7 @@ def quantize(
     rank, _ = place_in_run()
     if dry_run:
         if not rank:
-            plan_tables.show(made, as_json=as_json)
+            plan_tables.show(made, needs.needs_of(made, needs.machine_of()), as_json=as_json)
         return
     target = folder or pipeline.default_out(made.recipe)
     refusals.refuse(made, target)
@@ -92,6 +93,7 @@ def quantize(
         out.print(plan_tables.companions(made), highlight=False, soft_wrap=True)
         if refusals.needs_calibration(made):
             out.print(calibration_tables.will_do(made))
+            out.print(Text("\n".join([*needs.lines(needs.needs_of(made, needs.machine_of())), ""])), soft_wrap=True)
     with run_progress(Console(stderr=True), as_json=as_json) as progress:
         result = api.quantize(made, target, threads=threads, keep_calibration=keep_calibration, progress=progress)
     if not rank:

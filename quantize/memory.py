@@ -64,7 +64,7 @@ def stations(plan: Plan, *, batch_size: int | None = None) -> tuple[StationMemor
 
     Args:
         plan: its recipe has a calibration block.
-        batch_size: sequences in a batch, instead of the recipe's.
+        batch_size: sequences in a batch, instead of the recipe's; 1 where that is auto.
     """
     return _Count.of(plan).stations(batch_size)
 
@@ -96,6 +96,7 @@ class _Count:
     """Counts one plan.
 
     Attributes:
+        batch_size: sequences in a batch.
         layers: tensors of the decoder layers by their index; of layers that are alike, the first one.
         top: tensors around the decoder layers.
         block: tensors of the MTP block but its copies of embedding and head.
@@ -103,6 +104,7 @@ class _Count:
 
     plan: Plan
     calibration: Calibration
+    batch_size: int
     layers: Mapping[int, Sequence[TensorPlan]]
     top: Sequence[TensorPlan]
     block: Sequence[TensorPlan]
@@ -120,6 +122,7 @@ class _Count:
         return cls(
             plan=plan,
             calibration=calibration,
+            batch_size=size if isinstance(size := calibration.batch_size, int) else 1,
             layers={index: layers[index] for index in sorted(alike.values())},
             top=[tensor for tensor in loaded if tensor.part == "backbone" and tensor.layer is None],
             block=[tensor for tensor in loaded if tensor.part == "mtp" and tensor.role not in ("embedding", "head")],
@@ -128,7 +131,7 @@ class _Count:
     def stations(self, batch_size: int | None) -> tuple[StationMemory, ...]:
         """With another batch size than the recipe's, if there is one."""
         if batch_size is not None:
-            return replace(self, calibration=_with_size(self.calibration, batch_size)).stations(None)
+            return replace(self, batch_size=batch_size).stations(None)
         found = (self.layer(index, block) for index, block in self.layers.items())
         widest = max(found, key=lambda each: each.device_bytes, default=None)
         return tuple(filter(None, (widest, self.head(), self.mtp(), self.packing())))
@@ -142,7 +145,7 @@ class _Count:
     @cached_property
     def num_tokens(self) -> int:
         """In a batch."""
-        return self.calibration.batch_size * self.calibration.sequence_length
+        return self.batch_size * self.calibration.sequence_length
 
     @cached_property
     def embedding(self) -> int:
@@ -192,7 +195,7 @@ class _Count:
         ]
         own = [tensor for tensor in tensors if tensor.role not in ("embedding", "head")]
         length = self.calibration.sequence_length
-        drafted = replace(self, calibration=self.calibration.model_copy(update={"batch_size": 1}))
+        drafted = replace(self, batch_size=1)
         runs = [drafted._with_batch(own, _DRAFT_STEPS * length)]
         if self.plan.recipe.mtp == AUTO or any(tensor.calibrated for tensor in own):
             runs.append(self._with_batch(own, length))
@@ -237,14 +240,14 @@ class _Count:
     def _scores(self, num_keys: int) -> int:
         """Elements of one copy of the attention scores of a batch."""
         heads = int(self.plan.view.text_config.get("num_attention_heads") or 0)
-        return self.calibration.batch_size * heads * self.calibration.sequence_length * num_keys
+        return self.batch_size * heads * self.calibration.sequence_length * num_keys
 
     def _projected(self, tensors: Sequence[TensorPlan], num_keys: int) -> int:
         """What attention's projections compute, and keys and values repeated for every head; rotated copies too."""
         linears = [tensor for tensor in tensors if tensor.role in _ATTENTION and len(tensor.shape) == 2]
         rows = sum(tensor.shape[0] for tensor in linears)
         inner = max((tensor.shape[1] for tensor in linears), default=0)
-        return self.num_tokens * rows * BF16 + self.calibration.batch_size * num_keys * inner * 4 * BF16
+        return self.num_tokens * rows * BF16 + self.batch_size * num_keys * inner * 4 * BF16
 
     def _experts(self, tensors: Sequence[TensorPlan]) -> int:
         """One routed expert on every token: gate, up, their concatenation, two products; and the router's choices."""
@@ -307,10 +310,6 @@ class _Count:
 
 _MLP = frozenset({"dense_mlp", "shared_experts", "experts"})
 _ATTENTION = frozenset({"attention", "linear_attention", "indexer", "compressor"})
-
-
-def _with_size(calibration: Calibration, batch_size: int) -> Calibration:
-    return calibration.model_copy(update={"batch_size": batch_size})
 
 
 def _kind(tensor: TensorPlan) -> tuple[object, ...]:

@@ -1,0 +1,253 @@
+"""How long a run takes, counted: operations, bytes and calls of each station, over what a machine does a second.
+
+In: a plan, a card, how many of them, and a batch size. Out: `TimeTerm`s in seconds; those of one station overlap or
+follow each other as the pipeline does it.
+
+Easy to get wrong: calibration computes every expert on every token, so its operations are those of all parameters, not
+of the active ones. And a GPU waits for Python: with 128 experts and batches of one sequence, calls rule.
+
+Source: rates of cards in cards.py; passes in calibrate/backbone.py; HOST_SECONDS_A_CALL by benchmarks/counted.py. The
+shares of a peak that are reached, and the rate of a disk, are assumed.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from ..recipes.schema import AUTO, Calibration, candidates_for
+from .cards import Card
+from .plan import Plan
+from .tensor_plan import TensorPlan
+
+MATMUL_SHARE = 0.6
+"""Of a card's peak that large BF16 products reach. Assumed."""
+BANDWIDTH_SHARE = 0.75
+"""Of a card's bandwidth that element-wise kernels reach. Assumed."""
+DISK_BYTES_A_SECOND = 2e9
+"""A local NVMe disk, read or written in large pieces. Assumed."""
+HOST_SECONDS_A_CALL = 2.0e-4
+"""Python and launches for one module in a calibrating batch; counted.py measures it on one core of its machine."""
+START_SECONDS = 60.0
+"""Imports, tokens of the text, the static check and the card's first kernels. Assumed."""
+CPU_PACKED_A_SECOND = 2e8
+"""Values that a core packs, by benchmarks/packing.py."""
+# BF16 bytes that move for one score: product, scale, mask, softmax in F32, cast, and the product with the values.
+_BYTES_A_SCORE = 24
+# The same for a value between an expert's projections, for one that an expert returns, and for a check of both.
+_BYTES_INSIDE, _BYTES_OUTSIDE, _BYTES_CHECKED = 26, 12, 6
+_BYTES_PACKED = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTerm:
+    """Seconds of one station for one reason.
+
+    Attributes:
+        station: layers, MTP block, packing, or start.
+        name: compute, memory, calls, read or write.
+        count: what is counted, in its unit.
+        rate: how much of that there is a second.
+    """
+
+    station: str
+    name: str
+    count: float
+    unit: str
+    rate: float
+
+    @property
+    def seconds(self) -> float:
+        return self.count / self.rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The terms of a run, and how long it takes together."""
+
+    terms: tuple[TimeTerm, ...]
+
+    def seconds_of(self, station: str) -> float:
+        """The station's time: a GPU computes while Python calls ahead and a thread reads; so the longest counts."""
+        own = {term.name: term.seconds for term in self.terms if term.station == station}
+        return max(own.get("compute", 0.0) + own.get("memory", 0.0), *own.values())
+
+    @property
+    def seconds(self) -> float:
+        """Of all stations, one after the other."""
+        return sum(self.seconds_of(station) for station in dict.fromkeys(term.station for term in self.terms))
+
+    @property
+    def ruling(self) -> TimeTerm:
+        """The longest term."""
+        return max(self.terms, key=lambda term: term.seconds)
+
+
+def estimate(plan: Plan, card: Card, *, gpus: int = 1, batch_size: int = 1, cores: int = 8) -> Estimate:
+    """The time of a run on GPUs of one machine.
+
+    Args:
+        plan: what is done.
+        card: with known rates.
+        gpus: processes that share the batches, a GPU each.
+        batch_size: sequences in a batch.
+        cores: of the machine, for packing without a GPU and for hashes.
+    """
+    terms = [TimeTerm(station="start", name="calls", count=START_SECONDS, unit="s", rate=1.0)]
+    if plan.needs_calibration or plan.recipe.mtp == AUTO:
+        calibration = plan.recipe.calibration
+        assert calibration is not None
+        work = _Work(plan=plan, calibration=calibration, batch_size=batch_size, gpus=gpus)
+        terms += _terms(work.layers(), "layers", card, disk=work.source_bytes)
+        terms += _terms(work.block(), "MTP block", card, disk=0)
+    terms += _packing(plan, card, gpus)
+    return Estimate(terms=tuple(terms))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Operations, bytes that move on the card, and calls of modules."""
+
+    flops: float = 0.0
+    moved: float = 0.0
+    calls: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(flops=self.flops + other.flops, moved=self.moved + other.moved, calls=self.calls + other.calls)
+
+    def times(self, factor: float) -> "Work":
+        """This work as often."""
+        return Work(flops=self.flops * factor, moved=self.moved * factor, calls=self.calls * factor)
+
+
+def layer_work(
+    plan: Plan, tensors: Iterable[TensorPlan], *, batch_size: int, length: int, routed: bool = False
+) -> Work:
+    """One batch through one layer.
+
+    Args:
+        plan: of the model.
+        tensors: the layer's.
+        batch_size: sequences.
+        length: tokens in each.
+        routed: experts compute their own tokens only, as a server's do.
+    """
+    text_config = plan.view.text_config
+    heads, hidden = int(text_config.get("num_attention_heads") or 0), int(text_config.get("hidden_size") or 0)
+    tokens = batch_size * length
+    matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
+    inner = max((t.shape[1] for t in matrices if t.role == "attention" and t.shape[0] == hidden), default=0)
+    share = _routed_share(plan, matrices) if routed else 1.0
+    plain = sum(prod(tensor.shape) for tensor in matrices if tensor.role != "experts")
+    experts = sum(prod(tensor.shape) for tensor in matrices if tensor.role == "experts")
+    # Query and key are as wide as value and output here; latent attention's are a half wider.
+    flops = 2.0 * tokens * (plain + share * experts) + 4.0 * tokens * length * inner
+    widths = Counter[int]()
+    for tensor in (tensor for tensor in matrices if tensor.role == "experts"):
+        widths[min(tensor.shape[-2:])] += tensor.shape[0] if tensor.stacked else 1
+    # Three matrices an expert, or two stacks.
+    num_experts = sum(widths.values()) / (2 if any(tensor.stacked for tensor in matrices) else 3)
+    inside = max(widths, default=0)
+    moved = 2.0 * (plain + experts) + _BYTES_A_SCORE * float(tokens) * heads * length
+    moved += share * tokens * num_experts * (inside * _BYTES_INSIDE + hidden * _BYTES_OUTSIDE)
+    moved += share * tokens * num_experts * (2 * inside + hidden) * _BYTES_CHECKED
+    return Work(flops=flops, moved=moved, calls=len(matrices) + 2 * num_experts * any(t.stacked for t in matrices))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What all batches of a run cost one process."""
+
+    plan: Plan
+    calibration: Calibration
+    batch_size: int
+    gpus: int
+
+    @cached_property
+    def source_bytes(self) -> int:
+        """Of the backbone's decoder layers, as stored; several processes of a machine read them from one disk once."""
+        layers = [tensor for tensor in self.plan.tensors if tensor.part == "backbone" and tensor.layer is not None]
+        return sum(self.plan.entries[name].num_bytes for tensor in layers for name in tensor.inputs)
+
+    def layers(self) -> Work:
+        """All decoder layers: the calibration text, and the held-out text twice."""
+        layers: dict[int, list[TensorPlan]] = {}
+        for tensor in self.plan.tensors:
+            if tensor.part == "backbone" and tensor.layer is not None and tensor.fate not in ("drop", "add"):
+                layers.setdefault(tensor.layer, []).append(tensor)
+        return sum(map(self._layer, layers.values()), Work())
+
+    def block(self) -> Work:
+        """The MTP block, once a policy that is tried: its own batches, and three steps over the held-out text."""
+        if self.plan.view.family.draft is None:
+            return Work()
+        own = [t for t in self.plan.tensors if t.part == "mtp" and t.role not in ("embedding", "head")]
+        auto = self.plan.recipe.mtp_auto
+        groups = {tensor.role for tensor in own}
+        policies = len(candidates_for(auto.candidates, groups)) if auto and self.plan.recipe.mtp == AUTO else 1
+        head = sum(
+            prod(tensor.shape) for tensor in self.plan.tensors if tensor.role == "head" and tensor.part == "backbone"
+        )
+        length = self.calibration.sequence_length
+        tokens = self.calibration.held_out * length
+        heads = Work(
+            flops=2.0 * tokens * head * 3,
+            moved=10.0 * tokens * head / max(1, _hidden(self.plan)),
+            calls=tokens / length,
+        )
+        drafts = layer_work(self.plan, own, batch_size=1, length=length, routed=True).times(
+            3 * self.calibration.held_out
+        )
+        calibrated = self._passes(own) if any(t.calibrated for t in own) or self.plan.recipe.mtp == AUTO else Work()
+        return (heads + drafts).times((policies + 2) / self.gpus) + calibrated.times(policies)
+
+    def _layer(self, tensors: list[TensorPlan]) -> Work:
+        held_out = layer_work(
+            self.plan, tensors, batch_size=self.batch_size, length=self.calibration.sequence_length, routed=True
+        )
+        return self._passes(tensors) + held_out.times(2 * self._batches(self.calibration.held_out))
+
+    def _passes(self, tensors: list[TensorPlan]) -> Work:
+        """The calibration text, twice where an algorithm rewrites weights of the layer."""
+        one = layer_work(self.plan, tensors, batch_size=self.batch_size, length=self.calibration.sequence_length)
+        passes = 2 if any(t.calibrated == "weights" or t.may_change for t in tensors) else 1
+        return one.times(passes * self._batches(self.calibration.samples))
+
+    def _batches(self, samples: int) -> float:
+        """Of one process; a last batch may be smaller."""
+        return samples / self.batch_size / self.gpus
+
+
+def _terms(work: Work, station: str, card: Card, *, disk: int) -> list[TimeTerm]:
+    found = [
+        TimeTerm(station=station, name="compute", count=work.flops, unit="FLOP", rate=card.flops * MATMUL_SHARE),
+        TimeTerm(station=station, name="memory", count=work.moved, unit="B", rate=card.bandwidth * BANDWIDTH_SHARE),
+        TimeTerm(station=station, name="calls", count=work.calls, unit="modules", rate=1 / HOST_SECONDS_A_CALL),
+    ]
+    if disk:
+        found.append(TimeTerm(station=station, name="read", count=disk, unit="B", rate=DISK_BYTES_A_SECOND))
+    return found
+
+
+def _packing(plan: Plan, card: Card, gpus: int) -> list[TimeTerm]:
+    """Source read, packed and written; then what was written is read for its check."""
+    packed = sum(prod(tensor.shape) for tensor in plan.tensors if tensor.fate == "quantize")
+    disk = plan.num_bytes_before + 2 * plan.num_bytes_after
+    rate = gpus * card.bandwidth * BANDWIDTH_SHARE
+    return [
+        TimeTerm(station="packing", name="memory", count=_BYTES_PACKED * packed, unit="B", rate=rate),
+        TimeTerm(station="packing", name="write", count=disk, unit="B", rate=DISK_BYTES_A_SECOND),
+    ]
+
+
+def _routed_share(plan: Plan, matrices: Iterable[TensorPlan]) -> float:
+    """Of a layer's experts, those that compute a token."""
+    chosen = int(plan.view.text_config.get("num_experts_per_tok") or plan.view.text_config.get("moe_topk") or 1)
+    routers = [tensor.shape for tensor in matrices if tensor.role == "router" and len(tensor.shape) == 2]
+    experts = max((count for count, width in routers if width > chosen), default=chosen)
+    return min(1.0, chosen / experts)
+
+
+def _hidden(plan: Plan) -> int:
+    return int(plan.view.text_config.get("hidden_size") or 1)
