@@ -120,7 +120,7 @@ def needs_of(plan: Plan, machine: Machine) -> Needs:
         seconds, rule = _time(plan, machine, 1)
         return Needs(machine=machine.title, states=states, output=output, seconds=seconds, rule=rule)
     family, size = plan.view.family, batch_size_on(plan, machine)
-    on_device, on_host = _peaks(plan, machine, size)
+    on_device, on_host = _peaks(plan, machine, size, least=False)
     seconds, rule = _time(plan, machine, size)
     is_own_code = _calibration(plan).model_code == "checkpoint"
     backbone = "" if is_own_code else why_not_calibrated(family, plan.recipe.model)
@@ -178,7 +178,7 @@ def refuse_too_large(plan: Plan, machine: Machine) -> None:
     """
     if not needs_calibration(plan):
         return
-    on_device, on_host = _peaks(plan, machine, batch_size_on(plan, machine))
+    on_device, on_host = _peaks(plan, machine, batch_size_on(plan, machine), least=True)
     if machine.card is not None and on_device.device_bytes / SURE > machine.device_bytes:
         _refuse(plan, machine, on_device, on_device.device_bytes, machine.device_bytes, "a GPU")
     if machine.host_bytes is not None and on_host.host_bytes / SURE > machine.host_bytes:
@@ -200,9 +200,9 @@ def _refuse(plan: Plan, machine: Machine, station: StationMemory, needed: int, t
     )
 
 
-def _peaks(plan: Plan, machine: Machine, batch_size: int) -> tuple[StationMemory, StationMemory]:
+def _peaks(plan: Plan, machine: Machine, batch_size: int, *, least: bool) -> tuple[StationMemory, StationMemory]:
     """The stations with most on the device and on the host; without a GPU the host holds everything."""
-    found = stations(plan, batch_size=batch_size)
+    found = stations(plan, batch_size=batch_size, least=least)
     if machine.card is None:
         found = [StationMemory(name=each.name, device={}, host={**each.host, **each.device}) for each in found]
     return peak(found)

@@ -59,14 +59,15 @@ class StationMemory:
         return sum(self.host.values())
 
 
-def stations(plan: Plan, *, batch_size: int | None = None) -> tuple[StationMemory, ...]:
+def stations(plan: Plan, *, batch_size: int | None = None, least: bool = False) -> tuple[StationMemory, ...]:
     """The stations of a calibrated run, in their order; of the decoder layers the one that takes most.
 
     Args:
         plan: its recipe has a calibration block.
         batch_size: sequences in a batch, instead of the recipe's; 1 where that is auto.
+        least: count what a run takes in turns where memory is short (Hessians of experts, AWQ's inputs) as one turn.
     """
-    return _Count.of(plan).stations(batch_size)
+    return _Count.of(plan, least=least).stations(batch_size)
 
 
 def peak(found: Iterable[StationMemory]) -> tuple[StationMemory, StationMemory]:
@@ -83,7 +84,7 @@ def largest_batch_size(plan: Plan, device_bytes: int, *, at_most: int) -> int:
         device_bytes: free before the model is there.
         at_most: no more than these, such as the sequences that there are.
     """
-    count, fitting, size = _Count.of(plan), 0, 1
+    count, fitting, size = _Count.of(plan, least=True), 0, 1
     while size <= at_most:
         if peak(count.stations(size))[0].device_bytes * FRAGMENTS > device_bytes:
             break
@@ -97,6 +98,7 @@ class _Count:
 
     Attributes:
         batch_size: sequences in a batch.
+        least: see `stations`.
         layers: tensors of the decoder layers by their index; of layers that are alike, the first one.
         top: tensors around the decoder layers.
         block: tensors of the MTP block but its copies of embedding and head.
@@ -105,12 +107,13 @@ class _Count:
     plan: Plan
     calibration: Calibration
     batch_size: int
+    least: bool
     layers: Mapping[int, Sequence[TensorPlan]]
     top: Sequence[TensorPlan]
     block: Sequence[TensorPlan]
 
     @classmethod
-    def of(cls, plan: Plan) -> "_Count":
+    def of(cls, plan: Plan, *, least: bool) -> "_Count":
         calibration = plan.recipe.calibration
         assert calibration is not None, f"{plan.recipe.name}: nothing is calibrated"
         loaded = [tensor for tensor in plan.tensors if tensor.fate not in ("drop", "add") and tensor.role != "vision"]
@@ -123,6 +126,7 @@ class _Count:
             plan=plan,
             calibration=calibration,
             batch_size=size if isinstance(size := calibration.batch_size, int) else 1,
+            least=least,
             layers={index: layers[index] for index in sorted(alike.values())},
             top=[tensor for tensor in loaded if tensor.part == "backbone" and tensor.layer is None],
             block=[tensor for tensor in loaded if tensor.part == "mtp" and tensor.role not in ("embedding", "head")],
@@ -286,7 +290,9 @@ class _Count:
             reads_layer = tensor.role in _MLP and tensor.shape[-1] == self.hidden_size
             # Fused modules have one input, and so have the first projections of all experts.
             key = "MLP" if reads_layer else tensor.unit
-            sides[key] = tensor.shape[-1] ** 2 * (1 if reads_layer else _num_matrices(tensor))
+            if self.least and tensor.role == "experts" and not reads_layer:
+                key = "one turn of the experts"
+            sides[key] = tensor.shape[-1] ** 2 * (1 if reads_layer or self.least else _num_matrices(tensor))
         largest = max((tensor.shape[-1] ** 2 for tensor in tensors if tensor.calibrated == "weights"), default=0)
         return {"Hessians": F32 * sum(sides.values()), "an inverse": 2 * F32 * largest}
 
