@@ -8,7 +8,7 @@ and reads its argument itself: typer 0.29 loads pydantic for an argument.
 
 import difflib
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from shutil import get_terminal_size
 from typing import Any
@@ -27,7 +27,7 @@ COLUMNS = {
     "families": ("family", "plan", "check", "backbone", "mtp", "proof"),
 }
 # Columns whose keys are too short for people.
-_HEADS = {"backbone": "calibrate backbone", "mtp": "calibrate MTP"}
+_HEADS: Mapping[str, str] = {"backbone": "calibrate backbone", "mtp": "calibrate MTP"}
 _TITLES = {"models": "models (* what the bare model name means)", "schemes": "schemes (bits: per weight, on disk)"}
 _MORE = {"families": "proof: what the draft was compared with. Why not, and notes: --json, and docs/families.md."}
 _LEAST_WIDTH = 40

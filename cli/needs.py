@@ -189,6 +189,7 @@ def _refuse(plan: Plan, machine: Machine, station: StationMemory, needed: int, t
     size = batch_size_on(plan, machine)
     smaller = largest_batch_size(plan, there, at_most=size)
     ways = [f"Set calibration.batch_size: {smaller}"] if 0 < smaller < size else []
+    ways.append("lower calibration.sequence_length")
     ways.append(f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches")
     ways.append("or take a machine with more")
     cure = ", ".join(ways)

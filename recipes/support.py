@@ -3,7 +3,7 @@
 In: a family. Out: a `Support`: whether its backbone and its MTP block can be calibrated, and what the draft was
 compared with.
 
-The answers for backbones are in calibrated_families.json, a file that `make families` writes: it binds transformers'
+The answers for backbones are in calibrated_families.json, which tests/helpers/support.py writes: it binds transformers'
 class to the names of every release that has a recipe. `keepmtp ls` and `keepmtp plan` read it, so neither torch nor a
 download is needed.
 

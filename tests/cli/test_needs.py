@@ -58,8 +58,8 @@ def test_more_gpus_and_larger_batches_take_less_time(air):
 @pytest.mark.parametrize(
     ("batch_size", "gib", "cure"),
     [
-        (64, "80", "Set calibration.batch_size: 16, use --scheme nvfp4a16-fp8"),
-        (1, "8", "Use --scheme nvfp4a16-fp8, which needs no batches, or take a machine with more."),
+        (64, "80", "Set calibration.batch_size: 16, lower calibration.sequence_length, use --scheme"),
+        (1, "8", "use --scheme nvfp4a16-fp8, which needs no batches, or take a machine with more."),
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_way_out(air, batch_size, gib, cure):
