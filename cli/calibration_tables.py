@@ -106,8 +106,9 @@ def found(fact: CalibrationFact) -> RenderableType:
 def _remarks(fact: CalibrationFact) -> list[str]:
     fewest = fact.coverage.fewest_tokens
     least = f"; the fewest, {fewest.tokens:,}, reached {escape(fewest.module)}" if fewest and fewest.tokens else ""
+    batches = f", in batches of {fact.batch_size:,}" if fact.batch_size else ""
     lines = [
-        f"Coverage: {fact.coverage.modules:,} modules calibrated on {fact.data.tokens:,} tokens{least}.",
+        f"Coverage: {fact.coverage.modules:,} modules calibrated on {fact.data.tokens:,} tokens{batches}{least}.",
         f"The quantized backbone chooses the released model's next token at {fact.agreement:.1%} of held-out slots.",
     ]
     if never := fact.coverage.never_routed:

@@ -100,6 +100,10 @@ class Override(_Frozen):
 
 _Count = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 _Text = Annotated[str, Field(min_length=1)]
+_BatchSize = Annotated[
+    Annotated[Literal["auto"], Tag("word")] | Annotated[_Count, Tag("number")],
+    Discriminator(lambda value: "word" if isinstance(value, str) else "number"),
+]
 
 
 class Calibration(_Frozen):
@@ -120,7 +124,8 @@ class Calibration(_Frozen):
         held_out_by: who writes the held-out answers: `dataset`, or `model`, the released model itself, if memory holds
             all of it. On its own text every slot counts for acceptance, as on a server.
         sequence_length: tokens in each sequence; rows follow each other without padding.
-        batch_size: sequences in one batch, on each rank.
+        batch_size: sequences in one batch, on each rank; `auto` for as many as fit the memory that is free when the
+            run begins.
         seed: for the order of the rows.
         model_code: `checkpoint` lets the checkpoint's own Python build the model and encode conversations.
         decorated_forward: what to do with a model whose forward is wrapped in no_grad or inference_mode.
@@ -138,10 +143,16 @@ class Calibration(_Frozen):
     held_out_by: Literal["dataset", "model"] = "dataset"
     # The last position has no next token to judge: one token alone gives neither perplexity nor acceptance.
     sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]
-    batch_size: _Count
+    batch_size: _BatchSize
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     model_code: Literal["transformers", "checkpoint"] = "transformers"
     decorated_forward: Literal["refuse", "unwrap"] = "refuse"
+
+    @property
+    def num_in_batch(self) -> int:
+        """`batch_size` as a number, which a run has chosen where the recipe says auto."""
+        assert isinstance(self.batch_size, int), "auto: nothing was chosen yet"
+        return self.batch_size
 
 
 class MtpAuto(_Frozen):
@@ -393,7 +404,7 @@ def _refusal(error: ValidationError, where: object) -> RecipeError:
     """The first thing that is wrong; pydantic's own words only where there are no better ones."""
     # A misspelled key shows up as unknown and as missing; the first says more.
     first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-    key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "[key]")) or "recipe"
+    key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "number", "[key]")) or "recipe"
     if first["type"] == "extra_forbidden":
         cure = f"Did you mean {_nearest_key([str(part) for part in first['loc']])}?"
         return RecipeError(where, f"{key} is not a key of a recipe", got=repr(first["input"]), cure=cure)

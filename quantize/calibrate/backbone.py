@@ -272,7 +272,7 @@ class Batches:
     def _size(self) -> int:
         calibration = self.run.skeleton.plan.recipe.calibration
         assert calibration is not None
-        return calibration.batch_size
+        return calibration.num_in_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,18 +322,18 @@ def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         calibration = plan.recipe.calibration
+        assert calibration is not None
         raise RecipeError(
             plan.recipe.name,
             f"{what} must fit {device}",
-            got="out of memory",
-            cure=f"Free the device of other processes, or {_WHAT_HELPS[calibration.algorithm if calibration else '']}",
+            got=f"out of memory in batches of {calibration.num_in_batch}",
+            cure=f"Free the device of other processes, or {_WHAT_HELPS[calibration.algorithm]}",
         ) from error
 
 
 _SMALLER_BATCHES = "lower calibration.batch_size or calibration.sequence_length"
 # Algorithm -> what takes less memory.
 _WHAT_HELPS = {
-    "": _SMALLER_BATCHES,
     "minmax": _SMALLER_BATCHES,
     "smoothquant": _SMALLER_BATCHES,
     "gptq": f"{_SMALLER_BATCHES}. GPTQ's Hessians depend on neither: if they alone do not fit, "

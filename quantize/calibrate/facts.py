@@ -154,6 +154,7 @@ class CalibrationFact(Fact):
         algorithm, sequence_length: the recipe's.
         data: the batches.
         processes: that shared them.
+        batch_size: sequences that were computed at a time, chosen where the recipe says auto; None in older records.
         coverage: of the backbone's modules.
         mtp: the policy for the MTP block, chosen where the recipe says auto.
         min_acceptance: what `mtp: auto` had to keep; None where the recipe does not say auto.
@@ -168,6 +169,7 @@ class CalibrationFact(Fact):
     sequence_length: Annotated[int, Field(gt=0)]
     data: DataFact
     processes: Count
+    batch_size: Count | None = None
     coverage: CoverageFact
     mtp: str | Mapping[str, str]
     min_acceptance: Share | None

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,14 @@ class Ranks:
         num_units = -(-num_rows // unit)
         first, end = (num_units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
         return range(min(first, num_rows), min(end, num_rows))
+
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' values."""
+        if self.size == 1:
+            return value
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return min(values)
 
     def of_first(self, find: Callable[[], _T]) -> _T:
         """What the first rank finds, given to all; what it refuses, all refuse."""

@@ -8,7 +8,7 @@ Easy to get wrong: everything that can be refused is refused before the backbone
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...recipes.schema import AUTO
 from ..own_code import refuse_untrusted_code
 from ..plan import Plan
 from .backbone import Backbone, calibrate_backbone
+from .batch_size import num_in_batch, with_batch_size
 from .claim import fingerprint, refuse_shrunk_dataset
 from .data import CalibrationData, calibration_data
 from .mtp_pass import MtpPass, mtp_pass, refuse_mtp, refuse_too_little_text
@@ -73,21 +74,27 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
     folder.mkdir(parents=True, exist_ok=True)
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():
-        backbone = calibrate_backbone(plan, data, folder, device=ranks.device, ranks=ranks, progress=progress)
-        mtp = mtp_pass(plan, backbone, written=data.held_out_written, progress=progress)
+        settled = with_batch_size(plan, folder, ranks)
+        backbone = calibrate_backbone(settled, data, folder, device=ranks.device, ranks=ranks, progress=progress)
+        mtp = mtp_pass(settled, backbone, written=data.held_out_written, progress=progress)
         ranks.wait()
-        salt = fingerprint(plan, data, ranks.size)
+        salt = fingerprint(settled, data, ranks.size)
         statistics = Statistics.open(folder / "statistics", fingerprint=salt)
         refuse_statistics(mtp.plan, statistics)
     summary = {
         "data": dict(data.provenance),
         "processes": ranks.size,
+        "batch_size": num_in_batch(settled),
         "coverage": _coverage(backbone),
         "min_acceptance": plan.recipe.mtp_auto.min_acceptance if plan.recipe.mtp_auto else None,
         "confidence": plan.recipe.gates.confidence if plan.recipe.mtp_auto else None,
         **mtp.summary(),
     }
-    return CalibrationRun(plan=mtp.plan, statistics=statistics, salt=salt, summary=summary, mtp=mtp)
+    # The record holds the recipe as it was written, and the number that was chosen is in the summary.
+    recipe = mtp.plan.recipe.model_copy(update={"calibration": calibration})
+    return CalibrationRun(
+        plan=replace(mtp.plan, recipe=recipe), statistics=statistics, salt=salt, summary=summary, mtp=mtp
+    )
 
 
 def _data(plan: Plan, folder: Path, device: torch.device) -> CalibrationData:
