@@ -101,7 +101,7 @@ def test_out_of_memory_says_what_helps_the_algorithm(variant, helps, tmp_path, m
 
     plan, data = prepared(small_recipe(tmp_path, f"tiny-glm4-moe.{variant}"))
     monkeypatch.setattr(modeling_glm4_moe.Glm4MoeMoE, "forward", forward)
-    rule = "decoder layer 1 and a batch must fit cpu; got out of memory in batches of 2. Free the device of other processes, "
+    rule = "decoder layer 1 and a batch must fit cpu; got out of memory in batches of 2. Free the device of other "
     with pytest.raises(RecipeError, match=f"{re.escape(rule)}.*{re.escape(helps)}"):
         run(plan, data, tmp_path / "pass")
 
