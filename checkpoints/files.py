@@ -7,8 +7,10 @@ Easy to get wrong: a file that is written under its own name. A reader, or the n
 file here has the name NAME.partial until it is whole.
 """
 
+import errno
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,15 @@ from ..recipes.errors import CheckpointError, RecipeError
 
 WORK = ".keepmtp"
 """A hidden folder in an unfinished output, for what the next run needs."""
+
+
+AGAIN = "run the same command again: it goes on where it was"
+DEAD = "Its file system has failed: mount it again, or check the disk"
+"""What to do where a disk does not answer, as the start of a sentence."""
+_CURES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), f"Make room, and {AGAIN}"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EROFS, errno.ENODEV), f"{DEAD}, and {AGAIN}"),
+}
 
 
 def partial_path(path: Path) -> Path:
@@ -48,9 +59,21 @@ def write_whole(path: Path, text: str) -> Path:
         partial_path(path).write_text(text, encoding="utf-8")
         complete(path)
     except OSError as error:
-        got = error.strerror or repr(error)
-        raise CheckpointError(path, "must be writable", got=got, cure="Make room, or choose another folder") from error
+        raise unwritable(path, error) from error
     return path
+
+
+def unwritable(path: Path, error: Exception) -> CheckpointError:
+    """The refusal for a file that cannot be written.
+
+    Args:
+        path: of the file.
+        error: the system's, or a library's that has the system's number in its words: "(os error 28)".
+    """
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    number = error.errno or 0 if isinstance(error, OSError) else int(found[1]) if found else 0
+    got = os.strerror(number) if number else str(error)
+    return CheckpointError(path, "must be writable", got=got, cure=_CURES.get(number, "Choose another folder"))
 
 
 def write_at(descriptor: int, data: bytearray | memoryview, position: int) -> None:
@@ -65,7 +88,8 @@ def sync(path: Path) -> None:
     """Wait until a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming_file(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -23,6 +23,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from .. import __version__
+from ..checkpoints.files import DEAD
 from ..recipes.errors import GateError, KeepMTPError, printable
 
 FINDINGS, REFUSAL, DEFECT = 1, 2, 70
@@ -45,6 +46,7 @@ _OF_SYSTEM: Mapping[int, tuple[str, str]] = {
     errno.EROFS: ("must be on a disk that can be written", "Name another folder"),
     errno.ENOSPC: ("its disk must have room", f"Free some, and {_AGAIN}"),
     errno.EDQUOT: ("your share of its disk must have room", f"Free some, and {_AGAIN}"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV), ("its disk must answer", f"{DEAD}, and {_AGAIN}")),
     errno.EMFILE: ("more files must be open than the system allows", f"Raise `ulimit -n`, and {_AGAIN}"),
 }
 

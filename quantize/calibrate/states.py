@@ -30,7 +30,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...checkpoints.files import complete, partial_path, sync, write_at
+from ...checkpoints.files import complete, partial_path, sync, unwritable, write_at
 from ...checkpoints.safetensors_file import fill, lay_out, read_header
 from ...checkpoints.values import TORCH_DTYPES, typed
 from ...recipes.errors import CheckpointError
@@ -268,8 +268,7 @@ def _write(path: Path, state: LayerState, copied: Any) -> None:
                 write_at(file.fileno(), value.reshape(-1).view(torch.uint8).numpy().data, layout.starts[name])
         sync(path)
     except OSError as error:
-        cure = "Make room, and run the same command again: it goes on at this layer"
-        raise CheckpointError(path, "hidden states must be written", got=error.strerror, cure=cure) from error
+        raise unwritable(path, error) from error
 
 
 def _read(path: Path, rows: slice) -> LayerState:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...checkpoints.files import complete, partial_path
+from ...checkpoints.files import complete, partial_path, unwritable
 from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header, sort_metadata
 from ...checkpoints.values import typed
 from ...recipes.errors import CheckpointError, RecipeError
@@ -166,8 +166,7 @@ def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str])
     try:
         save_file(dict(tensors), path, metadata=dict(metadata))
     except SafetensorError as error:
-        cure = "Make room, and run the same command again: it goes on at this layer"
-        raise CheckpointError(path, "must be writable", got=str(error), cure=cure) from error
+        raise unwritable(path, error) from error
 
 
 def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:

@@ -38,7 +38,7 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("old")
     partial_path(path).mkdir()
-    with pytest.raises(CheckpointError, match=r"a\.json: must be writable; got Is a directory\. Make room"):
+    with pytest.raises(CheckpointError, match=r"a\.json: must be writable; got Is a directory\. Choose another"):
         write_whole(path, "new")
     assert path.read_text() == "old"
 

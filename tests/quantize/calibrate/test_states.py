@@ -118,7 +118,7 @@ def test_a_full_disk_ends_the_layer_in_a_sentence(tmp_path, monkeypatch):
         real(descriptor, data, position)
 
     monkeypatch.setattr(module, "write_at", write_at)
-    rule = r"calibration-000004-000008\.safetensors: hidden states must be written; got No space left on device\. Make"
+    rule = r"calibration-000004-000008\.safetensors: must be writable; got No space left on device\. Make"
     with pytest.raises(CheckpointError, match=rule):
         written(tmp_path, [4, 4, 3])
     assert States(tmp_path / "states", ALONE).num_done() == 0
