@@ -128,6 +128,7 @@ benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/values.py
 	$(VENV)/bin/python benchmarks/dryload.py
 	$(VENV)/bin/python benchmarks/calibrating.py
+	$(VENV)/bin/python benchmarks/ranks.py
 
 # On a machine with a GPU, PyTorch, transformers and accelerate, maybe without a network: it makes no environment. What
 # such a machine lacks is carried in GPU_WHEELS; GPU_SITE holds it, and the checkout under its name.

@@ -62,7 +62,7 @@ def quantize(
     A recipe with a calibration block (`keepmtp ls models`: batches needed) is calibrated first, one decoder layer at a
     time, so that neither GPU nor memory has to hold the model. Then the MTP block is calibrated, and its acceptance is
     measured on held-out text. This needs the extra keepmtp[calibrate]. Several GPUs share the batches under
-    torchrun. Progress goes to standard error, with --json as one JSON line for each step.
+    torchrun or SLURM's srun. Progress goes to standard error, with --json as one JSON line for each step.
 
     Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out /data/GLM-4.7-NVFP4A16`
 

@@ -147,11 +147,17 @@ def test_bad_calibration_is_one_sentence(old, new, says, tmp_path):
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()
 
 
+def without_free_memory(plan: str) -> str:
+    """Memory that is free is another number in each process."""
+    return re.sub(r"[\d.]+ GiB free", "", plan)
+
+
 def test_only_the_first_of_several_processes_speaks(tmp_path):
     words = ("quantize", AUTO, "--source", str(ROOT / "models/tiny-glm4-moe"), "--dry-run")
     quiet = keepmtp(*words, RANK="1", WORLD_SIZE="2")
     assert quiet.returncode == 0 and quiet.stdout == quiet.stderr == ""
-    assert keepmtp(*words, RANK="0", WORLD_SIZE="2").stdout == keepmtp(*words, RANK="3").stdout != ""
+    spoken, alone = (keepmtp(*words, **place).stdout for place in ({"RANK": "0", "WORLD_SIZE": "2"}, {"RANK": "3"}))
+    assert without_free_memory(spoken) == without_free_memory(alone) != ""
     wrong = keepmtp("quantize", AUTO, "--source", "absent", RANK="1", WORLD_SIZE="2")
     assert wrong.stderr.startswith("rank 1 of 2: error: ") and wrong.stderr.count("\n") == 1
 

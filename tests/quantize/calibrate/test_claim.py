@@ -105,10 +105,15 @@ def test_another_split_counts_where_numbers_are_added_up(variant, tmp_path):
         claim_pass(*prepared(recipe, source), folder, ALONE)
 
 
-def test_states_of_an_unnamed_run_are_refused(begun):
+@pytest.mark.parametrize("is_stamped", [True, False])
+def test_states_of_an_unnamed_run_are_refused(is_stamped, begun):
     recipe, source, folder = begun
     (folder / "fingerprint.json").unlink()
-    (folder / "fingerprint").write_text("0" * 64)
+    if is_stamped:
+        (folder / "fingerprint").write_text("0" * 64)
+    else:
+        (folder / "fingerprint").unlink()
+        (folder / "states" / "00001").mkdir()
     with pytest.raises(RecipeError, match=r"got another run\. Remove .*, or choose another OUT"):
         claim_pass(*prepared(recipe, source), folder, ALONE)
 

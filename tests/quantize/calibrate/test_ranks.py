@@ -113,8 +113,8 @@ def error_of(folder: Path) -> float:
 
 
 @pytest.mark.parametrize("variant", ["w4a16-gptq", "w4a16-awq", "w8a8-smoothquant"])
-def test_two_ranks_find_what_one_finds(variant, tmp_path):
-    """Ranks add up in another order than one process does, in F32.
+def test_three_ranks_find_what_one_finds(variant, tmp_path):
+    """Four batches, so one rank has two. Ranks add up in another order than one process does, in F32.
 
     Largest magnitudes have no order, so SmoothQuant and NVFP4 (above) come out to the bit. AWQ takes the best of 20
     candidates by a sum of squares; here the same wins. GPTQ's Hessians differ by an ulp, which moves codes that lie
@@ -123,21 +123,21 @@ def test_two_ranks_find_what_one_finds(variant, tmp_path):
     their error stays (measured: within 5 %, as after changing batch_size in one process).
     """
     recipe = small_recipe(tmp_path, f"tiny-glm4-moe.{variant}")
-    one, two = tmp_path / "one", tmp_path / "two"
+    one, three = tmp_path / "one", tmp_path / "three"
     assert finished(start(recipe, one)) == [0]
-    assert finished(start(recipe, two, size=2)) == [0, 0]
-    states = sorted(path.name for path in (two / "states" / "00003").iterdir())
-    assert states == sorted(path.name for path in (one / "states" / "00003").iterdir())
-    assert len(states) == 4 + 2 + 2, "every batch of every stream"
+    assert finished(start(recipe, three, size=3)) == [0, 0, 0]
+    states = sorted(path.name for path in (three / "states" / "00003").glob("calibration-*"))
+    assert states == sorted(path.name for path in (one / "states" / "00003").glob("calibration-*"))
+    assert len(states) == 4, "every batch"
     if variant != "w4a16-gptq":
-        assert statistics(two) == without_fingerprint(statistics(one), one, two)
+        assert statistics(three) == without_fingerprint(statistics(one), one, three)
         return
-    first, other = (load_file(folder / "statistics" / "layer-00000.safetensors") for folder in (one, two))
+    first, other = (load_file(folder / "statistics" / "layer-00000.safetensors") for folder in (one, three))
     assert first.keys() == other.keys()
     for name in (name for name in first if name.endswith("weight_packed")):
         parted = (codes(first[name]) != codes(other[name])).flatten(1).any(-1)
         assert parted.float().mean() < 0.05, name
-    assert error_of(two) == pytest.approx(error_of(one), rel=0.1)
+    assert error_of(three) == pytest.approx(error_of(one), rel=0.1)
 
 
 def test_ranks_share_the_writing_of_large_statistics_and_a_gpu_that_fails_loses_nothing(tmp_path):
@@ -177,10 +177,17 @@ def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
     assert summary(many, 2) == summary(one) and events(many)[:3] == [1, 2, 3], "nothing is computed again"
 
 
-def without_fingerprint(found: dict[str, bytes], one: Path, two: Path) -> dict[str, bytes]:
+def without_fingerprint(found: dict[str, bytes], one: Path, many: Path) -> dict[str, bytes]:
     """The number of processes is part of AWQ's fingerprint."""
-    before, after = ((folder / "fingerprint").read_bytes() for folder in (one, two))
+    before, after = ((folder / "fingerprint").read_bytes() for folder in (one, many))
     return {name: value.replace(before, after) for name, value in found.items()}
+
+
+def test_the_first_rank_reads_the_dataset_and_all_refuse_it(tmp_path):
+    recipe, folder = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", samples=100_000), tmp_path / "pass"
+    assert finished(start(recipe, folder, size=2, is_whole=True), 60) == [2, 2]
+    assert error(folder, 0) == error(folder, 1)
+    assert "must hold 100000 + 4 sequences of 32 tokens (samples + held_out); got " in error(folder, 0)
 
 
 def test_a_rank_that_dies_amid_llmcompressors_sums(tmp_path):
