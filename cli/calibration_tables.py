@@ -119,6 +119,12 @@ def _remarks(fact: CalibrationFact) -> list[str]:
         )
     if fact.data.held_out_by == "model":
         lines.append("The released model wrote the answers of the held-out text itself.")
+    if few := fact.coverage.few_tokens:
+        named = ", ".join(map(escape, few[:3])) + (", ..." if len(few) > 3 else "")
+        lines.append(
+            f"[yellow]few tokens:[/] {len(few):,} expert module{'s' * (len(few) > 1)} calibrated on fewer tokens than "
+            f"input channels: {named}. More samples, or calibration.experts: all, give them more."
+        )
     if fact.unmeasured:
         lines.append(f"[yellow]no acceptance:[/] {escape(fact.unmeasured)}")
     if fact.measured:

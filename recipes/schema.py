@@ -127,6 +127,8 @@ class Calibration(_Frozen):
         batch_size: sequences in one batch, on each rank; `auto` for as many as fit the memory that is free when the
             run begins.
         seed: for the order of the rows.
+        experts: whose tokens a routed expert's statistics are of: `all` of them, or `routed`, those that the router
+            sends it. An expert that it sends none is calibrated on all of them.
         model_code: `checkpoint` lets the checkpoint's own Python build the model and encode conversations.
         decorated_forward: what to do with a model whose forward is wrapped in no_grad or inference_mode.
     """
@@ -145,6 +147,7 @@ class Calibration(_Frozen):
     sequence_length: Annotated[int, Field(gt=1, lt=2**31, strict=True)]
     batch_size: _BatchSize
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+    experts: Literal["all", "routed"] = "all"
     model_code: Literal["transformers", "checkpoint"] = "transformers"
     decorated_forward: Literal["refuse", "unwrap"] = "refuse"
 
@@ -153,6 +156,14 @@ class Calibration(_Frozen):
         """`batch_size` as a number, which a run has chosen where the recipe says auto."""
         assert isinstance(self.batch_size, int), "auto: nothing was chosen yet"
         return self.batch_size
+
+    @model_validator(mode="after")
+    def _searches_see_every_token(self) -> "Calibration":
+        if self.algorithm == "awq" and self.experts == "routed":
+            rule = "experts: routed must come with algorithm minmax, gptq or smoothquant"
+            cure = "Set experts: all, since AWQ compares what all experts compute of the same tokens"
+            raise RecipeError("", rule, got="awq", cure=cure)
+        return self
 
 
 class MtpAuto(_Frozen):

@@ -97,7 +97,7 @@ class BoundedAWQ(AWQModifier):
         sums = {name: [value.clone() for value in found] for name, found in self._smooth_activation_stats.items()}
         for mapping in group:
             self._cache(mapping).open()
-        self._passes.run({self._passes.expert_of[mapping.parent] for mapping in group})
+        self._passes.run({self._passes.expert_of[mapping.parent] for mapping in group}, every_token=True)
         self._smooth_activation_stats = sums
 
     def _searched(self, model: nn.Module, mapping: ResolvedMapping) -> Tensor:

@@ -54,6 +54,7 @@ class Backbone:
         data: the batches.
         states: the hidden states after the last layer.
         coverage: module on disk -> tokens its calibration saw; experts: tokens the router sent them.
+        few_tokens: modules of experts on disk whose statistics are of fewer tokens than they have input channels.
     """
 
     folder: Path
@@ -62,6 +63,7 @@ class Backbone:
     ranks: Ranks
     states: States
     coverage: Mapping[HFName, int]
+    few_tokens: tuple[HFName, ...]
 
     def batches(self, stream: Stream) -> "Batches":
         """The sequences with the hidden states after the last layer."""
@@ -120,8 +122,15 @@ def calibrate_backbone(
                         device=device,
                     )
                 )
-    coverage = run.coverage()
-    return Backbone(folder=folder, skeleton=skeleton, data=data, ranks=ranks, states=states, coverage=coverage)
+    return Backbone(
+        folder=folder,
+        skeleton=skeleton,
+        data=data,
+        ranks=ranks,
+        states=states,
+        coverage=run.coverage(),
+        few_tokens=run.few_tokens(),
+    )
 
 
 # --- one pass -------------------------------------------------------------------------------------------------------
@@ -170,13 +179,20 @@ class _Pass:
                     algorithm=calibration.algorithm,
                     fused=fused_in(binding, path),
                     experts=experts_in(binding, path),
+                    routed=calibration.experts == "routed",
                     frozen=frozen_in(binding, path),
                     after_batch=hand_over if is_one_pass else None,
                 )
             tensors = on_disk(found.tensors, binding, path)
             self._record(index, found, binding, path)
         if not is_one_pass:
-            self._run("calibration", index, layer, outputs, propagating(skeleton.model))
+            self._run(
+                "calibration",
+                index,
+                layer,
+                outputs,
+                propagating(skeleton.model, routed=calibration.experts == "routed"),
+            )
         return tensors
 
     @contextmanager
@@ -233,9 +249,16 @@ class _Pass:
     def coverage(self) -> dict[HFName, int]:
         """Of all layers, in their order."""
         found: dict[HFName, int] = {}
-        for path in sorted((self.folder / "statistics").glob("layer-*.safetensors")):
-            found |= json.loads(read_metadata(path)["coverage"])
+        for metadata in self._metadata():
+            found |= json.loads(metadata["coverage"])
         return found
+
+    def few_tokens(self) -> tuple[HFName, ...]:
+        """Of all layers, in their order."""
+        return tuple(name for metadata in self._metadata() for name in json.loads(metadata["few_tokens"]))
+
+    def _metadata(self) -> list[Mapping[str, str]]:
+        return [read_metadata(path) for path in sorted((self.folder / "statistics").glob("layer-*.safetensors"))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,14 +324,20 @@ def record(
         fingerprint: of the run.
         part: which of how many files; the first has what is said of the whole.
     """
-    coverage = {
-        piece.module: each.tokens if each.routed is None else each.routed
+    on_disk_of = {
+        each: [piece.module for piece in binding[f"{each.module.removeprefix(module)}.weight"]]
         for each in found.coverage
-        for piece in binding[f"{each.module.removeprefix(module)}.weight"]
     }
+    coverage = {
+        name: each.tokens if each.routed is None else each.routed
+        for each, names in on_disk_of.items()
+        for name in names
+    }
+    few_tokens = [name for each, names in on_disk_of.items() if each.has_few_tokens for name in names]
     metadata = {
         "fingerprint": fingerprint,
         "coverage": json.dumps({} if part[0] else coverage),
+        "few_tokens": json.dumps(() if part[0] else few_tokens),
         "left_out": json.dumps(() if part[0] else found.left_out),
         "rounded": json.dumps(() if part[0] else found.rounded),
     }

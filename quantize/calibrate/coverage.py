@@ -29,11 +29,13 @@ class Coverage:
     Attributes:
         tokens: rows of its input, over all batches and ranks.
         routed: for a routed expert, how many of them the router sent there; None for other modules.
+        has_few_tokens: its statistics are of fewer tokens than it has input channels, and of none but the router's.
     """
 
     module: str
     tokens: int
     routed: int | None
+    has_few_tokens: bool = False
 
 
 class TokenCounter:
@@ -42,14 +44,15 @@ class TokenCounter:
     While it is entered as a context, hooks on the modules count.
     """
 
-    def __init__(self, model: Any, modules: Iterable[str]):
-        self._model = model
+    def __init__(self, model: Any, modules: Iterable[str], *, routed: bool = False):
+        """Counts in these modules; `routed` where experts compute their own tokens only."""
+        self._model, self._is_routed = model, routed
         self._modules = {name: model.get_submodule(name) for name in modules}
         self._tokens = dict.fromkeys(self._modules, 0)
         self._routed: dict[str, Any] = {}
         self._handles: list[Any] = []
         device = next((module.weight.device for module in self._modules.values()), torch.device("cpu"))
-        self.ranges = InputRanges(len(self._modules), device)
+        self.ranges = InputRanges([module.weight.dtype for module in self._modules.values()], device)
 
     def __enter__(self) -> None:
         for slot, (name, module) in enumerate(self._modules.items()):
@@ -65,12 +68,15 @@ class TokenCounter:
         self._handles.clear()
 
     def finish(self, num_batches: int) -> None:
-        """Sums over the ranks; raises RecipeError without batches, CheckpointError for a module never called."""
+        """Sums over the ranks; raises RecipeError without batches, CheckpointError for a module never called.
+
+        An expert may be without tokens where each computes its own.
+        """
         if not num_batches:
             raise no_batch()
         if has_others():
             self._sum_over_ranks()
-        silent = [name for name, tokens in self._tokens.items() if not tokens]
+        silent = [name for name in self._uncalled() if not self._is_routed or self._routed_to(name) is None]
         if silent:
             raise CheckpointError(
                 silent[0],
@@ -92,12 +98,35 @@ class TokenCounter:
             observer = getattr(module, "input_observer", None)
             if observer is not None:
                 observer.min_vals, observer.max_vals = self.ranges.of(slot)
+        for name in self._uncalled():
+            observer = getattr(self._modules[name], "input_observer", None)
+            if observer is not None:
+                observer.min_vals, observer.max_vals = self.ranges.of_all(self._slots_like(name))
 
     def coverage(self) -> tuple[Coverage, ...]:
         """One entry for each quantized module, in their order."""
         return tuple(
-            Coverage(module=name, tokens=self._tokens[name], routed=self._routed_to(name)) for name in self._modules
+            Coverage(
+                module=name,
+                tokens=self._tokens[name],
+                routed=self._routed_to(name),
+                has_few_tokens=self._is_routed and 0 < (self._routed_to(name) or 0) < module.weight.shape[-1],
+            )
+            for name, module in self._modules.items()
         )
+
+    def _uncalled(self) -> list[str]:
+        return [name for name, tokens in self._tokens.items() if not tokens]
+
+    def _slots_like(self, name: str) -> list[int]:
+        """The same projection of all experts of a layer: vLLM takes one input scale for them."""
+        stack = next(stack for stack in self._routed if name.startswith(f"{stack}."))
+        leaf = name.rpartition(".")[2]
+        return [
+            slot
+            for slot, other in enumerate(self._modules)
+            if other.startswith(f"{stack}.") and other.rpartition(".")[2] == leaf
+        ]
 
     def _routed_to(self, name: str) -> int | None:
         """Tokens that the router sent to the expert a module belongs to; None outside routed experts."""

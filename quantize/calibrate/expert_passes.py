@@ -20,6 +20,7 @@ from llmcompressor.modeling.moe import context as moe_context
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modifiers.utils.hooks import HooksMixin
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..free_memory import free_host_bytes
 from .processes import place_of_process
@@ -53,10 +54,11 @@ class ExpertPasses:
 
     Attributes:
         room: for statistics.
+        routed: in the first pass experts compute their own tokens only.
     """
 
-    def __init__(self, model: Any, batches: Any, room: StatisticsRoom):
-        self._model, self._batches, self.room = model, batches, room
+    def __init__(self, model: Any, batches: Any, room: StatisticsRoom, *, routed: bool = False):
+        self._model, self._batches, self.room, self.routed = model, batches, room, routed
 
     def __len__(self) -> int:
         """Number of batches, of this rank."""
@@ -68,16 +70,27 @@ class ExpertPasses:
         """Module inside a routed expert -> the expert."""
         return {module: expert for stack in self._stacks for expert in _experts(stack) for module in expert.modules()}
 
-    def run(self, chosen: Collection[nn.Module]) -> None:
-        """All batches once more. Hooks see every token in the chosen experts, and nothing elsewhere."""
+    def run(self, chosen: Collection[nn.Module], *, every_token: bool) -> None:
+        """All batches once more. Hooks see the chosen experts, on every token or on their own, and nothing else."""
         with torch.no_grad(), HooksMixin.disable_hooks(), ExitStack() as stack:
             if len(self._stacks) == 1:  # nobody reads what the other experts compute
                 stack.enter_context(patch_attr(moe_context, "_CALIBRATE_ALL_EXPERTS", False))
-            for experts in self._stacks:
-                handle = experts.register_forward_pre_hook(_first(chosen), with_kwargs=True)
+            for handle in self._first(chosen) if every_token else _watched(chosen):
                 stack.callback(handle.remove)
             for batch in self._batches:
                 self._model(**batch)
+
+    def _first(self, chosen: Collection[nn.Module]) -> list[RemovableHandle]:
+        """Hooks that let the chosen experts of a stack compute all tokens, before the stack does what it does."""
+
+        def hook(stack: LinearExperts2D, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> None:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            with patch_attr(HooksMixin, "_HOOKS_DISABLED", False):
+                for expert in _experts(stack):
+                    if expert in chosen:
+                        expert(hidden)
+
+        return [stack.register_forward_pre_hook(hook, with_kwargs=True) for stack in self._stacks]
 
     @cached_property
     def _stacks(self) -> list[LinearExperts2D]:
@@ -93,14 +106,11 @@ def _experts(stack: LinearExperts2D) -> list[nn.Module]:
     return [stack[index] for index in range(stack.num_experts)]
 
 
-def _first(chosen: Collection[nn.Module]) -> Callable[..., None]:
-    """A hook that lets the chosen experts of a stack compute all tokens, before the stack does what it does."""
+def _watched(chosen: Collection[nn.Module]) -> list[RemovableHandle]:
+    """Hooks that let those of statistics see what the chosen experts compute in their turn."""
 
-    def hook(stack: LinearExperts2D, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> None:
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        with patch_attr(HooksMixin, "_HOOKS_DISABLED", False):
-            for expert in _experts(stack):
-                if expert in chosen:
-                    expert(hidden)
+    def set_disabled(value: bool) -> Callable[..., None]:
+        return lambda *_: setattr(HooksMixin, "_HOOKS_DISABLED", value)
 
-    return hook
+    handles = [expert.register_forward_pre_hook(set_disabled(False)) for expert in chosen]
+    return handles + [expert.register_forward_hook(set_disabled(True)) for expert in chosen]

@@ -48,11 +48,18 @@ class FewestFact(Fact):
 
 
 class CoverageFact(Fact):
-    """Modules that were calibrated; `never_routed` are experts that the router sent no token."""
+    """Modules that were calibrated.
+
+    Attributes:
+        never_routed: experts' modules that the router sent no token.
+        few_tokens: those whose statistics are of fewer tokens than they have input channels. Only where an expert's
+            are of its own tokens (`Calibration.experts`).
+    """
 
     modules: Count
     never_routed: tuple[str, ...]
     fewest_tokens: FewestFact | None
+    few_tokens: tuple[str, ...] = ()
 
 
 class AcceptanceFact(Fact):

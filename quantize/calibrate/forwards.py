@@ -10,7 +10,7 @@ Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,22 +25,27 @@ from .activations import rounded_inputs
 
 
 @contextmanager
-def calibrating(model: Any) -> Iterator[None]:
-    """The forward of calibration: no_grad, eager attention, every expert on every token."""
-    with moe_calibration_context(), calibration_forward_context(model):
+def calibrating(model: Any, *, routed: bool = False) -> Iterator[None]:
+    """The forward of calibration: no_grad, eager attention, every expert on every token, or `routed` on its own."""
+    with nullcontext() if routed else moe_calibration_context(), calibration_forward_context(model):
         yield
 
 
 @contextmanager
-def propagating(model: Any) -> Iterator[None]:
+def propagating(model: Any, *, routed: bool = False) -> Iterator[None]:
     """Computes the layer's outputs as llm-compressor hands them on: rewritten weights, no rounding, eager attention.
 
     Every expert computes every token, so that sums are the same to the bit; the router still chooses whose output
-    counts. Zero-centred norms are modules of another class meanwhile, with 1 + weight rounded: their hooks do not fire.
+    counts. Where statistics are `routed`, each computes its own, as it did while they were taken. Zero-centred norms are modules of another class meanwhile, with 1 + weight rounded: their hooks do not fire.
     """
     before = small_parameters(model)
     try:
-        with norm_calibration_context(model), calibrating(model), DisableQuantization(model), plain_forwards(model):
+        with (
+            norm_calibration_context(model),
+            calibrating(model, routed=routed),
+            DisableQuantization(model),
+            plain_forwards(model),
+        ):
             yield
     finally:
         # 1 + weight in BF16 loses bits of a zero-centred weight, and taking the 1 away does not bring them back.

@@ -24,6 +24,7 @@ from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, factorize_h
 from torch import Tensor, nn
 
 from .inputs import InputIdentity
+from .ranks import has_others
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +139,15 @@ class Hessians:
     def of_one_expert(self) -> list[nn.Module]:
         """Modules whose sums belong to one routed expert: room for others, once they are rewritten and dropped."""
         return [module for module, own in self._sums.items() if self._is_of_one_expert(module, own)]
+
+    def wait_for_uncalled(self, name_of: Mapping[nn.Module, str], done: Collection[nn.Module]) -> None:
+        """What no rank has called waits, but for what is done."""
+        called = {name_of[module] for module in (*self._sums, *done)}
+        if has_others():
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, called)
+            called = set().union(*of_ranks)
+        self.waiting = {module: None for module, name in name_of.items() if name not in called}
 
     def next_pass(self) -> Collection[nn.Module]:
         """From now on only what waits is summed. Returns the experts that it belongs to."""

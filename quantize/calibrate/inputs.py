@@ -66,14 +66,16 @@ class InputRanges:
     for the GPU here.
     """
 
-    def __init__(self, num_slots: int, device: torch.device):
+    def __init__(self, dtypes: Sequence[torch.dtype], device: torch.device):
+        """Inputs of modules whose weights have these dtypes, as have the inputs of those that are never called."""
+        num_slots = len(dtypes)
         self._inputs = DistinctInputs()
         self._extremes: list[tuple[Tensor, Tensor]] = []
         self._calls: list[tuple[int, int]] = []
         self._indexed: tuple[list[tuple[int, int]], Tensor] = [], torch.empty(0)
         self._low = torch.full((num_slots,), math.inf, device=device)
         self._high = torch.full((num_slots,), -math.inf, device=device)
-        self._widths, self._dtypes = [0] * num_slots, [torch.float32] * num_slots
+        self._widths, self._dtypes = [0] * num_slots, list(dtypes)
 
     def read(self, slot: int, value: Tensor) -> None:
         """A module is handed this tensor [..., K]."""
@@ -100,6 +102,11 @@ class InputRanges:
         """The smallest and the largest value [1] of a module's inputs, in their dtype."""
         dtype = self._dtypes[slot]
         return self._low[slot : slot + 1].to(dtype), self._high[slot : slot + 1].to(dtype)
+
+    def of_all(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The same over the inputs of several modules."""
+        lows, highs = zip(*map(self.of, slots), strict=True)
+        return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
 
     def prove_finite(self, modules: Sequence[Any]) -> bool:
         """Whether no input and no output of these linear modules, one for each slot, can have been NaN or infinite.

@@ -89,6 +89,7 @@ def calibrate(
     frozen: Collection[str] = (),
     smoothings: Sequence[Smoothing] | None = None,
     after_batch: Callable[[], None] | None = None,
+    routed: bool = False,
 ) -> Calibrated:
     """Runs the batches through the model and lets llm-compressor's modifiers observe, rescale and rewrite it.
 
@@ -108,6 +109,7 @@ def calibrate(
         smoothings: None to have them found; a list is applied as it is, and checked afterwards only.
         after_batch: called after each batch of the pass that observes. Unless `rewrites(schemes, algorithm)`, what the
             layer has returned then is what it returns under `forwards.propagating`.
+        routed: statistics of an expert are of the tokens that the router sends it; see `Calibration.experts`.
 
     Returns: tensors in the dtypes of `Scheme.tensors`.
 
@@ -119,7 +121,7 @@ def calibrate(
     rewritten = _rewritten(schemes, algorithm)
     smooths = bool(rewritten) and algorithm in RESCALING
     before = small_parameters(model)
-    counter = TokenCounter(model, schemes)
+    counter = TokenCounter(model, schemes, routed=routed)
     first_batch = _first_batch(model, batches)
     found, left_out, reference = tuple(smoothings or ()), (), {}
     with _session():
@@ -132,11 +134,13 @@ def calibrate(
             left_out += doubled
             restore(model, before)
             before |= _plain_parameters(model, found, schemes)
-        passes = ExpertPasses(model, batches, StatisticsRoom.of(_device(model, schemes)))
+        passes = ExpertPasses(model, batches, StatisticsRoom.of(_device(model, schemes)), routed=routed)
         modifiers = modifiers_for(schemes, rewritten, algorithm, found, passes)
         run_batches = partial(_run_batches, model, batches, counter, schemes, after_batch)
         with calibrating(model), norm_calibration_context(model):
             _run_pipeline(model, batches, modifiers, run_batches, schemes, fused, experts)
+        with calibrating(model, routed=routed), norm_calibration_context(model):
+            _run_pipeline(model, batches, modifiers, counter, schemes, fused, experts)
         rescaled = _rescaled_names(found)
         restore(model, {name: value for name, value in before.items() if name not in rescaled})
         if smooths:

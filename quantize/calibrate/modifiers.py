@@ -150,18 +150,25 @@ class _GPTQ(_InputsObserved, GPTQModifier):
         self._sums.add(module, args[0])
 
     def compress_modules(self) -> None:
-        rewritten: dict[Any, Tensor] = {}
+        later: dict[Any, Tensor] = {}
+        self._rewrite_waiting(later, every_token=not self._passes.routed)
+        # Experts that the router sent no token: what they would be if all of them computed every token.
+        self._sums.wait_for_uncalled(self._module_names, later)
+        self._rewrite_waiting(later, every_token=True)
+        self._compress([*self._sums])
+        for module, weight in later.items():
+            module.weight.data.copy_(weight)
+        self._fell_back += self._rtn_fallback_module_names
+
+    def _rewrite_waiting(self, later: dict[Any, Tensor], *, every_token: bool) -> None:
+        """Further passes until nothing waits; what has made room for it will have the weights in `later`."""
         while True:
             self._sums.settle()
             alone = self._sums.agree(self._module_names) if has_others() else self._sums.of_one_expert()
             if not self._sums.waiting:
-                break
-            rewritten |= self._rewritten(alone)
-            self._passes.run(self._sums.next_pass())
-        self._compress([*self._sums])
-        for module, weight in rewritten.items():
-            module.weight.data.copy_(weight)
-        self._fell_back += self._rtn_fallback_module_names
+                return
+            later |= self._rewritten(alone)
+            self._passes.run(self._sums.next_pass(), every_token=every_token)
 
     def _rewritten(self, modules: Sequence[Any]) -> dict[Any, Tensor]:
         """The weights that these modules will have, on the host; until then further passes need those they have."""

@@ -130,6 +130,7 @@ class PolicyResults:
                 algorithm=calibration.algorithm,
                 fused=fused_in(binding, ""),
                 experts=experts_in(binding, ""),
+                routed=calibration.experts == "routed",
                 frozen=frozen_in(binding, ""),
             )
             if self.backbone.ranks.is_first:

@@ -128,4 +128,5 @@ def _coverage(backbone: Backbone) -> dict[str, Any]:
         "modules": len(fewest),
         "never_routed": [module for module, tokens in fewest if tokens == 0],
         "fewest_tokens": {"module": fewest[0][0], "tokens": fewest[0][1]} if fewest else None,
+        **({"few_tokens": list(backbone.few_tokens)} if backbone.few_tokens else {}),
     }

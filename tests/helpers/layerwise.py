@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from keepmtp.quantize.calibrate.experts import linear_experts
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 # What the recipes of these families keep in BF16.
 KEPT = ("mlp.gate", "in_proj_a", "in_proj_b")
+IGNORE = ["lm_head", *(f"re:.*{name.replace('.', '[.]')}$" for name in KEPT)]
 
 
 class Stub(nn.Module):
@@ -77,13 +79,13 @@ class Skeleton:
         self.base.layers[index] = self.layers[index]
         return Batches(ids, self.stubs[index - 1] if index else None, hidden)
 
-    def leave(self, index: int, batches: Batches) -> list[Tensor]:
+    def leave(self, index: int, batches: Batches, *, routed: bool = False) -> list[Tensor]:
         """The layer's outputs for the next one; its place is taken by its stub again."""
         outputs: list[Tensor] = []
         handle = self.layers[index].register_forward_hook(
             lambda _module, _args, output: outputs.append(output[0] if isinstance(output, tuple) else output)
         )
-        with propagating(self.model):
+        with propagating(self.model, routed=routed):
             for batch in batches:
                 self.model(**batch)
         handle.remove()
@@ -118,5 +120,52 @@ def layerwise(
         batches = skeleton.enter(index, ids, hidden)
         schemes = {name: scheme if isinstance(scheme, str) else scheme(name) for name in skeleton.linears(index)}
         results.append(calibrate(skeleton.model, batches, schemes=schemes, algorithm=algorithm, **options))
-        hidden = skeleton.leave(index, batches)
+        hidden = skeleton.leave(index, batches, routed=options.get("routed", False))
     return skeleton, results
+
+
+def sequential(folder: Path, ids: list[Tensor], modifiers: list, *, all_experts: bool = True) -> nn.Module:
+    """llm-compressor's own whole-model run."""
+    from llmcompressor import oneshot
+    from llmcompressor.modeling.moe.linearize import linearize_moe
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    linearize_moe(model)
+    processor = SimpleNamespace(save_pretrained=lambda *_args, **_kwargs: None)
+    loader = DataLoader([{"input_ids": x} for x in ids], batch_size=None)
+    options = {"processor": processor, "pipeline": "sequential", "moe_calibrate_all_experts": all_experts}
+    oneshot(model=model, dataset=loader, recipe=modifiers, **options)
+    return model
+
+
+def reference_tensors(model: nn.Module, name: str) -> dict[str, Tensor]:
+    """A module as llm-compressor would save it."""
+    from compressed_tensors.compressors import compress_module
+
+    module = model.get_submodule(name)
+    compress_module(module)
+    return {f"{name}.{key}": value for key, value in module.state_dict().items()}
+
+
+def assert_same(results: list, model: nn.Module, *, all_tensors: bool) -> int:
+    """Every statistic equals llm-compressor's to the bit; returns how many were compared."""
+    parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+    compared = 0
+    for result in results:
+        for entry in result.coverage:
+            expected = reference_tensors(model, entry.module)
+            ours = {name for name in result.tensors if name.rpartition(".")[0] == entry.module}
+            if all_tensors:
+                assert {*expected} - ours <= {f"{entry.module}.bias"}
+            for name in ours:
+                theirs = expected[name].to(result.tensors[name].dtype)
+                assert torch.equal(result.tensors[name].double(), theirs.double()), name
+                compared += 1
+        modules = {entry.module for entry in result.coverage}
+        for name in result.tensors:
+            if name.rpartition(".")[0] not in modules:
+                assert torch.equal(result.tensors[name], parameters[name]), name
+                compared += 1
+    return compared

@@ -250,6 +250,7 @@ def summary(word: str = "") -> dict[str, Any]:
         "processes": 2,
         "coverage": {
             "modules": 45,
+            "few_tokens": [word or "model.layers.2.mlp.experts.2.up_proj"],
             "never_routed": [word or f"model.layers.2.mlp.experts.{expert}.up_proj" for expert in (1, 3)],
             "fewest_tokens": {"module": word or "model.layers.2.mlp.experts.1.up_proj", "tokens": 0},
         },

@@ -60,7 +60,8 @@ def test_missing_key(tmp_path, key):
 
 def test_only_what_changes_no_number_has_a_default():
     """What may be left out: exceptions, what only `mtp: auto` reads, the place of an MTP block that most releases have
-    themselves, what data may lack, consents that start as no.
+    themselves, what data may lack, consents that start as no. And on whose
+    tokens an expert is calibrated: on all, as in every recipe from before it was a choice, and in llm-compressor.
 
     And how the result is judged, which changes no byte of it: reports and cards print every field of that.
     """
@@ -69,7 +70,7 @@ def test_only_what_changes_no_number_has_a_default():
         return {key for key, field in kind.model_fields.items() if not field.is_required()}
 
     assert optional(Recipe) == {"overrides", "keep", "mtp_auto", "mtp_source", "format", "evaluation", "gates"}
-    assert optional(Calibration) == {"subset", "prompt_column", "model_code", "decorated_forward"}
+    assert optional(Calibration) == {"subset", "prompt_column", "experts", "model_code", "decorated_forward"}
     assert not optional(MtpAuto)
     assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == ("transformers", "refuse")
 
@@ -122,6 +123,12 @@ def test_an_algorithm_must_rewrite_something(tmp_path):
     calibration = CALIBRATED.calibration.model_dump() | {"algorithm": "awq"}
     message = refusal(tmp_path, calibration=calibration)
     assert "calibration.algorithm awq rewrites weights of NVFP4A16, W4A16, W8A16 only; got FP8_DYNAMIC" in message
+
+
+def test_awq_sees_every_token(tmp_path):
+    calibration = CALIBRATED.calibration.model_dump() | {"algorithm": "awq", "experts": "routed"}
+    message = refusal(tmp_path, calibration=calibration)
+    assert "experts: routed must come with algorithm minmax, gptq or smoothquant; got awq. Set experts: all" in message
 
 
 @pytest.mark.parametrize(

@@ -108,5 +108,12 @@ def _calibrated(calibration: CalibrationFact) -> Iterator[str]:
             f"The router sent no token of the calibration data to {len(never):,} expert modules ({named}{more}), so "
             "data decided nothing there."
         )
+    few = calibration.coverage.few_tokens
+    if few:
+        more = f" and {len(few) - _MAX_NAMED:,} more" if len(few) > _MAX_NAMED else ""
+        named = ", ".join(f"`{name}`" for name in few[:_MAX_NAMED])
+        yield (
+            f"Fewer calibration tokens than input channels reached {len(few):,} of the expert modules ({named}{more})."
+        )
     if calibration.unmeasured:
         yield f"Calibration could not measure acceptance: {calibration.unmeasured}"

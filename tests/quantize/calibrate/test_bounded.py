@@ -1,6 +1,7 @@
 """What GPTQ and AWQ keep of a layer is bounded: one Hessian for each input, and experts in groups; bit for bit."""
 
 from collections.abc import Callable
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from keepmtp.quantize.calibrate.awq import _Cache
 from keepmtp.quantize.calibrate.expert_passes import ExpertPasses, StatisticsRoom
 from keepmtp.quantize.calibrate.hessians import Hessians
 from keepmtp.quantize.calibrate.layer import Calibrated, calibrate
-from layerwise import Skeleton
+from layerwise import IGNORE, Skeleton, assert_same, layerwise, sequential
+from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
 from torch import Tensor, nn
 
@@ -29,11 +31,15 @@ def hidden(samples: int = 3) -> list[Tensor]:
     return [torch.randn(2, 32, 256, generator=generator).bfloat16() for _ in range(samples)]
 
 
-def moe_layer(scheme: str = "W4A16", algorithm: str = "gptq") -> Calibrated:
-    """A layer of four experts and a shared one."""
+def moe_layer(scheme: str = "W4A16", algorithm: str = "gptq", *, unused: int | None = None, **options) -> Calibrated:
+    """A layer of four experts and a shared one; the router sends nothing to the expert `unused`."""
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(), hidden())
-    return calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(1), scheme), algorithm=algorithm)
+    if unused is not None:
+        skeleton.layers[1].mlp.gate.e_score_correction_bias.data[unused] = -1e4
+    return calibrate(
+        skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(1), scheme), algorithm=algorithm, **options
+    )
 
 
 def summed(module: nn.Module, values: list[Tensor]) -> "hessians._Sum":
@@ -41,6 +47,12 @@ def summed(module: nn.Module, values: list[Tensor]) -> "hessians._Sum":
     for value in values:
         own.add(value)
     return own
+
+
+@cache
+def unbounded(scheme: str = "W4A16", algorithm: str = "gptq", *, unused: int | None = None, **options) -> Calibrated:
+    """The same where everything fits, as it does here; with a `room` it is to be asked for before."""
+    return moe_layer(scheme, algorithm, unused=unused, **options)
 
 
 @pytest.fixture
@@ -154,7 +166,9 @@ def passes(monkeypatch) -> list[int]:
     """How many experts each further pass is for."""
     counts: list[int] = []
     run = ExpertPasses.run
-    monkeypatch.setattr(ExpertPasses, "run", lambda self, chosen: counts.append(len(chosen)) or run(self, chosen))
+    monkeypatch.setattr(
+        ExpertPasses, "run", lambda self, chosen, **options: counts.append(len(chosen)) or run(self, chosen, **options)
+    )
     return counts
 
 
@@ -174,8 +188,7 @@ def assert_equal(found: Calibrated, expected: Calibrated) -> None:
     ],
 )
 def test_gptq_takes_experts_in_groups_that_fit(size, groups, matrices, room, passes, most):
-    room(None)
-    expected = moe_layer()
+    expected = unbounded()
     most.clear()
     room(size)
     found = moe_layer()
@@ -202,7 +215,7 @@ PAIR = 3 * 64 * 128 * 2  # a down projection's BF16 inputs of three batches
 
 @pytest.mark.parametrize(
     ("spare", "groups"),
-    [(0, [1, 1, 1, 1]), (2 * PAIR, [2]), (3 * PAIR, [1]), (4 * PAIR, [])],
+    [(0, [1, 1, 1, 1]), (2 * PAIR, [2]), (4 * PAIR, [])],
     ids=lambda value: str(value),
 )
 def test_awq_searches_experts_in_groups_that_fit(spare, groups, room, passes, monkeypatch):
@@ -226,6 +239,60 @@ def test_awq_searches_experts_in_groups_that_fit(spare, groups, room, passes, mo
     assert_equal(moe_layer(algorithm="awq"), expected)
     assert passes == groups
     assert max(held) == everything - 4 * PAIR + max(spare, PAIR)
+
+
+# --- routed tokens only ---------------------------------------------------------------------------------------------
+
+
+def test_routed_experts_are_calibrated_as_llmcompressor_does_without_all_experts():
+    ids = token_ids()
+    model = sequential(GLM, ids, [GPTQModifier(targets="Linear", scheme="W4A16", ignore=IGNORE)], all_experts=False)
+    _, results = layerwise(GLM, ids, "W4A16", "gptq", routed=True)
+    assert assert_same(results, model, all_tensors=True) > 10
+    _, everything = layerwise(GLM, ids, "W4A16", "gptq")
+    name = "model.layers.1.mlp.experts.0.up_proj.weight_packed"
+    assert not torch.equal(results[1].tensors[name], everything[1].tensors[name])
+
+
+@pytest.mark.parametrize("size", [None, 1], ids=["all at once", "one at a time"])
+def test_an_expert_without_a_token_takes_all_of_them(size, room, passes):
+    """Its tensors are those of `all`, to the bit, and the other experts' those of their own tokens."""
+    everything, own, expected = unbounded(unused=3), unbounded(routed=True), unbounded(unused=3, routed=True)
+    passes.clear()
+    room(size)
+    found = moe_layer(unused=3, routed=True)
+    routed = {entry.module: entry.routed for entry in found.coverage}
+    tokens = {entry.module: entry.tokens for entry in found.coverage}
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.experts.3.{projection}"
+        assert routed[name] == tokens[name] == 0
+        for suffix in ("weight_packed", "weight_scale"):
+            assert torch.equal(found.tensors[f"{name}.{suffix}"], everything.tensors[f"{name}.{suffix}"])
+        assert not torch.equal(found.tensors[f"{name}.weight_packed"], own.tensors[f"{name}.weight_packed"])
+        other = f"model.layers.1.mlp.experts.0.{projection}.weight_packed"
+        assert not torch.equal(found.tensors[other], everything.tensors[other])
+    assert_equal(found, expected)
+    assert passes[-1] == 1
+
+
+@pytest.mark.parametrize(("algorithm", "scheme"), [("minmax", "FP8"), ("gptq", "NVFP4")])
+def test_a_scale_that_no_token_decides_is_the_other_experts(algorithm, scheme):
+    found = moe_layer(scheme, algorithm, unused=3, routed=True)
+    suffix = {"FP8": "input_scale", "NVFP4": "input_global_scale"}[scheme]
+    largest = max if scheme == "FP8" else min
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        scales = [float(found.tensors[f"model.layers.1.mlp.experts.{e}.{projection}.{suffix}"]) for e in range(4)]
+        assert scales[3] == largest(scales[:3]) and len({*scales}) > 1
+
+
+def test_experts_with_few_tokens_are_named():
+    found = moe_layer("FP8", "minmax", routed=True)
+    entries = {entry.module: entry for entry in found.coverage}
+    gate, down = (entries[f"model.layers.1.mlp.experts.0.{projection}"] for projection in ("gate_proj", "down_proj"))
+    assert gate.has_few_tokens == (gate.routed < 256) and down.has_few_tokens == (down.routed < 128)
+    assert gate.tokens == gate.routed and gate.has_few_tokens
+    assert not entries["model.layers.1.mlp.shared_experts.up_proj"].has_few_tokens
+    assert not any(entry.has_few_tokens for entry in moe_layer("FP8", "minmax").coverage)
 
 
 # --- several ranks ----------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_large_finite_values_are_looked_at_and_kept(shared):
     """Nothing proves that these outputs are finite, so they are looked at."""
     model, batches = shared
     model.c.weight.data[0] = 1e37
-    ranges = InputRanges(1, torch.device("cpu"))
+    ranges = InputRanges([torch.bfloat16], torch.device("cpu"))
     ranges.read(0, batches[0]["hidden"])
     ranges.end_batch()
     assert ranges.prove_finite([model.a]) and not ranges.prove_finite([model.c])

@@ -18,12 +18,11 @@ from keepmtp.quantize.calibrate.modifiers import modifiers_for
 from keepmtp.quantize.calibrate.smoothing import Smoothing
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schemes import SCHEMES
-from layerwise import KEPT, Skeleton, layerwise
+from layerwise import IGNORE, Skeleton, assert_same, layerwise, sequential
 from torch import Tensor, nn
 
 MODELS = Path(__file__).parents[3] / "models"
 GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
-IGNORE = ["lm_head", *(f"re:.*{name.replace('.', '[.]')}$" for name in KEPT)]
 
 
 @pytest.fixture(autouse=True)
@@ -45,52 +44,6 @@ def outliers(samples: int, width: int) -> list[Tensor]:
 def token_ids(samples: int = 4, length: int = 32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, 500, (1, length), generator=generator) for _ in range(samples)]
-
-
-def sequential(folder: Path, ids: list[Tensor], modifiers: list) -> nn.Module:
-    """llm-compressor's own whole-model run."""
-    from llmcompressor import oneshot
-    from llmcompressor.modeling.moe.linearize import linearize_moe
-    from torch.utils.data import DataLoader
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    linearize_moe(model)
-    processor = SimpleNamespace(save_pretrained=lambda *_args, **_kwargs: None)
-    loader = DataLoader([{"input_ids": x} for x in ids], batch_size=None)
-    oneshot(model=model, dataset=loader, recipe=modifiers, processor=processor, pipeline="sequential")
-    return model
-
-
-def reference_tensors(model: nn.Module, name: str) -> dict[str, Tensor]:
-    """A module as llm-compressor would save it."""
-    from compressed_tensors.compressors import compress_module
-
-    module = model.get_submodule(name)
-    compress_module(module)
-    return {f"{name}.{key}": value for key, value in module.state_dict().items()}
-
-
-def assert_same(results: list, model: nn.Module, *, all_tensors: bool) -> int:
-    """Every statistic equals llm-compressor's to the bit; returns how many were compared."""
-    parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
-    compared = 0
-    for result in results:
-        for entry in result.coverage:
-            expected = reference_tensors(model, entry.module)
-            ours = {name for name in result.tensors if name.rpartition(".")[0] == entry.module}
-            if all_tensors:
-                assert {*expected} - ours <= {f"{entry.module}.bias"}
-            for name in ours:
-                theirs = expected[name].to(result.tensors[name].dtype)
-                assert torch.equal(result.tensors[name].double(), theirs.double()), name
-                compared += 1
-        modules = {entry.module for entry in result.coverage}
-        for name in result.tensors:
-            if name.rpartition(".")[0] not in modules:
-                assert torch.equal(result.tensors[name], parameters[name]), name
-                compared += 1
-    return compared
 
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)

@@ -518,6 +518,7 @@ def test_what_was_not_measured_is_said(made):
             lambda: whole(answers=evaluations.Answers(both=50, only_source=2, only_checkpoint=1, neither=7)),
             "The gate of gsm8k neither passes nor fails (too few samples)",
         ),
+        (lambda: whole(), "reached 1 of the expert modules (`model.layers.2.mlp.experts.2.up_proj`)"),
         (lambda: reports.calibrated(unmeasured="no draft class."), "could not measure acceptance: no draft class."),
         (lambda: reports.bare(), "another vLLM than 0.32.0"),
     ],
