@@ -36,7 +36,8 @@ def propagating(model: Any, *, routed: bool = False) -> Iterator[None]:
     """Computes the layer's outputs as llm-compressor hands them on: rewritten weights, no rounding, eager attention.
 
     Every expert computes every token, so that sums are the same to the bit; the router still chooses whose output
-    counts. Where statistics are `routed`, each computes its own, as it did while they were taken. Zero-centred norms are modules of another class meanwhile, with 1 + weight rounded: their hooks do not fire.
+    counts. Where statistics are `routed`, each computes its own, as it did while they were taken. Zero-centred norms
+    are modules of another class meanwhile, with 1 + weight rounded: their hooks do not fire.
     """
     before = small_parameters(model)
     try:

@@ -137,10 +137,8 @@ def calibrate(
         passes = ExpertPasses(model, batches, StatisticsRoom.of(_device(model, schemes)), routed=routed)
         modifiers = modifiers_for(schemes, rewritten, algorithm, found, passes)
         run_batches = partial(_run_batches, model, batches, counter, schemes, after_batch)
-        with calibrating(model), norm_calibration_context(model):
-            _run_pipeline(model, batches, modifiers, run_batches, schemes, fused, experts)
         with calibrating(model, routed=routed), norm_calibration_context(model):
-            _run_pipeline(model, batches, modifiers, counter, schemes, fused, experts)
+            _run_pipeline(model, batches, modifiers, run_batches, schemes, fused, experts)
         rescaled = _rescaled_names(found)
         restore(model, {name: value for name, value in before.items() if name not in rescaled})
         if smooths:
