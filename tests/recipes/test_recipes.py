@@ -60,8 +60,8 @@ def test_missing_key(tmp_path, key):
 
 def test_only_what_changes_no_number_has_a_default():
     """What may be left out: exceptions, what only `mtp: auto` reads, the place of an MTP block that most releases have
-    themselves, what data may lack, consents that start as no. And on whose
-    tokens an expert is calibrated: on all, as in every recipe from before it was a choice, and in llm-compressor.
+    themselves, what data may lack, consents that start as no. And what was no choice before: on whose tokens an expert
+    is calibrated, and who writes the held-out answers.
 
     And how the result is judged, which changes no byte of it: reports and cards print every field of that.
     """
@@ -70,7 +70,14 @@ def test_only_what_changes_no_number_has_a_default():
         return {key for key, field in kind.model_fields.items() if not field.is_required()}
 
     assert optional(Recipe) == {"overrides", "keep", "mtp_auto", "mtp_source", "format", "evaluation", "gates"}
-    assert optional(Calibration) == {"subset", "prompt_column", "experts", "model_code", "decorated_forward"}
+    assert optional(Calibration) == {
+        "subset",
+        "prompt_column",
+        "held_out_by",
+        "experts",
+        "model_code",
+        "decorated_forward",
+    }
     assert not optional(MtpAuto)
     assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == ("transformers", "refuse")
 
