@@ -171,7 +171,10 @@ class _Work:
         return sum(self.plan.entries[name].num_bytes for tensor in layers for name in tensor.inputs)
 
     def layers(self) -> Work:
-        """All decoder layers: the calibration text, and the held-out text twice."""
+        """All decoder layers: the calibration text, and as a server computes, the held-out text twice.
+
+        For an MTP block that may be calibrated, a server's forward of the calibration text, too.
+        """
         layers: dict[int, list[TensorPlan]] = {}
         for tensor in self.plan.tensors:
             if tensor.part == "backbone" and tensor.layer is not None and tensor.fate not in ("drop", "add"):
@@ -203,10 +206,13 @@ class _Work:
         return (heads + drafts).times((policies + 2) / self.gpus) + calibrated.times(policies)
 
     def _layer(self, tensors: list[TensorPlan]) -> Work:
-        held_out = layer_work(
+        served = layer_work(
             self.plan, tensors, batch_size=self.batch_size, length=self.calibration.sequence_length, routed=True
         )
-        return self._passes(tensors) + held_out.times(2 * self._batches(self.calibration.held_out))
+        mtp_stream = self._batches(self.calibration.samples) if self.plan.may_calibrate_mtp else 0
+        packed = sum(prod(tensor.shape) for tensor in tensors if tensor.fate == "quantize")
+        rounded = Work(moved=float(_BYTES_PACKED * packed))
+        return self._passes(tensors) + rounded + served.times(2 * self._batches(self.calibration.held_out) + mtp_stream)
 
     def _passes(self, tensors: list[TensorPlan]) -> Work:
         """The calibration text, twice where an algorithm rewrites weights of the layer."""

@@ -12,7 +12,7 @@ import torch
 from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from keepmtp.quantize.calibrate.expert_passes import ExpertPasses, StatisticsRoom
-from keepmtp.quantize.calibrate.forwards import propagating, serving
+from keepmtp.quantize.calibrate.forwards import plain_forwards, propagating, serving
 from keepmtp.quantize.calibrate.layer import calibrate, check_fused, rewrites
 from keepmtp.quantize.calibrate.modifiers import modifiers_for
 from keepmtp.quantize.calibrate.smoothing import Smoothing
@@ -306,12 +306,13 @@ def test_no_batch_is_an_error():
         calibrate(Toy(), [], schemes={"up_proj": "FP8"}, algorithm="minmax")
 
 
-def test_propagating_and_serving():
+@pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.inputs])
+def test_propagating_and_serving(scheme):
     """Propagation has no rounding in it, serving has both."""
     toy, (batch, *_) = Toy(), toy_batches()
     with torch.no_grad():
         exact = toy(**batch)
-    calibrate(toy, toy_batches(), schemes=dict.fromkeys(PROJECTIONS, "NVFP4"), algorithm="minmax")
+    calibrate(toy, toy_batches(), schemes=dict.fromkeys(PROJECTIONS, scheme), algorithm="minmax")
     with propagating(toy):
         assert torch.equal(toy(**batch), exact)
     with pytest.raises(AssertionError, match="in_proj_qkv: no served weight"), serving(toy):
@@ -319,6 +320,9 @@ def test_propagating_and_serving():
     serve(toy, PROJECTIONS)
     with serving(toy):
         served = toy(**batch)
+    with torch.no_grad(), plain_forwards(toy):
+        weights_alone = toy(**batch)
+    assert not torch.equal(served, weights_alone)
     assert not served.is_inference() and not served.requires_grad
     error = float((served - exact).norm() / exact.norm())
     assert 1e-3 < error < 0.3
