@@ -4,16 +4,19 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
-from keepmtp.quantize.calibrate.processes import place_of_process
-from keepmtp.quantize.calibrate.ranks import Ranks, _device_of, joined
+from keepmtp.quantize.calibrate.processes import ProcessPlace, place_of_process
+from keepmtp.quantize.calibrate.ranks import Ranks, _device_of, _refuse_shared_gpu, joined
 from keepmtp.quantize.calibrate.statistics import Statistics
 from keepmtp.recipes.errors import RecipeError
 from killed import error, events, finished, small_recipe, start, statistics, summary
@@ -245,6 +248,24 @@ def test_a_tasks_own_gpu_is_number_0(environment):
         _device_of(place)
     environment(num_gpus=8)
     assert _device_of(place) == torch.device("cuda", 3)
+
+
+def test_two_processes_on_one_gpu_are_refused(monkeypatch):
+    """`CUDA_VISIBLE_DEVICES=0 torchrun --nproc-per-node 2` shows both the same one; NCCL would say so in its words."""
+    ranks = Ranks(rank=2, size=3, device=torch.device("cuda", 0))
+    place = ProcessPlace(rank=2, size=3, launcher="srun")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="b"))
+    others = ["node-2: GPU a", "node-1: GPU b"]
+
+    def gather(every: list[str], own: str) -> None:
+        every[:] = [*others, own]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    _refuse_shared_gpu(ranks, place)
+    others[0] = "node-2: GPU b"
+    with pytest.raises(RecipeError, match=r"GPU of its own; got 2 processes on node-2: GPU b, started by srun"):
+        _refuse_shared_gpu(ranks, place)
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "SLURM_STEP_ID"])
