@@ -156,8 +156,9 @@ class States:
         """Bytes that the next layer's states may take in this process's memory."""
         kept = [rows.kept for all_rows in self._rows.values() for rows in all_rows if rows.kept is not None]
         own = sum(map(_num_bytes, kept))
-        share = int(free_host_bytes() * SHARE_IN_MEMORY) // self._ranks.local_size
-        return max(0, share - own)
+        # Free without any states; the other processes of the machine keep as much as this one.
+        free = free_host_bytes() // self._ranks.local_size + own
+        return max(0, int(free * SHARE_IN_MEMORY) - own)
 
 
 class NextStates:

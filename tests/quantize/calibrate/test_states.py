@@ -137,9 +137,14 @@ def test_missing_and_damaged_files_are_named(tmp_path):
 
 
 def test_processes_of_a_machine_share_its_free_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 10_000)
     alone, shared = (States(tmp_path, replace(ALONE, local_size=size)) for size in (1, 4))
-    assert (alone._room(), shared._room()) == (500, 125)
+    assert (alone._room(), shared._room()) == (5000, 1250)
+    kept = written(tmp_path, [4, 4, 3])  # what it keeps itself counts as free, and once
+    own = HIDDEN.nbytes + INDICES.nbytes
+    assert kept._room() == (10_000 + own) // 2 - own
+    monkeypatch.setattr(module, "free_host_bytes", lambda: 0)
+    assert kept._room() == 0
 
 
 def test_free_memory_is_the_machines_or_what_a_container_leaves(tmp_path):
