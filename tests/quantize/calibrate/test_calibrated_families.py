@@ -9,10 +9,15 @@ from collections import defaultdict
 
 import pytest
 import torch
+from decompressed import decompressed
 from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.calibrate import backbone, mtp_policy
 from keepmtp.quantize.calibrate import run as calibration
+from keepmtp.quantize.calibrate.binding import Piece
 from keepmtp.quantize.calibrate.data import CalibrationData
 from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.quantize.calibrate.served import serve_weights
+from keepmtp.quantize.calibrate.skeleton import scheme_of
 from keepmtp.quantize.calibrate.statistics import Statistics
 from keepmtp.quantize.output import claim
 from keepmtp.quantize.plan import make_plan
@@ -21,6 +26,8 @@ from keepmtp.recipes.find import shipped_recipes
 from keepmtp.recipes.schema import Calibration
 from keepmtp.validate.check.check import check
 from releases import source_layout, write_checkpoint
+from safetensors.torch import load_file
+from torch import Tensor
 
 ALONE = Ranks(rank=0, size=1, device=torch.device("cpu"))
 RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if recipe.variant == "w4a16-fp8"}
@@ -59,16 +66,38 @@ def test_the_whole_line(model, scheme, algorithm, tmp_path, monkeypatch):
     mtp.pop("linear_attention", None)
     recipe = recipe.model_copy(update={"calibration": block, "backbone": words, "mtp": mtp})
     plan = make_plan(recipe, open_source(tmp_path / "source"))
+    measured = spied_weights(monkeypatch)
     run = calibration.calibrate(plan, tmp_path / "calibration", ranks=ALONE)
     assert "must resemble what the model writes" in run.mtp.unmeasured or run.mtp.combinations[0].acceptance
     with claim(run.plan, tmp_path / "out", calibration=run.salt) as partial:
         write(run.plan, partial, recipe_text="", threads=1, statistics=run.statistics, calibration=run.summary)
         report = check(partial, source=plan.source)
+        tensors = {name: value for file in partial.glob("*.safetensors") for name, value in load_file(file).items()}
     assert report.ok, report.findings
+    assert {"backbone", "mtp"} == {piece.tensor.part for piece, _ in measured}
+    for piece, weight in measured:
+        written = decompressed(piece.tensor.scheme, piece.module, tensors)
+        assert torch.equal(weight, written), f"{piece.module} was measured otherwise than it is written"
     for (layer, projection), scales in input_scales_of_experts(run.statistics).items():
         assert len(scales) == 1, f"vLLM takes one input scale for {projection} of all experts of {layer}"
     parts = {tensor.part for tensor in plan.tensors if tensor.calibrated}
     assert parts == {"backbone", "mtp"}
+
+
+def spied_weights(monkeypatch) -> list[tuple[Piece, Tensor]]:
+    """Every quantized weight that the run measures with, filled while it runs."""
+    found: list[tuple[Piece, Tensor]] = []
+
+    def serve(model, plan, binding, path, given):
+        serve_weights(model, plan, binding, path, given)
+        for name, pieces in binding.items():
+            if name.endswith("weight") and scheme_of(pieces[0]):
+                rows = model.get_parameter(path + name).data.chunk(len(pieces))
+                found.extend((piece, weight.clone()) for piece, weight in zip(pieces, rows, strict=True))
+
+    for module in (backbone, mtp_policy):
+        monkeypatch.setattr(module, "serve_weights", serve)
+    return found
 
 
 def input_scales_of_experts(statistics: Statistics) -> dict[tuple[str, str], set[float]]:

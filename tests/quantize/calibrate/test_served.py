@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import made_up, saved
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme
+from decompressed import decompressed
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate import served
 from keepmtp.quantize.calibrate.binding import Binding
@@ -44,14 +43,6 @@ FORMS = {
     "INT8": ("glm-4.7", "W8A8"),
     "FP8 rows": ("glm-4.7", "FP8_DYNAMIC"),
 }
-
-
-def decompressed(scheme: str, module: str, tensors: dict[str, Tensor]) -> Tensor:
-    """By compressed-tensors alone."""
-    args = QuantizationScheme(targets=["Linear"], **SCHEMES[scheme].config_group())
-    parts = {name.rpartition(".")[2]: value for name, value in tensors.items() if name.rpartition(".")[0] == module}
-    decompress = BaseCompressor.get_value_from_registry(SCHEMES[scheme].format).decompress
-    return decompress(parts, args)["weight"].bfloat16()
 
 
 def written(plan: Plan, folder: Path, statistics: Statistics | None = None) -> dict[str, Tensor]:
