@@ -78,7 +78,7 @@ FAMILY = Family(
         model_type="deepseek_v4", classes="DeepseekV4", rope_types=("main", "compress"),
         layers=({"layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]},), projections=("e_proj", "h_proj"),
         final_norm="norm", zeroes_first=True, chains_normed=False, reads_normed=False, streams="hc_mult",
-        collapse=("DeepseekV4HyperHead", "hc_", "hc_head_"), proof="source",
+        collapse=("DeepseekV4HyperHead", "hc_", "hc_head_"), proof="vllm, attention by a reference",
     ),
     notes="on disk mtp.{i}, in vLLM model.layers.{num_hidden_layers + i}; embedding and head copies are added",
 )  # fmt: skip

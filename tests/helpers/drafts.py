@@ -16,19 +16,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 
-def lively(folder: Path, model: str, *, changes: Mapping[str, Any] | None = None, factor: float = 4.0) -> Path:
+def lively(
+    folder: Path, model: str, *, changes: Mapping[str, Any] | None = None, factor: float = 4.0, is_packed: bool = True
+) -> Path:
     """A tiny checkpoint of BF16 noise whose matrices are `factor` times as large as the layouts' own.
 
     At 0.02 the scores of attention are all but equal, and nothing that turns or masks keys would show. Norms are
     spread, too: of two norms that follow each other, one near 1 would not show either.
+
+    DeepSeek-V4's packed experts stay what they are, unless `is_packed` is False.
     """
     config, tensors = source_layout(model, size="tiny", changes=changes)
-    if not any(dtype == "I8" for dtype, _ in tensors.values()):  # DeepSeek-V4's packed experts stay what they are
+    if not (is_packed and any(dtype == "I8" for dtype, _ in tensors.values())):
         config = {key: value for key, value in config.items() if key != "quantization_config"}
         tensors = {
-            name: ("BF16" if dtype.startswith("F8") else dtype, shape)
+            name: ("BF16", (*shape[:-1], 2 * shape[-1]))
+            if dtype == "I8"
+            else ("BF16" if dtype.startswith("F8") else dtype, shape)
             for name, (dtype, shape) in tensors.items()
-            if not name.endswith("weight_scale_inv")
+            if not name.endswith(("weight_scale_inv", ".scale"))
         }
     write_checkpoint(folder, config, tensors, num_shards=1, data="random")
     file = folder / "model.safetensors"

@@ -3,7 +3,7 @@
 In: a checkpoint and prompts. Out: what `dump_drafts.py` saves, with noise for the target's hidden states.
 
 vLLM's loader builds vLLM's draft class and fills it. The attention kernels below it, and those of the indexer that
-chooses keys, are replaced by the plain ones of this file, in float32, over a list of keys instead of a paged cache.
+chooses keys, are replaced by the plain ones of this file, over a list of keys instead of a paged cache.
 
 Easy to get wrong: who says which keys a slot sees. The class asks its indexer, or reuses what the indexer chose in an
 earlier step (`set_skip_topk`); a plain kernel sees only what the class hands to it.
@@ -19,9 +19,13 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import mla
+from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.models import deepseek_v2
+from vllm.model_executor.models import deepseek_v2, registry
+from vllm.models.deepseek_v4.attention import DeepseekV4Attention
+from vllm.models.deepseek_v4.xpu import model as deepseek_v4_model
+from vllm.models.deepseek_v4.xpu import mtp as deepseek_v4_mtp
 
 EMBEDDING, HEAD = ("model.embed_tokens.weight", "embed.weight"), ("lm_head.weight", "head.weight")
 
@@ -80,6 +84,60 @@ class PlainLatentAttention(nn.Module):
         return torch.einsum("nhs,shd->nhd", weights, values).flatten(1)
 
 
+class PlainWindowAttention(DeepseekV4Attention):
+    """In place of DeepSeek-V4's attention over a window, which its MTP layer has: vLLM's projections and norms.
+
+    Keys are values, one head for all queries; what attention gives is turned back by the slot's own rotation. A sink
+    takes its share of each softmax.
+    """
+
+    backend_cls = None
+    keys: Keys
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """No head is added."""
+        return num_heads
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, _scaling: None = None) -> Tensor:
+        """[n, H] of the new slots."""
+        low, latent = self._fused_wqa_wkv_gemm(hidden_states).split([self.q_lora_rank, self.head_dim], dim=-1)
+        query = self._wq_b_proj(self.q_norm(low)).view(-1, self.n_local_heads, self.head_dim)
+        query = self._rotated(_normed(query, 1.0, self.eps), positions)
+        key = self._rotated(self.kv_norm(latent)[:, None], positions)[:, 0]
+        output = self._attended(query, key)
+        output = self._rotated(output, positions, back=True).view(len(output), self.n_local_groups, -1)
+        # Each group has rows of its own; the linear computes those of all groups for each.
+        low = self.wo_a(output).unflatten(-1, (self.n_local_groups, -1)).diagonal(dim1=1, dim2=2)
+        return self.wo_b(low.transpose(1, 2).flatten(1))
+
+    def _attended(self, query: Tensor, key: Tensor) -> Tensor:
+        rows, sees = self.keys.extended(key)
+        sees = sees & sees.flip(1).cumsum(1).flip(1).le(self.window_size)
+        scores = torch.einsum("nhd,sd->nhs", query, rows).float() * self.scale
+        scores = scores.masked_fill(~sees[:, None], float("-inf"))
+        sink = self.attn_sink[None, :, None].expand(len(query), -1, 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+        return torch.einsum("nhs,sd->nhd", weights.to(rows.dtype), rows)
+
+    def _rotated(self, value: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
+        """The last part of each head, in pairs of neighbours."""
+        cos, sin = self.rotary_emb.cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
+        plain, even, odd = (
+            value[..., : self.nope_head_dim],
+            *(value[..., self.nope_head_dim + start :: 2] for start in (0, 1)),
+        )
+        sin = -sin if back else sin
+        turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+        return torch.cat([plain, turned.to(value.dtype)], dim=-1)
+
+    def forward_mqa(self, *_args: Any) -> None:
+        """Not called: `forward` is whole."""
+        raise NotImplementedError
+
+    _o_proj = forward_mqa
+
+
 class PlainIndexer(nn.Module):
     """In place of `SparseAttnIndexer`: the k best keys by the weighted sum of the heads' scores, without FP8."""
 
@@ -114,21 +172,51 @@ def _unquantized(value: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Te
     return value, torch.ones(len(value), 1)
 
 
+def _normed(value: Tensor, weight: Tensor | float, eps: float) -> Tensor:
+    wide = value.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(value.dtype)
+
+
+def _normed_inputs(
+    embeds: Tensor, positions: Tensor, states: Tensor, of_embeds: Tensor, of_states: Tensor, eps: float, _streams: int
+) -> tuple[Tensor, Tensor]:
+    """By the words of vLLM's models/deepseek_v4/common/ops/fused_mtp_input_rmsnorm.py."""
+    embeds = torch.where(positions[:, None] == 0, 0.0, embeds)
+    return _normed(embeds, of_embeds, eps), _normed(states, of_states, eps)
+
+
+def _routed(
+    *, router_logits: Tensor, top_k: int, e_score_correction_bias: Tensor, routed_scaling_factor: float, **_others: Any
+) -> tuple[Tensor, Tensor]:
+    """By the words of vLLM's fused_moe/router/cpu_router.py, whose kernel is for 64 experts and more."""
+    scores = nn.functional.softplus(router_logits.float()).sqrt()
+    chosen = (scores + e_score_correction_bias).topk(top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    return weights / weights.sum(dim=-1, keepdim=True) * routed_scaling_factor, chosen.to(torch.int32)
+
+
 def plain_kernels() -> None:
     """From here on, classes are built with the plain kernels."""
+    registry.ModelRegistry.register_model("DeepSeekV4MTPModel", deepseek_v4_mtp.DeepSeekV4MTP)
+    deepseek_v4_model.DeepseekV4XPUAttention = PlainWindowAttention
+    cpu_router._sqrtsoftplus_bias_topk = _routed
+    deepseek_v4_mtp._FUSED_MTP_INPUT_RMSNORM_KERNEL = _normed_inputs
+    deepseek_v4_mtp._MTP_SHARED_HEAD_RMSNORM_KERNEL = _normed
     mla.MLAAttention = PlainLatentAttention
     deepseek_v2.SparseAttnIndexer = PlainIndexer
     deepseek_v2.per_token_group_quant_fp8 = _unquantized
-    torch.accelerator.empty_cache = lambda: None  # the loader calls it; no device is there
+    # No device is there, and nothing waits for it.
+    torch.accelerator.empty_cache = lambda: None
+    torch.cuda.Event = object
 
 
-def draft_alone(folder: str, prompts: list[list[int]], num_drafts: int) -> dict[str, Tensor]:
+def draft_alone(folder: str, prompts: list[list[int]], num_drafts: int, dtype: str) -> dict[str, Tensor]:
     """What the draft class makes of each prompt; the same keys as `dump_drafts.dump` saves."""
     plain_kernels()
     config = EngineArgs(
         model=folder,
         speculative_config={"method": "mtp", "num_speculative_tokens": num_drafts},
-        dtype="float32",
+        dtype=dtype,
         max_model_len=256,
         enforce_eager=True,
         skip_tokenizer_init=True,
@@ -145,7 +233,7 @@ def draft_alone(folder: str, prompts: list[list[int]], num_drafts: int) -> dict[
         saved = {}
         for index, prompt in enumerate(prompts):
             for module in model.modules():
-                if hasattr(module, "keys") and isinstance(module.keys, Keys):
+                if isinstance(module, PlainLatentAttention | PlainWindowAttention | PlainIndexer):
                     module.keys = Keys()
             for name, value in _drafted(model, config, prompt, num_drafts, noise).items():
                 saved[f"{index}.{name}"] = value
@@ -159,7 +247,7 @@ def _share(model: Any, weights: dict[str, Tensor]) -> None:
         found = [module for module in model.modules() if type(module) is kind]
         assert found
         for module in found:
-            module.weight = nn.Parameter(value.float(), requires_grad=False)
+            module.weight = nn.Parameter(value.to(module.weight.dtype), requires_grad=False)
             # On a CPU what is computed with is a copy in another order.
             module.quant_method.process_weights_after_loading(module)
 
@@ -172,7 +260,8 @@ def _drafted(
     hf_config = config.speculative_config.draft_model_config.hf_config
     shares = getattr(hf_config, "index_share_for_mtp_iteration", False)
     length = len(prompt)
-    states = torch.randn(length, hf_config.hidden_size, generator=noise)
+    streams = getattr(hf_config, "hc_mult", 1)
+    states = torch.randn(length, streams * hf_config.hidden_size, generator=noise).to(config.model_config.dtype)
     hidden, positions = states, torch.arange(length)
     ids = [*prompt, int(torch.randint(hf_config.vocab_size, (1,), generator=noise))]
     new, logits = torch.tensor(ids[1:]), []
@@ -184,7 +273,7 @@ def _drafted(
         with set_forward_context(None, config, num_tokens=len(new)):
             result = model(input_ids=new, positions=positions, hidden_states=hidden)
         output, chained = result if isinstance(result, tuple) else (result, result)
-        logits.append(model.compute_logits(output))
+        logits.append(model.compute_logits(output).float())
         new, hidden, positions = logits[-1][-1:].argmax(-1), chained[-1:], positions[-1:] + 1
         ids.append(int(new))
     return {

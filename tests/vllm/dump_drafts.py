@@ -1,11 +1,12 @@
 """Runs in vLLM's environment: let a real draft class draft on the CPU and save what went in and what came out.
 
     python dump_drafts.py '{"folder": ..., "prompts": [[ids], ...], "num_drafts": 3, "out": "x.safetensors",
-                            "alone": false}' ...
+                            "alone": ""}' ...
 
 For prompt p: `p.ids` [T + num_drafts] (prompt, the target's next token, the drafts but the last), `p.hidden` [T, H]
 from the target, `p.positions` [T], `p.first` [T, V] logits of draft step 1 at every slot, `p.last` [num_drafts, V]
-logits of each step at the last slot. With "alone", the draft class runs without an engine (`draft_alone.py`).
+logits of each step at the last slot. With a dtype for "alone", the draft class runs without an engine in it
+(`draft_alone.py`).
 """
 
 import json
@@ -96,7 +97,7 @@ def dump(folder: str, prompts: list[list[int]], num_drafts: int) -> dict[str, to
 if __name__ == "__main__":
     # Those alone come last: from the first of them on, plain kernels stand in for vLLM's.
     for job in sorted(map(json.loads, sys.argv[1:]), key=lambda job: job["alone"]):
-        out, is_alone = job.pop("out"), job.pop("alone")
-        found = draft_alone(**job) if is_alone else dump(**job)
+        out, dtype = job.pop("out"), job.pop("alone")
+        found = draft_alone(**job, dtype=dtype) if dtype else dump(**job)
         save_file({name: value.contiguous() for name, value in found.items()}, out)
         print("DUMPED " + out, flush=True)

@@ -63,17 +63,18 @@ NOISE = {
     "exaone-4.5-33b": "exaone-4.5-33b",
 }
 CHANGES: dict[str, dict[str, Any]] = {"mimo-v2-flash": EVEN}
-# The attention of these has no kernel for the CPU: `draft_alone.py` runs vLLM's draft class by itself, in float32.
-# Their indexers choose four keys of at most twelve.
-ALONE = {"deepseek-v3.2": "deepseek-v3.2", "glm-5": "glm-5", "glm-5, choice kept": "glm-5"}
+# The attention of these has no kernel for the CPU: `draft_alone.py` runs vLLM's draft class by itself, in this dtype.
+# Their indexers choose four keys of at most twelve. DeepSeek-V4's streams have kernels for BF16 alone.
+ALONE = {"deepseek-v3.2": "float32", "glm-5": "float32", "glm-5, choice kept": "float32", "dsv4-flash": "bfloat16"}
 GLM_5 = {"index_topk": 4, "indexer_rope_interleave": True}
 CHANGES |= {
     "deepseek-v3.2": {"index_topk": 4},
     "glm-5": GLM_5,
     "glm-5, choice kept": GLM_5 | {"index_share_for_mtp_iteration": True},
+    "dsv4-flash": {"num_attention_heads": 8, "o_groups": 4, "sliding_window": 6},
 }
 FLOAT32_NOISE = 1e-4
-UNTRAINED = NOISE | ALONE
+UNTRAINED = [*NOISE, *ALONE]
 PROOFS = {"vllm": [*SHIPPED, *NOISE], "vllm, attention by a reference": [*ALONE]}
 
 pytestmark = [
@@ -97,7 +98,7 @@ def drafted(tmp_path_factory) -> dict[str, Drafted]:
     made = tmp_path_factory.mktemp("drafted")
     folders = {name: ROOT / "models" / name for name in SHIPPED}
     for name in UNTRAINED:
-        folders[name] = lively(made / name, name.partition(",")[0], changes=CHANGES.get(name))
+        folders[name] = lively(made / name, _model_of(name), changes=CHANGES.get(name), is_packed=False)
     (folders["mimo-7b"] / "configuration_mimo.py").write_text(CONFIGURATION)
     jobs = [
         json.dumps(
@@ -105,7 +106,7 @@ def drafted(tmp_path_factory) -> dict[str, Drafted]:
                 "folder": str(folder),
                 "prompts": PROMPTS,
                 "num_drafts": NUM_DRAFTS,
-                "alone": name in ALONE,
+                "alone": ALONE.get(name, ""),
                 "out": str(made / f"{name}.safetensors"),
             }
         )
@@ -122,9 +123,13 @@ def drafted(tmp_path_factory) -> dict[str, Drafted]:
             {key.partition(".")[2]: value for key, value in values.items() if key.startswith(f"{index}.")}
             for index in range(len(PROMPTS))
         ]
-        plan = plan_over(folder, (SHIPPED | UNTRAINED)[name])
+        plan = plan_over(folder, NOISE.get(name, _model_of(name)))
         found[name] = Drafted(folder, plan, prompts)
     return found
+
+
+def _model_of(name: str) -> str:
+    return name.partition(",")[0]
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +177,7 @@ def _theirs(seen: Drafted) -> list[list[Tensor]]:
 
 def _logits(seen: Drafted, plan: Plan, dtype: torch.dtype) -> list[list[Tensor]]:
     """By prompt and step, [T, V] float32."""
-    block, weights = filled(plan, dtype=dtype), weights_of(seen.folder)
+    block, weights, draft = filled(plan, dtype=dtype), weights_of(seen.folder), plan.view.family.draft
     table, head = (_shared(plan, weights, role).to(dtype) for role in ("embedding", "head"))
     found = []
     for prompt in seen.prompts:
@@ -180,6 +185,8 @@ def _logits(seen: Drafted, plan: Plan, dtype: torch.dtype) -> list[list[Tensor]]
         states = prompt["hidden"].to(dtype)
         hidden = torch.zeros(1, ids.shape[1], states.shape[1], dtype=dtype)
         hidden[0, : len(states)] = states
+        if draft.streams:
+            hidden = hidden.unflatten(-1, (getattr(block.config, draft.streams), -1))
         with torch.no_grad():
             outputs = draft_steps(
                 [block], nn.Embedding.from_pretrained(table), ids=ids, hidden=hidden, num_steps=NUM_DRAFTS
@@ -197,7 +204,7 @@ def _shared(plan: Plan, weights: Mapping[str, Tensor], role: str) -> Tensor:
 @pytest.mark.parametrize("name", [*SHIPPED, *UNTRAINED])
 def test_the_block_drafts_as_vllm_does(base, name):
     for step, (theirs, ours) in enumerate(base[name], start=1):
-        limit = FLOAT32_NOISE if name in ALONE else LEEWAY * max(ours, 2**-8)
+        limit = FLOAT32_NOISE if ALONE.get(name) == "float32" else LEEWAY * max(ours, 2**-8)
         assert theirs <= limit, f"{name}, draft step {step}"
         assert ours < 0.1, f"{name}: BF16 alone moves the logits of step {step}"
 
@@ -224,10 +231,13 @@ def test_the_same_tokens_are_drafted(drafted, name):
 def test_a_wrong_table_parts_them(drafted, base, name, field):
     """The twin of each fact: turned round, the drafts are no longer vLLM's, at the step where it counts."""
     draft = drafted[name].plan.view.family.draft
-    if field == "chains_normed" and not draft.final_norm:
-        pytest.skip("no norm, so nothing to chain before it or behind")
+    if field == "chains_normed" and (not draft.final_norm or draft.streams):
+        pytest.skip("no norm, so nothing to chain before it or behind; or streams, which have none")
     step = 1 if field == "chains_normed" else 0
-    apart = parted(drafted[name], **{field: not getattr(draft, field)})[step]
+    wrong = {field: not getattr(draft, field)}
+    if field == "hidden_first" and len(draft.projections) == 2:
+        wrong = {"projections": draft.projections[::-1]}
+    apart = parted(drafted[name], **wrong)[step]
     assert apart > 3 * LEEWAY * base[name][step][1]
 
 
@@ -240,11 +250,14 @@ def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
     assert apart > LEEWAY * base[name][1][1]
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
-def test_another_choice_of_keys_parts_them(drafted, base, name):
-    """The twin of the indexer: it chooses one key more."""
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("deepseek-v3.2", "index_topk", 5), ("glm-5", "index_topk", 5), ("dsv4-flash", "sliding_window", 4)],
+)
+def test_another_choice_of_keys_parts_them(drafted, base, name, key, value):
+    """The twin of the indexer, which chooses one key more, and of the window."""
     layer = drafted[name].plan.view.family.draft.layers[0]
-    apart = parted(drafted[name], layers=({**layer, "index_topk": 5},))
+    apart = parted(drafted[name], layers=({**layer, key: value},))
     assert min(apart) > LEEWAY * base[name][0][1]
 
 
