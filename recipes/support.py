@@ -29,8 +29,7 @@ class Support:
     Attributes:
         backbone: why the backbone cannot be calibrated; "" if it can.
         mtp: why the MTP block can be neither calibrated nor measured; "" if it can.
-        proof: what the draft was compared with: "vllm", "transformers", "source" for nothing but vLLM's source; "" if
-            there is none.
+        proof: what the draft was compared with, a `Proof`; "" if there is none.
     """
 
     backbone: str

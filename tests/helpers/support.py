@@ -24,8 +24,8 @@ _HEAD = """\
 
 What keepmtp does with the models of each family (`keepmtp ls families` prints the same). `make families` writes this
 table: transformers' class is built for the names of every release that has a recipe, and a decoder layer of each kind
-is bound to them. Proof is what the draft that calibration runs was compared with: vLLM's own draft, transformers'
-class, or only read in vLLM's source.
+is bound to them. Proof says how it is known that the draft which calibration runs is vLLM's:
+[mtp.md](mtp.md#how-a-draft-was-proven) has the words.
 
 | family | plan | check | calibrate backbone | calibrate MTP | proof |
 |---|---|---|---|---|---|
