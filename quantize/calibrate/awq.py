@@ -161,13 +161,13 @@ class _CacheRoom:
     def __init__(self, limit: int | None, num_batches: int):
         self.limit, self.num_batches = limit, num_batches
         self.caches: list[_Cache] = []
-        self._is_decided = False
+        self.is_decided = False
 
     def decide(self) -> None:
         """After the first batch, which tells how large each cache will be: those that have to be kept come first."""
-        if self._is_decided or self.limit is None:
+        if self.is_decided or self.limit is None:
             return
-        self._is_decided = True
+        self.is_decided = True
         taken = sum(cache.whole_bytes for cache in self.caches if not cache.may_wait)
         for cache in self.caches:
             if cache.may_wait:
@@ -211,8 +211,8 @@ class _Cache(IntermediatesCache):
         self.batch_intermediates.clear()
 
     def open(self) -> None:
-        """From now on it keeps what it is given."""
-        self.waits = False
+        """From now on it keeps what it is given. With one batch in the first pass, nothing was decided in it."""
+        self.waits, self._room.is_decided = False, True
 
 
 def _waiting(caches: Mapping[str, _Cache]) -> set[str]:

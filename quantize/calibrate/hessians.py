@@ -170,13 +170,12 @@ class Hessians:
         """Every rank's sums become those of all ranks. Modules share one where they do so on every rank.
 
         Args:
-            name_of: every module that may have been called, on any rank.
+            name_of: the modules that are wanted, called on this rank or not.
         """
         number = {id(own): index for index, own in enumerate(self._distinct())}
+        called = {m: own for m, own in self._sums.items() if m in name_of}
         of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            of_ranks, {name_of[m]: (number[id(own)], self._samples[m]) for m, own in self._sums.items()}
-        )
+        dist.all_gather_object(of_ranks, {name_of[m]: (number[id(own)], self._samples[m]) for m, own in called.items()})
         together: dict[tuple[int, ...], list[nn.Module]] = defaultdict(list)
         for module, name in name_of.items():
             if any(name in found for found in of_ranks):

@@ -155,7 +155,7 @@ class _GPTQ(_InputsObserved, GPTQModifier):
         # Experts that the router sent no token: what they would be if all of them computed every token.
         self._sums.wait_for_uncalled(self._module_names, later)
         self._rewrite_waiting(later, every_token=True)
-        self._compress([*self._sums])
+        self._compress([module for module in self._module_names if module not in later])
         for module, weight in later.items():
             module.weight.data.copy_(weight)
         self._fell_back += self._rtn_fallback_module_names
@@ -180,14 +180,13 @@ class _GPTQ(_InputsObserved, GPTQModifier):
         return after
 
     def _compress(self, modules: Sequence[nn.Module]) -> None:
-        """These modules, by the ranks together, once their Hessians are those of all ranks."""
+        """Of these modules those that were called, by the ranks together, with the Hessians of all ranks."""
         if not has_others():
-            self.compress_module_list([*modules])
+            self.compress_module_list([module for module in modules if module in self._sums])
             return
-        wanted = {*modules}
-        self._sums.sum_over_ranks({m: name for m, name in self._module_names.items() if m in wanted})
+        self._sums.sum_over_ranks({module: self._module_names[module] for module in modules})
         modules, of_ranks, rank_of = greedy_bin_packing(
-            [module for module in self._module_names if module in wanted],
+            [module for module in modules if module in self._sums],
             dist.get_world_size(),
             item_weight_fn=lambda module: self._sums.matrix(module).shape[0],
         )

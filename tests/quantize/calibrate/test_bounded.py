@@ -31,10 +31,22 @@ def hidden(samples: int = 3) -> list[Tensor]:
     return [torch.randn(2, 32, 256, generator=generator).bfloat16() for _ in range(samples)]
 
 
-def moe_layer(scheme: str = "W4A16", algorithm: str = "gptq", *, unused: int | None = None, **options) -> Calibrated:
-    """A layer of four experts and a shared one; the router sends nothing to the expert `unused`."""
+def moe_layer(
+    scheme: str = "W4A16",
+    algorithm: str = "gptq",
+    *,
+    unused: int | None = None,
+    share: tuple[int, int] = (0, 1),
+    **options,
+) -> Calibrated:
+    """A layer of four experts and a shared one; the router sends nothing to the expert `unused`.
+
+    Args:
+        share: batches from this one on, and every how many of them.
+    """
     skeleton = Skeleton(GLM)
-    batches = skeleton.enter(1, token_ids(), hidden())
+    mine = slice(share[0], None, share[1])
+    batches = skeleton.enter(1, token_ids()[mine], hidden()[mine])
     if unused is not None:
         skeleton.layers[1].mlp.gate.e_score_correction_bias.data[unused] = -1e4
     return calibrate(
@@ -321,10 +333,26 @@ def on_rank(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def test_ranks_share_what_all_of_them_share(tmp_path):
+def groups_on_rank(rank: int, store: str) -> None:
+    """Rank 0 has one batch and rank 1 two; in none of the first is a token for the last expert."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for algorithm, routed in (("gptq", False), ("gptq", True), ("awq", False)):
+        results = []
+        for size in (None, 1):
+            StatisticsRoom.of = classmethod(lambda _cls, _device, size=size: StatisticsRoom(device=size, host=size))
+            unused = 3 if rank == 0 and routed else None
+            results.append(moe_layer("W4A16", algorithm, unused=unused, share=(rank, 2), routed=routed))
+        assert_equal(*results)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("on_rank", [on_rank, groups_on_rank])
+def test_ranks_agree(on_rank, tmp_path):
     processes = [get_context("fork").Process(target=on_rank, args=(rank, str(tmp_path / "store"))) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(120)
+        process.kill()
     assert [process.exitcode for process in processes] == [0, 0]
