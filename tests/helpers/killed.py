@@ -133,9 +133,9 @@ def events(folder: Path, rank: int = 0) -> list[int]:
 
 
 def summary(folder: Path, rank: int = 0) -> dict[str, Any]:
-    """What a whole run says of itself, but for the number of processes."""
+    """What a whole run says of itself, but for how it dealt out the sequences."""
     found = json.loads(folder.with_name(f"{folder.name}.summary-{rank}").read_text())
-    return {key: value for key, value in found.items() if key != "processes"}
+    return {key: value for key, value in found.items() if key not in ("processes", "batch_size")}
 
 
 def error(folder: Path, rank: int = 0) -> str:
