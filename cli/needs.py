@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from ..quantize.cards import CARDS, Card, card_of
 from ..quantize.estimate import estimate
 from ..quantize.free_memory import free_host_bytes
-from ..quantize.memory import CONTEXT_BYTES, FRAGMENTS, StationMemory, largest_batch_size, peak, stations
+from ..quantize.memory import CONTEXT_BYTES, FRAGMENTS, MAX_TOKENS, StationMemory, largest_batch_size, peak, stations
 from ..quantize.plan import Plan
 from ..quantize.room import calibration_bytes, output_bytes
 from ..recipes.errors import RecipeError
@@ -148,7 +148,9 @@ def batch_size_on(plan: Plan, machine: Machine) -> int:
     size: object = calibration.batch_size
     if isinstance(size, int):
         return size
-    return max(1, largest_batch_size(plan, machine.device_bytes, at_most=calibration.samples))
+    rows = max(1, MAX_TOKENS // calibration.sequence_length)
+    rows = min(rows, -(-calibration.samples // max(1, machine.gpus)))
+    return max(1, largest_batch_size(plan, machine.device_bytes, at_most=rows))
 
 
 def lines(found: Needs) -> list[str]:

@@ -27,16 +27,17 @@ BANDWIDTH_SHARE = 0.75
 """Of a card's bandwidth that element-wise kernels reach. Assumed."""
 DISK_BYTES_A_SECOND = 2e9
 """A local NVMe disk, read or written in large pieces. Assumed."""
-HOST_SECONDS_A_CALL = 2.0e-4
-"""Python and launches for one module in a calibrating batch; counted.py measures it on one core of its machine."""
+HOST_SECONDS_A_CALL = 1.0e-4
+"""Python and launches for one module in a calibrating batch: benchmarks/counted.py measures 4e-5 to 7e-5 on a CPU, and
+launches of a GPU are assumed to add the rest."""
+LINK_BYTES_A_SECOND = 25e9
+"""Between main memory and a card, pinned. Assumed; half of PCIe 5 x16."""
 START_SECONDS = 60.0
 """Imports, tokens of the text, the static check and the card's first kernels. Assumed."""
-CPU_PACKED_A_SECOND = 2e8
-"""Values that a core packs, by benchmarks/packing.py."""
 # BF16 bytes that move for one score: product, scale, mask, softmax in F32, cast, and the product with the values.
 _BYTES_A_SCORE = 24
-# The same for a value between an expert's projections, for one that an expert returns, and for a check of both.
-_BYTES_INSIDE, _BYTES_OUTSIDE, _BYTES_CHECKED = 26, 12, 6
+# The same for a value between an expert's projections, for one that an expert returns, and for one that is observed.
+_BYTES_INSIDE, _BYTES_OUTSIDE, _BYTES_OBSERVED = 26, 12, 2
 _BYTES_PACKED = 30
 
 
@@ -46,9 +47,10 @@ class TimeTerm:
 
     Attributes:
         station: layers, MTP block, packing, or start.
-        name: compute, memory, calls, read or write.
+        name: compute, memory, calls, disk or link.
         count: what is counted, in its unit.
         rate: how much of that there is a second.
+        source: where the rate is from.
     """
 
     station: str
@@ -56,9 +58,11 @@ class TimeTerm:
     count: float
     unit: str
     rate: float
+    source: str
 
     @property
     def seconds(self) -> float:
+        """How long it takes alone."""
         return self.count / self.rate
 
 
@@ -80,11 +84,16 @@ class Estimate:
 
     @property
     def ruling(self) -> TimeTerm:
-        """The longest term."""
-        return max(self.terms, key=lambda term: term.seconds)
+        """The longest term of the longest station, among those that decide its time."""
+        station = max(dict.fromkeys(term.station for term in self.terms), key=self.seconds_of)
+        own = {term.name: term for term in self.terms if term.station == station}
+        longest = max(own.values(), key=lambda term: term.seconds)
+        if longest.seconds == self.seconds_of(station):
+            return longest
+        return max(own["compute"], own["memory"], key=lambda term: term.seconds)
 
 
-def estimate(plan: Plan, card: Card, *, gpus: int = 1, batch_size: int = 1, cores: int = 8) -> Estimate:
+def estimate(plan: Plan, card: Card, *, gpus: int = 1, batch_size: int = 1) -> Estimate:
     """The time of a run on GPUs of one machine.
 
     Args:
@@ -92,15 +101,18 @@ def estimate(plan: Plan, card: Card, *, gpus: int = 1, batch_size: int = 1, core
         card: with known rates.
         gpus: processes that share the batches, a GPU each.
         batch_size: sequences in a batch.
-        cores: of the machine, for packing without a GPU and for hashes.
     """
-    terms = [TimeTerm(station="start", name="calls", count=START_SECONDS, unit="s", rate=1.0)]
+    terms = [TimeTerm(station="start", name="calls", count=START_SECONDS, unit="s", rate=1.0, source="assumed")]
     if plan.needs_calibration or plan.recipe.mtp == AUTO:
         calibration = plan.recipe.calibration
         assert calibration is not None
         work = _Work(plan=plan, calibration=calibration, batch_size=batch_size, gpus=gpus)
-        terms += _terms(work.layers(), "layers", card, disk=work.source_bytes)
-        terms += _terms(work.block(), "MTP block", card, disk=0)
+        terms += _terms(work.layers(), "layers", card)
+        terms += [
+            _disk("layers", work.source_bytes + work.state_bytes),
+            _link("layers", work.source_bytes + 2 * work.state_bytes / gpus),
+        ]
+        terms += _terms(work.block(), "MTP block", card)
     terms += _packing(plan, card, gpus)
     return Estimate(terms=tuple(terms))
 
@@ -151,7 +163,7 @@ def layer_work(
     inside = max(widths, default=0)
     moved = 2.0 * (plain + experts) + _BYTES_A_SCORE * float(tokens) * heads * length
     moved += share * tokens * num_experts * (inside * _BYTES_INSIDE + hidden * _BYTES_OUTSIDE)
-    moved += share * tokens * num_experts * (2 * inside + hidden) * _BYTES_CHECKED
+    moved += share * tokens * num_experts * inside * _BYTES_OBSERVED
     return Work(flops=flops, moved=moved, calls=len(matrices) + 2 * num_experts * any(t.stacked for t in matrices))
 
 
@@ -169,6 +181,12 @@ class _Work:
         """Of the backbone's decoder layers, as stored; several processes of a machine read them from one disk once."""
         layers = [tensor for tensor in self.plan.tensors if tensor.part == "backbone" and tensor.layer is not None]
         return sum(self.plan.entries[name].num_bytes for tensor in layers for name in tensor.inputs)
+
+    @property
+    def state_bytes(self) -> int:
+        """What all decoder layers together write: three streams, once each."""
+        tokens = (self.calibration.samples + 2 * self.calibration.held_out) * self.calibration.sequence_length
+        return 2 * tokens * _hidden(self.plan) * self.plan.view.num_layers
 
     def layers(self) -> Work:
         """All decoder layers: the calibration text, and as a server computes, the held-out text twice.
@@ -225,26 +243,57 @@ class _Work:
         return samples / self.batch_size / self.gpus
 
 
-def _terms(work: Work, station: str, card: Card, *, disk: int) -> list[TimeTerm]:
-    found = [
-        TimeTerm(station=station, name="compute", count=work.flops, unit="FLOP", rate=card.flops * MATMUL_SHARE),
-        TimeTerm(station=station, name="memory", count=work.moved, unit="B", rate=card.bandwidth * BANDWIDTH_SHARE),
-        TimeTerm(station=station, name="calls", count=work.calls, unit="modules", rate=1 / HOST_SECONDS_A_CALL),
+def _terms(work: Work, station: str, card: Card) -> list[TimeTerm]:
+    return [
+        TimeTerm(
+            station=station,
+            name="compute",
+            count=work.flops,
+            unit="FLOP",
+            rate=card.flops * MATMUL_SHARE,
+            source=f"{card.name}'s peak, of which {MATMUL_SHARE:.0%} are assumed",
+        ),
+        _memory(station, card, 1, work.moved),
+        TimeTerm(
+            station=station,
+            name="calls",
+            count=work.calls,
+            unit="modules",
+            rate=1 / HOST_SECONDS_A_CALL,
+            source="benchmarks/counted.py, and launches assumed",
+        ),
     ]
-    if disk:
-        found.append(TimeTerm(station=station, name="read", count=disk, unit="B", rate=DISK_BYTES_A_SECOND))
-    return found
 
 
 def _packing(plan: Plan, card: Card, gpus: int) -> list[TimeTerm]:
     """Source read, packed and written; then what was written is read for its check."""
     packed = sum(prod(tensor.shape) for tensor in plan.tensors if tensor.fate == "quantize")
-    disk = plan.num_bytes_before + 2 * plan.num_bytes_after
-    rate = gpus * card.bandwidth * BANDWIDTH_SHARE
     return [
-        TimeTerm(station="packing", name="memory", count=_BYTES_PACKED * packed, unit="B", rate=rate),
-        TimeTerm(station="packing", name="write", count=disk, unit="B", rate=DISK_BYTES_A_SECOND),
+        _memory("packing", card, gpus, _BYTES_PACKED * packed),
+        _disk("packing", plan.num_bytes_before + 2 * plan.num_bytes_after),
+        _link("packing", (plan.num_bytes_before + plan.num_bytes_after) / gpus),
     ]
+
+
+def _memory(station: str, card: Card, gpus: int, count: float) -> TimeTerm:
+    return TimeTerm(
+        station=station,
+        name="memory",
+        count=count,
+        unit="B",
+        rate=gpus * card.bandwidth * BANDWIDTH_SHARE,
+        source=f"{card.name}'s bandwidth, of which {BANDWIDTH_SHARE:.0%} are assumed",
+    )
+
+
+def _disk(station: str, count: float) -> TimeTerm:
+    rate = DISK_BYTES_A_SECOND
+    return TimeTerm(station=station, name="disk", count=count, unit="B", rate=rate, source="assumed, an NVMe disk")
+
+
+def _link(station: str, count: float) -> TimeTerm:
+    rate = LINK_BYTES_A_SECOND
+    return TimeTerm(station=station, name="link", count=count, unit="B", rate=rate, source="assumed, pinned memory")
 
 
 def _routed_share(plan: Plan, matrices: Iterable[TensorPlan]) -> float:

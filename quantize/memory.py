@@ -28,6 +28,8 @@ CONTEXT_BYTES = 600_000_000
 """What CUDA and its libraries take of a GPU before a tensor is there."""
 FRAGMENTS = 1.05
 """The allocator's blocks are larger than what is asked for, and are not always used again."""
+MAX_TOKENS = 65_536
+"""In a batch that `batch_size: auto` chooses for a GPU: more at a time make no matrix product faster."""
 # F32 values that rounding one matrix, or one input, to a scheme holds at a time.
 _ROUNDING = 3
 # Draft steps whose keys an MTP block attends to while acceptance is measured (`held_out.NUM_STEPS`).

@@ -15,15 +15,15 @@ import torch
 from ...checkpoints.files import write_whole
 from ...recipes.schema import AUTO
 from ..free_memory import free_host_bytes
-from ..memory import largest_batch_size
+from ..memory import MAX_TOKENS, largest_batch_size
 from ..plan import Plan
 from .ranks import Ranks
 
 _FILE = "batch_size"
 _SHARE = 0.9  # of what is free on a GPU: other processes may take some later
 _SHARE_OF_HOST = 0.25  # states and the next layer are there too
-# More tokens at a time make no matrix product faster; on a CPU they only leave its caches.
-_MAX_TOKENS, _MAX_TOKENS_ON_CPU = 65_536, 8_192
+# More tokens at a time only leave its caches.
+_MAX_TOKENS_ON_CPU = 8_192
 
 
 def with_batch_size(plan: Plan, folder: Path, ranks: Ranks) -> Plan:
@@ -58,7 +58,7 @@ def _largest(plan: Plan, ranks: Ranks) -> int:
     calibration = plan.recipe.calibration
     assert calibration is not None
     is_gpu = ranks.device.type == "cuda"
-    tokens = _MAX_TOKENS if is_gpu else _MAX_TOKENS_ON_CPU
+    tokens = MAX_TOKENS if is_gpu else _MAX_TOKENS_ON_CPU
     rows = min(-(-calibration.samples // ranks.size), max(1, tokens // calibration.sequence_length))
     # Where not even one should fit, one is tried: the count is careful.
     return max(1, largest_batch_size(plan, _free_bytes(ranks), at_most=rows))
