@@ -184,8 +184,10 @@ class _Work:
 
     @property
     def state_bytes(self) -> int:
-        """What all decoder layers together write: three streams, once each."""
-        tokens = (self.calibration.samples + 2 * self.calibration.held_out) * self.calibration.sequence_length
+        """What all decoder layers together write: each stream once."""
+        streams = 2 if self.plan.may_calibrate_mtp else 1
+        sequences = streams * self.calibration.samples + 2 * self.calibration.held_out
+        tokens = sequences * self.calibration.sequence_length
         return 2 * tokens * _hidden(self.plan) * self.plan.view.num_layers
 
     def layers(self) -> Work:
