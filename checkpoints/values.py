@@ -70,7 +70,7 @@ def typed(raw: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
 def row_ranges(weight: Tensor, multiple: int = 1) -> Iterator[tuple[int, int]]:
     """Row ranges of a matrix [N, K] that make up about one chunk each, starting at multiples of `multiple`."""
     num_rows, num_columns = weight.shape
-    elements = _CHUNK_GPU if weight.is_cuda else _CHUNK_CPU
+    elements = _CHUNK_CPU if weight.device.type == "cpu" else _CHUNK_GPU
     step = max(1, elements // max(1, num_columns * multiple)) * multiple
     for first in range(0, num_rows, step):
         yield first, min(first + step, num_rows)

@@ -61,7 +61,7 @@ class ReadAhead:
     def _read(self, entries: Iterable[Entry], room: int) -> dict[HFName, Tensor]:
         found: dict[HFName, Tensor] = {}
         # A copy from pinned memory is several times faster.
-        is_pinned = self._ranks.device.type == "cuda"
+        is_pinned = self._ranks.device.type != "cpu"
         for entry in entries:
             # PyTorch makes a pinned buffer as long as the next power of two.
             room -= 1 << (entry.num_bytes - 1).bit_length() if is_pinned else entry.num_bytes

@@ -42,8 +42,6 @@ class StatisticsRoom:
         host = int(free_host_bytes() * _SHARE) // place_of_process().local_size
         if device.type == "cpu":
             return cls(device=host, host=host)
-        if device.type != "cuda":
-            return cls(host=host)
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return cls(device=int((free + unused) * _SHARE), host=host)

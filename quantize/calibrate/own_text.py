@@ -78,7 +78,7 @@ def _fits(plan: Plan, device: torch.device) -> bool:
         for tensor in plan.tensors
         if tensor.part == "backbone" and tensor.fate not in ("drop", "add") and tensor.role != "vision"
     )
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
+    free = free_host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     return 2 * num_values * _ROOM < free
 
 

@@ -55,6 +55,6 @@ def progress_since(
 
 def _peak_bytes(device: torch.device) -> int:
     """Peak bytes: of the GPU, or of the whole process."""
-    if device.type == "cuda":
+    if device.type != "cpu":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -205,7 +205,7 @@ def _on_host(state: Sequence[Tensor | None]) -> tuple[LayerState, Any]:
     event = None
     values: list[Tensor | None] = []
     for value in state:
-        if value is None or value.device.type != "cuda":
+        if value is None or value.device.type == "cpu":
             values.append(None if value is None else _alone(value))
             continue
         host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)

@@ -5,7 +5,8 @@ A tensor there computes what it would compute on the CPU, with the same kernels 
 mixes devices raises `MixedDevices`, which names the operation, the shapes, and the line of keepmtp that called it.
 
 It finds: a tensor left on the CPU, a number that an operation in place would have to write back, a device tensor that
-is pinned, a generator of the wrong device, and the bytes that tensors hold on the device (`GPU.peak_bytes`).
+is pinned, a generator of the wrong device, values of a copy to pinned memory that are read before an event says that
+they are there (they are NaN until then), and the bytes that tensors hold on the device (`GPU.peak_bytes`).
 
 It cannot find: what CUDA's own kernels compute, lack or refuse (dtypes, alignment), races between streams, time, memory
 that an operation needs inside, and code that asks whether a device's type is "cuda", for this one's type is "gpu". For
@@ -16,9 +17,10 @@ everything else is a mix.
 """
 
 import sys
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.weak import WeakIdKeyDictionary
 
 NAME = "gpu"
 CPU = torch.device("cpu")
@@ -72,24 +75,46 @@ class GPU:
     peak_bytes: int = 0
     mixes: list[str] = field(default_factory=list)
     _holders: Counter[int] = field(default_factory=Counter)
+    _coming: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _lock: Any = field(default_factory=threading.RLock)
 
     def hold(self, owner: "OnGPU") -> None:
         """Count the storage of a tensor as long as any tensor uses it."""
         storage = owner.held.untyped_storage()
         key, num_bytes = storage._cdata, storage.nbytes()
-        if not self._holders[key]:
-            if self.bytes_now + num_bytes > self.memory_bytes:
-                raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {num_bytes} bytes")
-            self.bytes_now += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.bytes_now)
-        self._holders[key] += 1
+        with self._lock:
+            if not self._holders[key]:
+                if self.bytes_now + num_bytes > self.memory_bytes:
+                    raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {num_bytes} bytes")
+                self.bytes_now += num_bytes
+                self.peak_bytes = max(self.peak_bytes, self.bytes_now)
+            self._holders[key] += 1
         weakref.finalize(owner, self._release, key, num_bytes).atexit = False
 
     def _release(self, key: int, num_bytes: int) -> None:
-        self._holders[key] -= 1
-        if not self._holders[key]:
-            del self._holders[key]
-            self.bytes_now -= num_bytes
+        with self._lock:
+            self._holders[key] -= 1
+            if not self._holders[key]:
+                del self._holders[key]
+                self.bytes_now -= num_bytes
+
+    def copy_later(self, target: Tensor, source: "OnGPU") -> None:
+        """Copy to pinned memory when somebody waits; until then there is NaN."""
+        with self._lock:
+            self._coming.append((target, source.held.clone()))
+            target.view(torch.uint8).fill_(255)
+
+    def arrive(self) -> None:
+        """Make the copies that nobody has waited for."""
+        with self._lock:
+            for target, values in self._coming:
+                target.copy_(values)
+            self._coming.clear()
+
+    def wait(self) -> None:
+        """The CPU waits for the GPU."""
+        self.num_waits += 1
+        self.arrive()
 
 
 _gpu: GPU | None = None
@@ -105,21 +130,43 @@ def pretended_gpu() -> Iterator[GPU]:
     """The device for the time of the context; once in a process, which keeps the device afterwards."""
     global _gpu
     _setup_privateuseone_for_python_backend(NAME)
-    _gpu = GPU(device=torch.device(NAME, 0))
-    memory = {
-        "max_memory_allocated": lambda *_: _active().peak_bytes,
-        "memory_allocated": lambda *_: _active().bytes_now,
-        "get_memory_info": lambda *_: (_active().memory_bytes - _active().bytes_now, _active().memory_bytes),
-        "reset_peak_memory_stats": _forget_peak,
+    _gpu = gpu = GPU(device=torch.device(NAME, 0))
+    own: dict[str, Callable[..., Any]] = {
+        "max_memory_allocated": lambda *_: gpu.peak_bytes,
+        "memory_allocated": lambda *_: gpu.bytes_now,
+        "memory_reserved": lambda *_: gpu.bytes_now,
+        "reset_peak_memory_stats": lambda *_: setattr(gpu, "peak_bytes", gpu.bytes_now),
         "empty_cache": lambda *_: None,
-        "synchronize": lambda *_: None,
+        "synchronize": lambda *_: gpu.wait(),
     }
-    with patch.multiple(torch.accelerator, **memory), _Factories(), _Operations():
-        yield _gpu
+    free: Callable[..., tuple[int, int]] = lambda *_: (gpu.memory_bytes - gpu.bytes_now, gpu.memory_bytes)  # noqa: E731
+    with (
+        patch.multiple(torch.accelerator, get_memory_info=free, **own),
+        patch.multiple(torch.cuda, mem_get_info=free, Event=_Event, **own),
+        # The modes below are of one thread.
+        patch.object(threading.Thread, "run", _run_with_modes),
+        _Factories(),
+        _Operations(),
+    ):
+        yield gpu
 
 
-def _forget_peak(*_: Any) -> None:
-    _active().peak_bytes = _active().bytes_now
+_run = threading.Thread.run
+
+
+def _run_with_modes(thread: threading.Thread) -> None:
+    with _Factories(), _Operations():
+        _run(thread)
+
+
+class _Event:
+    """A CUDA event after all that was asked for so far: who waits for it has all copies."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        _active().wait()
 
 
 # --- tensors --------------------------------------------------------------------------------------------------------
@@ -166,7 +213,7 @@ class OnGPU(Tensor):
         _active().hold(self)
 
     def tolist(self) -> Any:
-        _active().num_waits += 1
+        _active().wait()
         return self.held.tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -236,15 +283,24 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if func is _aten._to_copy.default:
         return _moved(func, args, kwargs)
     if func is _aten.is_pinned.default:
-        return not here and func(*args, **kwargs)
+        return _is_pinned(args[0])
     if func in (_aten._pin_memory.default, _aten.pin_memory.default):
         if here:
             raise _mixed(str(func), tensors)
-        return args[0].clone()
+        return _pinned(args[0].clone())
+    if kwargs.pop("pin_memory", None):
+        if _is_gpu(kwargs.get("device")):
+            raise _mixed(str(func), tensors, why="pinned memory on the GPU")
+        return _pinned(func(*args, **kwargs))
     asked = kwargs.get("device")
     _check(func, args, kwargs, tensors)
-    if (func in _WAITS and here) or (func is _aten.copy_.default and here and not isinstance(args[0], OnGPU)):
-        gpu.num_waits += 1
+    if func is _aten.copy_.default and here:
+        if _is_later(*args, **kwargs):
+            gpu.copy_later(args[0], args[1])
+            return args[0]
+        gpu.arrive() if isinstance(args[0], OnGPU) else gpu.wait()
+    elif func in _WAITS and here:
+        gpu.wait()
     if asked is not None:
         kwargs["device"] = CPU if _is_gpu(asked) else asked
     outputs = func(*map(_held, args), **{name: _held(value) for name, value in kwargs.items()})
@@ -266,6 +322,23 @@ def _wrapped(value: Any, here: Mapping[int, OnGPU], func: Any) -> Any:
     return same
 
 
+_PINNED = WeakIdKeyDictionary()
+
+
+def _pinned(value: Tensor) -> Tensor:
+    _PINNED[value] = True
+    return value
+
+
+def _is_pinned(value: Tensor) -> bool:
+    return value in _PINNED or (value._base is not None and value._base in _PINNED)
+
+
+def _is_later(target: Tensor, source: Tensor, non_blocking: bool = False) -> bool:
+    """Whether a copy goes on while the CPU does something else."""
+    return non_blocking and isinstance(source, OnGPU) and not isinstance(target, OnGPU) and _is_pinned(target)
+
+
 def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """`tensor.to(...)`: a copy on another device, or in another dtype."""
     source, asked = args[0], kwargs.pop("device", None)
@@ -273,11 +346,11 @@ def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     if kwargs.pop("pin_memory", None) and isinstance(source, OnGPU):
         raise _mixed(str(func), [source])
     kwargs.pop("non_blocking", None)
+    if NAME in (source.device.type, target.type):
+        # One after the other, as on one stream of a GPU.
+        _active().wait() if target.type == "cpu" else _active().arrive()
     copy = func(_held(source), device=CPU if target.type == NAME else target, **kwargs)
-    if target.type == NAME:
-        return OnGPU(copy)
-    _active().num_waits += isinstance(source, OnGPU)
-    return copy
+    return OnGPU(copy) if target.type == NAME else copy
 
 
 def _check(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> None:
