@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
-PARTS = ("casts", "rates", "packing", "collectives", "line", "glm-4.5-air", "deepseek-v3.1")
+PARTS = ("casts", "finite", "rates", "packing", "collectives", "line", "glm-4.5-air", "deepseek-v3.1")
 BEGIN, END = "<!-- begin: written by make gpu-test -->\n", "<!-- end -->\n"
 
 
@@ -72,11 +72,12 @@ def parts(device: torch.device, folder: Path, *, small: bool) -> Mapping[str, Ca
     """Name -> a function of no arguments that gives the rows of the part."""
     # llm-compressor logs to standard output, also while it is imported.
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
-    from gpu_kernels import casts, collectives, packing, rates
+    from gpu_kernels import casts, collectives, finite, packing, rates
     from gpu_models import WIDE, tiny_line, wide_layer
 
     calls = (
         partial(casts, device),
+        partial(finite, device),
         partial(rates, device),
         partial(packing, device),
         partial(collectives, device),

@@ -5,6 +5,7 @@ In: a device. Out: rows. The CPU's bits are the reference: the suite compares th
 
 import tempfile
 from collections.abc import Mapping
+from math import inf, nan
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from compressed_tensors.distributed import as_broadcastable
 from gpu_row import GpuRow, seconds_of
 from keepmtp.checkpoints import dequantize
+from keepmtp.quantize.calibrate.inputs import InputRanges
 from keepmtp.quantize.pack import pack
 from keepmtp.recipes.schemes import SCHEMES, Scheme
 from torch import Tensor
@@ -90,6 +92,24 @@ def _merged(rows: list[GpuRow]) -> list[GpuRow]:
             merged.append(GpuRow(part=part, what=what, measured=measured, expected="the CPU's bits"))
         merged += [row for row in own if not row.met]
     return merged
+
+
+def finite(device: torch.device, *, small: bool) -> list[GpuRow]:
+    """Whether one NaN or infinity among a layer's inputs is found: reductions of a device may skip a NaN."""
+    linear = torch.nn.Linear(64, 8, bias=False, dtype=torch.bfloat16, device=device)
+    rows = []
+    for name, value, is_good in (("1", 1.0, True), ("NaN", nan, False), ("inf", inf, False), ("-inf", -inf, False)):
+        ranges = InputRanges(2, device)
+        values = torch.randn(4, 16 if small else 4096, 64, generator=_seeded()).bfloat16().to(device)
+        ranges.read(0, values)
+        ranges.read(1, values.index_fill(1, torch.tensor([3], device=device), value))
+        ranges.end_batch()
+        found = ranges.prove_finite([linear, linear])
+        measured = f"{'finite' if found else 'not finite'}"
+        rows.append(
+            GpuRow(part="finite", what=f"inputs with {name}", measured=measured, expected="found", met=found == is_good)
+        )
+    return rows
 
 
 def rates(device: torch.device, *, small: bool) -> list[GpuRow]:

@@ -17,13 +17,17 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import TORCH_DTYPES
 from keepmtp.cli.pipeline import plan_before_measuring
 from keepmtp.quantize.calibrate.backbone import calibrate_backbone
+from keepmtp.quantize.calibrate.batch_size import num_in_batch, with_batch_size
 from keepmtp.quantize.calibrate.data import CalibrationData
 from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.calibrate.run import calibrate
-from keepmtp.quantize.memory import FRAGMENTS, largest_batch_size, stations
+from keepmtp.quantize.cards import card_of
+from keepmtp.quantize.estimate import estimate
+from keepmtp.quantize.memory import FRAGMENTS, stations
 from keepmtp.quantize.output import claim
 from keepmtp.quantize.plan import Plan
 from keepmtp.quantize.writer import write
+from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Calibration
 from safetensors.torch import load_file
@@ -137,26 +141,19 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -> list[GpuRow]:
     """One decoder layer of a real model, of random weights: time, tokens a second, and the peak of the memory."""
-    plan = wide_plan(model, folder / model, small=small)
-    calibration = plan.recipe.calibration
-    assert calibration is not None
     if device.type != "cpu":
         torch.accelerator.empty_cache()
-        free, _ = torch.accelerator.get_memory_info(device)
-        size = largest_batch_size(plan, int(0.9 * free), at_most=calibration.held_out)
-        if not size:
-            needed = stations(plan, batch_size=1)[0].device_bytes
-            got = f"{needed / 2**30:.1f} GiB are needed, {free / 2**30:.1f} are free"
-            return [GpuRow(part=model, what="one layer and a sequence", measured=got, expected="must fit", met=False)]
-        calibration = calibration.model_copy(update={"batch_size": size})
-        recipe = plan.recipe.model_copy(update={"calibration": calibration})
-        plan = plan_before_measuring(recipe, plan.source)
+    ranks = Ranks(rank=0, size=1, device=device)
+    own = folder / f"{model}.pass"
+    own.mkdir()
+    plan = with_batch_size(wide_plan(model, folder / model, small=small), own, ranks)
+    calibration = plan.recipe.calibration
+    assert calibration is not None
     data = random_tokens(calibration, vocabulary=plan.view.text_config["vocab_size"])
     wait_for(device)
     forget_peak(device)
     started = time.perf_counter()
-    ranks = Ranks(rank=0, size=1, device=device)
-    calibrate_backbone(plan, data, folder / f"{model}.pass", device=device, ranks=ranks)
+    calibrate_backbone(plan, data, own, device=device, ranks=ranks)
     wait_for(device)
     seconds, tokens = time.perf_counter() - started, data.ids.numel()
     minutes = seconds * DEPTH[model] * 256 * 2048 / tokens / 60
@@ -165,7 +162,18 @@ def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -
         GpuRow(part=model, what=f"one layer, {sizes}", measured=f"{seconds:.1f} s, {tokens / seconds:.3g} tokens/s"),
         GpuRow(part=model, what=f"{DEPTH[model]} such layers, 256 x 2048 tokens", measured=f"{minutes:.3g} min"),
     ]
-    return [*rows, *_memory(model, plan, peak_bytes(device))]
+    return [*rows, *_counted(model, plan, device, seconds), *_memory(model, plan, peak_bytes(device))]
+
+
+def _counted(model: str, plan: Plan, device: torch.device, seconds: float) -> list[GpuRow]:
+    """The time against what `keepmtp plan` says, where it knows the card."""
+    try:
+        card = card_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "H200")
+    except RecipeError:
+        return []
+    counted = estimate(plan, card, batch_size=num_in_batch(plan)).seconds_of("layers")
+    against = f"{seconds / counted:.2f} of it" if device.type == "cuda" else "not compared"
+    return [GpuRow(part=model, what=f"one layer, counted for {card.name}", measured=f"{counted:.2g} s, {against}")]
 
 
 def _memory(model: str, plan: Plan, peak: int | None) -> list[GpuRow]:
@@ -186,7 +194,8 @@ def _memory(model: str, plan: Plan, peak: int | None) -> list[GpuRow]:
 
 def wide_plan(model: str, folder: Path, *, small: bool) -> Plan:
     """A plan over one sparse layer of a real model with random weights; the MTP block holds zeros and is not run."""
-    size, wanted = ("tiny", {**SMALL}) if small else ("full", {"samples": 32, "held_out": 8, "sequence_length": 2048})
+    wide = {"samples": 32, "held_out": 8, "sequence_length": 2048, "batch_size": "auto"}
+    size, wanted = ("tiny", {**SMALL}) if small else ("full", wide)
     config, tensors = source_layout(model, size=size, changes=ONE_LAYER)
     write_checkpoint(folder, config, tensors, num_shards=1)
     recipe, _ = find_recipe(model, scheme=WIDE[model])
