@@ -10,12 +10,14 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu_row import GpuRow, forget_peak, peak_bytes, wait_for
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import TORCH_DTYPES
 from keepmtp.cli.pipeline import plan_before_measuring
+from keepmtp.quantize import writer
 from keepmtp.quantize.calibrate.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.batch_size import num_in_batch, with_batch_size
 from keepmtp.quantize.calibrate.data import CalibrationData
@@ -26,7 +28,6 @@ from keepmtp.quantize.estimate import estimate
 from keepmtp.quantize.memory import FRAGMENTS, stations
 from keepmtp.quantize.output import claim
 from keepmtp.quantize.plan import Plan
-from keepmtp.quantize.writer import write
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Calibration
@@ -80,8 +81,10 @@ def _line(name: str, folder: Path, device: torch.device, *, small: bool) -> tupl
     ranks = Ranks(rank=0, size=1, device=device)
     run = calibrate(plan, folder / "calibration", ranks=ranks)
     given = {"statistics": run.statistics, "calibration": run.summary, "ranks": ranks}
-    with claim(run.plan, folder / "out", calibration=run.salt) as partial:
-        write(run.plan, partial, recipe_text="", threads=1, **given)
+    # By itself, one process packs on every GPU that there is, also where the rest runs on the CPU.
+    on_device = mock.patch.object(writer, "_devices", lambda: [device])
+    with claim(run.plan, folder / "out", calibration=run.salt) as partial, on_device:
+        writer.write(run.plan, partial, recipe_text="", threads=1, **given)
         return dict(run.summary), Path(partial)
 
 

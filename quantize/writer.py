@@ -29,6 +29,7 @@ from ..checkpoints.files import complete, naming_file, partial_path, write_at
 from ..checkpoints.safetensors_file import Entry, FileLayout, lay_out
 from ..checkpoints.stored import scale_of, weight_of
 from ..checkpoints.values import TORCH_DTYPES, changed, read_bytes, read_tensor
+from ..recipes.errors import RecipeError
 from ..recipes.family import HFName
 from .calibrate.ranks import Ranks
 from .calibrate.statistics import Statistics, refuse_statistics
@@ -143,10 +144,25 @@ def _write_shard(
         for unit in shard.units:
             if stop.is_set():
                 return
-            _Job(plan=plan, unit=unit, place=place, device=device, given=given).run(progress)
+            with _fitting(plan, unit, device):
+                _Job(plan=plan, unit=unit, place=place, device=device, given=given).run(progress)
     written = written_sum(layout.header, {name: digest.digest() for name, digest in sums.items()})
     remember(finished_path(folder, shard), plan, shard, written=written)
     complete(final)
+
+
+@contextmanager
+def _fitting(plan: Plan, unit: tuple[TensorPlan, ...], device: torch.device) -> Iterator[None]:
+    """Turns running out of a GPU's memory into a refusal; finished shards are kept."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise RecipeError(
+            plan.recipe.name,
+            f"{unit[0].name} must fit {device} while it is packed",
+            got="out of memory",
+            cure="Free the device of other processes, or pack fewer weights at a time with --threads 1",
+        ) from error
 
 
 def _is_finished(plan: Plan, shard: Shard, folder: Path, layout: FileLayout, stop: threading.Event) -> bool:

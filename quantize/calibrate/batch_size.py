@@ -57,7 +57,7 @@ def _largest(plan: Plan, ranks: Ranks) -> int:
     """The most sequences in a batch that this rank's device holds, and that are of use."""
     calibration = plan.recipe.calibration
     assert calibration is not None
-    is_gpu = ranks.device.type == "cuda"
+    is_gpu = ranks.device.type != "cpu"
     tokens = MAX_TOKENS if is_gpu else _MAX_TOKENS_ON_CPU
     rows = min(-(-calibration.samples // ranks.size), max(1, tokens // calibration.sequence_length))
     # Where not even one should fit, one is tried: the count is careful.
@@ -66,6 +66,6 @@ def _largest(plan: Plan, ranks: Ranks) -> int:
 
 def _free_bytes(ranks: Ranks) -> int:
     """Of the device that computes, for this process."""
-    if ranks.device.type == "cuda":
+    if ranks.device.type != "cpu":
         return int(torch.cuda.mem_get_info(ranks.device)[0] * _SHARE)
     return int(free_host_bytes() * _SHARE_OF_HOST) // ranks.local_size

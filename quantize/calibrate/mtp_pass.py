@@ -24,7 +24,7 @@ from ...recipes.family import HFName
 from ...recipes.schema import AUTO, MtpAuto, candidates_for
 from ..plan import Plan, make_plan
 from .accepted import FEWEST_SEQUENCES, Acceptance, Kept, fewest_slots
-from .backbone import Backbone
+from .backbone import Backbone, fitting
 from .facts import DIGITS, CandidateFact, MeasuredFact, Side
 from .held_out import Target, agreement, target
 from .mtp_block import bind_block, build_block
@@ -94,7 +94,8 @@ def mtp_pass(
         GateError: no candidate keeps what the recipe asks for.
     """
     refuse_mtp(plan)
-    source, served = target(backbone, "source"), target(backbone, "served")
+    with fitting(plan, "the head and a sequence", backbone.skeleton.device):
+        source, served = target(backbone, "source"), target(backbone, "served")
     same = agreement(source, served)
     refusal = cannot_run(plan)
     if refusal is not None:

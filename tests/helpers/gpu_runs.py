@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.pipeline import plan_before_measuring
+from keepmtp.quantize import writer
 from keepmtp.quantize.calibrate import run as calibration
 from keepmtp.quantize.calibrate.data import CalibrationData
 from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.output import claim
-from keepmtp.quantize.writer import write
 from keepmtp.recipes.schema import Calibration, Recipe
 from killed import forks
 from pretended_gpu import pretended_gpu
@@ -91,10 +92,11 @@ def _told(sender: Connection, call: Callable[..., Any], *args: Any) -> None:
 def family_run(recipe: Recipe, folder: Path) -> Outcome:
     """A tiny checkpoint of a family, its experts (or MLPs) and those of its MTP block calibrated for NVFP4."""
     source = write_checkpoint(folder / "source", *source_layout(recipe.model, size="tiny"), data="random")
-    return both(_with_nvfp4(recipe, source), source, DATA, folder)
+    return both(nvfp4_recipe(recipe, source), source, DATA, folder)
 
 
-def _with_nvfp4(recipe: Recipe, source: Path) -> Recipe:
+def nvfp4_recipe(recipe: Recipe, source: Path) -> Recipe:
+    """NVFP4 for the experts (or MLPs) of backbone and MTP block, the rest of the block BF16."""
     plan = plan_before_measuring(recipe, open_source(source))
     own = {tensor.role for tensor in plan.tensors if tensor.part == "mtp"} & {*recipe.backbone}
     words = recipe.backbone | {_large(recipe.backbone): "NVFP4"}
@@ -133,8 +135,9 @@ def line(
     ranks = Ranks(rank=0, size=1, device=device)
     run = calibration.calibrate(plan, folder / "calibration", ranks=ranks)
     given = {"statistics": run.statistics, "calibration": run.summary, "ranks": ranks}
-    with claim(run.plan, folder / "out", calibration=run.salt) as partial:
-        write(run.plan, partial, recipe_text="", threads=1, **given)
+    on_device = patch.object(writer, "_devices", lambda: [device])
+    with claim(run.plan, folder / "out", calibration=run.salt) as partial, on_device:
+        writer.write(run.plan, partial, recipe_text="", threads=1, **given)
     return frozenset(tensor.part for tensor in run.plan.tensors if tensor.calibrated), dict(run.summary)
 
 

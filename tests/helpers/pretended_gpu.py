@@ -62,6 +62,7 @@ class GPU:
     Attributes:
         device: to be given to code under test.
         memory_bytes: how much fits; more is `torch.OutOfMemoryError`.
+        failure: what its operations raise, once it has failed.
         num_waits: operations for whose result the CPU waits: a number, a copy to the CPU.
         bytes_now: that tensors hold on it.
         peak_bytes: the most that they held at one time.
@@ -70,6 +71,7 @@ class GPU:
 
     device: torch.device
     memory_bytes: int = 80 * 2**30
+    failure: Exception | None = None
     num_waits: int = 0
     bytes_now: int = 0
     peak_bytes: int = 0
@@ -293,6 +295,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
             raise _mixed(str(func), tensors, why="pinned memory on the GPU")
         return _pinned(func(*args, **kwargs))
     asked = kwargs.get("device")
+    if here and gpu.failure is not None:
+        raise gpu.failure
     _check(func, args, kwargs, tensors)
     if func is _aten.copy_.default and here:
         if _is_later(*args, **kwargs):

@@ -1,0 +1,91 @@
+"""A GPU that is full, or that fails, at each station: a sentence, and the same command goes on to the same bytes."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from gpu_runs import CPU, DATA, in_a_child, line, nvfp4_recipe
+from keepmtp.quantize import writer
+from keepmtp.quantize.calibrate import backbone, mtp_pass, mtp_policy
+from keepmtp.quantize.calibrate.ranks import Ranks, naming_lost_device
+from keepmtp.quantize.calibrate.skeleton import Skeleton
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.find import shipped_recipes
+from pretended_gpu import GPU, pretended_gpu
+from releases import source_layout, write_checkpoint
+
+RECIPE = next(recipe for recipe in shipped_recipes() if recipe.model == "glm-4.7" and not recipe.calibrated_schemes())
+# What must fit, in the sentence -> where the GPU is full: from this call of a function on.
+FULL: dict[str, tuple[Any, str, int]] = {
+    "the embedding": (Skeleton, "__init__", 1),
+    "decoder layer 0 and a batch": (backbone._Pass, "layer", 1),
+    "decoder layer 1 and a batch": (backbone._Pass, "layer", 2),
+    "the head and a sequence": (mtp_pass, "target", 1),
+    "the MTP block and a batch": (mtp_policy.PolicyResults, "_filled", 1),
+    r"model\.\S+": (writer._Job, "run", 3),
+}
+
+
+def test_a_full_gpu_and_one_that_fails_are_sentences_and_nothing_is_lost(tmp_path):
+    full, failed, different = in_a_child(starved_runs, tmp_path)
+    assert full.keys() == FULL.keys()
+    for what, sentence in full.items():
+        rule = rf"{what} must fit gpu:0.*; got out of memory.*\. Free the device of other processes, or "
+        assert re.search(rule, sentence), (what, sentence)
+    assert "gpu:0 of rank 0 of 1" in failed and "got CUDA error: an uncorrectable ECC error" in failed
+    assert "the same command goes on where this run stopped" in failed
+    assert different == []
+
+
+def starved_runs(folder: Path) -> tuple[dict[str, str], str, list[str]]:
+    """The sentences of a full GPU and of one that fails, and the files that then differ from the CPU's."""
+    source = write_checkpoint(folder / "source", *source_layout(RECIPE.model, size="tiny"), data="random")
+    recipe = nvfp4_recipe(RECIPE, source)
+    line(recipe, source, DATA, folder / "cpu", CPU)
+    with pretended_gpu() as gpu:
+        ranks = Ranks(rank=0, size=1, device=gpu.device)
+
+        def run() -> str:
+            try:
+                with naming_lost_device(ranks):
+                    line(recipe, source, DATA, folder / "gpu", gpu.device)
+            except RecipeError as refusal:
+                return str(refusal)
+            finally:
+                gpu.memory_bytes, gpu.failure = 80 * 2**30, None
+            return ""
+
+        full = {}
+        for what, (owner, name, count) in FULL.items():
+            with patch.object(owner, name, after(count, getattr(owner, name), lambda: fill(gpu))):
+                full[what] = run()
+        error = torch.AcceleratorError("CUDA error: an uncorrectable ECC error\nMore.")
+        with patch.object(writer._Job, "run", after(5, writer._Job.run, lambda: setattr(gpu, "failure", error))):
+            failed = run()
+        assert run() == ""
+    different = [
+        str(path.relative_to(folder / "cpu"))
+        for path in sorted((folder / "cpu").rglob("*.safetensors"))
+        if path.read_bytes() != (folder / "gpu" / path.relative_to(folder / "cpu")).read_bytes()
+    ]
+    return full, failed, different
+
+
+def fill(gpu: GPU) -> None:
+    gpu.memory_bytes = gpu.bytes_now
+
+
+def after(count: int, real: Callable[..., Any], happens: Callable[[], object]) -> Callable[..., Any]:
+    """A function before whose call number `count` something happens."""
+    calls = []
+
+    def call(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == count:
+            happens()
+        return real(*args, **options)
+
+    return call
