@@ -51,9 +51,20 @@ def written(plan: Plan, folder: Path, statistics: Statistics | None = None) -> d
     return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
+_skeletons: dict[str, Skeleton] = {}
+
+
+def skeleton_of(plan: Plan) -> Skeleton:
+    """One for each source; schemes change nothing in it."""
+    if plan.source.where not in _skeletons:
+        _skeletons[plan.source.where] = Skeleton(plan, device=CPU)
+    _skeletons[plan.source.where].plan = plan
+    return _skeletons[plan.source.where]
+
+
 def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.Module, Binding]]:
     """The last decoder layer and the first MTP block, with the weights they are measured with."""
-    skeleton = Skeleton(plan, device=CPU)
+    skeleton = skeleton_of(plan)
     index = len(skeleton) - 1
     binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
     with skeleton.layer(index) as layer:
