@@ -244,7 +244,9 @@ class _Count:
         return {"states": states, "mask": mask, name: max(attention, mlp), "rounding": rounding}
 
     def _scores(self, num_keys: int) -> int:
-        """Elements of one copy of the attention scores of a batch."""
+        """Elements of one copy of the attention scores of a batch; PyTorch's own kernel keeps none."""
+        if self.calibration.attention == "sdpa":
+            return 0
         heads = int(self.plan.view.text_config.get("num_attention_heads") or 0)
         return self.batch_size * heads * self.calibration.sequence_length * num_keys
 

@@ -129,6 +129,8 @@ class Calibration(_Frozen):
         seed: for the order of the rows.
         experts: whose tokens a routed expert's statistics are of: `all` of them, or `routed`, those that the router
             sends it. An expert that it sends none is calibrated on all of them.
+        attention: `eager` computes all scores, as llm-compressor does; `sdpa` leaves it to a kernel of PyTorch's that
+            does not keep them, for long sequences. Its last bits differ.
         model_code: `checkpoint` lets the checkpoint's own Python build the model and encode conversations.
         decorated_forward: what to do with a model whose forward is wrapped in no_grad or inference_mode.
     """
@@ -148,6 +150,7 @@ class Calibration(_Frozen):
     batch_size: _BatchSize
     seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
     experts: Literal["all", "routed"] = "all"
+    attention: Literal["eager", "sdpa"] = "eager"
     model_code: Literal["transformers", "checkpoint"] = "transformers"
     decorated_forward: Literal["refuse", "unwrap"] = "refuse"
 

@@ -6,7 +6,7 @@ before it computed, so the model's own forward computes everything around the la
 masks, position ids.
 
 Easy to get wrong: llm-compressor's pipelines compute under eager attention. Any other implementation rounds elsewhere,
-and GPTQ then rounds other weights up.
+and GPTQ then rounds other weights up. So there is another only where a recipe asks for it (`attention.py`).
 
 Source: transformers 5.17 modeling_utils.py (`_init_weights`, `_keep_in_fp32_modules`), llm-compressor 0.14.0.1
 utils/helpers.py (`calibration_forward_context`) and entrypoints/oneshot.py (reads config.json at `name_or_path`).
@@ -30,6 +30,7 @@ from ...recipes.schemes import SCHEMES
 from ..plan import Plan
 from ..tensor_plan import TensorPlan
 from ..weights import Ahead
+from .attention import refuse_without_sdpa, use_sdpa
 from .binding import EXPERT, Binding, Names, Piece, bind, fill
 from .experts import linear_experts
 from .states import LayerState
@@ -146,6 +147,9 @@ class Skeleton:
     def fill(self, module: nn.Module, binding: Binding, ahead: Ahead | None = None) -> None:
         """Weights for a module of this model or of one built like it, and its computed buffers."""
         fill(module, binding, self.plan, device=self.device, dtype_of=self._dtype_of, ahead=ahead)
+        calibration = self.plan.recipe.calibration
+        if calibration is not None and calibration.attention == "sdpa":
+            use_sdpa(module)
         for each in module.modules():
             self._compute_buffers(each)
 
@@ -355,6 +359,7 @@ def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
         ) from error
     config.save_pretrained(scratch.path)
     model.config._name_or_path = model.name_or_path = str(scratch.path)
+    refuse_without_sdpa(model, plan)
     return model.eval(), scratch
 
 

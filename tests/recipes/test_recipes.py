@@ -61,7 +61,7 @@ def test_missing_key(tmp_path, key):
 def test_only_what_changes_no_number_has_a_default():
     """What may be left out: exceptions, what only `mtp: auto` reads, the place of an MTP block that most releases have
     themselves, what data may lack, consents that start as no. And what was no choice before: on whose tokens an expert
-    is calibrated, and who writes the held-out answers.
+    is calibrated, who writes the held-out answers, and how attention is computed.
 
     And how the result is judged, which changes no byte of it: reports and cards print every field of that.
     """
@@ -75,6 +75,7 @@ def test_only_what_changes_no_number_has_a_default():
         "prompt_column",
         "held_out_by",
         "experts",
+        "attention",
         "model_code",
         "decorated_forward",
     }
