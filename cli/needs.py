@@ -155,7 +155,8 @@ def batch_size_on(plan: Plan, machine: Machine) -> int:
 
 def lines(found: Needs) -> list[str]:
     """For people, each shorter than a terminal is wide."""
-    said = [f"Needs, counted for {found.machine}:"]
+    batches = "" if found.batch_size is None else f", in batches of {found.batch_size}"
+    said = [f"Needs, counted for {found.machine}{batches}:"]
     if found.batch_size is not None:
         said += [_can("backbone", found.backbone), _can("MTP block", found.mtp)]
         if found.device is not None and found.device_there is not None:

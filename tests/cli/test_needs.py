@@ -89,7 +89,7 @@ def test_what_transformers_cannot_build_is_refused_before_the_download(tmp_path,
 
 def test_the_command_says_it_for_people_and_machines():
     printed = keepmtp(*TINY, "--gpus", "2", "--gpu-memory", "h200", COLUMNS="80").stdout
-    said = printed[printed.index("Needs, counted for 2 H200:") :].splitlines()
+    said = printed[printed.index("Needs, counted for 2 H200, in batches of 8:") :].splitlines()
     assert said[1:3] == ["  backbone   can be calibrated", "  MTP block  can be calibrated"]
     assert said[6].startswith("  time       about 1 min, without the download")
     found = json.loads(keepmtp(*TINY, "--gpu-memory", "141", "--json").stdout)["needs"]
