@@ -17,8 +17,9 @@ from functools import cached_property
 from math import prod
 
 from ..recipes.schema import AUTO, Calibration
-from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
+from ..recipes.schemes import SCHEMES
 from .plan import Plan
+from .statistics_bytes import awq_cache_bytes, hessian_bytes
 from .tensor_plan import TensorPlan
 
 BF16, F32, INT64 = 2, 4, 8
@@ -286,27 +287,26 @@ class _Count:
     # --- algorithms ---------------------------------------------------------------------------------------------------
 
     def _of_algorithm(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
-        """GPTQ's Hessians: K x K in F32 for each distinct input of what it rewrites, and one that is inverted."""
-        if self.calibration.algorithm != "gptq":
+        """GPTQ's Hessians and one that is inverted; what AWQ compares, the outputs of a module in all batches."""
+        widths = [tensor.shape[-1] for tensor in tensors if tensor.calibrated == "weights"]
+        if not widths or self.calibration.algorithm not in ("gptq", "awq"):
             return {}
-        sides: dict[object, int] = {}
-        for tensor in (tensor for tensor in tensors if tensor.calibrated == "weights"):
-            reads_layer = tensor.role in _MLP and tensor.shape[-1] == self.hidden_size
-            # Fused modules have one input, and so have the first projections of all experts.
-            key = "MLP" if reads_layer else tensor.unit
-            if self.least and tensor.role == "experts" and not reads_layer:
-                key = "one turn of the experts"
-            sides[key] = tensor.shape[-1] ** 2 * (1 if reads_layer or self.least else _num_matrices(tensor))
-        largest = max((tensor.shape[-1] ** 2 for tensor in tensors if tensor.calibrated == "weights"), default=0)
-        return {"Hessians": F32 * sum(sides.values()), "an inverse": 2 * F32 * largest}
+        if self.calibration.algorithm == "awq":
+            channels = int(self.plan.view.text_config.get("hidden_size") or 0)
+            return {"AWQ's outputs": self._all_tokens() * channels * BF16}
+        routed = self.calibration.experts == "routed"
+        hessians = hessian_bytes(tensors, routed=routed, one_turn=self.least)
+        return {"Hessians": hessians, "an inverse": 2 * F32 * max(widths) ** 2}
 
     def _cache(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
-        """AWQ's cache on the host: the inputs of attention and MLP, for every batch."""
-        rewritten = REWRITES[self.calibration.algorithm] if self.calibration.algorithm in RESCALING else frozenset()
-        if self.calibration.algorithm != "awq" or not any(tensor.scheme in rewritten for tensor in tensors):
+        """AWQ's cache on the host: the inputs of what its search runs again, for every batch."""
+        if self.calibration.algorithm != "awq":
             return {}
-        tokens = self.calibration.samples * self.calibration.sequence_length
-        return {"AWQ's inputs": 2 * tokens * self.hidden_size * BF16}
+        return {"AWQ's inputs": awq_cache_bytes(tensors, self._all_tokens(), one_turn=self.least)}
+
+    def _all_tokens(self) -> int:
+        """Of all batches."""
+        return self.calibration.samples * self.calibration.sequence_length
 
     # --- on the host --------------------------------------------------------------------------------------------------
 
@@ -318,7 +318,6 @@ class _Count:
         return 2 * self.num_tokens * self.hidden_size * BF16
 
 
-_MLP = frozenset({"dense_mlp", "shared_experts", "experts"})
 _ATTENTION = frozenset({"attention", "linear_attention", "indexer", "compressor"})
 
 
@@ -329,10 +328,6 @@ def _kind(tensor: TensorPlan) -> tuple[object, ...]:
 
 def _numel(tensor: TensorPlan) -> int:
     return prod(tensor.shape)
-
-
-def _num_matrices(tensor: TensorPlan) -> int:
-    return tensor.shape[0] * len(tensor.stacked) if tensor.stacked else 1
 
 
 def _one_read(tensor: TensorPlan) -> int:

@@ -13,9 +13,12 @@ from keepmtp.quantize.calibrate.awq import _Cache
 from keepmtp.quantize.calibrate.expert_passes import ExpertPasses, StatisticsRoom
 from keepmtp.quantize.calibrate.hessians import Hessians
 from keepmtp.quantize.calibrate.layer import Calibrated, calibrate
+from keepmtp.quantize.statistics_bytes import awq_cache_bytes, hessian_bytes
+from keepmtp.quantize.tensor_plan import TensorPlan
 from layerwise import IGNORE, Skeleton, assert_same, layerwise, sequential
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
+from passes import plan_over
 from torch import Tensor, nn
 
 GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
@@ -251,6 +254,47 @@ def test_awq_searches_experts_in_groups_that_fit(spare, groups, room, passes, mo
     assert_equal(moe_layer(algorithm="awq"), expected)
     assert passes == groups
     assert max(held) == everything - 4 * PAIR + max(spare, PAIR)
+
+
+# --- counted from headers ---------------------------------------------------------------------------------------------
+
+
+def tensors_of_layer(variant: str) -> list[TensorPlan]:
+    plan = plan_over(GLM, f"tiny-glm4-moe.{variant}")
+    return [tensor for tensor in plan.tensors if tensor.part == "backbone" and tensor.layer == 1]
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_hessians_are_as_large_as_counted(routed, monkeypatch):
+    largest, first = [0], Hessians._first
+
+    def measured(self, *args):
+        found = first(self, *args)
+        largest.append(self._num_bytes)
+        return found
+
+    monkeypatch.setattr(Hessians, "_first", measured)
+    tensors = tensors_of_layer("w4a16-gptq")
+    schemes = {tensor.module: tensor.scheme for tensor in tensors if tensor.calibrated == "weights"}
+    skeleton = Skeleton(GLM)
+    batches = skeleton.enter(1, token_ids(), hidden())
+    calibrate(skeleton.model, batches, schemes=schemes, algorithm="gptq", routed=routed)
+    assert max(largest) == hessian_bytes(tensors, routed=routed)
+    of_one = 4 * 256**2 if routed else 4 * 128**2
+    expected = hessian_bytes(tensors, routed=routed) - (4 if routed else 3) * 4 * 128**2 - (3 if routed else 0) * of_one
+    assert hessian_bytes(tensors, routed=routed, one_turn=True) == expected
+
+
+def test_awqs_caches_are_as_large_as_counted(monkeypatch):
+    """But for the mask and the positions, which attention is handed with its input."""
+    caches: list[_Cache] = []
+    init = _Cache.__init__
+    monkeypatch.setattr(_Cache, "__init__", lambda self, *a, **k: caches.append(self) or init(self, *a, **k))
+    moe_layer(algorithm="awq")
+    counted = awq_cache_bytes(tensors_of_layer("w4a16-awq"), 3 * 64)
+    assert 0.8 < counted / sum(cache.whole_bytes for cache in caches) < 1.25
+    pairs = counted - awq_cache_bytes(tensors_of_layer("w4a16-awq"), 3 * 64, one_turn=True)
+    assert pairs == 3 * PAIR
 
 
 # --- routed tokens only ---------------------------------------------------------------------------------------------
