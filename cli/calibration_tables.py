@@ -13,7 +13,7 @@ from rich.text import Text
 from ..quantize.calibrate.facts import CalibrationFact, CandidateFact
 from ..quantize.plan import Plan, TensorPlan
 from ..recipes.find import calibration_name
-from ..recipes.schema import AUTO
+from ..recipes.schema import AUTO, TextsOfMix
 from ..recipes.schemes import RESCALING, REWRITES
 from .refusals import needs_calibration
 from .tables import escape, plain_table, size_in_words
@@ -53,15 +53,20 @@ def _contributions(groups: list[dict[str, Any]]) -> Table:
 def _data(plan: Plan, num_tokens: int) -> str:
     calibration = plan.recipe.calibration
     assert calibration is not None
-    subset = f", {calibration.subset}" if calibration.subset else ""
     name = calibration_name(calibration)
     named = f"--calibration {name}: " if name else ""
+    mix = "; ".join(_texts(texts, is_alone=not calibration.also) for texts in calibration.mix)
+    own = ", answered by the model itself if memory holds it" if calibration.held_out_by == "model" else ""
     return (
         f"{named}{calibration.algorithm} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
-        f"tokens ({num_tokens:,}) of {calibration.dataset} ({calibration.dataset_revision}{subset}, split "
-        f"{calibration.split}, column {calibration.column}); {calibration.held_out:,} more are held out to measure on"
-        + (", answered by the model itself if memory holds it." if calibration.held_out_by == "model" else ".")
+        f"tokens ({num_tokens:,}) of {mix}; {calibration.held_out:,} more are held out to measure on{own}."
     )
+
+
+def _texts(texts: TextsOfMix, *, is_alone: bool) -> str:
+    share = "" if is_alone else f"{texts.share:.0%} "
+    subset = f", {texts.subset}" if texts.subset else ""
+    return f"{share}{texts.dataset} ({texts.dataset_revision}{subset}, split {texts.split}, column {texts.column})"
 
 
 def will_do_json(plan: Plan) -> dict[str, Any] | None:

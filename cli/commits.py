@@ -8,7 +8,7 @@ Easy to get wrong: this is also where an unreachable dataset is found, before ho
 from ..checkpoints.commits import dataset_commit
 from ..quantize.plan import Plan
 from ..recipes.pinned import moves
-from ..recipes.schema import Calibration
+from ..recipes.schema import Texts
 from ..recipes.shipped import find_path
 from .refusals import needs_calibration
 
@@ -30,8 +30,9 @@ def commits_line(plan: Plan) -> str:
         known = plan.recipe.mtp_source
         branches += [known.revision] if known is not None and moves(known.revision) else []
     calibration = plan.recipe.calibration
-    if calibration is not None and needs_calibration(plan) and _is_on_the_hub(calibration):
-        name, revision = calibration.dataset, calibration.dataset_revision
+    mix = calibration.mix if calibration is not None and needs_calibration(plan) else ()
+    for texts in filter(_is_on_the_hub, mix):
+        name, revision = texts.dataset, texts.dataset_revision
         parts.append(f"dataset {name} at commit {dataset_commit(name, revision, f'calibration.dataset {name}')}")
         branches += [revision] if moves(revision) else []
     if not parts:
@@ -40,6 +41,6 @@ def commits_line(plan: Plan) -> str:
     return f"reads {', '.join(parts)}" + (f"; {kept}" if branches else "")
 
 
-def _is_on_the_hub(calibration: Calibration) -> bool:
-    name = calibration.dataset
-    return calibration.dataset_revision != _LOCAL and find_path(name) is None and name.count("/") == 1
+def _is_on_the_hub(texts: Texts) -> bool:
+    name = texts.dataset
+    return texts.dataset_revision != _LOCAL and find_path(name) is None and name.count("/") == 1

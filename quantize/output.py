@@ -177,8 +177,7 @@ def _is_same_source(plan: Plan, record: Record, made_ns: int) -> bool:
     if source.folder is None:
         return True
     states = list(source.states.values())
-    dataset = find_path(calibration.dataset) if calibration else None
-    if dataset is not None:
+    for dataset in filter(None, (find_path(texts.dataset) for texts in (calibration.mix if calibration else ()))):
         files = [dataset] if dataset.is_file() else [path for path in dataset.rglob("*") if path.is_file()]
         states += states_of(dataset.parent, (str(path.relative_to(dataset.parent)) for path in files)).values()
     is_older = all(max(state.mtime_ns, state.ctime_ns) < made_ns for state in states)

@@ -13,7 +13,7 @@ as `schema.Recipe` reads it, and its text. For example:
 of the file, for all variants, or of one variant.
 
 Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not merged. The file's
-`mtp_auto` is only for the variants with `mtp: auto`.
+`mtp_auto` is only for the variants with `mtp: auto`; where there is none, these get what `--mtp auto` tries.
 """
 
 import difflib
@@ -26,12 +26,12 @@ import yaml
 
 from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
+from .schema import AUTO, DEFAULT_AUTO
 from .yaml_file import load_shipped
 
 BLOCKS = ("mtp_auto", "overrides", "keep", "mtp_source", "format", "evaluation", "gates")
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
 _OF_A_VARIANT = ("summary", "mtp", "calibration")
-_AUTO = "auto"
 _CALIBRATIONS = Path(__file__).parent / "calibrations.yaml"
 
 
@@ -97,7 +97,9 @@ def _flat(raw: Mapping[str, Any], name: str, groups: Collection[str], where: str
     }
     blocks = _blocks(raw) | _blocks(variant)
     auto = blocks.pop("mtp_auto", None)
-    if "mtp_auto" in variant or (auto is not None and variant["mtp"] == _AUTO):
+    if variant["mtp"] == AUTO:
+        flat["mtp_auto"] = auto or DEFAULT_AUTO.model_dump(mode="json")
+    elif "mtp_auto" in variant:
         flat["mtp_auto"] = auto
     return flat | {"calibration": _calibration(variant["calibration"], where)} | blocks
 

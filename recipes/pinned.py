@@ -51,7 +51,9 @@ def _edits(root: yaml.MappingNode, commit_of: CommitOf) -> Iterator[tuple[yaml.N
     for holder in (top, *holders):
         block = holder.get("calibration")
         if isinstance(block, yaml.MappingNode):
-            yield from _edit(_values(block), "dataset", "dataset", "dataset_revision", commit_of)
+            also = _values(block).get("also")
+            for texts in (block, *(also.value if isinstance(also, yaml.SequenceNode) else ())):
+                yield from _edit(_values(texts), "dataset", "dataset", "dataset_revision", commit_of)
         elif isinstance(block, yaml.ScalarNode) and block.value in calibrations():
             yield from _written_out(block, commit_of)
         yield from _edit(_values(holder.get("mtp_source")), "model", "source", "revision", commit_of)
@@ -77,8 +79,13 @@ def _edit(
 def _written_out(node: yaml.ScalarNode, commit_of: CommitOf) -> Iterator[tuple[yaml.Node, str]]:
     """A named block as a mapping on one line, with its commit; nothing where it is of a file."""
     block = dict(calibrations()[node.value])
-    if moves(block["dataset_revision"]):
-        block["dataset_revision"] = commit_of("dataset", block["dataset"], block["dataset_revision"])
+    mix = [block, *(dict(texts) for texts in block.get("also", ()))]
+    moving = [texts for texts in mix if moves(texts["dataset_revision"])]
+    for texts in moving:
+        texts["dataset_revision"] = commit_of("dataset", texts["dataset"], texts["dataset_revision"])
+    if mix[1:]:
+        block["also"] = mix[1:]
+    if moving:
         yield node, _flow(block)
 
 

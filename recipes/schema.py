@@ -9,7 +9,7 @@ Easy to get wrong: `source` means "as the released checkpoint stores it". For an
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
@@ -106,12 +106,10 @@ _BatchSize = Annotated[
 ]
 
 
-class Calibration(_Frozen):
-    """Everything that is needed to repeat a calibrated run.
+class Texts(_Frozen):
+    """Where texts to calibrate on are from.
 
     Attributes:
-        algorithm: minmax observes activations only; the others also rewrite the weights of the schemes in
-            `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
         dataset: Hub id, a local .jsonl, .json or .parquet file, or a folder with a copy of a Hub dataset.
         dataset_revision: Hub revision; "local" for files and folders.
         subset: the configuration of a dataset that has several; null for its default.
@@ -119,6 +117,37 @@ class Calibration(_Frozen):
         column: texts, or conversations as lists of {role, content}, which go through the model's chat template.
         prompt_column: texts that users wrote; each comes directly before its text of `column`. Calibration uses them,
             but acceptance counts only what a model writes. Null where a text is not an answer.
+        chat: whether prompt and text become two turns, which go through the model's chat template.
+    """
+
+    dataset: _Text
+    dataset_revision: _Text
+    subset: _Text | None = None
+    split: _Text
+    column: _Text
+    prompt_column: _Text | None = None
+    chat: bool = False
+
+    @model_validator(mode="after")
+    def _chat_has_two_sides(self) -> Self:
+        if self.chat and self.prompt_column is None:
+            raise RecipeError("", "chat needs a prompt_column", got="none", cure="Name it, or leave out chat")
+        return self
+
+
+class TextsOfMix(Texts):
+    """One of several datasets; `share` is its part of the sequences."""
+
+    share: Annotated[float, Field(gt=0, lt=1)]
+
+
+class Calibration(Texts):
+    """Everything that is needed to repeat a calibrated run.
+
+    Attributes:
+        algorithm: minmax observes activations only; the others also rewrite the weights of the schemes in
+            `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
+        also: other datasets, with their shares; what they leave is the first one's.
         samples: sequences to calibrate on.
         held_out: other sequences, from other rows, to measure acceptance and perplexity on.
         held_out_by: who writes the held-out answers: `dataset`, or `model`, the released model itself, if memory holds
@@ -136,12 +165,7 @@ class Calibration(_Frozen):
     """
 
     algorithm: Literal["minmax", "gptq", "awq", "smoothquant"]
-    dataset: _Text
-    dataset_revision: _Text
-    subset: _Text | None = None
-    split: _Text
-    column: _Text
-    prompt_column: _Text | None = None
+    also: tuple[TextsOfMix, ...] = ()
     samples: _Count
     held_out: _Count
     held_out_by: Literal["dataset", "model"] = "dataset"
@@ -160,12 +184,27 @@ class Calibration(_Frozen):
         assert isinstance(self.batch_size, int), "auto: nothing was chosen yet"
         return self.batch_size
 
+    @property
+    def mix(self) -> tuple[TextsOfMix, ...]:
+        """Every dataset with its share; a single one with all of it."""
+        own = self.model_dump(include={*Texts.model_fields})
+        # Not validated: a single dataset has the share 1.
+        first = TextsOfMix.model_construct(**own, share=1 - sum(part.share for part in self.also))
+        return (first, *self.also)
+
     @model_validator(mode="after")
     def _searches_see_every_token(self) -> "Calibration":
         if self.algorithm == "awq" and self.experts == "routed":
             rule = "experts: routed must come with algorithm minmax, gptq or smoothquant"
             cure = "Set experts: all, since AWQ compares what all experts compute of the same tokens"
             raise RecipeError("", rule, got="awq", cure=cure)
+        return self
+
+    @model_validator(mode="after")
+    def _shares_leave_some(self) -> Self:
+        if (others := sum(part.share for part in self.also)) >= 1:
+            rule = "the shares in also must leave some for the first dataset"
+            raise RecipeError("", rule, got=f"{others:g}", cure="Lower one")
         return self
 
 

@@ -1,40 +1,25 @@
-"""Calibration text: a dataset's rows, tokenized and cut into sequences of one length, the same ones every time.
+"""Calibration text: datasets' rows, tokenized and cut into sequences of one length, the same ones every time.
 
 In: a recipe's calibration block and the source checkpoint, for its tokenizer and config. Out: token ids to calibrate
 on, token ids held out to measure on, which of these a model writes, and the provenance that proves which they are.
 
-Easy to get wrong: what looks shuffled need not be repeatable. The order drawn here depends on the seed and the rows'
-numbers alone, not on how a dataset is cut into files, nor on a library's version.
+Easy to get wrong: a sequence is of one dataset alone. Those of several datasets are laid evenly among each other, so
+that no batch and no process has one kind of text only.
 """
 
 import hashlib
-import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset, load_dataset
-from datasets.exceptions import DatasetsError
-from httpx import HTTPError
-from huggingface_hub.errors import HfHubHTTPError
-from pyarrow import ArrowException
 from torch import Tensor
 
-from ...checkpoints.commits import dataset_commit
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
-from ...recipes.schema import Calibration
-from ...recipes.shipped import find_path
+from ...recipes.schema import Calibration, TextsOfMix
+from .dataset_rows import one_line, open_split, rows_of, shuffled
 from .tokenize import UNENCODABLE, Answered, DataRow, Encoders, encoders
-
-SHUFFLED_ROWS = 10_000
-"""Rows are drawn in a seeded order from this many first ones of the split, then from as many next ones, and so on, so
-that a Hub dataset is read only as far as needed. One that is sorted by topic should be shuffled beforehand."""
-_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-_UNREADABLE = (DatasetsError, ArrowException, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +38,7 @@ class CalibrationData:
     ids: Tensor
     held_out_ids: Tensor
     held_out_written: Tensor | None = None
-    provenance: Mapping[str, str | int]
+    provenance: Mapping[str, Any]
 
 
 def calibration_data(calibration: Calibration, source: Source) -> CalibrationData:
@@ -64,6 +49,8 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     server's text does. Held-out text skips rows with the same tokens as a calibration row. Blank rows are skipped too;
     the provenance counts them.
 
+    Several datasets give sequences by their shares, each as if it were alone.
+
     Args:
         calibration: a recipe's block.
         source: its files must be on this machine.
@@ -73,144 +60,91 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
             `sequence_length` is longer than the model takes.
         CheckpointError: there is no usable tokenizer next to the weights, or it has ids the model has no embedding for.
     """
-    where = f"calibration.dataset {calibration.dataset}"
     _refuse_long_sequences(calibration, source)
     encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
-    dataset, revision = _open_split(calibration, where)
-    rows = _shuffled(_column(dataset, calibration, where), calibration.seed)
-    encoded = _encoded(rows, encoding, where=where, vocab_size=_text_config(source).get("vocab_size"))
-    length, samples, held_out = calibration.sequence_length, calibration.samples, calibration.held_out
-    used = _take(encoded, samples * length)
-    held = _take(encoded, held_out * length, without=used.sums, restart=length)
-    found = len(used.ids) // length + len(held.ids) // length
-    if found < samples + held_out:
-        read, blank = len(used.numbers) + len(held.numbers), used.num_blank + held.num_blank
-        raise RecipeError(
-            where,
-            f"must hold {samples} + {held_out} sequences of {length} tokens (samples + held_out)",
-            got=f"{found}, from {read} different rows and {blank} blank ones",
-            cure="Lower samples, held_out or sequence_length, or name a longer dataset",
-        )
-    ids, held_out_ids = (torch.tensor(part.ids).view(-1, length) for part in (used, held))
-    provenance: dict[str, str | int] = {
-        "dataset": calibration.dataset,
-        "dataset_revision": revision,
-        "subset": calibration.subset or "",
-        "split": calibration.split,
-        "column": calibration.column,
-        "prompt_column": calibration.prompt_column or "",
-        "seed": calibration.seed,
-        "rows": len(used.numbers),
-        "held_out_rows": len(held.numbers),
-        "blank_rows": used.num_blank + held.num_blank,
+    mix, length = calibration.mix, calibration.sequence_length
+    shares = [texts.share for texts in mix]
+    numbers = zip(mix, portions(calibration.samples, shares), portions(calibration.held_out, shares), strict=True)
+    drawn = [_draw(texts, calibration, encoding, num_used=used, num_held=held) for texts, used, held in numbers]
+    ids = _laid_among([_sequences(each.used, length) for each in drawn])
+    held_out_ids = _laid_among([_sequences(each.held, length) for each in drawn])
+    written = _written_by_all([each.held for each in drawn], encoding, length)
+    provenance = _provenance(calibration, drawn) | {
         "tokens": ids.numel(),
         "held_out_tokens": held_out_ids.numel(),
-        "row_numbers_sha256": ids_sha256([*used.numbers, *held.numbers]),
-        "ids_sha256": ids_sha256(used.ids),
-        "held_out_ids_sha256": ids_sha256(held.ids),
+        "ids_sha256": ids_sha256(ids.flatten().tolist()),
+        "held_out_ids_sha256": ids_sha256(held_out_ids.flatten().tolist()),
     }
-    written = _written(held, encoding, length)
     if written is not None:
         provenance["held_out_written_tokens"] = int(written.sum())
     return CalibrationData(ids=ids, held_out_ids=held_out_ids, held_out_written=written, provenance=provenance)
 
 
-# --- the dataset ------------------------------------------------------------------------------------------------------
+def _provenance(calibration: Calibration, drawn: "Sequence[_Drawn]") -> dict[str, Any]:
+    """What was read: the first dataset by name, the others as a list, and the numbers of all of them."""
+    first, *others = [each.read for each in drawn]
+    rows = [number for each in drawn for number in (*each.used.numbers, *each.held.numbers)]
+    found = {
+        "dataset": first.dataset,
+        "dataset_revision": first.dataset_revision,
+        "subset": first.subset or "",
+        "split": first.split,
+        "column": first.column,
+        "prompt_column": first.prompt_column or "",
+        "seed": calibration.seed,
+        "rows": sum(len(each.used.numbers) for each in drawn),
+        "held_out_rows": sum(len(each.held.numbers) for each in drawn),
+        "blank_rows": sum(each.used.num_blank + each.held.num_blank for each in drawn),
+        "row_numbers_sha256": ids_sha256(rows),
+    }
+    return found | {"also": [texts.model_dump(mode="json") for texts in others]} if others else found
 
 
-def _open_split(calibration: Calibration, where: str) -> tuple[IterableDataset, str]:
-    """The split as a stream, and the revision it is of: a Hub commit, or "local"."""
-    name = calibration.dataset
-    path = find_path(name)
-    is_file_name = Path(name).suffix in _READERS
-    if path is None and (is_file_name or calibration.dataset_revision == "local" or name.count("/") > 1):
+# --- one dataset ------------------------------------------------------------------------------------------------------
+
+
+def portions(total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers with this sum, as near to the shares as can be; the largest remainders get what is left."""
+    exact = [total * share for share in shares]
+    found = [int(each) for each in exact]
+    by_rest = sorted(range(len(shares)), key=lambda index: (found[index] - exact[index], index))
+    for index in by_rest[: total - sum(found)]:
+        found[index] += 1
+    return found
+
+
+def _draw(texts: TextsOfMix, calibration: Calibration, encoding: Encoders, *, num_used: int, num_held: int) -> "_Drawn":
+    """So many sequences of one dataset."""
+    where, length = f"calibration.dataset {texts.dataset}", calibration.sequence_length
+    dataset, revision = open_split(texts, where)
+    rows = shuffled(rows_of(dataset, texts, where), calibration.seed)
+    vocab_size = _text_config(encoding.source).get("vocab_size")
+    encoded = _encoded(rows, encoding, where=where, vocab_size=vocab_size)
+    used = _take(encoded, num_used * length)
+    held = _take(encoded, num_held * length, without=used.sums, restart=length)
+    found = len(used.ids) // length + len(held.ids) // length
+    if found < num_used + num_held:
+        read, blank = len(used.numbers) + len(held.numbers), used.num_blank + held.num_blank
+        part = "its share of " if calibration.also else ""
         raise RecipeError(
             where,
-            f"must be a Hub id with its dataset_revision, or a folder or {', '.join(_READERS)} file",
-            got="no such file or folder",
-            cure="Check the path, which is relative to the current folder",
+            f"must hold {num_used} + {num_held} sequences of {length} tokens ({part}samples + held_out)",
+            got=f"{found}, from {read} different rows and {blank} blank ones",
+            cure="Lower samples, held_out or sequence_length, or name a longer dataset",
         )
-    if path is not None and path.is_file() and not is_file_name:
-        got = path.suffix or "no suffix"
-        raise RecipeError(where, f"a file must be one of {', '.join(_READERS)}", got=got, cure="Convert it")
-    revision = "local" if path is not None else dataset_commit(name, calibration.dataset_revision, where)
-    try:
-        if path is not None and path.is_file():
-            splits = load_dataset(_READERS[path.suffix], data_files=str(path), streaming=True)
-        elif path is not None:
-            splits = load_dataset(str(path), calibration.subset, streaming=True)
-        else:
-            splits = load_dataset(name, calibration.subset, revision=revision, streaming=True)
-    except StopIteration as error:  # datasets 5.2 looks for the columns of a JSON file's first row
-        raise RecipeError(where, "must hold rows", got="none", cure="Name another file") from error
-    except _UNREADABLE as error:
-        cure = "Give calibration.subset if it names several here, or else Parquet or JSON files"
-        raise RecipeError(where, "must be a dataset that can be read", got=_one_line(error), cure=cure) from error
-    if calibration.split not in splits:
-        rule = f"split must be one of {', '.join(map(str, splits))}"
-        raise RecipeError(where, rule, got=repr(calibration.split), cure="Correct calibration.split")
-    return splits[calibration.split], revision
+    return _Drawn(texts=texts, revision=revision, used=used, held=held)
 
 
-def _column(dataset: IterableDataset, calibration: Calibration, where: str) -> Iterator[tuple[int, DataRow]]:
-    """Row numbers and the values of the column: a text or a conversation, maybe empty."""
-    columns = {"column": calibration.column}
-    if calibration.prompt_column:
-        columns["prompt_column"] = calibration.prompt_column
-    if {*columns.values()} <= {*(dataset.column_names or ())}:
-        dataset = dataset.select_columns([*columns.values()])  # Parquet is stored by column: others are not even read
-    for number, row in enumerate(_readable(dataset, where)):
-        for key, name in columns.items():
-            if name not in row:
-                rule = f"{key} must be one of {', '.join(row)}"
-                raise RecipeError(where, rule, got=repr(name), cure=f"Correct calibration.{key}")
-        yield number, _value(row, calibration, f"{where}: row {number}")
+def _sequences(part: "_Part", length: int) -> Tensor:
+    return torch.tensor(part.ids, dtype=torch.int64).view(-1, length)
 
 
-def _readable(dataset: IterableDataset, where: str) -> Iterator[Mapping[str, Any]]:
-    """The rows; what the libraries raise while they read one becomes a refusal."""
-    rows, number = iter(dataset), 0
-    while True:
-        try:
-            row = next(rows, None)
-        except _UNREADABLE as error:
-            cure = "Mend the file, or download it again"
-            raise RecipeError(where, f"row {number} must be readable", got=_one_line(error), cure=cure) from error
-        if row is None:
-            return
-        yield row
-        number += 1
-
-
-def _value(row: Mapping[str, Any], calibration: Calibration, where: str) -> DataRow:
-    value = row[calibration.column]
-    is_conversation = isinstance(value, list) and all(_is_turn(turn) for turn in value)
-    if not (isinstance(value, str) or is_conversation):
-        rule = f"column {calibration.column} must hold a text or a list of {{role, content}}"
-        raise RecipeError(where, rule, got=_short(value), cure="Name another column, or mend the row")
-    return value if calibration.prompt_column is None else _answered(row, calibration, where)
-
-
-def _answered(row: Mapping[str, Any], calibration: Calibration, where: str) -> Answered:
-    assert calibration.prompt_column is not None
-    for column in (calibration.prompt_column, calibration.column):
-        if not isinstance(row[column], str):
-            rule = f"column {column} must hold a text where there is a prompt_column"
-            cure = "Name another column, or leave out calibration.prompt_column for conversations"
-            raise RecipeError(where, rule, got=_short(row[column]), cure=cure)
-    return Answered(row[calibration.prompt_column], row[calibration.column])
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, Mapping) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-
-
-def _shuffled(rows: Iterator[tuple[int, Any]], seed: int) -> Iterator[tuple[int, Any]]:
-    # A fixed algorithm in Python's standard library; numpy and torch keep theirs the same only within a version.
-    order = random.Random(seed)  # noqa: S311
-    while window := list(islice(rows, SHUFFLED_ROWS)):
-        order.shuffle(window)
-        yield from window
+def _laid_among(parts: Sequence[Tensor]) -> Tensor:
+    """The sequences of several datasets, each dataset's evenly over the whole."""
+    places = [
+        ((turn + 0.5) / len(part), number, turn) for number, part in enumerate(parts) for turn in range(len(part))
+    ]
+    return torch.stack([parts[number][turn] for _, number, turn in sorted(places)])
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -227,6 +161,21 @@ class _Part:
     num_blank: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """What one dataset gives: rows to calibrate on, and rows to measure on; `revision` is what was read."""
+
+    texts: TextsOfMix
+    revision: str
+    used: _Part
+    held: _Part
+
+    @property
+    def read(self) -> TextsOfMix:
+        """The dataset at the revision that was read."""
+        return self.texts.model_copy(update={"dataset_revision": self.revision})
+
+
 def _encoded(
     rows: Iterable[tuple[int, DataRow]], encoding: Encoders, *, where: str, vocab_size: int | None
 ) -> Iterator[tuple[int, DataRow, list[int]]]:
@@ -240,7 +189,7 @@ def _encoded(
             ids = encode()
         except UNENCODABLE as error:
             rule, cure = "must suit the model's chat format", "Mend the row, or name a column of texts"
-            raise RecipeError(f"{where}: row {number}", rule, got=_one_line(error), cure=cure) from error
+            raise RecipeError(f"{where}: row {number}", rule, got=one_line(error), cure=cure) from error
         if vocab_size is not None and max(ids, default=0) >= vocab_size:
             rule = f"the tokenizer's ids must be below the model's vocab_size, {vocab_size}"
             got = f"{max(ids)} in row {number}"
@@ -282,6 +231,15 @@ def _take(
     return _Part(rows=kept, numbers=numbers, sums=sums, ids=ids[:num_tokens], num_blank=num_blank)
 
 
+def _written_by_all(parts: Sequence[_Part], encoding: Encoders, length: int) -> Tensor | None:
+    """[held_out, S] bool; None where no row of any dataset says which of its tokens a model writes."""
+    found = [_written(part, encoding, length) for part in parts]
+    if all(each is None for each in found):
+        return None
+    nothing = [torch.zeros(len(part.ids) // length, length, dtype=torch.bool) for part in parts]
+    return _laid_among([empty if each is None else each for each, empty in zip(found, nothing, strict=True)])
+
+
 def _written(part: _Part, encoding: Encoders, length: int) -> Tensor | None:
     """[sequences, length] bool; None where no row says which of its tokens a model writes.
 
@@ -313,12 +271,3 @@ def _refuse_long_sequences(calibration: Calibration, source: Source) -> None:
 def ids_sha256(numbers: Sequence[int]) -> str:
     """SHA-256 of numbers as int64, little-endian."""
     return hashlib.sha256(b"".join(number.to_bytes(8, "little") for number in numbers)).hexdigest()
-
-
-def _one_line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__).rstrip(".")[:300]
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -13,13 +13,18 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
+from ...recipes.schema import TextsOfMix
 
 DIGITS = 5
 """Of a share or a length in the record. What is decided is decided before rounding."""
 
 
 class DataFact(Fact):
-    """The batches: where they are from, and sums that are equal exactly when they are."""
+    """The batches: where they are from, and sums that are equal exactly when they are.
+
+    Attributes:
+        also: other datasets of a mix, at the revisions that were read.
+    """
 
     dataset: str
     dataset_revision: str
@@ -27,6 +32,7 @@ class DataFact(Fact):
     split: str
     column: str
     prompt_column: str = ""
+    also: Annotated[tuple[TextsOfMix, ...], Field(max_length=100)] = ()
     seed: Count
     rows: Count
     held_out_rows: Count

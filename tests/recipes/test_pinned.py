@@ -26,10 +26,16 @@ def test_a_model_file_keeps_its_comments():
     text = named_file("glm-4.7")[0].path.read_text()
     pinned = pinned_text("# mine\n" + text, commit_of)
     assert pinned.startswith("# mine\n") and f"revision: {MODEL}" in pinned
-    assert len(changed("# mine\n" + text, pinned)) == 4, "the revision, and the line of the calibrated variant"
+    assert len(changed("# mine\n" + text, pinned)) == 10, "the revision, and the lines of the calibrated variants"
     flat = flat_recipes(yaml.safe_load(pinned), "mine")
     assert flat["nvfp4-fp8"]["calibration"] == calibrations()["ultrachat-256x2048"] | {"dataset_revision": DATASET}
     assert flat["w4a16-fp8"] == flat_recipes(yaml.safe_load(text), "mine")["w4a16-fp8"] | {"revision": MODEL}
+
+
+def at_commit(calibration: dict) -> dict:
+    """The block with the commit in it, for each dataset of a mix."""
+    also = [texts | {"dataset_revision": DATASET} for texts in calibration.get("also", ())]
+    return calibration | {"dataset_revision": DATASET} | ({"also": also} if also else {})
 
 
 @pytest.mark.parametrize("model", SHIPPED)
@@ -40,7 +46,7 @@ def test_only_revisions_change_in_every_shipped_file(model):
     for variant, recipe in before.items():
         wanted = recipe | {"revision": MODEL if moves(recipe["revision"]) else recipe["revision"]}
         if recipe["calibration"] and moves(recipe["calibration"]["dataset_revision"]):
-            wanted["calibration"] = recipe["calibration"] | {"dataset_revision": DATASET}
+            wanted["calibration"] = at_commit(recipe["calibration"])
         if "mtp_source" in recipe:
             wanted["mtp_source"] = recipe["mtp_source"] | {"revision": MODEL}
         assert after[variant] == wanted

@@ -73,6 +73,8 @@ def test_only_what_changes_no_number_has_a_default():
     assert optional(Calibration) == {
         "subset",
         "prompt_column",
+        "chat",
+        "also",
         "held_out_by",
         "experts",
         "attention",
@@ -344,7 +346,8 @@ def test_a_block_of_ones_own_has_no_name():
         (
             "glm-4.7",
             {"scheme": "nvfp5"},
-            "a variant of glm-4.7 (fp8-dynamic, nvfp4-fp8, nvfp4a16-fp8, w4a16-fp8) or a scheme",
+            "a variant of glm-4.7 (fp8-dynamic, nvfp4-fp8, nvfp4a16-fp8, w4a16-fp8, fp8-static, nvfp4-mtp-auto, "
+            "w4a16-gptq) or a scheme",
         ),
         ("glm-4.7", {"mtp": "nothing"}, "got 'nothing'. See `keepmtp ls schemes`."),
         (
@@ -435,8 +438,8 @@ def test_the_data_free_alternative_where_no_recipe_is_one():
 def test_shipped_recipe_fits_its_model(name, tmp_path):
     """At the model's true widths: every group is decided, every scheme fits, every fused module agrees."""
     recipe, _ = find_recipe(name)
-    plan = make_plan(recipe, open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout(recipe.model))))
-    assert_takes_effect(plan)
+    source = open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout(recipe.model)))
+    assert_takes_effect(make_plan(recipe.resolved("bf16") if recipe.mtp == "auto" else recipe, source))
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("tiny-")])

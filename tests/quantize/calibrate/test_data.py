@@ -14,8 +14,9 @@ import pytest
 import torch
 from hub import serving
 from keepmtp.checkpoints.source import Source, open_source
-from keepmtp.quantize.calibrate import data
-from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate import dataset_rows
+from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data, portions
+from keepmtp.quantize.calibrate.facts import DataFact
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Calibration
@@ -134,7 +135,7 @@ def test_the_order_is_fixed_for_good(rows, source):
 
 
 def test_a_row_further_on_than_a_window_comes_after_it(rows, source, monkeypatch):
-    monkeypatch.setattr(data, "SHUFFLED_ROWS", 4)
+    monkeypatch.setattr(dataset_rows, "SHUFFLED_ROWS", 4)
     made = calibration_data(calibration(rows), source)
     drawn = rows_of(made.ids)
     assert sorted(drawn[:4]) == [0, 1, 2, 3] and {4, 5} >= set(drawn[4:]) - {6, 7}
@@ -295,6 +296,55 @@ def answers(ids: torch.Tensor) -> torch.Tensor:
     is_word = ids >= 4 + 100
     ends = (ids[1:] == EOS) & is_word[:-1]
     return torch.cat([is_word[:1], is_word[1:] | ends])
+
+
+def asked(path: Path, count: int = 40) -> Path:
+    """Rows with a question and an answer apart, of words from `w200` on."""
+    rows = [{"query": f"w{200 + n} w{200 + n}", "answer": f"w{300 + n} w{300 + n}"} for n in range(count)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_a_question_and_its_answer_become_two_turns(tmp_path, source):
+    place = asked(tmp_path / "asked.jsonl")
+    chat = calibration(place, column="answer", prompt_column="query", chat=True)
+    made = calibration_data(chat, with_template(source, CHATML))
+    assert made.held_out_ids[:, 0].tolist() == [USER] * 3 and made.held_out_ids[:, 4].tolist() == [ASSISTANT] * 3
+    assert made.held_out_written.tolist() == [[False] * 5 + [True] * 3] * 3, "the answer and its end"
+    with pytest.raises(ValueError, match=r"chat needs a prompt_column; got none\. Name it, or leave out chat"):
+        calibration(place, column="answer", chat=True)
+
+
+def test_a_mix_is_each_dataset_by_its_share(tmp_path, source):
+    """Every sequence is of one dataset, and both datasets are spread over the whole."""
+    place, other = write(tmp_path / "rows.jsonl", texts()), asked(tmp_path / "asked.jsonl")
+    words = {"dataset": str(other), "dataset_revision": "local", "split": "train", "column": "answer"}
+    also = ({"share": 0.25, **words, "prompt_column": "query", "chat": True},)
+    mixed = calibration(place, samples=8, held_out=4, also=also)
+    made = calibration_data(mixed, with_template(source, CHATML))
+    alone = calibration_data(calibration(place, samples=6, held_out=3), source)
+    is_other = [bool((ids >= 4 + 200).any()) for ids in made.ids]
+    assert [number for number, each in enumerate(is_other) if each] == [2, 6]
+    assert torch.equal(made.ids[~torch.tensor(is_other)], alone.ids), "each dataset gives what it would give alone"
+    assert made.held_out_ids.shape == (4, 8) and made.held_out_written.any()
+    (told,) = DataFact.model_validate(made.provenance).also
+    assert (told.dataset, told.share, told.prompt_column) == (str(other), 0.25, "query")
+    assert made.provenance["rows"] > alone.provenance["rows"]
+    said = refusal(lambda: calibration_data(mixed.model_copy(update={"samples": 4000}), source))
+    assert "must hold 3000 + 3 sequences of 8 tokens (its share of samples + held_out)" in said
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.25, 0.75, 0.3)])
+def test_a_mix_that_leaves_nothing_for_the_first_is_refused(rows, shares):
+    words = {"dataset": str(rows), "dataset_revision": "local", "split": "train", "column": "text"}
+    with pytest.raises(ValueError, match="the shares in also must leave some for the first dataset; got 1"):
+        calibration(rows, also=tuple({"share": share, **words} for share in shares))
+
+
+def test_portions_are_whole_and_lose_nothing():
+    assert portions(512, [0.25] * 4) == [128] * 4
+    assert portions(10, [0.55, 0.25, 0.2]) == [6, 2, 2] and sum(portions(7, [0.3, 0.3, 0.4])) == 7
+    assert portions(1, [0.5, 0.5]) == [1, 0]
 
 
 @pytest.mark.parametrize("length", [18, 26])  # a conversation is 20 tokens long: cut, or with another behind it
@@ -459,7 +509,7 @@ def test_an_empty_file_and_a_broken_one(tmp_path, source, suffix, content, says)
 def test_a_file_that_breaks_off_further_on(rows, source):
     rows.write_text(rows.read_text() * 2000 + '{"text": "w1')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "SHUFFLED_ROWS", 10**9)
+        patch.setattr(dataset_rows, "SHUFFLED_ROWS", 10**9)
         message = refusal(lambda: calibration_data(calibration(rows), source))
     assert " must be readable; got " in message
 
