@@ -44,33 +44,6 @@ from .states import NextStates, States, Stream
 from .statistics import num_parts_of, part_of, read_metadata, write_statistics
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backbone:
-    """A finished backbone pass.
-
-    Attributes:
-        folder: of the pass; `folder / "statistics"` has the statistics.
-        skeleton: the model's class, for what comes after the last layer.
-        data: the batches.
-        states: the hidden states after the last layer.
-        coverage: module on disk -> tokens its calibration saw; experts: tokens the router sent them.
-        few_tokens: modules of experts on disk whose statistics are of fewer tokens than they have input channels.
-    """
-
-    folder: Path
-    skeleton: Skeleton
-    data: CalibrationData
-    ranks: Ranks
-    states: States
-    coverage: Mapping[HFName, int]
-    few_tokens: tuple[HFName, ...]
-
-    def batches(self, stream: Stream) -> "Batches":
-        """The sequences with the hidden states after the last layer."""
-        run = _Pass(self.skeleton, self.data, self.folder, self.ranks, self.states)
-        return Batches(run=run, stream=stream, index=len(self.skeleton))
-
-
 def calibrate_backbone(
     plan: Plan,
     data: CalibrationData,
@@ -79,7 +52,7 @@ def calibrate_backbone(
     device: torch.device,
     ranks: Ranks,
     progress: ProgressCallback | None = None,
-) -> Backbone:
+) -> "Backbone":
     """Calibrate every decoder layer of the backbone, resuming what an earlier run left in `folder`.
 
     Args:
@@ -101,7 +74,7 @@ def calibrate_backbone(
     with fitting(plan, "the embedding", device):
         skeleton = Skeleton(plan, device=device)
     states = States(folder / "states", ranks)
-    run = _Pass(skeleton, data, folder, ranks, states)
+    run = _Pass(folder=folder, skeleton=skeleton, data=data, ranks=ranks, states=states)
     states.tidy()
     first = states.num_done()
     tokens, started = data.ids.numel(), time.monotonic()
@@ -128,21 +101,29 @@ def calibrate_backbone(
         data=data,
         ranks=ranks,
         states=states,
-        coverage=run.coverage(),
-        few_tokens=run.few_tokens(),
+        coverage=run.read_coverage(),
+        few_tokens=run.read_few_tokens(),
     )
 
 
 # --- one pass -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """One run over the layers: its folder, the states, and which batches are this rank's."""
+    """One run over the layers.
 
+    Attributes:
+        folder: of the pass; `folder / "statistics"` has the statistics.
+        skeleton: the model's class.
+        data: the batches.
+        ranks: which batches are this process's.
+        states: the hidden states between layers.
+    """
+
+    folder: Path
     skeleton: Skeleton
     data: CalibrationData
-    folder: Path
     ranks: Ranks
     states: States
 
@@ -246,19 +227,36 @@ class _Pass:
             part, fingerprint = (self.ranks.rank, num_parts), (self.folder / "fingerprint").read_text()
             record(files[self.ranks.rank], found, binding, path, fingerprint=fingerprint, part=part)
 
-    def coverage(self) -> dict[HFName, int]:
+    def read_coverage(self) -> dict[HFName, int]:
         """Of all layers, in their order."""
         found: dict[HFName, int] = {}
         for metadata in self._metadata():
             found |= json.loads(metadata["coverage"])
         return found
 
-    def few_tokens(self) -> tuple[HFName, ...]:
+    def read_few_tokens(self) -> tuple[HFName, ...]:
         """Of all layers, in their order."""
         return tuple(name for metadata in self._metadata() for name in json.loads(metadata["few_tokens"]))
 
     def _metadata(self) -> list[Mapping[str, str]]:
         return [read_metadata(path) for path in sorted((self.folder / "statistics").glob("layer-*.safetensors"))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backbone(_Pass):
+    """A finished backbone pass.
+
+    Attributes:
+        coverage: module on disk -> tokens its calibration saw; experts: tokens the router sent them.
+        few_tokens: modules of experts on disk whose statistics are of fewer tokens than they have input channels.
+    """
+
+    coverage: Mapping[HFName, int]
+    few_tokens: tuple[HFName, ...]
+
+    def batches(self, stream: Stream) -> "Batches":
+        """The sequences with the hidden states after the last layer."""
+        return Batches(run=self, stream=stream, index=len(self.skeleton))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
