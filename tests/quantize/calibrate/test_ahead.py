@@ -2,20 +2,27 @@
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from calibrated import planned
+from gpu_runs import in_a_child
 from keepmtp.checkpoints import values
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source
+from keepmtp.quantize import weights, writer
 from keepmtp.quantize.calibrate import ahead as module
 from keepmtp.quantize.calibrate.ahead import ReadAhead
 from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.calibrate.skeleton import Skeleton
 from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.errors import CheckpointError
+from passes import plan_over
+from pretended_gpu import pretended_gpu
 
 CPU = torch.device("cpu")
 ALONE = Ranks(rank=0, size=1, device=CPU)
@@ -54,7 +61,7 @@ def test_each_byte_is_read_once_and_ahead_are_the_same_weights(plan, num_read):
     index = len(skeleton) - 1
     stored = {name: plan.entries[name].num_bytes for each in skeleton.tensors_of(index) for name in each.inputs}
     num_read.clear()
-    weights = filled(skeleton, index)
+    expected = filled(skeleton, index)
     assert num_read == stored, "gate and up of a stack are one tensor"
     with ReadAhead(plan, ALONE) as given:
         num_read.clear()
@@ -62,8 +69,8 @@ def test_each_byte_is_read_once_and_ahead_are_the_same_weights(plan, num_read):
         found = filled(skeleton, index, given)
         assert num_read == stored
         assert given.take() == {}
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)) for name, value in weights.items())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)) for name, value in expected.items())
 
 
 def test_an_expert_keeps_no_more_memory_than_its_own(tmp_path):
@@ -79,7 +86,7 @@ def test_no_more_is_read_than_there_is_room_for(tmp_path, monkeypatch, num_read)
     plan = planned(tmp_path / "source", data="random")
     skeleton = Skeleton(plan, device=CPU)
     sizes = [plan.entries[name].num_bytes for each in skeleton.tensors_of(1) for name in each.inputs]
-    weights = filled(skeleton, 1)
+    expected = filled(skeleton, 1)
     for room, count in ((0, 0), (sum(sizes[:5]), 5), (sum(sizes), len(sizes))):
         monkeypatch.setattr(module, "free_host_bytes", lambda room=room: int(room / module.SHARE_AHEAD))
         with ReadAhead(plan, ALONE) as given:
@@ -88,7 +95,7 @@ def test_no_more_is_read_than_there_is_room_for(tmp_path, monkeypatch, num_read)
             assert given._coming is not None and len(given._coming.result()) == count
             found = filled(skeleton, 1, given)  # the rest is read now
         assert sum(num_read.values()) == sum(sizes)
-        assert all(torch.equal(found[name], value) for name, value in weights.items())
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_shard_that_ends_early_is_named_when_its_layer_begins(tmp_path):
@@ -111,3 +118,28 @@ def test_an_end_in_the_middle_waits_for_no_more_than_a_tensor(tmp_path, num_read
         given.start(skeleton.tensors_of(1))
         raise KeyboardInterrupt
     assert not num_read
+
+
+def test_weights_are_dequantized_on_the_device_that_computes_and_packs(tmp_path):
+    """Packed, they are a fraction of the bytes to move, and a GPU dequantizes in no time."""
+    in_a_child(dequantizing_run, tmp_path)
+
+
+def dequantizing_run(folder: Path) -> None:
+    planned(folder / "source", model="deepseek-v3.1", data="random", attention="bf16")
+    plan = plan_over(folder / "source", "deepseek-v3.1")  # without data, so that it can be packed at once
+    forms: Counter[tuple[str, str]] = Counter()
+    real = weights.dequantize
+
+    def dequantize(form: str, parts: Mapping[str, torch.Tensor], **words: Any) -> torch.Tensor:
+        forms.update((form, value.device.type) for value in parts.values())
+        return real(form, parts, **words)
+
+    with pretended_gpu() as gpu, patch.object(weights, "dequantize", dequantize):
+        with Skeleton(plan, device=gpu.device).layer(1):
+            assert forms["fp8_block", "gpu"] and {device for _, device in forms} == {"gpu"}
+        forms.clear()
+        (folder / "out").mkdir()
+        with patch.object(writer, "_devices", lambda: [gpu.device]):
+            writer.write_shards(plan, folder / "out", threads=1)
+        assert forms["fp8_block", "gpu"] and {device for _, device in forms} == {"gpu"}
