@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -49,14 +50,23 @@ class DistinctInputs:
 
     def __init__(self) -> None:
         self._numbers: dict[InputIdentity, int] = {}
+        # The same for objects that were put in: experts are handed one object, one after the other.
+        self._objects: dict[int, tuple[ref[Tensor], int, int]] = {}
 
     def number(self, value: Tensor) -> int:
         """The number of a tensor: that of an earlier one with the same elements, or the next one."""
-        return self._numbers.setdefault(InputIdentity.of(value), len(self._numbers))
+        known, version, number = self._objects.get(id(value), (None, 0, 0))
+        if known is not None and known() is value and version == value._version:
+            return number
+        number = self._numbers.setdefault(InputIdentity.of(value), len(self._numbers))
+        if not value.is_inference():
+            self._objects[id(value)] = ref(value), value._version, number
+        return number
 
     def clear(self) -> None:
         """Before the next forward."""
         self._numbers.clear()
+        self._objects.clear()
 
 
 class InputRanges:
