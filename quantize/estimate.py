@@ -161,7 +161,8 @@ def layer_work(
     # Three matrices an expert, or two stacks.
     num_experts = sum(widths.values()) / (2 if any(tensor.stacked for tensor in matrices) else 3)
     inside = max(widths, default=0)
-    moved = 2.0 * (plain + experts) + _BYTES_A_SCORE * float(tokens) * heads * length
+    keeps_scores = plan.recipe.calibration is None or plan.recipe.calibration.attention == "eager"
+    moved = 2.0 * (plain + experts) + _BYTES_A_SCORE * float(tokens) * heads * length * keeps_scores
     moved += share * tokens * num_experts * (inside * _BYTES_INSIDE + hidden * _BYTES_OUTSIDE)
     moved += share * tokens * num_experts * inside * _BYTES_OBSERVED
     return Work(flops=flops, moved=moved, calls=len(matrices) + 2 * num_experts * any(t.stacked for t in matrices))
@@ -236,7 +237,13 @@ class _Work:
 
     def _passes(self, tensors: list[TensorPlan]) -> Work:
         """The calibration text, twice where an algorithm rewrites weights of the layer."""
-        one = layer_work(self.plan, tensors, batch_size=self.batch_size, length=self.calibration.sequence_length)
+        one = layer_work(
+            self.plan,
+            tensors,
+            batch_size=self.batch_size,
+            length=self.calibration.sequence_length,
+            routed=self.calibration.experts == "routed",
+        )
         passes = 2 if any(t.calibrated == "weights" or t.may_change for t in tensors) else 1
         return one.times(passes * self._batches(self.calibration.samples))
 
