@@ -292,6 +292,8 @@ class Family:
         norms_add_one: the model adds one to the weights of its norms, so a norm of zeros changes nothing.
         draft: how an MTP layer computes; None where keepmtp cannot run it, so cannot calibrate or measure it.
         no_draft: why not.
+        built_as: the model_type whose classes in transformers are those of the backbone, where none has this name.
+        no_backbone: why the backbone cannot be calibrated, where transformers would say it in words of its classes.
         notes: one line that a person should know, shown by `keepmtp ls families`.
     """
 
@@ -323,4 +325,6 @@ class Family:
     norms_add_one: bool = False
     draft: Draft | None = None
     no_draft: str = ""
+    built_as: str = ""
+    no_backbone: str = ""
     notes: str = ""

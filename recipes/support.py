@@ -39,9 +39,8 @@ class Support:
 
 def support_of(family: Family) -> Support:
     """What can be calibrated of a family; the answer for its first release counts for all of them."""
-    backbone = next(
-        iter(_reasons().get(family.model_type, {}).values()), "no release of it has a recipe, so none was tried"
-    )
+    tried = iter(_reasons().get(family.model_type, {}).values())
+    backbone = family.no_backbone or next(tried, "no release of it has a recipe, so none was tried")
     mtp = backbone or family.no_draft
     return Support(backbone=backbone, mtp=mtp, proof=family.draft.proof if family.draft else "")
 

@@ -17,11 +17,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import CheckpointError, RecipeError
@@ -34,6 +42,9 @@ from .attention import refuse_without_sdpa, use_sdpa
 from .binding import EXPERT, Binding, Names, Piece, bind, fill
 from .experts import linear_experts
 from .states import LayerState
+
+# Keys of config.json that say which Python builds the model.
+_NAMES_OF_CLASSES = frozenset({"model_type", "architectures", "auto_map"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +338,7 @@ def _top(plan: Plan) -> list[TensorPlan]:
 
 def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
     """The language model's class, without weights, and the folder its config says it comes from."""
+    _refuse_what_cannot_run(plan)
     scratch = ScratchFolder("keepmtp-config-")
     folder = plan.source.folder
     if folder is None:  # headers from the Hub: its config.json says all but the weights
@@ -335,7 +347,7 @@ def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
     calibration = plan.recipe.calibration
     is_foreign = calibration is not None and calibration.model_code == "checkpoint"
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=is_foreign)
+        config = _config(plan, folder, is_foreign=is_foreign)
         for each in (config, config.get_text_config()):  # the weights will come dequantized
             for key in ("quantization_config", "compression_config"):
                 if hasattr(each, key):
@@ -361,6 +373,25 @@ def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
     model.config._name_or_path = model.name_or_path = str(scratch.path)
     refuse_without_sdpa(model, plan)
     return model.eval(), scratch
+
+
+def _refuse_what_cannot_run(plan: Plan) -> None:
+    calibration, reason = plan.recipe.calibration, plan.view.family.no_backbone
+    if reason and (calibration is None or calibration.model_code != "checkpoint"):
+        raise RecipeError(
+            plan.source.where,
+            "calibration must be able to run the backbone layer by layer",
+            got=f"{plan.view.family.model_type}: {reason}",
+            cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model})",
+        )
+
+
+def _config(plan: Plan, folder: Path, *, is_foreign: bool) -> PreTrainedConfig:
+    """transformers' config, under another model_type where the family's layers are those of a class it has."""
+    if not plan.view.family.built_as or is_foreign:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=is_foreign)
+    values = {key: value for key, value in plan.source.config.items() if key not in _NAMES_OF_CLASSES}
+    return CONFIG_MAPPING[plan.view.family.built_as].from_dict(values)
 
 
 def _why_no_class(error: str, config: Mapping[str, Any]) -> str:

@@ -78,5 +78,6 @@ FAMILY = Family(
     rerouted_format="mxfp4-pack-quantized",  # model_executor/models/config.py, KimiK3ForConditionalGenerationConfig
     loader=Loader(unknown_name="", refuses_missing_mtp=True, takes_kv_scales=True),
     no_draft="transformers has no class for Kimi-K3's layers",
+    no_backbone="transformers has no class for Kimi-K3's layers",
     notes="MTP is language_model.model.layers.{N} on disk, model.layers.{N} in vLLM; the release itself has none",
 )  # fmt: skip

@@ -58,5 +58,6 @@ FAMILY = Family(
     mtp_count_default=1,
     loader=Loader(backbone_takes_kv_scales=False, mtp_leaves=("weight", "weight_scale_inv")),
     no_draft="the block can only stay BF16, and transformers has no class for its dense layer",
+    no_backbone="llm-compressor makes no single linears of its experts, some of which only pass their input on",
     notes="on disk model.mtp.layers.0, in vLLM model.layers.{2 * num_layers}; the block can only stay BF16",
 )  # fmt: skip

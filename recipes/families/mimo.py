@@ -2,7 +2,8 @@
 
 vLLM 0.32.0: model_executor/models/mimo_mtp.py. Easy to get wrong: the draft constructs its block as
 `model.layers.{num_hidden_layers + i}`, so an ignore list in the names on disk matches nothing. Then W4A16 fails to
-load, and FP8 serves at 0 % acceptance in silence.
+load, and FP8 serves at 0 % acceptance in silence. The decoder layers are Qwen2's (mimo.py
+inherits from qwen2.py).
 """
 
 from ..family import Draft, Family, Layout, Loader, Renames, Stem
@@ -36,5 +37,6 @@ FAMILY = Family(
         chains_normed=True,
         proof="vllm",
     ),
+    built_as="qwen2",
     notes="on disk model.mtp_layers.{i}, in vLLM model.layers.{num_hidden_layers + i}",
 )

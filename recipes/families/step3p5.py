@@ -93,5 +93,6 @@ FAMILY = Family(
         head="transformer.shared_head.output", zeroes_first=False, chains_normed=False, proof="source",
     ),
     norms_add_one=True,
+    no_backbone="no class in transformers for Step-3.5 alone; llm-compressor makes no single linears of its experts",
     notes="MTP is model.layers.{num_hidden_layers} and on, each with a head of its own; vLLM 0.32.0 raises IndexError",
 )  # fmt: skip

@@ -146,7 +146,7 @@ def _why_not(family: Family) -> str:
     """Why an MTP block cannot be calibrated: keepmtp cannot run it, or transformers cannot build the backbone."""
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
     missing = "transformers has no class for the model"
-    if family.no_draft.startswith("transformers has no class") or family.model_type not in known:
+    if family.no_draft.startswith("transformers has no class") or (family.built_as or family.model_type) not in known:
         return missing
     return family.no_draft.partition(", and ")[0]
 

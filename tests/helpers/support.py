@@ -12,7 +12,7 @@ from pathlib import Path
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.ls import rows
 from keepmtp.quantize.calibrate.buildable import backbone_refusal
-from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.find import shipped_recipes
 from keepmtp.recipes.support import SUPPORT_FILE
@@ -42,11 +42,13 @@ def tried(folder: Path) -> str:
         write_checkpoint(folder / model, *source_layout(model, size="tiny"))
         plan = make_plan(recipe, open_source(folder / model))
         refusal = backbone_refusal(plan)
-        found.setdefault(plan.view.family.model_type, {})[model] = _in_words(refusal) if refusal else ""
+        found.setdefault(plan.view.family.model_type, {})[model] = _in_words(refusal, plan) if refusal else ""
     return json.dumps(dict(sorted(found.items())), indent=1) + "\n"
 
 
-def _in_words(refusal: KeepMTPError) -> str:
+def _in_words(refusal: KeepMTPError, plan: Plan) -> str:
+    if plan.view.family.no_backbone:
+        return plan.view.family.no_backbone
     got = str(refusal.got)
     return got if got.startswith("no class") else f"{refusal.rule}; got {got}"
 

@@ -19,6 +19,7 @@ import torch
 from decorated_model import CONFIGURATION
 from drafts import changed, filled, lively, plan_over, weights_of
 from keepmtp.quantize.calibrate.draft_steps import draft_steps
+from keepmtp.quantize.calibrate.skeleton import on_meta
 from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.families import families
 from safetensors.torch import load_file
@@ -269,11 +270,14 @@ def test_a_choice_that_is_made_anew_parts_them(drafted, base):
     assert min(later) > LEEWAY * base[name][1][1]
 
 
-@pytest.mark.parametrize("name", [*SHIPPED, "ernie-4.5-21b", "k-exaone-236b", "mimo-v2-flash"])
+@pytest.mark.parametrize("name", [*SHIPPED, "ernie-4.5-21b", "k-exaone-236b", "mimo-v2-flash", "mimo-7b"])
 def test_the_target_hands_over_the_state_behind_its_final_norm(drafted, name):
-    """Against transformers' own target, whose `last_hidden_state` is that; before the norm it is something else."""
+    """Against transformers' target, the class that calibration runs; before the norm it is something else."""
     seen = drafted[name]
-    model = AutoModelForCausalLM.from_pretrained(seen.folder, dtype=torch.bfloat16, attn_implementation="eager").model
+    config = on_meta(seen.plan)[0].config
+    model = AutoModelForCausalLM.from_pretrained(
+        seen.folder, config=config, dtype=torch.bfloat16, attn_implementation="eager"
+    ).model
     before = []
     model.norm.register_forward_hook(lambda _module, args, _output: before.append(args[0]))
     for prompt in seen.prompts:

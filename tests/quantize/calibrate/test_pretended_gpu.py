@@ -31,6 +31,7 @@ FAMILIES = (
     "hy3",
     "hy4-preview",
     "k-exaone-236b",
+    "mimo-7b",
     "mimo-v2-flash",
     "minimax-m3",
     "nemotron-3-super",
