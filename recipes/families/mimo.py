@@ -35,6 +35,7 @@ FAMILY = Family(
         final_norm="final_layernorm",
         zeroes_first=True,
         chains_normed=True,
+        reads_normed=False,
         proof="vllm",
     ),
     built_as="qwen2",
