@@ -32,6 +32,7 @@ LONG = (
     "vllm/test_dry_names.py",
     "vllm/test_check_on.py",
     "vllm/test_draft_logits.py",
+    "quantize/calibrate/test_pretended_gpu.py",
     "quantize/calibrate/test_backbone.py",
     "cli/test_end_to_end.py",
     "quantize/calibrate/test_inference_mode.py",

@@ -9,6 +9,7 @@ from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import gpu
+import gpu_models
 import pretended_gpu as device_module
 import pytest
 import torch
@@ -17,6 +18,7 @@ from gpu_kernels import casts, packing
 from gpu_models import compared, wide_layer
 from gpu_row import GpuRow
 from gpu_runs import in_a_child
+from keepmtp.quantize.memory import largest_batch_size
 from packaging.requirements import Requirement
 from pretended_gpu import pretended_gpu
 from safetensors.torch import save_file
@@ -54,6 +56,18 @@ def test_the_page_says_whether_figures_were_taken():
     assert ("No figure has been taken on a GPU yet." in table) != ("Taken on " in table)
     assert all(f"`{part}`" in PAGE.read_text() for part in gpu.PARTS)
     assert all(name in PAGE.read_text() for name in carried())
+
+
+@pytest.mark.parametrize(("model", "width", "num_experts"), [("glm-4.5-air", 4096, 128), ("deepseek-v3.1", 7168, 256)])
+def test_wide_layers_are_as_wide_as_the_models(model, width, num_experts, tmp_path, monkeypatch):
+    """Holes in place of the noise, which would be 16 GB: the plan is that of the run on a GPU."""
+    monkeypatch.setattr(gpu_models, "fill_with_noise", lambda *_: None)
+    plan = gpu_models.wide_plan(model, tmp_path / "source", small=False)
+    experts = [tensor for tensor in plan.tensors if tensor.part == "backbone" and tensor.role == "experts"]
+    assert {tensor.scheme for tensor in experts} == {"NVFP4"} and len(experts) == 3 * num_experts
+    assert plan.view.text_config["hidden_size"] == width and plan.view.num_layers == 1
+    fitting = largest_batch_size(plan, 70 * 2**30, at_most=plan.recipe.calibration.samples)
+    assert plan.recipe.calibration.batch_size == "auto" and fitting >= 8
 
 
 def installed_with(names: tuple[str, ...]) -> set[str]:

@@ -51,8 +51,8 @@ def test_every_family(model, tmp_path):
     assert found.peak_bytes and found.num_waits
 
 
-SMALL = {"samples": 4, "held_out": 4, "sequence_length": 32, "batch_size": 2}
-# GPTQ walks over the columns of each matrix: a few matrices show what all of them do.
+SMALL = {"samples": 2, "held_out": 4, "sequence_length": 32, "batch_size": 1}
+# GPTQ walks over the columns of each matrix, AWQ over a grid: a few matrices show what all of them do.
 FEW = {"attention": "W4A16", "dense_mlp": "W4A16", "shared_experts": "bf16", "experts": "bf16"}
 
 
@@ -62,7 +62,7 @@ FEW = {"attention": "W4A16", "dense_mlp": "W4A16", "shared_experts": "bf16", "ex
         ("tiny-glm4-moe.fp8", {}),
         ("tiny-glm4-moe.nvfp4-mtp-auto", {}),
         ("tiny-glm4-moe.w4a16-gptq", FEW),
-        ("tiny-glm4-moe.w4a16-awq", {}),
+        ("tiny-glm4-moe.w4a16-awq", FEW),
         ("tiny-glm4-moe.w8a8-smoothquant", {}),
         ("tiny-qwen3_5.w4a16-awq", {}),
     ],
@@ -78,7 +78,7 @@ def algorithm_run(name: str, backbone: dict[str, str], folder: Path):
     recipe, _ = find_recipe(name)
     changes = {"calibration": recipe.calibration.model_copy(update=SMALL), "backbone": recipe.backbone | backbone}
     if recipe.mtp_auto:
-        changes["mtp_auto"] = recipe.mtp_auto.model_copy(update={"min_acceptance": 0.01})
+        changes["mtp_auto"] = recipe.mtp_auto.model_copy(update={"min_acceptance": 0.01, "candidates": ("NVFP4",)})
     source = ROOT / "models" / recipe.model
     data = calibration_data(changes["calibration"], open_source(source))
     return both(recipe.model_copy(update=changes), source, data, folder)
