@@ -12,8 +12,9 @@ from rich.text import Text
 
 from ..quantize.calibrate.facts import CalibrationFact, CandidateFact
 from ..quantize.plan import Plan, TensorPlan
+from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.find import calibration_name
-from ..recipes.schema import AUTO, TextsOfMix
+from ..recipes.schema import AUTO, TextsOfMix, candidates_for
 from ..recipes.schemes import RESCALING, REWRITES
 from .refusals import needs_calibration
 from .tables import escape, plain_table, size_in_words
@@ -85,11 +86,20 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
             {"part": part, "modules": role, "stored_as": stored, "from_batches": gives, "weights": count}
             for (part, role, stored, gives), count in sorted(weights.items())
         ],
-        "candidates": list(recipe.mtp_auto.candidates) if recipe.mtp_auto and recipe.mtp == AUTO else [],
+        "candidates": _candidates_of(plan),
         "min_acceptance": recipe.mtp_auto.min_acceptance if recipe.mtp_auto else None,
         "confidence": recipe.gates.confidence if recipe.mtp_auto else None,
         "mtp_pass": {"possible": family.draft is not None, "why": family.no_draft},
     }
+
+
+def _candidates_of(plan: Plan) -> list[Any]:
+    """What `mtp: auto` will try, without the groups that the MTP block lacks."""
+    recipe = plan.recipe
+    if recipe.mtp_auto is None or recipe.mtp != AUTO:
+        return []
+    groups = {tensor.role for tensor in plan.tensors if tensor.part == "mtp"} & {*QUANTIZABLE_ROLES}
+    return list(candidates_for(recipe.mtp_auto.candidates, groups))
 
 
 def found(fact: CalibrationFact) -> RenderableType:
