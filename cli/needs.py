@@ -170,6 +170,8 @@ def lines(found: Needs) -> list[str]:
     said.append(f"  disk       {states}{size_in_words(found.output)} for the output")
     if found.seconds is not None:
         said.append(f"  time       about {_duration(found.seconds)}, without the download; {found.rule}")
+    elif found.batch_size is not None:
+        said.append("  time       not counted: name the card, such as --gpu-memory H100")
     return said
 
 

@@ -55,4 +55,4 @@ def card_of(word: str) -> Card:
         names = ", ".join(CARDS)
         rule = f"must be a number of GiB, or one of {names}"
         raise RecipeError("--gpu-memory", rule, got=repr(word), cure="Write 80 or H100, for example")
-    return Card(name=f"GPU of {gib:g} GiB", memory_bytes=int(gib * 2**30))
+    return Card(name=f"GPUs of {gib:g} GiB", memory_bytes=int(gib * 2**30))
