@@ -37,6 +37,15 @@ def test_without_a_gpu_it_is_one_sentence(tmp_path):
     assert len(rest) == 1 and rest[0].startswith("make: ")
 
 
+def test_a_python_without_pytorch_is_one_sentence(tmp_path):
+    done = make("gpu-test", f"GPU_PYTHON={sys.executable} -S", f"GPU_SITE={tmp_path}/site", PYTHONPATH="")
+    assert done.returncode == 2 and not (tmp_path / "site").exists()
+    assert done.stderr.splitlines()[0] == (
+        f"error: GPU_PYTHON: must have PyTorch for its GPU; got {sys.executable} -S without it. "
+        "Name a Python that has it."
+    )
+
+
 def test_the_same_program_runs_on_a_cpu_with_what_such_a_machine_has(tmp_path):
     page = tmp_path / "gpu.md"
     page.write_text(PAGE.read_text())
