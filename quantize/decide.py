@@ -326,7 +326,7 @@ def _tensor(
 ) -> TensorPlan:
     """A weight with its scales."""
     name = HFName(f"{place.module}.weight")
-    is_shared = fate == "quantize" and SCHEMES[scheme].shares_global_scale and bool(place.shares)
+    is_shared = fate == "quantize" and SCHEMES[scheme].has_tensor_scale and bool(place.shares)
     return _placed(
         place,
         name,

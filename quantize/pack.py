@@ -63,7 +63,9 @@ def pack(scheme: Scheme, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     Args:
         scheme: a row of `recipes.schemes.SCHEMES`; only its weight counts here.
         weights: modules that are fused into one at run time, each [N_i, K], BF16, F16 or F32. A module on its own is a
-            group of one. Only NVFP4 couples them: one global scale, from the largest magnitude of the group.
+            group of one. NVFP4 and static FP8 couple them: one scale, from the largest magnitude of the group. (vLLM
+            0.32.0 rounds fused static FP8 weights again, to the largest of their scales:
+            fp8_utils.process_fp8_weight_tensor_strategy. Of one scale it changes nothing.)
 
     Returns: one dict per weight, suffix -> tensor, as `scheme.weight_tensors(N_i, K)` lists them, on the weight's
         device.
@@ -74,8 +76,8 @@ def pack(scheme: Scheme, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     """
     for weight in weights:
         _check(scheme, weight)
-    global_scale = _global_scale(weights) if scheme.shares_global_scale and weights else None
-    return [_pack_weight(scheme, weight, global_scale) for weight in weights]
+    shared = _shared_scale(scheme, weights) if scheme.has_tensor_scale and weights else {}
+    return [_pack_weight(scheme, weight, shared) for weight in weights]
 
 
 def _check(scheme: Scheme, weight: Tensor) -> None:
@@ -88,7 +90,17 @@ def _check(scheme: Scheme, weight: Tensor) -> None:
         raise RecipeError("weight", rule, got=f"K={weight.shape[1]}", cure="Keep this tensor or choose another scheme")
 
 
-def _pack_weight(scheme: Scheme, weight: Tensor, global_scale: Tensor | None) -> dict[str, Tensor]:
+def _shared_scale(scheme: Scheme, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The scale that a fused group has in common, by its suffix."""
+    if scheme.shares_global_scale:
+        return {"weight_global_scale": _global_scale(weights)}
+    (spec,) = (spec for spec in scheme.weight_tensors(*weights[0].shape) if spec.suffix == "weight_scale")
+    largest = torch.stack([_weight_amax(weight).float() for weight in weights]).amax()
+    dtype = torch.bfloat16 if all(weight.dtype == torch.bfloat16 for weight in weights) else torch.float32
+    return {"weight_scale": _scale(largest.to(dtype), _E4M3_MAX, TORCH_DTYPES[spec.dtype])}
+
+
+def _pack_weight(scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
     num_rows, num_columns = weight.shape
     outputs = {
@@ -97,11 +109,9 @@ def _pack_weight(scheme: Scheme, weight: Tensor, global_scale: Tensor | None) ->
     }
     if "weight_shape" in outputs:
         outputs["weight_shape"].copy_(torch.tensor(weight.shape))
-    if global_scale is not None:
-        outputs["weight_global_scale"].copy_(global_scale)
-    is_one_scale = scheme.weights["strategy"] == "tensor"
-    if is_one_scale:
-        outputs["weight_scale"].copy_(_scale(_weight_amax(weight), _E4M3_MAX, outputs["weight_scale"].dtype))
+    for suffix, scale in shared.items():
+        outputs[suffix].copy_(scale)
+    is_one_scale = "weight_scale" in shared
     main = "weight_packed" if "weight_packed" in outputs else "weight"
     rows_per_scale = scheme.block[0] if scheme.block else 1
     work = _workspace(scheme, weight)

@@ -57,7 +57,7 @@ class Scheme:
 
     @property
     def has_tensor_scale(self) -> bool:
-        """Whether one of its scales is one value for a whole tensor."""
+        """Whether one of its scales is one value for a whole tensor; modules that vLLM fuses have it in common."""
         return self.shares_global_scale or self.weights["strategy"] == "tensor"
 
     def tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:

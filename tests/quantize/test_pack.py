@@ -217,9 +217,21 @@ def test_fused_group_of_two_dtypes():
             assert_same_bytes(ours, theirs)
 
 
+def test_a_fused_group_in_static_fp8_has_the_largest_scale_of_its_members():
+    """What vLLM rounds such weights to when it loads them: packed so, they are rounded once."""
+    group = [torch.randn(8, 128, generator=torch.Generator().manual_seed(i)).bfloat16() * 2**i for i in range(3)]
+    together, alone = pack(SCHEMES["FP8"], group), [pack(SCHEMES["FP8"], [weight])[0] for weight in group]
+    largest = max(packed["weight_scale"].item() for packed in alone)
+    assert {packed["weight_scale"].item() for packed in together} == {largest}
+    assert largest > min(packed["weight_scale"].item() for packed in alone)
+    assert_same_bytes(together[2], alone[2], "FP8")
+    for weight, packed in zip(group, together, strict=True):
+        assert torch.equal(packed["weight"], (weight / largest).to(torch.float8_e4m3fn))
+
+
 def test_other_schemes_ignore_the_group():
     group = [torch.randn(8, 128, generator=torch.Generator().manual_seed(i)).bfloat16() * 4**i for i in range(2)]
-    for name in (name for name in ALL if not SCHEMES[name].shares_global_scale):
+    for name in (name for name in ALL if not SCHEMES[name].has_tensor_scale):
         for together, weight in zip(pack(SCHEMES[name], group), group, strict=True):
             assert_same_bytes(together, pack(SCHEMES[name], [weight])[0], name)
 
