@@ -5,7 +5,7 @@
 
 For prompt p: `p.ids` [T + num_drafts] (prompt, the target's next token, the drafts but the last), `p.hidden` [T, H]
 from the target, `p.positions` [T], `p.first` [T, V] logits of draft step 1 at every slot, `p.last` [num_drafts, V]
-logits of each step at the last slot. With a dtype for "alone", the draft class runs without an engine in it
+logits of each step at the last slot. With a dtype for "alone", which may be left out, the draft class runs without an engine in it
 (`draft_alone.py`).
 """
 
@@ -96,8 +96,8 @@ def dump(folder: str, prompts: list[list[int]], num_drafts: int) -> dict[str, to
 
 if __name__ == "__main__":
     # Those alone come last: from the first of them on, plain kernels stand in for vLLM's.
-    for job in sorted(map(json.loads, sys.argv[1:]), key=lambda job: job["alone"]):
-        out, dtype = job.pop("out"), job.pop("alone")
+    for job in sorted(map(json.loads, sys.argv[1:]), key=lambda job: job.get("alone", "")):
+        out, dtype = job.pop("out"), job.pop("alone", "")
         found = draft_alone(**job, dtype=dtype) if dtype else dump(**job)
         save_file({name: value.contiguous() for name, value in found.items()}, out)
         print("DUMPED " + out, flush=True)
