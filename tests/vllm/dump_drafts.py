@@ -5,8 +5,8 @@
 
 For prompt p: `p.ids` [T + num_drafts] (prompt, the target's next token, the drafts but the last), `p.hidden` [T, H]
 from the target, `p.positions` [T], `p.first` [T, V] logits of draft step 1 at every slot, `p.last` [num_drafts, V]
-logits of each step at the last slot. With a dtype for "alone", which may be left out, the draft class runs without an engine in it
-(`draft_alone.py`).
+logits of each step at the last slot. With a dtype for "alone", the draft class runs without an engine in it
+(`draft_alone.py`); it may be left out.
 """
 
 import json
