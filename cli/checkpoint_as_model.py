@@ -105,7 +105,7 @@ def fitting(source: Source, raw: dict[str, Any]) -> Iterator[str]:
     file = RecipeFile(path=Path(source.where), default=raw["default"], flat=flat, text=None)
     for variant in flat:
         try:
-            refuse_no_draft(make_plan(file.recipe(variant), source))
+            refuse_no_draft(make_plan(file.recipe(variant).before_measuring, source))
         except RecipeError:
             continue
         yield variant

@@ -189,8 +189,7 @@ def plan_before_measuring(
     recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES, trust_remote_code: bool = False
 ) -> Plan:
     """Call `make_plan`. While `mtp: auto` has not chosen yet, plan a BF16 block and keep the word auto."""
-    decided = recipe.resolved("bf16") if recipe.mtp == AUTO else recipe
-    made = make_plan(decided, source, shard_bytes=shard_bytes, trust_remote_code=trust_remote_code)
+    made = make_plan(recipe.before_measuring, source, shard_bytes=shard_bytes, trust_remote_code=trust_remote_code)
     return replace(made, recipe=recipe)
 
 

@@ -103,7 +103,9 @@ def _variant(
     if is_plain and words.get(heavy) == "source":
         return None
     words = {group: "FP8_BLOCK" if is_plain and word == "source" else word for group, word in words.items()}
-    return _line(words, base, is_draft=not groups["backbone"])
+    # Its algorithm rewrites weights, also where no scheme needs batches.
+    is_rewritten = is_own and own is not None and own["calibration"] is not None
+    return _line(words, base, is_draft=not groups["backbone"], is_rewritten=is_rewritten)
 
 
 def _word(group: str, base: Mapping[str, Any] | None) -> str:
@@ -121,11 +123,13 @@ def _with_common(words: Mapping[str, str], heavy: str, scheme: str, rest: str) -
     }
 
 
-def _line(words: dict[str, str], base: Mapping[str, Any] | None, *, is_draft: bool) -> dict[str, Any]:
+def _line(
+    words: dict[str, str], base: Mapping[str, Any] | None, *, is_draft: bool, is_rewritten: bool
+) -> dict[str, Any]:
     """A variant in the form of a model file, with a summary that says each word."""
     mtp: Any = words if is_draft else base["mtp"] if base else "bf16"
     backbone = {} if is_draft else words
-    needs_batches = any(word in SCHEMES and SCHEMES[word].needs_calibration for word in words.values())
+    needs_batches = is_rewritten or any(word in SCHEMES and SCHEMES[word].needs_calibration for word in words.values())
     calibration = _calibration(base) if needs_batches else None
     summary = summary_of(backbone, mtp, is_calibrated=needs_batches)
     return {**backbone, "mtp": mtp, "calibration": calibration, "summary": summary}

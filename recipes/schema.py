@@ -311,6 +311,11 @@ class Recipe(_Frozen):
         """`<model>.<variant>`, the recipe's full name."""
         return f"{self.model}.{self.variant}"
 
+    @property
+    def before_measuring(self) -> "Recipe":
+        """With a BF16 block as long as `mtp: auto` has not chosen one."""
+        return self.resolved("bf16") if self.mtp == AUTO else self
+
     def decisions(self) -> set[str]:
         """Every word that this recipe uses for a scheme, also those of the candidates of `mtp: auto`."""
         return {*self.backbone.values(), *self.mtp_decisions()}

@@ -78,7 +78,8 @@ def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path)
 def test_without_a_scheme_the_variants_that_fit_are_one_sentence(fine_tune):
     says = (
         "(glm4_moe): --scheme must choose a variant where MODEL is a checkpoint; got none. "
-        "These fit: nvfp4a16-fp8, w4a16-fp8, fp8-dynamic, nvfp4-fp8 (calibrated)."
+        "These fit: nvfp4a16-fp8, w4a16-fp8, fp8-dynamic, nvfp4-fp8 (calibrated), fp8-static (calibrated), "
+        "nvfp4-mtp-auto (calibrated), w4a16-gptq (calibrated)."
     )
     for verb in ("plan", "quantize", "extra"):
         refused(verb, str(fine_tune), says=says)
@@ -87,7 +88,7 @@ def test_without_a_scheme_the_variants_that_fit_are_one_sentence(fine_tune):
 def test_a_variant_that_does_not_fit_is_not_offered(tmp_path):
     changes = {"moe_intermediate_size": 72}  # no multiple of 16
     folder = write_checkpoint(tmp_path / "odd", *source_layout("glm-4.7", size="tiny", changes=changes))
-    refused("plan", str(folder), says="These fit: fp8-dynamic.")
+    refused("plan", str(folder), says="These fit: fp8-dynamic, fp8-static (calibrated).")
     refused("plan", str(folder), "--scheme", "nvfp4a16-fp8", says="72")
 
 

@@ -439,7 +439,7 @@ def test_shipped_recipe_fits_its_model(name, tmp_path):
     """At the model's true widths: every group is decided, every scheme fits, every fused module agrees."""
     recipe, _ = find_recipe(name)
     source = open_source(releases.write_checkpoint(tmp_path, *releases.thin_layout(recipe.model)))
-    assert_takes_effect(make_plan(recipe.resolved("bf16") if recipe.mtp == "auto" else recipe, source))
+    assert_takes_effect(make_plan(recipe.before_measuring, source))
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name.startswith("tiny-")])
