@@ -19,10 +19,18 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-from gpu_row import GpuRow
-from rich.console import Console
-from rich.table import Table
+try:
+    import torch
+    from gpu_row import GpuRow
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    print(
+        f"error: GPU_PYTHON: must have PyTorch for its GPU and what docs/gpu.md names; got {sys.executable} without "
+        f"{error.name}. Name a Python that has it, or carry it there.",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 PAGE = Path(__file__).parent.parent / "docs" / "gpu.md"
 PARTS = ("casts", "finite", "rates", "packing", "collectives", "line", "glm-4.5-air", "deepseek-v3.1")

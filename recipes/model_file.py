@@ -26,13 +26,33 @@ import yaml
 
 from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
-from .schema import AUTO, DEFAULT_AUTO
 from .yaml_file import load_shipped
 
 BLOCKS = ("mtp_auto", "overrides", "keep", "mtp_source", "format", "evaluation", "gates")
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
 _OF_A_VARIANT = ("summary", "mtp", "calibration")
+_AUTO = "auto"
 _CALIBRATIONS = Path(__file__).parent / "calibrations.yaml"
+
+
+def _experts_apart(rest: str, experts: str) -> dict[str, str]:
+    return {group: experts if group == "experts" else rest for group in QUANTIZABLE_ROLES}
+
+
+USUAL_AUTO: Mapping[str, Any] = {
+    "min_acceptance": 0.97,
+    "candidates": [
+        "source",
+        "bf16",
+        "FP8_DYNAMIC",
+        _experts_apart("bf16", "NVFP4"),
+        _experts_apart("FP8_DYNAMIC", "NVFP4"),
+        "W4A16",
+        "NVFP4A16",
+        "NVFP4",
+    ],
+}
+"""What `mtp: auto` tries where a file has no `mtp_auto`; listings read it without pydantic."""
 
 
 def is_model_file(raw: Mapping[str, Any]) -> bool:
@@ -97,8 +117,8 @@ def _flat(raw: Mapping[str, Any], name: str, groups: Collection[str], where: str
     }
     blocks = _blocks(raw) | _blocks(variant)
     auto = blocks.pop("mtp_auto", None)
-    if variant["mtp"] == AUTO:
-        flat["mtp_auto"] = auto or DEFAULT_AUTO.model_dump(mode="json")
+    if variant["mtp"] == _AUTO:
+        flat["mtp_auto"] = auto or USUAL_AUTO
     elif "mtp_auto" in variant:
         flat["mtp_auto"] = auto
     return flat | {"calibration": _calibration(variant["calibration"], where)} | blocks

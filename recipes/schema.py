@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
+from .model_file import USUAL_AUTO
 from .protocol import Evaluation, Gates
 from .schemes import REWRITES, SCHEMES
 from .summary import summary_of
@@ -228,23 +229,7 @@ class MtpAuto(_Frozen):
         return self
 
 
-def _experts_apart(rest: str, experts: str) -> dict[str, str]:
-    return {group: experts if group == "experts" else rest for group in QUANTIZABLE_ROLES}
-
-
-DEFAULT_AUTO = MtpAuto(
-    min_acceptance=0.97,
-    candidates=(
-        "source",
-        "bf16",
-        "FP8_DYNAMIC",
-        _experts_apart("bf16", "NVFP4"),
-        _experts_apart("FP8_DYNAMIC", "NVFP4"),
-        "W4A16",
-        "NVFP4A16",
-        "NVFP4",
-    ),
-)
+DEFAULT_AUTO = MtpAuto.model_validate(USUAL_AUTO)
 """What `--mtp auto` tries where the recipe has no `mtp_auto`."""
 
 

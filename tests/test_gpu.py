@@ -38,11 +38,12 @@ def test_without_a_gpu_it_is_one_sentence(tmp_path):
 
 
 def test_a_python_without_pytorch_is_one_sentence(tmp_path):
-    done = make("gpu-test", f"GPU_PYTHON={sys.executable} -S", f"GPU_SITE={tmp_path}/site", PYTHONPATH="")
-    assert done.returncode == 2 and not (tmp_path / "site").exists()
+    words = (f"GPU_PYTHON={sys.executable} -S", f"GPU_SITE={tmp_path}/site", f"GPU_WHEELS={tmp_path}")
+    done = make("gpu-test", *words, PYTHONPATH="")
+    assert done.returncode == 2
     assert done.stderr.splitlines()[0] == (
-        f"error: GPU_PYTHON: must have PyTorch for its GPU; got {sys.executable} -S without it. "
-        "Name a Python that has it."
+        "error: GPU_PYTHON: must have PyTorch for its GPU and what docs/gpu.md names; "
+        f"got {sys.executable} without torch. Name a Python that has it, or carry it there."
     )
 
 

@@ -55,6 +55,8 @@ def test_help_and_version_load_no_verb(words):
     ours = {name for name in modules if name.partition(".")[0] == "keepmtp"}
     assert ours == {
         "keepmtp",
+        "keepmtp.checkpoints",
+        "keepmtp.checkpoints.files",
         "keepmtp.cli",
         "keepmtp.cli.exits",
         "keepmtp.cli.main",

@@ -17,7 +17,7 @@ RECIPES = [recipe.name for recipe in shipped_recipes() if not recipe.model.start
 def tiny_plan(recipe_name: str, folder, mtp: str | None = None) -> Plan:
     recipe, _ = find_recipe(recipe_name, mtp=mtp)
     config, tensors = source_layout(recipe.model, size="tiny")
-    return make_plan(recipe, open_source(write_checkpoint(folder, config, tensors)))
+    return make_plan(recipe.before_measuring, open_source(write_checkpoint(folder, config, tensors)))
 
 
 def hits(entries: list[str], name: str) -> list[str]:

@@ -65,7 +65,7 @@ def another_source(made: Path, _: Path) -> None:
 def truncated_state(made: Path, calibration: Path) -> None:
     """In a run that was killed before the MTP pass, which reads it."""
     shutil.rmtree(calibration / "mtp")
-    damaged(truncated, "states/*/calibration-*")(made, calibration)
+    damaged(truncated, "states/*/mtp-*")(made, calibration)
 
 
 DAMAGES = {
