@@ -84,10 +84,12 @@ def _fits(plan: Plan, device: torch.device) -> bool:
     return 2 * num_values * _ROOM < free
 
 
-def _written_by(plan: Plan, data: CalibrationData, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[held_out, S] token ids, and which of them the model wrote."""
+def _written_by(plan: Plan, data: CalibrationData, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """[held_out, S] token ids, and which of them the model wrote; None for a class that cannot write."""
     ids, written = data.held_out_ids.clone(), torch.zeros_like(data.held_out_ids, dtype=torch.bool)
     skeleton, prompts = Skeleton(plan, device=device), list(_prompts(data))
+    if not skeleton.model.can_generate():  # a checkpoint's own class may be without
+        return None
     with skeleton.whole() as model, plain(model):
         for start in range(0, len(prompts), _AT_A_TIME):
             batch = prompts[start : start + _AT_A_TIME]

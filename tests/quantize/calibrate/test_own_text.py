@@ -10,7 +10,7 @@ from keepmtp.quantize.calibrate.facts import DataFact
 from keepmtp.quantize.calibrate.own_text import with_own_text
 from keepmtp.quantize.plan import Plan
 from passes import END, ROOT, greedy_answers, plan_over
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 CPU = torch.device("cpu")
 
@@ -59,6 +59,12 @@ def test_a_model_that_memory_does_not_hold_leaves_the_datasets_text(asked, tmp_p
         patch.setattr(own_text, "free_host_bytes", lambda: 1_000_000)
         patch.setattr(own_text, "_written_by", lambda *_: pytest.fail("it does not fit"))
         assert with_own_text(plan, data, tmp_path, device=CPU) is data
+    assert with_own_text(plan, data, tmp_path, device=CPU) is data
+
+
+def test_a_class_that_cannot_write_leaves_the_datasets_text(asked, tmp_path, monkeypatch):
+    _, plan, data = asked
+    monkeypatch.setattr(PreTrainedModel, "can_generate", classmethod(lambda _: False))
     assert with_own_text(plan, data, tmp_path, device=CPU) is data
 
 
