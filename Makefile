@@ -52,7 +52,7 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 help:
 	@sed -n '3,20s/^# \{0,3\}//p' Makefile
 
-# What is calibrated installs .calibrate, anything else no more than .quantize: `keepmtp extra` says which.
+# What is calibrated installs .calibrate or .modelopt, anything else no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
 ifeq ($(DRY_RUN),)
 	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.$$extra
@@ -194,12 +194,17 @@ $(VENV)/.calibrate: $(VENV)/.quantize
 	$(PIP) install -qq -c constraints.txt -e ".[calibrate]"
 	@touch $@
 
+$(VENV)/.modelopt: $(VENV)/.calibrate
+	@echo "installing nvidia-modelopt"
+	$(PIP) install -qq -c constraints.txt -e ".[modelopt]"
+	@touch $@
+
 $(VENV)/.evaluate: $(VENV)/.quantize
 	@echo "installing what evaluation needs"
 	$(PIP) install -qq -c constraints.txt -e ".[evaluate]"
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.calibrate $(VENV)/.evaluate
+$(VENV)/.test: $(VENV)/.modelopt $(VENV)/.evaluate
 	$(PIP) install -qq -c constraints.txt -e ".[quantize,report,test]"
 	@touch $@
 

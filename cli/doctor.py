@@ -32,6 +32,7 @@ EXTRAS = {
     "quantize": "packing weights",
     "report": "the HTML report",
     "calibrate": "calibrated recipes",
+    "modelopt": "backend: modelopt",
     "evaluate": "GSM8K",
 }
 _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -159,6 +160,13 @@ def _abilities(
             why="llm-compressor, transformers and datasets are here",
             command="keepmtp quantize MODEL",
             get=install_command("calibrate"),
+        ),
+        _needing(
+            lacking["modelopt"],
+            what="calibration with backend: modelopt",
+            why=f"nvidia-modelopt {packages['nvidia-modelopt']} is here",
+            command="keepmtp quantize MODEL",
+            get=install_command("modelopt"),
         ),
         _scoring(lacking["evaluate"], packages["lm-eval"], vllm, gpus),
         _page("model card", lacking["report"], "keepmtp card CHECKPOINT", _GET_EVALUATE),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import KEEPMTP, ROOT, make
 
-STAMPS = ("base", "quantize", "calibrate", "evaluate")
+STAMPS = ("base", "quantize", "calibrate", "modelopt", "evaluate")
 
 
 @pytest.fixture
