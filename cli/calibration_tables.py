@@ -14,6 +14,7 @@ from ..quantize.calibrate.facts import CalibrationFact, CandidateFact
 from ..quantize.plan import Plan, TensorPlan
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.find import calibration_name
+from ..recipes.listing import in_words
 from ..recipes.schema import AUTO, TextsOfMix, candidates_for
 from ..recipes.schemes import RESCALING, REWRITES
 from .refusals import needs_calibration
@@ -58,8 +59,9 @@ def _data(plan: Plan, num_tokens: int) -> str:
     named = f"--calibration {name}: " if name else ""
     mix = "; ".join(_texts(texts, is_alone=not calibration.also) for texts in calibration.mix)
     own = ", answered by the model itself if memory holds it" if calibration.held_out_by == "model" else ""
+    how = f"{calibration.algorithm} ({in_words(calibration.knobs)})" if calibration.knobs else calibration.algorithm
     return (
-        f"{named}{calibration.algorithm} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
+        f"{named}{how} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
         f"tokens ({num_tokens:,}) of {mix}; {calibration.held_out:,} more are held out to measure on{own}."
     )
 

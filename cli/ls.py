@@ -83,6 +83,7 @@ def details(variants: Sequence[Listed], width: int) -> list[str]:
             "",
             f"{each.variant}{' (default)' * each.is_default}: {batches}",
             *_wrapped(each.summary, width, "  ", "  "),
+            *(_wrapped(each.knobs, width, "  ", "  ") if each.knobs else ()),
             f"  keepmtp quantize {each.model if each.is_default else each.name}",
         ]
     if any(each.needs_batches for each in variants):
@@ -104,6 +105,7 @@ def rows(listing: str, recipes: Iterable[Listed]) -> list[dict[str, Any]]:
                 "source": each.source,
                 "batches": _batches(each.needs_batches),
                 "what": each.summary,
+                **({"knobs": each.knobs} if each.knobs else {}),
             }
             for each in recipes
         ]

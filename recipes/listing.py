@@ -30,6 +30,8 @@ class Listed:
     family: str
     source: str
     needs_batches: bool
+    knobs: str = ""
+    """What it says to its algorithm: `gptq: actorder null, block_size 64`."""
 
     @property
     def name(self) -> str:
@@ -60,7 +62,22 @@ def _read(path: Path) -> Iterator[Listed]:
             family=flat["family"],
             source=flat["source"],
             needs_batches=flat["calibration"] is not None,
+            knobs=_knobs(flat["calibration"]),
         )
+
+
+def _knobs(calibration: Mapping[str, Any] | None) -> str:
+    """The knobs in a calibration block, which has them under its algorithm's name."""
+    algorithm = calibration["algorithm"] if calibration else ""
+    written = calibration.get(algorithm) if calibration else None
+    return f"{algorithm}: {in_words(written)}" if written else ""
+
+
+def in_words(knobs: Mapping[str, Any]) -> str:
+    """Knobs as they are in YAML: "actorder null, duo_scaling true"."""
+    yaml = {None: "null", True: "true", False: "false"}
+    said = {key: yaml[value] if value is None or isinstance(value, bool) else value for key, value in knobs.items()}
+    return ", ".join(f"{key} {value}" for key, value in said.items())
 
 
 def _is_here(flat: Mapping[str, Any]) -> bool:

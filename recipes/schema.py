@@ -11,11 +11,23 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
+from .knobs import KNOBS, AWQKnobs, GPTQKnobs
 from .model_file import USUAL_AUTO
 from .protocol import Evaluation, Gates
 from .schemes import REWRITES, SCHEMES
@@ -148,6 +160,7 @@ class Calibration(Texts):
     Attributes:
         algorithm: minmax observes activations only; the others also rewrite the weights of the schemes in
             `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
+        gptq, awq: the algorithm's knobs; without them, llm-compressor's defaults.
         also: other datasets, with their shares; what they leave is the first one's.
         samples: sequences to calibrate on.
         held_out: other sequences, from other rows, to measure acceptance and perplexity on.
@@ -178,6 +191,14 @@ class Calibration(Texts):
     attention: Literal["eager", "sdpa"] = "eager"
     model_code: Literal["transformers", "checkpoint"] = "transformers"
     decorated_forward: Literal["refuse", "unwrap"] = "refuse"
+    gptq: GPTQKnobs | None = None
+    awq: AWQKnobs | None = None
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """What the recipe says to the algorithm's modifier; empty for llm-compressor's defaults."""
+        own = {"gptq": self.gptq, "awq": self.awq}.get(self.algorithm)
+        return own.arguments() if own else {}
 
     @property
     def num_in_batch(self) -> int:
@@ -192,6 +213,20 @@ class Calibration(Texts):
         # Not validated: a single dataset has the share 1.
         first = TextsOfMix.model_construct(**own, share=1 - sum(part.share for part in self.also))
         return (first, *self.also)
+
+    @model_serializer(mode="wrap")
+    def _without_absent_knobs(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A recipe that has no knobs is written, and hashed, as before there were any."""
+        return {key: value for key, value in handler(self).items() if key not in KNOBS or value is not None}
+
+    @model_validator(mode="after")
+    def _knobs_are_the_algorithms(self) -> Self:
+        for key in KNOBS:
+            if key != self.algorithm and getattr(self, key) is not None:
+                rule = f"{key} must come with algorithm: {key}"
+                cure = f"Remove {key}, or set algorithm: {key}"
+                raise RecipeError("", rule, got=f"algorithm: {self.algorithm}", cure=cure)
+        return self
 
     @model_validator(mode="after")
     def _searches_see_every_token(self) -> "Calibration":
@@ -397,7 +432,8 @@ class Recipe(_Frozen):
             variant = scheme.lower().replace("_", "-")
             changed["backbone"] = {group: scheme if word in SCHEMES else word for group, word in self.backbone.items()}
             if self.calibration:
-                changed["calibration"] = self.calibration.model_copy(update={"algorithm": "minmax"})
+                nearest = {"algorithm": "minmax", **dict.fromkeys(KNOBS)}
+                changed["calibration"] = self.calibration.model_copy(update=nearest)
         if mtp is not None:
             variant += f"-mtp-{mtp.lower().replace('_', '-')}"
             changed |= {"mtp": mtp, "mtp_auto": (self.mtp_auto or DEFAULT_AUTO) if mtp == AUTO else None}
@@ -419,6 +455,7 @@ class Recipe(_Frozen):
 
 _PARTS: Mapping[str, type[BaseModel]] = {
     "calibration": Calibration,
+    **KNOBS,
     "overrides": Override,
     "mtp_auto": MtpAuto,
     "mtp_source": MtpSource,
@@ -462,5 +499,5 @@ def _refusal(error: ValidationError, where: object) -> RecipeError:
 def _nearest_key(place: list[str]) -> str:
     """The key that the last part of `place` is probably a misspelling of."""
     *parents, last = place
-    known = (_PARTS[parents[0]] if parents else Recipe).model_fields
+    known = next((_PARTS[part] for part in reversed(parents) if part in _PARTS), Recipe).model_fields
     return difflib.get_close_matches(last, known, n=1, cutoff=0.0)[0]

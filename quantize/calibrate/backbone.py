@@ -158,6 +158,7 @@ class _Pass:
                     Batches(run=self, stream="calibration", index=index).arguments(),
                     schemes=schemes,
                     algorithm=calibration.algorithm,
+                    knobs=calibration.knobs,
                     fused=fused_in(binding, path),
                     experts=experts_in(binding, path),
                     routed=calibration.experts == "routed",

@@ -90,6 +90,7 @@ def calibrate(
     smoothings: Sequence[Smoothing] | None = None,
     after_batch: Callable[[], None] | None = None,
     routed: bool = False,
+    knobs: Mapping[str, Any] | None = None,
 ) -> Calibrated:
     """Runs the batches through the model and lets llm-compressor's modifiers observe, rescale and rewrite it.
 
@@ -110,6 +111,7 @@ def calibrate(
         after_batch: called after each batch of the pass that observes. Unless `rewrites(schemes, algorithm)`, what the
             layer has returned then is what it returns under `forwards.propagating`.
         routed: statistics of an expert are of the tokens that the router sends it; see `Calibration.experts`.
+        knobs: of the algorithm; see `Calibration.knobs`.
 
     Returns: tensors in the dtypes of `Scheme.tensors`.
 
@@ -135,7 +137,7 @@ def calibrate(
             restore(model, before)
             before |= _plain_parameters(model, found, schemes)
         passes = ExpertPasses(model, batches, StatisticsRoom.of(_device(model, schemes)), routed=routed)
-        modifiers = modifiers_for(schemes, rewritten, algorithm, found, passes)
+        modifiers = modifiers_for(schemes, rewritten, algorithm, found, passes, knobs)
         run_batches = partial(_run_batches, model, batches, counter, schemes, after_batch)
         with calibrating(model, routed=routed), norm_calibration_context(model):
             _run_pipeline(model, batches, modifiers, run_batches, schemes, fused, experts)

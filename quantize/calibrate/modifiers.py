@@ -43,6 +43,7 @@ def modifiers_for(
     algorithm: str,
     smoothings: Sequence[Smoothing],
     passes: ExpertPasses,
+    knobs: Mapping[str, Any] | None = None,
 ) -> list[Any]:
     """The modifiers of one layer, in the order they act.
 
@@ -52,18 +53,20 @@ def modifiers_for(
         algorithm: minmax, gptq, awq or smoothquant.
         smoothings: what awq or smoothquant rescales; without any, modules are rounded to nearest.
         passes: for what does not fit the memory for all experts at once.
+        knobs: arguments of gptq's or awq's modifier (`Calibration.knobs`); its defaults without them.
     """
+    knobs = knobs or {}
     if algorithm == "gptq":
         own = {name: schemes[name] for name in rewritten}
         rest = {name: scheme for name, scheme in schemes.items() if name not in own}
         modifiers: list[Any] = [_Quantization(config_groups=_config_groups(rest))] if rest else []
-        return modifiers + ([_GPTQ(config_groups=_config_groups(own)).with_passes(passes)] if own else [])
+        return modifiers + ([_GPTQ(config_groups=_config_groups(own), **knobs).with_passes(passes)] if own else [])
     quantization = _Quantization(config_groups=_config_groups(schemes))
     if not smoothings:
         return [quantization]
     if algorithm == "awq":
         mappings = [AWQMapping(_pattern((s.smooth,)), [_pattern(s.balance)]) for s in smoothings]
-        return [BoundedAWQ(mappings=mappings).with_passes(passes), quantization]
+        return [BoundedAWQ(mappings=mappings, **knobs).with_passes(passes), quantization]
     pairs: list[Any] = [([_pattern(s.balance)], _pattern((s.smooth,))) for s in smoothings]
     return [SmoothQuantModifier(mappings=pairs), quantization]
 

@@ -128,6 +128,7 @@ class PolicyResults:
                 inputs,
                 schemes=schemes,
                 algorithm=calibration.algorithm,
+                knobs=calibration.knobs,
                 fused=fused_in(binding, ""),
                 experts=experts_in(binding, ""),
                 routed=calibration.experts == "routed",

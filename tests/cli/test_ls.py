@@ -7,12 +7,15 @@ import pty
 import struct
 import subprocess
 import termios
+from pathlib import Path
 
 import pytest
 from commands import KEEPMTP, keepmtp, refused
-from keepmtp.cli.ls import COLUMNS, details, screen
+from keepmtp.cli.ls import COLUMNS, details, rows, screen
+from keepmtp.recipes import listing
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.listing import listed
+from keepmtp.recipes.model_file import calibrations
 
 MODELS = {row.model for row in listed()}
 
@@ -79,9 +82,9 @@ def test_listings():
     assert {"models", "schemes", "families"} == set(listing)
     assert [row["recipe"] for row in listing["models"]] == [row.name for row in listed()]
     assert {row["model"] for row in listing["models"]} >= {"dsv4-flash", "tiny-glm4-moe"}
-    for name, rows in listing.items():
-        assert json.loads(keepmtp("ls", name, "--json").stdout) == {name: rows}
-        shown = rows[0]["family"] if name == "families" else rows[0]["what"].split()[0]
+    for name, found in listing.items():
+        assert json.loads(keepmtp("ls", name, "--json").stdout) == {name: found}
+        shown = found[0]["family"] if name == "families" else found[0]["what"].split()[0]
         assert shown in keepmtp("ls", name).stdout
     assert "glm-4.7.nvfp4a16-fp8 *" in keepmtp("ls", "models").stdout
     assert "NVFP4A16" in keepmtp("ls", "schemes").stdout
@@ -98,6 +101,19 @@ def test_families_say_what_can_be_calibrated_and_why_not():
     assert (found["glm5_next"]["backbone"], found["glm5_next"]["mtp"]) == ("yes", "no")
     printed = keepmtp("ls", "families", COLUMNS="80").stdout
     assert max(map(len, printed.splitlines()[:-1])) <= 80 and "calibrate MTP" in printed
+
+
+def test_knobs_are_shown_where_a_recipe_has_them(tmp_path, monkeypatch):
+    plain = next(each for each in listed() if each.name == "tiny-glm4-moe.w4a16-gptq")
+    assert not plain.knobs and "knobs" not in rows("models", [plain])[0]
+    shipped = (Path(listing.__file__).parent / "models" / "tiny-glm4-moe.yaml").read_text()
+    block = dict(calibrations()["problems-32x128-gptq"]) | {"gptq": {"actorder": None, "block_size": 64}}
+    changed = shipped.replace("calibration: problems-32x128-gptq", f"calibration: {json.dumps(block)}")
+    (tmp_path / "tiny-glm4-moe.yaml").write_text(changed)
+    monkeypatch.setattr(listing, "_MODELS", tmp_path)
+    found = next(each for each in listed() if each.name == plain.name)
+    assert found.knobs == "gptq: actorder null, block_size 64"
+    assert f"  {found.knobs}" in details([found], 80) and rows("models", [found])[0]["knobs"] == found.knobs
 
 
 def test_what_is_not_there_is_one_sentence():

@@ -61,7 +61,7 @@ def test_missing_key(tmp_path, key):
 def test_only_what_changes_no_number_has_a_default():
     """What may be left out: exceptions, what only `mtp: auto` reads, the place of an MTP block that most releases have
     themselves, what data may lack, consents that start as no. And what was no choice before: on whose tokens an expert
-    is calibrated, who writes the held-out answers, and how attention is computed.
+    is calibrated, who writes the held-out answers, how attention is computed, and the algorithms' knobs.
 
     And how the result is judged, which changes no byte of it: reports and cards print every field of that.
     """
@@ -80,6 +80,8 @@ def test_only_what_changes_no_number_has_a_default():
         "attention",
         "model_code",
         "decorated_forward",
+        "gptq",
+        "awq",
     }
     assert not optional(MtpAuto)
     assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == ("transformers", "refuse")
@@ -156,6 +158,45 @@ def test_schemes_that_depend_on_data(algorithm, experts, expected):
     raw = CALIBRATED.model_dump()
     raw["backbone"]["experts"], raw["calibration"]["algorithm"] = experts, algorithm
     assert Recipe.model_validate(raw).calibrated_schemes() == expected
+
+
+def with_knobs(algorithm: str, **knobs) -> dict:
+    raw = CALIBRATED.model_dump()
+    raw["backbone"]["experts"], raw["calibration"]["algorithm"] = "W4A16", algorithm
+    return raw | {"calibration": raw["calibration"] | knobs}
+
+
+def test_knobs_of_an_algorithm(tmp_path):
+    gptq = Recipe.model_validate(with_knobs("gptq", gptq={"actorder": None, "block_size": 64})).calibration
+    assert gptq.knobs == {"actorder": None, "dampening_frac": 0.01, "block_size": 64}
+    awq = Recipe.model_validate(with_knobs("awq", awq={"duo_scaling": "both"})).calibration
+    assert awq.knobs == {"n_grid": 20, "duo_scaling": "both"}
+    plain = Recipe.model_validate(with_knobs("gptq")).calibration
+    assert not plain.knobs and not {"gptq", "awq"} & {*plain.model_dump()}
+    assert gptq.model_dump(mode="json")["gptq"] == gptq.knobs, "the record, the fingerprint and recipe.yaml have them"
+    chosen = Recipe.model_validate(with_knobs("gptq", gptq={"block_size": 64})).with_choices(scheme="NVFP4", mtp=None)
+    assert chosen.calibration.algorithm == "minmax" and chosen.calibration.gptq is None
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "knobs", "says"),
+    [
+        ("awq", {"gptq": {}}, "gptq must come with algorithm: gptq; got algorithm: awq. Remove gptq, or set algorithm"),
+        ("gptq", {"awq": {}}, "awq must come with algorithm: awq; got algorithm: gptq."),
+        ("gptq", {"gptq": {"actorder": "group"}}, "gptq.actorder: must be static, weight or null; got group. Use weig"),
+        ("gptq", {"gptq": {"actorder": True}}, "gptq.actorder: must be static, weight or null; got True."),
+        ("gptq", {"gptq": {"block_size": 0}}, "gptq.block_size: "),
+        ("gptq", {"gptq": {"dampening_frac": -0.1}}, "gptq.dampening_frac: "),
+        ("gptq", {"gptq": {"dampening_frac": None}}, "gptq.dampening_frac: "),
+        ("gptq", {"gptq": {"dampening": 0.1}}, "got 0.1. Did you mean dampening_frac?"),
+        ("awq", {"awq": {"n_grid": 2}}, "n_grid must be at least 3 where duo_scaling is true; got 2. Raise it."),
+        ("awq", {"awq": {"n_grid": 1, "duo_scaling": False}}, "at least 2 where duo_scaling is false; got 1."),
+        ("awq", {"awq": {"n_grid": 3, "duo_scaling": "both"}}, "at least 4 where duo_scaling is both; got 3."),
+    ],
+)
+def test_knobs_that_are_refused(tmp_path, algorithm, knobs, says):
+    message = refusal(tmp_path, **with_knobs(algorithm, **knobs))
+    assert message.startswith("calibration") and says in message
 
 
 def test_every_algorithm_of_a_recipe_has_its_schemes():

@@ -105,6 +105,14 @@ def test_another_split_counts_where_numbers_are_added_up(variant, tmp_path):
         claim_pass(*prepared(recipe, source), folder, ALONE)
 
 
+def test_a_knob_makes_another_run(tmp_path):
+    recipe, folder = small_recipe(tmp_path, "tiny-glm4-moe.w4a16-gptq"), tmp_path / "pass"
+    claim_pass(*prepared(recipe, SHIPPED), folder, ALONE)
+    edit(recipe, "algorithm: gptq", "algorithm: gptq\n  gptq: {block_size: 64}")
+    with pytest.raises(RecipeError, match=r'another calibration \(gptq was nothing and is \{"actorder"'):
+        claim_pass(*prepared(recipe, SHIPPED), folder, ALONE)
+
+
 @pytest.mark.parametrize("is_stamped", [True, False])
 def test_states_of_an_unnamed_run_are_refused(is_stamped, begun):
     recipe, source, folder = begun

@@ -17,6 +17,7 @@ from keepmtp.quantize.calibrate.layer import calibrate, check_fused, rewrites
 from keepmtp.quantize.calibrate.modifiers import modifiers_for
 from keepmtp.quantize.calibrate.smoothing import Smoothing
 from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.recipes.knobs import AWQKnobs, GPTQKnobs
 from keepmtp.recipes.schemes import SCHEMES
 from layerwise import IGNORE, Skeleton, assert_same, layerwise, sequential
 from torch import Tensor, nn
@@ -75,6 +76,49 @@ def test_gptq_equals_the_sequential_pipelines(folder, scheme):
     compared = assert_same(results, model, all_tensors=True)
     assert compared == sum(len(result.coverage) for result in results) * len(SCHEMES[scheme].tensors(128, 128))
     assert all(not result.rounded for result in results)
+
+
+def test_gptqs_knobs_are_the_librarys():
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    ids, given = token_ids(samples=2), GPTQKnobs(actorder=None, dampening_frac=0.2, block_size=48).arguments()
+    model = sequential(GLM, ids, [GPTQModifier(targets="Linear", scheme="W4A16", ignore=IGNORE, **given)])
+    _, results = layerwise(GLM, ids, "W4A16", "gptq", knobs=given)
+    assert assert_same(results, model, all_tensors=True) > 100
+    skeleton = Skeleton(GLM)
+    schemes = dict.fromkeys(skeleton.linears(0), "W4A16")
+    usual = calibrate(skeleton.model, skeleton.enter(0, ids, None), schemes=schemes, algorithm="gptq").tensors
+    assert any(not torch.equal(value, results[0].tensors[name]) for name, value in usual.items())
+
+
+def test_static_and_weight_are_one_order():
+    ids, found = token_ids(samples=1), []
+    for order in ("static", "weight", None):
+        skeleton = Skeleton(GLM)
+        schemes = dict.fromkeys(skeleton.linears(0)[:2], "W4A16")
+        knobs = GPTQKnobs(actorder=order).arguments()
+        batches = skeleton.enter(0, ids, None)
+        found.append(calibrate(skeleton.model, batches, schemes=schemes, algorithm="gptq", knobs=knobs).tensors)
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert any(not torch.equal(value, found[2][name]) for name, value in found[0].items())
+    assert found[0].keys() == found[2].keys(), "no order needs a tensor of its own"
+
+
+@pytest.mark.parametrize(
+    "knobs", [AWQKnobs(n_grid=5, duo_scaling=False), AWQKnobs(n_grid=6, duo_scaling="both")], ids=["inputs", "both"]
+)
+def test_awqs_grid_is_the_librarys(knobs, monkeypatch):
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    monkeypatch.setattr(IntermediatesCache, "pin_memory", lambda *_: None)
+    ids, given = token_ids(samples=2), knobs.arguments()
+    _, results = layerwise(GLM, ids, "W4A16", "awq", knobs=given)
+    mappings = [AWQMapping(s.smooth, list(s.balance)) for result in results for s in result.smoothings]
+    own = AWQModifier(mappings=mappings, **given)
+    model = sequential(GLM, ids, [own, QuantizationModifier(targets="Linear", scheme="W4A16", ignore=IGNORE)])
+    assert assert_same(results, model, all_tensors=True) > 100
 
 
 @pytest.mark.parametrize(

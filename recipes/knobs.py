@@ -1,0 +1,74 @@
+"""The knobs of calibration algorithms, by the names that llm-compressor gives them.
+
+In: the blocks `gptq` and `awq` of a recipe's calibration. Out: frozen values, and `arguments`, with which the
+algorithm's modifier is built. Without its block an algorithm runs with llm-compressor's defaults, which are the ones
+here.
+
+Easy to get wrong: `actorder: null` switches the order off; leaving `actorder` out means `static`.
+
+Source: llm-compressor 0.14.0.1 modifiers/gptq/base.py and modifiers/transform/awq/base.py.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from .errors import RecipeError
+
+
+def _order_without_a_tensor(written: object) -> object:
+    """An order of columns that is stored in a tensor of its own is one that vLLM 0.32 refuses to load."""
+    if written in ("group", "dynamic", True):
+        rule = "must be static, weight or null"
+        cure = "Use weight: compressed-tensors 0.19 and vLLM 0.32 have removed orders that need a g_idx tensor"
+        raise RecipeError("", rule, got=str(written), cure=cure)
+    return written
+
+
+class _Knobs(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def arguments(self) -> dict[str, Any]:
+        """What the algorithm's modifier is built with."""
+        return self.model_dump()
+
+
+class GPTQKnobs(_Knobs):
+    """How GPTQ goes through the columns of a weight. No choice changes which tensors are stored.
+
+    Attributes:
+        actorder: the order of the columns. `static`, or `weight`, its other name: those with the largest inputs come
+            first, each with the scale of the group that it is stored in. null: as they are stored.
+        dampening_frac: of the mean of the Hessian's diagonal, added to the diagonal before it is inverted.
+        block_size: columns whose errors are spread at a time.
+    """
+
+    actorder: Annotated[Literal["static", "weight"] | None, BeforeValidator(_order_without_a_tensor)] = "static"
+    dampening_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.01
+    block_size: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 128
+
+
+class AWQKnobs(_Knobs):
+    """The grid that AWQ searches for each smoothing.
+
+    Attributes:
+        n_grid: scales that are tried.
+        duo_scaling: whether a scale is made of inputs and weights, or of inputs alone; `both` tries half of each.
+    """
+
+    n_grid: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 20
+    duo_scaling: Annotated[bool, Field(strict=True)] | Literal["both"] = True
+
+    @model_validator(mode="after")
+    def _has_two_ends(self) -> Self:
+        """A grid goes from 0 to 1: with fewer points llm-compressor divides by zero."""
+        least = {"both": 4, True: 3, False: 2}[self.duo_scaling]
+        if self.n_grid < least:
+            rule = f"n_grid must be at least {least} where duo_scaling is {str(self.duo_scaling).lower()}"
+            raise RecipeError("", rule, got=str(self.n_grid), cure="Raise it")
+        return self
+
+
+KNOBS: Mapping[str, type[_Knobs]] = {"gptq": GPTQKnobs, "awq": AWQKnobs}
+"""Algorithm -> its knobs; the key of a calibration block is the algorithm's name."""
