@@ -108,12 +108,13 @@ def found(fact: CalibrationFact) -> RenderableType:
     """What a run found: coverage, perplexity and acceptance, and the candidates of `mtp: auto`."""
     rows = plain_table("held-out text, without a server")
     rows.add_column("", overflow="fold")
-    for column in ("perplexity", f"accepted, k={fact.k}", "length"):
+    for column in ("perplexity", "divergence", f"accepted, k={fact.k}", "length"):
         rows.add_column(column, justify="right", no_wrap=True)
     for row in fact.rows:
         shares = " ".join(f"{share:.1%}" for share in row.acceptance.shares) if row.acceptance else "-"
         length = f"{row.acceptance.length:.2f}" if row.acceptance else "-"
-        rows.add_row(row.title, f"{row.perplexity:#.4g}", shares, length)
+        apart = "-" if row.divergence is None else f"{row.divergence:.4f}"
+        rows.add_row(row.title, f"{row.perplexity:#.4g}", apart, shares, length)
     parts: list[RenderableType] = [rows]
     if fact.candidates:
         parts.append(_candidates(fact))

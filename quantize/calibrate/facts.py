@@ -110,11 +110,20 @@ Side = Literal["source", "quantized"]
 
 
 class MeasuredFact(Fact):
-    """One backbone with one MTP block on held-out text; `perplexity` is the backbone's, per token."""
+    """One backbone with one MTP block on held-out text.
+
+    Attributes:
+        perplexity: the backbone's, per token.
+        divergence: Kullback-Leibler divergence of its predictions from the released model's, nats a slot; None for the
+            released model, and in older records.
+        flips: share of slots where its first choice is another than the released model's; None likewise.
+    """
 
     backbone: Side
     mtp: Side
     perplexity: Figure
+    divergence: Figure | None = None
+    flips: Share | None = None
     acceptance: AcceptanceFact | None
 
     @property

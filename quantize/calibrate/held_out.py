@@ -1,8 +1,8 @@
-"""What quantization did to a model, without a server: draft acceptance, perplexity, the target's own choices.
+"""What a server would accept of an MTP block's drafts, without a server.
 
-In: a finished backbone pass with the hidden states of held-out text after its last layer, and MTP blocks. Out: for a
-backbone with a block, the share of its drafts that a server at temperature 0 accepts, by position, and how many tokens
-a step yields; for a backbone, its perplexity and its greedy choices.
+In: a finished backbone pass with the hidden states of held-out text after its last layer, its own choices there
+(`target.py`), and MTP blocks. Out: for a backbone with a block, the share of its drafts that a server at temperature 0
+accepts, by position, and how many tokens a step yields.
 
 Such a server drafts after text that the target wrote. So a slot counts only where the held-out text is what the target
 would have written: token i+1 is the target's choice at slot i and does not end the text; for step k the same is true of
@@ -20,112 +20,27 @@ Source: vLLM 0.32.0 v1/spec_decode/metrics.py (accepted tokens by position over 
 (counted before a text is cut at its end); compared with real counters in tests/vllm/test_acceptance_without_server.py.
 """
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ...checkpoints.json_file import read_object
 from ...recipes.errors import RecipeError
-from ...recipes.family import HFName
 from ..plan import Plan
 from .accepted import Acceptance
 from .backbone import Backbone
 from .draft_steps import draft_steps
 from .forwards import serving
 from .mtp_block import MtpBlock
-from .skeleton import Batch, Skeleton
+from .skeleton import Batch
 from .states import Stream
-from .statistics import write_statistics
+from .target import Target, computed, sequences
 
 NUM_STEPS = 3
 """Positions of a draft that are measured, where the model has a block for each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """One backbone on the held-out text.
-
-    Attributes:
-        choices: by row of `held_out_ids`, [S] int64 on the CPU: its greedy choice after each token.
-        num_tokens: predicted tokens.
-        log_likelihood: theirs, natural, summed.
-    """
-
-    choices: dict[int, Tensor]
-    num_tokens: int
-    log_likelihood: float
-
-    @property
-    def perplexity(self) -> float:
-        """Per token."""
-        return math.exp(min(-self.log_likelihood / self.num_tokens, 700.0))
-
-
-def target(backbone: Backbone, stream: Stream) -> Target:
-    """The choices and the perplexity of one backbone on held-out text.
-
-    Each rank measures its rows and leaves them in the pass's folder, where all read all: another number of processes
-    can go on with them, and sums the same numbers in the same order.
-
-    Args:
-        backbone: a finished pass.
-        stream: `source` for the backbone as released, `served` for the quantized one.
-    """
-    known = _measured_rows(backbone, stream)
-    own = [row for first, last in backbone.batches(stream).ranges() for row in range(first, last)]
-    if not known.keys() >= {*own}:
-        with torch.no_grad(), backbone.skeleton.head():
-            new = {row: _measure(backbone.skeleton, sequence) for row, sequence in _sequences(backbone, stream)}
-        _keep_rows(backbone, stream, new)
-    backbone.ranks.wait()
-    rows = _measured_rows(backbone, stream)
-    length = backbone.data.held_out_ids.shape[1]
-    return Target(
-        choices={row: choices for row, (choices, _) in rows.items()},
-        num_tokens=len(rows) * (length - 1),
-        log_likelihood=math.fsum(likelihood for _, likelihood in rows.values()),
-    )
-
-
-def _measure(skeleton: Skeleton, sequence: Batch) -> tuple[Tensor, float]:
-    """[S] int64 on the CPU: the greedy choice after each token; and the log likelihood of the sequence."""
-    logits = _computed(skeleton, skeleton.model, sequence).logits
-    ids = sequence.ids.to(logits.device)
-    likelihood = -F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum").item()
-    return logits[0].argmax(dim=-1).cpu(), likelihood
-
-
-def _keep_rows(backbone: Backbone, stream: Stream, rows: Mapping[int, tuple[Tensor, float]]) -> None:
-    path = backbone.folder / "figures" / f"target-{stream}-{min(rows):06d}-{max(rows) + 1:06d}.safetensors"
-    tensors = {
-        HFName("rows"): torch.tensor([*rows]),
-        HFName("choices"): torch.stack([choices for choices, _ in rows.values()]),
-        HFName("log_likelihood"): torch.tensor([likelihood for _, likelihood in rows.values()], dtype=torch.float64),
-    }
-    write_statistics(path, tensors, {"fingerprint": (backbone.folder / "fingerprint").read_text()})
-
-
-def _measured_rows(backbone: Backbone, stream: Stream) -> dict[int, tuple[Tensor, float]]:
-    """What any process has left for this stream, by row, in the order of the rows."""
-    found: dict[int, tuple[Tensor, float]] = {}
-    for path in sorted((backbone.folder / "figures").glob(f"target-{stream}-*.safetensors")):
-        kept = load_file(path)
-        values = zip(kept["rows"].tolist(), kept["choices"], kept["log_likelihood"].tolist(), strict=True)
-        found |= {row: (choices, likelihood) for row, choices, likelihood in values}
-    return dict(sorted(found.items()))
-
-
-def agreement(one: Target, other: Target) -> float:
-    """Share of slots of held-out text where two backbones choose the same token."""
-    same = [(choices == other.choices[row]).sum().item() for row, choices in one.choices.items()]
-    return sum(same) / sum(map(len, one.choices.values()))
 
 
 def acceptance(
@@ -150,7 +65,7 @@ def acceptance(
     with torch.no_grad(), skeleton.head(), ExitStack() as stack:
         for block in blocks:
             stack.enter_context(serving(block))
-        for row, sequence in _sequences(backbone, stream):
+        for row, sequence in sequences(backbone, stream):
             drafts_KS = _drafts(backbone, blocks, sequence, num_steps)
             own = None if written is None else written[row]
             counts[row] = server_counts(sequence.ids[0], target.choices[row], drafts_KS, ends=ends, written=own)
@@ -257,18 +172,12 @@ def block_input(backbone: Backbone, block: MtpBlock, batch: Batch) -> Tensor:
     """The hidden states an MTP block reads for the tokens of a batch: after the final norm, or before it."""
     skeleton = backbone.skeleton
     if block.draft.reads_normed:
-        hidden = _computed(skeleton, skeleton.model.get_decoder(), batch).last_hidden_state
+        hidden = computed(skeleton, skeleton.model.get_decoder(), batch).last_hidden_state
     else:
         assert batch.state is not None and batch.state[0] is not None
         hidden = batch.state[0].to(skeleton.device)
     # A foreign model may have computed it in inference mode, whose tensors nothing may be hooked to.
     return hidden.clone() if hidden.is_inference() else hidden
-
-
-def _computed(skeleton: Skeleton, module: Any, batch: Batch) -> Any:
-    """What the model, or its decoder, computes from the states after the last layer."""
-    (output,) = [module(**arguments, use_cache=False) for arguments in skeleton.feed(len(skeleton), [batch])]
-    return output
 
 
 def end_ids(plan: Plan) -> frozenset[int]:
@@ -281,12 +190,3 @@ def end_ids(plan: Plan) -> frozenset[int]:
         value = holder.get("eos_token_id")
         found |= {*value} if isinstance(value, list) else {value} - {None}
     return frozenset(found)
-
-
-def _sequences(backbone: Backbone, stream: Stream) -> Iterator[tuple[int, Batch]]:
-    """This rank's sequences one by one, with their row in the data: logits of a batch may not fit."""
-    for batch in backbone.batches(stream):
-        assert batch.state is not None
-        for row in range(len(batch.ids)):
-            state = tuple(None if part is None else part[row : row + 1] for part in batch.state)
-            yield batch.first + row, Batch(ids=batch.ids[row : row + 1], state=state, first=batch.first + row)

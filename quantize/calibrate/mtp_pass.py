@@ -26,11 +26,11 @@ from ..plan import Plan, make_plan
 from .accepted import FEWEST_SEQUENCES, Acceptance, Kept, fewest_slots
 from .backbone import Backbone, fitting
 from .facts import DIGITS, CandidateFact, MeasuredFact, Side
-from .held_out import Target, agreement, target
 from .mtp_block import bind_block, build_block
 from .mtp_policy import NothingCounts, PolicyResults, block_schemes, num_blocks
 from .progress import CalibrationStep, ProgressCallback, progress_since
 from .statistics import read_metadata
+from .target import Target, agreement, target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,8 @@ def mtp_pass(
     """
     refuse_mtp(plan)
     with fitting(plan, "the head and a sequence", backbone.skeleton.device):
-        source, served = target(backbone, "source"), target(backbone, "served")
+        source = target(backbone, "source")
+        served = target(backbone, "served", reference=(backbone, "source"))
     same = agreement(source, served)
     refusal = cannot_run(plan)
     if refusal is not None:
@@ -138,6 +139,8 @@ def _combinations(source: Target, served: Target, *acceptances: Acceptance | Non
             backbone=backbone,
             mtp=mtp,
             perplexity=round(target.perplexity, 6),
+            divergence=None if target is source else round(target.divergence, 6),
+            flips=None if target is source else round(1 - agreement(source, target), DIGITS),
             acceptance=found.fact() if found else None,
         )
         for (backbone, mtp, target), found in zip(sides, acceptances, strict=False)

@@ -27,12 +27,13 @@ from ..plan import Plan
 from .accepted import Acceptance
 from .backbone import Backbone, fitting, record
 from .forwards import serving
-from .held_out import Target, acceptance, block_input
+from .held_out import acceptance, block_input
 from .layer import calibrate
 from .mtp_block import MtpBlock, bind_block, build_block
 from .served import InMemory, serve_weights
 from .skeleton import Batch, experts_in, frozen_in, fused_in, on_disk, schemes_in
 from .states import Stream
+from .target import Target
 
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
 # spec_step_idx at 0). For this family alone a proposer takes the next layer at each step (v1/spec_decode/step3p5.py).

@@ -10,10 +10,11 @@ import torch
 from drafts import changed
 from keepmtp.quantize.calibrate.accepted import Acceptance
 from keepmtp.quantize.calibrate.backbone import Backbone
-from keepmtp.quantize.calibrate.held_out import acceptance, agreement, end_ids, server_counts, target
+from keepmtp.quantize.calibrate.held_out import acceptance, end_ids, server_counts
 from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.calibrate.states import States
+from keepmtp.quantize.calibrate.target import agreement, computed, divergence, sequences, target
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, finished, greedy_answers, laid_out, plan_over, prompts
 from torch import Tensor
@@ -92,6 +93,24 @@ def test_perplexity_and_choices_are_those_of_transformers_own_model(shipped):
     served = target(backbone, "served")
     assert 0.5 < agreement(found, served) < 1.0, "NVFP4 changes some choices"
     assert served.perplexity != found.perplexity
+
+
+def test_divergence_is_that_of_all_predictions_from_the_released_models(shipped):
+    """In float64 over all logits at once, which the pass never holds; and a release does not diverge from itself."""
+    _name, backbone, _ = shipped
+    own = target(backbone, "served", reference=(backbone, "source"))
+    with torch.no_grad(), backbone.skeleton.head():
+        sides = [
+            torch.cat([computed(backbone.skeleton, backbone.skeleton.model, each).logits for _, each in rows])
+            for rows in (sequences(backbone, "source"), sequences(backbone, "served"))
+        ]
+    wanted, found = (side.double().log_softmax(dim=-1) for side in sides)
+    by_row = (wanted.exp() * (wanted - found)).sum(dim=(1, 2)).tolist()
+    assert [row.divergence for row in own.rows.values()] == pytest.approx(by_row, rel=1e-4)
+    assert own.divergence == pytest.approx(sum(by_row) / wanted[..., 0].numel(), rel=1e-4)
+    assert own.divergence > 0
+    assert divergence(sides[0][0], sides[0][0]) == 0
+    assert target(backbone, "source").divergence == 0
 
 
 def test_a_target_is_computed_once(shipped, tmp_path):

@@ -94,6 +94,9 @@ def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     assert source.by_position["1"][0] > 0.98
     assert kept_of(kept, source) > 0.9 and kept_of(quantized, source) > 0.85
     assert 0.8 < found.agreement < 1.0 and found.combinations[1].perplexity == found.combinations[2].perplexity
+    assert found.combinations[0].divergence is None is found.combinations[0].flips
+    assert 0 < found.combinations[1].divergence == found.combinations[2].divergence < 1
+    assert found.combinations[1].flips == pytest.approx(1 - found.agreement, abs=1e-5)
     assert found.summary()["rows"][2]["acceptance"]["by_position"]["1"] == [round(quantized.by_position["1"][0], 5)]
 
 
