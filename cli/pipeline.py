@@ -26,6 +26,7 @@ from ..checkpoints.files import partial_path
 from ..checkpoints.mtp_source import has_mtp, with_mtp_of
 from ..checkpoints.record import RECORD, read_record
 from ..checkpoints.source import Source, download, open_source
+from ..quantize.choices import choices_of, narrowed, refuse_budget
 from ..quantize.output import claim, is_finished, publish, refuse_output, tidy
 from ..quantize.plan import SHARD_BYTES, Plan, make_plan
 from ..quantize.room import calibration_folder
@@ -188,7 +189,14 @@ def quantize(
 def plan_before_measuring(
     recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES, trust_remote_code: bool = False
 ) -> Plan:
-    """Call `make_plan`. While `mtp: auto` has not chosen yet, plan a BF16 block and keep the word auto."""
+    """Call `make_plan`. While `auto` has not chosen yet, plan BF16 and keep the word auto.
+
+    Raises:
+        RecipeError, CheckpointError: see `make_plan`; or nothing fits the recipe's budget.
+    """
+    if recipe.is_searched:
+        recipe = narrowed(recipe, source)
+        refuse_budget(choices_of(recipe, source, trust_remote_code=trust_remote_code))
     made = make_plan(recipe.before_measuring, source, shard_bytes=shard_bytes, trust_remote_code=trust_remote_code)
     return replace(made, recipe=recipe)
 

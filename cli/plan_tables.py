@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..checkpoints.identity import listed
+from ..quantize.choices import choices_of
 from ..quantize.output import quantization_config
 from ..quantize.own_code import code_left_out
 from ..quantize.plan import Plan
@@ -29,6 +30,8 @@ def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
     out = Console()
     tables.show_plan(out, made)
     out.print(companions(made), highlight=False, soft_wrap=True)
+    if made.recipe.is_searched:
+        out.print(Text("\n".join([*budget_lines(made), ""])), soft_wrap=True)
     if needs_calibration(made):
         out.print(calibration_tables.will_do(made))
     out.print(tables.config_listing(quantization_config(made)), highlight=False, soft_wrap=True)
@@ -50,6 +53,29 @@ def companions(plan: Plan) -> Text:
     return Text("\n".join([*map(printable, filter(None, lines)), ""]))
 
 
+def budget_json(plan: Plan) -> dict[str, Any]:
+    """What is known of a search before it: the budget, the units, and the sizes that are possible."""
+    choices = choices_of(plan.recipe, plan.source)
+    assert plan.recipe.backbone_auto is not None
+    words = {word: choices.uniform(word) for word in plan.recipe.backbone_auto.candidates}
+    words = {"smallest": choices.smallest, **words, "largest": choices.largest}
+    sizes = {
+        name: {"bytes": choices.num_bytes(each), "bits": round(choices.bits(each), 4), "fits": choices.fits(each)}
+        for name, each in words.items()
+    }
+    return {"budget": plan.recipe.budget, "units": len(choices.units), "plans": sizes}
+
+
+def budget_lines(plan: Plan) -> list[str]:
+    """The same for people; one word for all units is that for those that it suits."""
+    found = budget_json(plan)
+    said = [f"Budget {found['budget']}: a search chooses the words of {found['units']} units. All files would have"]
+    for name, size in found["plans"].items():
+        verdict = "fits" if size["fits"] else "does not fit"
+        said.append(f"  {name:<12} {size['bytes']:>19,} bytes  {size['bits']:>6.2f} bits a weight  {verdict}")
+    return said
+
+
 def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan for machines: totals, rows by module group, the quantization_config, and the calibration."""
     return {
@@ -66,4 +92,5 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "groups": tables.plan_rows(plan),
         "quantization_config": quantization_config(plan),
         "calibration": calibration_tables.will_do_json(plan),
+        **({"search": budget_json(plan)} if plan.recipe.is_searched else {}),
     }

@@ -28,6 +28,9 @@ def refuse(plan: Plan, out: Path) -> None:
     """
     if not is_finished(plan, out):
         refuse_output(plan, out, calibration=None if needs_calibration(plan) else "")
+    if plan.recipe.is_searched:
+        cure = "Use `keepmtp plan` for its sizes, or choose the words yourself"
+        raise RecipeError(plan.recipe.name, "backbone must name its schemes for a run", got="auto", cure=cure)
     refuse_untrusted_code(plan)
     refuse_no_draft(plan)
     refuse_missing_extra(plan)
@@ -76,5 +79,5 @@ def refusals(plan: Plan) -> list[str]:
 
 
 def needs_calibration(plan: Plan) -> bool:
-    """Whether the plan needs batches: for a scheme, for an algorithm, or to measure candidates for the MTP block."""
-    return bool(plan.needs_calibration) or plan.recipe.mtp == AUTO
+    """Whether the plan needs batches: for a scheme, for an algorithm, or to measure what `auto` chooses from."""
+    return bool(plan.needs_calibration) or plan.recipe.mtp == AUTO or plan.recipe.is_searched

@@ -172,7 +172,7 @@ def make_plan(
     _refuse_unnamed_groups(recipe, tensors)
     refuse_disagreeing_fusions(recipe, tensors)
     if recipe.format == "modelopt":
-        _refuse_wordless(recipe, tensors)
+        refuse_wordless(recipe, tensors)
     tensors = _with_calibration(recipe, tensors)
     tensors.sort(key=plan_order)
     plan = Plan(
@@ -330,7 +330,7 @@ def refuse_disagreeing_fusions(recipe: Recipe, tensors: Iterable[TensorPlan]) ->
             )
 
 
-def _refuse_wordless(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
+def refuse_wordless(recipe: Recipe, tensors: Iterable[TensorPlan]) -> None:
     """Refuse what vLLM's modelopt loader has no word for: schemes, and scales a row for routed experts."""
     for tensor in tensors:
         is_known = tensor.scheme in ALGORITHMS and not (tensor.role == "experts" and tensor.scheme in NOT_FOR_EXPERTS)

@@ -62,7 +62,8 @@ def calibration_bytes(plan: Plan) -> int:
     something about the MTP block, there is the calibration text as a server computes it, too.
     """
     calibration = plan.recipe.calibration
-    if calibration is None or not (plan.needs_calibration or plan.recipe.mtp == AUTO):
+    is_auto = plan.recipe.mtp == AUTO or plan.recipe.is_searched
+    if calibration is None or not (plan.needs_calibration or is_auto):
         return 0
     text_config = plan.view.text_config
     width = int(text_config.get("hidden_size") or 0) * int(text_config.get("hc_mult") or 1)

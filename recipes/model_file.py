@@ -14,6 +14,8 @@ of the file, for all variants, or of one variant.
 
 Easy to get wrong: a block in a variant replaces the file's block of the same name; the two are not merged. The file's
 `mtp_auto` is only for the variants with `mtp: auto`; where there is none, these get what `--mtp auto` tries.
+`rest: auto` leaves the backbone to a search, and `mtp: auto` then its block too: the file's `budget` and
+`backbone_auto` are only for the variants that search.
 """
 
 import difflib
@@ -29,6 +31,7 @@ from .family import QUANTIZABLE_ROLES
 from .yaml_file import load_shipped
 
 BLOCKS = ("mtp_auto", "overrides", "keep", "mtp_source", "format", "evaluation", "gates")
+_OF_A_SEARCH = ("budget", "backbone_auto")
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
 _OF_A_VARIANT = ("summary", "mtp", "calibration")
 _AUTO = "auto"
@@ -77,7 +80,7 @@ def flat_recipes(raw: Mapping[str, Any], where: object) -> dict[str, dict[str, A
         RecipeError: an unknown key, group, variant or calibration, or a missing one. The values are checked by
             `schema.validated`.
     """
-    _refuse_unknown(where, raw, (*_OF_THE_MODEL, *BLOCKS), "a model file")
+    _refuse_unknown(where, raw, (*_OF_THE_MODEL, *BLOCKS, *_OF_A_SEARCH), "a model file")
     _refuse_missing(where, raw, _OF_THE_MODEL)
     groups, variants = _groups(raw["groups"], where), raw["variants"]
     if not isinstance(variants, Mapping) or not variants:
@@ -102,7 +105,7 @@ def _flat(raw: Mapping[str, Any], name: str, groups: Collection[str], where: str
     variant = raw["variants"][name]
     if not isinstance(variant, Mapping):
         raise RecipeError(where, "a variant is a mapping", got=repr(variant), cure="Write {group: scheme, mtp: ...}")
-    _refuse_unknown(where, variant, (*_OF_A_VARIANT, *BLOCKS, *groups, "rest"), "a variant")
+    _refuse_unknown(where, variant, (*_OF_A_VARIANT, *BLOCKS, *_OF_A_SEARCH, *groups, "rest"), "a variant")
     _refuse_missing(where, variant, _OF_A_VARIANT)
     flat = {
         "model": raw["model"],
@@ -117,11 +120,14 @@ def _flat(raw: Mapping[str, Any], name: str, groups: Collection[str], where: str
     }
     blocks = _blocks(raw) | _blocks(variant)
     auto = blocks.pop("mtp_auto", None)
-    if variant["mtp"] == _AUTO:
+    is_searched = _AUTO in flat["backbone"].values()
+    searching = {key: raw[key] for key in _OF_A_SEARCH if key in raw and is_searched}
+    searching |= {key: variant[key] for key in _OF_A_SEARCH if key in variant}
+    if variant["mtp"] == _AUTO and not is_searched:
         flat["mtp_auto"] = auto or USUAL_AUTO
     elif "mtp_auto" in variant:
         flat["mtp_auto"] = auto
-    return flat | {"calibration": _calibration(variant["calibration"], where)} | blocks
+    return flat | searching | {"calibration": _calibration(variant["calibration"], where)} | blocks
 
 
 def _blocks(holder: Mapping[str, Any]) -> dict[str, Any]:

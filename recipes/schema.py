@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -24,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
@@ -36,7 +38,9 @@ from .summary import summary_of
 KEEP_WORDS = ("source", "bf16")
 """`source`: stored as released. `bf16`: dequantized if the release is quantized, else as released."""
 AUTO = "auto"
-"""For the MTP block only: the cheapest of the candidates that keeps enough acceptance, measured during the run."""
+"""For the MTP block: the cheapest of the candidates that keeps enough acceptance, measured during the run. For module
+groups of the backbone: what a search finds under the recipe's `budget`, unit by unit, and then the block's units too.
+"""
 
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -82,6 +86,16 @@ def _name_or_regex(written: str) -> str:
     return written
 
 
+def _all_groups(written: object) -> object:
+    """`backbone: auto` means `auto` for every group that a model may have."""
+    return dict.fromkeys(QUANTIZABLE_ROLES, AUTO) if written == AUTO else written
+
+
+def _budget(written: str) -> str:
+    read_budget(written)
+    return written
+
+
 Name = Annotated[str, AfterValidator(_plain_name)]
 NameOrRegex = Annotated[str, AfterValidator(_name_or_regex)]
 Decision = Annotated[str, AfterValidator(_known_decision)]
@@ -90,6 +104,7 @@ Group = Annotated[str, AfterValidator(_known_role)]
 _BY_TYPE = Discriminator(lambda value: "groups" if isinstance(value, dict) else "word")
 _ByGroup = Annotated[dict[Group, Decision], Tag("groups")]
 Candidate = Annotated[Annotated[Decision, Tag("word")] | _ByGroup, _BY_TYPE]
+BackbonePolicy = Annotated[dict[Group, Annotated[str, AfterValidator(_known_policy)]], BeforeValidator(_all_groups)]
 MtpPolicy = Annotated[Annotated[str, AfterValidator(_known_policy), Tag("word")] | _ByGroup, _BY_TYPE]
 
 
@@ -264,6 +279,30 @@ class MtpAuto(_Frozen):
         return self
 
 
+class BackboneAuto(_Frozen):
+    """What the search of `backbone: auto` may choose, and what counts.
+
+    Attributes:
+        candidates: words for a unit: schemes, `source` or `bf16`.
+        draft_weight: how much a nat by which the drafts' distribution moves counts against a nat of the answers' one.
+        min_acceptance: part of the released model's acceptance that the plan must keep on held-out text, as for
+            `mtp_auto`; without it none is asked for.
+        tokens: of the calibration text, on which sensitivities are measured.
+    """
+
+    candidates: Annotated[tuple[Decision, ...], Field(min_length=1)]
+    draft_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    min_acceptance: Annotated[float, Field(gt=0, lt=1)] | None = None
+    tokens: _Count = 8192
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        for index, candidate in enumerate(self.candidates):
+            if candidate in self.candidates[:index]:
+                raise RecipeError("", "candidates must differ", got=f"{candidate} twice", cure="Remove one")
+        return self
+
+
 DEFAULT_AUTO = MtpAuto.model_validate(USUAL_AUTO)
 """What `--mtp auto` tries where the recipe has no `mtp_auto`."""
 
@@ -296,9 +335,12 @@ class Recipe(_Frozen):
         family: model_type of the family table.
         source: Hub id or local folder of the released checkpoint.
         revision: Hub revision; "local" for folders.
-        backbone: module group -> scheme, `source` or `bf16`; every group that the model has must be named.
+        backbone: module group -> scheme, `source`, `bf16` or `auto`; every group that the model has must be named. The
+            word `auto` alone is that for every group.
         mtp: the same for the MTP block: one word for all of it, a mapping by group, or `auto`.
-        mtp_auto: how `auto` chooses; only with `mtp: auto`.
+        mtp_auto: how `auto` chooses; only with `mtp: auto`, and where no group of the backbone is `auto`.
+        budget: with groups that are `auto`: how large the checkpoint may become (`budget.py`).
+        backbone_auto: with them: what the search may choose.
         overrides: exceptions; the first match wins, and each must match something.
         keep: names (or `re:` regexes) of tensors outside the family table that keepmtp copies as they are.
         calibration: how batches are chosen; null for data-free recipes.
@@ -315,10 +357,12 @@ class Recipe(_Frozen):
     family: Name
     source: str
     revision: str
-    backbone: dict[Group, Decision]
+    backbone: BackbonePolicy
     mtp: MtpPolicy
     calibration: Calibration | None
     mtp_auto: MtpAuto | None = None
+    budget: Annotated[str, AfterValidator(_budget)] | None = None
+    backbone_auto: BackboneAuto | None = None
     overrides: tuple[Override, ...] = ()
     keep: tuple[NameOrRegex, ...] = ()
     mtp_source: MtpSource | None = None
@@ -333,19 +377,43 @@ class Recipe(_Frozen):
 
     @property
     def before_measuring(self) -> "Recipe":
-        """With a BF16 block as long as `mtp: auto` has not chosen one."""
-        return self.resolved("bf16") if self.mtp == AUTO else self
+        """With BF16 as long as `mtp: auto` or a search has not chosen."""
+        made = self.resolved("bf16") if self.mtp == AUTO else self
+        return made.with_words("bf16") if self.is_searched else made
+
+    @property
+    def is_searched(self) -> bool:
+        """Whether a search under a budget decides about groups of the backbone."""
+        return AUTO in self.backbone.values()
+
+    @property
+    def size_limit(self) -> Budget:
+        """What `budget` says."""
+        assert self.budget is not None, f"{self.name}: nothing is searched"
+        return read_budget(self.budget)
+
+    def with_words(self, word: str) -> "Recipe":
+        """With one word for all that a search decides about, its block included; not validated again."""
+        changed: dict[str, Any] = {
+            "backbone": {group: word if own == AUTO else own for group, own in self.backbone.items()}
+        }
+        if self.mtp == AUTO:
+            changed |= {"mtp": word, "mtp_auto": None}
+        return self.model_copy(update=changed | {"budget": None, "backbone_auto": None})
 
     def decisions(self) -> set[str]:
-        """Every word that this recipe uses for a scheme, also those of the candidates of `mtp: auto`."""
-        return {*self.backbone.values(), *self.mtp_decisions()}
+        """Every word that this recipe uses for a scheme, also those of the candidates of `auto`."""
+        return ({*self.backbone.values()} - {AUTO}) | self._searched_words() | self.mtp_decisions()
 
     def mtp_decisions(self) -> set[str]:
         """The same for the MTP block alone; an override may name its modules, too."""
         words = {override.scheme for override in self.overrides}
         for policy in self.mtp_auto.candidates if self.mtp_auto else (self.mtp,):
             words |= {policy} if isinstance(policy, str) else set(policy.values())
-        return words
+        return (words - {AUTO}) | (self._searched_words() if self.mtp == AUTO else set())
+
+    def _searched_words(self) -> set[str]:
+        return {*self.backbone_auto.candidates} if self.backbone_auto else set()
 
     def calibrated_schemes(self) -> list[str]:
         """The schemes of this recipe with tensors that depend on data: static scales or rewritten weights."""
@@ -362,10 +430,25 @@ class Recipe(_Frozen):
 
     @model_validator(mode="after")
     def _auto_is_explained(self) -> "Recipe":
-        if (self.mtp == AUTO) != (self.mtp_auto is not None):
+        if self.is_searched and self.mtp_auto is not None:
+            cure = "Remove it: the units of the block have the candidates of backbone_auto"
+            raise RecipeError("", "mtp_auto must be left out where backbone is auto", got="both", cure=cure)
+        if not self.is_searched and (self.mtp == AUTO) != (self.mtp_auto is not None):
             rule = "must be given where mtp is auto" if self.mtp == AUTO else "must be left out where mtp is not auto"
             got = "nothing" if self.mtp_auto is None else f"mtp: {self.mtp}"
             raise RecipeError("", f"mtp_auto {rule}", got=got, cure="It holds min_acceptance and candidates")
+        return self
+
+    @model_validator(mode="after")
+    def _search_is_explained(self) -> "Recipe":
+        parts = {"budget": self.budget, "backbone_auto": self.backbone_auto}
+        for key, part in parts.items():
+            if self.is_searched != (part is not None):
+                rule = f"{key} must be {'given' if self.is_searched else 'left out'} where backbone is auto"
+                rule = rule if self.is_searched else rule.replace("is auto", "is not auto")
+                cure = "Such as `budget: 96GiB` and `backbone_auto: {candidates: [NVFP4, FP8_DYNAMIC, bf16]}`"
+                got = "nothing" if part is None else f"backbone: {', '.join({*self.backbone.values()})}"
+                raise RecipeError("", rule, got=got, cure=cure if self.is_searched else "Remove it")
         return self
 
     @model_validator(mode="after")
@@ -384,6 +467,9 @@ class Recipe(_Frozen):
             if self.mtp == AUTO:
                 cure = "Name a dataset to measure acceptance on, or choose a policy yourself"
                 raise RecipeError("", "calibration must be given for mtp: auto", got="null", cure=cure)
+            if self.is_searched:
+                cure = "Name a dataset to measure sensitivities on, or choose the words yourself"
+                raise RecipeError("", "calibration must be given for backbone: auto", got="null", cure=cure)
             if needing := self.calibrated_schemes():
                 cure = f"Name a dataset, or use {SCHEMES[needing[0]].data_free}, which needs none"
                 raise RecipeError("", f"calibration must be given for {needing[0]}", got="null", cure=cure)
@@ -430,13 +516,18 @@ class Recipe(_Frozen):
         variant = self.variant
         if scheme is not None:
             variant = scheme.lower().replace("_", "-")
-            changed["backbone"] = {group: scheme if word in SCHEMES else word for group, word in self.backbone.items()}
+            chosen = {*SCHEMES, AUTO}
+            changed["backbone"] = {group: scheme if word in chosen else word for group, word in self.backbone.items()}
+            changed |= {"budget": None, "backbone_auto": None}
             if self.calibration:
                 nearest = {"algorithm": "minmax", **dict.fromkeys(KNOBS)}
                 changed["calibration"] = self.calibration.model_copy(update=nearest)
         if mtp is not None:
             variant += f"-mtp-{mtp.lower().replace('_', '-')}"
-            changed |= {"mtp": mtp, "mtp_auto": (self.mtp_auto or DEFAULT_AUTO) if mtp == AUTO else None}
+            changed["mtp"] = mtp
+        is_searched = self.is_searched and scheme is None
+        chooses = changed.get("mtp", self.mtp) == AUTO and not is_searched
+        changed["mtp_auto"] = (self.mtp_auto or DEFAULT_AUTO) if chooses else None
         if calibration is not None:
             changed["calibration"] = calibration
         made = self.model_copy(update=changed | {"variant": variant})
@@ -450,7 +541,7 @@ class Recipe(_Frozen):
         return validated(made.model_dump(), " ".join(words) or self.name)
 
     def _uses_batches(self) -> bool:
-        return self.mtp == AUTO or bool(self.calibrated_schemes())
+        return self.mtp == AUTO or self.is_searched or bool(self.calibrated_schemes())
 
 
 _PARTS: Mapping[str, type[BaseModel]] = {
@@ -458,6 +549,7 @@ _PARTS: Mapping[str, type[BaseModel]] = {
     **KNOBS,
     "overrides": Override,
     "mtp_auto": MtpAuto,
+    "backbone_auto": BackboneAuto,
     "mtp_source": MtpSource,
     "evaluation": Evaluation,
     "gates": Gates,

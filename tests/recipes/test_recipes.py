@@ -14,7 +14,7 @@ from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import calibration_name, data_free_alternative, find_recipe, read_recipe, shipped_recipes
 from keepmtp.recipes.model_file import calibrations
-from keepmtp.recipes.schema import DEFAULT_AUTO, Calibration, MtpAuto, Recipe, candidates_for
+from keepmtp.recipes.schema import DEFAULT_AUTO, BackboneAuto, Calibration, MtpAuto, Recipe, candidates_for
 from keepmtp.recipes.schemes import REWRITES, SCHEMES
 
 CALIBRATED = find_recipe("glm-4.7.nvfp4-fp8")[0]
@@ -59,7 +59,7 @@ def test_missing_key(tmp_path, key):
 
 
 def test_only_what_changes_no_number_has_a_default():
-    """What may be left out: exceptions, what only `mtp: auto` reads, the place of an MTP block that most releases have
+    """What may be left out: exceptions, what only `auto` reads, the place of an MTP block that most releases have
     themselves, what data may lack, consents that start as no. And what was no choice before: on whose tokens an expert
     is calibrated, who writes the held-out answers, how attention is computed, and the algorithms' knobs.
 
@@ -69,7 +69,17 @@ def test_only_what_changes_no_number_has_a_default():
     def optional(kind) -> set[str]:
         return {key for key, field in kind.model_fields.items() if not field.is_required()}
 
-    assert optional(Recipe) == {"overrides", "keep", "mtp_auto", "mtp_source", "format", "evaluation", "gates"}
+    assert optional(Recipe) == {
+        "budget",
+        "backbone_auto",
+        "overrides",
+        "keep",
+        "mtp_auto",
+        "mtp_source",
+        "format",
+        "evaluation",
+        "gates",
+    }
     assert optional(Calibration) == {
         "subset",
         "prompt_column",
@@ -84,6 +94,7 @@ def test_only_what_changes_no_number_has_a_default():
         "awq",
     }
     assert not optional(MtpAuto)
+    assert optional(BackboneAuto) == {"draft_weight", "min_acceptance", "tokens"}
     assert (CALIBRATED.calibration.model_code, CALIBRATED.calibration.decorated_forward) == ("transformers", "refuse")
 
 
@@ -223,7 +234,7 @@ def test_auto_with_its_candidates(tmp_path):
         ({"mtp_auto": None}, "mtp_auto must be given where mtp is auto; got nothing."),
         ({"mtp": "bf16"}, "mtp_auto must be left out where mtp is not auto; got mtp: bf16."),
         ({"calibration": None}, "calibration must be given for mtp: auto; got null."),
-        ({"backbone": CALIBRATED.backbone | {"experts": "auto"}}, "backbone.experts: must be one of source, bf16, "),
+        ({"backbone": CALIBRATED.backbone | {"experts": "auto"}}, "mtp_auto must be left out where backbone is auto"),
         ({"mtp": {"experts": "auto"}}, "mtp.experts: must be one of source, bf16, "),
         ({"mtp": "Auto"}, "got 'Auto'. Did you mean auto?"),
     ],

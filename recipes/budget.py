@@ -1,0 +1,48 @@
+"""How large a checkpoint may become where a recipe leaves the schemes to a search: `96GiB`, or `4.75 bits`.
+
+In: what a recipe writes. Out: a `Budget`. Bytes are those of all files of the finished checkpoint. Bits are those of
+weights and scales of the modules that the search decides about, divided by the number of their weights.
+
+Easy to get wrong: GB is 10^9 bytes and GiB is 2^30. GPUs are sold by the second and called by the first.
+"""
+
+import re
+from dataclasses import dataclass
+
+from .errors import RecipeError
+
+_WRITTEN = re.compile(r"(?P<amount>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>bits|B|[KMGT]i?B)")
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A limit, of one of two kinds.
+
+    Attributes:
+        num_bytes: of the finished checkpoint; None where bits are given.
+        bits: for each weight that the search decides about; None where bytes are given.
+    """
+
+    num_bytes: int | None = None
+    bits: float | None = None
+
+
+def read_budget(written: str) -> Budget:
+    """The budget that a recipe writes.
+
+    Raises:
+        RecipeError: it has no unit, or is nothing.
+    """
+    found = _WRITTEN.fullmatch(written)
+    amount = float(found["amount"]) if found else 0.0
+    if found is None or not amount:
+        rule = "must be bytes of the checkpoint or bits of a weight, such as 96GiB or 4.75 bits"
+        raise RecipeError("", rule, got=repr(written), cure="Give a number and its unit: B, KB, MiB, GiB, TB or bits")
+    if found["unit"] == "bits":
+        return Budget(bits=amount)
+    return Budget(num_bytes=int(amount * _bytes_of(found["unit"])))
+
+
+def _bytes_of(unit: str) -> int:
+    return (1024 if "i" in unit else 1000) ** _POWERS.get(unit[0], 0)

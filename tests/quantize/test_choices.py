@@ -1,0 +1,166 @@
+"""`backbone: auto` before anything is measured: the recipe's keys, the units, their sizes, and the refusals."""
+
+import json
+import re
+
+import pytest
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.main import app
+from keepmtp.cli.pipeline import plan_before_measuring
+from keepmtp.quantize.choices import choices_of, narrowed, refuse_budget
+from keepmtp.quantize.plan import make_plan
+from keepmtp.recipes.budget import read_budget
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
+from keepmtp.recipes.schema import validated as validated_recipe
+from passes import ROOT
+from releases import source_layout, write_checkpoint
+from typer.testing import CliRunner
+
+GLM = ROOT / "models" / "tiny-glm4-moe"
+WORDS = ["NVFP4", "FP8_DYNAMIC", "bf16"]
+
+
+def searched(budget: str = "5 bits", *, of: str = "tiny-glm4-moe.nvfp4", words=WORDS, **changes) -> Recipe:
+    """A recipe that leaves everything to a search."""
+    auto = {"backbone": "auto", "mtp": "auto", "budget": budget, "backbone_auto": {"candidates": words}}
+    return validated_recipe(find_recipe(of)[0].model_dump() | auto | changes, "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("written", "num_bytes", "bits"),
+    [
+        ("96GiB", 96 * 2**30, None),
+        ("96 GB", 96 * 10**9, None),
+        ("1.5MiB", 3 * 2**19, None),
+        ("700B", 700, None),
+        ("4.75 bits", None, 4.75),
+    ],
+)
+def test_a_budget_is_bytes_or_bits(written, num_bytes, bits):
+    assert (read_budget(written).num_bytes, read_budget(written).bits) == (num_bytes, bits)
+
+
+@pytest.mark.parametrize("written", ["96", "0 bits", "96 gigs", "-1GiB", "4.75bit", "1e9B"])
+def test_a_budget_without_a_unit_is_refused(written):
+    with pytest.raises(RecipeError, match=re.escape(f"got '{written}'")) as caught:
+        searched(written)
+    assert "recipe.yaml: budget" in str(caught.value) and "4.75 bits" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"budget": None}, "budget must be given where backbone is auto"),
+        ({"backbone_auto": None}, "backbone_auto must be given where backbone is auto"),
+        ({"calibration": None}, "calibration must be given for"),
+        ({"backbone": {"experts": "NVFP4"}, "mtp": "bf16"}, "budget must be left out where backbone is not auto"),
+        ({"mtp_auto": {"min_acceptance": 0.9, "candidates": ["bf16"]}}, "mtp_auto must be left out where backbone"),
+        ({"backbone_auto": {"candidates": ["NVFP4", "NVFP4"]}}, "candidates must differ; got NVFP4 twice"),
+        ({"backbone_auto": {"candidates": ["NVFP5"]}}, "Did you mean NVFP4?"),
+        ({"backbone_auto": {"candidates": ["NVFP4"], "tokns": 1}}, "Did you mean tokens?"),
+        ({"format": "modelopt", "backbone_auto": {"candidates": ["W4A16"]}}, "format: modelopt is for"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused(changes, says):
+    with pytest.raises(RecipeError, match=re.escape(says)):
+        searched(**changes)
+
+
+def test_a_unit_is_what_vllm_gives_one_scheme():
+    choices = choices_of(searched(), open_source(GLM))
+    units = {unit.name: unit for unit in choices.units}
+    qkv = units["backbone:model.layers.1.self_attn.qkv_proj"]
+    assert [tensor.name.split(".")[-2] for tensor in qkv.options[0].tensors] == ["k_proj", "q_proj", "v_proj"]
+    assert {len(unit.options) for unit in units.values()} == {3}
+    # All experts of a layer are one unit, and so are those of the MTP block.
+    experts = [unit for unit in units.values() if unit.role == "experts"]
+    assert [(unit.part, unit.layer) for unit in experts] == [("backbone", 1), ("backbone", 2), ("mtp", 3)]
+    # Every word is a plan that make_plan would make of it alone, to the byte.
+    for word in WORDS:
+        whole = make_plan(choices.recipe.with_words(word), choices.base.source)
+        assert choices.plan(choices.uniform(word)).num_bytes_after == whole.num_bytes_after
+    weights = sum(unit.num_weights for unit in units.values())
+    assert choices.bits(choices.uniform("bf16")) == 16 and choices.num_weights == weights
+    assert choices.bits(choices.uniform("NVFP4")) == pytest.approx(4.5, abs=0.01)
+
+
+def test_a_word_is_left_out_where_it_does_not_suit(tmp_path):
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    config["moe_intermediate_size"] = 24
+    tensors = {
+        name: (dtype, tuple(24 if "mlp.experts" in name and size == 128 else size for size in shape))
+        for name, (dtype, shape) in tensors.items()
+    }
+    write_checkpoint(tmp_path, config, tensors)
+    choices = choices_of(searched(of="glm-4.7.nvfp4-fp8", budget="16 bits"), open_source(tmp_path))
+    words = {unit.role: [option.word for option in unit.options] for unit in choices.units}
+    assert words["attention"] == WORDS
+    assert words["experts"] == ["FP8_DYNAMIC", "bf16"]
+    with pytest.raises(RecipeError, match=r"a candidate must suit model\.layers\.1\.mlp\.experts.*K divisible by 16"):
+        choices_of(searched(of="glm-4.7.nvfp4-fp8", words=["NVFP4"]), open_source(tmp_path))
+
+
+def test_an_override_fixes_modules_and_a_group_may_have_a_word_of_its_own():
+    override = {"modules": r"re:model\.layers\.0\..*", "scheme": "bf16"}
+    backbone = {"attention": "FP8_DYNAMIC", "dense_mlp": "auto", "shared_experts": "auto", "experts": "auto"}
+    choices = choices_of(searched(backbone=backbone, overrides=[override], mtp="bf16"), open_source(GLM))
+    assert {(unit.part, unit.role, unit.layer) for unit in choices.units} == {
+        ("backbone", role, layer) for role in ("shared_experts", "experts") for layer in (1, 2)
+    }
+
+
+@pytest.mark.parametrize("budget", ["1MiB", "4 bits"])
+def test_a_budget_that_nothing_fits_is_refused_with_the_smallest_that_does(budget):
+    source = open_source(GLM)
+    with pytest.raises(RecipeError) as caught:
+        plan_before_measuring(searched(budget), source)
+    choices = choices_of(searched(budget), source)
+    assert f"{choices.num_bytes(choices.smallest):,} bytes" in caught.value.rule
+    assert f"NVFP4 {choices.num_bytes(choices.uniform('NVFP4')):,}" in str(caught.value.got)
+    enough = f"{choices.num_bytes(choices.smallest)}B" if "MiB" in budget else f"{choices.bits(choices.smallest)} bits"
+    refuse_budget(choices_of(searched(enough), source))
+
+
+def test_plan_says_what_is_known_before_the_search(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(searched("6 bits").model_dump(mode="json")))
+    printed = CliRunner().invoke(app, ["plan", str(path), "--json"]).stdout
+    found = json.loads(printed)["search"]
+    assert found["budget"] == "6 bits" and found["units"] == 19
+    assert [size["fits"] for size in found["plans"].values()] == [True, True, False, False, False]
+    said = CliRunner().invoke(app, ["plan", str(path)]).stdout
+    assert "Budget 6 bits: a search chooses the words of 19 units" in said
+    assert re.search(r"NVFP4 +[0-9,]+ bytes +4\.50 bits a weight +fits", said)
+
+
+def test_groups_that_the_model_lacks_are_not_searched():
+    recipe = narrowed(searched(), open_source(GLM))
+    assert "linear_attention" not in recipe.backbone and set(recipe.backbone.values()) == {"auto"}
+
+
+def test_a_model_file_has_a_variant_that_searches(tmp_path):
+    raw = {
+        "model": "mine",
+        "family": "glm4_moe",
+        "source": str(GLM),
+        "revision": "local",
+        "groups": ["attention", "dense_mlp", "shared_experts", "experts"],
+        "default": "small",
+        "variants": {
+            "small": {"rest": "auto", "mtp": "auto", "calibration": "problems-32x128", "summary": "as good as can be"},
+            "plain": {"rest": "bf16", "mtp": "bf16", "calibration": None, "summary": "none"},
+        },
+        "budget": "6 bits",
+        "backbone_auto": {"candidates": WORDS},
+    }
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps(raw))
+    recipe = find_recipe(str(path))[0]
+    assert recipe.is_searched and recipe.budget == "6 bits" and recipe.mtp_auto is None
+    assert find_recipe(str(path), scheme="plain")[0].budget is None
+    # A scheme on the command line leaves nothing to search, but the block is chosen as in any recipe.
+    plain = find_recipe(str(path), scheme="W4A16")[0]
+    assert not plain.is_searched and plain.budget is None and plain.mtp_auto is not None
