@@ -78,7 +78,7 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
     if recipe.calibration is None or not needs_calibration(plan):
         return None
     weights = Counter(
-        (tensor.part, tensor.role, tensor.scheme or "plain", _from_batches(tensor, recipe.calibration.algorithm))
+        (tensor.part, tensor.role, _stored_as(tensor), _from_batches(tensor, recipe.calibration.algorithm))
         for tensor in plan.tensors
         if tensor.calibrated or tensor.may_change
     )
@@ -178,11 +178,17 @@ def _verdict(candidate: CandidateFact, fact: CalibrationFact) -> str:
     return "[green]chosen[/]" if candidate.chosen else verdict
 
 
+def _stored_as(tensor: TensorPlan) -> str:
+    return "FP8 KV cache" if tensor.calibrated == "cache" else tensor.scheme or "plain"
+
+
 def _from_batches(tensor: TensorPlan, algorithm: str) -> str:
     if tensor.calibrated == "weights":
         return f"weights, by {algorithm}"
     if tensor.calibrated == "scales":
         return "input scales"
+    if tensor.calibrated == "cache":
+        return "scales of keys and values"
     assert tensor.may_change and algorithm in RESCALING and REWRITES[algorithm]
     return f"perhaps rescaled, by {algorithm}"
 

@@ -117,7 +117,7 @@ def _fate(row: Mapping[str, Any]) -> str:
         case "dequantize":
             return f"{stored} from {forms}"
         case "add":
-            return "add a copy"
+            return "add a scale" if row["modules"] == "attention" else "add a copy"
         case "drop":
             return "drop"
         case _:

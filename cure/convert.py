@@ -22,7 +22,7 @@ from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor, typed
 from ..quantize.output import with_quantization
 from ..quantize.quant_config import compressed_tensors_config, modules_of
 from ..quantize.quant_config_modelopt import HF_QUANT_CONFIG, hf_quant_config, modelopt_config
-from ..recipes.conventions import Format, Spelling, in_compressed_tensors, in_modelopt
+from ..recipes.conventions import FP8_CACHE, Format, Spelling, in_compressed_tensors, in_modelopt
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..validate.check.check import examine
@@ -35,7 +35,6 @@ from .new_shards import NewTensor, shard_again, write_shard
 from .rewritten import Rewrite, Rewritten, rewrite
 
 _OTHER: Mapping[Format, Format] = {"compressed-tensors": "modelopt", "modelopt": "compressed-tensors"}
-_FP8_CACHE = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
 @dataclass(frozen=True)
@@ -266,4 +265,4 @@ def _cache_scheme(runtime: RuntimeView) -> Any:
     if word not in (None, "FP8"):
         where, rule = f"{runtime.source.where}/{HF_QUANT_CONFIG}", "both dialects must have a word for the KV cache"
         raise CheckpointError(where, rule, got=word, cure="Quantize the original release anew")
-    return _FP8_CACHE if word else None
+    return dict(FP8_CACHE) if word else None

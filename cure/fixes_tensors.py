@@ -13,7 +13,7 @@ from ..checkpoints.safetensors_file import Entry
 from ..recipes.family import HFName
 from ..validate.check.check import Checked
 from ..validate.check.dialects.choose import quantization_of
-from ..validate.check.rules_kv import is_kv_scale
+from ..validate.check.rules_kv import draft_takes, is_kv_scale
 from ..validate.check.runtime_view import Member, Module
 from ..validate.check.vllm_module import VLLMModule
 from .new_shards import NewTensor, as_it_was
@@ -83,7 +83,7 @@ def kv_scales_leave(checked: Checked, proposal: Proposal) -> Iterator[Edit]:
     loader = runtime.view.family.loader
     for entry in runtime.others:
         is_mtp = runtime.is_mtp_name(entry.name)
-        is_taken = loader.takes_kv_scales if is_mtp else loader.backbone_takes_kv_scales
+        is_taken = draft_takes(loader, entry.name) if is_mtp else loader.backbone_takes_kv_scales
         if is_kv_scale(entry.name.rpartition(".")[2]) and not is_taken:
             why = "vLLM's loader raises on this scale of the KV cache; without it the scale is 1"
             yield Retensor(name=entry.name, new=None, why=why)

@@ -26,6 +26,7 @@ from ..checkpoints.identity import listed
 from ..checkpoints.record import RECIPE, RECORD, Record, read_record
 from ..checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
 from ..checkpoints.unchanged import refuse_changed, states_of
+from ..recipes.conventions import FP8_CACHE
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family_view import FamilyView
 from ..recipes.schema import AUTO
@@ -288,8 +289,10 @@ def with_quantization(config: Mapping[str, Any], quantization: Mapping[str, Any]
 def quantization_config(plan: Plan) -> dict[str, Any]:
     """The value of config.json's `quantization_config`, in the dialect that the recipe's `format` names."""
     if plan.recipe.format == "modelopt":
-        return modelopt_config(plan.view, runtime_modules(plan))
-    return compressed_tensors_config(plan.view, matrices_of(plan))
+        made = modelopt_config(plan.view, runtime_modules(plan))
+    else:
+        made = compressed_tensors_config(plan.view, matrices_of(plan))
+    return made if plan.recipe.kv_cache is None else made | {"kv_cache_scheme": dict(FP8_CACHE)}
 
 
 def config_files(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,7 @@ from ..recipes.family_view import FamilyView
 from ..recipes.schema import AUTO, Recipe
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES, num_bytes
 from .decide import Given, Patterns, added_aliases, decide_other, decide_weight, matching_limit
+from .kv_cache import with_cache_scales
 from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs
 
 SHARD_BYTES = 5_000_000_000
@@ -87,7 +88,8 @@ class Plan:
         """
         if self.recipe.format == "compressed-tensors":
             return {}
-        return {name: other for tensor in self.tensors if tensor.scheme for name, other in modelopt_outputs(tensor)}
+        respelled = (tensor for tensor in self.tensors if tensor.scheme or tensor.calibrated)
+        return {name: other for tensor in respelled for name, other in modelopt_outputs(tensor)}
 
     def on_disk(self, output: Output) -> Output:
         """An output by the name, dtype and shape that it has in the finished checkpoint."""
@@ -129,14 +131,14 @@ class Plan:
 
     @property
     def needs_calibration(self) -> list[str]:
-        """Schemes of this plan that need batches."""
-        return sorted({tensor.scheme for tensor in self.tensors if tensor.calibrated})
+        """Schemes of this plan that need batches, the KV cache's among them."""
+        return sorted({tensor.scheme or "kv_cache: FP8" for tensor in self.tensors if tensor.calibrated})
 
     @property
     def may_calibrate_mtp(self) -> bool:
         """Whether tensors of the MTP block need batches; under `mtp: auto`, those of a candidate."""
-        if self.recipe.mtp == AUTO:
-            return bool(self.recipe.calibrated_mtp_schemes())
+        if self.recipe.mtp == AUTO and self.recipe.calibrated_mtp_schemes():
+            return True
         return any(tensor.calibrated for tensor in self.tensors if tensor.part == "mtp")
 
 
@@ -174,6 +176,8 @@ def make_plan(
     if recipe.format == "modelopt":
         refuse_wordless(recipe, tensors)
     tensors = _with_calibration(recipe, tensors)
+    if recipe.kv_cache is not None:
+        tensors = with_cache_scales(recipe, view, tensors)
     tensors.sort(key=plan_order)
     plan = Plan(
         recipe=recipe,

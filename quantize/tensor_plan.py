@@ -13,13 +13,13 @@ from typing import Literal
 
 from ..checkpoints.source import Entry
 from ..checkpoints.stored import Form, StoredWeight
-from ..recipes.conventions import Change, in_modelopt
+from ..recipes.conventions import Change, cache_scale_in, in_modelopt
 from ..recipes.family import HFName, Part, Role, VLLMName
 from ..recipes.family_view import Place
 from ..recipes.schemes import SCHEMES, Scheme, num_bytes
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
-FromBatches = Literal["", "scales", "weights"]
+FromBatches = Literal["", "scales", "weights", "cache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,10 @@ class TensorPlan:
         block: rows and columns per scale of the stored form, for block forms.
         slices: for a matrix whose rows are interleaved, the rows of each output in one of its slices.
         calibrated: which outputs need batches. "scales": the static input scales, while the weight is packed from the
-            source. "weights": every output, because an algorithm rewrites the weight.
+            source. "weights": every output, because an algorithm rewrites the weight. "cache": a scale of the KV cache,
+            which no source tensor is the origin of.
+        cache: of the projection of keys, where the attention has an FP8 cache: the names of its scales, of keys and of
+            values; () where no loader takes them, and they are 1. None for all other tensors.
         may_change: the algorithm moves scale between the modules of this layer, so batches may also give all outputs of
             this one, unit by unit.
     """
@@ -83,12 +86,13 @@ class TensorPlan:
     block: tuple[int, int] | None = None
     slices: tuple[int, ...] = ()
     calibrated: FromBatches = ""
+    cache: tuple[HFName, ...] | None = None
     may_change: bool = False
 
     @property
     def calibrated_outputs(self) -> tuple[Output, ...]:
         """The outputs that need batches."""
-        if self.calibrated == "weights":
+        if self.calibrated in ("weights", "cache"):
             return self.outputs
         suffixes = {spec.suffix for spec in SCHEMES[self.scheme].extra} if self.calibrated else set()
         return tuple(output for output in self.outputs if output.name.rpartition(".")[2] in suffixes)
@@ -96,6 +100,10 @@ class TensorPlan:
 
 def modelopt_outputs(tensor: TensorPlan) -> Iterator[tuple[HFName, Spelled]]:
     """The outputs of a quantized tensor in modelopt's convention, by their names in compressed-tensors'."""
+    if tensor.calibrated == "cache":
+        name = HFName(cache_scale_in("modelopt", tensor.name))
+        yield tensor.name, Spelled(output=Output(name=name, dtype="F32", shape=()), change="dtype")
+        return
     for output in tensor.outputs:
         module, _, leaf = output.name.rpartition(".")
         other = in_modelopt(tensor.scheme, leaf, output.dtype, output.shape, of_experts=tensor.role == "experts")

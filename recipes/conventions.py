@@ -34,6 +34,14 @@ ALGORITHMS: Mapping[str, str] = MappingProxyType(
 )
 """Scheme -> modelopt's `quant_algo`, of those that vLLM loads. Other schemes have no word there."""
 
+FP8_CACHE: Mapping[str, object] = MappingProxyType(
+    {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+)
+"""`kv_cache_scheme` of both conventions: E4M3 with one scale for all keys of a layer, and one for all values."""
+
+CACHE_LEAVES = ("k_scale", "v_scale")
+"""The scales of an FP8 cache: beside the attention's projections under compressed-tensors."""
+
 NOT_FOR_EXPERTS = ("FP8_DYNAMIC",)
 """vLLM's class for routed experts under modelopt has no scales a row."""
 
@@ -75,6 +83,21 @@ def in_modelopt(scheme: str, leaf: str, dtype: str, shape: tuple[int, ...], *, o
             return Spelling(leaf="weight_scale_inv", dtype="F32", shape=shape, change=change)
         return Spelling(leaf=leaf, dtype="F32", shape=(shape[0], 1, shape[1], 1), change=change)
     return Spelling(leaf=leaf, dtype="F32", shape=shape[:1] if scheme == "FP8_DYNAMIC" else (), change=change)
+
+
+def cache_scale_in(convention: Format, name: str) -> str:
+    """The name of a scale of the KV cache: `self_attn.k_scale`, or under modelopt `self_attn.k_proj.k_scale`.
+
+    vLLM maps both to the parameters of its class `Attention` (quantization/base_config.py: `get_cache_scale_mapper`,
+    model_loader/weight_utils.py: `maybe_remap_kv_scale_name`). A name that is vLLM's own (`self_attn.attn.k_scale`)
+    stays.
+    """
+    holder, _, leaf = name.rpartition(".")
+    if holder.endswith(".attn"):
+        return name
+    projection = f"{leaf[0]}_proj"
+    holder = holder.removesuffix(f".{projection}")
+    return f"{holder}.{leaf}" if convention == "compressed-tensors" else f"{holder}.{projection}.{leaf}"
 
 
 _DIVISORS = {other: name for name, other in _COMMON.items()}

@@ -120,6 +120,8 @@ class Loader:
         drops_scales: vLLM skips a `.weight_scale` without a parameter in silence, outside experts.
         refuses_missing_mtp: vLLM raises if an MTP layer is absent. The other classes load nothing and draft from noise.
         takes_kv_scales: the class loads the scales of the KV cache inside the MTP layer, or leaves them alone.
+        draft_kv_names: under which names it reads them: "usual" ones, vLLM's "own" alone (`self_attn.attn.k_scale`), or
+            "" where it never does and computes with 1.
         backbone_takes_kv_scales: the target's class does so with those of the backbone.
         mtp_leaves: the leaves that a module of the MTP block may have; () for any.
         needs: keys of config.json that the classes read without a default.
@@ -132,6 +134,7 @@ class Loader:
     drops_scales: bool = False
     refuses_missing_mtp: bool = False
     takes_kv_scales: bool = False
+    draft_kv_names: Literal["usual", "own", ""] = "usual"
     backbone_takes_kv_scales: bool = True
     mtp_leaves: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
@@ -293,6 +296,7 @@ class Family:
         draft: how an MTP layer computes; None where keepmtp cannot run it, so cannot calibrate or measure it.
         no_draft: why not.
         built_as: the model_type whose classes in transformers are those of the backbone, where none has this name.
+        no_fp8_cache: why its attention layers have no scales of an FP8 cache, where the tables do not show it.
         no_backbone: why the backbone cannot be calibrated, where transformers would say it in words of its classes.
         notes: one line that a person should know, shown by `keepmtp ls families`.
     """
@@ -326,5 +330,6 @@ class Family:
     draft: Draft | None = None
     no_draft: str = ""
     built_as: str = ""
+    no_fp8_cache: str = ""
     no_backbone: str = ""
     notes: str = ""

@@ -346,6 +346,7 @@ class Recipe(_Frozen):
         calibration: how batches are chosen; null for data-free recipes.
         mtp_source: where the MTP block is, for a release that has none of its own; only its MTP tensors are read.
         format: whose names, scales and config the checkpoint has; the packed bytes are the same.
+        kv_cache: FP8 gives each attention layer scales for an FP8 cache, from calibration; null leaves the cache alone.
         evaluation: how the result is scored; `protocol.Evaluation` has the defaults.
         gates: what the result must keep of its source; `protocol.Gates` has the defaults.
     """
@@ -367,6 +368,7 @@ class Recipe(_Frozen):
     keep: tuple[NameOrRegex, ...] = ()
     mtp_source: MtpSource | None = None
     format: Format = "compressed-tensors"
+    kv_cache: Literal["FP8"] | None = None
     evaluation: Evaluation = Evaluation()
     gates: Gates = Gates()
 
@@ -470,6 +472,9 @@ class Recipe(_Frozen):
             if self.is_searched:
                 cure = "Name a dataset to measure sensitivities on, or choose the words yourself"
                 raise RecipeError("", "calibration must be given for backbone: auto", got="null", cure=cure)
+            if self.kv_cache is not None:
+                cure = "Name a dataset, or remove kv_cache: vLLM then serves an FP8 cache with scales of 1"
+                raise RecipeError("", f"calibration must be given for kv_cache: {self.kv_cache}", got="null", cure=cure)
             if needing := self.calibrated_schemes():
                 cure = f"Name a dataset, or use {SCHEMES[needing[0]].data_free}, which needs none"
                 raise RecipeError("", f"calibration must be given for {needing[0]}", got="null", cure=cure)
@@ -541,7 +546,7 @@ class Recipe(_Frozen):
         return validated(made.model_dump(), " ".join(words) or self.name)
 
     def _uses_batches(self) -> bool:
-        return self.mtp == AUTO or self.is_searched or bool(self.calibrated_schemes())
+        return self.mtp == AUTO or self.is_searched or self.kv_cache is not None or bool(self.calibrated_schemes())
 
 
 _PARTS: Mapping[str, type[BaseModel]] = {

@@ -39,7 +39,7 @@ from .layer import Calibrated, calibrate, rewrites
 from .progress import ProgressCallback, progress_since
 from .ranks import Ranks
 from .served import InMemory, serve_weights
-from .skeleton import Batch, Skeleton, experts_in, frozen_in, fused_in, on_disk, schemes_in
+from .skeleton import Batch, Skeleton, caches_in, experts_in, frozen_in, fused_in, on_disk, schemes_in
 from .states import NextStates, States, Stream
 from .statistics import num_parts_of, part_of, read_metadata, write_statistics
 
@@ -147,11 +147,11 @@ class _Pass:
         """The layer's statistics, which are on disk then, and what it returns handed over."""
         skeleton, calibration = self.skeleton, self.skeleton.plan.recipe.calibration
         assert calibration is not None
-        schemes = schemes_in(binding, path)
+        schemes, caches = schemes_in(binding, path), caches_in(binding, path)
         # As long as no weight is rewritten, the layer returns the same before and after, to the bit.
-        is_one_pass = bool(schemes) and not rewrites(schemes, calibration.algorithm)
+        is_one_pass = bool(schemes or caches) and not rewrites(schemes, calibration.algorithm)
         tensors: Mapping[HFName, Tensor] = {}
-        if schemes:
+        if schemes or caches:
             with self._handing_over("calibration", index, layer, outputs) as hand_over:
                 found = calibrate(
                     skeleton.model,
@@ -164,6 +164,7 @@ class _Pass:
                     routed=calibration.experts == "routed",
                     frozen=frozen_in(binding, path),
                     after_batch=hand_over if is_one_pass else None,
+                    caches=[name for name, scales in caches.items() if scales],
                 )
             tensors = on_disk(found.tensors, binding, path)
             self._record(index, found, binding, path)

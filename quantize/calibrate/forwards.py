@@ -22,6 +22,7 @@ from llmcompressor.utils.helpers import DisableQuantization, disable_cache, disa
 from torch import Tensor
 
 from .activations import rounded_inputs
+from .caches import rounded_caches
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def propagating(model: Any, *, routed: bool = False) -> Iterator[None]:
 
 @contextmanager
 def serving(model: Any) -> Iterator[None]:
-    """Computes as a server would: weights and activations rounded, experts for their own tokens only.
+    """Computes as a server would: weights, activations and FP8 caches rounded, experts for their own tokens only.
 
     Quantized modules have their served weights already (`served.serve_weights`).
 
@@ -69,6 +70,7 @@ def serving(model: Any) -> Iterator[None]:
         for name, module in quantized.items():
             assert module.quantization_status == QuantizationStatus.COMPRESSED, f"{name}: no served weight"
         stack.enter_context(rounded_inputs(quantized))
+        stack.enter_context(rounded_caches(model))
         yield
 
 

@@ -37,6 +37,7 @@ from torch import Tensor
 from ...checkpoints.values import TORCH_DTYPES
 from ...recipes.errors import CheckpointError
 from ...recipes.schemes import RESCALING, REWRITES, SCHEMES
+from .caches import CacheRanges
 from .coverage import Coverage, TokenCounter, find_not_finite, no_batch
 from .expert_passes import ExpertPasses, StatisticsRoom
 from .forwards import calibrating, plain_forwards, restore, small_parameters
@@ -91,6 +92,7 @@ def calibrate(
     after_batch: Callable[[], None] | None = None,
     routed: bool = False,
     knobs: Mapping[str, Any] | None = None,
+    caches: Collection[str] = (),
 ) -> Calibrated:
     """Runs the batches through the model and lets llm-compressor's modifiers observe, rescale and rewrite it.
 
@@ -112,6 +114,7 @@ def calibrate(
             layer has returned then is what it returns under `forwards.propagating`.
         routed: statistics of an expert are of the tokens that the router sends it; see `Calibration.experts`.
         knobs: of the algorithm; see `Calibration.knobs`.
+        caches: attention modules whose keys and values get scales of an FP8 cache.
 
     Returns: tensors in the dtypes of `Scheme.tensors`.
 
@@ -120,6 +123,11 @@ def calibrate(
             AWQ or SmoothQuant changed.
         RecipeError: there is no batch.
     """
+    ranges = CacheRanges(model, caches)
+    if not schemes:
+        with calibrating(model, routed=routed), norm_calibration_context(model), ranges.observing():
+            _run_plainly(model, batches, after_batch)
+        return Calibrated(tensors=ranges.scales(), coverage=())
     rewritten = _rewritten(schemes, algorithm)
     smooths = bool(rewritten) and algorithm in RESCALING
     before = small_parameters(model)
@@ -138,14 +146,18 @@ def calibrate(
             before |= _plain_parameters(model, found, schemes)
         passes = ExpertPasses(model, batches, StatisticsRoom.of(_device(model, schemes)), routed=routed)
         modifiers = modifiers_for(schemes, rewritten, algorithm, found, passes, knobs)
-        run_batches = partial(_run_batches, model, batches, counter, schemes, after_batch)
+        run_batches = partial(_run_batches, model, batches, counter, schemes, after_batch, ranges)
         with calibrating(model, routed=routed), norm_calibration_context(model):
             _run_pipeline(model, batches, modifiers, run_batches, schemes, fused, experts)
         rescaled = _rescaled_names(found)
         restore(model, {name: value for name, value in before.items() if name not in rescaled})
         if smooths:
             _check_smoothed(model, first_batch, rewritten, found, reference)
-    tensors = _changed(model, before, rescaled)
+        if any(smoothing.smooth.startswith(f"{name}.") for smoothing in found for name in caches):
+            ranges = CacheRanges(model, caches)  # what attention hands to its cache is no longer what was seen
+            with calibrating(model, routed=routed), DisableQuantization(model), ranges.observing():
+                _run_plainly(model, batches, None)
+    tensors = _changed(model, before, rescaled) | ranges.scales()
     for name, scheme in schemes.items():
         tensors |= _tensors(name, model.get_submodule(name), scheme, whole=name in {*rewritten})
     check_fused(model, fused)
@@ -219,10 +231,11 @@ def _run_batches(
     counter: TokenCounter,
     modules: Collection[str],
     after_batch: Callable[[], None] | None,
+    ranges: CacheRanges,
 ) -> None:
     """All batches through the model, and a check of every activation."""
     num_batches = 0
-    with counter, plain_forwards(model):
+    with counter, plain_forwards(model), ranges.observing():
         for num_batches, batch in enumerate(batches, start=1):
             active_session().state.current_batch_idx = num_batches - 1
             model(**batch)
@@ -234,6 +247,18 @@ def _run_batches(
         with HooksMixin.disable_hooks():
             find_not_finite(model, modules, batches)
     counter.fill_observers()
+
+
+def _run_plainly(model: Any, batches: Inputs, after_batch: Callable[[], None] | None) -> None:
+    """All batches through a model in which nothing but caches is quantized."""
+    is_empty = True
+    for batch in batches:
+        is_empty = False
+        model(**batch)
+        if after_batch is not None:
+            after_batch()
+    if is_empty:
+        raise no_batch()
 
 
 def _fuse_observers(model: Any, names: Sequence[str], schemes: Mapping[str, str]) -> None:

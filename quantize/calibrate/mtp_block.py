@@ -145,7 +145,7 @@ class MtpBlock(PreTrainedModel):
 
     def owns(self, tensor: TensorPlan) -> bool:
         """Whether a tensor is one of this block's; copies of the target's embedding and head are not."""
-        if tensor.part != "mtp":
+        if tensor.part != "mtp" or tensor.calibrated == "cache":
             return False
         if tensor.role in ("embedding", "head") and tensor.module != self._glue.get("head"):
             return False

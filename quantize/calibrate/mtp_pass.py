@@ -27,7 +27,7 @@ from .accepted import FEWEST_SEQUENCES, Acceptance, Kept, fewest_slots
 from .backbone import Backbone, fitting
 from .facts import DIGITS, CandidateFact, MeasuredFact, Side
 from .mtp_block import bind_block, build_block
-from .mtp_policy import NothingCounts, PolicyResults, block_schemes, num_blocks
+from .mtp_policy import NothingCounts, PolicyResults, block_schemes, is_served_changed, num_blocks
 from .progress import CalibrationStep, ProgressCallback, progress_since
 from .statistics import read_metadata
 from .target import Target, agreement, target
@@ -107,14 +107,14 @@ def mtp_pass(
     tried, final, unmeasured = (), plan, ""
     try:
         tried, final = _chosen(results, progress)
-        quantized = (results.measured(final),) if block_schemes(final) else ()
+        quantized = (results.measured(final),) if is_served_changed(final) else ()
         combinations = _combinations(source, served, results.released(), results.unquantized(), *quantized)
     except NothingCounts as error:
         if plan.recipe.mtp == AUTO:
             raise
         # No reason to lose hours of work: by then the block is calibrated, and only a figure is missing.
         unmeasured = str(error)
-        combinations = _combinations(source, served, *[None] * (3 if block_schemes(plan) else 2))
+        combinations = _combinations(source, served, *[None] * (3 if is_served_changed(plan) else 2))
     files = results.statistics(final) if _depends_on_batches(final) else ()
     _publish(backbone, files)
     return MtpPass(

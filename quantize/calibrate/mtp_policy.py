@@ -31,7 +31,7 @@ from .held_out import acceptance, block_input
 from .layer import calibrate
 from .mtp_block import MtpBlock, bind_block, build_block
 from .served import InMemory, serve_weights
-from .skeleton import Batch, experts_in, frozen_in, fused_in, on_disk, schemes_in
+from .skeleton import Batch, caches_in, experts_in, frozen_in, fused_in, on_disk, schemes_in
 from .states import Stream
 from .target import Target
 
@@ -67,7 +67,7 @@ class PolicyResults:
 
     def measured(self, plan: Plan) -> Acceptance:
         """Of the quantized backbone with the block as `plan` has it."""
-        if not block_schemes(plan):
+        if not is_served_changed(plan):
             return self.unquantized()
         return self._kept(_key(plan), lambda: self._acceptance("served", self._calibrated(plan)))
 
@@ -118,8 +118,8 @@ class PolicyResults:
         blocks = self._filled(plan)
         for index, (block, file) in enumerate(zip(blocks, self.statistics(plan), strict=True)):
             binding = bind_block(block, plan)
-            schemes = schemes_in(binding, "")
-            if not schemes:
+            schemes, caches = schemes_in(binding, ""), caches_in(binding, "")
+            if not schemes and not caches:
                 continue
             needs_batches = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
             stream = "mtp" if needs_batches else "served"
@@ -134,6 +134,7 @@ class PolicyResults:
                 experts=experts_in(binding, ""),
                 routed=calibration.experts == "routed",
                 frozen=frozen_in(binding, ""),
+                caches=[name for name, scales in caches.items() if scales],
             )
             if self.backbone.ranks.is_first:
                 record(file, found, binding, "", fingerprint=(self.backbone.folder / "fingerprint").read_text())
@@ -185,6 +186,16 @@ def block_schemes(plan: Plan) -> dict[HFName, str]:
     return {tensor.name: tensor.scheme for tensor in plan.tensors if tensor.part == "mtp" and tensor.fate == "quantize"}
 
 
+def is_served_changed(plan: Plan) -> bool:
+    """Whether a server computes the block otherwise than the release does: with rounded weights, or an FP8 cache."""
+    return bool(block_schemes(plan) or _block_caches(plan))
+
+
+def _block_caches(plan: Plan) -> list[HFName]:
+    """The projections of keys whose attention has an FP8 cache."""
+    return [tensor.name for tensor in plan.tensors if tensor.part == "mtp" and tensor.cache is not None]
+
+
 def num_blocks(plan: Plan) -> int:
     """MTP layers of the model, each of one part or more on disk."""
     return plan.view.num_mtp_layers // plan.view.num_mtp_parts
@@ -192,4 +203,5 @@ def num_blocks(plan: Plan) -> int:
 
 def _key(plan: Plan) -> str:
     """What a policy makes of the block, whatever a recipe calls it."""
-    return hashlib.sha256(json.dumps(sorted(block_schemes(plan).items())).encode()).hexdigest()[:16]
+    made = [*sorted(block_schemes(plan).items()), *_block_caches(plan)]
+    return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]

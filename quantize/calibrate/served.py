@@ -23,7 +23,8 @@ from ..plan import Plan
 from ..tensor_plan import TensorPlan
 from ..unit import Calibrations, PackedModule, ReadWeights, from_source, packed_groups
 from .binding import Binding, Piece
-from .skeleton import scheme_of
+from .caches import serve_cache
+from .skeleton import caches_in, scheme_of
 
 _FORMS: Mapping[str, Form] = {
     "nvfp4-pack-quantized": "nvfp4",
@@ -51,6 +52,8 @@ class InMemory:
 def serve_weights(model: Any, plan: Plan, binding: Binding, path: str, given: Calibrations) -> None:
     """Give the quantized modules under `path` the weights of the finished checkpoint, one fused group at a time.
 
+    Attention whose cache is FP8 gets the scales that it is rounded by.
+
     Args:
         model: calibrated; its modules have their weights.
         plan: over a local source.
@@ -61,6 +64,9 @@ def serve_weights(model: Any, plan: Plan, binding: Binding, path: str, given: Ca
     Raises:
         CheckpointError: a weight is not finite.
     """
+    for name, scales in caches_in(binding, path).items():
+        keys, values = [float(given.read(scale)) for scale in scales] or (1.0, 1.0)
+        serve_cache(model.get_submodule(name), (keys, values))
     rows: dict[HFName, Tensor] = {}
     for name, pieces in binding.items():
         if name.endswith("weight") and scheme_of(pieces[0]):

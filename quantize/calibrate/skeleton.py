@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from ...checkpoints.scratch import ScratchFolder
+from ...recipes.conventions import CACHE_LEAVES
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
@@ -124,7 +125,8 @@ class Skeleton:
 
     def tensors_of(self, index: int) -> list[TensorPlan]:
         """What decoder layer `index` is on disk; nothing after the last one."""
-        return [t for t in self.plan.tensors if t.part == "backbone" and t.layer == index and t.fate != "drop"]
+        own = [t for t in self.plan.tensors if t.part == "backbone" and t.layer == index and t.fate != "drop"]
+        return [tensor for tensor in own if tensor.calibrated != "cache"]
 
     def bind_layer(self, index: int) -> Binding:
         """What fills decoder layer `index`."""
@@ -292,6 +294,16 @@ def experts_in(binding: Binding, path: str) -> list[tuple[str, ...]]:
     return [tuple(members) for members in groups.values() if len(members) > 1]
 
 
+def caches_in(binding: Binding, path: str) -> dict[str, tuple[HFName, ...]]:
+    """Attention modules in the model, under `path`, whose cache a server has in FP8 -> its scales on disk; () for 1."""
+    return {
+        f"{path}{name.rsplit('.', 2)[0]}": piece.tensor.cache
+        for name, pieces in binding.items()
+        for piece in pieces
+        if name.endswith("weight") and piece.tensor.cache is not None
+    }
+
+
 def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[HFName, Tensor]:
     """A layer's statistics, from names in the model to names on disk.
 
@@ -304,7 +316,12 @@ def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[
         CheckpointError: the weight of a module was rewritten, and it is several tensors on disk.
     """
     found: dict[HFName, Tensor] = {}
+    caches = caches_in(binding, path)
     for full, value in tensors.items():
+        attention, _, leaf = full.rpartition(".")
+        if leaf in CACHE_LEAVES:
+            found |= {scale: value for scale in caches[attention] if scale.endswith(leaf)}
+            continue
         name = full.removeprefix(path)
         module, _, suffix = name.rpartition(".")
         if name in binding and not scheme_of(binding[name][0]):

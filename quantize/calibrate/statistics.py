@@ -25,13 +25,14 @@ from torch import Tensor
 from ...checkpoints.files import complete, partial_path, unwritable
 from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header, sort_metadata
 from ...checkpoints.values import typed
+from ...recipes.conventions import CACHE_LEAVES
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.family import HFName
 from ...recipes.schemes import SCHEMES
 from ..plan import Plan
 from ..tensor_plan import Output, TensorPlan
 
-_TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale")
+_TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale", *CACHE_LEAVES)
 _PART_BYTES = 2**28
 _SUMS = "sha256"  # in a file's metadata: of every tensor
 

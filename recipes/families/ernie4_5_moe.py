@@ -29,7 +29,7 @@ FAMILY = Family(
         Row(path="mlp.moe_statics.e_score_correction_bias", role="router", why_kept=ROUTER, loads_quantized=False),
         *NORMS,
     ),
-    loader=Loader(unknown_name="ValueError", missing_count="AttributeError"),
+    loader=Loader(unknown_name="ValueError", draft_kv_names="own", missing_count="AttributeError"),
     # vLLM's draft is Llama's layer. Its rotary embedding pairs other dimensions than the backbone's.
     draft=Draft(
         model_type="llama",

@@ -12,7 +12,7 @@ FAMILY = Family(
     layouts=INLINED,
     block=(*GQA, *DEEPSEEK_MLP, *NORMS),
     mtp_block=DEEPSEEK_MTP,
-    loader=Loader(drops_scales=True),
+    loader=Loader(drops_scales=True, draft_kv_names="own"),
     draft=Draft(
         model_type="glm4_moe",
         classes="Glm4Moe",

@@ -24,7 +24,7 @@ FAMILY = Family(
         *kept("glue", EH_PROJ_IS_NN_LINEAR.replace("eh_proj", "input_proj"), "input_proj"),
         *kept("norm", NORM, "token_layernorm", "hidden_layernorm", "final_layernorm"),
     ),
-    loader=Loader(unknown_name="ValueError"),
+    loader=Loader(unknown_name="ValueError", draft_kv_names="own"),
     draft=Draft(
         model_type="qwen2",
         classes="Qwen2",

@@ -41,7 +41,7 @@ FAMILY = Family(
     mtp_lacks=("post_attention_layernorm",),
     mtp_count_default=3,
     loader=Loader(
-        unknown_name="", num_layers_used=1, takes_kv_scales=True,
+        unknown_name="", num_layers_used=1, takes_kv_scales=True, draft_kv_names="",
         needs=("hybrid_layer_pattern", "layernorm_epsilon", "sliding_window_size", "swa_num_attention_heads",
                "swa_num_key_value_heads", "swa_head_dim"),
     ),

@@ -69,5 +69,6 @@ FAMILY = Family(
         layers=({"layer_types": ["minimax_m3_sparse"], "mlp_layer_types": ["sparse"]},), final_norm="final_layernorm",
         zeroes_first=True, chains_normed=False, proof="source",
     ),
+    no_fp8_cache="sparse attention, whose class has no parameters for them",
     notes="on disk language_model.model.mtp.layers.{i}, in vLLM model.layers.{i}; the target has language_model. there",
 )  # fmt: skip

@@ -106,5 +106,6 @@ FAMILY = Family(
     ),
     fp8_table_key="ple_embedding_dtype",
     norms_add_one=True,
+    no_fp8_cache="attention of Qwen's own (QSA), which stops at every entry for the KV cache",
     notes="on disk mtp.layers.{i}, in vLLM mtp.layers.{num_hidden_layers + i}",
 )  # fmt: skip

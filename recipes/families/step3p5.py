@@ -87,7 +87,7 @@ FAMILY = Family(
         *(replace(row, runtime=f"mtp_block.{row.runtime or row.path}") for row in (*ATTENTION, *DENSE, *NORMS)),
     ),
     layer_types_count_mtp=True,
-    loader=Loader(refuses_missing_mtp=True),
+    loader=Loader(refuses_missing_mtp=True, draft_kv_names=""),
     draft=Draft(
         model_type="step3p5", classes="Step3p7", rope_types=("own",), final_norm="transformer.shared_head.norm",
         head="transformer.shared_head.output", zeroes_first=False, chains_normed=False, proof="source",

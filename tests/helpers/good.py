@@ -102,6 +102,13 @@ def plan_of(
     return make_plan(recipe, source)
 
 
+def cached(model: str, scheme: str = "FP8_DYNAMIC", mtp: str = "bf16", format: Format = "compressed-tensors") -> Plan:
+    """Our plan with scales of an FP8 KV cache."""
+    plan = planned(model, scheme if format == "compressed-tensors" else "NVFP4", mtp, format=format)
+    recipe = plan.recipe.model_dump() | {"kv_cache": "FP8", "calibration": _CALIBRATION}
+    return make_plan(Recipe.model_validate(recipe), plan.source)
+
+
 def ours(
     model: str,
     scheme: str,

@@ -11,11 +11,15 @@ compressed_tensors/compressed_tensors.py (CompressedTensorsKVCacheMethod), utils
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...checkpoints.stored import KV_SCALE_LEAVES
+from ...quantize.kv_cache import no_place, scale_names
+from ...recipes.conventions import CACHE_LEAVES, cache_scale_in
 from ...recipes.errors import shortened
+from ...recipes.family import HFName, Loader, Part
 from .dialects.choose import HF_QUANT_CONFIG, quantization_of
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ModelOpt
@@ -25,6 +29,8 @@ from .runtime_view import RuntimeView
 _SCHEME = "config.json: quantization_config.kv_cache_scheme"
 _FP8 = "Set num_bits 8, type float, strategy tensor, symmetric true; or remove it, and the cache is BF16"
 _ALGORITHMS = ("FP8", "NVFP4")
+# What stands between an attention module and its scales, by convention: all that vLLM's loaders map.
+_UNDER_ATTENTION = re.compile(r"\.(?:attn|[kv]_proj|qkv_proj|[kv]_cache)$")
 
 
 def is_kv_scale(leaf: str) -> bool:
@@ -91,7 +97,7 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
         if not is_kv_scale(entry.name.rpartition(".")[2]):
             continue
         is_mtp = runtime.is_mtp_name(entry.name)
-        if is_mtp and not loader.takes_kv_scales:
+        if is_mtp and not draft_takes(loader, entry.name):
             says = "is a scale of the KV cache inside the MTP layer, which this draft's loader does not know: vLLM "
             says += "raises KeyError, ValueError or AttributeError"
             yield _scale(entry.name, says, "Remove the KV-cache scales of the MTP layer")
@@ -104,7 +110,61 @@ def kv_scales_have_a_place(runtime: RuntimeView) -> Iterator[Objection]:
             yield _scale(entry.name, says, "Store one number for each of k and v")
 
 
-RULES = (kv_scheme_is_known, kv_algorithm_is_known, kv_scales_have_a_place)
+def draft_takes(loader: Loader, name: str) -> bool:
+    """Whether a draft's loader takes a scale in the MTP layer by this name, or leaves it alone."""
+    return loader.takes_kv_scales or (loader.draft_kv_names == "own" and ".attn." in name)
+
+
+def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
+    """Where some attention layers have scales of an FP8 cache, all have two; and nothing else has any."""
+    if not _asks_for_fp8(runtime) or no_place(runtime.view):
+        return
+    attention = dict(_attention(runtime))
+    stored: dict[HFName, set[str]] = {module: set() for module in attention}
+    for entry in runtime.others:
+        holder, _, leaf = entry.name.rpartition(".")
+        if leaf not in CACHE_LEAVES:
+            continue
+        module = HFName(_UNDER_ATTENTION.sub("", holder))
+        if module in stored:
+            stored[module].add(leaf)
+        elif not runtime.is_mtp_name(entry.name) or draft_takes(runtime.view.family.loader, entry.name):
+            says = "is a scale of the KV cache, and no attention layer with a cache is there: vLLM raises or skips it"
+            yield _scale(entry.name, says, "Remove it, or bring the layer back")
+    if any(stored.values()):
+        for module, leaves in stored.items():
+            yield from _missing(runtime, attention[module], module, leaves)
+
+
+def _missing(runtime: RuntimeView, part: Part, module: HFName, leaves: set[str]) -> Iterator[Objection]:
+    """One objection for each scale that a layer lacks."""
+    convention = "modelopt" if isinstance(runtime.dialect, ModelOpt) else "compressed-tensors"
+    for name in scale_names(runtime.view, part, module):
+        if name.rpartition(".")[2] not in leaves:
+            instead = "the other scale of this layer" if leaves and convention == "modelopt" else "1"
+            says = f"is not there, and other layers have theirs: vLLM takes {instead} for it, in silence"
+            yield _scale(cache_scale_in(convention, name), says, "Calibrate the cache again: each layer has two scales")
+
+
+def _attention(runtime: RuntimeView) -> Iterator[tuple[HFName, Part]]:
+    """The attention modules on disk with a projection of keys, each with its part."""
+    for name in runtime.weights:
+        place = runtime.placed.get(name)
+        if place is not None and place.role == "attention" and name.endswith(".k_proj"):
+            yield HFName(name.removesuffix(".k_proj")), place.part
+
+
+def _asks_for_fp8(runtime: RuntimeView) -> bool:
+    """Whether the quantization config makes the cache FP8."""
+    given = quantization_of(runtime.source.config) or runtime.hf_quant_config or {}
+    nested = given.get("quantization")
+    inner = nested if isinstance(nested, Mapping) else given
+    scheme, word = given.get("kv_cache_scheme"), inner.get("kv_cache_quant_algo")
+    is_fp8 = isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
+    return is_fp8 or (isinstance(word, str) and word.upper() == "FP8")
+
+
+RULES = (kv_scheme_is_known, kv_algorithm_is_known, kv_scales_have_a_place, kv_scales_are_whole)
 
 
 def _wrong(severity: Any, where: str, says: str, cure: str) -> Objection:

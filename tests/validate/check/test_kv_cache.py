@@ -4,7 +4,8 @@ import json
 
 import pytest
 from checkpoint_files import Checkpoint, as_source
-from good import ours
+from good import cached, ours, outputs_of
+from keepmtp.recipes.conventions import Format
 from keepmtp.validate.check.check import check_source
 from keepmtp.validate.check.findings import Finding
 from modelopt_form import in_hf_quant_config, modelopt
@@ -92,6 +93,50 @@ def test_a_scale_for_each_head_under_modelopt(tmp_path):
     checkpoint.tensors["model.layers.0.self_attn.k_proj.k_scale"] = ("F32", (4,))
     (finding,) = about_kv(checkpoint, tmp_path)
     assert "[4]" in finding.says and "expects a scalar weight" in finding.says
+
+
+def with_scales(model: str = "glm-4.7", format: Format = "compressed-tensors") -> Checkpoint:
+    """What keepmtp writes by a recipe with `kv_cache: FP8`."""
+    return outputs_of(cached(model, format=format))
+
+
+@pytest.mark.parametrize("model", ["glm-4.7", "qwen3.5-27b", "nemotron-3-super", "mimo-v2-flash", "ernie-4.5-21b"])
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+def test_what_keepmtp_writes_is_not_spoken_of(model, format, tmp_path):
+    checkpoint = with_scales(model, format)
+    assert len([name for name in checkpoint.tensors if name.endswith(("k_scale", "v_scale"))]) >= 4
+    assert not about_kv(checkpoint, tmp_path)
+
+
+SCALES = {
+    "compressed-tensors": ("model.layers.1.self_attn.k_scale", "model.layers.3.self_attn.attn.v_scale"),
+    "modelopt": ("model.layers.1.self_attn.k_proj.k_scale", "model.layers.3.self_attn.attn.v_scale"),
+}
+
+
+@pytest.mark.parametrize(("format", "name"), [(format, name) for format in SCALES for name in SCALES[format]])
+def test_a_scale_that_was_dropped(format, name, tmp_path):
+    """In the backbone, and in the MTP block under vLLM's own name, the only one that this draft's loader takes."""
+    checkpoint = with_scales(format=format)
+    del checkpoint.tensors[name]
+    (finding,) = about_kv(checkpoint, tmp_path)
+    assert (finding.where, finding.severity) == (name, "error")
+    assert ("the other scale" if format == "modelopt" else "takes 1") in finding.says
+
+
+def test_a_layer_without_its_scales(tmp_path):
+    checkpoint = with_scales()
+    for leaf in ("k_scale", "v_scale"):
+        del checkpoint.tensors[f"model.layers.0.self_attn.{leaf}"]
+    found = about_kv(checkpoint, tmp_path)
+    assert found[0].where == "model.layers.0.self_attn.k_scale" and {each.rule for each in found} == {"kv-scales"}
+
+
+@pytest.mark.parametrize("name", ["model.layers.7.self_attn.k_scale", "model.layers.1.mlp.v_scale"])
+def test_a_scale_of_what_has_no_cache(name, tmp_path):
+    checkpoint = with_scales()
+    checkpoint.tensors[name] = ("BF16", (1,))
+    assert [(each.where, each.severity) for each in about_kv(checkpoint, tmp_path)] == [(name, "error")]
 
 
 @pytest.mark.parametrize(("algorithm", "severity"), [("INT3", "warning"), (8, "error"), ("fp8", None), (None, None)])

@@ -1,0 +1,133 @@
+"""Scales of an FP8 KV cache: llm-compressor's own to the bit, and keys and values rounded as vLLM rounds them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from keepmtp.quantize.calibrate.caches import CacheRanges, e4m3_by, rounded_caches, serve_cache
+from keepmtp.quantize.calibrate.layer import calibrate
+from keepmtp.recipes.conventions import CACHE_LEAVES, FP8_CACHE
+from keepmtp.recipes.errors import CheckpointError
+from layerwise import IGNORE, Skeleton, sequential
+from torch import Tensor, nn
+
+MODELS = Path(__file__).parents[3] / "models"
+GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads cost more than they bring at these sizes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def token_ids(samples: int = 4) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 500, (1, 32), generator=generator) for _ in range(samples)]
+
+
+def attention_of(skeleton: Skeleton, index: int) -> list[str]:
+    """Attention modules with a cache; a layer of linear attention has none."""
+    layer = skeleton.layers[index]
+    return [f"model.layers.{index}.self_attn"] if hasattr(layer, "self_attn") else []
+
+
+def scales_by_layer(
+    folder: Path, ids: list[Tensor], scheme: str | None, algorithm: str = "minmax"
+) -> dict[str, Tensor]:
+    """Every layer's scales, found in the same pass as those of its linears; without a scheme in a pass of their own."""
+    skeleton, hidden, found = Skeleton(folder), None, {}
+    for index in range(len(skeleton.layers)):
+        batches = skeleton.enter(index, ids, hidden)
+        schemes = dict.fromkeys(skeleton.linears(index), scheme) if scheme else {}
+        caches = attention_of(skeleton, index)
+        result = calibrate(skeleton.model, batches, schemes=schemes, algorithm=algorithm, caches=caches)
+        found |= {name: value for name, value in result.tensors.items() if name.endswith(CACHE_LEAVES)}
+        hidden = skeleton.leave(index, batches)
+    return found
+
+
+@pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
+def test_scales_equal_llmcompressors(folder):
+    """With the largest value of all batches (`static_minmax`); its default is a moving average, which cuts off more."""
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    ids = token_ids()
+    cache = QuantizationArgs(**FP8_CACHE, observer="static_minmax")
+    recipe = QuantizationModifier(targets="Linear", scheme="FP8", ignore=IGNORE, kv_cache_scheme=cache)
+    theirs = sequential(folder, ids, [recipe]).state_dict()
+    wanted = {name: value for name, value in theirs.items() if name.endswith(CACHE_LEAVES)}
+    found = scales_by_layer(folder, ids, "FP8")
+    assert found.keys() == wanted.keys() and len(found) >= 2
+    for name, value in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (torch.bfloat16, (1,))
+        assert torch.equal(found[name], value.cpu().bfloat16()), name
+    assert len({float(value) for value in found.values()}) > 1
+
+
+def test_a_cache_alone_has_the_same_scales():
+    """No weight is quantized: then llm-compressor's session has nothing to do, and the batches run by themselves."""
+    alone, beside = (scales_by_layer(GLM, token_ids(samples=2), scheme) for scheme in (None, "FP8"))
+    assert alone.keys() == beside.keys() and all(torch.equal(alone[name], beside[name]) for name in alone)
+
+
+def test_values_that_a_smoothing_rescaled_are_looked_at_again():
+    """AWQ moves scale from the projection of values to that of the output, and the cache holds what is in between."""
+    skeleton, ids = Skeleton(GLM), token_ids(samples=2)
+    batches = skeleton.enter(0, ids, None)
+    name = "model.layers.0.self_attn"
+    schemes = dict.fromkeys(skeleton.linears(0), "W4A16")
+    result = calibrate(skeleton.model, batches, schemes=schemes, algorithm="awq", caches=[name])
+    ranges = CacheRanges(skeleton.model, [name])
+    with torch.no_grad(), ranges.observing():
+        skeleton.leave(0, batches)
+    for leaf in CACHE_LEAVES:
+        assert torch.equal(result.tensors[f"{name}.{leaf}"], ranges.scales()[f"{name}.{leaf}"]), leaf
+
+
+class Attention(nn.Module):
+    """Hands its input to a cache, as attention does."""
+
+    def __init__(self, *, has_cache: bool = True):
+        super().__init__()
+        self.has_cache = has_cache
+
+    def forward(self, states: Tensor, past_key_values=None):
+        return past_key_values.update(states, 2 * states, 0) if self.has_cache and past_key_values else (states, states)
+
+
+def test_values_are_those_of_a_cache_in_e4m3():
+    """448 times the scale is the largest; halves go to the even neighbour; what is larger is cut off."""
+    model = nn.ModuleDict({"attention": Attention()})
+    serve_cache(model["attention"], (0.5, 1.0))
+    states = torch.tensor([[0.3, 8.5, 9.5, 223.9, 300.0, -1000.0]]).bfloat16()
+    plain, _ = model["attention"](states)
+    with rounded_caches(model):
+        keys, values = model["attention"](states)
+    assert torch.equal(plain, states)
+    by_hand = [(value / 0.5).clamp(-448, 448).to(torch.float8_e4m3fn).float() * 0.5 for value in states.float()]
+    assert torch.equal(keys, torch.stack(by_hand).bfloat16())
+    assert keys[0, -2:].tolist() == [224.0, -224.0] and values[0, -1] == -448
+    assert torch.equal(e4m3_by(1.0, 2 * states), values)
+
+
+def test_attention_that_keeps_its_keys_is_named():
+    model = nn.ModuleDict({"attention": Attention(has_cache=False)})
+    ranges = CacheRanges(model, ["attention"])
+    with ranges.observing():
+        model["attention"](torch.ones(1, 2))
+    with pytest.raises(CheckpointError, match="attention: attention must hand its keys to a cache"):
+        ranges.scales()
+
+
+def test_a_key_that_is_not_finite_is_refused_by_name():
+    model = nn.ModuleDict({"attention": Attention()})
+    ranges = CacheRanges(model, ["attention"])
+    with ranges.observing():
+        model["attention"](torch.tensor([[1.0, float("nan")]]))
+    with pytest.raises(CheckpointError, match="attention: keys and values must be finite"):
+        ranges.scales()
