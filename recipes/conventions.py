@@ -40,7 +40,7 @@ FP8_CACHE: Mapping[str, object] = MappingProxyType(
 """`kv_cache_scheme` of both conventions: E4M3 with one scale for all keys of a layer, and one for all values."""
 
 CACHE_LEAVES = ("k_scale", "v_scale")
-"""The scales of an FP8 cache: beside the attention's projections under compressed-tensors."""
+"""The scales of an FP8 cache, of all keys and of all values of a layer."""
 
 NOT_FOR_EXPERTS = ("FP8_DYNAMIC",)
 """vLLM's class for routed experts under modelopt has no scales a row."""

@@ -83,6 +83,7 @@ def test_the_block_of_a_variant_replaces_that_of_the_file(tmp_path, key):
         "keep": ["a"],
         "mtp_source": {"source": "org/block", "revision": "main"},
         "format": "modelopt",
+        "kv_cache": "FP8",
         "evaluation": {"shots": 0, "k": 2},
         "gates": {"max_drop": 0.05, "min_acceptance": 0.9},
     }[key]
@@ -92,6 +93,7 @@ def test_the_block_of_a_variant_replaces_that_of_the_file(tmp_path, key):
         "keep": [],
         "mtp_source": {"source": "org/other", "revision": "main"},
         "format": "compressed-tensors",
+        "kv_cache": None,
         "evaluation": {"shots": 4},
         "gates": {"max_drop": 0.01},
     }[key]

@@ -77,6 +77,7 @@ def test_only_what_changes_no_number_has_a_default():
         "mtp_auto",
         "mtp_source",
         "format",
+        "kv_cache",
         "evaluation",
         "gates",
     }
@@ -534,7 +535,8 @@ def test_the_small_models_are_evaluated_on_held_out_questions():
 def assert_takes_effect(plan: Plan) -> None:
     schemes = {tensor.scheme for tensor in plan.tensors} - {""}
     assert schemes >= plan.recipe.decisions() & SCHEMES.keys(), "a scheme of the recipe is used nowhere"
-    assert plan.needs_calibration == plan.recipe.calibrated_schemes()
+    cache = ["kv_cache: FP8"] * bool(plan.recipe.kv_cache)
+    assert plan.needs_calibration == plan.recipe.calibrated_schemes() + cache
     matrices = [tensor for tensor in plan.tensors if tensor.part == "mtp" and len(tensor.shape) == 2]
     forms = {tensor.scheme for tensor in matrices}
     if plan.recipe.mtp == "bf16":

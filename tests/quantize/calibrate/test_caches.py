@@ -71,8 +71,8 @@ def test_scales_equal_llmcompressors(folder):
 
 def test_a_cache_alone_has_the_same_scales():
     """No weight is quantized: then llm-compressor's session has nothing to do, and the batches run by themselves."""
-    alone, beside = (scales_by_layer(GLM, token_ids(samples=2), scheme) for scheme in (None, "FP8"))
-    assert alone.keys() == beside.keys() and all(torch.equal(alone[name], beside[name]) for name in alone)
+    alone, others = (scales_by_layer(GLM, token_ids(samples=2), scheme) for scheme in (None, "FP8"))
+    assert alone.keys() == others.keys() and all(torch.equal(alone[name], others[name]) for name in alone)
 
 
 def test_values_that_a_smoothing_rescaled_are_looked_at_again():
