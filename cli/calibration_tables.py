@@ -60,6 +60,7 @@ def _data(plan: Plan, num_tokens: int) -> str:
     mix = "; ".join(_texts(texts, is_alone=not calibration.also) for texts in calibration.mix)
     own = ", answered by the model itself if memory holds it" if calibration.held_out_by == "model" else ""
     how = f"{calibration.algorithm} ({in_words(calibration.knobs)})" if calibration.knobs else calibration.algorithm
+    how += " by modelopt" if calibration.backend == "modelopt" else ""
     return (
         f"{named}{how} on {calibration.samples:,} sequences of {calibration.sequence_length:,} "
         f"tokens ({num_tokens:,}) of {mix}; {calibration.held_out:,} more are held out to measure on{own}."

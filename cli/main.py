@@ -82,7 +82,8 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             module="quantize",
             function="extra",
             is_hidden=True,
-            help="Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate.",
+            help="Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, "
+            "calibrate or modelopt.",
         ),
         "where": Verb(
             module="where",

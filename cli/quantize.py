@@ -61,7 +61,8 @@ def quantize(
 
     A recipe with a calibration block (`keepmtp ls models`: batches needed) is calibrated first, one decoder layer at a
     time, so that neither GPU nor memory has to hold the model. Then the MTP block is calibrated, and its acceptance is
-    measured on held-out text. This needs the extra keepmtp[calibrate]. Several GPUs share the batches under
+    measured on held-out text. This needs the extra keepmtp[calibrate], and
+    keepmtp[modelopt] where the recipe says backend: modelopt. Several GPUs share the batches under
     torchrun or SLURM's srun. Progress goes to standard error, with --json as one JSON line for each step.
 
     Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out /data/GLM-4.7-NVFP4A16`
@@ -139,7 +140,7 @@ def extra(
     calibration: CalibrationOption = None,
     mtp_source: MtpSourceOption = None,
 ) -> None:
-    """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize or calibrate."""
+    """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, calibrate or modelopt."""
     from . import commits, pipeline, refusals
 
     # The whole plan: what would refuse it, or a Hub out of reach, is known before anything is installed.
@@ -148,4 +149,4 @@ def extra(
     refusals.refuse_untrusted_code(made)
     refusals.refuse_no_draft(made)
     commits.commits_line(made)
-    sys.stdout.write("calibrate\n" if refusals.needs_calibration(made) else "quantize\n")
+    sys.stdout.write(f"{refusals.extra_of(made)}\n")

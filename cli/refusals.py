@@ -8,7 +8,7 @@ be refused at its start is refused there.
 
 from pathlib import Path
 
-from ..quantize.calibrate.processes import place_of_process, refuse_idle_processes
+from ..quantize.calibrate.processes import place_of_process, refuse_idle_processes, refuse_unsummed_hessians
 from ..quantize.output import is_finished, refuse_output
 from ..quantize.own_code import refuse_untrusted_code
 from ..quantize.plan import Plan
@@ -35,7 +35,9 @@ def refuse(plan: Plan, out: Path) -> None:
     refuse_no_draft(plan)
     refuse_missing_extra(plan)
     if plan.recipe.calibration is not None and needs_calibration(plan):
-        refuse_idle_processes(plan.recipe.calibration, place_of_process().size, plan.recipe.name)
+        size = place_of_process().size
+        refuse_idle_processes(plan.recipe.calibration, size, plan.recipe.name)
+        refuse_unsummed_hessians(plan.recipe.calibration, size, plan.recipe.name)
 
 
 def refuse_no_draft(plan: Plan) -> None:
@@ -63,8 +65,16 @@ def refuse_missing_extra(plan: Plan) -> None:
     """
     if needs_calibration(plan):
         otherwise = f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches"
-        require_extra(f"calibration for {plan.recipe.name}", "calibrate", otherwise=otherwise)
+        require_extra(f"calibration for {plan.recipe.name}", extra_of(plan), otherwise=otherwise)
     require_extra("packing weights", "quantize")
+
+
+def extra_of(plan: Plan) -> str:
+    """The extra that a run needs: of the back-end that calibrates, where anything is calibrated."""
+    if not needs_calibration(plan):
+        return "quantize"
+    calibration = plan.recipe.calibration
+    return "modelopt" if calibration is not None and calibration.backend == "modelopt" else "calibrate"
 
 
 def refusals(plan: Plan) -> list[str]:

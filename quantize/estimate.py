@@ -17,6 +17,7 @@ from functools import cached_property
 from math import prod
 
 from ..recipes.schema import AUTO, Calibration, candidates_for
+from ..recipes.schemes import SWEEPS
 from .cards import Card
 from .plan import Plan
 from .tensor_plan import TensorPlan
@@ -244,7 +245,8 @@ class _Work:
             length=self.calibration.sequence_length,
             routed=self.calibration.experts == "routed",
         )
-        passes = 2 if any(t.calibrated == "weights" or t.may_change for t in tensors) else 1
+        is_rewritten = self.calibration.algorithm not in SWEEPS
+        passes = 2 if is_rewritten and any(t.calibrated == "weights" or t.may_change for t in tensors) else 1
         return one.times(passes * self._batches(self.calibration.samples))
 
     def _batches(self, samples: int) -> float:

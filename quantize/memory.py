@@ -19,7 +19,7 @@ from math import prod
 from ..recipes.schema import AUTO, Calibration
 from ..recipes.schemes import SCHEMES
 from .plan import Plan
-from .statistics_bytes import awq_cache_bytes, hessian_bytes
+from .statistics_bytes import awq_cache_bytes, group_hessian_bytes, hessian_bytes
 from .tensor_plan import TensorPlan
 
 BF16, F32, INT64 = 2, 4, 8
@@ -289,6 +289,10 @@ class _Count:
     def _of_algorithm(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
         """GPTQ's Hessians and one that is inverted; what AWQ compares, the outputs of a module in all batches."""
         widths = [tensor.shape[-1] for tensor in tensors if tensor.calibrated == "weights"]
+        if widths and self.calibration.algorithm == "local-hessian":
+            # What it reads is there twice in F32, as it is and turned.
+            reads = 2 * F32 * self.num_tokens * max(widths)
+            return {"Hessians of groups": group_hessian_bytes(tensors), "an input in F32": reads}
         if not widths or self.calibration.algorithm not in ("gptq", "awq"):
             return {}
         if self.calibration.algorithm == "awq":

@@ -333,13 +333,13 @@ def fingerprint(plan: Plan, calibration: str = "") -> str:
     for tensor in plan.tensors:
         digest.update(f"{tensor.name} {tensor.fate} {tensor.scheme} {tensor.outputs}\n".encode())
     if plan.needs_calibration:
-        digest.update(json.dumps([calibration, _versions(*_CALIBRATING)]).encode())
+        digest.update(json.dumps([calibration, _versions(*_calibrating(plan))]).encode())
     return digest.hexdigest()
 
 
 def record_of(plan: Plan, calibration: Mapping[str, Any] | None = None) -> Record:
     """What makes this checkpoint, without dates: the same input gives the same record."""
-    packages = ("torch", "numpy", *(_CALIBRATING if calibration else ()))
+    packages = ("torch", "numpy", *(_calibrating(plan) if calibration else ()))
     source = plan.source
     return Record.model_validate(
         {
@@ -353,6 +353,13 @@ def record_of(plan: Plan, calibration: Mapping[str, Any] | None = None) -> Recor
             "versions": {"python": platform.python_version(), **_versions(*packages)},
         }
     )
+
+
+def _calibrating(plan: Plan) -> tuple[str, ...]:
+    """The packages that calibrate."""
+    calibration = plan.recipe.calibration
+    is_modelopt = calibration is not None and calibration.backend == "modelopt"
+    return (*_CALIBRATING, "nvidia-modelopt") if is_modelopt else _CALIBRATING
 
 
 def _recorded(source: Source, files: Mapping[str, int]) -> dict[str, Any]:

@@ -40,6 +40,14 @@ def hessian_bytes(tensors: Iterable[TensorPlan], *, routed: bool = False, one_tu
     return sum(shared.values()) + _together(of_experts, one_turn)
 
 
+def group_hessian_bytes(tensors: Iterable[TensorPlan]) -> int:
+    """Of the modules whose scales modelopt's local-hessian sweeps: 16 x 16 in F32 for each 16 input channels."""
+    return sum(
+        _F32 * 16 * tensor.shape[-1] * (tensor.shape[0] * len(tensor.stacked) if tensor.stacked else 1)
+        for tensor in _rewritten(tensors)
+    )
+
+
 def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool = False) -> int:
     """What AWQ keeps on the host: the inputs of attention and MLP, and of each projection behind another one.
 

@@ -32,7 +32,7 @@ from .family import QUANTIZABLE_ROLES
 from .knobs import KNOBS, AWQKnobs, GPTQKnobs
 from .model_file import USUAL_AUTO
 from .protocol import Evaluation, Gates
-from .schemes import REWRITES, SCHEMES
+from .schemes import REWRITES, SCHEMES, SWEEPS
 from .summary import summary_of
 
 KEEP_WORDS = ("source", "bf16")
@@ -134,6 +134,11 @@ _BatchSize = Annotated[
 ]
 
 
+_WITH_PRE_QUANT_SCALE = ("smoothquant", "awq", "awq_lite", "awq_full", "svdquant")
+_BY_MODELOPT = "algorithm: minmax, mse, four-over-six or local-hessian"
+_ASK_MODELOPT = "Set backend: modelopt, or use another algorithm"
+
+
 class Texts(_Frozen):
     """Where texts to calibrate on are from.
 
@@ -173,6 +178,8 @@ class Calibration(Texts):
     """Everything that is needed to repeat a calibrated run.
 
     Attributes:
+        backend: whose code observes activations and chooses scales, for either `format`: llm-compressor's, or NVIDIA's
+            modelopt, which needs the extra `modelopt`.
         algorithm: minmax observes activations only; the others also rewrite the weights of the schemes in
             `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
         gptq, awq: the algorithm's knobs; without them, llm-compressor's defaults.
@@ -193,7 +200,8 @@ class Calibration(Texts):
         decorated_forward: what to do with a model whose forward is wrapped in no_grad or inference_mode.
     """
 
-    algorithm: Literal["minmax", "gptq", "awq", "smoothquant"]
+    backend: Literal["llmcompressor", "modelopt"] = "llmcompressor"
+    algorithm: Literal["minmax", "gptq", "awq", "smoothquant", "mse", "four-over-six", "local-hessian"]
     also: tuple[TextsOfMix, ...] = ()
     samples: _Count
     held_out: _Count
@@ -230,9 +238,10 @@ class Calibration(Texts):
         return (first, *self.also)
 
     @model_serializer(mode="wrap")
-    def _without_absent_knobs(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """A recipe that has no knobs is written, and hashed, as before there were any."""
-        return {key: value for key, value in handler(self).items() if key not in KNOBS or value is not None}
+    def _without_absent_keys(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A recipe without knobs or another back-end is written, and hashed, as before there were any."""
+        absent = {**dict.fromkeys(KNOBS), "backend": "llmcompressor"}
+        return {key: value for key, value in handler(self).items() if key not in absent or value != absent[key]}
 
     @model_validator(mode="after")
     def _knobs_are_the_algorithms(self) -> Self:
@@ -241,6 +250,25 @@ class Calibration(Texts):
                 rule = f"{key} must come with algorithm: {key}"
                 cure = f"Remove {key}, or set algorithm: {key}"
                 raise RecipeError("", rule, got=f"algorithm: {self.algorithm}", cure=cure)
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vllm_loads_the_result(cls, raw: Any) -> Any:
+        algorithm = raw.get("algorithm") if isinstance(raw, dict) and raw.get("backend") == "modelopt" else None
+        if algorithm in _WITH_PRE_QUANT_SCALE:
+            rule = f"modelopt's {algorithm} writes pre_quant_scale, which vLLM 0.32 does not load"
+            raise RecipeError("", rule, got=f"algorithm: {algorithm}", cure=f"Use {_BY_MODELOPT}")
+        return raw
+
+    @model_validator(mode="after")
+    def _backend_has_the_algorithm(self) -> "Calibration":
+        is_modelopt = self.backend == "modelopt"
+        if is_modelopt and self.algorithm not in {"minmax", *SWEEPS}:
+            cure = f"Use {_BY_MODELOPT}; or remove backend"
+            raise RecipeError("", f"{self.algorithm} is llm-compressor's", got="backend: modelopt", cure=cure)
+        if self.algorithm in SWEEPS and not is_modelopt:
+            raise RecipeError("", f"{self.algorithm} is modelopt's", got=f"backend: {self.backend}", cure=_ASK_MODELOPT)
         return self
 
     @model_validator(mode="after")

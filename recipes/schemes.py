@@ -213,9 +213,15 @@ REWRITES: Mapping[str, frozenset[str]] = MappingProxyType(
         "gptq": frozenset({"W4A16", "NVFP4", "NVFP4A16", "W8A16", "W8A8"}),
         "awq": frozenset({"W4A16", "W8A16", "NVFP4A16"}),
         "smoothquant": frozenset({"W8A8"}),
+        "mse": frozenset({"NVFP4", "NVFP4A16"}),
+        "four-over-six": frozenset({"NVFP4", "NVFP4A16"}),
+        "local-hessian": frozenset({"NVFP4", "NVFP4A16"}),
     }
 )
 """Calibration algorithm -> the schemes whose weights it rewrites. Weights of other schemes are rounded to nearest."""
+
+SWEEPS = frozenset({"mse", "four-over-six", "local-hessian"})
+"""Of these, modelopt's: they choose the scale of each group among candidates, and no value of the layer changes."""
 
 RESCALING = frozenset({"awq", "smoothquant"})
 """Algorithms that move scale from one module to the next: modules next to the rewritten weights may change too."""

@@ -78,7 +78,7 @@ def nvfp4(value: Tensor, *, divisor: float) -> Tensor:
     scale = scale.to(torch.float8_e4m3fn).float()
     unit = scale * common.reciprocal()
     scaled = groups * torch.where(unit == 0, 0.0, unit.reciprocal())
-    return (_e2m1(scaled) * (scale / common)).flatten(-2).to(value.dtype)
+    return (e2m1(scaled) * (scale / common)).flatten(-2).to(value.dtype)
 
 
 def int8_tokens(value: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def _e4m3(scaled: Tensor) -> Tensor:
     return scaled.clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
-def _e2m1(scaled: Tensor) -> Tensor:
+def e2m1(scaled: Tensor) -> Tensor:
     """Nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with the sign; ties go to the even code (see `pack._e2m1_codes`)."""
     magnitude = scaled.abs().clamp_(max=_E2M1_MAX)
     power = (magnitude.clamp(min=1.0).view(torch.int32) & 0x7F800000).view(torch.float32).mul_(2.0**22)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
+from ...recipes.schemes import SWEEPS
 from ..plan import Plan
 from .ahead import ReadAhead
 from .binding import Binding
@@ -159,6 +160,7 @@ class _Pass:
                     schemes=schemes,
                     algorithm=calibration.algorithm,
                     knobs=calibration.knobs,
+                    backend=calibration.backend,
                     fused=fused_in(binding, path),
                     experts=experts_in(binding, path),
                     routed=calibration.experts == "routed",
@@ -365,6 +367,7 @@ _SMALLER_BATCHES = "lower calibration.batch_size or calibration.sequence_length"
 _WHAT_HELPS = {
     "minmax": _SMALLER_BATCHES,
     "smoothquant": _SMALLER_BATCHES,
+    **dict.fromkeys(SWEEPS, _SMALLER_BATCHES),
     "gptq": f"{_SMALLER_BATCHES}. GPTQ's Hessians depend on neither: if they alone do not fit, "
     "set calibration.algorithm: awq, whose cache is on the host, or minmax",
     "awq": "lower calibration.samples or calibration.sequence_length: AWQ holds what a module computes in all batches, "

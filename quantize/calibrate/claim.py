@@ -25,13 +25,13 @@ from ...checkpoints.files import write_whole
 from ...recipes.errors import RecipeError
 from ..plan import Plan
 from .data import CalibrationData
-from .processes import refuse_idle_processes
+from .processes import refuse_idle_processes, refuse_unsummed_hessians
 from .ranks import Ranks
 
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 # What the recipe says besides: the MTP policy may change without a new pass, the others change no number.
 _PASSED_OVER = {"mtp", "mtp_auto", "variant", "default", "summary", "format", "evaluation", "gates", "calibration"}
-_OF_ANY_SPLIT = frozenset({"minmax", "smoothquant"})
+_OF_ANY_SPLIT = frozenset({"minmax", "smoothquant", "mse", "four-over-six"})
 _KERNELS = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"[^"]+",\s*"([^"]+)"')
 _DISTRIBUTIONS = {"fla": "flash-linear-attention"}
 _STAMP, _PARTS = "fingerprint", "fingerprint.json"
@@ -59,6 +59,7 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
     if stamp.is_file() and plan.may_calibrate_mtp:
         _refuse_without_mtp_stream(folder)
     refuse_idle_processes(calibration, ranks.size, plan.recipe.name)
+    refuse_unsummed_hessians(calibration, ranks.size, plan.recipe.name)
     ranks.wait()  # before the first writes: a rank that refuses must see what an earlier run wrote, not this one
     if ranks.is_first and not stamp.is_file():
         (folder / "states").mkdir(parents=True, exist_ok=True)
@@ -99,7 +100,9 @@ def _sum(parts: Mapping[str, Any]) -> str:
 
 def _versions(plan: Plan) -> dict[str, str]:
     """Of the packages that compute; kernels of others count where they are installed and the model calls them."""
-    found = {name: version(name) for name in _PACKAGES}
+    calibration = plan.recipe.calibration
+    own = ("nvidia-modelopt",) if calibration is not None and calibration.backend == "modelopt" else ()
+    found = {name: version(name) for name in (*_PACKAGES, *own)}
     for package in sorted({*_kernel_packages(plan)}):
         name = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
         try:

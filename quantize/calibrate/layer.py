@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -36,13 +36,16 @@ from torch import Tensor
 
 from ...checkpoints.values import TORCH_DTYPES
 from ...recipes.errors import CheckpointError
-from ...recipes.schemes import RESCALING, REWRITES, SCHEMES
+from ...recipes.schemes import RESCALING, REWRITES, SCHEMES, SWEEPS
 from .caches import CacheRanges
 from .coverage import Coverage, TokenCounter, find_not_finite, no_batch
 from .expert_passes import ExpertPasses, StatisticsRoom
 from .forwards import calibrating, plain_forwards, restore, small_parameters
 from .modifiers import modifiers_for, one_a_parent, rounded_to_nearest, share
 from .smoothing import Outputs, RunBatch, Smoothing, agreed, check_preserved, find_smoothings, observe
+
+if TYPE_CHECKING:
+    from .modelopt_backend import ModeloptBackend
 
 # It logs by the line for every module; what matters of it is in `Calibrated`.
 for _name in ("llmcompressor", "compressed_tensors"):
@@ -93,6 +96,7 @@ def calibrate(
     routed: bool = False,
     knobs: Mapping[str, Any] | None = None,
     caches: Collection[str] = (),
+    backend: str = "llmcompressor",
 ) -> Calibrated:
     """Runs the batches through the model and lets llm-compressor's modifiers observe, rescale and rewrite it.
 
@@ -104,7 +108,7 @@ def calibrate(
             the algorithm smooths (the first batch alone, then all), and once more for each group of experts whose
             statistics do not fit the memory together with those of others.
         schemes: name of each module to be quantized -> name of its scheme.
-        algorithm: minmax, gptq, awq or smoothquant; it rewrites the schemes of `REWRITES[algorithm]` only.
+        algorithm: of the recipe; it rewrites the schemes of `REWRITES[algorithm]` only.
         fused: modules that run as one and need common global scales, those that llm-compressor fuses included.
         experts: routed experts' modules that a server gives one input scale, the largest of theirs; without them, each
             has its own, as in llm-compressor.
@@ -115,6 +119,7 @@ def calibrate(
         routed: statistics of an expert are of the tokens that the router sends it; see `Calibration.experts`.
         knobs: of the algorithm; see `Calibration.knobs`.
         caches: attention modules whose keys and values get scales of an FP8 cache.
+        backend: llmcompressor, or modelopt: its calibrators observe the inputs, and choose scales under its algorithms.
 
     Returns: tensors in the dtypes of `Scheme.tensors`.
 
@@ -147,8 +152,10 @@ def calibrate(
         passes = ExpertPasses(model, batches, StatisticsRoom.of(_device(model, schemes)), routed=routed)
         modifiers = modifiers_for(schemes, rewritten, algorithm, found, passes, knobs)
         run_batches = partial(_run_batches, model, batches, counter, schemes, after_batch, ranges)
+        own = _modelopt(model, schemes, algorithm) if backend == "modelopt" else None
         with calibrating(model, routed=routed), norm_calibration_context(model):
-            _run_pipeline(model, batches, modifiers, run_batches, schemes, fused, experts)
+            observing = partial(own.observe, run_batches, batches) if own else run_batches
+            _run_pipeline(model, batches, modifiers, observing, schemes, fused, experts, own)
         rescaled = _rescaled_names(found)
         restore(model, {name: value for name, value in before.items() if name not in rescaled})
         if smooths:
@@ -171,8 +178,11 @@ def calibrate(
 
 
 def rewrites(schemes: Mapping[str, str], algorithm: str) -> bool:
-    """Whether calibration changes weights of these modules; if not, the layer computes the same before and after."""
-    return bool(_rewritten(schemes, algorithm))
+    """Whether calibration changes weights of these modules; if not, the layer computes the same before and after.
+
+    A sweep chooses scales, and rounds by them only what is written.
+    """
+    return algorithm not in SWEEPS and bool(_rewritten(schemes, algorithm))
 
 
 def check_fused(model: Any, fused: Iterable[tuple[str, ...]]) -> None:
@@ -195,6 +205,13 @@ def _rewritten(schemes: Mapping[str, str], algorithm: str) -> list[str]:
     return [name for name, scheme in schemes.items() if scheme in REWRITES[algorithm]]
 
 
+def _modelopt(model: Any, schemes: Mapping[str, str], algorithm: str) -> "ModeloptBackend":
+    """modelopt takes seconds to import, and is not installed where no recipe asks for it."""
+    from .modelopt_backend import ModeloptBackend
+
+    return ModeloptBackend(model, schemes, algorithm)
+
+
 # --- llm-compressor's pipeline ----------------------------------------------------------------------------------------
 
 
@@ -206,8 +223,9 @@ def _run_pipeline(
     schemes: Mapping[str, str],
     fused: Iterable[tuple[str, ...]],
     experts: Iterable[tuple[str, ...]],
+    own: "ModeloptBackend | None",
 ) -> None:
-    """llm-compressor's basic pipeline, with the caller's fused groups."""
+    """llm-compressor's basic pipeline, with the caller's fused groups, and the scales of another back-end."""
     session = active_session()
     with _no_bars():
         session.initialize(model=model, start=-1, recipe=modifiers, calib_data=batches, copy_data=False)
@@ -219,6 +237,8 @@ def _run_pipeline(
         with _no_bars():
             LifecycleCallbacks.sequential_epoch_end(list(model.modules()))
         share(model, modifiers, schemes)
+        if own:
+            own.set_weight_scales(tuple(fused))
         _unify(model, (*fused, *experts))
     with _no_bars():
         LifecycleCallbacks.calibration_end()

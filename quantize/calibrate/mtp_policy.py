@@ -130,6 +130,7 @@ class PolicyResults:
                 schemes=schemes,
                 algorithm=calibration.algorithm,
                 knobs=calibration.knobs,
+                backend=calibration.backend,
                 fused=fused_in(binding, ""),
                 experts=experts_in(binding, ""),
                 routed=calibration.experts == "routed",

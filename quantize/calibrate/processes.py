@@ -72,6 +72,23 @@ def refuse_idle_processes(calibration: "Calibration", size: int, where: str) -> 
         )
 
 
+def refuse_unsummed_hessians(calibration: "Calibration", size: int, where: str) -> None:
+    """Refuse several processes where modelopt would choose scales by the tokens of one of them.
+
+    Source: nvidia-modelopt 0.47.0 local_hessian_calibrate ("Treat local_hessian as single-rank for now").
+
+    Raises:
+        RecipeError: names a sweep that several processes may share.
+    """
+    if calibration.algorithm == "local-hessian" and size > 1:
+        raise RecipeError(
+            where,
+            "local-hessian must run in one process, since modelopt sums its Hessians over none",
+            got=f"{size} processes",
+            cure="Start one, or set calibration.algorithm: mse",
+        )
+
+
 def _number(name: str, default: int) -> int:
     return int(os.environ.get(name) or default)
 

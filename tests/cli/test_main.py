@@ -10,6 +10,7 @@ import pytest
 from commands import keepmtp, keepmtp_without, refused
 from keepmtp import __version__
 from keepmtp.recipes.find import find_recipe
+from killed import small_recipe
 from releases import source_layout, write_checkpoint
 
 ROOT = Path(__file__).parent.parent.parent
@@ -168,6 +169,20 @@ def test_which_extra_a_recipe_needs():
     plain = [("tiny-glm4-moe",), (AUTO, "--scheme", "W4A16", "--mtp", "bf16")]
     assert {keepmtp("extra", *words).stdout for words in calibrated} == {"calibrate\n"}
     assert {keepmtp("extra", *words).stdout for words in plain} == {"quantize\n"}
+
+
+def test_a_back_end_has_an_extra_of_its_own(tmp_path):
+    """Without it a run is one sentence, before any work; so is a sweep that several processes cannot share."""
+    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian")
+    assert keepmtp("extra", str(recipe)).stdout == "modelopt\n"
+    words = ("quantize", str(recipe), "--out", str(tmp_path / "out"))
+    done = keepmtp_without(("nvidia-modelopt",), *words, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "needs keepmtp's `modelopt` extra; got no nvidia-modelopt. Run " in done.stderr
+    done = keepmtp(*words, RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "local-hessian must run in one process, since modelopt sums its Hessians over none" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [recipe.name]
 
 
 def test_a_calibrated_run_for_machines(tmp_path):

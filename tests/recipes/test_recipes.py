@@ -61,7 +61,8 @@ def test_missing_key(tmp_path, key):
 def test_only_what_changes_no_number_has_a_default():
     """What may be left out: exceptions, what only `auto` reads, the place of an MTP block that most releases have
     themselves, what data may lack, consents that start as no. And what was no choice before: on whose tokens an expert
-    is calibrated, who writes the held-out answers, how attention is computed, and the algorithms' knobs.
+    is calibrated, who writes the held-out answers, how attention is computed, whose code calibrates, and the
+    algorithms' knobs.
 
     And how the result is judged, which changes no byte of it: reports and cards print every field of that.
     """
@@ -91,6 +92,7 @@ def test_only_what_changes_no_number_has_a_default():
         "attention",
         "model_code",
         "decorated_forward",
+        "backend",
         "gptq",
         "awq",
     }
@@ -170,6 +172,28 @@ def test_schemes_that_depend_on_data(algorithm, experts, expected):
     raw = CALIBRATED.model_dump()
     raw["backbone"]["experts"], raw["calibration"]["algorithm"] = experts, algorithm
     assert Recipe.model_validate(raw).calibrated_schemes() == expected
+
+
+@pytest.mark.parametrize("algorithm", ["awq_lite", "smoothquant", "svdquant", "awq"])
+def test_what_modelopt_makes_and_vllm_does_not_load(algorithm, tmp_path):
+    block = CALIBRATED.calibration.model_dump() | {"backend": "modelopt", "algorithm": algorithm}
+    assert refusal(tmp_path, calibration=block) == (
+        f"calibration: modelopt's {algorithm} writes pre_quant_scale, which vLLM 0.32 does not load; "
+        f"got algorithm: {algorithm}. Use algorithm: minmax, mse, four-over-six or local-hessian."
+    )
+
+
+def test_each_back_end_has_its_algorithms(tmp_path):
+    block = CALIBRATED.calibration.model_dump()
+    message = refusal(tmp_path, calibration=block | {"backend": "modelopt", "algorithm": "gptq"})
+    assert "calibration: gptq is llm-compressor's; got backend: modelopt. Use algorithm: minmax, mse" in message
+    message = refusal(tmp_path, calibration=block | {"algorithm": "mse"})
+    assert "calibration: mse is modelopt's; got backend: llmcompressor. Set backend: modelopt, or" in message
+    assert "backend" not in block and "backend" not in CALIBRATED.model_dump(mode="json")["calibration"]
+    made = Recipe.model_validate(
+        CALIBRATED.model_dump() | {"calibration": block | {"backend": "modelopt", "algorithm": "mse"}}
+    )
+    assert made.model_dump()["calibration"]["backend"] == "modelopt"
 
 
 def with_knobs(algorithm: str, **knobs) -> dict:
