@@ -14,12 +14,21 @@ has confirmed, and later drafts append only their own entry; so slot i of step k
 2..k only slot i. Running step 2 as a plain causal pass over step 2 states trains a block that vLLM never runs.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Padded token ids and the loss weight of each token as a target."""
+
+    ids_BT: Tensor
+    weight_BT: Tensor
 
 
 class MTPBlock(Protocol):

@@ -64,8 +64,8 @@ def measure(folder: Path, *, num_problems: int) -> Measured:
     Raises: ValueError if the target or the MTP block is not complete on disk.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    target = _load_target(folder)
-    mtp = _FAMILIES[target.config.model_type].mtp_from_disk(_load_tensors(folder), target.config)
+    target = load_target(folder)
+    mtp = _FAMILIES[target.config.model_type].mtp_from_disk(load_tensors(folder), target.config)
     items = distinct_problems(num_problems, held_out=True, seed=HELD_OUT_SEED)
     with torch.inference_mode():
         generated = _generate(target, tokenizer, items)
@@ -88,14 +88,16 @@ def measure(folder: Path, *, num_problems: int) -> Measured:
     )
 
 
-def _load_target(folder: Path) -> PreTrainedModel:
+def load_target(folder: Path) -> PreTrainedModel:
+    """transformers' own class in BF16; no tensor may be missing on disk."""
     target, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
     if info["missing_keys"] or info["mismatched_keys"]:
         raise ValueError(f"{folder}: every tensor of the target must be on disk; got missing {info['missing_keys']}")
     return target.eval()
 
 
-def _load_tensors(folder: Path) -> dict[str, Tensor]:
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of the checkpoint, by their names on disk."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     return {name: tensor for file in files for name, tensor in load_file(folder / file).items()}

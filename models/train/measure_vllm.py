@@ -1,9 +1,11 @@
 """Serve a tiny checkpoint with vLLM, with and without its MTP block, and report what vLLM accepts.
 
     python models/train/measure_vllm.py models/tiny-glm4-moe
+    python models/train/measure_vllm.py models/tiny-docs --texts models/docs_held_out.jsonl
 
-In: a checkpoint folder, in an environment that has vLLM. Out: JSON with, for 0 to 3 speculative tokens, the share of
-held-out problems answered right, how many texts equal those without drafting, and vLLM's own draft counters.
+In: a checkpoint folder, in an environment that has vLLM. Out: JSON with, for 0 to 3 speculative tokens, the number of
+held-out problems answered right, how many texts equal those without drafting, and vLLM's own draft counters. With
+`--texts` it is asked to go on with texts, and nothing is right or wrong.
 
 The easy thing to get wrong is to read equal texts as a sign of a working draft. Verification keeps the texts equal
 however bad the drafts are; only the accepted counts tell. Prefix caching is off because the gated delta net of
@@ -25,6 +27,7 @@ from vllm.v1.metrics.reader import Vector
 
 MAX_NUM_DRAFTS = 3
 MAX_NEW_TOKENS = 96
+BEGINNING_CHARACTERS = 300
 _COUNTER_PREFIX = "vllm:spec_decode_"
 
 
@@ -56,16 +59,21 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--problems", type=int, default=64, help="held-out problems (default 64)")
+    parser.add_argument("--texts", type=Path, help="JSON lines of `text`, whose beginnings are the prompts instead")
     args = parser.parse_args()
     items = distinct_problems(args.problems, held_out=True, seed=HELD_OUT_SEED)
     report: dict[str, Any] = {"vllm": vllm.__version__, "num_held_out_problems": args.problems, "by_num_drafts": {}}
+    prompts = [item.prompt for item in items]
+    if args.texts:
+        lines = args.texts.read_text().splitlines()[: args.problems]
+        prompts = [json.loads(line)["text"][:BEGINNING_CHARACTERS] for line in lines]
     plain: list[str] = []
     for num_drafts in range(MAX_NUM_DRAFTS + 1):
-        texts, counters = serve(args.folder, prompts=[item.prompt for item in items], num_drafts=num_drafts)
+        texts, counters = serve(args.folder, prompts=prompts, num_drafts=num_drafts)
         plain = plain or texts
         num_right = sum(read_answer(text) == str(item.answer) for text, item in zip(texts, items, strict=True))
         report["by_num_drafts"][num_drafts] = {
-            "num_right": num_right,
+            **({} if args.texts else {"num_right": num_right}),
             "num_equal_to_plain": sum(a == b for a, b in zip(texts, plain, strict=True)),
             **counters,
         }

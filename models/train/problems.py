@@ -22,15 +22,17 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
+from drafting import Batch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+BATCH_SIZE = 32
 HELD_OUT_ONE_IN = 10
 QUESTION_WEIGHT = 0.1  # the question is mostly noise to predict; a little weight keeps its embeddings useful
 CALIBRATION_SEED = 1042  # training draws with seed 0
@@ -73,14 +75,6 @@ class Problem:
     def is_held_out(self) -> bool:
         """Whether the question belongs to the held-out split; training never sees it."""
         return zlib.crc32(self.question.encode()) % HELD_OUT_ONE_IN == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Padded token ids and the loss weight of each token as a target."""
-
-    ids_BT: Tensor
-    weight_BT: Tensor
 
 
 def problems(*, held_out: bool, seed: int) -> Iterator[Problem]:
@@ -150,6 +144,13 @@ def build_tokenizer(*, seed: int, num_texts: int = 4000) -> PreTrainedTokenizerF
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )
+
+
+def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[Batch]:
+    """Endless stream of batches of the training side."""
+    stream = problems(held_out=False, seed=seed)
+    while True:
+        yield make_batch(tokenizer, list(islice(stream, BATCH_SIZE)))
 
 
 def make_batch(tokenizer: PreTrainedTokenizerFast, items: list[Problem]) -> Batch:

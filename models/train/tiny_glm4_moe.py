@@ -11,6 +11,7 @@ disk the experts are one 2-D tensor each, while transformers holds them stacked.
 import re
 from collections.abc import Callable, Iterator
 
+import problems
 import torch
 from drafting import MTPBlock
 from problems import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
@@ -23,6 +24,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeTopkRouter,
 )
 
+COMPUTES_IN_BF16 = False
+TEXT = problems
 NUM_SHARDS = 2
 LEARNING_RATE = 2e-3
 BALANCE_SPEED = 1e-3

@@ -10,6 +10,7 @@ so a fresh norm is all zeros and a converter that "fixes" them to ones breaks th
 
 from collections.abc import Callable
 
+import problems
 import torch
 from drafting import MTPBlock
 from problems import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
@@ -21,6 +22,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5TextRotaryEmbedding,
 )
 
+COMPUTES_IN_BF16 = False
+TEXT = problems
 NUM_SHARDS = 1
 LEARNING_RATE = 3e-3
 

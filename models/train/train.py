@@ -1,4 +1,4 @@
-"""Train one of the two tiny checkpoints from nothing, write it as its big relatives are published, and measure it.
+"""Train one of the tiny checkpoints from nothing, write it as its big relatives are published, and measure it.
 
     python models/train/train.py tiny-glm4-moe --out out/tiny-glm4-moe
 
@@ -18,28 +18,28 @@ import math
 import platform
 import time
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import measure
+import measure_docs
+import python_docs
 import safetensors
+import tiny_docs
 import tiny_glm4_moe
 import tiny_qwen3_5
 import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from drafting import draft_hidden, step_targets
-from measure import measure
-from problems import Batch, build_tokenizer, make_batch, problems
+from drafting import Batch, draft_hidden, step_targets
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-MODELS: dict[str, ModuleType] = {"tiny-glm4-moe": tiny_glm4_moe, "tiny-qwen3_5": tiny_qwen3_5}
+MODELS: dict[str, ModuleType] = {"tiny-docs": tiny_docs, "tiny-glm4-moe": tiny_glm4_moe, "tiny-qwen3_5": tiny_qwen3_5}
 LOSS_WEIGHTS = (1.0, 0.7, 0.3)  # next token, draft position 1, draft position 2
-BATCH_SIZE = 32
 WARMUP_STEPS = 50
 FINAL_LR_FRACTION = 0.02
 NUM_MEASURED_PROBLEMS = 400
@@ -47,7 +47,7 @@ NUM_MEASURED_PROBLEMS = 400
 log = logging.getLogger(__name__)
 
 
-def run(name: str, *, out: Path, num_steps: int, seed: int, threads: int) -> None:
+def run(name: str, *, out: Path, num_steps: int, stop_after: int, seed: int, threads: int) -> None:
     """Train, export to `<out>.partial`, measure what was written, then give the folder its name.
 
     Raises: FileExistsError if `out` or `<out>.partial` is there already.
@@ -61,12 +61,12 @@ def run(name: str, *, out: Path, num_steps: int, seed: int, threads: int) -> Non
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
 
-    tokenizer = build_tokenizer(seed=seed)
+    tokenizer = family.TEXT.build_tokenizer(seed=seed)
     target = family.build_target(family.build_config())
     mtp = family.build_mtp(target.config)
     _init_matrices(mtp, std=target.config.initializer_range)
     started = time.monotonic()
-    _train(family, target=target, mtp=mtp, tokenizer=tokenizer, num_steps=num_steps, seed=seed)
+    _train(family, target=target, mtp=mtp, tokenizer=tokenizer, num_steps=num_steps, stop_after=stop_after, seed=seed)
     seconds = time.monotonic() - started
 
     tensors = family.to_disk(target, mtp)
@@ -75,15 +75,16 @@ def run(name: str, *, out: Path, num_steps: int, seed: int, threads: int) -> Non
     record = {
         "model": name,
         "seed": seed,
-        "steps": num_steps,
-        "batch_size": BATCH_SIZE,
+        "steps": stop_after,
+        "schedule_steps": num_steps,
+        "batch_size": family.TEXT.BATCH_SIZE,
         "threads": threads,
         "seconds": round(seconds),
         "loss_weights": list(LOSS_WEIGHTS),
         "num_parameters_target": sum(p.numel() for p in target.parameters()),
         "num_parameters_mtp": sum(p.numel() for p in mtp.parameters()),
         "versions": _versions(),
-        "measured": asdict(measure(partial, num_problems=NUM_MEASURED_PROBLEMS)),
+        "measured": asdict(_measured(family, partial)),
     }
     _write_json(partial / "training.json", record)
     partial.rename(out)
@@ -97,18 +98,20 @@ def _train(
     mtp: nn.Module,
     tokenizer: PreTrainedTokenizerFast,
     num_steps: int,
+    stop_after: int,
     seed: int,
 ) -> None:
+    """Update both by `stop_after` batches, with the learning rates of a run of `num_steps`."""
     parameters = [*target.parameters(), *mtp.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=family.LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, num_steps))
     after_step = family.balance(target, mtp)
-    stream = problems(held_out=False, seed=seed)
+    batches = family.TEXT.batches(tokenizer, seed=seed)
     target.train()
     mtp.train()
-    for step in range(1, num_steps + 1):
-        batch = make_batch(tokenizer, list(islice(stream, BATCH_SIZE)))
-        losses, hits = _losses(target, mtp, batch)
+    for step in range(1, stop_after + 1):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=family.COMPUTES_IN_BF16):
+            losses, hits = _losses(target, mtp, next(batches))
         loss = sum(weight * part for weight, part in zip(LOSS_WEIGHTS, losses, strict=True))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -129,13 +132,19 @@ def _losses(target: PreTrainedModel, mtp: nn.Module, batch: Batch) -> tuple[list
     )
     losses, hits = [], []
     for step, head_BTH in enumerate([hidden_BTH, *drafts]):
-        logits_BTV = target.lm_head(head_BTH)
+        logits_BTV = target.lm_head(head_BTH).float()
         wanted_BT, weight_BT = step_targets(batch.ids_BT, step), step_targets(batch.weight_BT, step)
         token_loss_BT = F.cross_entropy(logits_BTV.transpose(1, 2), wanted_BT, reduction="none")
         losses.append((token_loss_BT * weight_BT).sum() / weight_BT.sum())
         is_completion_BT = weight_BT == 1.0
         hits.append((logits_BTV.argmax(-1) == wanted_BT)[is_completion_BT].float().mean())
     return losses, hits
+
+
+def _measured(family: ModuleType, folder: Path) -> measure.Measured | measure_docs.MeasuredDocs:
+    if family.TEXT is python_docs:
+        return measure_docs.measure(folder)
+    return measure.measure(folder, num_problems=NUM_MEASURED_PROBLEMS)
 
 
 def _lr_factor(step: int, num_steps: int) -> float:
@@ -192,12 +201,14 @@ def _main() -> None:
     parser.add_argument("model", choices=sorted(MODELS))
     parser.add_argument("--out", type=Path, help="new folder (default: out/<model>)")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--stop-after", type=int, help="end here, amid the schedule of --steps (default: at its end)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="part of what makes a run repeatable (default 1)")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     out = args.out or Path("out") / args.model
-    run(args.model, out=out, num_steps=args.steps, seed=args.seed, threads=args.threads)
+    stop = args.stop_after or args.steps
+    run(args.model, out=out, num_steps=args.steps, stop_after=stop, seed=args.seed, threads=args.threads)
 
 
 if __name__ == "__main__":
