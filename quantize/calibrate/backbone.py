@@ -258,6 +258,16 @@ class Backbone(_Pass):
     coverage: Mapping[HFName, int]
     few_tokens: tuple[HFName, ...]
 
+    def serve_layer(self, index: int, layer: nn.Module, outputs: NextStates) -> None:
+        """Run held-out text through a layer of a pass that calibrates nothing, as a server computes it.
+
+        Args:
+            index: of the layer.
+            layer: real, with the weights and rounded inputs that it is to be judged with.
+            outputs: the states of the next layer.
+        """
+        self._run("source", index, layer, outputs, serving(self.skeleton.model))
+
     def batches(self, stream: Stream) -> "Batches":
         """The sequences with the hidden states after the last layer."""
         return Batches(run=self, stream=stream, index=len(self.skeleton))

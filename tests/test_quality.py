@@ -1,0 +1,106 @@
+"""The judge of finished checkpoints agrees with a run's own record, and sees what is broken."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from judge import Judge
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.calibrate.data import calibration_data
+from keepmtp.quantize.calibrate.run import calibrate
+from keepmtp.quantize.calibrate.target import agreement
+from keepmtp.quantize.output import claim, publish
+from keepmtp.quantize.writer import write
+from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
+from passes import ALONE, ROOT, plan_over
+from safetensors.torch import load_file, save_file
+from written_values import poke
+
+FEW = {"samples": 8, "held_out": 6, "batch_size": 2}
+# What differs on the way to a server: dialect, static and dynamic input scales, rewritten weights, a cache.
+CASES = {
+    "nvfp4": ("tiny-glm4-moe", "nvfp4-mtp-nvfp4", {}),
+    "nvfp4 in modelopt's dialect": ("tiny-glm4-moe", "nvfp4-mtp-nvfp4", {"format": "modelopt"}),
+    "fp8 with its cache": ("tiny-glm4-moe", "fp8-kv", {}),
+    "w4a16 by gptq": ("tiny-glm4-moe", "w4a16-gptq", {}),
+    "qwen": ("tiny-qwen3_5", "fp8", {"mtp": "FP8_DYNAMIC"}),
+}
+
+
+def made(folder: Path, case: str) -> tuple[Path, dict]:
+    """A calibrated checkpoint, and the figures of its record."""
+    model, variant, changes = CASES[case]
+    document = yaml.safe_load(find_recipe(model, scheme=variant)[1]) | {"default": False} | changes
+    document["calibration"] |= FEW
+    plan = plan_over(ROOT / "models" / model, Recipe.model_validate(document))
+    run = calibrate(plan, folder / "calibration", ranks=ALONE)
+    with claim(run.plan, folder / "out", calibration=run.salt) as partial:
+        write(run.plan, partial, recipe_text="", threads=1, statistics=run.statistics, calibration=run.summary)
+        publish(partial, folder / "out")
+    shutil.rmtree(folder / "calibration")
+    return folder / "out", run.summary["rows"][-1]
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory) -> dict[str, Judge]:
+    """A judge for each model, over the held-out text of `FEW`."""
+    found = {}
+    for model in ("tiny-glm4-moe", "tiny-qwen3_5"):
+        recipe, release = find_recipe(model, scheme="nvfp4")[0], ROOT / "models" / model
+        data = calibration_data(recipe.calibration.model_copy(update=FEW), open_source(release))
+        found[model] = Judge(release, recipe, data, tmp_path_factory.mktemp("states"))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_judge_agrees_with_the_runs_own_record(judges, tmp_path, case):
+    """Other code on the way there: the file's tensors, compressed-tensors' decompression, vLLM's view of the config."""
+    folder, recorded = made(tmp_path, case)
+    judge = judges[CASES[case][0]]
+    found = judge.read(folder)
+    assert found.target.perplexity == pytest.approx(recorded["perplexity"], abs=1e-6)
+    assert found.target.divergence == pytest.approx(recorded["divergence"], abs=1e-6)
+    assert 1 - agreement(judge.release.target, found.target) == pytest.approx(recorded["flips"], abs=1e-5)
+    assert found.acceptance.fact().model_dump(mode="json") == recorded["acceptance"]
+    assert found.mtp_bytes > 0 and found.backbone_bytes < judge.release.backbone_bytes
+    if case == "nvfp4":
+        a_broken_one_shows(judge, folder, found.target.divergence)
+
+
+def a_broken_one_shows(judge: Judge, folder: Path, whole: float) -> None:
+    """One layer's scales doubled; and one of two fused modules with another scale than the other."""
+    stem = "model.layers.1.mlp.shared_experts"
+    entries = open_source(folder).entries
+    first = float(torch.frombuffer(raw(folder, entries[f"{stem}.down_proj.weight_global_scale"]), dtype=torch.float32))
+    poke(folder, f"{stem}.down_proj.weight_global_scale", first / 2)
+    assert judge.read(folder).target.divergence > 1.5 * whole
+    poke(folder, f"{stem}.gate_proj.weight_global_scale", first / 2)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.shared_experts.*must have one weight_global_scale"):
+        judge.read(folder)
+
+
+def raw(folder: Path, entry) -> bytearray:
+    return bytearray((folder / entry.file).read_bytes()[entry.start : entry.start + entry.num_bytes])
+
+
+def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
+    """As peers leave it: the backbone alone. Its own block is no part of its bytes."""
+    judge = judges["tiny-qwen3_5"]
+    folder = Path(shutil.copytree(ROOT / "models" / "tiny-qwen3_5", tmp_path / "alone"))
+    kept = {
+        name: file
+        for name, file in json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"].items()
+        if not name.startswith("mtp.")
+    }
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensors[name] for name in kept}, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": kept}))
+    found = judge.read(folder)
+    assert found.mtp_bytes == 0 and found.backbone_bytes == judge.release.backbone_bytes
+    assert found.target.divergence == 0
+    assert torch.equal(found.acceptance.counts, judge.release.acceptance.counts)
