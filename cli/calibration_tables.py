@@ -81,7 +81,7 @@ def will_do_json(plan: Plan) -> dict[str, Any] | None:
     weights = Counter(
         (tensor.part, tensor.role, _stored_as(tensor), _from_batches(tensor, recipe.calibration.algorithm))
         for tensor in plan.tensors
-        if tensor.calibrated or tensor.may_change
+        if tensor.calibrated or tensor.may_change or tensor.tuned
     )
     return {
         "tokens": recipe.calibration.samples * recipe.calibration.sequence_length,
@@ -184,6 +184,8 @@ def _stored_as(tensor: TensorPlan) -> str:
 
 
 def _from_batches(tensor: TensorPlan, algorithm: str) -> str:
+    if tensor.tuned:
+        return "weights and input scales, by training" if tensor.calibrated else "weights, by training"
     if tensor.calibrated == "weights":
         return f"weights, by {algorithm}"
     if tensor.calibrated == "scales":

@@ -51,7 +51,7 @@ def _cure(plan: Plan, partial: Path, finding: "Finding") -> str:
     maker = next((each for each in plan.tensors if finding.where in {output.name for output in each.outputs}), None)
     if maker is None:
         return finding.cure
-    if maker.calibrated:
+    if maker.calibrated or maker.tuned:
         folder = calibration_folder(final_path(partial))
         return f"{finding.cure}: remove {partial} and {folder}, and run the same command again"
     entry = plan.entries[maker.inputs[0]]

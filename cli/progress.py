@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..validate.evaluation.ask import Step as EvaluationStep
 
 # The word for one step in each part of calibration.
-_STEP_WORDS = {"backbone": "layer", "mtp": "policy"}
+_STEP_WORDS = {"backbone": "layer", "mtp": "policy", "tuning": "training step"}
 _LINE_SECONDS = 10.0
 # A log gets a line for bytes at least, and at most, so often.
 _MOST_SECONDS, _LEAST_SECONDS = 30.0, 5.0

@@ -15,7 +15,6 @@ from ..quantize.plan import Plan
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..recipes.find import data_free_alternative
-from ..recipes.schema import AUTO
 
 
 def refuse(plan: Plan, out: Path) -> None:
@@ -48,7 +47,7 @@ def refuse_no_draft(plan: Plan) -> None:
     """
     family = plan.view.family
     is_calibrated = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
-    if family.draft is None and (is_calibrated or plan.recipe.mtp == AUTO):
+    if family.draft is None and (is_calibrated or plan.recipe.measures_mtp):
         raise RecipeError(
             plan.recipe.name,
             "an MTP block that is calibrated or chosen must be one that can be run",
@@ -89,5 +88,5 @@ def refusals(plan: Plan) -> list[str]:
 
 
 def needs_calibration(plan: Plan) -> bool:
-    """Whether the plan needs batches: for a scheme, for an algorithm, or to measure what `auto` chooses from."""
-    return bool(plan.needs_calibration) or plan.recipe.mtp == AUTO or plan.recipe.is_searched
+    """Whether the plan needs batches: for a scheme, for an algorithm, or to measure what `auto` or `tuned` decide."""
+    return bool(plan.needs_calibration) or plan.recipe.measures_mtp or plan.recipe.is_searched

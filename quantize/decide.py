@@ -18,7 +18,7 @@ from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName, VLLMName
 from ..recipes.family_view import FamilyView, Place
 from ..recipes.match_clock import SIMPLER, MatchClock
-from ..recipes.schema import Recipe
+from ..recipes.schema import TUNED, Recipe
 from ..recipes.schemes import SCHEMES, Scheme
 from .tensor_plan import Fate, Output, TensorPlan, packed_outputs, renamed_outputs, same_output, separated_outputs
 
@@ -193,16 +193,16 @@ def _word(place: Place, given: Given) -> tuple[str, str]:
                 got=override,
                 cure="Remove the override",
             )
-        passes = place.part == "mtp" and recipe.mtp == "source"
+        passes = place.part == "mtp" and recipe.mtp_policy == "source"
         return ("source" if passes else "bf16"), place.row.why_kept
     if override is not None:
         return override, "override of the recipe"
     if place.part == "backbone":
         word = recipe.backbone.get(place.role)
-    elif isinstance(recipe.mtp, str):
-        word = recipe.mtp
+    elif isinstance(recipe.mtp_policy, str):
+        word = recipe.mtp_policy
     else:
-        word = recipe.mtp.get(place.role)
+        word = recipe.mtp_policy.get(place.role)
     if word is None:
         raise RecipeError(
             recipe.name,
@@ -224,7 +224,8 @@ def _group(place: Place, recipe: Recipe) -> str:
 def _to_scheme(
     weight: StoredWeight, name: HFName, place: Place, scheme: Scheme, reason: str, given: Given
 ) -> TensorPlan:
-    if _same_bytes(weight, scheme):
+    is_tuned = place.part == "mtp" and given.recipe.mtp == TUNED
+    if _same_bytes(weight, scheme) and not is_tuned:
         outputs = renamed_outputs(weight, scheme)
         return _tensor(weight, place, "keep", scheme.name, f"the source stores {scheme.name} already", outputs)
     where = _group(place, given.recipe)

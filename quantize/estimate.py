@@ -104,7 +104,7 @@ def estimate(plan: Plan, card: Card, *, gpus: int = 1, batch_size: int = 1) -> E
         batch_size: sequences in a batch.
     """
     terms = [TimeTerm(station="start", name="calls", count=START_SECONDS, unit="s", rate=1.0, source="assumed")]
-    if plan.needs_calibration or plan.recipe.mtp == AUTO:
+    if plan.needs_calibration or plan.recipe.measures_mtp:
         calibration = plan.recipe.calibration
         assert calibration is not None
         work = _Work(plan=plan, calibration=calibration, batch_size=batch_size, gpus=gpus)
@@ -224,7 +224,7 @@ class _Work:
         drafts = layer_work(self.plan, own, batch_size=1, length=length, routed=True).times(
             3 * self.calibration.held_out
         )
-        calibrated = self._passes(own) if any(t.calibrated for t in own) or self.plan.recipe.mtp == AUTO else Work()
+        calibrated = self._passes(own) if any(t.calibrated for t in own) or self.plan.recipe.measures_mtp else Work()
         return (heads + drafts).times((policies + 2) / self.gpus) + calibrated.times(policies)
 
     def _layer(self, tensors: list[TensorPlan]) -> Work:

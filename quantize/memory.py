@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from ..recipes.schema import AUTO, Calibration
+from ..recipes.schema import Calibration
 from ..recipes.schemes import SCHEMES
 from .plan import Plan
 from .statistics_bytes import awq_cache_bytes, group_hessian_bytes, hessian_bytes
@@ -204,7 +204,7 @@ class _Count:
         length = self.calibration.sequence_length
         drafted = replace(self, batch_size=1)
         runs = [drafted._with_batch(own, _DRAFT_STEPS * length)]
-        if self.plan.recipe.mtp == AUTO or any(tensor.calibrated for tensor in own):
+        if self.plan.recipe.measures_mtp or any(tensor.calibrated for tensor in own):
             runs.append(self._with_batch(own, length))
         largest = max(runs, key=lambda terms: sum(terms.values()))
         device = {

@@ -22,13 +22,15 @@ from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_family
 from ..recipes.family import Family, HFName, Part, VLLMName
 from ..recipes.family_view import FamilyView
-from ..recipes.schema import AUTO, Recipe
+from ..recipes.schema import AUTO, TUNED, MtpTuned, Recipe
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES, num_bytes
 from .decide import Given, Patterns, added_aliases, decide_other, decide_weight, matching_limit
 from .kv_cache import with_cache_scales
 from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs
 
 SHARD_BYTES = 5_000_000_000
+# Those of the target that a block has a copy of, or that are as large; and what no gradient moves.
+_NEVER_TRAINED = ("embedding", "head", "state", "vision")
 _GET_IT = "Get the MTP block from the original release: most tools drop it"
 Unit = tuple[TensorPlan, ...]
 """Tensors that are computed together, and written to one shard."""
@@ -131,15 +133,16 @@ class Plan:
 
     @property
     def needs_calibration(self) -> list[str]:
-        """Schemes of this plan that need batches, the KV cache's among them."""
-        return sorted({tensor.scheme or "kv_cache: FP8" for tensor in self.tensors if tensor.calibrated})
+        """Schemes of this plan that need batches, the KV cache's among them, and the word for a tuned MTP block."""
+        schemes = {tensor.scheme or "kv_cache: FP8" for tensor in self.tensors if tensor.calibrated}
+        return sorted(schemes | {f"mtp: {TUNED}" for tensor in self.tensors if tensor.tuned})
 
     @property
     def may_calibrate_mtp(self) -> bool:
         """Whether tensors of the MTP block need batches; under `mtp: auto`, those of a candidate."""
         if self.recipe.mtp == AUTO and self.recipe.calibrated_mtp_schemes():
             return True
-        return any(tensor.calibrated for tensor in self.tensors if tensor.part == "mtp")
+        return any(tensor.calibrated or tensor.tuned for tensor in self.tensors if tensor.part == "mtp")
 
 
 def make_plan(
@@ -158,7 +161,7 @@ def make_plan(
             scheme cannot take, fused modules that disagree, a pattern that matches nothing.
         CheckpointError: a tensor outside the family table, or a promised MTP block that is absent.
     """
-    assert recipe.mtp != "auto", f"{recipe.name}: a plan is of one candidate"
+    assert recipe.mtp != AUTO, f"{recipe.name}: a plan is of one candidate"
     family = find_family(source.config, source.where)
     _refuse_other_family(recipe, family, source)
     view = FamilyView(family=family, config=source.config)
@@ -305,8 +308,8 @@ def _refuse_unnamed_groups(recipe: Recipe, tensors: Iterable[TensorPlan]) -> Non
     """Every module group that the recipe names must be in the model."""
     have: set[tuple[Part, str]] = {(tensor.part, tensor.role) for tensor in tensors}
     named: dict[Part, Iterable[str]] = {"backbone": recipe.backbone}
-    if isinstance(recipe.mtp, dict):
-        named["mtp"] = recipe.mtp
+    if isinstance(recipe.mtp_policy, dict):
+        named["mtp"] = recipe.mtp_policy
     for part, groups in named.items():
         for group in groups:
             if (part, group) not in have:
@@ -360,6 +363,10 @@ _WORDS_OF = {
 def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorPlan]:
     """The tensors, each with what batches give it."""
     algorithm = recipe.calibration.algorithm if recipe.calibration else "minmax"
+    if recipe.mtp_tuned is not None:
+        backbone = [tensor for tensor in tensors if tensor.part != "mtp"]
+        block = [_marked_tuned(tensor, recipe.mtp_tuned) for tensor in tensors if tensor.part == "mtp"]
+        return _with_calibration(recipe.model_copy(update={"mtp_tuned": None}), backbone) + block
     marked = [_marked(tensor, algorithm) for tensor in tensors]
     if algorithm not in RESCALING:
         return marked
@@ -380,6 +387,22 @@ def _marked(tensor: TensorPlan, algorithm: str) -> TensorPlan:
     if SCHEMES[tensor.scheme].needs_calibration:
         return replace(tensor, calibrated="scales", reason=f"{tensor.reason}; input scales from calibration data")
     return tensor
+
+
+def _marked_tuned(tensor: TensorPlan, tuned: MtpTuned) -> TensorPlan:
+    """A tensor of a block that is trained; weights that are not are rounded to nearest, whatever the algorithm."""
+    marked = _marked(tensor, "minmax")
+    is_trained = tensor.role not in (*_NEVER_TRAINED, *tuned.frozen) and _is_weight(tensor)
+    return replace(marked, tuned=True, reason=f"{marked.reason}; tuned") if is_trained else marked
+
+
+def _is_weight(tensor: TensorPlan) -> bool:
+    """Whether this is a weight or a bias that is written in floating point or packed anew; no buffer, no table."""
+    if tensor.fate == "keep" and (tensor.form != "plain" or tensor.scheme):
+        return False
+    is_float = all(output.dtype in ("BF16", "F16", "F32") for output in tensor.outputs)
+    named = tensor.name.endswith((".weight", ".bias")) or bool(tensor.stacked)
+    return named and (tensor.fate == "quantize" or (tensor.fate in ("keep", "dequantize") and is_float))
 
 
 def _can_be_rescaled(tensor: TensorPlan) -> bool:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ..checkpoints.files import partial_path, two_sizes
 from ..recipes.errors import RecipeError
-from ..recipes.schema import AUTO
 from .plan import Plan
 
 # A line of the index and, in the files of hashes, one for each tensor that is read: name, 64 digits and quotes.
@@ -62,7 +61,7 @@ def calibration_bytes(plan: Plan) -> int:
     something about the MTP block, there is the calibration text as a server computes it, too.
     """
     calibration = plan.recipe.calibration
-    is_auto = plan.recipe.mtp == AUTO or plan.recipe.is_searched
+    is_auto = plan.recipe.measures_mtp or plan.recipe.is_searched
     if calibration is None or not (plan.needs_calibration or is_auto):
         return 0
     text_config = plan.view.text_config
@@ -70,7 +69,9 @@ def calibration_bytes(plan: Plan) -> int:
     num_tokens = (
         calibration.samples * (1 + plan.may_calibrate_mtp) + 2 * calibration.held_out
     ) * calibration.sequence_length
-    rewritten = [tensor for tensor in plan.tensors if tensor.calibrated == "weights" or tensor.may_change]
+    rewritten = [
+        tensor for tensor in plan.tensors if tensor.calibrated == "weights" or tensor.may_change or tensor.tuned
+    ]
     return 2 * num_tokens * width * 2 + sum(output.num_bytes for tensor in rewritten for output in tensor.outputs)
 
 

@@ -66,6 +66,7 @@ class TensorPlan:
             values; () where no loader takes them, and they are 1. None for all other tensors.
         may_change: the algorithm moves scale between the modules of this layer, so batches may also give all outputs of
             this one, unit by unit.
+        tuned: training gives every output of this tensor of the MTP block.
     """
 
     name: HFName
@@ -88,11 +89,12 @@ class TensorPlan:
     calibrated: FromBatches = ""
     cache: tuple[HFName, ...] | None = None
     may_change: bool = False
+    tuned: bool = False
 
     @property
     def calibrated_outputs(self) -> tuple[Output, ...]:
         """The outputs that need batches."""
-        if self.calibrated in ("weights", "cache"):
+        if self.calibrated in ("weights", "cache") or self.tuned:
             return self.outputs
         suffixes = {spec.suffix for spec in SCHEMES[self.scheme].extra} if self.calibrated else set()
         return tuple(output for output in self.outputs if output.name.rpartition(".")[2] in suffixes)

@@ -20,13 +20,13 @@ from typing import Any
 from .errors import RecipeError
 from .listing import model_files
 from .model_file import calibrations, flat_recipes, flat_text, is_model_file
-from .schema import AUTO, KEEP_WORDS, Calibration, Recipe, validated
+from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, validated
 from .schemes import SCHEMES
 from .yaml_file import load_shipped, read_yaml
 
 DEFAULT_CALIBRATION = "ultrachat-256x2048"
 """The named block that is taken where batches are needed and nothing says which."""
-_POLICIES = (*KEEP_WORDS, AUTO, *SCHEMES)
+_POLICIES = (*KEEP_WORDS, AUTO, TUNED, *SCHEMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

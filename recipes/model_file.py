@@ -16,6 +16,7 @@ Easy to get wrong: a block in a variant replaces the file's block of the same na
 `mtp_auto` is only for the variants with `mtp: auto`; where there is none, these get what `--mtp auto` tries.
 `rest: auto` leaves the backbone to a search, and `mtp: auto` then its block too: the file's `budget` and
 `backbone_auto` are only for the variants that search.
+`mtp_tuned` is only for those with `mtp: tuned`, and must be there.
 """
 
 import difflib
@@ -30,11 +31,11 @@ from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
 from .yaml_file import load_shipped
 
-BLOCKS = ("mtp_auto", "overrides", "keep", "mtp_source", "format", "kv_cache", "evaluation", "gates")
+BLOCKS = ("mtp_auto", "mtp_tuned", "overrides", "keep", "mtp_source", "format", "kv_cache", "evaluation", "gates")
 _OF_A_SEARCH = ("budget", "backbone_auto")
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
 _OF_A_VARIANT = ("summary", "mtp", "calibration")
-_AUTO = "auto"
+_AUTO, _TUNED = "auto", "tuned"
 _CALIBRATIONS = Path(__file__).parent / "calibrations.yaml"
 
 
@@ -90,9 +91,10 @@ def flat_recipes(raw: Mapping[str, Any], where: object) -> dict[str, dict[str, A
     if raw["default"] not in list(variants):
         raise _unknown(f"{where}: default", "must be a variant", raw["default"], variants)
     flat = {name: _flat(raw, name, groups, f"{where}: variants.{name}") for name in variants}
-    if "mtp_auto" in raw and not any("mtp_auto" in recipe for recipe in flat.values()):
-        rule = "mtp_auto must be left out where mtp is not auto"
-        raise RecipeError(where, rule, got="no variant with mtp: auto", cure="Remove it")
+    for word in (_AUTO, _TUNED):
+        if (key := f"mtp_{word}") in raw and not any(key in recipe for recipe in flat.values()):
+            rule = f"{key} must be left out where mtp is not {word}"
+            raise RecipeError(where, rule, got=f"no variant with mtp: {word}", cure="Remove it")
     return flat
 
 
@@ -127,6 +129,9 @@ def _flat(raw: Mapping[str, Any], name: str, groups: Collection[str], where: str
         flat["mtp_auto"] = auto or USUAL_AUTO
     elif "mtp_auto" in variant:
         flat["mtp_auto"] = auto
+    tuned = blocks.pop("mtp_tuned", None)
+    if tuned is not None and (variant["mtp"] == _TUNED or "mtp_tuned" in variant):
+        flat["mtp_tuned"] = tuned
     return flat | searching | {"calibration": _calibration(variant["calibration"], where)} | blocks
 
 

@@ -41,6 +41,8 @@ AUTO = "auto"
 """For the MTP block: the cheapest of the candidates that keeps enough acceptance, measured during the run. For module
 groups of the backbone: what a search finds under the recipe's `budget`, unit by unit, and then the block's units too.
 """
+TUNED = "tuned"
+"""For the MTP block only: trained on what the quantized backbone computes, if that is shown to raise acceptance."""
 
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -56,7 +58,7 @@ def _known_decision(word: str, *, besides: tuple[str, ...] = ()) -> str:
 
 
 def _known_policy(word: str) -> str:
-    return _known_decision(word, besides=(AUTO,))
+    return _known_decision(word, besides=(AUTO, TUNED))
 
 
 def _known_role(word: str) -> str:
@@ -331,6 +333,41 @@ class BackboneAuto(_Frozen):
         return self
 
 
+class MtpTuned(_Frozen):
+    """How `mtp: tuned` trains the block.
+
+    Attributes:
+        mtp: how the block is stored and computed with, while it is trained and afterwards: a word or a mapping by
+            group. Without `source`: a tuned block has no stored form of the release's.
+        steps: of the optimizer.
+        batch_size: sequences of the calibration text in each step, those of all processes together.
+        learning_rate: AdamW's highest; it rises over the first tenth of the steps and falls to 0 at the last.
+        seed: of the order of the sequences.
+        loss: of a draft against the target's distribution; `calibrate.draft_loss` says what each is.
+        draft_steps: how many tokens ahead the block is run, each step on what the one before computed.
+        decay: the weight of each further draft step, as a part of the one before.
+        frozen: module groups that are not trained, such as experts where memory is short.
+    """
+
+    mtp: Candidate
+    steps: _Count
+    batch_size: _Count
+    learning_rate: Annotated[float, Field(gt=0, lt=1)]
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+    loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
+    draft_steps: Annotated[int, Field(ge=1, le=3, strict=True)]
+    decay: Annotated[float, Field(gt=0, le=1)]
+    frozen: tuple[Group, ...] = ()
+
+    @model_validator(mode="after")
+    def _is_written_anew(self) -> "MtpTuned":
+        words = {self.mtp} if isinstance(self.mtp, str) else {*self.mtp.values()}
+        if "source" in words:
+            cure = "Use bf16, which is the same for a BF16 release, or a scheme"
+            raise RecipeError("", "a tuned block is written anew", got="mtp: source", cure=cure)
+        return self
+
+
 DEFAULT_AUTO = MtpAuto.model_validate(USUAL_AUTO)
 """What `--mtp auto` tries where the recipe has no `mtp_auto`."""
 
@@ -365,8 +402,9 @@ class Recipe(_Frozen):
         revision: Hub revision; "local" for folders.
         backbone: module group -> scheme, `source`, `bf16` or `auto`; every group that the model has must be named. The
             word `auto` alone is that for every group.
-        mtp: the same for the MTP block: one word for all of it, a mapping by group, or `auto`.
+        mtp: the same for the MTP block: one word for all of it, a mapping by group, `auto` or `tuned`.
         mtp_auto: how `auto` chooses; only with `mtp: auto`, and where no group of the backbone is `auto`.
+        mtp_tuned: how the block is trained, and its schemes; only with `mtp: tuned`.
         budget: with groups that are `auto`: how large the checkpoint may become (`budget.py`).
         backbone_auto: with them: what the search may choose.
         overrides: exceptions; the first match wins, and each must match something.
@@ -392,6 +430,7 @@ class Recipe(_Frozen):
     mtp_auto: MtpAuto | None = None
     budget: Annotated[str, AfterValidator(_budget)] | None = None
     backbone_auto: BackboneAuto | None = None
+    mtp_tuned: MtpTuned | None = None
     overrides: tuple[Override, ...] = ()
     keep: tuple[NameOrRegex, ...] = ()
     mtp_source: MtpSource | None = None
@@ -431,6 +470,16 @@ class Recipe(_Frozen):
             changed |= {"mtp": word, "mtp_auto": None}
         return self.model_copy(update=changed | {"budget": None, "backbone_auto": None})
 
+    @property
+    def mtp_policy(self) -> str | dict[str, str]:
+        """The schemes of the MTP block: its word or mapping, under `mtp: tuned` those that it is trained for."""
+        return self.mtp_tuned.mtp if self.mtp_tuned else self.mtp
+
+    @property
+    def measures_mtp(self) -> bool:
+        """Whether something about the MTP block is decided by measuring its acceptance."""
+        return self.mtp in (AUTO, TUNED)
+
     def decisions(self) -> set[str]:
         """Every word that this recipe uses for a scheme, also those of the candidates of `auto`."""
         return ({*self.backbone.values()} - {AUTO}) | self._searched_words() | self.mtp_decisions()
@@ -438,7 +487,7 @@ class Recipe(_Frozen):
     def mtp_decisions(self) -> set[str]:
         """The same for the MTP block alone; an override may name its modules, too."""
         words = {override.scheme for override in self.overrides}
-        for policy in self.mtp_auto.candidates if self.mtp_auto else (self.mtp,):
+        for policy in self.mtp_auto.candidates if self.mtp_auto else (self.mtp_policy,):
             words |= {policy} if isinstance(policy, str) else set(policy.values())
         return (words - {AUTO}) | (self._searched_words() if self.mtp == AUTO else set())
 
@@ -482,6 +531,16 @@ class Recipe(_Frozen):
         return self
 
     @model_validator(mode="after")
+    def _tuned_is_explained(self) -> "Recipe":
+        if (self.mtp == TUNED) != (self.mtp_tuned is not None):
+            rule = (
+                "must be given where mtp is tuned" if self.mtp == TUNED else "must be left out where mtp is not tuned"
+            )
+            got = "nothing" if self.mtp_tuned is None else f"mtp: {self.mtp}"
+            raise RecipeError("", f"mtp_tuned {rule}", got=got, cure="It holds mtp, steps, learning_rate and loss")
+        return self
+
+    @model_validator(mode="after")
     def _format_has_a_word(self) -> "Recipe":
         wordless = sorted((self.decisions() & SCHEMES.keys()) - ALGORITHMS.keys())
         if self.format == "modelopt" and wordless:
@@ -494,9 +553,9 @@ class Recipe(_Frozen):
     def _calibration_is_needed_and_given(self) -> "Recipe":
         words = sorted(self.decisions() & SCHEMES.keys())
         if self.calibration is None:
-            if self.mtp == AUTO:
+            if self.measures_mtp:
                 cure = "Name a dataset to measure acceptance on, or choose a policy yourself"
-                raise RecipeError("", "calibration must be given for mtp: auto", got="null", cure=cure)
+                raise RecipeError("", f"calibration must be given for mtp: {self.mtp}", got="null", cure=cure)
             if self.is_searched:
                 cure = "Name a dataset to measure sensitivities on, or choose the words yourself"
                 raise RecipeError("", "calibration must be given for backbone: auto", got="null", cure=cure)
@@ -520,11 +579,11 @@ class Recipe(_Frozen):
         return self
 
     def resolved(self, mtp: str | dict[str, str]) -> "Recipe":
-        """This recipe after `mtp: auto` has chosen.
+        """This recipe with a policy for the MTP block that is known, as after `mtp: auto` has chosen.
 
         It is not validated again: perhaps only the choice needed the calibration block.
         """
-        return self.model_copy(update={"mtp": mtp, "mtp_auto": None})
+        return self.model_copy(update={"mtp": mtp, "mtp_auto": None, "mtp_tuned": None})
 
     def with_choices(
         self,
@@ -557,7 +616,7 @@ class Recipe(_Frozen):
                 changed["calibration"] = self.calibration.model_copy(update=nearest)
         if mtp is not None:
             variant += f"-mtp-{mtp.lower().replace('_', '-')}"
-            changed["mtp"] = mtp
+            changed |= {"mtp": mtp, "mtp_tuned": self.mtp_tuned if mtp == TUNED else None}
         is_searched = self.is_searched and scheme is None
         chooses = changed.get("mtp", self.mtp) == AUTO and not is_searched
         changed["mtp_auto"] = (self.mtp_auto or DEFAULT_AUTO) if chooses else None
@@ -574,7 +633,7 @@ class Recipe(_Frozen):
         return validated(made.model_dump(), " ".join(words) or self.name)
 
     def _uses_batches(self) -> bool:
-        return self.mtp == AUTO or self.is_searched or self.kv_cache is not None or bool(self.calibrated_schemes())
+        return self.measures_mtp or self.is_searched or self.kv_cache is not None or bool(self.calibrated_schemes())
 
 
 _PARTS: Mapping[str, type[BaseModel]] = {
@@ -583,6 +642,7 @@ _PARTS: Mapping[str, type[BaseModel]] = {
     "overrides": Override,
     "mtp_auto": MtpAuto,
     "backbone_auto": BackboneAuto,
+    "mtp_tuned": MtpTuned,
     "mtp_source": MtpSource,
     "evaluation": Evaluation,
     "gates": Gates,

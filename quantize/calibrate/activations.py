@@ -14,7 +14,7 @@ bits. MXFP4's inputs are rounded by compressed-tensors: vLLM takes a package for
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -110,7 +110,7 @@ def fp8_tensor(value: Tensor, *, scale: float) -> Tensor:
 
 
 def _as_it_is(value: Tensor) -> Tensor:
-    return value
+    return value.view_as(value)
 
 
 def _e4m3(scaled: Tensor) -> Tensor:
@@ -124,6 +124,23 @@ def e2m1(scaled: Tensor) -> Tensor:
     return magnitude.add_(power).sub_(power).copysign_(scaled)
 
 
+class _StraightThrough(torch.autograd.Function):
+    """Rounds; a gradient passes as if nothing had been rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, rounding: Rounding) -> Tensor:
+        return rounding(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def through(value: Tensor, rounding: Rounding) -> Tensor:
+    """A rounded value; where gradients are kept, its gradient is the value's own."""
+    return cast(Tensor, _StraightThrough.apply(value, rounding))
+
+
 class _LastRounded:
     """State: the input that was rounded last, and what became of it."""
 
@@ -135,7 +152,7 @@ class _LastRounded:
         """The input [..., K] rounded; `key` is equal for roundings that are."""
         identity = key, InputIdentity.of(value)
         if self._rounded is None or identity != self._identity:
-            self._identity, self._rounded = identity, rounding(value)
+            self._identity, self._rounded = identity, through(value, rounding)
         return self._rounded.view(value.shape)
 
 

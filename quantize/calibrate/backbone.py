@@ -17,7 +17,7 @@ an MTP block is calibrated on, and computed only where one may be.
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,7 +324,15 @@ class Arguments:
 
 
 def record(
-    path: Path, found: Calibrated, binding: Binding, module: str, *, fingerprint: str, part: tuple[int, int] = (0, 1)
+    path: Path,
+    found: Calibrated,
+    binding: Binding,
+    module: str,
+    *,
+    fingerprint: str,
+    part: tuple[int, int] = (0, 1),
+    tensors: Mapping[HFName, Tensor] | None = None,
+    losses: Sequence[float] = (),
 ) -> None:
     """Write the statistics of a decoder layer or MTP block, with the number of tokens that each module saw.
 
@@ -335,6 +343,8 @@ def record(
         module: its path in the model that was calibrated, with a dot; "" for the model itself.
         fingerprint: of the run.
         part: which of how many files; the first has what is said of the whole.
+        tensors: by their names on disk, instead of those that calibration found.
+        losses: of each step, where the weights were trained.
     """
     on_disk_of = {
         each: [piece.module for piece in binding[f"{each.module.removeprefix(module)}.weight"]]
@@ -352,8 +362,10 @@ def record(
         "few_tokens": json.dumps(() if part[0] else few_tokens),
         "left_out": json.dumps(() if part[0] else found.left_out),
         "rounded": json.dumps(() if part[0] else found.rounded),
+        **({"losses": json.dumps(losses)} if losses else {}),
     }
-    write_statistics(path, part_of(on_disk(found.tensors, binding, module), *part), metadata)
+    tensors = on_disk(found.tensors, binding, module) if tensors is None else tensors
+    write_statistics(path, part_of(tensors, *part), metadata)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ...recipes.conventions import CACHE_LEAVES, FP8_CACHE
 from ...recipes.errors import CheckpointError
+from .activations import through
 from .ranks import has_others
 
 _E4M3_MAX = 448.0
@@ -106,7 +107,7 @@ def e4m3_by(scale: float, value: Tensor) -> Tensor:
 
 
 def _rounded(scales: tuple[float, float], keys: Tensor, values: Tensor) -> KeysValues:
-    return e4m3_by(scales[0], keys), e4m3_by(scales[1], values)
+    return through(keys, partial(e4m3_by, scales[0])), through(values, partial(e4m3_by, scales[1]))
 
 
 def _scale(largest: Tensor) -> Tensor:

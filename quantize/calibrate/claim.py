@@ -30,7 +30,8 @@ from .ranks import Ranks
 
 _PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
 # What the recipe says besides: the MTP policy may change without a new pass, the others change no number.
-_PASSED_OVER = {"mtp", "mtp_auto", "variant", "default", "summary", "format", "evaluation", "gates", "calibration"}
+_OF_THE_BLOCK = {"mtp", "mtp_auto", "mtp_tuned"}
+_PASSED_OVER = _OF_THE_BLOCK | {"variant", "default", "summary", "format", "evaluation", "gates", "calibration"}
 _OF_ANY_SPLIT = frozenset({"minmax", "smoothquant", "mse", "four-over-six"})
 _KERNELS = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"[^"]+",\s*"([^"]+)"')
 _DISTRIBUTIONS = {"fla": "flash-linear-attention"}

@@ -106,7 +106,14 @@ class AcceptanceFact(Fact):
         return self.mean_accepted_length[str(self.k)]
 
 
-Side = Literal["source", "quantized"]
+Side = Literal["source", "quantized", "tuned"]
+
+
+_BLOCKS = {
+    "source": "MTP block as released",
+    "quantized": "quantized MTP block",
+    "tuned": "tuned MTP block",
+}
 
 
 class MeasuredFact(Fact):
@@ -119,7 +126,7 @@ class MeasuredFact(Fact):
         flips: share of slots where its first choice is another than the released model's; None likewise.
     """
 
-    backbone: Side
+    backbone: Literal["source", "quantized"]
     mtp: Side
     perplexity: Figure
     divergence: Figure | None = None
@@ -131,7 +138,7 @@ class MeasuredFact(Fact):
         """For people."""
         if self.backbone == "source":
             return "released model"
-        return f"quantized backbone, {'quantized MTP block' if self.mtp == 'quantized' else 'MTP block as released'}"
+        return f"quantized backbone, {_BLOCKS[self.mtp]}"
 
 
 Verdict = Literal["keeps enough", "keeps too little", "too few slots to tell", "does not fit"]
@@ -169,6 +176,39 @@ class CandidateFact(Fact):
         return ", ".join(f"{group}: {word}" for group, word in self.policy.items())
 
 
+class TunedFact(Fact):
+    """An MTP block that was trained for the quantized backbone, and what it drafts on text that it has not seen.
+
+    Attributes:
+        policy, steps, batch_size, learning_rate, seed, loss, draft_steps: the recipe's; see `schema.MtpTuned`.
+        first_loss, last_loss: averages over the first and the last tenth of the steps.
+        before, after: with the same schemes, as rounded from the release and as trained.
+        gain: part of the untrained block's acceptance that the trained one has, the least of all numbers of tokens a
+            step; above 1 it is better.
+        gain_at_least: its lower limit, at `confidence`.
+        of_released, of_released_at_least: the same against the block as released, with the same backbone.
+        chosen: the trained block is what is written.
+    """
+
+    policy: str | Mapping[str, str]
+    steps: Count
+    batch_size: Count
+    learning_rate: Figure
+    seed: Count
+    loss: str
+    draft_steps: Count
+    first_loss: Figure
+    last_loss: Figure
+    before: AcceptanceFact
+    after: AcceptanceFact
+    gain: Figure
+    gain_at_least: Figure
+    of_released: Figure
+    of_released_at_least: Figure
+    confidence: Share
+    chosen: bool
+
+
 class CalibrationFact(Fact):
     """What batches contributed to a checkpoint, and what they say of it without a server.
 
@@ -184,6 +224,7 @@ class CalibrationFact(Fact):
         rows: released model first.
         agreement: share of held-out slots where the quantized backbone chooses what the released one does.
         candidates: of `mtp: auto`, in the order tried.
+        tuned: of `mtp: tuned`; None where the recipe does not say so.
         unmeasured: why there is no acceptance; "" if there is.
     """
 
@@ -199,6 +240,7 @@ class CalibrationFact(Fact):
     rows: Annotated[tuple[MeasuredFact, ...], Field(max_length=3)]
     agreement: Share
     candidates: Annotated[tuple[CandidateFact, ...], Field(max_length=100)]
+    tuned: TunedFact | None = None
     unmeasured: str
 
     def verdict_on(self, candidate: CandidateFact) -> Verdict:

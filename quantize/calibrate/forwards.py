@@ -3,8 +3,8 @@
 In: a model of which one layer is real, or an MTP block. Out: contexts to call its forward in.
 
 Easy to get wrong: `norm_calibration_context` leaves zero-centred norms rounded to what 1 + weight can hold. Whoever
-uses it takes `small_parameters` before and calls `restore` afterwards. And everything runs under no_grad, never
-inference_mode (llm-compressor #2745).
+uses it takes `small_parameters` before and calls `restore` afterwards. And everything runs under no_grad, or with
+gradients, never in inference_mode (llm-compressor #2745).
 
 Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
 """
@@ -55,15 +55,20 @@ def propagating(model: Any, *, routed: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def serving(model: Any) -> Iterator[None]:
+def serving(model: Any, *, trains: bool = False) -> Iterator[None]:
     """Computes as a server would: weights, activations and FP8 caches rounded, experts for their own tokens only.
+
+    Where it `trains`, gradients are kept, and pass activations as if these were not rounded.
 
     Quantized modules have their served weights already (`served.serve_weights`).
 
     On a CPU every expert computes every token, with the same results: a matrix of another height for each expert and
     batch is another compiled kernel of oneDNN's, and these fill the memory.
     """
-    with torch.no_grad(), disable_cache(model), eval_context(model), disable_hf_kernels(model), ExitStack() as stack:
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad() if trains else torch.no_grad())
+        for context in (disable_cache, eval_context, disable_hf_kernels):
+            stack.enter_context(context(model))
         if all(value.device.type in ("cpu", "meta") for value in model.parameters()):
             stack.enter_context(moe_calibration_context())
         quantized = {name: module for name, module in model.named_modules() if hasattr(module, "quantization_scheme")}

@@ -37,7 +37,7 @@ from .forwards import serving
 from .mtp_block import MtpBlock
 from .skeleton import Batch
 from .states import Stream
-from .target import Target, computed, sequences
+from .target import Target, decoder_output, sequences
 
 NUM_STEPS = 3
 """Positions of a draft that are measured, where the model has a block for each."""
@@ -172,7 +172,7 @@ def block_input(backbone: Backbone, block: MtpBlock, batch: Batch) -> Tensor:
     """The hidden states an MTP block reads for the tokens of a batch: after the final norm, or before it."""
     skeleton = backbone.skeleton
     if block.draft.reads_normed:
-        hidden = computed(skeleton, skeleton.model.get_decoder(), batch).last_hidden_state
+        hidden = decoder_output(skeleton, batch)
     else:
         assert batch.state is not None and batch.state[0] is not None
         hidden = batch.state[0].to(skeleton.device)

@@ -12,25 +12,26 @@ import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from ...checkpoints.files import complete, partial_path
 from ...recipes.errors import CheckpointError, GateError, RecipeError
 from ...recipes.family import HFName
-from ...recipes.schema import AUTO, MtpAuto, candidates_for
+from ...recipes.schema import TUNED, MtpAuto, candidates_for
 from ..plan import Plan, make_plan
 from .accepted import FEWEST_SEQUENCES, Acceptance, Kept, fewest_slots
 from .backbone import Backbone, fitting
-from .facts import DIGITS, CandidateFact, MeasuredFact, Side
+from .facts import DIGITS, CandidateFact, MeasuredFact, Side, TunedFact
 from .mtp_block import bind_block, build_block
 from .mtp_policy import NothingCounts, PolicyResults, block_schemes, is_served_changed, num_blocks
 from .progress import CalibrationStep, ProgressCallback, progress_since
 from .statistics import read_metadata
 from .target import Target, agreement, target
+from .tuned_choice import refuse_untrainable, tuned_choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,7 @@ class MtpPass:
             the policy quantizes it.
         agreement: share of held-out slots where the quantized backbone chooses what the released one does.
         candidates: of `mtp: auto`, in the recipe's order.
+        tuned: of `mtp: tuned`.
         coverage: module of the block on disk -> tokens that its calibration saw; experts: tokens the router sent them.
         unmeasured: why there is no acceptance; "" if there is.
     """
@@ -51,16 +53,18 @@ class MtpPass:
     combinations: tuple[MeasuredFact, ...]
     agreement: float
     candidates: tuple[CandidateFact, ...] = ()
+    tuned: TunedFact | None = None
     coverage: Mapping[HFName, int]
     unmeasured: str = ""
 
     def summary(self) -> dict[str, Any]:
         """Its part of the record's `calibration` block: JSON values only."""
         return {
-            "mtp": self.plan.recipe.mtp,
+            "mtp": self.plan.recipe.mtp_policy,
             "rows": [each.model_dump(mode="json") for each in self.combinations],
             "agreement": round(self.agreement, DIGITS),
             "candidates": [each.model_dump(mode="json") for each in self.candidates],
+            **({"tuned": self.tuned.model_dump(mode="json")} if self.tuned else {}),
             "unmeasured": self.unmeasured,
         }
 
@@ -73,14 +77,16 @@ def refuse_mtp(plan: Plan) -> None:
         CheckpointError: likewise, and its tensors are not those of its class.
     """
     refusal = cannot_run(plan)
-    if refusal is not None and (plan.recipe.mtp == AUTO or _depends_on_batches(plan)):
+    if refusal is not None and (plan.recipe.measures_mtp or _depends_on_batches(plan)):
         raise refusal
+    if plan.recipe.mtp == TUNED:
+        refuse_untrainable(plan)
 
 
 def mtp_pass(
     plan: Plan, backbone: Backbone, *, written: Tensor | None = None, progress: ProgressCallback | None = None
 ) -> MtpPass:
-    """Calibrate, measure, and for `mtp: auto` choose.
+    """Calibrate, measure, and choose for `mtp: auto`; train and choose for `mtp: tuned`.
 
     Args:
         plan: what `backbone` was calibrated for; its recipe may still say auto.
@@ -89,7 +95,8 @@ def mtp_pass(
         progress: called after each policy.
 
     Raises:
-        RecipeError: see `refuse_mtp`; or under `mtp: auto` the held-out text says nothing about this model.
+        RecipeError: see `refuse_mtp`; or under `mtp: auto` and `mtp: tuned` the held-out text says nothing about this
+            model; or the loss of training is not finite.
         CheckpointError: NaN in the block, or a module that is never called.
         GateError: no candidate keeps what the recipe asks for.
     """
@@ -104,19 +111,24 @@ def mtp_pass(
         without = _combinations(source, served, None, None)
         return MtpPass(plan=plan, combinations=without, agreement=same, coverage={}, unmeasured=str(refusal))
     results = PolicyResults(plan=plan, backbone=backbone, source=source, served=served, written=written)
-    tried, final, unmeasured = (), plan, ""
+    tried, tuned, final, unmeasured = (), None, plan, ""
     try:
-        tried, final = _chosen(results, progress)
-        quantized = (results.measured(final),) if is_served_changed(final) else ()
-        combinations = _combinations(source, served, results.released(), results.unquantized(), *quantized)
+        if plan.recipe.mtp == TUNED:
+            tuned, final = tuned_choice(results, progress)
+        else:
+            tried, final = _chosen(results, progress)
+        combinations = _combinations(source, served, results.released(), results.unquantized(), *_last(results, final))
     except NothingCounts as error:
-        if plan.recipe.mtp == AUTO:
+        if plan.recipe.measures_mtp:
             raise
         # No reason to lose hours of work: by then the block is calibrated, and only a figure is missing.
         unmeasured = str(error)
         combinations = _combinations(source, served, *[None] * (3 if is_served_changed(plan) else 2))
     files = results.statistics(final) if _depends_on_batches(final) else ()
     _publish(backbone, files)
+    if tuned is not None:  # the recipe stays what it is, and `tuned` says what became of it
+        combinations = (*combinations[:2], *(_as_tuned(row, tuned) for row in combinations[2:]))
+        final = replace(final, recipe=plan.recipe)
     return MtpPass(
         plan=final,
         combinations=combinations,
@@ -124,12 +136,24 @@ def mtp_pass(
         coverage=_coverage(files),
         unmeasured=unmeasured,
         candidates=tried,
+        tuned=tuned,
     )
+
+
+def _last(results: PolicyResults, final: Plan) -> tuple[Acceptance, ...]:
+    """The acceptance of the block that is written, where it is another than the release's."""
+    if any(tensor.tuned for tensor in final.tensors):
+        return (results.tuned(final),)
+    return (results.measured(final),) if is_served_changed(final) else ()
+
+
+def _as_tuned(row: MeasuredFact, tuned: TunedFact) -> MeasuredFact:
+    return row.model_copy(update={"mtp": "tuned"}) if tuned.chosen else row
 
 
 def _combinations(source: Target, served: Target, *acceptances: Acceptance | None) -> tuple[MeasuredFact, ...]:
     """Released, with the block as released, and with the quantized block if there is a third acceptance."""
-    sides: Sequence[tuple[Side, Side, Target]] = (
+    sides: Sequence[tuple[Literal["source", "quantized"], Side, Target]] = (
         ("source", "source", source),
         ("quantized", "source", served),
         ("quantized", "quantized", served),
@@ -294,7 +318,7 @@ def _num_bytes(plan: Plan) -> int:
 
 
 def _depends_on_batches(plan: Plan) -> bool:
-    return any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
+    return any(tensor.calibrated or tensor.tuned for tensor in plan.tensors if tensor.part == "mtp")
 
 
 def cannot_run(plan: Plan) -> RecipeError | CheckpointError | None:

@@ -26,14 +26,16 @@ from ...recipes.family import HFName
 from ..plan import Plan
 from .accepted import Acceptance
 from .backbone import Backbone, fitting, record
+from .binding import Binding
 from .forwards import serving
 from .held_out import acceptance, block_input
-from .layer import calibrate
+from .layer import Calibrated, calibrate
 from .mtp_block import MtpBlock, bind_block, build_block
 from .served import InMemory, serve_weights
 from .skeleton import Batch, caches_in, experts_in, frozen_in, fused_in, on_disk, schemes_in
 from .states import Stream
 from .target import Target
+from .tuning import Training, masters_of, train
 
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
 # spec_step_idx at 0). For this family alone a proposer takes the next layer at each step (v1/spec_decode/step3p5.py).
@@ -59,28 +61,38 @@ class PolicyResults:
 
     def released(self) -> Acceptance:
         """Of the released model."""
-        return self._kept("released", lambda: self._acceptance("source", self._filled(self.plan)))
+        return self.kept("released", lambda: self._acceptance("source", self._filled(self.plan)))
 
     def unquantized(self) -> Acceptance:
         """Of the quantized backbone with the block as released."""
-        return self._kept("unquantized", lambda: self._acceptance("served", self._filled(self.plan)))
+        return self.kept("unquantized", lambda: self._acceptance("served", self._filled(self.plan)))
 
     def measured(self, plan: Plan) -> Acceptance:
         """Of the quantized backbone with the block as `plan` has it."""
         if not is_served_changed(plan):
             return self.unquantized()
-        return self._kept(_key(plan), lambda: self._acceptance("served", self._calibrated(plan)))
+        return self.kept(_key(plan), lambda: self._acceptance("served", self._calibrated(plan)))
+
+    def tuned(self, plan: Plan, progress: Callable[[int, int], None] | None = None) -> Acceptance:
+        """Of the quantized backbone with the block trained as `plan` has it; a killed run goes on with the training."""
+        (file,) = self.statistics(plan)
+        found = self.kept(_key(plan), lambda: self._acceptance("served", [self._trained(plan, file, progress)]))
+        if self.backbone.ranks.is_first:
+            _unfinished(file).unlink(missing_ok=True)
+        return found
 
     def statistics(self, plan: Plan) -> tuple[Path, ...]:
         """The statistics of a policy that was measured: a file for each block."""
-        return tuple(self._folder() / f"{_key(plan)}-{index:05d}.safetensors" for index in range(num_blocks(plan)))
+        return tuple(self.folder / f"{_key(plan)}-{index:05d}.safetensors" for index in range(num_blocks(plan)))
 
-    def _folder(self) -> Path:
+    @property
+    def folder(self) -> Path:
+        """Where results are kept."""
         return self.backbone.folder / "mtp"
 
-    def _kept(self, key: str, measure: Callable[[], Acceptance]) -> Acceptance:
+    def kept(self, key: str, measure: Callable[[], Acceptance]) -> Acceptance:
         """A result from the pass's folder, or one that is measured now and written there for the next run."""
-        path, ranks = self._folder() / f"{key}.json", self.backbone.ranks
+        path, ranks = self.folder / f"{key}.json", self.backbone.ranks
         # One rank looks for all: each for itself, one could find what another has not seen yet, and wait for its sums.
         kept = ranks.of_first(lambda: json.loads(path.read_text()) if path.is_file() else None)
         if kept is not None:
@@ -88,7 +100,7 @@ class PolicyResults:
         with fitting(self.plan, "the MTP block and a batch", self.backbone.skeleton.device):
             found = measure()
         if ranks.is_first:
-            self._folder().mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             write_whole(path, json.dumps(found.as_json()))
         return found
 
@@ -113,34 +125,65 @@ class PolicyResults:
 
     def _calibrated(self, plan: Plan) -> list[MtpBlock]:
         """The blocks rounded as `plan` says, once their statistics are on disk."""
-        calibration = plan.recipe.calibration
-        assert calibration is not None
         blocks = self._filled(plan)
         for index, (block, file) in enumerate(zip(blocks, self.statistics(plan), strict=True)):
             binding = bind_block(block, plan)
-            schemes, caches = schemes_in(binding, ""), caches_in(binding, "")
-            if not schemes and not caches:
+            found = self._found(plan, blocks[: index + 1], binding)
+            if found is None:
                 continue
-            needs_batches = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
-            stream = "mtp" if needs_batches else "served"
-            inputs = BlockInputs(backbone=self.backbone, blocks=blocks[: index + 1], stream=stream)
-            found = calibrate(
-                block,
-                inputs,
-                schemes=schemes,
-                algorithm=calibration.algorithm,
-                knobs=calibration.knobs,
-                backend=calibration.backend,
-                fused=fused_in(binding, ""),
-                experts=experts_in(binding, ""),
-                routed=calibration.experts == "routed",
-                frozen=frozen_in(binding, ""),
-                caches=[name for name, scales in caches.items() if scales],
-            )
             if self.backbone.ranks.is_first:
-                record(file, found, binding, "", fingerprint=(self.backbone.folder / "fingerprint").read_text())
+                record(file, found, binding, "", fingerprint=self._fingerprint)
             serve_weights(block, plan, binding, "", InMemory(on_disk(found.tensors, binding, "")))
         return blocks
+
+    def _found(self, plan: Plan, blocks: Sequence[MtpBlock], binding: Binding) -> Calibrated | None:
+        """What calibration finds in the last of `blocks`; None where it has no scheme."""
+        calibration, schemes, caches = plan.recipe.calibration, schemes_in(binding, ""), caches_in(binding, "")
+        assert calibration is not None
+        if not schemes and not caches:
+            return None
+        needs_batches = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
+        return calibrate(
+            blocks[-1],
+            BlockInputs(backbone=self.backbone, blocks=blocks, stream="mtp" if needs_batches else "served"),
+            schemes=schemes,
+            algorithm="minmax" if plan.recipe.mtp_tuned else calibration.algorithm,
+            knobs=calibration.knobs,
+            backend="llmcompressor" if plan.recipe.mtp_tuned else calibration.backend,
+            fused=fused_in(binding, ""),
+            experts=experts_in(binding, ""),
+            routed=calibration.experts == "routed",
+            frozen=frozen_in(binding, ""),
+            caches=[name for name, scales in caches.items() if scales],
+        )
+
+    def _trained(self, plan: Plan, file: Path, progress: Callable[[int, int], None] | None) -> MtpBlock:
+        """The block trained and served as `plan` says, once everything that is written of it is on disk."""
+        settings, (block,) = plan.recipe.mtp_tuned, self._filled(plan)
+        assert settings is not None
+        binding = bind_block(block, plan)
+        masters = masters_of(block, binding)
+        found = self._found(plan, [block], binding) or Calibrated(tensors={}, coverage=())
+        scales = on_disk(found.tensors, binding, "")
+        serve_weights(block, plan, binding, "", InMemory(scales))
+        training = Training(
+            plan=plan,
+            settings=settings,
+            backbone=self.backbone,
+            block=block,
+            binding=binding,
+            given=InMemory(scales),
+            masters=masters,
+        )
+        losses = train(training, _unfinished(file), progress)
+        tensors = scales | training.serve()
+        if self.backbone.ranks.is_first:
+            record(file, found, binding, "", fingerprint=self._fingerprint, tensors=tensors, losses=losses)
+        return block
+
+    @property
+    def _fingerprint(self) -> str:
+        return (self.backbone.folder / "fingerprint").read_text()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +245,14 @@ def num_blocks(plan: Plan) -> int:
     return plan.view.num_mtp_layers // plan.view.num_mtp_parts
 
 
+def _unfinished(file: Path) -> Path:
+    """Where a training is kept until its result is."""
+    return file.with_suffix(".training")
+
+
 def _key(plan: Plan) -> str:
-    """What a policy makes of the block, whatever a recipe calls it."""
-    made = [*sorted(block_schemes(plan).items()), *_block_caches(plan)]
-    return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
+    """What a policy makes of the block, whatever a recipe calls it; and how it is trained, if it is."""
+    made = json.dumps([*sorted(block_schemes(plan).items()), *_block_caches(plan)])
+    if plan.recipe.mtp_tuned is not None:
+        made += plan.recipe.mtp_tuned.model_dump_json()
+    return hashlib.sha256(made.encode()).hexdigest()[:16]

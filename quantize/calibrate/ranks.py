@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -114,6 +114,12 @@ class Ranks:
         total = values.to(self.device)
         dist.all_reduce(total)
         return total.cpu()
+
+    def add_up(self, values: Iterable[torch.Tensor]) -> None:
+        """Sum each tensor over the ranks, in place."""
+        if self.size > 1:
+            for value in values:
+                dist.all_reduce(value)
 
 
 def has_others() -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from ...checkpoints.files import held
 from ...recipes.errors import RecipeError
-from ...recipes.schema import AUTO
+from ...recipes.schema import TUNED
 from ..own_code import refuse_untrusted_code
 from ..plan import Plan
 from .backbone import Backbone, calibrate_backbone
@@ -28,6 +28,7 @@ from .own_text import with_own_text
 from .progress import ProgressCallback
 from .ranks import Ranks
 from .statistics import Statistics, refuse_statistics
+from .tuned_choice import refuse_too_few_sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
     refuse_mtp(plan)
     # Read once for all: the other ranks need neither the dataset nor its host.
     data = ranks.of_first(lambda: _data(plan, folder, ranks.device))
-    if plan.recipe.mtp == AUTO:
+    if plan.recipe.measures_mtp:
         _refuse_held_out(plan, data)
     folder.mkdir(parents=True, exist_ok=True)
     rule = "only one run may calibrate for an output"
@@ -108,15 +109,18 @@ def _data(plan: Plan, folder: Path, device: torch.device) -> CalibrationData:
 
 
 def _refuse_held_out(plan: Plan, data: CalibrationData) -> None:
-    """Refuse held-out text that can say nothing of a candidate of `mtp: auto`."""
+    """Refuse held-out text that can say nothing of a candidate of `mtp: auto`, or of a tuned block."""
     written = data.held_out_written
     if written is not None and not written.any():
         raise RecipeError(
             plan.recipe.name,
-            "mtp: auto needs held-out text that a model writes",
+            f"mtp: {plan.recipe.mtp} needs held-out text that a model writes",
             got="none in the dataset's rows",
             cure="Name one with assistant turns, or give calibration.prompt_column",
         )
+    if plan.recipe.mtp == TUNED:
+        refuse_too_few_sequences(plan, len(data.held_out_ids))
+        return
     num_slots = data.held_out_ids.numel() if written is None else int(written.sum())
     refuse_too_little_text(plan, num_sequences=len(data.held_out_ids), num_slots=num_slots)
 

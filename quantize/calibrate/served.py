@@ -7,6 +7,7 @@ Easy to get wrong: a linear of the model may be several tensors on disk, each wi
 disk is many linears. And this cannot be undone: whatever needs the weights as they were comes before.
 """
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,10 +76,45 @@ def serve_weights(model: Any, plan: Plan, binding: Binding, path: str, given: Ca
             # What is compressed is not rounded again.
             module.quantization_status = QuantizationStatus.COMPRESSED
     for unit in _units(binding):
-        for group in packed_groups(plan, unit, given, device=_device(rows), read=_reader(plan, unit, rows, given)):
-            for packed in group:
-                weight_NK = rows[packed.module]
-                weight_NK.copy_(decompressed(SCHEMES[unit[0].scheme], packed, weight_NK.shape))
+        deque(_served(plan, unit, given, rows, _reader(plan, unit, rows, given)), maxlen=0)
+
+
+def serve_tuned(model: Any, plan: Plan, binding: Binding, given: Calibrations) -> Iterator[PackedModule]:
+    """Round the weights that training has left in the quantized modules of an MTP block; others stay as they are.
+
+    Args:
+        model: the block, after `serve_weights`.
+        plan: with the tensors that are tuned.
+        binding: of the block.
+        given: static input scales.
+
+    Returns: each module as it is written, once its weight in the model is what a server reads from that.
+
+    Raises:
+        CheckpointError: a weight is not finite.
+    """
+    rows: dict[HFName, Tensor] = {}
+    for name, pieces in binding.items():
+        if name.endswith("weight") and scheme_of(pieces[0]) and pieces[0].tensor.tuned:
+            rows |= _rows(model.get_submodule(name.rpartition(".")[0]).weight.data, pieces)
+
+    def read(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
+        return [rows[module] for module in _modules_of(tensor, expert)]
+
+    for unit in _units(binding):
+        if unit[0].tuned:
+            yield from _served(plan, unit, given, rows, read)
+
+
+def _served(
+    plan: Plan, unit: Sequence[TensorPlan], given: Calibrations, rows: Mapping[HFName, Tensor], read: ReadWeights
+) -> Iterator[PackedModule]:
+    """Each module of a unit packed, and then decompressed into its rows of the model."""
+    for group in packed_groups(plan, unit, given, device=_device(rows), read=read):
+        for packed in group:
+            weight_NK = rows[packed.module]
+            weight_NK.copy_(decompressed(SCHEMES[unit[0].scheme], packed, weight_NK.shape))
+            yield packed
 
 
 def decompressed(scheme: Scheme, packed: PackedModule, shape: Sequence[int]) -> Tensor:
@@ -117,8 +153,13 @@ def _reader(plan: Plan, unit: Sequence[TensorPlan], rows: Mapping[HFName, Tensor
         return source
 
     def read(tensor: TensorPlan, expert: int | None) -> Sequence[Tensor]:
-        pieces = [Piece(tensor=tensor, expert=expert, part=part) for part in range(len(tensor.stacked) or 1)]
-        weights = [rows[piece.module] for piece in pieces]
+        weights = [rows[module] for module in _modules_of(tensor, expert)]
         return weights if all(weight.dtype == torch.bfloat16 for weight in weights) else source(tensor, expert)
 
     return read
+
+
+def _modules_of(tensor: TensorPlan, expert: int | None) -> list[HFName]:
+    """The modules that a tensor, or one expert of a stack, becomes."""
+    parts = range(len(tensor.stacked) or 1)
+    return [Piece(tensor=tensor, expert=expert, part=part).module for part in parts]

@@ -189,7 +189,7 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
         return
     allowed: dict[HFName, Output] = {}
     for unit in plan.units:
-        changeable = [tensor for tensor in unit if tensor.calibrated or tensor.may_change]
+        changeable = [tensor for tensor in unit if tensor.calibrated or tensor.may_change or tensor.tuned]
         if changeable:
             allowed |= _of_unit(tuple(changeable), statistics)
     for name in statistics:
@@ -285,6 +285,8 @@ def _read(path: Path) -> FileHeader:
 def _cure(path: Path) -> str:
     """What to do about a file of statistics. A layer's inputs are gone once the next one is done, so all start anew."""
     again = "and run the same command again"
+    if path.parent.name == "mtp":
+        return f"Remove {path.parent}, {again}: the MTP block is trained anew"
     if path.name.startswith("mtp-"):
         return f"Remove {path.parent.parent / 'mtp'}, {again}: the MTP block is calibrated anew"
     return f"Remove {path.parent.parent}, {again}: calibration starts anew"

@@ -178,6 +178,11 @@ def agreement(one: Target, other: Target) -> float:
     return sum(same) / sum(map(len, one.choices.values()))
 
 
+def decoder_output(skeleton: Skeleton, batch: Batch) -> Tensor:
+    """[B, S, H]: what the target's head multiplies."""
+    return computed(skeleton, skeleton.model.get_decoder(), batch).last_hidden_state
+
+
 def computed(skeleton: Skeleton, module: Any, batch: Batch) -> Any:
     """What the model, or its decoder, computes from the states after the last layer."""
     (output,) = [module(**arguments, use_cache=False) for arguments in skeleton.feed(len(skeleton), [batch])]

@@ -75,7 +75,21 @@ def test_auto_of_the_file_is_for_the_variants_that_choose(mine):
     assert find_recipe(mine, scheme="auto")[0].mtp_auto.min_acceptance == 0.9
 
 
-@pytest.mark.parametrize("key", BLOCKS)
+def test_training_of_the_file_is_for_the_variants_that_train(tmp_path):
+    settings = {"mtp": "bf16", "steps": 9, "batch_size": 1, "learning_rate": 0.1, "seed": 0, "loss": "tv"}
+    settings |= {"draft_steps": 1, "decay": 1.0}
+    raw = copy.deepcopy(MINE) | {"mtp_tuned": settings}
+    raw["variants"]["tuned"] = {**MINE["variants"]["auto"], "mtp": "tuned"}
+    path = write(tmp_path / "mine.yaml", raw)
+    assert find_recipe(path)[0].mtp_tuned is None and find_recipe(path, scheme="tuned")[0].mtp_tuned.steps == 9
+    raw["variants"]["tuned"]["mtp_tuned"] = settings | {"steps": 5}
+    assert find_recipe(write(tmp_path / "own.yaml", raw), scheme="tuned")[0].mtp_tuned.steps == 5
+    del raw["variants"]["tuned"]
+    with pytest.raises(RecipeError, match="mtp_tuned must be left out where mtp is not tuned"):
+        find_recipe(write(tmp_path / "none.yaml", raw))
+
+
+@pytest.mark.parametrize("key", [key for key in BLOCKS if key != "mtp_tuned"])
 def test_the_block_of_a_variant_replaces_that_of_the_file(tmp_path, key):
     of_the_file = {
         "mtp_auto": {"min_acceptance": 0.9, "candidates": ["bf16"]},

@@ -14,7 +14,7 @@ from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import calibration_name, data_free_alternative, find_recipe, read_recipe, shipped_recipes
 from keepmtp.recipes.model_file import calibrations
-from keepmtp.recipes.schema import DEFAULT_AUTO, BackboneAuto, Calibration, MtpAuto, Recipe, candidates_for
+from keepmtp.recipes.schema import DEFAULT_AUTO, BackboneAuto, Calibration, MtpAuto, MtpTuned, Recipe, candidates_for
 from keepmtp.recipes.schemes import REWRITES, SCHEMES
 
 CALIBRATED = find_recipe("glm-4.7.nvfp4-fp8")[0]
@@ -59,7 +59,7 @@ def test_missing_key(tmp_path, key):
 
 
 def test_only_what_changes_no_number_has_a_default():
-    """What may be left out: exceptions, what only `auto` reads, the place of an MTP block that most releases have
+    """What may be left out: exceptions, what only one word of `mtp` reads, the place of an MTP block most releases have
     themselves, what data may lack, consents that start as no. And what was no choice before: on whose tokens an expert
     is calibrated, who writes the held-out answers, how attention is computed, whose code calibrates, and the
     algorithms' knobs.
@@ -76,12 +76,14 @@ def test_only_what_changes_no_number_has_a_default():
         "overrides",
         "keep",
         "mtp_auto",
+        "mtp_tuned",
         "mtp_source",
         "format",
         "kv_cache",
         "evaluation",
         "gates",
     }
+    assert optional(MtpTuned) == {"frozen"}
     assert optional(Calibration) == {
         "subset",
         "prompt_column",
@@ -283,6 +285,46 @@ def test_auto_that_is_refused(tmp_path, changes, says):
 def test_candidates_that_are_refused(tmp_path, changes, says):
     message = refusal(tmp_path, **(AUTO | {"mtp_auto": AUTO["mtp_auto"] | changes}))
     assert message.startswith("mtp_auto") and says in message
+
+
+# --- mtp: tuned -------------------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "mtp": "NVFP4",
+    "steps": 100,
+    "batch_size": 4,
+    "learning_rate": 1e-4,
+    "seed": 0,
+    "loss": "lk_hybrid",
+    "draft_steps": 3,
+    "decay": 0.6,
+}
+TUNED = {"mtp": "tuned", "mtp_tuned": SETTINGS}
+
+
+def test_tuned_is_for_schemes(tmp_path):
+    recipe = Recipe.model_validate(CALIBRATED.model_dump() | TUNED)
+    assert recipe.mtp_policy == "NVFP4" and "tuned" not in recipe.decisions() and recipe.measures_mtp
+    assert recipe.resolved("NVFP4").mtp_tuned is None
+    assert recipe.with_choices(scheme=None, mtp="bf16").mtp_tuned is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"mtp_tuned": None}, "mtp_tuned must be given where mtp is tuned; got nothing."),
+        ({"mtp": "bf16"}, "mtp_tuned must be left out where mtp is not tuned; got mtp: bf16."),
+        ({"calibration": None}, "calibration must be given for mtp: tuned; got null."),
+        ({"mtp_tuned": SETTINGS | {"mtp": "source"}}, "a tuned block is written anew; got mtp: source. Use bf16"),
+        ({"mtp_tuned": SETTINGS | {"mtp": "tuned"}}, "mtp_tuned.mtp: must be one of source, bf16, "),
+        ({"mtp_tuned": SETTINGS | {"loss": "mse"}}, "mtp_tuned.loss: "),
+        ({"mtp_tuned": SETTINGS | {"draft_steps": 4}}, "mtp_tuned.draft_steps: "),
+        ({"mtp_tuned": SETTINGS | {"rate": 1}}, "mtp_tuned.rate is not a key of a recipe"),
+        ({"mtp_tuned": {key: SETTINGS[key] for key in SETTINGS if key != "steps"}}, "mtp_tuned.steps must be given"),
+    ],
+)
+def test_tuned_that_is_refused(tmp_path, changes, says):
+    assert says in refusal(tmp_path, **(TUNED | changes))
 
 
 def test_auto_on_the_command_line():
