@@ -1,5 +1,6 @@
-"""What is asked for before a job is what pip installs for it."""
+"""What is asked for before a job is what pip installs for it, and what some module of keepmtp imports."""
 
+import ast
 import sys
 import tomllib
 from pathlib import Path
@@ -10,8 +11,49 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.extras import missing, require_extra, requirements
 from packaging.requirements import Requirement
 
-DECLARED = tomllib.loads((Path(__file__).parent.parent.parent / "pyproject.toml").read_text())["project"]
+ROOT = Path(__file__).parent.parent.parent
+DECLARED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = DECLARED["optional-dependencies"]
+
+
+FLOORS = ("recipes", "checkpoints", "quantize", "validate", "cure", "cli")
+# Import names that are not the distribution's own.
+IMPORTED_AS = {"lm-eval": "lm_eval", "nvidia-modelopt": "modelopt", "pyyaml": "yaml"}
+# `Tensor.numpy()` and `torch.from_numpy` import it; PyTorch does not require it.
+BY_PYTORCH = {"numpy"}
+# Programs and test modules, which no module of the package imports.
+NO_PART_OF_THE_PACKAGE = "test"
+
+
+def imported() -> set[str]:
+    """The first parts of all names that modules of the package import, in any function."""
+    found: set[str] = set()
+    for path in (*ROOT.glob("*.py"), *(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                found.add(node.module.partition(".")[0])
+    return found
+
+
+def unused(extras: dict[str, list[str]], modules: set[str]) -> list[str]:
+    """The packages that an extra declares and no module imports."""
+    named = {
+        f"{Requirement(line).name} of {extra}": Requirement(line).name
+        for extra, lines in extras.items()
+        for line in lines
+    }
+    known = modules | BY_PYTORCH | {"keepmtp"}
+    return [where for where, name in named.items() if IMPORTED_AS.get(name, name.replace("-", "_")) not in known]
+
+
+def test_what_no_module_imports_is_not_declared():
+    extras = {name: lines for name, lines in EXTRAS.items() if name != NO_PART_OF_THE_PACKAGE}
+    assert unused(extras | {"": DECLARED["dependencies"]}, imported()) == []
+    assert unused({"calibrate": ["torch>=2", "accelerate>=1.15"]}, imported()) == ["accelerate of calibrate"], (
+        "the twin"
+    )
 
 
 def declared(extra: str) -> set[str]:
