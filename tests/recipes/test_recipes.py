@@ -577,6 +577,7 @@ def test_the_rows_of_the_small_models_are_what_their_generator_writes(tmp_path, 
     models = Path(__file__).parent.parent.parent / "models"
     if not (models / "train" / "problems.py").is_file():
         pytest.skip("models/train is not in this checkout")
+    monkeypatch.syspath_prepend(str(models / "train"))
     spec = importlib.util.spec_from_file_location("problems", models / "train" / "problems.py")
     problems = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "problems", problems)
