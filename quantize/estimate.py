@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from ..recipes.knobs import AutoRoundKnobs
 from ..recipes.schema import AUTO, Calibration, candidates_for
 from ..recipes.schemes import SWEEPS
 from .cards import Card
@@ -237,7 +238,7 @@ class _Work:
         return self._passes(tensors) + rounded + served.times(2 * self._batches(self.calibration.held_out) + mtp_stream)
 
     def _passes(self, tensors: list[TensorPlan]) -> Work:
-        """The calibration text, twice where an algorithm rewrites weights of the layer."""
+        """The calibration text, twice where an algorithm rewrites weights of the layer; AutoRound's steps."""
         one = layer_work(
             self.plan,
             tensors,
@@ -247,6 +248,12 @@ class _Work:
         )
         is_rewritten = self.calibration.algorithm not in SWEEPS
         passes = 2 if is_rewritten and any(t.calibrated == "weights" or t.may_change for t in tensors) else 1
+        if self.calibration.algorithm == "autoround" and passes > 1:
+            # What the layer returns before and after; and steps, whose gradient takes twice what a forward does.
+            knobs = self.calibration.autoround or AutoRoundKnobs()
+            passes += 2
+            steps = 3 * knobs.iters * knobs.batch_size / self.batch_size
+            return one.times(passes * self._batches(self.calibration.samples) + steps)
         return one.times(passes * self._batches(self.calibration.samples))
 
     def _batches(self, samples: int) -> float:

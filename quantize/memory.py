@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from ..recipes.knobs import AutoRoundKnobs
 from ..recipes.schema import Calibration
 from ..recipes.schemes import SCHEMES
 from .plan import Plan
-from .statistics_bytes import awq_cache_bytes, group_hessian_bytes, hessian_bytes
+from .statistics_bytes import SECOND, awq_cache_bytes, group_hessian_bytes, hessian_bytes
 from .tensor_plan import TensorPlan
 
 BF16, F32, INT64 = 2, 4, 8
@@ -287,14 +288,20 @@ class _Count:
     # --- algorithms ---------------------------------------------------------------------------------------------------
 
     def _of_algorithm(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
-        """GPTQ's Hessians and one that is inverted; what AWQ compares, the outputs of a module in all batches."""
+        """GPTQ's Hessians and one that is inverted; what AWQ compares, the outputs of a module in all batches.
+
+        AutoRound's offsets, and what it keeps of a step to find the gradient.
+        """
         widths = [tensor.shape[-1] for tensor in tensors if tensor.calibrated == "weights"]
         if widths and self.calibration.algorithm == "local-hessian":
             # What it reads is there twice in F32, as it is and turned.
             reads = 2 * F32 * self.num_tokens * max(widths)
             return {"Hessians of groups": group_hessian_bytes(tensors), "an input in F32": reads}
-        if not widths or self.calibration.algorithm not in ("gptq", "awq"):
+        if not widths or self.calibration.algorithm not in ("gptq", "awq", "autoround"):
             return {}
+        if self.calibration.algorithm == "autoround":
+            learned = sum(_numel(tensor) for tensor in tensors if tensor.calibrated == "weights")
+            return {"offsets": _A_LEARNED_WEIGHT * learned, "a step": self._step(tensors)}
         if self.calibration.algorithm == "awq":
             channels = int(self.plan.view.text_config.get("hidden_size") or 0)
             return {"AWQ's outputs": self._all_tokens() * channels * BF16}
@@ -302,8 +309,25 @@ class _Count:
         hessians = hessian_bytes(tensors, routed=routed, one_turn=self.least)
         return {"Hessians": hessians, "an inverse": 2 * F32 * max(widths) ** 2}
 
+    def _step(self, tensors: Sequence[TensorPlan]) -> int:
+        """What autograd keeps of one of AutoRound's steps: products, scores, and F32 copies that norms make."""
+        knobs = self.calibration.autoround or AutoRoundKnobs()
+        length = self.calibration.sequence_length
+        rows = sum(each.shape[0] for each in tensors if each.role in _ATTENTION and len(each.shape) == 2)
+        a_token = 3 * BF16 * rows + 6 * F32 * self.hidden_size
+        # Gate, up, and their two products; what the down projection returns, also by its share.
+        for shape in (each.shape for each in tensors if each.module.endswith(SECOND) and len(each.shape) > 1):
+            a_token += BF16 * (4 * shape[-1] + 2 * self.hidden_size) * (shape[0] if len(shape) > 2 else 1)
+        scores = replace(self, batch_size=knobs.batch_size)._scores(length) * (BF16 + F32 + BF16)
+        return knobs.batch_size * length * a_token + scores
+
     def _cache(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
-        """AWQ's cache on the host: the inputs of what its search runs again, for every batch."""
+        """AWQ's cache on the host: the inputs of what its search runs again, for every batch.
+
+        AutoRound's: what the layer is handed in all of them, and what it returns before and after.
+        """
+        if self.calibration.algorithm == "autoround":
+            return {"AutoRound's states": 3 * self._all_tokens() * self.hidden_size * BF16}
         if self.calibration.algorithm != "awq":
             return {}
         return {"AWQ's inputs": awq_cache_bytes(tensors, self._all_tokens(), one_turn=self.least)}
@@ -322,6 +346,8 @@ class _Count:
         return 2 * self.num_tokens * self.hidden_size * BF16
 
 
+# Bytes: an offset, its gradient, and what autograd keeps of rounding by it; measured on the tiny models.
+_A_LEARNED_WEIGHT = 26
 _ATTENTION = frozenset({"attention", "linear_attention", "indexer", "compressor"})
 
 

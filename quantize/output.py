@@ -359,7 +359,8 @@ def _calibrating(plan: Plan) -> tuple[str, ...]:
     """The packages that calibrate."""
     calibration = plan.recipe.calibration
     is_modelopt = calibration is not None and calibration.backend == "modelopt"
-    return (*_CALIBRATING, "nvidia-modelopt") if is_modelopt else _CALIBRATING
+    learns = calibration is not None and calibration.algorithm == "autoround"
+    return (*_CALIBRATING, *("nvidia-modelopt",) * is_modelopt, *("auto-round",) * learns)
 
 
 def _recorded(source: Source, files: Mapping[str, int]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from .tensor_plan import TensorPlan
 
 _F32, _BF16 = 4, 2
 _MLP = frozenset({"dense_mlp", "shared_experts", "experts"})
-_SECOND = ("down_proj", "w2")
+SECOND = ("down_proj", "w2")
+"""How the projection of an MLP that reads what the first ones computed is called."""
 
 
 def hessian_bytes(tensors: Iterable[TensorPlan], *, routed: bool = False, one_turn: bool = False) -> int:
@@ -79,7 +80,7 @@ def _rewritten(tensors: Iterable[TensorPlan]) -> list[TensorPlan]:
 
 def _is_second(tensor: TensorPlan) -> bool:
     """Whether this is the projection of an MLP that reads what the first ones computed."""
-    return tensor.module.endswith(_SECOND)
+    return tensor.module.endswith(SECOND)
 
 
 def _experts(tensor: TensorPlan) -> list[object]:

@@ -1,12 +1,12 @@
 """The knobs of calibration algorithms, by the names that llm-compressor gives them.
 
-In: the blocks `gptq` and `awq` of a recipe's calibration. Out: frozen values, and `arguments`, with which the
-algorithm's modifier is built. Without its block an algorithm runs with llm-compressor's defaults, which are the ones
-here.
+In: the blocks `gptq`, `awq` and `autoround` of a recipe's calibration. Out: frozen values, and `arguments`, with which
+the algorithm's modifier is built. Without its block an algorithm runs with the defaults here. They are those of
+llm-compressor, but for one: AutoRound does not compile its layers.
 
 Easy to get wrong: `actorder: null` switches the order off; leaving `actorder` out means `static`.
 
-Source: llm-compressor 0.14.0.1 modifiers/gptq/base.py and modifiers/transform/awq/base.py.
+Source: llm-compressor 0.14.0.1 modifiers/gptq/base.py, modifiers/transform/awq/base.py and modifiers/autoround/base.py.
 """
 
 from collections.abc import Mapping
@@ -70,5 +70,21 @@ class AWQKnobs(_Knobs):
         return self
 
 
-KNOBS: Mapping[str, type[_Knobs]] = {"gptq": GPTQKnobs, "awq": AWQKnobs}
+class AutoRoundKnobs(_Knobs):
+    """How AutoRound learns the rounding of a layer.
+
+    Attributes:
+        iters: steps for each layer.
+        lr: of the offsets and of the clipping; null for 1 / iters.
+        batch_size: sequences in a step. It is not `calibration.batch_size`, which says how many a forward computes.
+        enable_torch_compile: compiled layers are faster on a GPU, and have other last bits.
+    """
+
+    iters: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 200
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    batch_size: Annotated[int, Field(gt=0, lt=2**31, strict=True)] = 8
+    enable_torch_compile: Annotated[bool, Field(strict=True)] = False
+
+
+KNOBS: Mapping[str, type[_Knobs]] = {"gptq": GPTQKnobs, "awq": AWQKnobs, "autoround": AutoRoundKnobs}
 """Algorithm -> its knobs; the key of a calibration block is the algorithm's name."""

@@ -29,7 +29,7 @@ from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
 from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
-from .knobs import KNOBS, AWQKnobs, GPTQKnobs
+from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, GPTQKnobs
 from .model_file import USUAL_AUTO
 from .protocol import Evaluation, Gates
 from .schemes import REWRITES, SCHEMES, SWEEPS
@@ -184,7 +184,7 @@ class Calibration(Texts):
             modelopt, which needs the extra `modelopt`.
         algorithm: minmax observes activations only; the others also rewrite the weights of the schemes in
             `schemes.REWRITES`. What they do not rewrite is rounded to nearest.
-        gptq, awq: the algorithm's knobs; without them, llm-compressor's defaults.
+        gptq, awq, autoround: the algorithm's knobs; without them, its defaults.
         also: other datasets, with their shares; what they leave is the first one's.
         samples: sequences to calibrate on.
         held_out: other sequences, from other rows, to measure acceptance and perplexity on.
@@ -203,7 +203,7 @@ class Calibration(Texts):
     """
 
     backend: Literal["llmcompressor", "modelopt"] = "llmcompressor"
-    algorithm: Literal["minmax", "gptq", "awq", "smoothquant", "mse", "four-over-six", "local-hessian"]
+    algorithm: Literal["minmax", "gptq", "awq", "smoothquant", "autoround", "mse", "four-over-six", "local-hessian"]
     also: tuple[TextsOfMix, ...] = ()
     samples: _Count
     held_out: _Count
@@ -218,10 +218,13 @@ class Calibration(Texts):
     decorated_forward: Literal["refuse", "unwrap"] = "refuse"
     gptq: GPTQKnobs | None = None
     awq: AWQKnobs | None = None
+    autoround: AutoRoundKnobs | None = None
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """What the recipe says to the algorithm's modifier; empty for llm-compressor's defaults."""
+        """What the recipe says to the algorithm's modifier; empty for its own defaults."""
+        if self.algorithm == "autoround":
+            return (self.autoround or AutoRoundKnobs()).arguments()
         own = {"gptq": self.gptq, "awq": self.awq}.get(self.algorithm)
         return own.arguments() if own else {}
 

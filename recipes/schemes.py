@@ -213,6 +213,7 @@ REWRITES: Mapping[str, frozenset[str]] = MappingProxyType(
         "gptq": frozenset({"W4A16", "NVFP4", "NVFP4A16", "W8A16", "W8A8"}),
         "awq": frozenset({"W4A16", "W8A16", "NVFP4A16"}),
         "smoothquant": frozenset({"W8A8"}),
+        "autoround": frozenset({"W4A16", "W8A16"}),
         "mse": frozenset({"NVFP4", "NVFP4A16"}),
         "four-over-six": frozenset({"NVFP4", "NVFP4A16"}),
         "local-hessian": frozenset({"NVFP4", "NVFP4A16"}),

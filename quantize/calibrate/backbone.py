@@ -394,4 +394,6 @@ _WHAT_HELPS = {
     "set calibration.algorithm: awq, whose cache is on the host, or minmax",
     "awq": "lower calibration.samples or calibration.sequence_length: AWQ holds what a module computes in all batches, "
     "whatever their size. Or lower calibration.batch_size",
+    "autoround": "lower calibration.autoround.batch_size or calibration.sequence_length, or set experts: routed. "
+    "The offsets that it learns depend on neither: if they alone do not fit, set calibration.algorithm: gptq",
 }

@@ -5,7 +5,8 @@ In: a plan, its batches and a folder. Out: a folder that is this run's, or a ref
 Easy to get wrong: a run that is resumed with something else changed makes a checkpoint of two halves. So the
 fingerprint covers everything that a number depends on, and nothing else: each thing too much costs hours. The largest
 magnitudes that minmax and smoothquant look for are the same however the sequences are dealt out. GPTQ and AWQ add up
-numbers batch by batch and process by process, and a sum in another order has other last bits.
+numbers batch by batch and process by process, and a sum in another order has other last bits; so has what AutoRound
+learns from.
 
 Source: transformers 5.17 integrations/hub_kernels.py (`use_kernel_func_from_hub_with_fallback`: a package that is
 installed replaces a model's own functions).
@@ -102,7 +103,10 @@ def _sum(parts: Mapping[str, Any]) -> str:
 def _versions(plan: Plan) -> dict[str, str]:
     """Of the packages that compute; kernels of others count where they are installed and the model calls them."""
     calibration = plan.recipe.calibration
-    own = ("nvidia-modelopt",) if calibration is not None and calibration.backend == "modelopt" else ()
+    own = (
+        *(("nvidia-modelopt",) if calibration is not None and calibration.backend == "modelopt" else ()),
+        *(("auto-round",) if calibration is not None and calibration.algorithm == "autoround" else ()),
+    )
     found = {name: version(name) for name in (*_PACKAGES, *own)}
     for package in sorted({*_kernel_packages(plan)}):
         name = _DISTRIBUTIONS.get(package, package.replace("_", "-"))

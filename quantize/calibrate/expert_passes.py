@@ -51,12 +51,13 @@ class ExpertPasses:
     """State: the model and its batches.
 
     Attributes:
+        model: one layer of it is real.
         room: for statistics.
         routed: in the first pass experts compute their own tokens only.
     """
 
     def __init__(self, model: Any, batches: Any, room: StatisticsRoom, *, routed: bool = False):
-        self._model, self._batches, self.room, self.routed = model, batches, room, routed
+        self.model, self._batches, self.room, self.routed = model, batches, room, routed
 
     def __len__(self) -> int:
         """Number of batches, of this rank."""
@@ -76,7 +77,7 @@ class ExpertPasses:
             for handle in self._first(chosen) if every_token else _watched(chosen):
                 stack.callback(handle.remove)
             for batch in self._batches:
-                self._model(**batch)
+                self.model(**batch)
 
     def _first(self, chosen: Collection[nn.Module]) -> list[RemovableHandle]:
         """Hooks that let the chosen experts of a stack compute all tokens, before the stack does what it does."""
@@ -94,7 +95,7 @@ class ExpertPasses:
     def _stacks(self) -> list[LinearExperts2D]:
         return [
             module
-            for module in self._model.modules()
+            for module in self.model.modules()
             if isinstance(module, LinearExperts2D) and not any(value.is_meta for value in module.parameters())
         ]
 

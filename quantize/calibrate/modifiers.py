@@ -1,4 +1,4 @@
-"""llm-compressor's modifiers for a recipe: quantization, GPTQ, AWQ, SmoothQuant.
+"""llm-compressor's modifiers for a recipe: quantization, GPTQ, AWQ, SmoothQuant, AutoRound.
 
 In: schemes by module, an algorithm, and the smoothings that were found. Out: the modifiers in the order they act, and
 `share`, which gives every rank the weights that another rank computed.
@@ -50,10 +50,10 @@ def modifiers_for(
     Args:
         schemes: module -> scheme that it is rounded to.
         rewritten: those whose weights the algorithm rewrites.
-        algorithm: minmax, gptq, awq or smoothquant.
+        algorithm: minmax, gptq, awq, smoothquant or autoround.
         smoothings: what awq or smoothquant rescales; without any, modules are rounded to nearest.
         passes: for what does not fit the memory for all experts at once.
-        knobs: arguments of gptq's or awq's modifier (`Calibration.knobs`); its defaults without them.
+        knobs: arguments of the algorithm's modifier (`Calibration.knobs`); its defaults without them.
     """
     knobs = knobs or {}
     if algorithm == "gptq":
@@ -61,6 +61,8 @@ def modifiers_for(
         rest = {name: scheme for name, scheme in schemes.items() if name not in own}
         modifiers: list[Any] = [_Quantization(config_groups=_config_groups(rest))] if rest else []
         return modifiers + ([_GPTQ(config_groups=_config_groups(own), **knobs).with_passes(passes)] if own else [])
+    if algorithm == "autoround" and rewritten:
+        return _learned(passes.model, schemes, rewritten, knobs)
     quantization = _Quantization(config_groups=_config_groups(schemes))
     if not smoothings:
         return [quantization]
@@ -69,6 +71,18 @@ def modifiers_for(
         return [BoundedAWQ(mappings=mappings, **knobs).with_passes(passes), quantization]
     pairs: list[Any] = [([_pattern(s.balance)], _pattern((s.smooth,))) for s in smoothings]
     return [SmoothQuantModifier(mappings=pairs), quantization]
+
+
+def _learned(model: Any, schemes: Mapping[str, str], rewritten: Sequence[str], knobs: Mapping[str, Any]) -> list[Any]:
+    """AutoRound for what is within a decoder layer; all else is rounded to nearest."""
+    from .autoround import LayerAutoRound, tuned_layers
+
+    own = {name: schemes[name] for names in tuned_layers(model, rewritten).values() for name in names}
+    rest = {name: scheme for name, scheme in schemes.items() if name not in own}
+    modifiers: list[Any] = [_Quantization(config_groups=_config_groups(rest))] if rest else []
+    return modifiers + (
+        [LayerAutoRound(config_groups=_config_groups(own), **knobs).within(model, [*own])] if own else []
+    )
 
 
 def one_a_parent(model: Any, found: Sequence[Smoothing]) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:

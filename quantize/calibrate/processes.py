@@ -58,11 +58,15 @@ def place_of_process() -> ProcessPlace:
 
 
 def refuse_idle_processes(calibration: "Calibration", size: int, where: str) -> None:
-    """Refuse more processes than there are sequences: one of them would have nothing to calibrate on.
+    """Refuse more processes than there are sequences, or than the algorithm can use: one would have nothing to do.
 
     Raises:
         RecipeError: says how many there may be.
     """
+    if calibration.algorithm == "autoround" and size > 1:
+        rule = "algorithm: autoround must run in one process"
+        cure = "Start one process, or use gptq: auto-round's own processes each keep what was best on their own text"
+        raise RecipeError(where, rule, got=str(size), cure=cure)
     if calibration.samples < size:
         raise RecipeError(
             where,

@@ -12,9 +12,23 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+MODELS = Path(__file__).parents[2] / "models"
+GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
 # What the recipes of these families keep in BF16.
 KEPT = ("mlp.gate", "in_proj_a", "in_proj_b")
 IGNORE = ["lm_head", *(f"re:.*{name.replace('.', '[.]')}$" for name in KEPT)]
+
+
+def outliers(samples: int, width: int) -> list[Tensor]:
+    """Hidden states [1, 32, width] with a few loud channels, as models have them."""
+    generator = torch.Generator().manual_seed(0)
+    loud = torch.exp2(torch.linspace(-2, 4, width))
+    return [(torch.randn(1, 32, width, generator=generator) * loud).bfloat16() for _ in range(samples)]
+
+
+def token_ids(samples: int = 4, length: int = 32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 500, (1, length), generator=generator) for _ in range(samples)]
 
 
 class Stub(nn.Module):

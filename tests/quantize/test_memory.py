@@ -13,6 +13,7 @@ from keepmtp.quantize.calibrate.mtp_pass import mtp_pass
 from keepmtp.quantize.memory import FRAGMENTS, largest_batch_size, peak, stations
 from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.knobs import AutoRoundKnobs
 from live_bytes import LiveBytes
 from passes import ALONE, ROOT, plan_over
 
@@ -23,7 +24,8 @@ def small_plan(name: str, batch_size: int, length: int) -> Plan:
     recipe, _ = find_recipe(name)
     assert recipe.calibration is not None
     sizes = {"batch_size": batch_size, "sequence_length": length, "samples": 2 * batch_size, "held_out": batch_size}
-    calibration = recipe.calibration.model_copy(update=sizes)
+    few = {"autoround": AutoRoundKnobs(iters=2)} if recipe.calibration.autoround else {}
+    calibration = recipe.calibration.model_copy(update=sizes | few)
     return plan_over(ROOT / "models" / recipe.model, recipe.model_copy(update={"calibration": calibration}))
 
 
@@ -42,6 +44,7 @@ def random_data(plan: Plan) -> CalibrationData:
         ("tiny-glm4-moe.nvfp4", 1, 32),  # weights rule
         ("tiny-glm4-moe.nvfp4-mtp-nvfp4", 2, 384),  # scores rule
         ("tiny-glm4-moe.w4a16-gptq", 1, 32),  # Hessians rule
+        ("tiny-glm4-moe.w4a16-autoround", 1, 32),  # what is learned rules
         ("tiny-qwen3_5.nvfp4", 2, 256),  # linear attention
     ],
 )

@@ -97,6 +97,7 @@ def test_only_what_changes_no_number_has_a_default():
         "backend",
         "gptq",
         "awq",
+        "autoround",
     }
     assert not optional(MtpAuto)
     assert optional(BackboneAuto) == {"draft_weight", "min_acceptance", "tokens"}
@@ -167,6 +168,7 @@ def test_awq_sees_every_token(tmp_path):
         ("gptq", "W4A16", ["W4A16"]),
         ("awq", "W8A16", ["W8A16"]),
         ("smoothquant", "W8A8", ["W8A8"]),
+        ("autoround", "W4A16", ["W4A16"]),
     ],
 )
 def test_schemes_that_depend_on_data(algorithm, experts, expected):
@@ -209,6 +211,7 @@ def test_knobs_of_an_algorithm(tmp_path):
     assert gptq.knobs == {"actorder": None, "dampening_frac": 0.01, "block_size": 64}
     awq = Recipe.model_validate(with_knobs("awq", awq={"duo_scaling": "both"})).calibration
     assert awq.knobs == {"n_grid": 20, "duo_scaling": "both"}
+    assert Recipe.model_validate(with_knobs("autoround")).calibration.knobs["iters"] == 200, "llm-compressor compiles"
     plain = Recipe.model_validate(with_knobs("gptq")).calibration
     assert not plain.knobs and not {"gptq", "awq"} & {*plain.model_dump()}
     assert gptq.model_dump(mode="json")["gptq"] == gptq.knobs, "the record, the fingerprint and recipe.yaml have them"
@@ -227,6 +230,13 @@ def test_knobs_of_an_algorithm(tmp_path):
         ("gptq", {"gptq": {"dampening_frac": -0.1}}, "gptq.dampening_frac: "),
         ("gptq", {"gptq": {"dampening_frac": None}}, "gptq.dampening_frac: "),
         ("gptq", {"gptq": {"dampening": 0.1}}, "got 0.1. Did you mean dampening_frac?"),
+        ("autoround", {"autoround": {"iters": 0}}, "autoround.iters: "),
+        ("autoround", {"autoround": {"lr": 0}}, "autoround.lr: "),
+        (
+            "autoround",
+            {"autoround": {"device_ids": "0,1"}},
+            "autoround.device_ids is not a key of a recipe",
+        ),
         ("awq", {"awq": {"n_grid": 2}}, "n_grid must be at least 3 where duo_scaling is true; got 2. Raise it."),
         ("awq", {"awq": {"n_grid": 1, "duo_scaling": False}}, "at least 2 where duo_scaling is false; got 1."),
         ("awq", {"awq": {"n_grid": 3, "duo_scaling": "both"}}, "at least 4 where duo_scaling is both; got 3."),

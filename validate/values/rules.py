@@ -116,13 +116,20 @@ def scales_are_positive(runtime: RuntimeView, tensors: list[Tensor]) -> Iterator
         if not is_scale(tensor.entry.name):
             continue
         summary = tensor.summary
-        if summary.has_negative and not summary.is_zero and tensor.leaf not in _SIGNED:
+        if summary.has_negative and not summary.is_zero and not _may_be_negative(runtime, tensor):
             says = "has an element below 0: a kernel reads it as positive, or turns the sign of its weights"
             yield _scale(runtime, tensor, says)
         elif summary.is_zero and tensor.leaf in (*_DIVISORS, *_INPUT_SCALES, *KV_SCALE_LEAVES):
             yield _scale(runtime, tensor, "is 0, and vLLM divides by it: everything behind it is infinite or NaN")
         elif summary.is_zero:
             yield _scale(runtime, tensor, "is 0: vLLM computes with a matrix of zeros")
+
+
+def _may_be_negative(runtime: RuntimeView, tensor: Tensor) -> bool:
+    """Scales of weights that are integers around 0, where activations are not rounded."""
+    weight = runtime.weights.get(HFName(tensor.entry.name.rpartition(".")[0]))
+    around_zero = weight is not None and weight.form == "int_packed" and "weight_zero_point" not in weight.parts
+    return tensor.leaf in _SIGNED or (around_zero and tensor.leaf == "weight_scale")
 
 
 def _scale(runtime: RuntimeView, tensor: Tensor, says: str) -> Objection:

@@ -22,7 +22,7 @@ from keepmtp.quantize.calibrate.ranks import Ranks
 from keepmtp.quantize.calibrate.run import calibrate
 from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.recipes.find import shipped_recipes
+from keepmtp.recipes.find import find_recipe, shipped_recipes
 from killed import small_recipe
 
 SHIPPED = Path("models/tiny-glm4-moe")
@@ -186,4 +186,13 @@ def test_eight_processes_may_share_what_the_shipped_recipes_ask_for():
     assert len(found) > 10
     for recipe in found:
         assert recipe.calibration is not None
-        refuse_idle_processes(recipe.calibration, 8, recipe.name)
+        if recipe.calibration.algorithm != "autoround":
+            refuse_idle_processes(recipe.calibration, 8, recipe.name)
+
+
+def test_autoround_runs_in_one_process():
+    recipe = find_recipe("tiny-glm4-moe.w4a16-autoround")[0]
+    assert recipe.calibration is not None
+    refuse_idle_processes(recipe.calibration, 1, recipe.name)
+    with pytest.raises(RecipeError, match=f"^{recipe.name}: .*autoround must run in one process; got 2. Start"):
+        refuse_idle_processes(recipe.calibration, 2, recipe.name)

@@ -4,7 +4,6 @@ Equality is to the bit, AWQ's grid search included: both run the same modifiers 
 """
 
 from collections.abc import Iterable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +18,8 @@ from keepmtp.quantize.calibrate.smoothing import Smoothing
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.knobs import AWQKnobs, GPTQKnobs
 from keepmtp.recipes.schemes import SCHEMES
-from layerwise import IGNORE, Skeleton, assert_same, layerwise, sequential
+from layerwise import GLM, IGNORE, QWEN, Skeleton, assert_same, layerwise, outliers, sequential, token_ids
 from torch import Tensor, nn
-
-MODELS = Path(__file__).parents[3] / "models"
-GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +29,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def outliers(samples: int, width: int) -> list[Tensor]:
-    """Hidden states [1, 32, width] with a few loud channels, as models have them."""
-    generator = torch.Generator().manual_seed(0)
-    loud = torch.exp2(torch.linspace(-2, 4, width))
-    return [(torch.randn(1, 32, width, generator=generator) * loud).bfloat16() for _ in range(samples)]
-
-
-def token_ids(samples: int = 4, length: int = 32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 500, (1, length), generator=generator) for _ in range(samples)]
 
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)

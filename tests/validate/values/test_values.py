@@ -278,6 +278,23 @@ def test_scales_of_gptq_and_awq_are_read_and_may_be_negative(value, rule, tmp_pa
     assert [(each.rule, each.where) for each in findings] == ([(rule, f"{module}.scales")] if rule else [])
 
 
+@pytest.mark.parametrize(("dtype", "suffix", "rule"), [("I32", "_packed", None), ("I8", "", "scale-sign")])
+def test_scales_of_integers_may_be_negative_where_activations_are_not_rounded(dtype, suffix, rule, tmp_path):
+    """AutoRound gives about half of its scales a sign; with rounded activations a kernel reads it as a number."""
+    checkpoint = GOOD["released glm-4.7"]()
+    module = "model.layers.1.self_attn.o_proj"
+    _, (rows, columns) = checkpoint.tensors.pop(f"{module}.weight")
+    checkpoint.tensors[f"{module}.weight{suffix}"] = (dtype, (rows, columns // (8 if suffix else 1)))
+    checkpoint.tensors[f"{module}.weight_scale"] = ("BF16", (rows, 2 if suffix else 1))
+    if suffix:
+        checkpoint.tensors[f"{module}.weight_shape"] = ("I64", (2,))
+    folder = write(tmp_path / "checkpoint", checkpoint)
+    fill(folder)
+    poke(folder, f"{module}.weight_scale", -0.01, at=0)
+    findings = check_values(opened(folder), "scales").findings
+    assert [(each.rule, each.where) for each in findings] == ([(rule, f"{module}.weight_scale")] if rule else [])
+
+
 def test_a_norm_of_zeros_is_right_where_the_model_adds_one(tmp_path):
     folder = write(tmp_path / "checkpoint", GOOD["next nvfp4"]())
     fill(folder)

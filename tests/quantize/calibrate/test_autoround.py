@@ -1,0 +1,113 @@
+"""AutoRound on one layer at a time, against llm-compressor's own sequential pipeline; and its gates.
+
+Equality is to the bit, where llm-compressor's pipeline tunes each layer on what that layer is really handed. As it is,
+it tunes a layer on outputs that auto-round computed of the layer before, in batches of its own, which nobody keeps.
+"""
+
+import gc
+import random
+
+import pytest
+import torch
+from keepmtp.quantize.calibrate import autoround
+from keepmtp.quantize.calibrate.autoround import tuned_layers
+from keepmtp.quantize.calibrate.layer import calibrate
+from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.knobs import AutoRoundKnobs
+from layerwise import GLM, IGNORE, QWEN, Skeleton, assert_same, layerwise, outliers, sequential, token_ids
+from torch import Tensor, nn
+
+KNOBS = AutoRoundKnobs(iters=4, lr=0.01, batch_size=2).arguments()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick():
+    """One thread; and what is there is passed over, since auto-round lets garbage be collected at every turn."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
+
+
+def one_layer(schemes=None, *, index: int = 1, together: int = 1, **options):
+    """A layer's statistics; hidden states with loud channels, `together` sequences in a batch."""
+    skeleton = Skeleton(GLM)
+    ids, hidden = token_ids(), outliers(4, 256)
+    ids, hidden = ([torch.cat(each[i : i + together]) for i in range(0, 4, together)] for each in (ids, hidden))
+    batches = skeleton.enter(index, ids, hidden)
+    schemes = {name: (schemes or {}).get(name.split(".")[3], "W4A16") for name in skeleton.linears(index)}
+    options = {"algorithm": "autoround", "knobs": KNOBS, **options}
+    return calibrate(skeleton.model, batches, schemes=schemes, **options).tensors
+
+
+def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.parametrize(("folder", "scheme"), [(GLM, "W4A16"), (QWEN, "W8A16")], ids=["GLM", "Qwen"])
+def test_autoround_equals_the_sequential_pipelines(folder, scheme):
+    from llmcompressor.modifiers.autoround import AutoRoundModifier
+
+    class OnWhatTheLayerIsHanded(AutoRoundModifier):
+        def on_sequential_epoch_end(self, state, event, modules, **kwargs):
+            super().on_sequential_epoch_end(state, event, modules, **kwargs)
+            self._q_input = None
+
+    # Linear attention is a loop in PyTorch, and slow to learn through.
+    ids, knobs = (token_ids(), KNOBS) if folder == GLM else (token_ids(2, length=8), KNOBS | {"iters": 2})
+    modifier = OnWhatTheLayerIsHanded(targets="Linear", scheme=scheme, ignore=IGNORE, **knobs)
+    model = sequential(folder, ids, [modifier])
+    _, results = layerwise(folder, ids, scheme, "autoround", knobs=knobs)
+    assert assert_same(results, model, all_tensors=True) == 3 * sum(len(result.coverage) for result in results)
+
+
+def test_a_layer_does_not_depend_on_what_ran_before():
+    """So a killed run comes out the same. Nor does it on the batches that the states are read in."""
+    expected = one_layer()
+    torch.use_deterministic_algorithms(False)  # llm-compressor's own run leaves them on
+    random.seed(5)
+    torch.manual_seed(5)
+    state, drawn = random.getstate(), torch.get_rng_state()
+    assert_equal(one_layer(), expected)
+    assert random.getstate() == state and torch.equal(torch.get_rng_state(), drawn)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert_equal(one_layer(together=2), expected)
+
+
+def test_what_was_learned_is_nearer_to_the_layer():
+    """One step learns nothing: its codes are those of the nearest values."""
+    learned, nearest = one_layer(), one_layer(knobs=KNOBS | {"iters": 1})
+    assert learned.keys() == nearest.keys()
+    assert any(not torch.equal(value, nearest[name]) for name, value in learned.items())
+    assert any((value < 0).any() for name, value in learned.items() if name.endswith("weight_scale"))
+
+
+def test_other_schemes_of_the_layer_are_rounded_to_nearest():
+    schemes = {"self_attn": "NVFP4"}
+    mixed, plain = one_layer(schemes), one_layer(schemes, algorithm="minmax", knobs=None)
+    scales = {name: value for name, value in mixed.items() if "self_attn" in name}
+    assert_equal(scales, plain)
+    assert {name.rpartition(".")[2] for name in scales} == {"input_global_scale"}
+    assert len(mixed) - len(scales) == 3 * 15, "every matrix of the MLP has its codes, scales and shape"
+
+
+def test_a_module_that_is_passed_over_is_named(monkeypatch):
+    name = "model.layers.1.mlp.experts.2.up_proj"
+    own = autoround.LayerAutoRound.get_unquantized_layer_names
+    others = lambda self, layer: [*own(self, layer), "model.layers.0.mlp.experts.2.up_proj"]  # noqa: E731
+    monkeypatch.setattr(autoround.LayerAutoRound, "get_unquantized_layer_names", others)
+    with pytest.raises(CheckpointError, match=f"^{name}: AutoRound must tune every module that it is given; got a mod"):
+        one_layer()
+
+
+def test_layers_are_entries_of_the_outermost_list():
+    model = nn.Module()
+    model.projection = nn.Linear(2, 2)
+    model.layers = nn.ModuleList([nn.Module(), nn.Module()])
+    model.layers[1].experts = nn.ModuleList([nn.Module()])
+    model.layers[1].experts[0].up = nn.Linear(2, 2)
+    assert tuned_layers(model, ["projection", "layers.1.experts.0.up"]) == {"layers.1": ["layers.1.experts.0.up"]}
