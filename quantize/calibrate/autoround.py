@@ -93,7 +93,7 @@ class LayerAutoRound(AutoRoundModifier):
         """Each sequence for itself, as llm-compressor's loader has them; what all have in common is kept once."""
         values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 1]
         size = values[0].shape[0]
-        found = self._all_module_input.setdefault(module._tmp_name, [])
+        found = self._all_module_input.setdefault(str(module._tmp_name), [])
         for row in range(size):
             one = tree_map(lambda value, row=row: _row(value, row, size), (args, dict(kwargs)))
             found.append(_sharing(one, found[0]) if found else one)
