@@ -141,7 +141,8 @@ def next_steps(plan: "Plan", folder: Path) -> Text:
     speculative = f'{{"method":"mtp","num_speculative_tokens":{max(1, plan.view.num_mtp_layers)}}}'
     command = shlex.join(["vllm", "serve", str(folder), "--speculative-config", speculative])
     size = size_in_words(plan.num_bytes_after)
-    return Text(f"{printable(str(folder))}: {size}, MTP block {_mtp_word(plan)}. Serve it:\n  {command}")
+    cache = ", FP8 KV cache" if plan.recipe.kv_cache else ""
+    return Text(f"{printable(str(folder))}: {size}{cache}, MTP block {_mtp_word(plan)}. Serve it:\n  {command}")
 
 
 def _mtp_word(plan: "Plan") -> str:

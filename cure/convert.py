@@ -28,7 +28,7 @@ from ..recipes.family import HFName
 from ..validate.check.check import examine
 from ..validate.check.dialects.choose import quantization_of
 from ..validate.check.runtime_view import RuntimeView
-from .convert_forms import StoredMatrix, dialect_of, matrices_in
+from .convert_forms import StoredMatrix, caches_in, dialect_of, matrices_in
 from .convert_record import CONVERTED, Converted, FirstTensor, read_converted, record_of
 from .json_diff import in_form_of
 from .new_shards import NewTensor, shard_again, write_shard
@@ -96,9 +96,10 @@ def plan_conversion(where: str, to: Format) -> Conversion:
         raise RecipeError(where, rule, got=f"one in {to} already", cure=f"Use --to {_OTHER[to]}")
     kept = read_converted(source)
     matrices = matrices_in(runtime, to)
+    scaled = [*matrices, *caches_in(runtime)]
     changes = {
         entry.name: _turned(source, matrix, leaf, entry, to, kept)
-        for matrix in matrices
+        for matrix in scaled
         if matrix.scheme
         for leaf, entry in matrix.parts.items()
     }
@@ -107,7 +108,7 @@ def plan_conversion(where: str, to: Format) -> Conversion:
         left_out = frozenset({CONVERTED} | {name for name, text in kept.configs.items() if text is None})
         return Conversion(source, first, to, files, left_out, changes, is_way_back=True)
     files = _configs(runtime, matrices, to)
-    lost = {str(new.name): was for new, was in _not_restored(source, matrices, changes, to)}
+    lost = {str(new.name): was for new, was in _not_restored(source, scaled, changes, to)}
     files |= {CONVERTED: record_of(source, first, files, lost)}
     left_out = frozenset({HF_QUANT_CONFIG}) - files.keys()
     return Conversion(source, first, to, files, left_out, changes, is_way_back=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..checkpoints.safetensors_file import Entry
-from ..recipes.conventions import ALGORITHMS, FORMATS, NOT_FOR_EXPERTS, Format
+from ..recipes.conventions import ALGORITHMS, CACHE, CACHE_LEAVES, FORMATS, NOT_FOR_EXPERTS, Format, cache_scale_in
 from ..recipes.errors import CheckpointError
 from ..recipes.family import HFName, Part, Role, VLLMName
 from ..recipes.family_view import Place
@@ -83,6 +83,20 @@ def dialect_of(runtime: RuntimeView) -> Format:
         cure = "Quantize it first" if found == "none" else "Quantize the original release anew"
         raise CheckpointError(runtime.source.where, rule, got=found, cure=cure)
     return found  # pyright: ignore[reportReturnType]
+
+
+def caches_in(runtime: RuntimeView) -> list[StoredMatrix]:
+    """Attention modules with scales of an FP8 cache, under the names of this dialect.
+
+    vLLM's own names (`self_attn.attn.k_scale`) are the same in both dialects, and their tensors stay as they are.
+    """
+    found: dict[HFName, dict[str, Entry]] = {}
+    for entry in runtime.others:
+        name = HFName(cache_scale_in("compressed-tensors", entry.name))
+        module, _, leaf = name.rpartition(".")
+        if leaf in CACHE_LEAVES and not module.endswith(".attn"):
+            found.setdefault(HFName(module), {})[leaf] = entry
+    return [StoredMatrix(module=module, place=None, scheme=CACHE, parts=parts) for module, parts in found.items()]
 
 
 def matrices_in(runtime: RuntimeView, to: Format) -> list[StoredMatrix]:

@@ -17,7 +17,7 @@ from itertools import groupby
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
 from ..checkpoints.stored import stored_weights
-from ..recipes.conventions import ALGORITHMS, NOT_FOR_EXPERTS
+from ..recipes.conventions import ALGORITHMS, CACHE, NOT_FOR_EXPERTS
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_family
 from ..recipes.family import Family, HFName, Part, VLLMName
@@ -134,7 +134,7 @@ class Plan:
     @property
     def needs_calibration(self) -> list[str]:
         """Schemes of this plan that need batches, the KV cache's among them, and the word for a tuned MTP block."""
-        schemes = {tensor.scheme or "kv_cache: FP8" for tensor in self.tensors if tensor.calibrated}
+        schemes = {tensor.scheme or CACHE for tensor in self.tensors if tensor.calibrated}
         return sorted(schemes | {f"mtp: {TUNED}" for tensor in self.tensors if tensor.tuned})
 
     @property

@@ -42,6 +42,9 @@ FP8_CACHE: Mapping[str, object] = MappingProxyType(
 CACHE_LEAVES = ("k_scale", "v_scale")
 """The scales of an FP8 cache, of all keys and of all values of a layer."""
 
+CACHE = "kv_cache: FP8"
+"""What a cache's scales are of, where a weight's are of a scheme."""
+
 NOT_FOR_EXPERTS = ("FP8_DYNAMIC",)
 """vLLM's class for routed experts under modelopt has no scales a row."""
 
@@ -65,19 +68,22 @@ def in_modelopt(scheme: str, leaf: str, dtype: str, shape: tuple[int, ...], *, o
     """How modelopt writes a tensor of a packed module.
 
     Args:
-        scheme: a key of `ALGORITHMS`.
+        scheme: a key of `ALGORITHMS`, or `CACHE` for an attention module.
         leaf: compressed-tensors' name for it, such as `weight_packed`.
         dtype: its dtype there.
         shape: its shape there.
         of_experts: the module is a projection of a routed expert.
     """
+    if scheme == CACHE:
+        change: Change = "none" if dtype == "F32" else "dtype"
+        return Spelling(leaf=f"{leaf[0]}_proj.{leaf}", dtype="F32", shape=(), change=change)
     if scheme.startswith("NVFP4"):
         if leaf in _COMMON:
             return Spelling(leaf=_COMMON[leaf], dtype="F32", shape=(), change="reciprocal")
         return Spelling(leaf=leaf.replace("weight_packed", "weight"), dtype=dtype, shape=shape)
     if leaf == "weight":
         return Spelling(leaf=leaf, dtype=dtype, shape=shape)
-    change: Change = "none" if dtype == "F32" else "dtype"
+    change = "none" if dtype == "F32" else "dtype"
     if scheme == "FP8_BLOCK":
         if of_experts:
             return Spelling(leaf="weight_scale_inv", dtype="F32", shape=shape, change=change)
@@ -108,6 +114,8 @@ def in_compressed_tensors(scheme: str, leaf: str, dtype: str, shape: tuple[int, 
 
     A scale that compressed-tensors writes in BF16 is said to be BF16 here; where its values are not, it stays F32.
     """
+    if scheme == CACHE:
+        return Spelling(leaf=leaf, dtype="BF16", shape=(1,), change="none" if dtype == "BF16" else "dtype")
     if scheme.startswith("NVFP4"):
         if leaf in _DIVISORS:
             return Spelling(leaf=_DIVISORS[leaf], dtype="F32", shape=(1,), change="reciprocal")

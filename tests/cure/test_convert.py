@@ -11,7 +11,7 @@ import torch
 from broken import GOOD
 from calibrated import in_both_formats
 from checkpoint_files import Checkpoint, lose, pack, write
-from good import llmcompressor, ours, qwen_fp8
+from good import cached, llmcompressor, ours, outputs_of, qwen_fp8
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.cure.convert import Conversion, convert, plan_conversion
@@ -66,6 +66,25 @@ def json_of(folder: Path) -> dict:
     """The quantization config, wherever it is."""
     found = json.loads((folder / "config.json").read_text())
     return found.get("quantization_config") or {"quant_method": "modelopt"}
+
+
+@pytest.mark.parametrize("first", OTHER)
+def test_scales_of_the_cache_follow_their_attention(first, tmp_path):
+    """Under the other dialect's names and dtypes; those that are vLLM's own stay, and all come back as they were."""
+    made = write(tmp_path / "first", outputs_of(cached("glm-4.7", "NVFP4", format=first)))
+    fill(made)
+    there = converted(made, tmp_path / "there")
+    named = "model.layers.0.self_attn.{}k_scale"
+    was, becomes = [named.format("k_proj." * (name == "modelopt")) for name in (first, OTHER[first])]
+    before, after = tensors(made), tensors(tmp_path / "there")
+    assert was in before and was not in after and becomes in after and there.num_reexpressed >= 6
+    # Numbers that BF16 does not hold stay F32.
+    assert after[becomes][:2] == (torch.float32, () if OTHER[first] == "modelopt" else (1,))
+    own = "model.layers.3.self_attn.attn.v_scale"
+    assert after[own] == before[own]
+    converted(tmp_path / "there", tmp_path / "back")
+    assert tensors(tmp_path / "back") == before and configs(tmp_path / "back") == configs(made)
+    assert check(tmp_path / "there").findings == check(tmp_path / "back").findings == ()
 
 
 @pytest.mark.parametrize("first", OTHER)

@@ -131,19 +131,24 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
         elif not runtime.is_mtp_name(entry.name) or draft_takes(runtime.view.family.loader, entry.name):
             says = "is a scale of the KV cache, and no attention layer with a cache is there: vLLM raises or skips it"
             yield _scale(entry.name, says, "Remove it, or bring the layer back")
-    if any(stored.values()):
-        for module, leaves in stored.items():
-            yield from _missing(runtime, attention[module], module, leaves)
+    with_some = {attention[module] for module, leaves in stored.items() if leaves}
+    for module, leaves in stored.items() if with_some else ():
+        yield from _missing(runtime, attention[module], module, leaves, is_error=attention[module] in with_some)
 
 
-def _missing(runtime: RuntimeView, part: Part, module: HFName, leaves: set[str]) -> Iterator[Objection]:
-    """One objection for each scale that a layer lacks."""
+def _missing(
+    runtime: RuntimeView, part: Part, module: HFName, leaves: set[str], *, is_error: bool
+) -> Iterator[Objection]:
+    """One objection for each scale that a layer lacks; a warning where the whole MTP block has none."""
     convention = "modelopt" if isinstance(runtime.dialect, ModelOpt) else "compressed-tensors"
     for name in scale_names(runtime.view, part, module):
         if name.rpartition(".")[2] not in leaves:
             instead = "the other scale of this layer" if leaves and convention == "modelopt" else "1"
             says = f"is not there, and other layers have theirs: vLLM takes {instead} for it, in silence"
-            yield _scale(cache_scale_in(convention, name), says, "Calibrate the cache again: each layer has two scales")
+            cure = "Calibrate the cache again: each layer has two scales"
+            severity = "error" if is_error else "warning"
+            where = cache_scale_in(convention, name)
+            yield objection(rule="kv-scales", severity=severity, where=where, says=says, cure=cure, cause=cure)
 
 
 def _attention(runtime: RuntimeView) -> Iterator[tuple[HFName, Part]]:

@@ -115,6 +115,17 @@ def test_values_are_those_of_a_cache_in_e4m3():
     assert torch.equal(e4m3_by(1.0, 2 * states), values)
 
 
+def test_the_larger_of_two_batches_counts():
+    model = nn.ModuleDict({"attention": Attention()})
+    ranges = CacheRanges(model, ["attention"])
+    with ranges.observing():
+        for largest in (-7.0, 3.5):
+            model["attention"](torch.tensor([[largest, 1.0]]).bfloat16())
+    scales = ranges.scales()
+    assert scales["attention.k_scale"] == torch.tensor([7 / 448]).bfloat16()
+    assert scales["attention.v_scale"] == torch.tensor([14 / 448]).bfloat16()
+
+
 def test_attention_that_keeps_its_keys_is_named():
     model = nn.ModuleDict({"attention": Attention(has_cache=False)})
     ranges = CacheRanges(model, ["attention"])

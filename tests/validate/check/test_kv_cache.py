@@ -132,6 +132,15 @@ def test_a_layer_without_its_scales(tmp_path):
     assert found[0].where == "model.layers.0.self_attn.k_scale" and {each.rule for each in found} == {"kv-scales"}
 
 
+def test_an_mtp_block_without_scales_is_a_warning(tmp_path):
+    """What a graft leaves: the draft's cache is FP8 all the same, with scales of 1."""
+    checkpoint = with_scales("qwen3.5-27b")
+    for leaf in ("k_scale", "v_scale"):
+        del checkpoint.tensors[f"mtp.layers.0.self_attn.{leaf}"]
+    (found,) = about_kv(checkpoint, tmp_path)
+    assert (found.where, found.severity) == ("mtp.layers.0.self_attn.k_scale", "warning")
+
+
 @pytest.mark.parametrize("name", ["model.layers.7.self_attn.k_scale", "model.layers.1.mlp.v_scale"])
 def test_a_scale_of_what_has_no_cache(name, tmp_path):
     checkpoint = with_scales()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from broken import GOOD
 from checkpoint_files import write
-from good import ours
+from good import cached, ours, outputs_of
 from keepmtp.checkpoints.values import read_tensor
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
@@ -20,6 +20,17 @@ from written_values import fill, opened, poke
 
 MODELS = Path(__file__).parents[3] / "models"
 NVFP4, MODELOPT, BLOCKS = "glm nvfp4", "glm modelopt", "v3 block"
+
+
+@pytest.mark.parametrize(("value", "rule"), [(math.nan, "finite"), (0.0, "scale-sign"), (-0.5, "scale-sign")])
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_scale", "model.layers.3.self_attn.attn.v_scale"])
+def test_a_scale_of_the_cache_that_is_no_positive_number(name, value, rule, tmp_path):
+    folder = write(tmp_path / "checkpoint", outputs_of(cached("glm-4.7")))
+    fill(folder)
+    assert check_values(opened(folder), "all").findings == ()
+    poke(folder, name, value)
+    (finding,) = check_values(opened(folder), "all").findings
+    assert (finding.rule, finding.severity, finding.where) == (rule, "error", name)
 
 
 @pytest.mark.parametrize("name", GOOD)
