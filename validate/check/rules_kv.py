@@ -38,6 +38,11 @@ def is_kv_scale(leaf: str) -> bool:
     return leaf in KV_SCALE_LEAVES or leaf == "kv_scale"
 
 
+def attention_of_scale(name: str) -> HFName:
+    """The attention module on disk that a scale of the KV cache is of, whatever convention names it."""
+    return HFName(_UNDER_ATTENTION.sub("", name.rpartition(".")[0]))
+
+
 def kv_scheme_is_known(runtime: RuntimeView) -> Iterator[Objection]:
     """`kv_cache_scheme` of compressed-tensors is FP8, in one scale a tensor or a head, for a class that asks for it."""
     if not isinstance(runtime.dialect, CompressedTensors):
@@ -122,10 +127,10 @@ def kv_scales_are_whole(runtime: RuntimeView) -> Iterator[Objection]:
     attention = dict(_attention(runtime))
     stored: dict[HFName, set[str]] = {module: set() for module in attention}
     for entry in runtime.others:
-        holder, _, leaf = entry.name.rpartition(".")
+        leaf = entry.name.rpartition(".")[2]
         if leaf not in CACHE_LEAVES:
             continue
-        module = HFName(_UNDER_ATTENTION.sub("", holder))
+        module = attention_of_scale(entry.name)
         if module in stored:
             stored[module].add(leaf)
         elif not runtime.is_mtp_name(entry.name) or draft_takes(runtime.view.family.loader, entry.name):

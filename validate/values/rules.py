@@ -22,6 +22,7 @@ from ...checkpoints.stored import KV_SCALE_LEAVES, Form
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
 from ..check.findings import Objection, Severity, objection
+from ..check.rules_kv import attention_of_scale, is_kv_scale
 from ..check.runtime_view import RuntimeView
 from .reading import is_scale
 from .summary import Summary
@@ -52,6 +53,10 @@ _MANY = 16
 
 _REQUANTIZE = "Quantize this module again from the release"
 _RECALIBRATE = "Calibrate again with samples that reach this module, and keep its experts' input scales finite"
+
+
+# What makes keys, in attention and in latent attention.
+_KEYS = ("k_proj", "kv_b_proj")
 
 
 class Tensor(NamedTuple):
@@ -86,10 +91,18 @@ def tensors_read(runtime: RuntimeView, summaries: Mapping[HFName, Summary]) -> l
     for name, summary in summaries.items():
         module = HFName(name.rpartition(".")[0])
         place = runtime.placed.get(module if module in runtime.weights else name)
-        place = place or runtime.view.place(name)
+        place = place or runtime.view.place(name) or _of_cache(runtime, name)
         if place is not None and place.role != "vision":
             found.append(Tensor(runtime.source.entries[name], place, summary))
     return found
+
+
+def _of_cache(runtime: RuntimeView, name: HFName) -> Place | None:
+    """The place of attention's projection, for a scale of its KV cache that is named after the attention itself."""
+    if not is_kv_scale(name.rpartition(".")[2]):
+        return None
+    places = (runtime.view.place(HFName(f"{attention_of_scale(name)}.{each}.weight")) for each in _KEYS)
+    return next(filter(None, places), None)
 
 
 def values_are_finite(runtime: RuntimeView, tensors: list[Tensor]) -> Iterator[Objection]:
