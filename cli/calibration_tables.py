@@ -33,6 +33,12 @@ def will_do(plan: Plan) -> RenderableType:
             f"released model's acceptance is written, at {planned['confidence']:.0%} confidence; until then it is "
             f"planned as bf16. Candidates: {candidates}."
         )
+    if (tuned := plan.recipe.mtp_tuned) is not None:
+        lines.append(
+            f"MTP block: tuned. It is trained for {tuned.steps:,} steps of {tuned.batch_size:,} sequences on what the "
+            f"quantized backbone computes, as {_in_words(tuned.mtp)}, and written where it is shown to draft better "
+            f"than untrained, at {plan.recipe.gates.confidence:.0%} confidence."
+        )
     if planned["mtp_pass"]["possible"]:
         says = "the block is run on the backbone's hidden states, and its acceptance is measured without a server."
     else:
@@ -144,6 +150,8 @@ def _remarks(fact: CalibrationFact) -> list[str]:
             f"[yellow]few tokens:[/] {len(few):,} expert module{'s' * (len(few) > 1)} calibrated on fewer tokens than "
             f"input channels: {named}. More samples, or calibration.experts: all, give them more."
         )
+    if fact.tuned:
+        lines.append(fact.tuned.says if fact.tuned.chosen else f"[yellow]not tuned:[/] {fact.tuned.says}")
     if fact.unmeasured:
         lines.append(f"[yellow]no acceptance:[/] {escape(fact.unmeasured)}")
     if fact.measured:

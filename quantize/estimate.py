@@ -226,7 +226,20 @@ class _Work:
             3 * self.calibration.held_out
         )
         calibrated = self._passes(own) if any(t.calibrated for t in own) or self.plan.recipe.measures_mtp else Work()
-        return (heads + drafts).times((policies + 2) / self.gpus) + calibrated.times(policies)
+        measured = (heads + drafts).times((policies + 2) / self.gpus) + calibrated.times(policies)
+        return measured + self._training(own, head)
+
+    def _training(self, own: list[TensorPlan], head: int) -> Work:
+        """`mtp: tuned`: each draft step forward and back, which is three times a forward, and the head's logits."""
+        tuned = self.plan.recipe.mtp_tuned
+        if tuned is None:
+            return Work()
+        length = self.calibration.sequence_length
+        drafts = layer_work(self.plan, own, batch_size=1, length=length, routed=True).times(3 * tuned.draft_steps)
+        logits = Work(flops=6.0 * length * head * tuned.draft_steps, calls=2.0 * tuned.draft_steps)
+        packed = Work(moved=float(_BYTES_PACKED * sum(prod(tensor.shape) for tensor in own if tensor.tuned)))
+        sequences = tuned.steps * tuned.batch_size / self.gpus
+        return (drafts + logits).times(sequences) + packed.times(tuned.steps)
 
     def _layer(self, tensors: list[TensorPlan]) -> Work:
         served = layer_work(

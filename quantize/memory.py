@@ -34,6 +34,8 @@ MAX_TOKENS = 65_536
 """In a batch that `batch_size: auto` chooses for a GPU: more at a time make no matrix product faster."""
 # F32 values that rounding one matrix, or one input, to a scheme holds at a time.
 _ROUNDING = 3
+# Slots whose logits are there at a time while a block is trained, and F32 values of each (`draft_loss.py`).
+_LOSS_SLOTS, _LOSS_COPIES = 256, 6
 # Draft steps whose keys an MTP block attends to while acceptance is measured (`held_out.NUM_STEPS`).
 _DRAFT_STEPS = 3
 
@@ -142,7 +144,7 @@ class _Count:
             return replace(self, batch_size=batch_size).stations(None)
         found = (self.layer(index, block) for index, block in self.layers.items())
         widest = max(found, key=lambda each: each.device_bytes, default=None)
-        return tuple(filter(None, (widest, self.head(), self.mtp(), self.packing())))
+        return tuple(filter(None, (widest, self.head(), self.mtp(), self.training(), self.packing())))
 
     @cached_property
     def hidden_size(self) -> int:
@@ -218,6 +220,27 @@ class _Count:
         host = {"process": PROCESS_BYTES, "batches": self._stream_bytes(), **self._cache(own)}
         return StationMemory(name="MTP block", device=device, host=host)
 
+    def training(self) -> StationMemory | None:
+        """The MTP block while it is trained, one sequence at a time; None where it is not."""
+        tuned = self.plan.recipe.mtp_tuned
+        if tuned is None:
+            return None
+        trained = sum(_numel(tensor) for tensor in self.block if tensor.tuned)
+        length, vocabulary = self.calibration.sequence_length, max(tensor.shape[0] for tensor in self.head_weights)
+        alone = replace(self, batch_size=1)
+        steps = [alone._kept_for_gradients(self.block, step * length) for step in range(1, tuned.draft_steps + 1)]
+        device = {
+            "embedding": self.embedding,
+            "weights": BF16 * sum(map(_numel, self.block)),
+            "head": BF16 * sum(map(_numel, self.head_weights)),
+            # Weights in F32, their gradients in F32 and BF16, AdamW's two moments, and what it computes of them.
+            "training": trained * (5 * F32 + BF16),
+            "draft steps": sum(steps),
+            "logits": min(length, _LOSS_SLOTS) * vocabulary * F32 * _LOSS_COPIES,
+        }
+        host = {"process": PROCESS_BYTES, "batches": self._stream_bytes()}
+        return StationMemory(name="training of the MTP block", device=device, host=host)
+
     def packing(self) -> StationMemory:
         """The unit that takes most while it is read and packed; an expert of a stack is a unit of its own there."""
         computed = [unit for unit in self.plan.units if unit[0].fate in ("quantize", "dequantize")]
@@ -232,6 +255,22 @@ class _Count:
         )
 
     # --- activations --------------------------------------------------------------------------------------------------
+
+    def _kept_for_gradients(self, tensors: Sequence[TensorPlan], num_keys: int) -> int:
+        """What one draft step leaves for its gradient: every layer's input and output, and the scores in F32 and BF16.
+
+        A norm keeps its input in F32 and BF16; a packed layer its rounded input, too.
+        """
+        wide = sum(
+            tensor.shape[-2] + tensor.shape[-1]
+            for tensor in tensors
+            if len(tensor.shape) > 1 and not _is_expert(tensor)
+        )
+        states = self.hidden_size * (12 * BF16 + 4 * F32)
+        chosen = int(self.plan.view.text_config.get("num_experts_per_tok") or 1)
+        experts = [tensor.shape for tensor in tensors if _is_expert(tensor) and len(tensor.shape) > 1]
+        inside = chosen * 6 * _narrowest(experts) if experts else 0
+        return self.num_tokens * ((wide + inside) * 2 * BF16 + states) + self._scores(num_keys) * (2 * BF16 + F32)
 
     def _with_batch(self, tensors: Sequence[TensorPlan], num_keys: int) -> dict[str, int]:
         """States, and whichever holds more at its peak: the attention, or the MLP while the scores are kept."""
@@ -368,3 +407,7 @@ def _one_read(tensor: TensorPlan) -> int:
 def _narrowest(shapes: Iterable[tuple[int, ...]]) -> int:
     """The inner width of an MLP: the smaller side of its matrices."""
     return min(min(shape[-2:]) for shape in shapes)
+
+
+def _is_expert(tensor: TensorPlan) -> bool:
+    return tensor.role == "experts"

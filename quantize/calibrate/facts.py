@@ -195,7 +195,7 @@ class TunedFact(Fact):
     batch_size: Count
     learning_rate: Figure
     seed: Count
-    loss: str
+    loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
     draft_steps: Count
     first_loss: Figure
     last_loss: Figure
@@ -207,6 +207,22 @@ class TunedFact(Fact):
     of_released_at_least: Figure
     confidence: Share
     chosen: bool
+
+    @property
+    def says(self) -> str:
+        """What training did, in sentences for people."""
+        trained = (
+            f"The MTP block was trained for {self.steps:,} steps of {self.batch_size:,} sequences of the calibration "
+            f"text (loss {self.loss}, seed {self.seed}, {self.draft_steps} tokens ahead)."
+        )
+        drafts = (
+            f"On held-out text its drafts are accepted {self.gain:.3f} times as often as those of the same block "
+            f"untrained, at least {self.gain_at_least:.3f} times at {self.confidence:.0%} confidence, and "
+            f"{self.of_released:.3f} times as often as those of the block as released, at least "
+            f"{self.of_released_at_least:.3f} times"
+        )
+        end = "." if self.chosen else ": it is not shown to be better, and the untrained block is what is written."
+        return f"{trained} {drafts}{end}"
 
 
 class CalibrationFact(Fact):

@@ -5,15 +5,20 @@ it is between 0.8 and 1.4 of what is measured. Below, a CPU also holds the state
 not; above, the batch sizes that are chosen from it would waste a GPU.
 """
 
+from contextlib import suppress
+
 import pytest
 import torch
 from keepmtp.quantize.calibrate.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.data import CalibrationData
 from keepmtp.quantize.calibrate.mtp_pass import mtp_pass
+from keepmtp.quantize.calibrate.mtp_policy import NothingCounts, PolicyResults
+from keepmtp.quantize.calibrate.target import target
 from keepmtp.quantize.memory import FRAGMENTS, largest_batch_size, peak, stations
 from keepmtp.quantize.plan import Plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.knobs import AutoRoundKnobs
+from keepmtp.recipes.schema import MtpTuned
 from live_bytes import LiveBytes
 from passes import ALONE, ROOT, plan_over
 
@@ -59,6 +64,22 @@ def test_stations_are_as_large_as_what_torch_allocates(name, batch_size, length,
     # The embedding was there before.
     after = max(found["head"], found["MTP"], key=lambda each: each.device_bytes)
     assert LEAST < (after.device_bytes - after.device["embedding"]) / mtp_bytes.peak < MOST, after
+
+
+@pytest.mark.parametrize(("policy", "length"), [("NVFP4", 256), ("bf16", 64)])
+def test_training_takes_what_is_said(policy, length, tmp_path):
+    settings = {"mtp": policy, "steps": 2, "batch_size": 1, "learning_rate": 1e-3, "seed": 0, "loss": "ce"}
+    settings = MtpTuned.model_validate(settings | {"draft_steps": 3, "decay": 0.6})
+    recipe = small_plan("tiny-glm4-moe.nvfp4", 1, length).recipe
+    plan = plan_over(ROOT / "models" / recipe.model, recipe.model_copy(update={"mtp": "tuned", "mtp_tuned": settings}))
+    said = next(station for station in stations(plan) if station.name.startswith("training"))
+    backbone = calibrate_backbone(plan, random_data(plan), tmp_path, device=ALONE.device, ranks=ALONE)
+    results = PolicyResults(
+        plan=plan, backbone=backbone, source=target(backbone, "source"), served=target(backbone, "served"), written=None
+    )
+    with LiveBytes() as training_bytes, suppress(NothingCounts):  # of random text no slot need count
+        results.tuned(plan)
+    assert LEAST < (said.device_bytes - said.device["embedding"]) / training_bytes.peak < MOST, said
 
 
 def test_the_largest_batch_fits_and_twice_that_does_not():

@@ -90,6 +90,7 @@ def test_a_weak_block_is_trained_and_written(weak, trained, tmp_path):
     backbone, found = trained
     tuned = found.tuned
     assert tuned is not None and tuned.chosen and tuned.gain_at_least > 1.2 and tuned.last_loss < tuned.first_loss
+    assert "trained for 8 steps of 2 sequences of the calibration text (loss lk_hybrid, seed 0" in tuned.says
     # A quarter of the bytes, and it drafts better than the release's own block with the same backbone.
     assert tuned.of_released_at_least > 1.0 and [row.mtp for row in found.combinations] == ["source", "source", "tuned"]
     assert found.combinations[2].acceptance == tuned.after and found.summary()["mtp"] == "NVFP4"
@@ -157,6 +158,7 @@ def test_a_block_that_got_worse_stays_untrained(glm, tmp_path):
     assert found.plan.recipe == wild.recipe and not any(tensor.tuned for tensor in found.plan.tensors)
     assert [row.mtp for row in found.combinations] == ["source", "source", "quantized"]
     assert found.combinations[2].acceptance == found.tuned.before
+    assert found.tuned.says.endswith("it is not shown to be better, and the untrained block is what is written.")
     statistics = Statistics.open(backbone.folder / "statistics")
     refuse_statistics(found.plan, statistics)
     assert not [name for name in statistics if name.endswith("enorm.weight")]
