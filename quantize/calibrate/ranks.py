@@ -121,6 +121,12 @@ class Ranks:
             for value in values:
                 dist.all_reduce(value)
 
+    def take_from_first(self, values: Iterable[torch.Tensor]) -> None:
+        """Give each tensor the first rank's values, in place."""
+        if self.size > 1:
+            for value in values:
+                dist.broadcast(value, src=0)
+
 
 def has_others() -> bool:
     """Whether this process is one of several that have joined."""

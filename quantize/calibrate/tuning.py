@@ -8,7 +8,7 @@ compares each draft with the target's own distribution where it chooses that tok
 in F32. The forward computes with what they become in the file: rounded to BF16, or packed and decompressed; inputs of
 packed layers are rounded as served. A gradient passes both roundings as if they were not there (Bengio et al.,
 "Estimating or Propagating Gradients Through Stochastic Neurons", 2013). Further draft steps weigh less, as in FastMTP
-(Cai et al., 2025, equation 5).
+(Cai et al., 2025).
 
 Easy to get wrong: a run that is resumed must end with the same bytes. So the order of the sequences is a function of
 the seed and the step alone, and weights, moments and losses are kept in one file, which is written whole. Processes
@@ -120,6 +120,7 @@ def train(training: Training, kept: Path, progress: Callable[[int, int], None] |
                     saved = time.monotonic()
                 if progress and ranks.is_first:
                     progress(first, step + 1)
+        ranks.take_from_first(training.masters.values())
         if ranks.is_first:
             _save(training, optimizer, losses, kept)
     finally:
@@ -263,7 +264,8 @@ def _save(training: Training, optimizer: torch.optim.Optimizer, losses: Sequence
 
 def _resumed(training: Training, optimizer: torch.optim.Optimizer, path: Path) -> list[float]:
     """The losses so far, with weights and moments put back; none where nothing was kept."""
-    if not path.is_file():
+    # One rank looks for all: each for itself, one could find what another does not see yet.
+    if not training.backbone.ranks.of_first(path.is_file):
         return []
     read_metadata(path)  # a damaged file is refused
     kept = load_file(path)

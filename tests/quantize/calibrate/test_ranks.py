@@ -17,7 +17,7 @@ import torch.distributed as dist
 import yaml
 from keepmtp.quantize.calibrate.processes import ProcessPlace, place_of_process
 from keepmtp.quantize.calibrate.ranks import Ranks, _device_of, _refuse_shared_gpu, joined
-from keepmtp.quantize.calibrate.statistics import Statistics
+from keepmtp.quantize.calibrate.statistics import Statistics, read_metadata
 from keepmtp.recipes.errors import RecipeError
 from killed import error, events, finished, small_recipe, start, statistics, summary
 from safetensors.torch import load_file
@@ -178,6 +178,31 @@ def test_any_number_of_ranks_goes_on_with_a_pass_and_finds_the_same(tmp_path):
     assert summary(many, 0) == summary(many, 1) == summary(one)
     assert finished(start(recipe, many, size=3, is_whole=True), 60) == [0, 0, 0]
     assert summary(many, 2) == summary(one) and events(many)[:3] == [1, 2, 3], "nothing is computed again"
+
+
+def test_two_ranks_train_what_one_trains(tmp_path):
+    """Each takes two of the four sequences of a step. Gradients are summed in another order, in F32: the first loss is
+    one forward of the same weights, later ones are of weights that differ in last bits of BF16, some codes in NVFP4.
+    """
+    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4")
+    settings = {"mtp": "NVFP4", "steps": 3, "batch_size": 4, "learning_rate": 1e-3, "seed": 0, "loss": "kl_div"}
+    settings |= {"draft_steps": 2, "decay": 0.6}
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"mtp": "tuned", "mtp_tuned": settings}))
+    found = {}
+    for size in (1, 2):
+        folder = tmp_path / f"of-{size}"
+        assert finished(start(recipe, folder, size=size, is_whole=True), 120) == [0] * size, error(folder)
+        (file,) = (path for path in (folder / "mtp").glob("*.safetensors") if "losses" in read_metadata(path))
+        found[size] = json.loads(read_metadata(file)["losses"]), load_file(file)
+    assert summary(tmp_path / "of-2", 0) == summary(tmp_path / "of-2", 1)
+    (one, weights), (two, others) = found[1], found[2]
+    assert two[0] == pytest.approx(one[0], rel=1e-6) and two == pytest.approx(one, rel=0.02)
+    assert weights.keys() == others.keys()
+    for name in (name for name, value in weights.items() if value.dtype == torch.bfloat16):
+        # A step of AdamW is about the learning rate at most, whatever the gradient: three of them, and a last bit.
+        near = 3 * 1e-3 * 2 + 2**-8 * weights[name].float().abs().max().item()
+        assert (weights[name].float() - others[name].float()).abs().max().item() < near, name
+        assert (weights[name] == others[name]).float().mean().item() > 0.9, name
 
 
 def without_fingerprint(found: dict[str, bytes], one: Path, many: Path) -> dict[str, bytes]:
