@@ -24,6 +24,7 @@ def calibrated(
     batches: Iterable[Tensor],
     preset: str = "NVFP4_DEFAULT_CFG",
     *,
+    cache: str = "",
     forwards: AbstractContextManager[Any] | None = None,
     model: Any = None,
 ) -> Any:
@@ -33,6 +34,7 @@ def calibrated(
         source: a checkpoint's folder.
         batches: token ids [B, L].
         preset: an attribute of `modelopt.torch.quantization`.
+        cache: another one, for keys and values.
         forwards: a context to calibrate in.
         model: of that folder, where it is there already.
     """
@@ -47,8 +49,11 @@ def calibrated(
             for ids in batches:
                 model(input_ids=ids, use_cache=False)
 
+    config = copy.deepcopy(getattr(mtq, preset))
+    if cache:
+        config["quant_cfg"] = [*config["quant_cfg"], *getattr(mtq, cache)["quant_cfg"]]
     with forwards or nullcontext():
-        return mtq.quantize(model, copy.deepcopy(getattr(mtq, preset)), run)
+        return mtq.quantize(model, config, run)
 
 
 def exported(source: Path, batches: Iterable[Tensor], out: Path, preset: str = "NVFP4_DEFAULT_CFG") -> None:

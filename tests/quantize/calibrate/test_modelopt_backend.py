@@ -67,7 +67,7 @@ def test_minmax_is_that_of_the_other_back_end(folder, scheme, routed, length):
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
 def test_input_scales_are_those_of_modelopts_own_run(folder):
-    """Its run over the whole model. Its experts have one input scale a stack, which the `experts` groups are here.
+    """Its run over the whole model, keys and values too. Its experts have one input scale a stack, as ours in a run.
 
     Zero-centred norms are those of the calibration here: with transformers' own, 7 of 19 scales of Qwen3.5 differ, by
     1.8 % at most.
@@ -77,7 +77,7 @@ def test_input_scales_are_those_of_modelopts_own_run(folder):
 
     ids, model = token_ids(), loaded(folder)
     with norm_calibration_context(model):
-        calibrated(folder, ids, forwards=calibrating(model, routed=True), model=model)
+        calibrated(folder, ids, cache="FP8_KV_CFG", forwards=calibrating(model, routed=True), model=model)
     amax = {name: q.amax for name, q in model.named_modules() if name.endswith("input_quantizer") and q.is_enabled}
     ours = tensors(layerwise(folder, ids, "NVFP4", "minmax", backend="modelopt", routed=True)[1])
     assert len(ours) == (45 if folder == GLM else 19)
@@ -91,6 +91,27 @@ def test_input_scales_are_those_of_modelopts_own_run(folder):
             value = torch.stack(same).amin(0)
         theirs = amax[leaf if is_expert else f"{module}.input_quantizer"].reshape(1)
         assert torch.equal(value, generate_gparam(-theirs, theirs)), module
+    assert caches(folder, ids) == {
+        name.replace("_bmm_quantizer", "_scale"): float((q.amax.float() / 448).bfloat16())
+        for name, q in model.named_modules()
+        if name.endswith("_bmm_quantizer") and q.is_enabled
+    }
+
+
+def caches(folder: Path, ids: list[Tensor]) -> dict[str, float]:
+    """The scales of all FP8 caches, which are of the same pass whatever the back-end."""
+    skeleton, hidden, found = Skeleton(folder), None, {}
+    for index, layer in enumerate(skeleton.layers):
+        batches = skeleton.enter(index, ids, hidden)
+        own = [f"model.layers.{index}.self_attn"] if hasattr(layer, "self_attn") else []
+        schemes = dict.fromkeys(skeleton.linears(index), "NVFP4")
+        made = calibrate(
+            skeleton.model, batches, schemes=schemes, algorithm="minmax", backend="modelopt", routed=True, caches=own
+        )
+        found |= {name: float(value) for name, value in made.tensors.items() if name.endswith(("k_scale", "v_scale"))}
+        hidden = skeleton.leave(index, batches)
+    assert len(found) > 1
+    return found
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------------
