@@ -17,7 +17,7 @@
 #   make gpu-test     this machine's GPU against its CPU: bits, one layer of true width, rates (docs/gpu.md); ONLY=casts
 #   make gpu-wheels   what a machine with PyTorch and no network lacks for it, into build/gpu-wheels
 #   make picture      docs/check.svg and the README's table of families      make dist   sdist and wheel in dist/, checked
-#   make families     docs/families.md: what can be calibrated, found by trying
+#   make families     docs/families.md: what can be calibrated, found by trying    make quality   docs/quality.md, judged
 #
 # Every target sets up what it needs, once: .venv for keepmtp, .venv-vllm for the vLLM that tests run against.
 
@@ -47,7 +47,8 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 	"error: PYTHON: keepmtp needs Python 3.11 or newer; got %d.%d. Run make with PYTHON=python3.11 or newer." % v)'
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate card all publish ls vllm test lint fuzz measure matrix families picture benchmark dist clean
+.PHONY: help quantize plan check validate card all publish ls vllm test lint fuzz measure matrix families quality picture \
+	benchmark dist clean
 
 help:
 	@sed -n '3,20s/^# \{0,3\}//p' Makefile
@@ -121,6 +122,10 @@ picture: $(VENV)/.test
 
 families: $(VENV)/.test
 	@PYTHONPATH=tests/helpers $(VENV)/bin/python tests/helpers/support.py
+
+# Every row of docs/quality.md that is not there yet, each with its command; build/quality holds what was measured.
+quality: $(VENV)/.test
+	@$(VENV)/bin/python benchmarks/quality.py
 
 benchmark: $(VENV)/.test $(VENV_VLLM)/.vllm
 	$(VENV)/bin/python benchmarks/packing.py

@@ -1,4 +1,4 @@
-"""The judge of finished checkpoints agrees with a run's own record, and sees what is broken."""
+"""The judge agrees with a run's own record and sees what is broken; docs/quality.md says what its figures say."""
 
 import json
 import shutil
@@ -18,6 +18,10 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from passes import ALONE, ROOT, plan_over
+from quality import recipe_text
+from quality_page import BEGIN, END, jackknife, tables
+from quality_plot import draw
+from quality_rows import ALL, rows_of
 from safetensors.torch import load_file, save_file
 from written_values import poke
 
@@ -104,3 +108,45 @@ def test_a_checkpoint_without_an_mtp_block_gets_the_releases(judges, tmp_path):
     assert found.mtp_bytes == 0 and found.backbone_bytes == judge.release.backbone_bytes
     assert found.target.divergence == 0
     assert torch.equal(found.acceptance.counts, judge.release.acceptance.counts)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def figures() -> dict:
+    return json.loads((ROOT / "docs" / "quality.json").read_text())
+
+
+def test_the_page_has_the_rows_of_the_target_and_says_what_the_figures_say(figures):
+    """Another row, or another figure, is another run of `make quality`."""
+    assert [*figures["models"]] == [*ALL]
+    for model, found in figures["models"].items():
+        assert [*found["rows"]] == ["release", *(row.key for row in rows_of(model))]
+    page = (ROOT / "docs" / "quality.md").read_text()
+    assert tables(figures) == page[page.index(BEGIN) : page.index(END) + len(END)]
+    assert draw(figures) == (ROOT / "docs" / "quality.svg").read_text()
+
+
+def test_every_row_is_a_recipe_and_has_its_base():
+    for model in ALL:
+        keys = [row.key for row in rows_of(model)]
+        assert len({*keys}) == len(keys) and {row.base for row in rows_of(model)} <= {"", *keys}
+        for row in rows_of(model):
+            recipe = Recipe.model_validate(yaml.safe_load(recipe_text(row, model)))
+            assert recipe.variant == row.key and (recipe.calibration or not row.peer)
+
+
+def test_an_interval_is_that_of_many_texts():
+    """Played: of 300 texts of 48 sequences, about 95 % of the intervals hold the true ratio; a paired one is narrow."""
+    draw_from = torch.Generator().manual_seed(0)
+    held, reaches = 0, []
+    for _ in range(300):
+        hard = torch.rand(48, generator=draw_from, dtype=torch.float64) + 0.5
+        noise = torch.randn(48, 2, generator=draw_from, dtype=torch.float64) * 0.05
+        pair = torch.stack([hard * (0.9 + noise[:, 0]), hard * (1.0 + noise[:, 1])], dim=1)
+        value, reach = jackknife(pair, lambda sums: float(sums[0] / sums[1]))
+        held += abs(value - 0.9) <= reach
+        reaches.append(reach)
+    assert 270 <= held <= 297
+    assert sum(reaches) / 300 < 0.03, "what is hard for both cancels out"

@@ -1,0 +1,189 @@
+"""Every variant of the shipped models, and peers' own results, judged on the same held-out text: docs/quality.md.
+
+    python benchmarks/quality.py            runs what is missing, then writes docs/quality.{md,json,svg}
+    python benchmarks/quality.py --only nvfp4 --model tiny-docs     these rows alone; nothing is written in docs
+
+In: the rows of quality_rows.py. Out: a table for each model, a plot, and the facts behind both. Each row is a recipe
+file, a command on one core in a process of its own, and a finished checkpoint, which `judge.py` reads. A row whose
+recipe, release, versions and held-out text are those of an earlier run is not run again; its checkpoint is removed once
+it is judged.
+
+Easy to get wrong: times. Processor time of the command, without imports, is compared with that of the NVFP4 row. The
+page gives ratios, without an interval.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import quality_peers
+import torch
+import yaml
+from judge import Judge, Reading
+from keepmtp import __version__
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.main import app
+from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
+from quality_page import write_page
+from quality_rows import ALL, HELD_OUT, Row, rows_of
+
+ROOT = Path(__file__).parent.parent
+os.environ["HF_HUB_OFFLINE"] = "1"
+PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors", "nvidia-modelopt")
+
+
+def main() -> None:
+    """Run, judge, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "quality", help="what a later run takes up")
+    parser.add_argument("--only", help="one row")
+    parser.add_argument("--model", choices=ALL, help="one model")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    facts = {}
+    for model in (arguments.model,) if arguments.model else ALL:
+        rows = [row for row in rows_of(model) if arguments.only in (None, row.key)]
+        facts[model] = run_model(model, rows, arguments.work / model)
+    if not arguments.model and not arguments.only:
+        write_page(facts, versions(), ROOT / "docs")
+
+
+def versions() -> dict[str, str]:
+    """Of what computes."""
+    return {"keepmtp": __version__, **{name: version(name) for name in PACKAGES}}
+
+
+def run_model(model: str, rows: list[Row], work: Path) -> dict[str, dict[str, Any]]:
+    """What each row's checkpoint does, by row, the release first: counts by sequence, bytes and seconds."""
+    work.mkdir(parents=True, exist_ok=True)
+    release, recipe = _release(model), find_recipe(model, scheme="nvfp4")[0]
+    data = held_out(recipe, release, HELD_OUT[model])
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        judge = Judge(release, recipe, data, Path(folder) / "states")
+        found["release"] = counts(judge.release) | {"seconds": 0.0}
+        for number, row in enumerate(rows, start=1):
+            stamp = stamp_of(row, model, data)
+            kept = work / f"{row.key}.json"
+            before = json.loads(kept.read_text()) if kept.is_file() else {}
+            if before.get("stamp") != stamp:
+                print(f"{model}, row {number} of {len(rows)}: {row.title}", flush=True)
+                seconds = run(row, model, work / f"{row.key}.yaml", Path(folder) / row.key)
+                before = counts(judge.read(Path(folder) / row.key)) | {"seconds": seconds, "stamp": stamp}
+                kept.write_text(json.dumps(before))
+                shutil.rmtree(Path(folder) / row.key)
+            found[row.key] = before
+    return found
+
+
+def held_out(recipe: Recipe, release: Path, num_sequences: int) -> CalibrationData:
+    """Sequences behind the recipe's own held-out text: no run was calibrated on them, and none chose by them."""
+    assert recipe.calibration is not None
+    own = recipe.calibration.held_out
+    calibration = recipe.calibration.model_copy(update={"held_out": own + num_sequences})
+    data = calibration_data(calibration, open_source(release))
+    written = data.held_out_written
+    return replace(
+        data,
+        held_out_ids=data.held_out_ids[own:],
+        held_out_written=None if written is None else written[own:],
+        provenance={**data.provenance, "judged_from": own},
+    )
+
+
+def recipe_text(row: Row, model: str) -> str:
+    """The row's recipe: a shipped variant with the row's keys."""
+    recipe, text = find_recipe(model, scheme=row.variant)
+    document = yaml.safe_load(text) | {"variant": row.key, "summary": row.title, "default": False}
+    for key, value in row.changes.items():
+        if key == "backbone" and value == "auto":
+            document[key] = value
+        elif key == "backbone":
+            document[key] = dict.fromkeys(recipe.backbone, value)
+        elif isinstance(value, Mapping) and isinstance(document.get(key), Mapping):
+            document[key] = {**document[key], **value}
+        else:
+            document[key] = value
+    return yaml.safe_dump(document, sort_keys=False)
+
+
+def command(row: Row, model: str, file: Path, out: Path) -> list[str]:
+    """What makes the row's checkpoint."""
+    if row.peer:
+        return ["benchmarks/quality_peers.py", row.peer, str(file), f"models/{model}", str(out)]
+    return ["keepmtp", "quantize", str(file), "--out", str(out)]
+
+
+def run(row: Row, model: str, file: Path, out: Path) -> float:
+    """Make the row's checkpoint on one core; the processor seconds that it took."""
+    file.write_text(recipe_text(row, model))
+    words, log = command(row, model, file, out), file.with_suffix(".log")
+    print(f"  {' '.join(words)}", flush=True)
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        _become(words, log)
+    _, status, used = os.wait4(child, 0)
+    if status:
+        sys.exit(f"{' '.join(words)}\n{log.read_text()[-5000:]}")
+    return used.ru_utime + used.ru_stime
+
+
+def _become(words: list[str], log: Path) -> NoReturn:
+    """Run a command in this process, which has imported what it needs: an import takes as long as a tiny model."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(ROOT)
+    sys.argv = words
+    try:
+        if words[0] == "keepmtp":
+            app(words[1:], standalone_mode=False)
+        else:
+            quality_peers.main()
+        sys.stdout.flush()
+    except BaseException:  # noqa: BLE001 - whatever it is, a forked child must not go on as its parent would
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def stamp_of(row: Row, model: str, data: CalibrationData) -> str:
+    """SHA-256 of what a row's numbers depend on."""
+    weights = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(_release(model).glob("*.safetensors"))]
+    parts = [recipe_text(row, model), row.peer, versions(), weights, dict(data.provenance)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _release(model: str) -> Path:
+    return ROOT / "models" / model
+
+
+def counts(reading: Reading) -> dict[str, Any]:
+    """A reading as sums by sequence: JSON values only; `choices` are compared once all rows are there."""
+    rows = reading.target.rows.values()
+    return {
+        "slots": [len(row.choices) for row in rows],
+        "log_likelihood": [row.log_likelihood for row in rows],
+        "divergence": [row.divergence or 0.0 for row in rows],
+        "choices": torch.stack([row.choices for row in rows]).tolist(),
+        "accepted": reading.acceptance.counts.tolist(),
+        "num_slots": reading.acceptance.num_slots,
+        "bytes": [reading.backbone_bytes, reading.mtp_bytes],
+    }
+
+
+if __name__ == "__main__":
+    main()
