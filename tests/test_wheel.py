@@ -78,6 +78,9 @@ def test_the_wheel_holds_one_package(built):
         "keepmtp/recipes/models/dsv4-flash.yaml",
         "keepmtp/models/tiny-glm4-moe/model-00001-of-00002.safetensors",
         "keepmtp/models/problems.jsonl",
+        "keepmtp/models/docs.jsonl",
+        "keepmtp/models/docs_license.txt",
+        "keepmtp/models/tiny-docs/model-00002-of-00002.safetensors",
     }
     assert not [name for name in names if "/train/" in name or "/tests/" in name]
 
@@ -103,7 +106,7 @@ def test_the_python_api_needs_no_extra_to_plan_and_check(extra, installed, tmp_p
 
 
 def test_packing_a_shipped_model(keepmtp, extra):
-    """With `quantize` alone, data-free recipes of both models that the wheel has; with more, the default one."""
+    """With `quantize` alone, data-free recipes of models that the wheel has; with more, the default one."""
     assert "packing weights" in good(keepmtp("quantize", "tiny-glm4-moe", "--dry-run")) or extra in PACKING
     if extra not in PACKING:
         refused(keepmtp("quantize", "tiny-glm4-moe"), install="quantize")

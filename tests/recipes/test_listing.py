@@ -57,6 +57,6 @@ def listed_without(files: tuple[str, ...], folder: Path) -> set[str]:
 def test_what_cannot_be_run_is_not_listed(tmp_path):
     every = {row.name for row in listed() if row.name.startswith("tiny-")}
     assert listed_without((), tmp_path / "whole") == every
-    no_rows = listed_without(("problems.jsonl",), tmp_path / "rows")
+    no_rows = listed_without(("problems.jsonl", "docs.jsonl"), tmp_path / "rows")
     assert no_rows == {row.name for row in listed() if row.name.startswith("tiny-") and not row.needs_batches}
-    assert listed_without(("tiny-glm4-moe", "tiny-qwen3_5"), tmp_path / "none") == set()
+    assert listed_without(("tiny-docs", "tiny-glm4-moe", "tiny-qwen3_5"), tmp_path / "none") == set()
