@@ -29,10 +29,15 @@ from torch import Tensor
 
 from ..checkpoints.values import TORCH_DTYPES, row_ranges
 from ..recipes.errors import CheckpointError, RecipeError
-from ..recipes.schemes import Scheme
+from ..recipes.schemes import SEARCHES, Scheme
+from .search import Sweep, float8_sweep, integer_sweep, nvfp4_class, nvfp4_step, nvfp4_sweep
 
 _E2M1_MAX = 6.0
+_E2M1_OF_FOUR = 4.0
 _E4M3_MAX = 448.0
+# What the largest magnitude's scale is under four-over-six: 256 leaves room for one half more, 384, where 448 does not
+# (modelopt 0.47.0, torch/quantization/utils/numeric_utils.py: E4M3_MAX_46; arXiv 2512.02010).
+_LARGEST_OF_FOUR_OVER_SIX = 256.0
 # Scales that round to zero become this: 2**-3, an arbitrary but agreed value (_get_dtype_eps of compressed-tensors).
 _E4M3_EPS = 0.125
 
@@ -53,12 +58,12 @@ class _Workspace:
     codes: Tensor  # U8 [2, elements]
 
 
-# Fills a chunk's slices of the outputs: (scheme, values_NK, outputs by suffix, workspace).
-_Kernel = Callable[[Scheme, Tensor, Mapping[str, Tensor], _Workspace], None]
+# Fills a chunk's slices of the outputs: (scheme, values_NK, outputs by suffix, workspace, search).
+_Kernel = Callable[[Scheme, Tensor, Mapping[str, Tensor], _Workspace, str], None]
 
 
-def pack(scheme: Scheme, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-    """Quantize the members of one fused group without data and lay them out as they go to disk.
+def pack(scheme: Scheme, weights: Sequence[Tensor], *, search: str = "") -> list[dict[str, Tensor]]:
+    """Quantize the members of one fused group and lay them out as they go to disk.
 
     Args:
         scheme: a row of `recipes.schemes.SCHEMES`; only its weight counts here.
@@ -66,6 +71,8 @@ def pack(scheme: Scheme, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
             group of one. NVFP4 and static FP8 couple them: one scale, from the largest magnitude of the group. (vLLM
             0.32.0 rounds fused static FP8 weights again, to the largest of their scales:
             fp8_utils.process_fp8_weight_tensor_strategy. Of one scale it changes nothing.)
+        search: a key of `recipes.schemes.SEARCHES`; "" for scales from the largest magnitude alone, which is also what
+            schemes without a meaning for it get.
 
     Returns: one dict per weight, suffix -> tensor, as `scheme.weight_tensors(N_i, K)` lists them, on the weight's
         device.
@@ -76,8 +83,9 @@ def pack(scheme: Scheme, weights: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     """
     for weight in weights:
         _check(scheme, weight)
-    shared = _shared_scale(scheme, weights) if scheme.has_tensor_scale and weights else {}
-    return [_pack_weight(scheme, weight, shared) for weight in weights]
+    word = search if search and scheme.name in SEARCHES[search] else ""
+    shared = _shared_scale(scheme, weights, word) if scheme.has_tensor_scale and weights else {}
+    return [_pack_weight(scheme, weight, shared, word) for weight in weights]
 
 
 def _check(scheme: Scheme, weight: Tensor) -> None:
@@ -90,17 +98,18 @@ def _check(scheme: Scheme, weight: Tensor) -> None:
         raise RecipeError("weight", rule, got=f"K={weight.shape[1]}", cure="Keep this tensor or choose another scheme")
 
 
-def _shared_scale(scheme: Scheme, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+def _shared_scale(scheme: Scheme, weights: Sequence[Tensor], word: str) -> dict[str, Tensor]:
     """The scale that a fused group has in common, by its suffix."""
     if scheme.shares_global_scale:
-        return {"weight_global_scale": _global_scale(weights)}
+        largest = _LARGEST_OF_FOUR_OVER_SIX if word == "four-over-six" else _E4M3_MAX
+        return {"weight_global_scale": _global_scale(weights, largest)}
     (spec,) = (spec for spec in scheme.weight_tensors(*weights[0].shape) if spec.suffix == "weight_scale")
-    largest = torch.stack([_weight_amax(weight).float() for weight in weights]).amax()
+    amax = torch.stack([_weight_amax(weight).float() for weight in weights]).amax()
     dtype = torch.bfloat16 if all(weight.dtype == torch.bfloat16 for weight in weights) else torch.float32
-    return {"weight_scale": _scale(largest.to(dtype), _E4M3_MAX, TORCH_DTYPES[spec.dtype])}
+    return {"weight_scale": _scale(amax.to(dtype), _E4M3_MAX, TORCH_DTYPES[spec.dtype])}
 
 
-def _pack_weight(scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _pack_weight(scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor], search: str) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
     num_rows, num_columns = weight.shape
     outputs = {
@@ -114,23 +123,24 @@ def _pack_weight(scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor]) -
     is_one_scale = "weight_scale" in shared
     main = "weight_packed" if "weight_packed" in outputs else "weight"
     rows_per_scale = scheme.block[0] if scheme.block else 1
-    work = _workspace(scheme, weight)
+    work = _workspace(scheme, weight, has_search=bool(search))
     for first, last in row_ranges(weight, rows_per_scale):
         rows = slice(None) if is_one_scale else slice(first // rows_per_scale, -(-last // rows_per_scale))
         scale = outputs["weight_scale"][rows]
         chunk = outputs | {main: outputs[main][first:last], "weight_scale": scale}
-        _KERNELS[scheme.format](scheme, _working(weight[first:last]), chunk, work)
+        _KERNELS[scheme.format](scheme, _working(weight[first:last]), chunk, work, search)
     return outputs
 
 
-def _workspace(scheme: Scheme, weight: Tensor) -> _Workspace:
-    """Buffers for the largest chunk of a weight; empty for the schemes that have no F32 stage."""
-    has_stage = scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
-    elements = next(last - first for first, last in row_ranges(weight)) * weight.shape[1] * has_stage
+def _workspace(scheme: Scheme, weight: Tensor, *, has_search: bool) -> _Workspace:
+    """Buffers for the largest chunk of a weight; empty where there is no F32 stage."""
+    has_codes = scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+    rows_per_scale = scheme.block[0] if scheme.block else 1
+    elements = next(last - first for first, last in row_ranges(weight, rows_per_scale)) * weight.shape[1]
     return _Workspace(
-        scaled=torch.empty(elements, dtype=torch.float32, device=weight.device),
-        spare=torch.empty(elements, dtype=torch.int32, device=weight.device),
-        codes=torch.empty(2, elements, dtype=torch.uint8, device=weight.device),
+        scaled=torch.empty(elements * (has_codes or has_search), dtype=torch.float32, device=weight.device),
+        spare=torch.empty(elements * has_codes, dtype=torch.int32, device=weight.device),
+        codes=torch.empty(2, elements * has_codes, dtype=torch.uint8, device=weight.device),
     )
 
 
@@ -213,14 +223,16 @@ def _store_nibbles(codes: Tensor, packed: Tensor) -> None:
     packed.view(torch.uint8).view(-1).copy_(pairs.bitwise_or_(pairs >> 4))
 
 
-def _global_scale(weights: Sequence[Tensor]) -> Tensor:
+def _global_scale(weights: Sequence[Tensor], largest_scale: float) -> Tensor:
     """NVFP4's divisor 448 * 6 / amax over a fused group: [1], F32, and 1.0 where that is not finite (amax near 0).
+
+    `largest_scale` is the 448: the scale of the group with the largest magnitude.
 
     Rounded as generate_gparam rounds: a reciprocal and a product, each in the weights' dtype, F32 if they differ.
     """
     dtype = torch.bfloat16 if all(weight.dtype == torch.bfloat16 for weight in weights) else torch.float32
     largest = torch.stack([_weight_amax(weight).to(dtype) for weight in weights]).amax()
-    scale = largest.reciprocal() * (_E4M3_MAX * _E2M1_MAX)
+    scale = largest.reciprocal() * (largest_scale * _E2M1_MAX)
     return scale.nan_to_num(posinf=1.0).float().reshape(1)
 
 
@@ -230,21 +242,71 @@ def _weight_amax(weight: Tensor) -> Tensor:
     return _finite(torch.stack(chunks).amax(), torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32)
 
 
-def _nvfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace) -> None:
+def _nvfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace, search: str) -> None:
     """E2M1 codes, one E4M3 scale per group, in units of 1 / global_scale."""
     assert scheme.group_size
     global_scale = outputs["weight_global_scale"]
     amax = _group_amax(values, scheme.group_size)
-    local = (global_scale * _quotient(amax, _E2M1_MAX)).clamp_(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
-    local = torch.where(local == 0, _E4M3_EPS, local)
+    local = _local_scale(amax, _E2M1_MAX, global_scale)
+    scaled = _in_units_of(values, local / global_scale, work)
+    match search:
+        case "four-over-six":
+            wider = _local_scale(amax, _E2M1_OF_FOUR, global_scale)
+            errors = [
+                _nvfp4_error(_in_units_of(values, each / global_scale, work), work).view(each.shape) * each.square()
+                for each in (local, wider)
+            ]
+            local = torch.where(errors[1] < errors[0], wider, local)
+        case "mse":
+            local = _swept_local(scaled.view(-1, scheme.group_size), local)
+    if search:
+        scaled = _in_units_of(values, local / global_scale, work)
     outputs["weight_scale"].copy_(local)
-    # F32 by F32: the one place where compressed-tensors' quotient is wider than a BF16 weight.
-    scaled = work.scaled[: values.numel()].copy_(values.view(-1))
-    scaled.view(*amax.shape, -1).div_((local / global_scale).unsqueeze(-1))
     _store_nibbles(_e2m1_codes(scaled, work), outputs["weight_packed"])
 
 
-def _mxfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace) -> None:
+def _local_scale(amax: Tensor, largest_code: float, global_scale: Tensor) -> Tensor:
+    """E4M3 numbers as F32 with which amax becomes `largest_code`; 0.125 where that rounds to 0."""
+    local = (global_scale * _quotient(amax, largest_code)).clamp_(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return torch.where(local == 0, _E4M3_EPS, local)
+
+
+def _in_units_of(values: Tensor, scale: Tensor, work: _Workspace) -> Tensor:
+    """Values over their groups' scales in `work.scaled`: F32 [elements].
+
+    F32 by F32: the one place where compressed-tensors' quotient is wider than a BF16 weight.
+    """
+    scaled = work.scaled[: values.numel()].copy_(values.view(-1))
+    scaled.view(*scale.shape, -1).div_(scale.unsqueeze(-1))
+    return scaled
+
+
+def _swept_local(scaled: Tensor, local: Tensor) -> Tensor:
+    """The E4M3 number of least error near each of `local`, as F32; `scaled` [groups, 16] is overwritten."""
+    code = local.to(torch.float8_e4m3fn).view(torch.uint8).flatten().long()
+    step = nvfp4_step(nvfp4_sweep(local.device).best(scaled, nvfp4_class(code)))
+    return (code + step).to(torch.uint8).view(torch.float8_e4m3fn).float().view(local.shape)
+
+
+def _nvfp4_error(scaled: Tensor, work: _Workspace) -> Tensor:
+    """The sum of squared errors of each group of 16 in units of its scale, in an order that no device changes.
+
+    Args:
+        scaled: F32 [elements], overwritten.
+        work: `spare` is overwritten.
+    """
+    power = work.spare[: len(scaled)].view(torch.float32)
+    magnitude = scaled.abs_()
+    torch.clamp(magnitude, min=1.0, out=power).view(torch.int32).bitwise_and_(0x7F800000)  # 2**k
+    step = power.mul_(2.0**22)  # as in `_e2m1_codes`: adding it rounds
+    nearest = torch.add(magnitude, step).sub_(step).clamp_(max=_E2M1_MAX)
+    squares = nearest.sub_(magnitude).square_().view(-1, 16)
+    while half := squares.shape[1] // 2:
+        squares = squares[:, :half] + squares[:, half:]
+    return squares.squeeze(1)
+
+
+def _mxfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace, _: str) -> None:
     """E2M1 codes, one power of two per group."""
     assert scheme.group_size
     exponent = _e8m0_exponents(_group_amax(values, scheme.group_size))
@@ -279,33 +341,58 @@ def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
 # 8-bit floats and integers
 
 
-def _float8_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: _Workspace) -> None:
+def _float8_kernel(
+    scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace, search: str
+) -> None:
     """E4M3 values, one scale a row, a block or, already there, a weight."""
     if scheme.block:
-        _float8_blocks(values, outputs["weight"], outputs["weight_scale"], scheme.block)
+        _float8_blocks(values, outputs["weight"], outputs["weight_scale"], scheme.block, work, search)
         return
     if scheme.weights["strategy"] == "tensor":
         _store_float8(values, outputs["weight_scale"], outputs["weight"])
         return
-    amax = _group_amax(values, values.shape[1])
-    scale = _scale(amax, _E4M3_MAX, outputs["weight_scale"].dtype)
+    num_columns = values.shape[1]
+    scale = _scale(_group_amax(values, num_columns), _E4M3_MAX, outputs["weight_scale"].dtype)
+    if search:
+        scale, values = _swept(float8_sweep(num_columns, values.device), values, scale, work)
     outputs["weight_scale"].copy_(scale)
     _store_float8(values, scale, outputs["weight"])
 
 
-def _float8_blocks(values: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int]) -> None:
+def _float8_blocks(
+    values: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], work: _Workspace, search: str
+) -> None:
     """E4M3 values, one scale a block; blocks at the lower and the right edge may be smaller.
 
     The scale is rounded to the weight's dtype and stored wider, so a BF16 weight has the scales of its peer.
     """
     rows, columns = block
     for top in range(0, values.shape[0], rows):
-        amax = _magnitude_bits(values[top : top + rows]).amax(0)
+        own = values[top : top + rows]
+        amax = _magnitude_bits(own).amax(0)
         amax = torch.nn.functional.pad(amax, (0, -len(amax) % columns)).unflatten(0, (-1, columns)).amax(-1)
         row_scale = _scale(_finite(amax, values.dtype), _E4M3_MAX, values.dtype)
+        if search:
+            own = work.scaled[: own.numel()].view(own.shape).copy_(own)
+            row_scale = _swept_blocks(own, row_scale, columns)
         scale[top // rows].copy_(row_scale)
         per_column = row_scale.repeat_interleave(columns)[: values.shape[1]]
-        _store_float8(values[top : top + rows], per_column, weight[top : top + rows])
+        _store_float8(own, per_column, weight[top : top + rows])
+
+
+def _swept_blocks(values: Tensor, scale: Tensor, columns: int) -> Tensor:
+    """The scale of least error for each block of a row of blocks: [blocks], dtype of `scale`.
+
+    Args:
+        values: F32 [rows, K].
+        scale: [blocks], what the largest magnitudes ask for.
+        columns: of a block.
+    """
+    sweep, edge = float8_sweep(columns, values.device), (0, -values.shape[1] % columns)
+    scaled = values / scale.float().repeat_interleave(columns)[: values.shape[1]]
+    scaled = torch.nn.functional.pad(scaled, edge).view(-1, columns)
+    errors = sweep.errors(scaled).view(len(values), len(scale), -1).double().sum(0)
+    return _times(scale, sweep.ratios[0][errors.argmin(-1)])
 
 
 def _store_float8(values: Tensor, scale: Tensor, weight: Tensor) -> None:
@@ -313,10 +400,30 @@ def _store_float8(values: Tensor, scale: Tensor, weight: Tensor) -> None:
     weight.copy_((values / scale).clamp_(-_E4M3_MAX, _E4M3_MAX))
 
 
-def _int_pack_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: _Workspace) -> None:
+def _swept(sweep: Sweep, values: Tensor, scale: Tensor, work: _Workspace) -> tuple[Tensor, Tensor]:
+    """The scale of least error for each group [N, groups], in the dtype of `scale`, and the values in F32.
+
+    A scale that was chosen for the values as they are is used on them as they are: no quotient is rounded to BF16.
+    """
+    group_size = values.shape[1] // scale.shape[1]
+    scaled = _in_units_of(values, scale.float(), work).view(-1, group_size)
+    chosen = sweep.best(scaled)
+    exact = work.scaled[: values.numel()].view(values.shape).copy_(values)
+    return _times(scale, sweep.ratios[0][chosen].view(scale.shape)), exact
+
+
+def _times(scale: Tensor, ratio: Tensor) -> Tensor:
+    """Scales times ratios, in the dtype of the scales; the smallest ones stay as they are rather than become 0."""
+    product = (scale.float() * ratio).to(scale.dtype)
+    return torch.where(product == 0, scale, product)
+
+
+def _int_pack_kernel(
+    scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace, search: str
+) -> None:
     """Unsigned codes (offset binary), 32 // bits a word, first column in the low bits; one scale per group."""
     assert scheme.group_size
-    codes = _int_codes(values, scheme.group_size, scheme.bits, outputs["weight_scale"])
+    codes = _int_codes(values, scheme.group_size, scheme.bits, outputs["weight_scale"], work, search)
     codes = codes.add_(1 << (scheme.bits - 1)).to(torch.uint8)
     if scheme.bits == 4:
         _store_nibbles(codes.view(-1), outputs["weight_packed"])
@@ -324,17 +431,20 @@ def _int_pack_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tenso
         outputs["weight_packed"].view(torch.uint8).copy_(codes)
 
 
-def _int_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], _: _Workspace) -> None:
+def _int_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace, search: str) -> None:
     """Signed integers, one scale a row."""
-    outputs["weight"].copy_(_int_codes(values, values.shape[1], scheme.bits, outputs["weight_scale"]))
+    codes = _int_codes(values, values.shape[1], scheme.bits, outputs["weight_scale"], work, search)
+    outputs["weight"].copy_(codes)
 
 
-def _int_codes(values: Tensor, group_size: int, bits: int, scale_out: Tensor) -> Tensor:
+def _int_codes(values: Tensor, group_size: int, bits: int, scale_out: Tensor, work: _Workspace, search: str) -> Tensor:
     """Symmetric integer codes, int16 [N, K], ties to even; fills the scales [N, K // group_size].
 
     The scale is amax over half the count of codes (7.5 for 4 bits), so the largest positive value is clipped.
     """
     scale = _scale(_group_amax(values, group_size), (2**bits - 1) / 2, scale_out.dtype)
+    if search:
+        scale, values = _swept(integer_sweep(bits, group_size, values.device), values, scale, work)
     scale_out.copy_(scale)
     scaled = values.unflatten(1, (-1, group_size)) / scale.unsqueeze(-1)
     # int16 holds every quotient there is: at most 191.25, where a subnormal scale was rounded down.

@@ -224,6 +224,15 @@ REWRITES: Mapping[str, frozenset[str]] = MappingProxyType(
 SWEEPS = frozenset({"mse", "four-over-six", "local-hessian"})
 """Of these, modelopt's: they choose the scale of each group among candidates, and no value of the layer changes."""
 
+_SWEPT = frozenset({"NVFP4", "NVFP4A16", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W8A16", "W8A8"})
+SEARCHES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"mse": _SWEPT, "four-over-six": frozenset({"NVFP4", "NVFP4A16"})}
+)
+"""Search of scales -> the schemes that it has a meaning for; the weights of others are rounded as without it.
+
+Not MXFP4, whose scales are powers of two, and not FP8 with one scale a tensor, where the best one takes 0.5 % of the
+squared error away at most."""
+
 RESCALING = frozenset({"awq", "smoothquant"})
 """Algorithms that move scale from one module to the next: modules next to the rewritten weights may change too."""
 

@@ -1,0 +1,195 @@
+"""The scale of least squared error for every group of a weight, among the scales that its scheme can store.
+
+In: values in units of the scale that the largest magnitude asks for, group by group. Out: which candidate scale each
+group takes. `pack.py` computes the first scale, and rounds with the one that is chosen here.
+
+One pass finds the errors of all candidates. What a value adds to the error of each candidate depends on the value in
+units of the first scale alone. So it is a row of a table, and the error of a group is the sum of its values' rows. A
+table holds integers, and no sum of them is rounded: every device and every order chooses the same scales.
+
+Easy to get wrong: candidates are what is stored. NVFP4's scale is an E4M3 number, and the next one is up to an eighth
+away, so its candidates are the neighbours of the first code, and what they do to a value differs from code to code. A
+table therefore has classes: one for each place of the first code in its binade, and for codes at either end.
+
+Source: the sweeps of nvidia-modelopt 0.47.0 (torch/quantization/calib/mse.py: NVFP4MSECalibrator tries all 126 E4M3
+scales) and of llm-compressor 0.14.0.1 (observers/mse.py). Both compute each candidate's error for itself; tests/quantize/test_search.py compares the errors.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# A sum of F32 integers is exact below this.
+_EXACT = 2.0**24
+_MOST_IN_A_BAG = 128
+# Steps from NVFP4's first E4M3 code, itself first. The whole sweep never went further on 5 million blocks of normal and
+# of long-tailed weights.
+_STEPS = (0, -1, -2, 1, 2, 3, 4, 5, 6, 7)
+_LAST_CODE = 126
+_TOP_OF_NVFP4 = 9.2
+
+Nearest = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Candidates for the scale of a group, and what each value adds to their errors.
+
+    Attributes:
+        ratios: F32 [classes, candidates], in units of the first scale; the first candidate is 1.
+        table: F32 [classes * levels, candidates], integers.
+        first: F32 [classes], the row of the value 0 of each class.
+        per_unit: rows for each unit of the first scale.
+        is_signed: whether a value and its negative have rows of their own.
+    """
+
+    ratios: Tensor
+    table: Tensor
+    first: Tensor
+    per_unit: float
+    is_signed: bool
+
+    def best(self, scaled: Tensor, classes: Tensor | None = None) -> Tensor:
+        """The candidate of least error for each group, the first of several.
+
+        Args:
+            scaled: F32 [G, members], values in units of the first scale, contiguous; overwritten.
+            classes: int64 [G]; None for the only one.
+
+        Returns: int64 [G].
+        """
+        return self.errors(scaled, classes).argmin(-1)
+
+    def errors(self, scaled: Tensor, classes: Tensor | None = None) -> Tensor:
+        """The error of each candidate, in units of the table: F32 or F64 [G, candidates]. Arguments as of `best`."""
+        num_groups, members = scaled.shape
+        if not self.is_signed:
+            scaled.abs_()
+        zero = self.first[:1] if classes is None else self.first[classes].unsqueeze(1)
+        # Half a row more, since the cast to integers cuts off. Rows past either end are of scales that rounded to 0.
+        rows = scaled.mul_(self.per_unit).add_(zero + 0.5).clamp_(0, len(self.table) - 1).to(torch.int32)
+        bag = min(members, _MOST_IN_A_BAG)
+        if rest := -members % bag:
+            rows = torch.nn.functional.pad(rows, (0, rest), value=int(self.first[0]))
+        sums = torch.nn.functional.embedding_bag(rows.view(-1, bag), self.table, mode="sum")
+        sums = sums.view(num_groups, -1, self.table.shape[1])
+        return sums.squeeze(1) if sums.shape[1] == 1 else sums.double().sum(1)
+
+
+@cache
+def nvfp4_sweep(device: torch.device) -> Sweep:
+    """E4M3 codes around the first one. Its class is `nvfp4_class`."""
+    values = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    steps = torch.tensor(_STEPS)
+    codes = torch.tensor(_CODE_OF_CLASS).unsqueeze(1)
+    reached = codes + steps
+    ratios = values[reached.clamp(1, _LAST_CODE)] / values[codes]
+    is_code = (reached >= 1) & (reached <= _LAST_CODE)
+    return _sweep(
+        ratios, _nearest_e2m1, low=0.0, high=_TOP_OF_NVFP4, levels=2560, bag=16, device=device, allowed=is_code
+    )
+
+
+# Codes below 8 are subnormal, each with steps of its own, and from the last codes not every step leads to one. All
+# others are alike in each binade.
+_CODE_OF_CLASS = (*range(1, 8), *range(64, 72), *range(_LAST_CODE - max(_STEPS) + 1, _LAST_CODE + 1))
+
+
+@cache
+def _class_of_code(device: torch.device) -> Tensor:
+    place = {code: index for index, code in enumerate(_CODE_OF_CLASS)}
+    classes = [place.get(code, place[64 + code % 8]) for code in range(128)]
+    return torch.tensor(classes, device=device)
+
+
+def nvfp4_class(code: Tensor) -> Tensor:
+    """The class of E4M3 codes, int64."""
+    return _class_of_code(code.device)[code]
+
+
+def nvfp4_step(chosen: Tensor) -> Tensor:
+    """How many codes a candidate is away from the first one, int64."""
+    return torch.tensor(_STEPS, device=chosen.device)[chosen]
+
+
+@cache
+def integer_sweep(bits: int, group: int, device: torch.device) -> Sweep:
+    """Symmetric integers: finer ratios for 8 bits, where a scale that clips more than a little is never best."""
+    half = (2**bits - 1) / 2
+    numbers = (20, range(12, 52)) if bits == 4 else (128, range(122, 154))
+    ratios = _ratios(*numbers)
+
+    def nearest(scaled: Tensor) -> Tensor:
+        return scaled.round().clamp(-half - 0.5, half - 0.5)
+
+    bag = min(group, _MOST_IN_A_BAG)
+    return _sweep(ratios, nearest, low=-1.02 * half, high=1.02 * half, levels=2048, bag=bag, device=device)
+
+
+@cache
+def float8_sweep(group: int, device: torch.device) -> Sweep:
+    """E4M3 values. They are as dense in each binade, so what a scale does to them is much the same at twice the scale.
+
+    Candidates go from 1 to 2; below 1 the largest value is clipped.
+    """
+
+    def nearest(scaled: Tensor) -> Tensor:
+        return scaled.clamp(max=448.0).to(torch.float8_e4m3fn).float()
+
+    bag = min(group, _MOST_IN_A_BAG)
+    return _sweep(_ratios(32, range(31, 64)), nearest, low=0.0, high=1.02 * 448, levels=4096, bag=bag, device=device)
+
+
+def _ratios(divisor: int, numbers: Sequence[int]) -> Tensor:
+    """[1, candidates]: 1 and the others."""
+    return torch.tensor([[divisor, *(number for number in numbers if number != divisor)]]) / divisor
+
+
+def _sweep(
+    ratios: Tensor,
+    nearest: Nearest,
+    *,
+    low: float,
+    high: float,
+    levels: int,
+    bag: int,
+    device: torch.device,
+    allowed: Tensor | None = None,
+) -> Sweep:
+    """A table of squared errors, as integers of which a bag's sum is exact.
+
+    Args:
+        ratios: F32 [classes, candidates].
+        nearest: values in units of the scale -> the nearest that the scheme has.
+        low: the smallest value in units of the first scale.
+        high: the largest.
+        levels: rows of each class.
+        bag: values that are summed.
+        device: where the table will be.
+        allowed: bool [classes, candidates], False where there is no such scale.
+    """
+    per_unit = (levels - 1) / (high - low)
+    zero = round(-low * per_unit)
+    values = ((torch.arange(levels) - zero) / per_unit).view(1, -1, 1)
+    ratio = ratios.unsqueeze(1)
+    errors = (values - ratio * nearest(values / ratio)).square()
+    most = _EXACT / bag
+    table = (errors * (most / errors.max())).floor()
+    if allowed is not None:
+        table = table.where(allowed.unsqueeze(1), most)
+    return Sweep(
+        ratios=ratios.to(device),
+        table=table.flatten(0, 1).to(device),
+        first=(torch.arange(len(ratios)) * levels + zero).float().to(device),
+        per_unit=per_unit,
+        is_signed=low < 0,
+    )
+
+
+def _nearest_e2m1(scaled: Tensor) -> Tensor:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6; ties lead to the same error."""
+    known = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return known[(scaled.unsqueeze(-1) - known).abs().argmin(-1)]
