@@ -23,7 +23,7 @@ from ..recipes.families import find_family
 from ..recipes.family import Family, HFName, Part, VLLMName
 from ..recipes.family_view import FamilyView
 from ..recipes.schema import AUTO, TUNED, MtpTuned, Recipe
-from ..recipes.schemes import RESCALING, REWRITES, SCHEMES, num_bytes
+from ..recipes.schemes import RESCALING, REWRITES, SCHEMES, SEARCHES, num_bytes
 from .decide import Given, Patterns, added_aliases, decide_other, decide_weight, matching_limit
 from .kv_cache import with_cache_scales
 from .tensor_plan import Output, Spelled, TensorPlan, modelopt_outputs
@@ -178,7 +178,7 @@ def make_plan(
     refuse_disagreeing_fusions(recipe, tensors)
     if recipe.format == "modelopt":
         refuse_wordless(recipe, tensors)
-    tensors = _with_calibration(recipe, tensors)
+    tensors = _with_calibration(recipe, [_searched(tensor, recipe) for tensor in tensors])
     if recipe.kv_cache is not None:
         tensors = with_cache_scales(recipe, view, tensors)
     tensors.sort(key=plan_order)
@@ -377,6 +377,13 @@ def _with_calibration(recipe: Recipe, tensors: list[TensorPlan]) -> list[TensorP
         else tensor
         for tensor in marked
     ]
+
+
+def _searched(tensor: TensorPlan, recipe: Recipe) -> TensorPlan:
+    """With a reason that says how its scales are chosen, where they are searched."""
+    if tensor.fate != "quantize" or recipe.search is None or tensor.scheme not in SEARCHES[recipe.search]:
+        return tensor
+    return replace(tensor, reason=f"{tensor.reason}; scales by {recipe.search}")
 
 
 def _marked(tensor: TensorPlan, algorithm: str) -> TensorPlan:

@@ -12,7 +12,8 @@ away, so its candidates are the neighbours of the first code, and what they do t
 table therefore has classes: one for each place of the first code in its binade, and for codes at either end.
 
 Source: the sweeps of nvidia-modelopt 0.47.0 (torch/quantization/calib/mse.py: NVFP4MSECalibrator tries all 126 E4M3
-scales) and of llm-compressor 0.14.0.1 (observers/mse.py). Both compute each candidate's error for itself; tests/quantize/test_search.py compares the errors.
+scales) and of llm-compressor 0.14.0.1 (observers/mse.py). Both compute the error of each candidate for itself;
+tests/quantize/test_search.py compares the errors.
 """
 
 from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ def nvfp4_step(chosen: Tensor) -> Tensor:
 def integer_sweep(bits: int, group: int, device: torch.device) -> Sweep:
     """Symmetric integers: finer ratios for 8 bits, where a scale that clips more than a little is never best."""
     half = (2**bits - 1) / 2
-    numbers = (20, range(12, 52)) if bits == 4 else (128, range(122, 154))
+    numbers = (32, range(21, 45)) if bits == 4 else (128, range(123, 147))
     ratios = _ratios(*numbers)
 
     def nearest(scaled: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ def _packed(
             return exact
     weights = [weight for tensor in unit for weight in read(tensor, expert)]
     try:
-        return pack(scheme, weights)
+        return pack(scheme, weights, search=plan.recipe.search or "")
     except CheckpointError as error:
         names = ", ".join(tensor.name for tensor in unit)
         raise error.at(f"{plan.source.where}: {names}") from error

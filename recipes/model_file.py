@@ -31,7 +31,18 @@ from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
 from .yaml_file import load_shipped
 
-BLOCKS = ("mtp_auto", "mtp_tuned", "overrides", "keep", "mtp_source", "format", "kv_cache", "evaluation", "gates")
+BLOCKS = (
+    "mtp_auto",
+    "mtp_tuned",
+    "overrides",
+    "keep",
+    "mtp_source",
+    "format",
+    "kv_cache",
+    "search",
+    "evaluation",
+    "gates",
+)
 _OF_A_SEARCH = ("budget", "backbone_auto")
 _OF_THE_MODEL = ("model", "family", "source", "revision", "groups", "default", "variants")
 _OF_A_VARIANT = ("summary", "mtp", "calibration")

@@ -32,7 +32,7 @@ from .family import QUANTIZABLE_ROLES
 from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, GPTQKnobs
 from .model_file import USUAL_AUTO
 from .protocol import Evaluation, Gates
-from .schemes import REWRITES, SCHEMES, SWEEPS
+from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS
 from .summary import summary_of
 
 KEEP_WORDS = ("source", "bf16")
@@ -416,6 +416,8 @@ class Recipe(_Frozen):
         mtp_source: where the MTP block is, for a release that has none of its own; only its MTP tensors are read.
         format: whose names, scales and config the checkpoint has; the packed bytes are the same.
         kv_cache: FP8 gives each attention layer scales for an FP8 cache, from calibration; null leaves the cache alone.
+        search: how scales of weights are chosen: `mse` takes those of least squared error, `four-over-six` the better
+            of two for each NVFP4 group; null takes what the largest magnitude asks for.
         evaluation: how the result is scored; `protocol.Evaluation` has the defaults.
         gates: what the result must keep of its source; `protocol.Gates` has the defaults.
     """
@@ -439,6 +441,7 @@ class Recipe(_Frozen):
     mtp_source: MtpSource | None = None
     format: Format = "compressed-tensors"
     kv_cache: Literal["FP8"] | None = None
+    search: Literal["mse", "four-over-six"] | None = None
     evaluation: Evaluation = Evaluation()
     gates: Gates = Gates()
 
@@ -541,6 +544,23 @@ class Recipe(_Frozen):
             )
             got = "nothing" if self.mtp_tuned is None else f"mtp: {self.mtp}"
             raise RecipeError("", f"mtp_tuned {rule}", got=got, cure="It holds mtp, steps, learning_rate and loss")
+        return self
+
+    @model_validator(mode="after")
+    def _search_has_a_meaning(self) -> "Recipe":
+        if self.search is None:
+            return self
+        algorithm = self.calibration.algorithm if self.calibration else "minmax"
+        if algorithm != "minmax":
+            rule = f"search: {self.search} chooses the scales of weights that are rounded to nearest"
+            cure = "Remove search, or set algorithm: minmax"
+            raise RecipeError(
+                "", rule, got=f"calibration.algorithm {algorithm}, which has scales of its own", cure=cure
+            )
+        if not self.is_searched and not SEARCHES[self.search] & self.decisions():
+            rule = f"search: {self.search} must come with {', '.join(sorted(SEARCHES[self.search]))}"
+            got = ", ".join(sorted(self.decisions() & SCHEMES.keys())) or "no scheme"
+            raise RecipeError("", rule, got=got, cure="Use one of these schemes, or remove search")
         return self
 
     @model_validator(mode="after")

@@ -98,6 +98,7 @@ def test_the_block_of_a_variant_replaces_that_of_the_file(tmp_path, key):
         "mtp_source": {"source": "org/block", "revision": "main"},
         "format": "modelopt",
         "kv_cache": "FP8",
+        "search": "mse",
         "evaluation": {"shots": 0, "k": 2},
         "gates": {"max_drop": 0.05, "min_acceptance": 0.9},
     }[key]
@@ -108,6 +109,7 @@ def test_the_block_of_a_variant_replaces_that_of_the_file(tmp_path, key):
         "mtp_source": {"source": "org/other", "revision": "main"},
         "format": "compressed-tensors",
         "kv_cache": None,
+        "search": None,
         "evaluation": {"shots": 4},
         "gates": {"max_drop": 0.01},
     }[key]

@@ -80,6 +80,7 @@ def test_only_what_changes_no_number_has_a_default():
         "mtp_source",
         "format",
         "kv_cache",
+        "search",
         "evaluation",
         "gates",
     }

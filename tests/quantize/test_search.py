@@ -1,0 +1,250 @@
+"""quantize/search.py against the sweeps of nvidia-modelopt and llm-compressor, and against trying every scale."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import yaml
+from keepmtp.checkpoints import values as values_module
+from keepmtp.checkpoints.dequantize import dequantize
+from keepmtp.checkpoints.source import open_source
+from keepmtp.quantize.output import claim, publish
+from keepmtp.quantize.pack import pack
+from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.writer import write
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import validated
+from keepmtp.recipes.schemes import SCHEMES, SEARCHES
+from releases import source_layout, write_checkpoint
+from safetensors.torch import load_file
+
+SWEPT = sorted(SEARCHES["mse"] - {"NVFP4"})  # its weights are NVFP4A16's
+FORMS = {"nvfp4-pack-quantized": "nvfp4", "pack-quantized": "int_packed", "int-quantized": "int8"}
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E4M3 = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def weights(shape: tuple[int, int] = (64, 512)) -> dict[str, torch.Tensor]:
+    """BF16 weights [N, K] of several distributions."""
+    rng = torch.Generator().manual_seed(0)
+    normal = torch.randn(shape, generator=rng)
+    rows = torch.randn(shape[0], 1, generator=rng).mul(0.5).exp()
+    found = {
+        "normal": normal * rows,
+        "long tails": normal * normal.square(),
+        "even": torch.rand(shape, generator=rng) - 0.5,
+    }
+    return {kind: (weight * 0.02).bfloat16() for kind, weight in found.items()}
+
+
+def values_of(name: str, packed: dict[str, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    scheme = SCHEMES[name]
+    form = FORMS.get(scheme.format) or ("fp8_block" if scheme.block else "fp8_channel")
+    return dequantize(form, packed, shape=tuple(shape), block=scheme.block).double()
+
+
+def squared_error(name: str, packed: dict[str, torch.Tensor], weight: torch.Tensor) -> float:
+    return float((values_of(name, packed, weight.shape) - weight.double()).square().sum())
+
+
+def nearest_e2m1(scaled: torch.Tensor) -> torch.Tensor:
+    """Of magnitudes, by comparing with all eight."""
+    return E2M1[(scaled.unsqueeze(-1) - E2M1).abs().argmin(-1)]
+
+
+def errors_of_all_scales(weight: torch.Tensor, global_scale: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[groups, scales]: the squared error of each group of 16 under each E4M3 scale."""
+    groups = weight.double().abs().view(-1, 16)
+    units = (scales / global_scale).double()
+    return torch.stack([(groups - unit * nearest_e2m1(groups / unit)).square().sum(1) for unit in units], 1)
+
+
+@pytest.mark.parametrize("kind", ["normal", "long tails", "even"])
+def test_nvfp4_takes_the_best_of_all_126_scales(kind):
+    """What modelopt's NVFP4MSECalibrator finds by trying each: the table's values are 0.4 % of a step apart."""
+    weight = weights()[kind]
+    (found,), (plain,) = pack(SCHEMES["NVFP4A16"], [weight], search="mse"), pack(SCHEMES["NVFP4A16"], [weight])
+    assert torch.equal(found["weight_global_scale"], plain["weight_global_scale"])
+    errors = errors_of_all_scales(weight, found["weight_global_scale"], E4M3)
+    own = errors.gather(1, found["weight_scale"].view(torch.uint8).view(-1, 1).long() - 1).sum()
+    assert own <= errors.amin(1).sum() * 1.002
+    assert own < 0.9 * squared_error("NVFP4A16", plain, weight)
+
+
+def test_nvfp4_takes_the_scales_of_modelopts_calibrator():
+    """Its own class, with rounding by compressed-tensors; where two scales are as good, either may be taken."""
+    calib = pytest.importorskip("modelopt.torch.quantization.calib.mse")
+    weight = weights()["normal"]
+    (found,) = pack(SCHEMES["NVFP4A16"], [weight], search="mse")
+    groups, amax = weight.float().view(-1, 16), weight.float().abs().amax()
+
+    def rounded(values: torch.Tensor, group_amax: torch.Tensor) -> torch.Tensor:
+        unit = group_amax.view(-1, 1) / 6
+        return values.sign() * nearest_e2m1(values.abs() / unit) * unit
+
+    common = 6 * 448 / found["weight_global_scale"]  # the amax that the rounded global scale stands for
+    assert abs(common / amax - 1) < 2**-7
+    theirs = calib.NVFP4MSECalibrator(amax=groups.abs().amax(1), global_amax=common, axis=0, quant_func=rounded)
+    theirs.collect(groups)
+    scales = (theirs.compute_amax().view(-1) / common * 448).to(torch.float8_e4m3fn)
+    same = scales.view(torch.uint8) == found["weight_scale"].view(torch.uint8).flatten()
+    assert same.float().mean() > 0.99
+    errors = errors_of_all_scales(weight, found["weight_global_scale"], E4M3)
+    own, other = (
+        errors.gather(1, codes.view(torch.uint8).view(-1, 1).long() - 1).sum()
+        for codes in (found["weight_scale"], scales)
+    )
+    assert own <= other * 1.0001
+
+
+def test_four_over_six_takes_the_better_of_two():
+    """Tried by hand in F64. Its global scale is 256's, so that one half more than the largest scale is a scale too."""
+    weight = weights()["normal"]
+    (found,), (plain,) = pack(SCHEMES["NVFP4"], [weight], search="four-over-six"), pack(SCHEMES["NVFP4"], [weight])
+    assert torch.allclose(
+        found["weight_global_scale"] / plain["weight_global_scale"], torch.tensor(256 / 448), rtol=2**-7
+    )
+    amax = weight.float().abs().view(-1, 16).amax(1)
+    common = found["weight_global_scale"]
+    # The quotient is BF16, as for the plain scale.
+    six, four = ((common * (amax.bfloat16() / largest)).to(torch.float8_e4m3fn).float() for largest in (6, 4))
+    assert four.max() <= 448 * 0.9
+    groups = weight.double().abs().view(-1, 16)
+    error_of = [
+        (groups - unit * nearest_e2m1(groups / unit)).square().sum(1)
+        for unit in ((scale / common).double().unsqueeze(1) for scale in (six, four))
+    ]
+    scale = found["weight_scale"].float().flatten()
+    assert torch.equal(scale, torch.where(error_of[1] < error_of[0], four, six))
+    assert 0.2 < (scale == four).float().mean() < 0.8
+    assert squared_error("NVFP4", found, weight) < squared_error("NVFP4", plain, weight)
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_the_error_is_below_that_of_llm_compressors_observer(name):
+    """`memoryless_mse` as it is, and with the square that it is called after (it minimizes the power 2.4)."""
+    weight = weights((32, 256))["normal"]
+    (found,), (plain,) = pack(SCHEMES[name], [weight], search="mse"), pack(SCHEMES[name], [weight])
+    own = squared_error(name, found, weight)
+    assert own < squared_error(name, plain, weight)
+    for knobs in ({}, {"norm": 2.0}):
+        assert own < squared_error(name, by_observer(name, weight, knobs), weight) * 1.0001, knobs
+
+
+def by_observer(name: str, weight: torch.Tensor, knobs: dict[str, float]) -> dict[str, torch.Tensor]:
+    """What llm-compressor packs with scales of its observer."""
+    pytest.importorskip("llmcompressor")
+    from compressed_tensors.compressors import compress_module
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from llmcompressor.entrypoints.model_free.lifecycle import initialize_quantized_linear
+    from llmcompressor.modifiers.quantization import calibration
+
+    scheme = preset_name_to_scheme(name, ["Linear"])
+    scheme.weights.observer, scheme.weights.observer_kwargs = "memoryless_mse", knobs
+    module = initialize_quantized_linear(weight, scheme, weight.device)
+    calibration.initialize_observer(module, "weight")
+    calibration.apply_calibration_status(module)
+    calibration.observe([module], base_name="weight")
+    calibration.update_qparams([module], base_name="weight")
+    calibration.freeze_module_quantization(module)
+    compress_module(module)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("name", [*SWEPT, "four-over-six"])
+def test_chunks_and_batches_change_no_byte(name, monkeypatch):
+    """Rows, blocks at the edges and fused groups; a sum of integers has no order."""
+    scheme, search = (SCHEMES["NVFP4"], name) if name in SEARCHES else (SCHEMES[name], "mse")
+    shape = (130, 384 + (0 if scheme.k_multiple() > 1 else 72))
+    group = [*weights(shape).values()]
+    whole = pack(scheme, group, search=search)
+    monkeypatch.setattr(values_module, "_CHUNK_CPU", 1024)
+    for one, other in zip(whole, pack(scheme, group, search=search), strict=True):
+        for suffix, value in one.items():
+            assert torch.equal(value.view(torch.uint8), other[suffix].view(torch.uint8)), suffix
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_values_that_make_trouble_do_not_get_worse(name):
+    """Zeros, subnormals, a single value in a row, huge ones, F32 and F16 weights."""
+    rng = torch.Generator().manual_seed(1)
+    normal, shape = torch.randn(16, 256, generator=rng), (16, 256)
+    alone = torch.zeros(shape)
+    alone[:, 3] = normal[:, 3]
+    for weight in (torch.zeros(shape), -torch.zeros(shape), alone, normal * 1e-39, normal * 1e-30, normal * 1e37):
+        given = weight.bfloat16()
+        (found,), (plain,) = pack(SCHEMES[name], [given], search="mse"), pack(SCHEMES[name], [given])
+        assert values_of(name, found, shape).isfinite().all()
+        assert squared_error(name, found, given) <= squared_error(name, plain, given) * 1.01
+    for dtype in (torch.float16, torch.float32):
+        (found,), (plain,) = (pack(SCHEMES[name], [normal.to(dtype)], search=search) for search in ("mse", ""))
+        assert squared_error(name, found, normal.to(dtype)) < squared_error(name, plain, normal.to(dtype))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEMES.keys() - SEARCHES["mse"]))
+def test_other_schemes_of_the_recipe_are_rounded_as_without_it(name):
+    weight = weights()["normal"]
+    (found,), (plain,) = pack(SCHEMES[name], [weight], search="mse"), pack(SCHEMES[name], [weight])
+    assert all(torch.equal(found[suffix], value) for suffix, value in plain.items())
+
+
+def recipe_with(model: str, scheme: str, **changes):
+    return validated(find_recipe(model, scheme=scheme)[0].model_dump() | changes, "mine")
+
+
+def test_a_recipe_with_search_packs_the_backbone_and_the_block_by_it(tmp_path):
+    """And compressed-tensors reads what was written as this project does."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    write_checkpoint(tmp_path / "source", config, tensors, data="random")
+    recipe = recipe_with("glm-4.7", "NVFP4A16", search="mse", mtp="NVFP4A16")
+    plan = make_plan(recipe, open_source(tmp_path / "source"))
+    assert all(t.reason.endswith("; scales by mse") for t in plan.tensors if t.fate == "quantize")
+    with claim(plan, tmp_path / "out") as partial:
+        write(plan, partial, recipe_text=yaml.safe_dump(recipe.model_dump(mode="json")), threads=1)
+        publish(partial, tmp_path / "out")
+    assert find_recipe(str(tmp_path / "out" / "recipe.yaml"))[0].search == "mse"
+    made = {n: v for file in (tmp_path / "out").glob("*.safetensors") for n, v in load_file(file).items()}
+    source = {n: v for file in (tmp_path / "source").glob("*.safetensors") for n, v in load_file(file).items()}
+    of_block = [
+        t.module for t in plan.tensors if t.part == "mtp" and t.fate == "quantize" and t.module.endswith("o_proj")
+    ]
+    for module in ("model.layers.1.self_attn.o_proj", *of_block):
+        (expected,) = pack(SCHEMES["NVFP4A16"], [source[f"{module}.weight"]], search="mse")
+        written = {suffix: made[f"{module}.{suffix}"] for suffix in expected}
+        assert all(torch.equal(written[suffix], value) for suffix, value in expected.items())
+        scheme = QuantizationScheme(targets=["Linear"], **SCHEMES["NVFP4A16"].config_group())
+        compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+        theirs = compressor.decompress(dict(written), scheme)["weight"]
+        assert torch.equal(theirs.double(), values_of("NVFP4A16", written, theirs.shape))
+    assert of_block
+
+
+@pytest.mark.parametrize(
+    ("scheme", "search", "words"),
+    [
+        ("MXFP4", "mse", "search: mse must come with FP8_BLOCK, FP8_DYNAMIC, NVFP4"),
+        ("FP8_DYNAMIC", "four-over-six", "search: four-over-six must come with NVFP4, NVFP4A16; got FP8_DYNAMIC"),
+    ],
+)
+def test_a_search_without_a_meaning_is_refused(scheme, search, words):
+    with pytest.raises(RecipeError, match=words):
+        recipe_with("glm-4.7", scheme, search=search)
+
+
+def test_a_search_beside_an_algorithm_with_scales_of_its_own_is_refused():
+    recipe = find_recipe("glm-4.7", scheme="w4a16-gptq")[0]
+    with pytest.raises(RecipeError, match=r"rounded to nearest; got calibration\.algorithm gptq"):
+        validated(recipe.model_dump() | {"search": "mse"}, "mine")
