@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..quantize.calibrate.facts import CalibrationFact, CandidateFact
+from ..quantize.calibrate.facts import CalibrationFact, CandidateFact, SearchFact
 from ..quantize.plan import Plan, TensorPlan
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.find import calibration_name
@@ -123,9 +123,30 @@ def found(fact: CalibrationFact) -> RenderableType:
         apart = "-" if row.divergence is None else f"{row.divergence:.4f}"
         rows.add_row(row.title, f"{row.perplexity:#.4g}", apart, shares, length)
     parts: list[RenderableType] = [rows]
+    if fact.search:
+        parts.append(_search(fact.search))
     if fact.candidates:
         parts.append(_candidates(fact))
     return Group(*parts, Text.from_markup("\n".join(_remarks(fact)) + "\n"))
+
+
+def _search(search: SearchFact) -> RenderableType:
+    """The plans that a search under a budget measured."""
+    table = plain_table(f"plans for {search.budget}, measured on held-out text before calibration")
+    table.add_column("", overflow="fold")
+    for column in ("bytes", "bits", "predicted", "divergence", "kept"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for plan in search.plans:
+        kept = "-" if plan.kept is None else f"{plan.kept:.1%}"
+        title = f"{plan.title}{', chosen' * plan.chosen}"
+        figures = (f"{plan.bytes:,}", f"{plan.bits:.2f}", f"{plan.predicted:.4f}", f"{plan.divergence:.4f}", kept)
+        table.add_row(escape(title), *figures)
+    said = (
+        f"{search.units:,} units; a better choice could save {search.gap:.1%} of the predicted loss at most.\n"
+        "The recipe that was found is recipe.yaml in the output; it can be edited, and runs without a search.\n"
+        "bits: of weights and scales, for each weight; kept: part of the release's acceptance.\n"
+    )
+    return Group(table, Text(said))
 
 
 def _remarks(fact: CalibrationFact) -> list[str]:

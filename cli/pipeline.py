@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 
 from ..checkpoints.files import partial_path
 from ..checkpoints.mtp_source import has_mtp, with_mtp_of
-from ..checkpoints.record import RECORD, read_record
+from ..checkpoints.record import RECIPE, RECORD, read_record
 from ..checkpoints.source import Source, download, open_source
 from ..quantize.choices import choices_of, narrowed, refuse_budget
 from ..quantize.output import claim, is_finished, publish, refuse_output, tidy
 from ..quantize.plan import SHARD_BYTES, Plan, make_plan
 from ..quantize.room import calibration_folder
 from ..recipes.errors import GateError, RecipeError
-from ..recipes.find import find_recipe
+from ..recipes.find import find_recipe, read_recipe
 from ..recipes.schema import AUTO, Recipe
 from ..validate.check.check import examine
 from ..validate.report.results import CheckData
@@ -153,7 +153,7 @@ def quantize(
 
     Args:
         plan: from `plan_for`. The plan of a Hub repository is made again when its files are here.
-        recipe_text: is written into the checkpoint.
+        recipe_text: is written into the checkpoint, unless a search finds another one.
         out: the output folder; one that an earlier run with this plan has finished is kept. It is called
             `<out>.partial` until it is whole and has passed its check, of headers and of values. Until then,
             `<out>.calibration` holds what calibration wrote.
@@ -176,6 +176,7 @@ def quantize(
     with joined() as ranks:
         run = _calibrated(plan, out, ranks, progress)
         plan = run.plan if run else plan
+        recipe_text = (run.recipe_text if run else "") or recipe_text
         with _claimed(plan, out, run, ranks) as partial:
             _write(plan, partial, recipe_text, run, ranks, threads=threads or _num_cores(), progress=progress)
             report = _checked(partial, plan, reads=ranks.is_first, progress=progress)
@@ -211,7 +212,9 @@ def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> Finishe
     tidy(out, keep_calibration=keep_calibration)
     with suppress(OSError):
         partial_path(out).rmdir()  # empty, or another run's
-    if plan.recipe.mtp == AUTO:
+    if plan.recipe.is_searched:
+        plan = make_plan(read_recipe(out / RECIPE), plan.source, trust_remote_code=plan.trust_remote_code)
+    elif plan.recipe.mtp == AUTO:
         chosen = read_record(out / RECORD).recipe.whole["mtp"]
         plan = make_plan(plan.recipe.resolved(chosen), plan.source, trust_remote_code=plan.trust_remote_code)
     return FinishedRun(plan=plan, out=out, report=_checked(out, plan), was_there=True)

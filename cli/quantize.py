@@ -65,6 +65,9 @@ def quantize(
     keepmtp[modelopt] where the recipe says backend: modelopt. Several GPUs share the batches under
     torchrun or SLURM's srun. Progress goes to standard error, with --json as one JSON line for each step.
 
+    A recipe with `backbone: auto` and a budget is searched first: the words of its units are chosen by how much the
+    answers and the drafts would suffer. The recipe that was found is written to the output as recipe.yaml.
+
     Example: `keepmtp quantize glm-4.7 --source /data/GLM-4.7 --mtp FP8_DYNAMIC --out /data/GLM-4.7-NVFP4A16`
 
     Example: `keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7 --mtp auto`
@@ -92,6 +95,8 @@ def quantize(
     if not (as_json or rank):
         tables.show_plan(out, made)
         out.print(plan_tables.companions(made), highlight=False, soft_wrap=True)
+        if made.recipe.is_searched:
+            out.print(Text("\n".join([*plan_tables.budget_lines(made), ""])), soft_wrap=True)
         if refusals.needs_calibration(made):
             out.print(calibration_tables.will_do(made))
             out.print(Text("\n".join([*needs.lines(needs.needs_of(made, needs.machine_of())), ""])), soft_wrap=True)

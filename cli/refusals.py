@@ -27,9 +27,6 @@ def refuse(plan: Plan, out: Path) -> None:
     """
     if not is_finished(plan, out):
         refuse_output(plan, out, calibration=None if needs_calibration(plan) else "")
-    if plan.recipe.is_searched:
-        cure = "Use `keepmtp plan` for its sizes, or choose the words yourself"
-        raise RecipeError(plan.recipe.name, "backbone must name its schemes for a run", got="auto", cure=cure)
     refuse_untrusted_code(plan)
     refuse_no_draft(plan)
     refuse_missing_extra(plan)

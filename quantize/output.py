@@ -29,7 +29,7 @@ from ..checkpoints.unchanged import refuse_changed, states_of
 from ..recipes.conventions import FP8_CACHE
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family_view import FamilyView
-from ..recipes.schema import AUTO
+from ..recipes.schema import AUTO, Recipe
 from ..recipes.shipped import find_path
 from .decide import FP8_TABLE
 from .plan import Plan
@@ -155,14 +155,30 @@ def is_finished(plan: Plan, out: Path) -> bool:
     passed_over = {"evaluation", "gates"}
     if plan.recipe.mtp == AUTO:  # what it chose is one of its own outcomes
         passed_over |= {"mtp", "mtp_auto"}
+    if plan.recipe.is_searched:
+        passed_over |= {"backbone", "overrides", "budget", "backbone_auto", "summary"}
     recipe = plan.recipe.model_dump(mode="json", exclude=passed_over)
     return (
         all(record.recipe.whole.get(key) == value for key, value in recipe.items())
+        and (not plan.recipe.is_searched or _searched_for(record) == asked(plan.recipe))
         and record.keepmtp == __version__
         and record.versions == {"python": platform.python_version(), **_versions(*record.versions.keys() - {"python"})}
         and all((out / name).is_file() == (name in plan.companions) for name in (*plan.companions, *plan.source.code))
         and _is_same_source(plan, record, (out / RECORD).stat().st_mtime_ns)
     )
+
+
+def asked(recipe: Recipe) -> str:
+    """A sum over all that a recipe leaves to a search, and what it chooses by."""
+    fields = {"backbone", "mtp", "overrides", "budget", "backbone_auto"}
+    parts = recipe.model_dump(mode="json", include=fields)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _searched_for(record: Record) -> object:
+    """The sum of what a record's plan was searched for."""
+    found = (record.calibration or {}).get("search")
+    return found.get("asked") if isinstance(found, dict) else None
 
 
 def _is_same_source(plan: Plan, record: Record, made_ns: int) -> bool:

@@ -445,6 +445,12 @@ class Recipe(_Frozen):
     evaluation: Evaluation = Evaluation()
     gates: Gates = Gates()
 
+    @model_serializer(mode="wrap")
+    def _without_absent_search(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A recipe that searches nothing is written, and hashed, as before there was a search."""
+        absent = {key for key in ("budget", "backbone_auto") if getattr(self, key) is None}
+        return {key: value for key, value in handler(self).items() if key not in absent}
+
     @property
     def name(self) -> str:
         """`<model>.<variant>`, the recipe's full name."""
@@ -596,7 +602,7 @@ class Recipe(_Frozen):
             )
             got = ", ".join(words) or "no scheme"
             raise RecipeError("", rule, got=got, cure="Use one of these schemes, or another algorithm")
-        if not self._uses_batches():
+        if not self.uses_batches():
             rule = "calibration must be null where no scheme needs it"
             raise RecipeError("", rule, got="a dataset", cure="Remove it")
         return self
@@ -646,7 +652,7 @@ class Recipe(_Frozen):
         if calibration is not None:
             changed["calibration"] = calibration
         made = self.model_copy(update=changed | {"variant": variant})
-        if not made._uses_batches():
+        if not made.uses_batches():
             made = made.model_copy(update={"calibration": None})
         elif made.calibration is None:
             made = made.model_copy(update={"calibration": batches})
@@ -655,7 +661,8 @@ class Recipe(_Frozen):
         words = [f"--scheme {scheme}"] * bool(scheme) + [f"--mtp {mtp}"] * bool(mtp)
         return validated(made.model_dump(), " ".join(words) or self.name)
 
-    def _uses_batches(self) -> bool:
+    def uses_batches(self) -> bool:
+        """Whether a run of this recipe computes with text."""
         return self.measures_mtp or self.is_searched or self.kv_cache is not None or bool(self.calibrated_schemes())
 
 

@@ -153,7 +153,7 @@ class _Pass:
         is_one_pass = bool(schemes or caches) and not rewrites(schemes, calibration.algorithm)
         tensors: Mapping[HFName, Tensor] = {}
         if schemes or caches:
-            with self._handing_over("calibration", index, layer, outputs) as hand_over:
+            with self.handing_over("calibration", index, layer, outputs) as hand_over:
                 found = calibrate(
                     skeleton.model,
                     Batches(run=self, stream="calibration", index=index).arguments(),
@@ -196,13 +196,13 @@ class _Pass:
     ) -> None:
         """Run a stream through the layer and hand over what it returns."""
         batches = Batches(run=self, stream=stream, index=index).arguments()
-        with self._handing_over(stream, index, layer, outputs) as hand_over, torch.no_grad(), context:
+        with self.handing_over(stream, index, layer, outputs) as hand_over, torch.no_grad(), context:
             for arguments in batches:
                 self.skeleton.model(**arguments, use_cache=False)
                 hand_over()
 
     @contextmanager
-    def _handing_over(
+    def handing_over(
         self, stream: Stream, index: int, layer: nn.Module, outputs: NextStates
     ) -> Iterator[Callable[[], None]]:
         """A function to be called after each batch of a stream, which hands over what the layer has returned."""

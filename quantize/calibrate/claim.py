@@ -44,6 +44,21 @@ def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
     return _sum(_parts(plan, data, size))
 
 
+def search_fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
+    """SHA-256 over everything the sensitivities of a search depend on; not its budget, nor what is asked of its plans.
+
+    Here batches and processes count always: sensitivities are sums.
+    """
+    parts = _parts(plan, data, size)
+    for key in ("budget", "backbone_auto"):
+        parts["recipe"].pop(key, None)
+    auto, calibration = plan.recipe.backbone_auto, plan.recipe.calibration
+    assert auto is not None and calibration is not None
+    own = auto.model_dump(mode="json", exclude={"min_acceptance"})
+    parts["search"] = {**own, "mtp": plan.recipe.mtp, "processes": size, "batch_size": calibration.batch_size}
+    return _sum(parts)
+
+
 def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> None:
     """Mark the folder as this run's, or refuse one of another run.
 

@@ -225,6 +225,52 @@ class TunedFact(Fact):
         return f"{trained} {drafts}{end}"
 
 
+class TriedPlanFact(Fact):
+    """A plan that a search measured on held-out text, before its weights were calibrated.
+
+    Attributes:
+        title: what it is.
+        bytes: of all files, a little more than they are.
+        bits: of weights and scales, for each weight that was searched.
+        predicted: nats a token by the sensitivities, of answers and weighted drafts.
+        divergence: of the answers from the released model's, nats a slot.
+        kept: part of the released model's acceptance; None where no block can be run.
+        kept_at_least: its lower limit at the confidence of the recipe's gates.
+        chosen: it is what was calibrated and written.
+    """
+
+    title: str
+    bytes: Count
+    bits: Figure
+    predicted: Figure
+    divergence: Figure
+    kept: Figure | None = None
+    kept_at_least: Figure | None = None
+    chosen: bool = False
+
+
+class SearchFact(Fact):
+    """What a search under a budget did.
+
+    Attributes:
+        budget: as in the recipe that asked for it.
+        candidates: likewise.
+        asked: a sum over all that this recipe left to the search.
+        units: whose words were searched.
+        tokens: of calibration text, on which sensitivities were measured.
+        gap: the part of the predicted loss that a better choice could save at most.
+        plans: that were measured, the one that the knapsack found first.
+    """
+
+    budget: str
+    candidates: tuple[str, ...]
+    asked: str
+    units: Count
+    tokens: Count
+    gap: Share
+    plans: Annotated[tuple[TriedPlanFact, ...], Field(min_length=1, max_length=20)]
+
+
 class CalibrationFact(Fact):
     """What batches contributed to a checkpoint, and what they say of it without a server.
 
@@ -242,6 +288,7 @@ class CalibrationFact(Fact):
         candidates: of `mtp: auto`, in the order tried.
         tuned: of `mtp: tuned`; None where the recipe does not say so.
         unmeasured: why there is no acceptance; "" if there is.
+        search: how the schemes were found; None where the recipe names them.
     """
 
     algorithm: str
@@ -258,6 +305,7 @@ class CalibrationFact(Fact):
     candidates: Annotated[tuple[CandidateFact, ...], Field(max_length=100)]
     tuned: TunedFact | None = None
     unmeasured: str
+    search: SearchFact | None = None
 
     def verdict_on(self, candidate: CandidateFact) -> Verdict:
         """What the held-out text says of a candidate."""

@@ -248,15 +248,17 @@ def refuse_too_little_text(plan: Plan, *, num_sequences: int, num_slots: int) ->
     """Refuse held-out text on which `mtp: auto` could show nothing, were no draft lost: before hours of work.
 
     Args:
-        plan: whose recipe says auto.
+        plan: whose recipe says auto, for its block or for all of it.
         num_sequences: of held-out text.
         num_slots: tokens of it that may count.
 
     Raises:
         RecipeError: it says how many are needed.
     """
-    auto = plan.recipe.mtp_auto
+    auto = plan.recipe.mtp_auto or plan.recipe.backbone_auto
     assert auto is not None
+    if auto.min_acceptance is None:
+        return
     needed = fewest_slots(auto.min_acceptance, plan.recipe.gates.confidence)
     if num_sequences < FEWEST_SEQUENCES or num_slots < needed:
         raise RecipeError(

@@ -32,7 +32,7 @@ from .held_out import acceptance, block_input
 from .layer import Calibrated, calibrate
 from .mtp_block import MtpBlock, bind_block, build_block
 from .served import InMemory, serve_weights
-from .skeleton import Batch, caches_in, experts_in, frozen_in, fused_in, on_disk, schemes_in
+from .skeleton import Batch, Skeleton, caches_in, experts_in, frozen_in, fused_in, on_disk, schemes_in
 from .states import Stream
 from .target import Target
 from .tuning import Training, masters_of, train
@@ -105,7 +105,7 @@ class PolicyResults:
         return found
 
     def _acceptance(self, stream: Stream, blocks: Sequence[MtpBlock]) -> Acceptance:
-        own = blocks if self.plan.view.family.model_type in _A_LAYER_A_STEP else blocks[:1]
+        own = blocks_that_draft(self.plan, blocks)
         target = self.source if stream == "source" else self.served
         try:
             return acceptance(self.backbone, stream, own, target, written=self.written)
@@ -114,14 +114,7 @@ class PolicyResults:
 
     def _filled(self, plan: Plan) -> list[MtpBlock]:
         """The blocks with the released weights."""
-        skeleton, blocks = self.backbone.skeleton, []
-        for index in range(num_blocks(plan)):
-            block = build_block(plan.view, index)
-            skeleton.fill(block, bind_block(block, plan))
-            if block.rotary is not None:
-                block.rotary.to(skeleton.device)
-            blocks.append(block.requires_grad_(False))
-        return blocks
+        return filled_blocks(plan, self.backbone.skeleton)
 
     def _calibrated(self, plan: Plan) -> list[MtpBlock]:
         """The blocks rounded as `plan` says, once their statistics are on disk."""
@@ -223,6 +216,23 @@ class BlockInputs:
                 with serving(block):
                     hidden = block(**arguments)[1]
         return arguments
+
+
+def filled_blocks(plan: Plan, skeleton: Skeleton) -> list[MtpBlock]:
+    """The blocks with the released weights, on the skeleton's device."""
+    blocks = []
+    for index in range(num_blocks(plan)):
+        block = build_block(plan.view, index)
+        skeleton.fill(block, bind_block(block, plan))
+        if block.rotary is not None:
+            block.rotary.to(skeleton.device)
+        blocks.append(block.requires_grad_(False))
+    return blocks
+
+
+def blocks_that_draft(plan: Plan, blocks: Sequence[MtpBlock]) -> Sequence[MtpBlock]:
+    """The blocks that vLLM runs: one a step, or the first one for every step."""
+    return blocks if plan.view.family.model_type in _A_LAYER_A_STEP else blocks[:1]
 
 
 def block_schemes(plan: Plan) -> dict[HFName, str]:

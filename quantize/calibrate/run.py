@@ -1,4 +1,4 @@
-"""Everything a plan needs from batches: data -> backbone pass -> MTP pass -> statistics for the writer.
+"""Everything a plan needs from batches: data -> search -> backbone pass -> MTP pass -> statistics for the writer.
 
 In: a plan over a local source whose recipe has a calibration block. Out: a `CalibrationRun`: the plan with the MTP
 policy decided, the statistics it takes its tensors from, and the figures that go into the checkpoint's provenance.
@@ -17,6 +17,7 @@ import torch
 from ...checkpoints.files import held
 from ...recipes.errors import RecipeError
 from ...recipes.schema import TUNED
+from ..found_recipe import found_text
 from ..own_code import refuse_untrusted_code
 from ..plan import Plan
 from .backbone import Backbone, calibrate_backbone
@@ -27,6 +28,7 @@ from .mtp_pass import MtpPass, mtp_pass, refuse_mtp, refuse_too_little_text
 from .own_text import with_own_text
 from .progress import ProgressCallback
 from .ranks import Ranks
+from .search_pass import search
 from .statistics import Statistics, refuse_statistics
 from .tuned_choice import refuse_too_few_sequences
 
@@ -41,6 +43,7 @@ class CalibrationRun:
         salt: a hash of recipe, data, source and versions, which a resumed writer compares.
         summary: for keepmtp.json: the data's provenance, coverage, acceptance, candidates.
         mtp: the MTP pass.
+        recipe_text: the recipe that a search found, as a file; "" where nothing was searched.
     """
 
     plan: Plan
@@ -48,6 +51,7 @@ class CalibrationRun:
     salt: str
     summary: Mapping[str, Any]
     mtp: MtpPass
+    recipe_text: str = ""
 
 
 def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallback | None = None) -> CalibrationRun:
@@ -76,6 +80,10 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
     rule = "only one run may calibrate for an output"
     with held(folder, rule) if ranks.is_first else nullcontext():
         settled = with_batch_size(plan, folder, ranks)
+        found = None
+        if settled.recipe.is_searched:
+            found = search(settled, data, folder / "search", ranks=ranks, progress=progress)
+            settled = found.plan
         backbone = calibrate_backbone(settled, data, folder, device=ranks.device, ranks=ranks, progress=progress)
         mtp = mtp_pass(settled, backbone, written=data.held_out_written, progress=progress)
         ranks.wait()
@@ -90,11 +98,17 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
         "min_acceptance": plan.recipe.mtp_auto.min_acceptance if plan.recipe.mtp_auto else None,
         "confidence": plan.recipe.gates.confidence if plan.recipe.mtp_auto else None,
         **mtp.summary(),
+        **({"search": found.fact.model_dump(mode="json")} if found else {}),
     }
     # The record holds the recipe as it was written, and the number that was chosen is in the summary.
     recipe = mtp.plan.recipe.model_copy(update={"calibration": calibration})
     return CalibrationRun(
-        plan=replace(mtp.plan, recipe=recipe), statistics=statistics, salt=salt, summary=summary, mtp=mtp
+        plan=replace(mtp.plan, recipe=recipe),
+        statistics=statistics,
+        salt=salt,
+        summary=summary,
+        mtp=mtp,
+        recipe_text=found_text(recipe) if found else "",
     )
 
 

@@ -79,6 +79,45 @@ def serve_weights(model: Any, plan: Plan, binding: Binding, path: str, given: Ca
         deque(_served(plan, unit, given, rows, _reader(plan, unit, rows, given)), maxlen=0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRows:
+    """A weight of the finished checkpoint, and the rows of a linear layer that have its place.
+
+    Attributes:
+        module: the linear layer, by its path under the layer or block.
+        rows: of its weight.
+        tensor: what the plan says.
+        values: [N, K], decompressed.
+    """
+
+    module: str
+    rows: slice
+    tensor: TensorPlan
+    values: Tensor
+
+
+def served_rows(model: Any, plan: Plan, binding: Binding, path: str, given: Calibrations) -> Iterator[ServedRows]:
+    """What `serve_weights` puts into the quantized modules, without doing it; the arguments are the same."""
+    rows: dict[HFName, Tensor] = {}
+    places: dict[HFName, tuple[str, slice, TensorPlan]] = {}
+    for name, pieces in binding.items():
+        if not (name.endswith("weight") and scheme_of(pieces[0])):
+            continue
+        module, first = name.rpartition(".")[0], 0
+        for piece, (disk, weight) in zip(
+            pieces, _rows(model.get_submodule(f"{path}{module}").weight.data, pieces), strict=True
+        ):
+            rows[disk] = weight
+            places[disk] = module, slice(first, first + len(weight)), piece.tensor
+            first += len(weight)
+    for unit in _units(binding):
+        for group in packed_groups(plan, unit, given, device=_device(rows), read=_reader(plan, unit, rows, given)):
+            for packed in group:
+                module, own, tensor = places[packed.module]
+                values = decompressed(SCHEMES[unit[0].scheme], packed, rows[packed.module].shape)
+                yield ServedRows(module=module, rows=own, tensor=tensor, values=values)
+
+
 def serve_tuned(model: Any, plan: Plan, binding: Binding, given: Calibrations) -> Iterator[PackedModule]:
     """Round the weights that training has left in the quantized modules of an MTP block; others stay as they are.
 

@@ -1,0 +1,128 @@
+"""A few plans measured together: each on the held-out text, as a server would compute it, a layer at a time.
+
+In: plans of `Choices`, and the largest inputs that the sweeps saw. Out: for each its divergence from the released model
+on held-out text, and what a server would accept of its drafts.
+
+A layer is loaded once and becomes one plan after the other. The states of each plan are a stream of their own, in a
+folder that looks like that of a finished backbone pass, so that `target.py` and `held_out.py` measure them.
+
+Easy to get wrong: these figures choose between plans. Those in the record are measured again, on the calibrated
+backbone: its input scales are of all calibration text, and an algorithm such as GPTQ rewrites its weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...checkpoints.files import write_whole
+from ..plan import Plan
+from .accepted import Acceptance
+from .ahead import ReadAhead
+from .backbone import Backbone, Batches
+from .candidate import LargestInputs, as_candidate, rebound
+from .data import CalibrationData
+from .forwards import serving
+from .held_out import acceptance
+from .mtp_block import bind_block
+from .mtp_policy import blocks_that_draft, filled_blocks
+from .sensitivity import SearchRun
+from .states import States, Stream
+from .target import Target, target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPlan:
+    """What held-out text says of a plan; `drafts` is None where there is no block that can be run."""
+
+    target: Target
+    drafts: Acceptance | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMeasuring:
+    """Plans on their way through the layers.
+
+    Attributes:
+        run: of the search.
+        data: of the run.
+        place: a folder for each plan, and one for the released model.
+        largest: of the inputs of each layer's linear layers; -1 - i for block i.
+    """
+
+    run: SearchRun
+    data: CalibrationData
+    place: Path
+    largest: Mapping[int, LargestInputs]
+
+    def measure(self, plans: Sequence[Plan]) -> tuple[MeasuredPlan, list[MeasuredPlan]]:
+        """The released model, and each plan."""
+        passes = [self._pass("source"), *(self._pass(f"{number:02d}") for number in range(len(plans)))]
+        with ReadAhead(self.run.choices.base, self.run.ranks) as ahead:
+            for index in range(min(each.states.num_done() for each in passes), len(self.run.skeleton)):
+                self._layer(index, passes, plans, ahead)
+                self.run.step()
+        source = target(passes[0], "source")
+        released = MeasuredPlan(target=source, drafts=self._drafts(passes[0], "source", source, None))
+        measured = []
+        for each, plan in zip(passes[1:], plans, strict=True):
+            found = target(each, "served", reference=(passes[0], "source"))
+            measured.append(MeasuredPlan(target=found, drafts=self._drafts(each, "served", found, plan)))
+        return released, measured
+
+    def _pass(self, name: str) -> Backbone:
+        folder = self.place / name
+        if self.run.ranks.is_first and not (folder / "fingerprint").is_file():
+            (folder / "states").mkdir(parents=True, exist_ok=True)
+            write_whole(folder / "fingerprint", name)
+        self.run.ranks.wait()
+        states = States(folder / "states", self.run.ranks)
+        states.tidy()
+        return Backbone(
+            folder=folder,
+            skeleton=self.run.skeleton,
+            data=self.data,
+            ranks=self.run.ranks,
+            states=states,
+            coverage={},
+            few_tokens=(),
+        )
+
+    def _layer(self, index: int, passes: Sequence[Backbone], plans: Sequence[Plan], ahead: ReadAhead) -> None:
+        """Every plan that is not beyond this layer yet."""
+        skeleton, path = self.run.skeleton, f"{self.run.skeleton.layer_path}.{index}."
+        binding = skeleton.bind_layer(index)
+        with skeleton.layer(index, ahead.take()):
+            ahead.start(skeleton.tensors_of(index + 1))
+            for own, plan in zip(passes, (None, *plans), strict=True):
+                if own.states.num_done() > index:
+                    continue
+                with ExitStack() as stack:
+                    if plan is not None:
+                        bound = rebound(binding, plan)
+                        stack.enter_context(as_candidate(skeleton.model, plan, bound, path, self.largest[index]))
+                    self._run(own, "source" if plan is None else "served", index)
+
+    def _run(self, own: Backbone, stream: Stream, index: int) -> None:
+        layer = self.run.skeleton.model.get_submodule(f"{self.run.skeleton.layer_path}.{index}")
+        with own.states.writing(index + 1) as outputs, torch.no_grad(), serving(self.run.skeleton.model):
+            batches = Batches(run=own, stream=stream, index=index)
+            with own.handing_over(stream, index, layer, outputs) as hand_over:
+                for arguments in batches.arguments():
+                    self.run.skeleton.model(**arguments, use_cache=False)
+                    hand_over()
+
+    def _drafts(self, own: Backbone, stream: Stream, of: Target, plan: Plan | None) -> Acceptance | None:
+        """With the block as released, or as a plan has it."""
+        if not self.run.has_block:
+            return None
+        base, written = self.run.choices.base, self.data.held_out_written
+        blocks = blocks_that_draft(base, filled_blocks(base, self.run.skeleton))
+        with ExitStack() as stack:
+            for number, block in enumerate(blocks):
+                if plan is not None:
+                    bound = rebound(bind_block(block, base), plan)
+                    stack.enter_context(as_candidate(block, plan, bound, "", self.largest[-1 - number]))
+            return acceptance(own, stream, blocks, of, written=written)
