@@ -47,7 +47,7 @@ class ModeloptBackend:
 
     def __init__(self, model: Any, schemes: Mapping[str, str], algorithm: str):
         """Observes the modules of `schemes` that have a static input scale; `algorithm` may sweep scales, too."""
-        self._model, self._schemes, self._algorithm = model, schemes, algorithm
+        self._model, self._algorithm = model, algorithm
         self._modules: dict[str, Any] = {name: model.get_submodule(name) for name in schemes}
         self._quantizers = {name: _quantizer(SCHEMES[scheme]) for name, scheme in schemes.items() if _is_static(scheme)}
         is_sweep = algorithm in SWEEPS
@@ -89,8 +89,9 @@ class ModeloptBackend:
         """
         grouped = {name: group for group in fused for name in group}
         for name in self._swept:
-            amax = torch.stack([self._modules[each].weight.abs().amax() for each in grouped.get(name, (name,))]).amax()
-            self._sweep(self._modules[name], name, amax.float())
+            amax = torch.stack([_largest(self._modules[each].weight) for each in grouped.get(name, (name,))]).amax()
+            # A weight of zeros has no largest magnitude, and its common scale must be finite all the same.
+            self._sweep(self._modules[name], name, torch.where(amax == 0, _E4M3_MAX * _E2M1_MAX, amax.float()))
 
     def _sweep(self, module: Any, name: str, global_amax: Tensor) -> None:
         largest_scale = _LARGEST_SCALE.get(self._algorithm, _E4M3_MAX)
@@ -124,6 +125,12 @@ class ModeloptBackend:
                 self._hessians[name].accumulate(value)
 
         return hook
+
+
+def _largest(weight: Tensor) -> Tensor:
+    """The largest magnitude, 0-d, without a copy of the weight."""
+    low, high = torch.aminmax(weight)
+    return torch.maximum(-low, high)
 
 
 def _is_static(scheme: str) -> bool:

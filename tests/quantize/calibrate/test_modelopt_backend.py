@@ -231,6 +231,25 @@ def test_a_fused_group_shares_the_global_scale_that_it_is_swept_in():
     assert not rewrites(schemes, "mse") and rewrites(schemes, "gptq")
 
 
+@pytest.mark.parametrize("algorithm", sorted(SWEEPS))
+def test_a_weight_of_zeros_has_finite_scales(algorithm):
+    """As a dead expert's; the writer refuses a scale that is not a positive number."""
+    skeleton = Skeleton(GLM)
+    name = "model.layers.1.self_attn.o_proj"
+    batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
+    skeleton.model.get_submodule(name).weight.data.zero_()
+    found = calibrate(
+        skeleton.model, batches, schemes={name: "NVFP4A16"}, algorithm=algorithm, backend="modelopt"
+    ).tensors
+    assert 0 < float(found[f"{name}.weight_global_scale"]) < float("inf")
+    assert found[f"{name}.weight_scale"].float().isfinite().all()
+    values = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").decompress(
+        {key.rpartition(".")[2]: value for key, value in found.items()},
+        QuantizationScheme(targets=[], **SCHEMES["NVFP4A16"].config_group()),
+    )
+    assert not values["weight"].any()
+
+
 def test_every_sweep_has_its_schemes():
     assert all(REWRITES[name] == {"NVFP4", "NVFP4A16"} for name in SWEEPS)
 
