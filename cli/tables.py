@@ -147,7 +147,8 @@ def next_steps(plan: "Plan", folder: Path) -> Text:
 
 def _mtp_word(plan: "Plan") -> str:
     schemes = sorted({t.scheme or "plain" for t in plan.tensors if t.part == "mtp" and len(t.shape) >= 2})
-    return "kept in BF16" if schemes == ["plain"] else f"stored as {', '.join(schemes)}"
+    tuned = "tuned, " if any(tensor.tuned for tensor in plan.tensors) else ""
+    return f"{tuned}kept in BF16" if schemes == ["plain"] else f"{tuned}stored as {', '.join(schemes)}"
 
 
 def plan_rows(plan: "Plan") -> list[dict[str, Any]]:

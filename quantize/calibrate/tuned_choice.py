@@ -9,6 +9,7 @@ that neither has seen. Where training is not shown to help, the untrained block 
 
 import json
 import time
+from collections.abc import Callable
 
 from ...recipes.errors import RecipeError
 from ..plan import Plan, make_plan
@@ -18,6 +19,7 @@ from .mtp_policy import PolicyResults, num_blocks
 from .progress import ProgressCallback, progress_since
 from .statistics import read_metadata
 
+_REPORTS = 50
 _SHOWN = 10  # parts of the steps: the losses of the first and of the last are averaged
 
 
@@ -93,13 +95,13 @@ def _limits(name: str, kept: Kept) -> dict[str, float]:
     return {name: round(kept.value, DIGITS), f"{name}_at_least": round(kept.low, DIGITS)}
 
 
-def _reporter(results: PolicyResults, progress: ProgressCallback | None):
-    """What is called after each step."""
+def _reporter(results: PolicyResults, progress: ProgressCallback | None) -> Callable[[int, int], None]:
+    """What is called after each step, and reports each fiftieth of them: a log has a line for each report."""
     backbone, settings, started = results.backbone, results.plan.recipe.mtp_tuned, time.monotonic()
     assert settings is not None
 
     def report(first: int, done: int) -> None:
-        if progress:
+        if progress and (done == settings.steps or not done % -(-settings.steps // _REPORTS)):
             step = progress_since(
                 started,
                 "tuning",
