@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from keepmtp.checkpoints.dequantize import dequantize
+from keepmtp.cli.calibration_tables import will_do_json
 from keepmtp.quantize.calibrate import mtp_policy, tuning
 from keepmtp.quantize.calibrate.accepted import Acceptance
 from keepmtp.quantize.calibrate.backbone import Backbone
 from keepmtp.quantize.calibrate.mtp_pass import MtpPass, mtp_pass, refuse_mtp
 from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
-from keepmtp.quantize.calibrate.tuned_choice import refuse_too_few_sequences
+from keepmtp.quantize.calibrate.tuned_choice import refuse_too_few_sequences, without_tuning
+from keepmtp.quantize.cards import card_of
+from keepmtp.quantize.estimate import estimate
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.quantize.writer import write_shards
 from keepmtp.recipes.errors import CheckpointError, RecipeError
@@ -241,3 +244,25 @@ def test_what_cannot_be_trained_is_refused_from_the_headers(glm):
         refuse_mtp(empty)
     with pytest.raises(RecipeError, match=r"needs 4 held-out sequences to compare blocks on; got 3\. Raise"):
         refuse_too_few_sequences(plan, 3)
+
+
+def test_a_tuned_block_with_an_fp8_cache(weak, tmp_path):
+    """Keys and values are rounded while it is trained, too; its scales are those of the released block."""
+    plan, backbone, written = weak
+    with_cache = make_plan(plan.recipe.model_copy(update={"kv_cache": "FP8"}), plan.source)
+    backbone = fresh(backbone, tmp_path / "pass")
+    found = mtp_pass(with_cache, backbone, written=written)
+    assert found.tuned is not None and found.tuned.chosen and found.tuned.gain > 1.2
+    file = load_file(backbone.folder / "statistics" / "mtp-00000.safetensors")
+    assert [name for name in file if name.endswith(("k_scale", "v_scale"))]
+
+
+def test_the_plan_says_what_training_gives(glm):
+    plan, _, _ = glm
+    said = will_do_json(plan)
+    assert said is not None
+    rows = {row["modules"]: row["from_batches"] for row in said["groups"] if row["part"] == "mtp"}
+    assert rows["experts"] == "weights and input scales, by training" and rows["glue"] == "weights, by training"
+    card, untuned = card_of("H100"), without_tuning(plan)
+    seconds = [estimate(each, card).seconds_of("MTP block") for each in (untuned, plan, with_settings(plan, steps=80))]
+    assert seconds[0] < seconds[1] < seconds[2]
