@@ -104,8 +104,13 @@ def one_a_parent(model: Any, found: Sequence[Smoothing]) -> tuple[tuple[Smoothin
 
 
 def rounded_to_nearest(modifiers: Iterable[Any]) -> tuple[str, ...]:
-    """Modules that GPTQ rounded to nearest because their Hessian could not be inverted."""
-    return tuple(name for modifier in modifiers if isinstance(modifier, _GPTQ) for name in modifier.fell_back)
+    """Modules that GPTQ rounded to nearest because their Hessian could not be inverted, on whichever rank."""
+    own = [modifier.fell_back for modifier in modifiers if isinstance(modifier, _GPTQ)]
+    of_ranks: list[Any] = [own]
+    if own and has_others():
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+    return tuple(name for found in of_ranks for names in found for name in names)
 
 
 def share(model: Any, modifiers: Iterable[Any], schemes: Mapping[str, str]) -> None:

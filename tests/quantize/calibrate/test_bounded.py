@@ -391,7 +391,29 @@ def groups_on_rank(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("on_rank", [on_rank, groups_on_rank])
+class Two(nn.Module):
+    """The input of `a` is the same in every channel, so its Hessian cannot be inverted; that of `b` can."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(32, 32, dtype=torch.bfloat16), nn.Linear(32, 32, dtype=torch.bfloat16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.a(torch.ones_like(hidden)) + self.b(hidden)
+
+
+def fallen_back_on_rank(rank: int, store: str) -> None:
+    """One rank rewrites `a` and the other one `b`; both say what became of `a`."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    hidden = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    schemes, knobs = dict.fromkeys("ab", "W8A8"), {"dampening_frac": 0.0}
+    found = calibrate(Two(), [{"hidden": hidden}], schemes=schemes, algorithm="gptq", knobs=knobs)
+    assert found.rounded == ("a",)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("on_rank", [on_rank, groups_on_rank, fallen_back_on_rank])
 def test_ranks_agree(on_rank, tmp_path):
     processes = [get_context("fork").Process(target=on_rank, args=(rank, str(tmp_path / "store"))) for rank in range(2)]
     for process in processes:
