@@ -50,7 +50,9 @@ _KNOWN = (
     "use_policy*",
 )
 _CODE = ("*.py", "encoding/*.py")
-REWRITTEN = ("config.json", INDEX, "hf_quant_config.json", "quantize_config.json", RECIPE, RECORD)
+HF_QUANT_CONFIG = "hf_quant_config.json"
+"""Where modelopt says how the modules are quantized; vLLM asks it where config.json does not."""
+REWRITTEN = ("config.json", INDEX, HF_QUANT_CONFIG, "quantize_config.json", RECIPE, RECORD)
 """Read, if they are there, and never copied."""
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from ..recipes.errors import RecipeError, printable
+from ..recipes.errors import RecipeError
 from . import exits, findings, tables
 from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOption, gpus_at_the_end
 
@@ -75,16 +75,16 @@ def _write(
     with bytes_bar(err, "converting")(planned.num_bytes) as progress:
         written = cure.convert(planned, folder, progress=progress)
     with exits.judging(folder):
-        judged = judge(folder, gpus=gpus, any_vllm=any_vllm, progress=lambda doing: _line(err, doing))
+        judged = judge(folder, gpus=gpus, any_vllm=any_vllm, progress=lambda doing: tables.say(err, doing))
     if as_json:
         made = {"out": str(folder), "new": written.new, "linked": written.linked, "copied": written.copied}
         tables.print_json(_planned_json(planned) | made | {"check": check_json(judged.checked.data)})
     else:
         out = Console()
-        _line(out, _sentence(planned))
-        _line(out, written.sentence)
+        tables.say(out, _sentence(planned))
+        tables.say(out, written.sentence)
         if judged.no_vllm is not None:
-            _line(out, f"vLLM was not asked: {judged.no_vllm}")
+            tables.say(out, f"vLLM was not asked: {judged.no_vllm}")
         findings.show(out, judged.checked.data)
     if not judged.ok:
         raise typer.Exit(exits.FINDINGS)
@@ -94,11 +94,11 @@ def _show_plan(out: Console, planned: "Conversion") -> None:
     from ..checkpoints.source import small_bytes
     from ..cure.json_diff import json_diff
 
-    _line(out, _sentence(planned))
+    tables.say(out, _sentence(planned))
     for name, after in planned.files.items():
         if name != "keepmtp-convert.json":
             for line in json_diff(name, small_bytes(planned.source, name), after):
-                _line(out, line)
+                tables.say(out, line)
 
 
 def _sentence(planned: "Conversion") -> str:
@@ -122,7 +122,3 @@ def _planned_json(planned: "Conversion") -> dict[str, Any]:
         "shards_written": planned.shards,
         "bytes_written": planned.num_bytes,
     }
-
-
-def _line(console: Console, line: str) -> None:
-    console.print(printable(line), highlight=False, markup=False, soft_wrap=True)

@@ -105,7 +105,7 @@ def fix(
     if as_json:
         tables.print_json({**_as_json(path, outcome, written, judged), "pull_request": opened}, indent=None)
     elif opened:
-        _say(console, f"pull request: {opened}")
+        tables.say(console, f"pull request: {opened}")
     if not (judged.ok if judged else outcome.after.ok):
         raise typer.Exit(exits.FINDINGS)
 
@@ -170,17 +170,17 @@ def _show_end(
     findings.show(console, data, path=_name(outcome, written))
     cures = _cures(outcome, data, written)
     for reason in outcome.proposal.not_here:
-        _say(console, f"not cured in a repository, because it needs the shards: {reason}")
+        tables.say(console, f"not cured in a repository, because it needs the shards: {reason}")
     for cure in cures:
-        _say(console, f"needs new values: {cure}")
+        tables.say(console, f"needs new values: {cure}")
     if judged and judged.no_vllm is not None:
-        _say(console, f"not loaded by vLLM: {judged.no_vllm}")
+        tables.say(console, f"not loaded by vLLM: {judged.no_vllm}")
     if written is not None:
-        _say(console, written.sentence)
+        tables.say(console, written.sentence)
     elif outcome.proposal.edits:
-        _say(console, f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW")
+        tables.say(console, f"nothing is written yet: keepmtp fix {shlex.quote(path)} --out NEW")
     else:
-        _say(console, "nothing to change: there is no finding that fix can cure")
+        tables.say(console, "nothing to change: there is no finding that fix can cure")
 
 
 def _name(outcome: "Outcome", written: "Rewritten | None") -> str:
@@ -194,10 +194,6 @@ def _cures(outcome: "Outcome", data: "CheckData", written: "Rewritten | None") -
 
     found = (cure_elsewhere(finding, outcome, _name(outcome, written)) for finding in data.findings)
     return [*dict.fromkeys(filter(None, found))]
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def _as_json(path: str, outcome: "Outcome", written: "Rewritten | None", judged: "Judged | None") -> dict[str, Any]:

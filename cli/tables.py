@@ -189,6 +189,11 @@ def size_in_words(size: int) -> str:
     return f"{size / 1024:,.1f} KiB"
 
 
+def say(console: Console, line: str) -> None:
+    """One line as it is, which the terminal may wrap."""
+    console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+
 def print_json(value: object, indent: int | None = 2) -> None:
     """One JSON value on standard output, nothing else."""
     sys.stdout.write(json.dumps(value, indent=indent) + "\n")

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source, small_bytes
 from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor, typed
 from ..quantize.output import with_quantization
 from ..quantize.quant_config import compressed_tensors_config, modules_of
-from ..quantize.quant_config_modelopt import HF_QUANT_CONFIG, hf_quant_config, modelopt_config
+from ..quantize.quant_config_modelopt import hf_quant_config, modelopt_config
 from ..recipes.conventions import FP8_CACHE, Format, Spelling, in_compressed_tensors, in_modelopt
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .. import __version__
+from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.json_file import read_object
 from ..checkpoints.source import Source, small_bytes, small_file
-from ..quantize.quant_config_modelopt import HF_QUANT_CONFIG
 from ..recipes.conventions import Format
 from ..recipes.errors import CheckpointError, first_fault
 

@@ -9,9 +9,10 @@ Both are read as vLLM would read them alone, and the one that fits what is store
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.stored import StoredWeight
 from ..validate.check.check import Checked
-from ..validate.check.dialects.choose import HF_QUANT_CONFIG, quantization_of, read_dialect
+from ..validate.check.dialects.choose import quantization_of, read_dialect
 from ..validate.check.dialects.modelopt import ModelOpt
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.check.vllm_module import Dialect

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..recipes.family import Part
 from ..recipes.renamer import renamer
 from ..validate.check.check import Checked
-from ..validate.check.dialects.choose import HF_QUANT_CONFIG, quantization_of, read_dialect
+from ..validate.check.dialects.choose import quantization_of, read_dialect
 from ..validate.check.dialects.compressed_tensors import CompressedTensors
 from ..validate.check.dialects.fp8 import Fp8
 from ..validate.check.dialects.modelopt import ModelOpt

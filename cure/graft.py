@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.json_file import read_object
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import INDEX, Source, small_bytes, small_object
@@ -28,7 +29,6 @@ from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_view
 from ..recipes.family_view import FamilyView
 from ..validate.check.check import Checked, examine_source
-from ..validate.check.dialects.choose import HF_QUANT_CONFIG
 from ..validate.check.findings import Finding
 from ..validate.check.runtime_view import RuntimeView
 from .graft_config import NATIVE_FP8, PLAIN_ONLY, Reasons, method_in, with_entries, with_mtp_keys

@@ -16,12 +16,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.companions import INDEX
+from ..checkpoints.companions import HF_QUANT_CONFIG, INDEX
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.scratch import ScratchFolder
 from ..checkpoints.source import Source, read, small_bytes, small_object
 from ..recipes.family import HFName
-from ..validate.check.dialects.choose import HF_QUANT_CONFIG
 from ..validate.dryload.hollow import SMALL_FILES, write_headers
 from .json_diff import JSONPath, in_form_of, json_diff
 from .new_shards import NewTensor, as_it_was, write_shard

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..checkpoints.companions import inside
+from ..checkpoints.companions import HF_QUANT_CONFIG, inside
 from ..checkpoints.files import WORK, complete, final_path, held, is_held, partial_path, write_whole
 from ..checkpoints.identity import listed
 from ..checkpoints.record import RECIPE, RECORD, Record, read_record
@@ -34,7 +34,7 @@ from ..recipes.shipped import find_path
 from .decide import FP8_TABLE
 from .plan import Plan
 from .quant_config import compressed_tensors_config, matrices_of, runtime_modules
-from .quant_config_modelopt import HF_QUANT_CONFIG, hf_quant_config, modelopt_config
+from .quant_config_modelopt import hf_quant_config, modelopt_config
 from .room import calibration_folder, refuse_full_disk
 
 # Calibrated values depend on their versions.

@@ -23,7 +23,6 @@ from ..recipes.family_view import FamilyView
 from ..recipes.renamer import renamer
 from .quant_config import RuntimeModule
 
-HF_QUANT_CONFIG = "hf_quant_config.json"
 _MIXED = "MIXED_PRECISION"
 
 

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...recipes.family import HFName
-from .dialects.choose import HF_QUANT_CONFIG, quantization_of, read_dialect
+from .dialects.choose import quantization_of, read_dialect
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ALGORITHMS, ModelOpt
 from .findings import Objection, objection

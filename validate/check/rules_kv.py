@@ -15,12 +15,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.stored import KV_SCALE_LEAVES
 from ...quantize.kv_cache import no_place, scale_names
 from ...recipes.conventions import CACHE_LEAVES, cache_scale_in
 from ...recipes.errors import shortened
 from ...recipes.family import HFName, Loader, Part
-from .dialects.choose import HF_QUANT_CONFIG, quantization_of
+from .dialects.choose import quantization_of
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ModelOpt
 from .findings import Objection, objection

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import INDEX, Source, small_object
 from ...checkpoints.stored import StoredWeight, stored_weights, transposed_weights
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName, Part, Role, Row, VLLMName
 from ...recipes.family_view import FamilyView, Place
-from .dialects.choose import HF_QUANT_CONFIG, quantization_of, read_dialect
+from .dialects.choose import quantization_of, read_dialect
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
 from .dialects.patterns import time_limit

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from ....checkpoints.companions import HF_QUANT_CONFIG
 from ....checkpoints.stored import FLOATS
 from ....recipes.errors import CheckpointError
 from ....recipes.family import HFName, Part, VLLMName
@@ -26,7 +27,6 @@ from .methods import method_of
 from .modelopt import read_modelopt
 from .quark import read_quark
 
-HF_QUANT_CONFIG = "hf_quant_config.json"
 _NO_TENSORS: Mapping[HFName, str] = MappingProxyType({})
 
 
