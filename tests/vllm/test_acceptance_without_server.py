@@ -14,7 +14,8 @@ import pytest
 import torch
 from keepmtp.cli.pipeline import plan_for, quantize
 from keepmtp.quantize.calibrate.mtp_pass import mtp_pass
-from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.recipes.schema import Recipe
 from passes import END, ROOT, finished, laid_out, plan_over, prompts
 from safetensors.torch import load_file, save_file
 
@@ -23,7 +24,7 @@ PLUGIN = ROOT / "validate" / "serving" / "plugin"  # without it vLLM has no NVFP
 ASKED = prompts(60)
 TOLERANCE = 0.03
 # What is served, tokens drafted a step, and which row of the MTP pass that is.
-CASES = {"glm": (3, 0), "glm-noise": (3, 0), "qwen-noise": (1, 0), "qwen-noise-nvfp4": (1, 2)}
+CASES = {"glm": (3, 0), "glm-noise": (3, 0), "qwen-noise": (1, 0), "qwen-noise-nvfp4-kv": (1, 2)}
 
 pytestmark = [
     pytest.mark.vllm,
@@ -56,8 +57,10 @@ def served(tmp_path_factory) -> dict[str, tuple[Plan, dict]]:
         for name, folder in folders.items()
     }
     plan, text = plan_for("tiny-qwen3_5.nvfp4", source=str(folders["qwen-noise"]), mtp="NVFP4")
-    folders["qwen-noise-nvfp4"] = quantize(plan, text, out=made / "qwen-nvfp4").out
-    plans["qwen-noise-nvfp4"] = plan
+    # vLLM's CPU build serves an FP8 cache, too; it reads the checkpoint's entry.
+    plan = make_plan(Recipe.model_validate(plan.recipe.model_dump() | {"kv_cache": "FP8"}), plan.source)
+    folders["qwen-noise-nvfp4-kv"] = quantize(plan, text, out=made / "qwen-nvfp4").out
+    plans["qwen-noise-nvfp4-kv"] = plan
     entry = made / "plugin" / "keepmtp_cpu-0.dist-info"
     entry.mkdir(parents=True)
     (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: keepmtp-cpu\nVersion: 0\n")

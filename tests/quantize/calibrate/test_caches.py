@@ -1,5 +1,6 @@
 """Scales of an FP8 KV cache: llm-compressor's own to the bit, and keys and values rounded as vLLM rounds them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,14 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from keepmtp.quantize.calibrate.caches import CacheRanges, e4m3_by, rounded_caches, serve_cache
 from keepmtp.quantize.calibrate.layer import calibrate
+from keepmtp.quantize.calibrate.mtp_pass import mtp_pass
+from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.conventions import CACHE_LEAVES, FP8_CACHE
 from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe
 from layerwise import IGNORE, Skeleton, sequential
+from passes import finished, plan_over
 from torch import Tensor, nn
 
 MODELS = Path(__file__).parents[3] / "models"
@@ -87,6 +93,24 @@ def test_values_that_a_smoothing_rescaled_are_looked_at_again():
         skeleton.leave(0, batches)
     for leaf in CACHE_LEAVES:
         assert torch.equal(result.tensors[f"{name}.{leaf}"], ranges.scales()[f"{name}.{leaf}"]), leaf
+
+
+def test_a_run_with_nothing_but_an_fp8_cache(tmp_path):
+    """Every layer's scales are found, the block's too, and the figures are those of rounded keys and values."""
+    recipe = find_recipe("tiny-glm4-moe.fp8-kv")[0]
+    plain = recipe.model_dump() | {"backbone": dict.fromkeys(recipe.backbone, "bf16")}
+    plan = plan_over(GLM, Recipe.model_validate(plain))
+    found = mtp_pass(plan, finished(plan, tmp_path, samples=8))
+    released, served, cached = found.combinations
+    assert released.perplexity != served.perplexity and cached.acceptance is not None and found.coverage == {}
+    statistics = Statistics.open(tmp_path / "statistics")
+    refuse_statistics(plan, statistics)
+    attention = [*(f"model.layers.{index}.self_attn" for index in range(3)), "model.layers.3.self_attn.attn"]
+    assert {*statistics} == {f"{name}.{leaf}" for name in attention for leaf in CACHE_LEAVES}
+    dropped = "model.layers.3.self_attn.attn.v_scale"
+    fewer = {name: entry for name, entry in statistics.entries.items() if name != dropped}
+    with pytest.raises(CheckpointError, match=f"calibration must give {dropped}"):
+        refuse_statistics(plan, replace(statistics, entries=fewer))
 
 
 class Attention(nn.Module):

@@ -104,6 +104,13 @@ def test_a_card_is_the_same_each_time_and_is_verified(made, tmp_path):
     assert files == {path.relative_to(old).as_posix(): path.read_bytes() for path in old.rglob("*") if path.is_file()}
 
 
+def test_an_fp8_cache_is_a_row(made):
+    facts = cards.told(made, whole())
+    recipe = facts.record.recipe.model_copy(update={"whole": {**facts.record.recipe.whole, "kv_cache": "FP8"}})
+    cached = replace(facts, record=facts.record.model_copy(update={"recipe": recipe}))
+    assert "| KV cache | `FP8` with calibrated scales" in page(cached) and "KV cache" not in page(facts)
+
+
 def test_an_older_card_is_replaced_whole(own):
     folder = card.card_folder(own)
     (folder / "README.md").write_text("old")
