@@ -10,8 +10,9 @@ reads all of them from there, the token's own too; so each one is rounded.
 Easy to get wrong: llm-compressor's default observer is a moving average, below the largest value of all batches. vLLM
 cuts off what is above 448 times the scale, so the largest value counts here: that is the observer `static_minmax`.
 
-Source: vLLM 0.32.0 csrc reset_and_cache kernels by way of v1/attention/ops/triton_reshape_and_cache_flash.py (a value
-divided by its scale in F32, then cast); compressed-tensors 0.19.0 modeling/kvcache.py, quantization/utils/helpers.py.
+Source: vLLM 0.32.0 v1/attention/ops/triton_reshape_and_cache_flash.py (a value is divided by its scale, then cast; its
+operator for CPUs cuts off digits instead of rounding: tests/vllm/test_kv_cache.py); compressed-tensors 0.19.0
+modeling/kvcache.py and quantization/utils/helpers.py.
 """
 
 import inspect
