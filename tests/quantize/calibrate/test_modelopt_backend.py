@@ -17,6 +17,8 @@ from keepmtp.checkpoints.record import read_record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.forwards import calibrating
 from keepmtp.quantize.calibrate.layer import Calibrated, calibrate, rewrites
+from keepmtp.quantize.calibrate.modelopt_backend import ModeloptBackend
+from keepmtp.quantize.statistics_bytes import group_hessian_bytes
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import REWRITES, SCHEMES, SWEEPS
 from keepmtp.validate.check.check import check
@@ -264,6 +266,19 @@ def test_activations_that_are_not_finite_are_named():
         schemes = dict.fromkeys(skeleton.linears(1), "NVFP4")
         calibrate(skeleton.model, batches, schemes=schemes, algorithm="minmax", backend="modelopt")
     assert not any(module._forward_pre_hooks for module in skeleton.model.modules())
+
+
+def test_the_memory_of_its_hessians_is_counted(tmp_path):
+    """From headers, and what the back-end holds of a layer."""
+    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian")
+    counted = group_hessian_bytes(tensor for tensor in api.plan(str(recipe)).tensors if tensor.layer == 1)
+    skeleton = Skeleton(GLM)
+    batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
+    held = ModeloptBackend(skeleton.model, dict.fromkeys(skeleton.linears(1), "NVFP4A16"), "local-hessian")
+    with held._hooks(), calibrating(skeleton.model):
+        for batch in batches:
+            skeleton.model(**batch)
+    assert counted == sum(each.hessian_per_block.nbytes for each in held._hessians.values())
 
 
 # --- a whole run ------------------------------------------------------------------------------------------------------
