@@ -5,6 +5,8 @@ read: `pack` here, `ModelFreePtqConverter.process` inside a real `model_free_ptq
 and the peer's dry run on meta tensors are not counted. Repeats alternate; the best of each side counts, as anything
 else that runs on the machine only ever adds time. The outputs of the last repeat are compared byte for byte.
 
+A second table compares `pack` with itself where it searches the scales (`search` of a recipe), in turns as well.
+
     python benchmarks/packing.py [--json] [--schemes NVFP4A16,MXFP4] [--repeats 3] [--tensors 4]
 
 Needs the extras `quantize` and `llmcompressor`. Exit status 1 if a ratio misses its target or a byte differs.
@@ -29,7 +31,7 @@ os.environ.update(LLM_COMPRESSOR_LOG_DISABLED="true", COMPRESSED_TENSORS_LOG_DIS
 
 import torch
 from keepmtp.quantize.pack import pack
-from keepmtp.recipes.schemes import SCHEMES, Scheme
+from keepmtp.recipes.schemes import SCHEMES, SEARCHES, Scheme
 from llmcompressor import model_free_ptq
 from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 from rich.console import Console
@@ -38,6 +40,8 @@ from safetensors.torch import load_file, save_file
 
 TARGETS = {"NVFP4A16": 6.0, "MXFP4": 6.0, "FP8_DYNAMIC": 1.2, "FP8_BLOCK": 1.2, "W4A16": 1.2}
 DEFAULT_SCHEMES = (*TARGETS, "MXFP4A16", "W8A16", "W8A8")
+# Part of the plain rate that a search keeps.
+SEARCH_TARGET = 0.25
 Tensors = dict[str, torch.Tensor]
 
 
@@ -56,6 +60,22 @@ class Result:
     def is_good(self) -> bool:
         """The bytes are the peer's and the target, if any, is reached."""
         return self.is_identical and self.ratio >= self.target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """One row: Mparam per CPU second with scales of the largest magnitude and with searched ones, and their ratio."""
+
+    scheme: str
+    search: str
+    plain: float
+    searched: float
+    ratio: float
+
+    @property
+    def is_good(self) -> bool:
+        """The target is reached."""
+        return self.ratio >= SEARCH_TARGET
 
 
 def write_checkpoint(folder: Path, num_tensors: int, shape: tuple[int, int]) -> None:
@@ -84,6 +104,22 @@ def run_keepmtp(source: Path, scheme: Scheme) -> tuple[float, Tensors]:
         for suffix, tensor in tensors.items()
     }
     return seconds, outputs
+
+
+def measure_search(source: Path, scheme: Scheme, search: str, repeats: int) -> SearchResult:
+    """Alternate packing with and without the search; the best time of each counts. The first call is a warm-up."""
+    weights = [*load_file(source / "model.safetensors").values()]
+    seconds: dict[str, list[float]] = {"": [], search: []}
+    for repeat in range(repeats + 1):
+        for word, spent in seconds.items():
+            start = time.process_time()
+            for weight in weights:
+                pack(scheme, [weight], search=word)
+            if repeat:
+                spent.append(time.process_time() - start)
+    num_params = sum(weight.numel() for weight in weights)
+    plain, searched = (num_params / min(spent) / 1e6 for spent in seconds.values())
+    return SearchResult(scheme=scheme.name, search=search, plain=plain, searched=searched, ratio=searched / plain)
 
 
 def run_llmcompressor(source: Path, scheme: Scheme) -> tuple[float, Tensors]:
@@ -161,6 +197,19 @@ def show(results: list[Result], shape: tuple[int, int], num_tensors: int) -> Non
     Console().print(table)
 
 
+def show_searches(results: list[SearchResult]) -> None:
+    """The second table, for people."""
+    table = Table(title=f"Mparam per CPU second with searched scales, target {SEARCH_TARGET:.2f} of the plain rate")
+    table.add_column("scheme")
+    table.add_column("search")
+    for column in ("plain", "searched", "ratio"):
+        table.add_column(column, justify="right")
+    for result in results:
+        rates = (f"{result.plain:.1f}", f"{result.searched:.1f}", f"{result.ratio:.2f}")
+        table.add_row(result.scheme, result.search, *rates)
+    Console().print(table)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -175,7 +224,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "source"
         write_checkpoint(source, args.tensors, shape)
-        results = [measure(source, SCHEMES[name], args.repeats) for name in args.schemes.split(",")]
+        names = args.schemes.split(",")
+        results = [measure(source, SCHEMES[name], args.repeats) for name in names]
+        searched = [
+            measure_search(source, SCHEMES[name], search, args.repeats)
+            for name in names
+            for search, schemes in SEARCHES.items()
+            if name in schemes
+        ]
     if args.json:
         packages = ("torch", "compressed-tensors", "llmcompressor")
         report = {
@@ -185,11 +241,13 @@ def main() -> int:
             "repeats": args.repeats,
             "versions": {package: importlib.metadata.version(package) for package in packages},
             "results": [asdict(result) for result in results],
+            "searches": [asdict(result) for result in searched],
         }
         print(json.dumps(report, indent=2))
     else:
         show(results, shape, args.tensors)
-    return 0 if all(result.is_good for result in results) else 1
+        show_searches(searched)
+    return 0 if all(result.is_good for result in (*results, *searched)) else 1
 
 
 if __name__ == "__main__":

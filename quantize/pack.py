@@ -446,7 +446,8 @@ def _int_codes(values: Tensor, group_size: int, bits: int, scale_out: Tensor, wo
     if search:
         scale, values = _swept(integer_sweep(bits, group_size, values.device), values, scale, work)
     scale_out.copy_(scale)
-    scaled = values.unflatten(1, (-1, group_size)) / scale.unsqueeze(-1)
+    grouped, per_group = values.unflatten(1, (-1, group_size)), scale.unsqueeze(-1)
+    scaled = grouped.div_(per_group) if search else grouped / per_group
     # int16 holds every quotient there is: at most 191.25, where a subnormal scale was rounded down.
     return scaled.round_().to(torch.int16).clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).flatten(1)
 

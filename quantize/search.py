@@ -120,7 +120,9 @@ def nvfp4_step(chosen: Tensor) -> Tensor:
 def integer_sweep(bits: int, group: int, device: torch.device) -> Sweep:
     """Symmetric integers: finer ratios for 8 bits, where a scale that clips more than a little is never best."""
     half = (2**bits - 1) / 2
-    numbers = (32, range(21, 45)) if bits == 4 else (128, range(123, 147))
+    # A whole row of 8-bit integers loses little to its largest value, and wants a scale that is hardly smaller.
+    of_8_bits = range(123, 147) if group <= _MOST_IN_A_BAG else range(120, 132)
+    numbers = (32, range(21, 45)) if bits == 4 else (128, of_8_bits)
     ratios = _ratios(*numbers)
 
     def nearest(scaled: Tensor) -> Tensor:

@@ -149,6 +149,7 @@ def by_observer(name: str, weight: torch.Tensor, knobs: dict[str, float]) -> dic
     from llmcompressor.modifiers.quantization import calibration
 
     scheme = preset_name_to_scheme(name, ["Linear"])
+    assert scheme.weights is not None
     scheme.weights.observer, scheme.weights.observer_kwargs = "memoryless_mse", knobs
     module = initialize_quantized_linear(weight, scheme, weight.device)
     calibration.initialize_observer(module, "weight")
