@@ -2,7 +2,7 @@
 
 import pytest
 from checkpoint_files import Checkpoint, write
-from good import ours, released
+from good import cached, ours, outputs_of, released
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.findings import Finding
 from keepmtp.validate.dryload.check_on import with_loads
@@ -47,7 +47,7 @@ def accounts(tmp_path_factory) -> dict[str, LoadAccount]:
     made |= {f"modelopt {scheme}": modelopt("glm-4.7", scheme, scheme) for scheme in ("NVFP4", "FP8")}
     made["released FP8 blocks"] = released("deepseek-r1")
     made["sparse MLA"] = released("deepseek-v3.2")
-    made["FP8 cache"] = with_cache(ours("qwen3.5-27b", "FP8_DYNAMIC"), "mtp.layers.0.self_attn.k_proj.k_scale")
+    made["FP8 cache"] = outputs_of(cached("qwen3.5-27b"))
     made["FP8 cache, MLA"] = with_cache(ours("deepseek-r1", "FP8_DYNAMIC"), "model.layers.3.self_attn.k_scale")
     made["own attention"] = released("dsv4-flash")
     jobs = [Job(folder=write(place / name.replace(" ", "-"), checkpoint)) for name, checkpoint in made.items()]
