@@ -100,7 +100,7 @@ class ModeloptBackend:
         for first, last in row_ranges(module.weight):
             rows = module.weight[first:last]
             amax = _swept_amax(rows, global_amax, self._algorithm, largest_scale, hessian)
-            scales.append(_e4m3_scale(amax, global_amax, largest_scale).reshape(len(rows), -1))
+            scales.append(_e4m3_scale(amax, global_amax, largest_scale).float().reshape(len(rows), -1))
         module.weight_scale.data.copy_(torch.cat(scales))
         module.weight_global_scale.data.copy_(largest_scale * _E2M1_MAX / global_amax)
 
