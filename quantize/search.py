@@ -26,8 +26,8 @@ from torch import Tensor
 # A sum of F32 integers is exact below this.
 _EXACT = 2.0**24
 _MOST_IN_A_BAG = 128
-# Steps from NVFP4's first E4M3 code, itself first. The whole sweep never went further on 5 million blocks of normal and
-# of long-tailed weights.
+# Steps from NVFP4's first E4M3 code, itself first. Of 32,768 groups each of normal and of long-tailed weights at most
+# one is better off further away; of evenly distributed ones 0.5 % are, with 0.1 % of the squared error.
 _STEPS = (0, -1, -2, 1, 2, 3, 4, 5, 6, 7)
 _LAST_CODE = 126
 _TOP_OF_NVFP4 = 9.2
