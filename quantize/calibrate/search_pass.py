@@ -20,7 +20,7 @@ import math
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,7 @@ class _Search:
         packing = self._packed(sensitivities, {})
         tried = self._tried(sensitivities, packing)
         place = self.folder / f"plans-{_key(self.choices.recipe)}"
-        measuring = PlanMeasuring(self.run, self.data, place, sensitivities.largest)
+        measuring = PlanMeasuring(self.run, self._held_out(), place, sensitivities.largest)
         released, measured = measuring.measure([self.choices.plan(each) for each in tried.values()])
         facts = [
             self._fact(title, each, sensitivities, released, own)
@@ -158,6 +158,18 @@ class _Search:
 
     def _sweeps(self) -> Sweeps:
         return Sweeps(self.run, self.data.ids[: rows_looked_at(self.choices)], self.folder)
+
+    def _held_out(self) -> CalibrationData:
+        """The held-out text on which plans are compared: all of it where acceptance must be shown, else not more of it
+        than there is text for the sensitivities, for every plan takes a pass.
+        """
+        rows = len(self.data.held_out_ids) if self.auto.min_acceptance else rows_looked_at(self.choices)
+        written = self.data.held_out_written
+        return replace(
+            self.data,
+            held_out_ids=self.data.held_out_ids[:rows],
+            held_out_written=None if written is None else written[:rows],
+        )
 
     def _step(self) -> None:
         self.done += 1
