@@ -36,7 +36,7 @@ class Row:
     models: tuple[str, ...] = (DOCS, GLM)
 
 
-ALL = (GLM, QWEN)
+ALL = (DOCS, GLM, QWEN)
 
 
 def _free(scheme: str) -> dict[str, Any]:
@@ -49,39 +49,35 @@ def _modelopt(algorithm: str) -> dict[str, Any]:
     return {"calibration": {"backend": "modelopt", "algorithm": algorithm}}
 
 
-def _tuned(mtp: str) -> dict[str, Any]:
-    settings = {"steps": 300, "batch_size": 4, "learning_rate": 1e-3, "seed": 0}
-    loss = {"loss": "lk_hybrid", "draft_steps": 3, "decay": 0.6}
-    return {"mtp": "tuned", "mtp_tuned": {"mtp": mtp, **settings, **loss}}
+def _budget(budget: str) -> dict[str, Any]:
+    candidates = ["NVFP4", "FP8_DYNAMIC", "bf16"]
+    return {"backbone": "auto", "budget": budget, "backbone_auto": {"candidates": candidates}}
 
 
 ROWS: tuple[Row, ...] = (
     Row(key="fp8-dynamic", title="FP8, a scale a row", changes=_free("FP8_DYNAMIC"), models=ALL),
     Row(key="fp8", title="FP8, static input scales", variant="fp8", models=ALL),
-    Row(key="fp8-kv", title="FP8, KV cache too", variant="fp8", changes={"kv_cache": "FP8"}, base="fp8"),
+    Row(key="fp8-kv", title="FP8, KV cache too", variant="fp8", changes={"kv_cache": "FP8"}, base="fp8",
+        models=(GLM,)),
     Row(key="nvfp4", title="NVFP4", models=ALL),
-    Row(key="nvfp4-dialect", title="NVFP4 in modelopt's dialect", changes={"format": "modelopt"}, base="nvfp4"),
+    Row(key="nvfp4-dialect", title="NVFP4 in modelopt's dialect", changes={"format": "modelopt"}, base="nvfp4",
+        models=(GLM,)),
     Row(key="nvfp4-mtp-nvfp4", title="NVFP4, MTP block too", changes={"mtp": "NVFP4"}, base="nvfp4", models=ALL),
-    Row(key="nvfp4-mtp-tuned", title="NVFP4, MTP block too, tuned", changes=_tuned("NVFP4"), base="nvfp4",
-        models=(DOCS,)),
-    Row(key="nvfp4-mtp-tuned-bf16", title="NVFP4, MTP block BF16, tuned", changes=_tuned("bf16"), base="nvfp4",
+    Row(key="nvfp4-mse", title="NVFP4, search: mse", changes={"search": "mse"}, base="nvfp4", models=(DOCS,)),
+    Row(key="nvfp4-4o6", title="NVFP4, search: four-over-six", changes={"search": "four-over-six"}, base="nvfp4",
         models=(DOCS,)),
     Row(key="nvfp4-gptq", title="NVFP4 by GPTQ", changes={"calibration": {"algorithm": "gptq"}}, base="nvfp4",
         models=(DOCS,)),
-    Row(key="nvfp4-backend", title="NVFP4, modelopt as back-end", changes=_modelopt("minmax"), base="nvfp4"),
-    Row(key="nvfp4-backend-mse", title="NVFP4, modelopt's sweep mse", changes=_modelopt("mse"), base="nvfp4",
-        models=(DOCS,)),
-    Row(key="nvfp4-backend-4o6", title="NVFP4, modelopt's four-over-six", changes=_modelopt("four-over-six"),
-        base="nvfp4", models=(DOCS,)),
-    Row(key="nvfp4-backend-hessian", title="NVFP4, modelopt's local-hessian", changes=_modelopt("local-hessian"),
-        base="nvfp4", models=(DOCS,)),
-    Row(key="nvfp4a16", title="NVFP4, 16-bit inputs", changes=_free("NVFP4A16")),
+    Row(key="nvfp4-backend", title="NVFP4, modelopt as back-end", changes=_modelopt("minmax"), base="nvfp4",
+        models=(GLM,)),
+    Row(key="nvfp4a16", title="NVFP4, 16-bit inputs", changes=_free("NVFP4A16"), models=(GLM,)),
     Row(key="w4a16", title="W4A16", changes=_free("W4A16"), models=ALL),
     Row(key="w4a16-gptq", title="W4A16 by GPTQ", variant="w4a16-gptq", base="w4a16", models=ALL),
-    Row(key="w4a16-awq", title="W4A16 by AWQ", variant="w4a16-awq", base="w4a16", models=ALL),
+    Row(key="w4a16-awq", title="W4A16 by AWQ", variant="w4a16-awq", base="w4a16", models=(GLM, QWEN)),
+    Row(key="budget", title="backbone: auto, 6.9 MiB in all", changes=_budget("6.9MiB"), models=(DOCS,)),
     Row(key="llm-compressor-nvfp4", title="llm-compressor: NVFP4", peer="llm-compressor", base="nvfp4"),
     Row(key="llm-compressor-w4a16-gptq", title="llm-compressor: W4A16 by GPTQ", variant="w4a16-gptq",
-        peer="llm-compressor", base="w4a16-gptq"),
+        peer="llm-compressor", base="w4a16-gptq", models=(GLM,)),
     Row(key="modelopt-nvfp4", title="modelopt: NVFP4", peer="modelopt", base="nvfp4"),
 )  # fmt: skip
 HELD_OUT = {DOCS: 64, GLM: 96, QWEN: 96}
