@@ -20,8 +20,7 @@ llm-compressor 0.14.0.1 entrypoints/model_free and observers/min_max.py. tests/q
 side.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -30,7 +29,23 @@ from torch import Tensor
 from ..checkpoints.values import TORCH_DTYPES, row_ranges
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.schemes import SEARCHES, Scheme
-from .search import Sweep, float8_sweep, integer_sweep, nvfp4_class, nvfp4_step, nvfp4_sweep
+from .pack_integers import int_kernel, int_pack_kernel
+from .pack_shared import (
+    BITS_DTYPE,
+    MANTISSA_BITS,
+    Kernel,
+    Workspace,
+    divided,
+    finite,
+    group_amax,
+    in_units_of,
+    linear_scale,
+    magnitude_bits,
+    store_nibbles,
+    swept,
+    times,
+)
+from .search import float8_sweep, nvfp4_class, nvfp4_step, nvfp4_sweep
 
 _E2M1_MAX = 6.0
 _E2M1_OF_FOUR = 4.0
@@ -40,26 +55,6 @@ _E4M3_MAX = 448.0
 _LARGEST_OF_FOUR_OVER_SIX = 256.0
 # Scales that round to zero become this: 2**-3, an arbitrary but agreed value (_get_dtype_eps of compressed-tensors).
 _E4M3_EPS = 0.125
-
-_BITS_DTYPE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-_MANTISSA_BITS = {torch.bfloat16: 7, torch.float32: 23}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Workspace:
-    """Buffers for the F32 stage of a chunk, used again for the next one.
-
-    Fresh ones of this size go back to the system when they are freed, and the page faults of getting them again took
-    as long as the arithmetic.
-    """
-
-    scaled: Tensor  # F32 [elements]
-    spare: Tensor  # I32 [elements]
-    codes: Tensor  # U8 [2, elements]
-
-
-# Fills a chunk's slices of the outputs: (scheme, values_NK, outputs by suffix, workspace, search).
-_Kernel = Callable[[Scheme, Tensor, Mapping[str, Tensor], _Workspace, str], None]
 
 
 def pack(scheme: Scheme, weights: Sequence[Tensor], *, search: str = "") -> list[dict[str, Tensor]]:
@@ -106,7 +101,7 @@ def _shared_scale(scheme: Scheme, weights: Sequence[Tensor], word: str) -> dict[
     (spec,) = (spec for spec in scheme.weight_tensors(*weights[0].shape) if spec.suffix == "weight_scale")
     amax = torch.stack([_weight_amax(weight).float() for weight in weights]).amax()
     dtype = torch.bfloat16 if all(weight.dtype == torch.bfloat16 for weight in weights) else torch.float32
-    return {"weight_scale": _scale(amax.to(dtype), _E4M3_MAX, TORCH_DTYPES[spec.dtype])}
+    return {"weight_scale": linear_scale(amax.to(dtype), _E4M3_MAX, TORCH_DTYPES[spec.dtype])}
 
 
 def _pack_weight(scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor], search: str) -> dict[str, Tensor]:
@@ -132,12 +127,12 @@ def _pack_weight(scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor], s
     return outputs
 
 
-def _workspace(scheme: Scheme, weight: Tensor, *, has_search: bool) -> _Workspace:
+def _workspace(scheme: Scheme, weight: Tensor, *, has_search: bool) -> Workspace:
     """Buffers for the largest chunk of a weight; empty where there is no F32 stage."""
     has_codes = scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
     rows_per_scale = scheme.block[0] if scheme.block else 1
     elements = next(last - first for first, last in row_ranges(weight, rows_per_scale)) * weight.shape[1]
-    return _Workspace(
+    return Workspace(
         scaled=torch.empty(elements * (has_codes or has_search), dtype=torch.float32, device=weight.device),
         spare=torch.empty(elements * has_codes, dtype=torch.int32, device=weight.device),
         codes=torch.empty(2, elements * has_codes, dtype=torch.uint8, device=weight.device),
@@ -149,45 +144,10 @@ def _working(values: Tensor) -> Tensor:
     return (values.float() if values.dtype == torch.float16 else values).contiguous()
 
 
-# Largest magnitudes, taken on the integer view: the order of non-negative floats is the order of their bits, integer
-# maxima are several times faster than BF16 ones, and NaN and Inf come out on top instead of getting lost.
-
-
-def _magnitude_bits(values: Tensor) -> Tensor:
-    """|values| as the integers of its bit patterns, same shape: int16 for BF16, int32 for F32."""
-    bits = _BITS_DTYPE[values.dtype]
-    return values.view(bits) & torch.iinfo(bits).max
-
-
-def _finite(amax_bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Magnitudes back in `dtype`, unless one of them is Inf or NaN."""
-    infinity = 0xFF << _MANTISSA_BITS[dtype]
-    if int(amax_bits.max()) >= infinity:
-        raise CheckpointError("weight", "every value must be finite", got="NaN or Inf", cure="Get an intact checkpoint")
-    return amax_bits.view(dtype)
-
-
-def _group_amax(values_NK: Tensor, group_size: int) -> Tensor:
-    """Largest magnitude per group of input channels: [N, K // group_size], dtype of the values."""
-    bits = _magnitude_bits(values_NK).unflatten(1, (-1, group_size))
-    return _finite(bits.amax(-1), values_NK.dtype)
-
-
-def _quotient(amax: Tensor, divisor: float) -> Tensor:
-    """amax / divisor in the dtype of amax. A CUDA division by a Python number multiplies by its reciprocal instead."""
-    return amax / torch.full((), divisor, dtype=amax.dtype, device=amax.device)
-
-
-def _scale(amax: Tensor, largest: float, dtype: torch.dtype) -> Tensor:
-    """Linear scales in `dtype`: amax / largest, and that dtype's eps where this rounds to zero."""
-    scale = _quotient(amax, largest).to(dtype)
-    return torch.where(scale == 0, torch.finfo(dtype).eps, scale)
-
-
 # 4-bit floats
 
 
-def _e2m1_codes(scaled: Tensor, work: _Workspace) -> Tensor:
+def _e2m1_codes(scaled: Tensor, work: Workspace) -> Tensor:
     """Nearest E2M1 code of each value, ties to the even code; the sign sits in bit 3.
 
     E2M1 steps by 2**(k-1) in the binade [2**k, 2**(k+1)), k = 0..2, and by the same 0.5 below 1 as above. Adding
@@ -216,13 +176,6 @@ def _e2m1_codes(scaled: Tensor, work: _Workspace) -> Tensor:
     return codes.add_(2).clamp_(max=7).bitwise_or_(sign)
 
 
-def _store_nibbles(codes: Tensor, packed: Tensor) -> None:
-    """Two codes a byte, the even column in the low nibble: U8 [2 * B] of 0..15, overwritten, into B bytes."""
-    pairs = codes.view(torch.int16)
-    # The low byte of a little-endian pair is the even column; the cast keeps this byte.
-    packed.view(torch.uint8).view(-1).copy_(pairs.bitwise_or_(pairs >> 4))
-
-
 def _global_scale(weights: Sequence[Tensor], largest_scale: float) -> Tensor:
     """NVFP4's divisor 448 * 6 / amax over a fused group: [1], F32, and 1.0 where that is not finite (amax near 0).
 
@@ -238,47 +191,37 @@ def _global_scale(weights: Sequence[Tensor], largest_scale: float) -> Tensor:
 
 def _weight_amax(weight: Tensor) -> Tensor:
     """Largest magnitude of a whole weight, 0-d."""
-    chunks = [_magnitude_bits(_working(weight[first:last])).amax() for first, last in row_ranges(weight)]
-    return _finite(torch.stack(chunks).amax(), torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32)
+    chunks = [magnitude_bits(_working(weight[first:last])).amax() for first, last in row_ranges(weight)]
+    return finite(torch.stack(chunks).amax(), torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32)
 
 
-def _nvfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace, search: str) -> None:
+def _nvfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: Workspace, search: str) -> None:
     """E2M1 codes, one E4M3 scale per group, in units of 1 / global_scale."""
     assert scheme.group_size
     global_scale = outputs["weight_global_scale"]
-    amax = _group_amax(values, scheme.group_size)
+    amax = group_amax(values, scheme.group_size)
     local = _local_scale(amax, _E2M1_MAX, global_scale)
-    scaled = _in_units_of(values, local / global_scale, work)
+    scaled = in_units_of(values, local / global_scale, work)
     match search:
         case "four-over-six":
             wider = _local_scale(amax, _E2M1_OF_FOUR, global_scale)
             errors = [
-                _nvfp4_error(_in_units_of(values, each / global_scale, work), work).view(each.shape) * each.square()
+                _nvfp4_error(in_units_of(values, each / global_scale, work), work).view(each.shape) * each.square()
                 for each in (local, wider)
             ]
             local = torch.where(errors[1] < errors[0], wider, local)
         case "mse":
             local = _swept_local(scaled.view(-1, scheme.group_size), local)
     if search:
-        scaled = _in_units_of(values, local / global_scale, work)
+        scaled = in_units_of(values, local / global_scale, work)
     outputs["weight_scale"].copy_(local)
-    _store_nibbles(_e2m1_codes(scaled, work), outputs["weight_packed"])
+    store_nibbles(_e2m1_codes(scaled, work), outputs["weight_packed"])
 
 
 def _local_scale(amax: Tensor, largest_code: float, global_scale: Tensor) -> Tensor:
     """E4M3 numbers as F32 with which amax becomes `largest_code`; 0.125 where that rounds to 0."""
-    local = (global_scale * _quotient(amax, largest_code)).clamp_(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
+    local = (global_scale * divided(amax, largest_code)).clamp_(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(local == 0, _E4M3_EPS, local)
-
-
-def _in_units_of(values: Tensor, scale: Tensor, work: _Workspace) -> Tensor:
-    """Values over their groups' scales in `work.scaled`: F32 [elements].
-
-    F32 by F32: the one place where compressed-tensors' quotient is wider than a BF16 weight.
-    """
-    scaled = work.scaled[: values.numel()].copy_(values.view(-1))
-    scaled.view(*scale.shape, -1).div_(scale.unsqueeze(-1))
-    return scaled
 
 
 def _swept_local(scaled: Tensor, local: Tensor) -> Tensor:
@@ -288,7 +231,7 @@ def _swept_local(scaled: Tensor, local: Tensor) -> Tensor:
     return (code + step).to(torch.uint8).view(torch.float8_e4m3fn).float().view(local.shape)
 
 
-def _nvfp4_error(scaled: Tensor, work: _Workspace) -> Tensor:
+def _nvfp4_error(scaled: Tensor, work: Workspace) -> Tensor:
     """The sum of squared errors of each group of 16 in units of its scale, in an order that no device changes.
 
     Args:
@@ -306,14 +249,14 @@ def _nvfp4_error(scaled: Tensor, work: _Workspace) -> Tensor:
     return squares.squeeze(1)
 
 
-def _mxfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace, _: str) -> None:
+def _mxfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: Workspace, _: str) -> None:
     """E2M1 codes, one power of two per group."""
     assert scheme.group_size
-    exponent = _e8m0_exponents(_group_amax(values, scheme.group_size))
+    exponent = _e8m0_exponents(group_amax(values, scheme.group_size))
     outputs["weight_scale"].copy_(exponent)
     quotient = values.unflatten(1, (-1, scheme.group_size)) / _power_of_two(exponent, values.dtype).unsqueeze(-1)
     scaled = work.scaled[: values.numel()].copy_(quotient.view(-1))
-    _store_nibbles(_e2m1_codes(scaled, work), outputs["weight_packed"])
+    store_nibbles(_e2m1_codes(scaled, work), outputs["weight_packed"])
 
 
 def _e8m0_exponents(amax: Tensor) -> Tensor:
@@ -325,25 +268,23 @@ def _e8m0_exponents(amax: Tensor) -> Tensor:
 
     Source: compressed-tensors 0.19.0 quantization/utils/mxfp_utils.py (round_to_power_2, generate_mx_scales).
     """
-    mantissa_bits = _MANTISSA_BITS[amax.dtype]
-    bits = amax.view(_BITS_DTYPE[amax.dtype]).to(torch.int32)
+    mantissa_bits = MANTISSA_BITS[amax.dtype]
+    bits = amax.view(BITS_DTYPE[amax.dtype]).to(torch.int32)
     exponent = (bits + (1 << (mantissa_bits - 2))) >> mantissa_bits
     return (exponent - 2).clamp_(min=0)
 
 
 def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """2**(exponent - 127) in `dtype`, from its bits; exponent 0 is the subnormal with the top mantissa bit set."""
-    mantissa_bits = _MANTISSA_BITS[dtype]
+    mantissa_bits = MANTISSA_BITS[dtype]
     bits = (exponent << mantissa_bits).clamp_(min=1 << (mantissa_bits - 1))
-    return bits.to(_BITS_DTYPE[dtype]).view(dtype)
+    return bits.to(BITS_DTYPE[dtype]).view(dtype)
 
 
-# 8-bit floats and integers
+# 8-bit floats
 
 
-def _float8_kernel(
-    scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace, search: str
-) -> None:
+def _float8_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: Workspace, search: str) -> None:
     """E4M3 values, one scale a row, a block or, already there, a weight."""
     if scheme.block:
         _float8_blocks(values, outputs["weight"], outputs["weight_scale"], scheme.block, work, search)
@@ -352,15 +293,15 @@ def _float8_kernel(
         _store_float8(values, outputs["weight_scale"], outputs["weight"])
         return
     num_columns = values.shape[1]
-    scale = _scale(_group_amax(values, num_columns), _E4M3_MAX, outputs["weight_scale"].dtype)
+    scale = linear_scale(group_amax(values, num_columns), _E4M3_MAX, outputs["weight_scale"].dtype)
     if search:
-        scale, values = _swept(float8_sweep(num_columns, values.device), values, scale, work)
+        scale, values = swept(float8_sweep(num_columns, values.device), values, scale, work)
     outputs["weight_scale"].copy_(scale)
     _store_float8(values, scale, outputs["weight"])
 
 
 def _float8_blocks(
-    values: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], work: _Workspace, search: str
+    values: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], work: Workspace, search: str
 ) -> None:
     """E4M3 values, one scale a block; blocks at the lower and the right edge may be smaller.
 
@@ -369,9 +310,9 @@ def _float8_blocks(
     rows, columns = block
     for top in range(0, values.shape[0], rows):
         own = values[top : top + rows]
-        amax = _magnitude_bits(own).amax(0)
+        amax = magnitude_bits(own).amax(0)
         amax = torch.nn.functional.pad(amax, (0, -len(amax) % columns)).unflatten(0, (-1, columns)).amax(-1)
-        row_scale = _scale(_finite(amax, values.dtype), _E4M3_MAX, values.dtype)
+        row_scale = linear_scale(finite(amax, values.dtype), _E4M3_MAX, values.dtype)
         if search:
             own = work.scaled[: own.numel()].view(own.shape).copy_(own)
             row_scale = _swept_blocks(own, row_scale, columns)
@@ -392,7 +333,7 @@ def _swept_blocks(values: Tensor, scale: Tensor, columns: int) -> Tensor:
     scaled = values / scale.float().repeat_interleave(columns)[: values.shape[1]]
     scaled = torch.nn.functional.pad(scaled, edge).view(-1, columns)
     errors = sweep.errors(scaled).view(len(values), len(scale), -1).double().sum(0)
-    return _times(scale, sweep.ratios[0][errors.argmin(-1)])
+    return times(scale, sweep.ratios[0][errors.argmin(-1)])
 
 
 def _store_float8(values: Tensor, scale: Tensor, weight: Tensor) -> None:
@@ -400,64 +341,12 @@ def _store_float8(values: Tensor, scale: Tensor, weight: Tensor) -> None:
     weight.copy_((values / scale).clamp_(-_E4M3_MAX, _E4M3_MAX))
 
 
-def _swept(sweep: Sweep, values: Tensor, scale: Tensor, work: _Workspace) -> tuple[Tensor, Tensor]:
-    """The scale of least error for each group [N, groups], in the dtype of `scale`, and the values in F32.
-
-    A scale that was chosen for the values as they are is used on them as they are: no quotient is rounded to BF16.
-    """
-    group_size = values.shape[1] // scale.shape[1]
-    scaled = _in_units_of(values, scale.float(), work).view(-1, group_size)
-    chosen = sweep.best(scaled)
-    exact = work.scaled[: values.numel()].view(values.shape).copy_(values)
-    return _times(scale, sweep.ratios[0][chosen].view(scale.shape)), exact
-
-
-def _times(scale: Tensor, ratio: Tensor) -> Tensor:
-    """Scales times ratios, in the dtype of the scales; the smallest ones stay as they are rather than become 0."""
-    product = (scale.float() * ratio).to(scale.dtype)
-    return torch.where(product == 0, scale, product)
-
-
-def _int_pack_kernel(
-    scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace, search: str
-) -> None:
-    """Unsigned codes (offset binary), 32 // bits a word, first column in the low bits; one scale per group."""
-    assert scheme.group_size
-    codes = _int_codes(values, scheme.group_size, scheme.bits, outputs["weight_scale"], work, search)
-    codes = codes.add_(1 << (scheme.bits - 1)).to(torch.uint8)
-    if scheme.bits == 4:
-        _store_nibbles(codes.view(-1), outputs["weight_packed"])
-    else:
-        outputs["weight_packed"].view(torch.uint8).copy_(codes)
-
-
-def _int_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor], work: _Workspace, search: str) -> None:
-    """Signed integers, one scale a row."""
-    codes = _int_codes(values, values.shape[1], scheme.bits, outputs["weight_scale"], work, search)
-    outputs["weight"].copy_(codes)
-
-
-def _int_codes(values: Tensor, group_size: int, bits: int, scale_out: Tensor, work: _Workspace, search: str) -> Tensor:
-    """Symmetric integer codes, int16 [N, K], ties to even; fills the scales [N, K // group_size].
-
-    The scale is amax over half the count of codes (7.5 for 4 bits), so the largest positive value is clipped.
-    """
-    scale = _scale(_group_amax(values, group_size), (2**bits - 1) / 2, scale_out.dtype)
-    if search:
-        scale, values = _swept(integer_sweep(bits, group_size, values.device), values, scale, work)
-    scale_out.copy_(scale)
-    grouped, per_group = values.unflatten(1, (-1, group_size)), scale.unsqueeze(-1)
-    scaled = grouped.div_(per_group) if search else grouped / per_group
-    # int16 holds every quotient there is: at most 191.25, where a subnormal scale was rounded down.
-    return scaled.round_().to(torch.int16).clamp_(-(1 << (bits - 1)), (1 << (bits - 1)) - 1).flatten(1)
-
-
-_KERNELS: Mapping[str, _Kernel] = MappingProxyType(
+_KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {
         "nvfp4-pack-quantized": _nvfp4_kernel,
         "mxfp4-pack-quantized": _mxfp4_kernel,
         "float-quantized": _float8_kernel,
-        "pack-quantized": _int_pack_kernel,
-        "int-quantized": _int_kernel,
+        "pack-quantized": int_pack_kernel,
+        "int-quantized": int_kernel,
     }
 )

@@ -7,6 +7,7 @@ import torch
 from keepmtp.checkpoints import values as values_module
 from keepmtp.quantize import pack as pack_module
 from keepmtp.quantize.pack import pack
+from keepmtp.quantize.pack_shared import store_nibbles
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from safetensors.torch import load_file, save_file
@@ -251,7 +252,7 @@ def test_e2m1_codes_of_every_bf16_value_and_around_every_tie():
     expected = pack_fp4_to_uint8(cast_to_fp4(values.clamp(-6, 6)).bfloat16().reshape(1, -1))
     packed = torch.empty_like(expected)
     work = pack_module._workspace(SCHEMES["NVFP4A16"], values.reshape(-1, 1), has_search=False)
-    pack_module._store_nibbles(pack_module._e2m1_codes(values.clone(), work), packed)
+    store_nibbles(pack_module._e2m1_codes(values.clone(), work), packed)
     assert torch.equal(packed, expected)
 
 
