@@ -50,8 +50,16 @@ def _modelopt(algorithm: str) -> dict[str, Any]:
 
 
 def _budget(budget: str) -> dict[str, Any]:
-    candidates = ["NVFP4", "FP8_DYNAMIC", "bf16"]
+    candidates = ["NVFP4", "NVFP4A16", "W4A16", "FP8_DYNAMIC", "bf16"]
     return {"backbone": "auto", "budget": budget, "backbone_auto": {"candidates": candidates}}
+
+
+def _tuned(policy: str) -> dict[str, Any]:
+    """An MTP block trained on text of another file than the one that is judged on, behind the same NVFP4 backbone."""
+    tuned = {"mtp": policy, "steps": 200, "batch_size": 4, "learning_rate": 1e-3, "seed": 0, "loss": "lk_hybrid",
+             "draft_steps": 3, "decay": 0.6}  # fmt: skip
+    text = {"dataset": "models/docs_held_out.jsonl", "samples": 160, "held_out": 32}
+    return {"mtp": "tuned", "mtp_tuned": tuned, "calibration": text}
 
 
 ROWS: tuple[Row, ...] = (
@@ -70,13 +78,26 @@ ROWS: tuple[Row, ...] = (
         models=(DOCS,)),
     Row(key="nvfp4-backend", title="NVFP4, modelopt as back-end", changes=_modelopt("minmax"), base="nvfp4",
         models=(GLM,)),
+    Row(key="nvfp4-backend-mse", title="NVFP4, modelopt as back-end: mse", changes=_modelopt("mse"), base="nvfp4",
+        models=(DOCS,)),
+    Row(key="nvfp4-backend-4o6", title="NVFP4, modelopt as back-end: four-over-six", changes=_modelopt("four-over-six"),
+        base="nvfp4", models=(DOCS,)),
+    Row(key="nvfp4-backend-hessian", title="NVFP4, modelopt as back-end: local-hessian",
+        changes=_modelopt("local-hessian"), base="nvfp4", models=(DOCS,)),
     Row(key="nvfp4a16", title="NVFP4, 16-bit inputs", changes=_free("NVFP4A16")),
     Row(key="w4a16", title="W4A16", changes=_free("W4A16"), models=ALL),
     Row(key="w4a16-mse", title="W4A16, search: mse", changes=_free("W4A16") | {"search": "mse"}, base="w4a16",
         models=(DOCS,)),
     Row(key="w4a16-gptq", title="W4A16 by GPTQ", variant="w4a16-gptq", base="w4a16", models=ALL),
     Row(key="w4a16-awq", title="W4A16 by AWQ", variant="w4a16-awq", base="w4a16", models=ALL),
-    Row(key="budget", title="backbone: auto, 6.9 MiB in all", changes=_budget("6.9MiB"), models=(DOCS,)),
+    Row(key="w4a16-autoround", title="W4A16 by AutoRound", base="w4a16", models=(DOCS,),
+        changes=_free("W4A16") | {"calibration": {"algorithm": "autoround"}}),
+    Row(key="budget", title="backbone: auto, bytes of NVFP4", changes=_budget("6.86MiB"), base="nvfp4a16",
+        models=(DOCS,)),
+    Row(key="budget-more", title="backbone: auto, half way to FP8", changes=_budget("7.26MiB"), base="nvfp4a16",
+        models=(DOCS,)),
+    Row(key="tuned-nvfp4", title="NVFP4, MTP block NVFP4 and tuned", changes=_tuned("NVFP4"), models=(DOCS,)),
+    Row(key="tuned-bf16", title="NVFP4, MTP block BF16 and tuned", changes=_tuned("bf16"), models=(DOCS,)),
     Row(key="llm-compressor-nvfp4", title="llm-compressor: NVFP4", peer="llm-compressor", base="nvfp4"),
     Row(key="llm-compressor-w4a16-gptq", title="llm-compressor: W4A16 by GPTQ", variant="w4a16-gptq",
         peer="llm-compressor", base="w4a16-gptq", models=(GLM,)),
