@@ -114,7 +114,7 @@ def measure_search(source: Path, scheme: Scheme, search: str, repeats: int) -> S
         for word, spent in seconds.items():
             start = time.process_time()
             for weight in weights:
-                pack(scheme, [weight], search=word)
+                pack(scheme, [weight], search=word, importance=[torch.linspace(0.1, 10, weight.shape[1])])
             if repeat:
                 spent.append(time.process_time() - start)
     num_params = sum(weight.numel() for weight in weights)

@@ -16,7 +16,7 @@ from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.find import calibration_name
 from ..recipes.listing import in_words
 from ..recipes.schema import AUTO, TextsOfMix, candidates_for
-from ..recipes.schemes import RESCALING, REWRITES
+from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
 from .refusals import needs_calibration
 from .tables import escape, plain_table, size_in_words
 
@@ -218,7 +218,8 @@ def _from_batches(tensor: TensorPlan, algorithm: str) -> str:
     if tensor.calibrated == "weights":
         return f"weights, by {algorithm}"
     if tensor.calibrated == "scales":
-        return "input scales"
+        scales = ["input scales"] * bool(SCHEMES[tensor.scheme].extra)
+        return " and ".join([*scales, *["importance of input channels"] * tensor.weighted])
     if tensor.calibrated == "cache":
         return "scales of keys and values"
     assert tensor.may_change and algorithm in RESCALING and REWRITES[algorithm]

@@ -57,7 +57,9 @@ _LARGEST_OF_FOUR_OVER_SIX = 256.0
 _E4M3_EPS = 0.125
 
 
-def pack(scheme: Scheme, weights: Sequence[Tensor], *, search: str = "") -> list[dict[str, Tensor]]:
+def pack(
+    scheme: Scheme, weights: Sequence[Tensor], *, search: str = "", importance: Sequence[Tensor] = ()
+) -> list[dict[str, Tensor]]:
     """Quantize the members of one fused group and lay them out as they go to disk.
 
     Args:
@@ -68,6 +70,7 @@ def pack(scheme: Scheme, weights: Sequence[Tensor], *, search: str = "") -> list
             fp8_utils.process_fp8_weight_tensor_strategy. Of one scale it changes nothing.)
         search: a key of `recipes.schemes.SEARCHES`; "" for scales from the largest magnitude alone, which is also what
             schemes without a meaning for it get.
+        importance: for `imatrix`: F32 [K] for each weight, the mean square of its input channels.
 
     Returns: one dict per weight, suffix -> tensor, as `scheme.weight_tensors(N_i, K)` lists them, on the weight's
         device.
@@ -80,7 +83,17 @@ def pack(scheme: Scheme, weights: Sequence[Tensor], *, search: str = "") -> list
         _check(scheme, weight)
     word = search if search and scheme.name in SEARCHES[search] else ""
     shared = _shared_scale(scheme, weights, word) if scheme.has_tensor_scale and weights else {}
-    return [_pack_weight(scheme, weight, shared, word) for weight in weights]
+    relative: Sequence[Tensor | None] = [None] * len(weights)
+    if word == "imatrix":
+        relative = [_relative(each, weight) for each, weight in zip(importance, weights, strict=True)]
+    return [_pack_weight(scheme, weight, shared, word, own) for weight, own in zip(weights, relative, strict=True)]
+
+
+def _relative(importance: Tensor, weight: Tensor) -> Tensor:
+    """Importance in units of its mean, F32 on the weight's device; all the same where every channel is 0."""
+    own = importance.to(weight.device, torch.float64)
+    mean = own.mean()
+    return torch.where(mean > 0, own / mean, torch.ones_like(own)).float()
 
 
 def _check(scheme: Scheme, weight: Tensor) -> None:
@@ -104,7 +117,9 @@ def _shared_scale(scheme: Scheme, weights: Sequence[Tensor], word: str) -> dict[
     return {"weight_scale": linear_scale(amax.to(dtype), _E4M3_MAX, TORCH_DTYPES[spec.dtype])}
 
 
-def _pack_weight(scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor], search: str) -> dict[str, Tensor]:
+def _pack_weight(
+    scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor], search: str, importance: Tensor | None
+) -> dict[str, Tensor]:
     """Allocate the outputs of one weight and fill them chunk by chunk."""
     num_rows, num_columns = weight.shape
     outputs = {
@@ -118,7 +133,7 @@ def _pack_weight(scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor], s
     is_one_scale = "weight_scale" in shared
     main = "weight_packed" if "weight_packed" in outputs else "weight"
     rows_per_scale = scheme.block[0] if scheme.block else 1
-    work = _workspace(scheme, weight, has_search=bool(search))
+    work = _workspace(scheme, weight, importance, has_search=bool(search))
     for first, last in row_ranges(weight, rows_per_scale):
         rows = slice(None) if is_one_scale else slice(first // rows_per_scale, -(-last // rows_per_scale))
         scale = outputs["weight_scale"][rows]
@@ -127,7 +142,7 @@ def _pack_weight(scheme: Scheme, weight: Tensor, shared: Mapping[str, Tensor], s
     return outputs
 
 
-def _workspace(scheme: Scheme, weight: Tensor, *, has_search: bool) -> Workspace:
+def _workspace(scheme: Scheme, weight: Tensor, importance: Tensor | None, *, has_search: bool) -> Workspace:
     """Buffers for the largest chunk of a weight; empty where there is no F32 stage."""
     has_codes = scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
     rows_per_scale = scheme.block[0] if scheme.block else 1
@@ -136,6 +151,7 @@ def _workspace(scheme: Scheme, weight: Tensor, *, has_search: bool) -> Workspace
         scaled=torch.empty(elements * (has_codes or has_search), dtype=torch.float32, device=weight.device),
         spare=torch.empty(elements * has_codes, dtype=torch.int32, device=weight.device),
         codes=torch.empty(2, elements * has_codes, dtype=torch.uint8, device=weight.device),
+        importance=importance,
     )
 
 
@@ -210,8 +226,9 @@ def _nvfp4_kernel(scheme: Scheme, values: Tensor, outputs: Mapping[str, Tensor],
                 for each in (local, wider)
             ]
             local = torch.where(errors[1] < errors[0], wider, local)
-        case "mse":
-            local = _swept_local(scaled.view(-1, scheme.group_size), local)
+        case "mse" | "imatrix":
+            counts = work.counts(len(values), scheme.group_size)
+            local = _swept_local(scaled.view(-1, scheme.group_size), local, counts)
     if search:
         scaled = in_units_of(values, local / global_scale, work)
     outputs["weight_scale"].copy_(local)
@@ -224,10 +241,10 @@ def _local_scale(amax: Tensor, largest_code: float, global_scale: Tensor) -> Ten
     return torch.where(local == 0, _E4M3_EPS, local)
 
 
-def _swept_local(scaled: Tensor, local: Tensor) -> Tensor:
+def _swept_local(scaled: Tensor, local: Tensor, counts: Tensor | None) -> Tensor:
     """The E4M3 number of least error near each of `local`, as F32; `scaled` [groups, 16] is overwritten."""
     code = local.to(torch.float8_e4m3fn).view(torch.uint8).flatten().long()
-    step = nvfp4_step(nvfp4_sweep(local.device).best(scaled, nvfp4_class(code)))
+    step = nvfp4_step(nvfp4_sweep(local.device).best(scaled, nvfp4_class(code), counts))
     return (code + step).to(torch.uint8).view(torch.float8_e4m3fn).float().view(local.shape)
 
 
@@ -315,24 +332,28 @@ def _float8_blocks(
         row_scale = linear_scale(finite(amax, values.dtype), _E4M3_MAX, values.dtype)
         if search:
             own = work.scaled[: own.numel()].view(own.shape).copy_(own)
-            row_scale = _swept_blocks(own, row_scale, columns)
+            row_scale = _swept_blocks(own, row_scale, columns, work.importance)
         scale[top // rows].copy_(row_scale)
         per_column = row_scale.repeat_interleave(columns)[: values.shape[1]]
         _store_float8(own, per_column, weight[top : top + rows])
 
 
-def _swept_blocks(values: Tensor, scale: Tensor, columns: int) -> Tensor:
+def _swept_blocks(values: Tensor, scale: Tensor, columns: int, importance: Tensor | None) -> Tensor:
     """The scale of least error for each block of a row of blocks: [blocks], dtype of `scale`.
 
     Args:
         values: F32 [rows, K].
         scale: [blocks], what the largest magnitudes ask for.
         columns: of a block.
+        importance: F32 [K], or None.
     """
     sweep, edge = float8_sweep(columns, values.device), (0, -values.shape[1] % columns)
     scaled = values / scale.float().repeat_interleave(columns)[: values.shape[1]]
     scaled = torch.nn.functional.pad(scaled, edge).view(-1, columns)
-    errors = sweep.errors(scaled).view(len(values), len(scale), -1).double().sum(0)
+    counts = None
+    if importance is not None:
+        counts = torch.nn.functional.pad(importance, edge).expand(len(values), -1).reshape(-1, columns)
+    errors = sweep.errors(scaled, counts=counts).view(len(values), len(scale), -1).double().sum(0)
     return times(scale, sweep.ratios[0][errors.argmin(-1)])
 
 

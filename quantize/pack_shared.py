@@ -30,6 +30,13 @@ class Workspace:
     scaled: Tensor  # F32 [elements]
     spare: Tensor  # I32 [elements]
     codes: Tensor  # U8 [2, elements]
+    importance: Tensor | None  # F32 [K], what the squared error of each input channel counts; None for all the same
+
+    def counts(self, num_rows: int, group_size: int) -> Tensor | None:
+        """The importance of each value of some rows: F32 [groups, members]."""
+        if self.importance is None:
+            return None
+        return self.importance.expand(num_rows, -1).reshape(-1, group_size)
 
 
 # Fills a chunk's slices of the outputs: (scheme, values_NK, outputs by suffix, workspace, search).
@@ -95,7 +102,7 @@ def swept(sweep: Sweep, values: Tensor, scale: Tensor, work: Workspace) -> tuple
     """
     group_size = values.shape[1] // scale.shape[1]
     scaled = in_units_of(values, scale.float(), work).view(-1, group_size)
-    chosen = sweep.best(scaled)
+    chosen = sweep.best(scaled, counts=work.counts(len(values), group_size))
     exact = work.scaled[: values.numel()].view(values.shape).copy_(values)
     return times(scale, sweep.ratios[0][chosen].view(scale.shape)), exact
 

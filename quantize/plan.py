@@ -383,7 +383,8 @@ def _searched(tensor: TensorPlan, recipe: Recipe) -> TensorPlan:
     """With a reason that says how its scales are chosen, where they are searched."""
     if tensor.fate != "quantize" or recipe.search is None or tensor.scheme not in SEARCHES[recipe.search]:
         return tensor
-    return replace(tensor, reason=f"{tensor.reason}; scales by {recipe.search}")
+    reason = f"{tensor.reason}; scales by {recipe.search}"
+    return replace(tensor, reason=reason, weighted=recipe.search == "imatrix")
 
 
 def _marked(tensor: TensorPlan, algorithm: str) -> TensorPlan:
@@ -393,7 +394,7 @@ def _marked(tensor: TensorPlan, algorithm: str) -> TensorPlan:
         return replace(tensor, calibrated="weights", reason=f"{tensor.reason}; {algorithm} on calibration data")
     if SCHEMES[tensor.scheme].needs_calibration:
         return replace(tensor, calibrated="scales", reason=f"{tensor.reason}; input scales from calibration data")
-    return tensor
+    return replace(tensor, calibrated="scales") if tensor.weighted else tensor
 
 
 def _marked_tuned(tensor: TensorPlan, tuned: MtpTuned) -> TensorPlan:

@@ -5,15 +5,17 @@ group takes. `pack.py` computes the first scale, and rounds with the one that is
 
 One pass finds the errors of all candidates. What a value adds to the error of each candidate depends on the value in
 units of the first scale alone. So it is a row of a table, and the error of a group is the sum of its values' rows. A
-table holds integers, and no sum of them is rounded: every device and every order chooses the same scales.
+table holds integers, and no sum of them is rounded: every device and every order chooses the same scales. (Where values
+count differently, sums are rounded, in F32: of two scales that are as good, devices may take different ones.)
 
 Easy to get wrong: candidates are what is stored. NVFP4's scale is an E4M3 number, and the next one is up to an eighth
 away, so its candidates are the neighbours of the first code, and what they do to a value differs from code to code. A
 table therefore has classes: one for each place of the first code in its binade, and for codes at either end.
 
 Source: the sweeps of nvidia-modelopt 0.47.0 (torch/quantization/calib/mse.py: NVFP4MSECalibrator tries all 126 E4M3
-scales) and of llm-compressor 0.14.0.1 (observers/mse.py). Both compute the error of each candidate for itself;
-tests/quantize/test_search.py compares the errors.
+scales) and of llm-compressor 0.14.0.1 (observers/mse.py and
+observers/imatrix.py). Both compute the error of each candidate for itself; tests/quantize/test_search.py compares the
+errors.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,18 +55,19 @@ class Sweep:
     per_unit: float
     is_signed: bool
 
-    def best(self, scaled: Tensor, classes: Tensor | None = None) -> Tensor:
+    def best(self, scaled: Tensor, classes: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """The candidate of least error for each group, the first of several.
 
         Args:
             scaled: F32 [G, members], values in units of the first scale, contiguous; overwritten.
             classes: int64 [G]; None for the only one.
+            counts: F32 [G, members], what the squared error of each value counts; None for all the same.
 
         Returns: int64 [G].
         """
-        return self.errors(scaled, classes).argmin(-1)
+        return self.errors(scaled, classes, counts).argmin(-1)
 
-    def errors(self, scaled: Tensor, classes: Tensor | None = None) -> Tensor:
+    def errors(self, scaled: Tensor, classes: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """The error of each candidate, in units of the table: F32 or F64 [G, candidates]. Arguments as of `best`."""
         num_groups, members = scaled.shape
         if not self.is_signed:
@@ -75,7 +78,9 @@ class Sweep:
         bag = min(members, _MOST_IN_A_BAG)
         if rest := -members % bag:
             rows = torch.nn.functional.pad(rows, (0, rest), value=int(self.first[0]))
-        sums = torch.nn.functional.embedding_bag(rows.view(-1, bag), self.table, mode="sum")
+            counts = None if counts is None else torch.nn.functional.pad(counts, (0, rest))
+        each = None if counts is None else counts.reshape(-1, bag)
+        sums = torch.nn.functional.embedding_bag(rows.view(-1, bag), self.table, mode="sum", per_sample_weights=each)
         sums = sums.view(num_groups, -1, self.table.shape[1])
         return sums.squeeze(1) if sums.shape[1] == 1 else sums.double().sum(1)
 

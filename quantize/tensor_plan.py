@@ -19,6 +19,7 @@ from ..recipes.family_view import Place
 from ..recipes.schemes import SCHEMES, Scheme, num_bytes
 
 Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
+IMPORTANCE = "input_importance"
 FromBatches = Literal["", "scales", "weights", "cache"]
 
 
@@ -60,10 +61,11 @@ class TensorPlan:
         block: rows and columns per scale of the stored form, for block forms.
         slices: for a matrix whose rows are interleaved, the rows of each output in one of its slices.
         calibrated: which outputs need batches. "scales": the static input scales, while the weight is packed from the
-            source. "weights": every output, because an algorithm rewrites the weight. "cache": a scale of the KV cache,
-            which no source tensor is the origin of.
+            source; where `weighted`, packing needs them, too. "weights": every output, because an algorithm rewrites
+            the weight. "cache": a scale of the KV cache, which no source tensor is the origin of.
         cache: of the projection of keys, where the attention has an FP8 cache: the names of its scales, of keys and of
             values; () where no loader takes them, and they are 1. None for all other tensors.
+        weighted: the scales of the weight are searched by the importance of its input channels.
         may_change: the algorithm moves scale between the modules of this layer, so batches may also give all outputs of
             this one, unit by unit.
         tuned: training gives every output of this tensor of the MTP block.
@@ -88,6 +90,7 @@ class TensorPlan:
     slices: tuple[int, ...] = ()
     calibrated: FromBatches = ""
     cache: tuple[HFName, ...] | None = None
+    weighted: bool = False
     may_change: bool = False
     tuned: bool = False
 
@@ -98,6 +101,19 @@ class TensorPlan:
             return self.outputs
         suffixes = {spec.suffix for spec in SCHEMES[self.scheme].extra} if self.calibrated else set()
         return tuple(output for output in self.outputs if output.name.rpartition(".")[2] in suffixes)
+
+    @property
+    def importances(self) -> tuple[Output, ...]:
+        """What calibration gives the packer, and no checkpoint has: the importance of each module's input channels."""
+        if not self.weighted:
+            return ()
+        modules = dict.fromkeys(output.name.rpartition(".")[0] for output in self.outputs)
+        return tuple(Output(name=importance_of(HFName(name)), dtype="F32", shape=self.shape[-1:]) for name in modules)
+
+
+def importance_of(module: HFName) -> HFName:
+    """The name in the statistics of how much each input channel of a module counts."""
+    return HFName(f"{module}.{IMPORTANCE}")
 
 
 def modelopt_outputs(tensor: TensorPlan) -> Iterator[tuple[HFName, Spelled]]:

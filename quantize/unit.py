@@ -21,7 +21,7 @@ from ..recipes.schemes import SCHEMES, Scheme
 from .mxfp4_to_nvfp4 import mxfp4_as_nvfp4
 from .pack import pack
 from .plan import Plan
-from .tensor_plan import Output, TensorPlan
+from .tensor_plan import Output, TensorPlan, importance_of
 from .weights import load, load_expert, stored
 
 
@@ -81,7 +81,10 @@ def packed_groups(
     experts: Sequence[int | None] = range(unit[0].shape[0]) if any(t.stacked for t in unit) else [None]
     for expert in experts:
         modules = [named for tensor in unit for named in _modules(tensor, expert)]
-        weights = () if _is_given(scheme, modules, given) else _packed(plan, unit, scheme, expert, device, read)
+        weights = ()
+        if not _is_given(scheme, modules, given):
+            importance = [_importance(name, given) for name, _ in modules] if unit[0].weighted else ()
+            weights = _packed(plan, unit, scheme, expert, device, read, importance)
         yield [
             PackedModule(module=name, outputs=outputs, tensors=_tensors(outputs, computed, given))
             for (name, outputs), computed in zip(modules, weights or [{}] * len(modules), strict=True)
@@ -118,7 +121,13 @@ def _is_given(scheme: Scheme, modules: Sequence[tuple[HFName, tuple[Output, ...]
 
 
 def _packed(
-    plan: Plan, unit: Sequence[TensorPlan], scheme: Scheme, expert: int | None, device: torch.device, read: ReadWeights
+    plan: Plan,
+    unit: Sequence[TensorPlan],
+    scheme: Scheme,
+    expert: int | None,
+    device: torch.device,
+    read: ReadWeights,
+    importance: Sequence[Tensor],
 ) -> list[dict[str, Tensor]]:
     """The weights of one fused group, without rounding where source and scheme have the same codes."""
     if scheme.format == "nvfp4-pack-quantized" and all(tensor.form == "mxfp4" for tensor in unit):
@@ -128,10 +137,24 @@ def _packed(
             return exact
     weights = [weight for tensor in unit for weight in read(tensor, expert)]
     try:
-        return pack(scheme, weights, search=plan.recipe.search or "")
+        return pack(scheme, weights, search=plan.recipe.search or "", importance=importance)
     except CheckpointError as error:
         names = ", ".join(tensor.name for tensor in unit)
         raise error.at(f"{plan.source.where}: {names}") from error
+
+
+def _importance(module: HFName, given: Calibrations) -> Tensor:
+    """How much each input channel of a module counts, F32 [K].
+
+    Raises:
+        CheckpointError: a value is no such number; by then the layer's activations have been found to be finite.
+    """
+    name = importance_of(module)
+    found = given.read(name)
+    if not bool((found >= 0).all() & found.isfinite().all()):
+        rule, cure = "every value must be finite and not negative", "Remove search: imatrix, or use search: mse"
+        raise CheckpointError(name, rule, got="NaN, Inf or a negative number", cure=cure)
+    return found
 
 
 def _tensors(outputs: Sequence[Output], computed: Mapping[str, Tensor], given: Calibrations) -> dict[str, Tensor]:

@@ -417,7 +417,8 @@ class Recipe(_Frozen):
         format: whose names, scales and config the checkpoint has; the packed bytes are the same.
         kv_cache: FP8 gives each attention layer scales for an FP8 cache, from calibration; null leaves the cache alone.
         search: how scales of weights are chosen: `mse` takes those of least squared error, `four-over-six` the better
-            of two for each NVFP4 group; null takes what the largest magnitude asks for.
+            of two for each NVFP4 group, `imatrix` is `mse` with errors that count by the mean square of their input
+            channels; null takes what the largest magnitude asks for.
         evaluation: how the result is scored; `protocol.Evaluation` has the defaults.
         gates: what the result must keep of its source; `protocol.Gates` has the defaults.
     """
@@ -441,7 +442,7 @@ class Recipe(_Frozen):
     mtp_source: MtpSource | None = None
     format: Format = "compressed-tensors"
     kv_cache: Literal["FP8"] | None = None
-    search: Literal["mse", "four-over-six"] | None = None
+    search: Literal["mse", "four-over-six", "imatrix"] | None = None
     evaluation: Evaluation = Evaluation()
     gates: Gates = Gates()
 
@@ -517,7 +518,8 @@ class Recipe(_Frozen):
     def _calibrated(self, words: set[str]) -> list[str]:
         rewritten = REWRITES[self.calibration.algorithm] if self.calibration else frozenset()
         schemes = sorted(words & SCHEMES.keys())
-        return [name for name in schemes if name in rewritten or SCHEMES[name].needs_calibration]
+        weighted = SEARCHES["imatrix"] if self.search == "imatrix" else frozenset()
+        return [name for name in schemes if name in rewritten | weighted or SCHEMES[name].needs_calibration]
 
     @model_validator(mode="after")
     def _auto_is_explained(self) -> "Recipe":
@@ -563,6 +565,10 @@ class Recipe(_Frozen):
             raise RecipeError(
                 "", rule, got=f"calibration.algorithm {algorithm}, which has scales of its own", cure=cure
             )
+        if self.search == "imatrix" and self.is_searched:
+            cure = "Use search: mse, or set search: imatrix in the recipe that is found, OUT/recipe.yaml"
+            rule = "search: imatrix must come with a word for every group"
+            raise RecipeError("", rule, got="backbone: auto", cure=cure)
         if not self.is_searched and not SEARCHES[self.search] & self.decisions():
             rule = f"search: {self.search} must come with {', '.join(sorted(SEARCHES[self.search]))}"
             got = ", ".join(sorted(self.decisions() & SCHEMES.keys())) or "no scheme"
@@ -591,6 +597,9 @@ class Recipe(_Frozen):
             if self.kv_cache is not None:
                 cure = "Name a dataset, or remove kv_cache: vLLM then serves an FP8 cache with scales of 1"
                 raise RecipeError("", f"calibration must be given for kv_cache: {self.kv_cache}", got="null", cure=cure)
+            if self.search == "imatrix":
+                cure = "Name a dataset, or use search: mse, which needs none"
+                raise RecipeError("", "calibration must be given for search: imatrix", got="null", cure=cure)
             if needing := self.calibrated_schemes():
                 cure = f"Name a dataset, or use {SCHEMES[needing[0]].data_free}, which needs none"
                 raise RecipeError("", f"calibration must be given for {needing[0]}", got="null", cure=cure)

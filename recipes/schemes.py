@@ -226,7 +226,7 @@ SWEEPS = frozenset({"mse", "four-over-six", "local-hessian"})
 
 _SWEPT = frozenset({"NVFP4", "NVFP4A16", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W8A16", "W8A8"})
 SEARCHES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"mse": _SWEPT, "four-over-six": frozenset({"NVFP4", "NVFP4A16"})}
+    {"mse": _SWEPT, "four-over-six": frozenset({"NVFP4", "NVFP4A16"}), "imatrix": _SWEPT}
 )
 """Search of scales -> the schemes that it has a meaning for; the weights of others are rounded as without it.
 

@@ -40,7 +40,7 @@ from .layer import Calibrated, calibrate, rewrites
 from .progress import ProgressCallback, progress_since
 from .ranks import Ranks
 from .served import InMemory, serve_weights
-from .skeleton import Batch, Skeleton, caches_in, experts_in, frozen_in, fused_in, on_disk, schemes_in
+from .skeleton import Batch, Skeleton, caches_in, experts_in, frozen_in, fused_in, on_disk, schemes_in, weighted_in
 from .states import NextStates, States, Stream
 from .statistics import num_parts_of, part_of, read_metadata, write_statistics
 
@@ -167,6 +167,7 @@ class _Pass:
                     frozen=frozen_in(binding, path),
                     after_batch=hand_over if is_one_pass else None,
                     caches=[name for name, scales in caches.items() if scales],
+                    weighted=weighted_in(binding, path),
                 )
             tensors = on_disk(found.tensors, binding, path)
             self._record(index, found, binding, path)

@@ -6,7 +6,7 @@ Easy to get wrong: a run that is resumed with something else changed makes a che
 fingerprint covers everything that a number depends on, and nothing else: each thing too much costs hours. The largest
 magnitudes that minmax and smoothquant look for are the same however the sequences are dealt out. GPTQ and AWQ add up
 numbers batch by batch and process by process, and a sum in another order has other last bits; so has what AutoRound
-learns from.
+learns from; and the importance of input channels is a sum.
 
 Source: transformers 5.17 integrations/hub_kernels.py (`use_kernel_func_from_hub_with_fallback`: a package that is
 installed replaces a model's own functions).
@@ -24,6 +24,7 @@ from typing import Any
 from ... import __version__
 from ...checkpoints.files import write_whole
 from ...recipes.errors import RecipeError
+from ...recipes.schema import Recipe
 from ..plan import Plan
 from .data import CalibrationData
 from .processes import refuse_idle_processes, refuse_unsummed_hessians
@@ -106,9 +107,15 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, 
         "config.json": dict(plan.source.config),
         "dataset": dict(data.provenance),
         "versions": {"keepmtp": __version__, **_versions(plan)},
-        "split": {} if calibration.algorithm in _OF_ANY_SPLIT else {"batch_size": batch_size, "processes": size},
+        "split": {} if _is_of_any_split(plan.recipe) else {"batch_size": batch_size, "processes": size},
     }
     return json.loads(json.dumps(parts, default=str))
+
+
+def _is_of_any_split(recipe: Recipe) -> bool:
+    """Whether results are largest values alone, which no order of batches changes; importance is a sum."""
+    assert recipe.calibration is not None
+    return recipe.calibration.algorithm in _OF_ANY_SPLIT and recipe.search != "imatrix"
 
 
 def _sum(parts: Mapping[str, Any]) -> str:

@@ -1,14 +1,14 @@
 """What each quantized module saw during calibration: its tokens, and whether every value was finite.
 
-In: a model and the names of its quantized modules. Out: a `Coverage` for each of them, summed over the ranks, and the
-range of its inputs.
+In: a model and the names of its quantized modules. Out: a `Coverage` for each of them, summed over the ranks, the
+range of its inputs, and for some the mean square of each input channel, which is how much its error counts.
 
 Easy to get wrong: during calibration every expert computes every token. How many tokens the router sent to an expert is
 counted apart, from the router's choice. And values are not looked at one by one: that they are finite follows from the
 range of the inputs and the largest weight, and only where it does not follow the batches run once more.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,15 +44,20 @@ class TokenCounter:
     While it is entered as a context, hooks on the modules count.
     """
 
-    def __init__(self, model: Any, modules: Iterable[str], *, routed: bool = False):
-        """Counts in these modules; `routed` where experts compute their own tokens only."""
+    def __init__(self, model: Any, modules: Iterable[str], *, routed: bool = False, weighted: Collection[str] = ()):
+        """Counts in these modules; `routed` where experts compute their own tokens only.
+
+        Inputs of the `weighted` ones are squared, too.
+        """
         self._model, self._is_routed = model, routed
         self._modules = {name: model.get_submodule(name) for name in modules}
         self._tokens = dict.fromkeys(self._modules, 0)
         self._routed: dict[str, Any] = {}
         self._handles: list[Any] = []
         device = next((module.weight.device for module in self._modules.values()), torch.device("cpu"))
-        self.ranges = InputRanges([module.weight.dtype for module in self._modules.values()], device)
+        dtypes = [module.weight.dtype for module in self._modules.values()]
+        self._weighted = {slot: name for slot, name in enumerate(self._modules) if name in weighted}
+        self.ranges = InputRanges(dtypes, device, self._weighted)
 
     def __enter__(self) -> None:
         for slot, (name, module) in enumerate(self._modules.items()):
@@ -103,6 +108,17 @@ class TokenCounter:
             if observer is not None:
                 observer.min_vals, observer.max_vals = self.ranges.of_all(self._slots_like(name))
 
+    def importances(self) -> dict[str, Tensor]:
+        """Of the weighted modules, over all ranks: F32 [K] on the CPU, ones for an expert that no token reached."""
+        return {
+            name: (
+                (self.ranges.squares[slot] / self._tokens[name]).float().cpu()
+                if self._tokens[name]
+                else torch.ones(self._modules[name].weight.shape[-1])
+            )
+            for slot, name in self._weighted.items()
+        }
+
     def coverage(self) -> tuple[Coverage, ...]:
         """One entry for each quantized module, in their order."""
         return tuple(
@@ -142,6 +158,10 @@ class TokenCounter:
         dist.all_gather_object(of_ranks, own)
         self._tokens = {name: sum(tokens[name] for tokens, _ in of_ranks) for name in self._modules}
         self._routed = {name: sum(routed[name] for _, routed in of_ranks) for name in self._routed}
+        for slot, name in self._weighted.items():
+            module = self._modules[name]
+            empty = torch.zeros(module.weight.shape[-1], dtype=torch.float64, device=module.weight.device)
+            dist.all_reduce(self.ranges.squares.setdefault(slot, empty))
 
     def _count(self, slot: int, name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:

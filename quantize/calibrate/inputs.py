@@ -1,7 +1,7 @@
 """The distinct inputs of a layer's modules: query, key and value projections see one tensor, and so do all experts.
 
 In: the tensors that modules are handed during one forward. Out: a number for each, the same for the same values, and
-the smallest and largest value that each module was handed.
+the smallest and largest value that each module was handed; where it is wanted, the sum of squares of each channel, too.
 
 Easy to get wrong: a tensor is not its address. A storage that was freed leaves its address to the next one, and a
 buffer may be rewritten between two modules that read it. So a storage is known by a weak reference, which keeps its
@@ -10,7 +10,7 @@ PyTorch's but those through `.data`; transformers' models have none between the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -18,6 +18,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+_SQUARED_AT_ONCE = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +72,23 @@ class DistinctInputs:
 
 
 class InputRanges:
-    """State: the smallest and largest value of the inputs of each module, over all batches.
+    """State: the smallest and largest value of the inputs of each module, and sums of squares, over all batches.
 
     Each distinct input is read once in a batch. Modules are known by their place in a list, their slot. Nothing waits
     for the GPU here.
     """
 
-    def __init__(self, dtypes: Sequence[torch.dtype], device: torch.device):
-        """Inputs of modules whose weights have these dtypes, as have the inputs of those that are never called."""
+    def __init__(self, dtypes: Sequence[torch.dtype], device: torch.device, squared: Collection[int] = ()):
+        """Inputs of modules whose weights have these dtypes, as have the inputs of those that are never called.
+
+        Those of the slots in `squared` are squared and summed, channel by channel.
+        """
         num_slots = len(dtypes)
         self._inputs = DistinctInputs()
         self._extremes: list[tuple[Tensor, Tensor]] = []
         self._calls: list[tuple[int, int]] = []
+        self._squared, self._batch_squares = {*squared}, dict[int, Tensor]()
+        self.squares: dict[int, Tensor] = {}
         self._indexed: tuple[list[tuple[int, int]], Tensor] = [], torch.empty(0)
         self._low = torch.full((num_slots,), math.inf, device=device)
         self._high = torch.full((num_slots,), -math.inf, device=device)
@@ -95,6 +102,8 @@ class InputRanges:
         if number == len(self._extremes):
             self._extremes.append(torch.aminmax(value))
         self._calls.append((slot, number))
+        if slot in self._squared and number not in self._batch_squares:
+            self._batch_squares[number] = _sums_of_squares(value)
         self._widths[slot], self._dtypes[slot] = value.shape[-1], value.dtype
 
     def end_batch(self) -> None:
@@ -104,9 +113,17 @@ class InputRanges:
             slots, numbers = self._indices()
             self._low.scatter_reduce_(0, slots, lows[numbers], "amin")
             self._high.scatter_reduce_(0, slots, highs[numbers], "amax")
+        self._add_squares()
         self._inputs.clear()
         self._extremes.clear()
         self._calls = []
+
+    def _add_squares(self) -> None:
+        for slot, number in self._calls:
+            if slot in self._squared:
+                own = self._batch_squares[number]
+                self.squares[slot] = self.squares[slot].add_(own) if slot in self.squares else own.clone()
+        self._batch_squares.clear()
 
     def of(self, slot: int) -> tuple[Tensor, Tensor]:
         """The smallest and the largest value [1] of a module's inputs, in their dtype."""
@@ -140,6 +157,14 @@ class InputRanges:
             indices = torch.tensor(self._calls).t().contiguous().to(self._low.device)
             self._indexed = self._calls, indices
         return indices
+
+
+def _sums_of_squares(value: Tensor) -> Tensor:
+    """[K] F64: over all rows of an input [..., K], each part of them summed in F32."""
+    width = value.shape[-1]
+    parts = value.detach().reshape(-1, width).split(max(1, _SQUARED_AT_ONCE // width))
+    sums = [part.to(torch.float32, copy=True).square_().sum(0) for part in parts]
+    return torch.stack(sums).double().sum(0)
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor:

@@ -37,6 +37,7 @@ from torch import Tensor
 from ...checkpoints.values import TORCH_DTYPES
 from ...recipes.errors import CheckpointError
 from ...recipes.schemes import RESCALING, REWRITES, SCHEMES, SWEEPS
+from ..tensor_plan import IMPORTANCE
 from .caches import CacheRanges
 from .coverage import Coverage, TokenCounter, find_not_finite, no_batch
 from .expert_passes import ExpertPasses, StatisticsRoom
@@ -68,7 +69,8 @@ class Calibrated:
 
     Attributes:
         tensors: on the CPU, by "<module>.<suffix>" in the model's names: static input scales of modules that are
-            rounded to nearest, all tensors of modules that the algorithm rewrote, and kept parameters that it rescaled.
+            rounded to nearest, the importance of the input channels of weighted ones, all tensors of modules that the
+            algorithm rewrote, and kept parameters that it rescaled.
         coverage: one entry for each quantized module.
         smoothings: what AWQ or SmoothQuant rescaled.
         left_out: a sentence for each smoothing that would have changed the layer's function.
@@ -97,6 +99,7 @@ def calibrate(
     knobs: Mapping[str, Any] | None = None,
     caches: Collection[str] = (),
     backend: str = "llmcompressor",
+    weighted: Collection[str] = (),
 ) -> Calibrated:
     """Runs the batches through the model and lets llm-compressor's modifiers observe, rescale and rewrite it.
 
@@ -120,6 +123,7 @@ def calibrate(
         knobs: of the algorithm; see `Calibration.knobs`.
         caches: attention modules whose keys and values get scales of an FP8 cache.
         backend: llmcompressor, or modelopt: its calibrators observe the inputs, and choose scales under its algorithms.
+        weighted: modules whose importance of input channels the packer needs.
 
     Returns: tensors in the dtypes of `Scheme.tensors`.
 
@@ -136,7 +140,7 @@ def calibrate(
     rewritten = _rewritten(schemes, algorithm)
     smooths = bool(rewritten) and algorithm in RESCALING
     before = small_parameters(model)
-    counter = TokenCounter(model, schemes, routed=routed)
+    counter = TokenCounter(model, schemes, routed=routed, weighted=weighted)
     first_batch = _first_batch(model, batches)
     found, left_out, reference = tuple(smoothings or ()), (), {}
     with _session():
@@ -165,6 +169,7 @@ def calibrate(
             with calibrating(model, routed=routed), DisableQuantization(model), ranges.observing():
                 _run_plainly(model, batches, None)
     tensors = _changed(model, before, rescaled) | ranges.scales()
+    tensors |= {f"{name}.{IMPORTANCE}": value for name, value in counter.importances().items()}
     for name, scheme in schemes.items():
         tensors |= _tensors(name, model.get_submodule(name), scheme, whole=name in {*rewritten})
     check_fused(model, fused)

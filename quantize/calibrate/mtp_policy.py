@@ -32,7 +32,7 @@ from .held_out import acceptance, block_input
 from .layer import Calibrated, calibrate
 from .mtp_block import MtpBlock, bind_block, build_block
 from .served import InMemory, serve_weights
-from .skeleton import Batch, Skeleton, caches_in, experts_in, frozen_in, fused_in, on_disk, schemes_in
+from .skeleton import Batch, Skeleton, caches_in, experts_in, frozen_in, fused_in, on_disk, schemes_in, weighted_in
 from .states import Stream
 from .target import Target
 from .tuning import Training, masters_of, train
@@ -148,6 +148,7 @@ class PolicyResults:
             routed=calibration.experts == "routed",
             frozen=frozen_in(binding, ""),
             caches=[name for name, scales in caches.items() if scales],
+            weighted=weighted_in(binding, ""),
         )
 
     def _trained(self, plan: Plan, file: Path, progress: Callable[[int, int], None] | None) -> MtpBlock:

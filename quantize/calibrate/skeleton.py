@@ -256,6 +256,15 @@ def schemes_in(binding: Binding, path: str) -> dict[str, str]:
     }
 
 
+def weighted_in(binding: Binding, path: str) -> set[str]:
+    """Modules under `path` whose scales are searched by the importance of their input channels."""
+    return {
+        f"{path}{name.rpartition('.')[0]}"
+        for name, pieces in binding.items()
+        if name.endswith("weight") and pieces[0].tensor.weighted
+    }
+
+
 def frozen_in(binding: Binding, path: str) -> set[str]:
     """Modules under `path` whose bytes come from the source whatever calibration finds."""
     return {

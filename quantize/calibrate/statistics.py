@@ -1,8 +1,9 @@
 """The results of calibration: a folder of safetensors files, one a layer, in the names of the finished checkpoint.
 
 In: tensors that depend on data. Static input scales; every tensor of a module whose weight an algorithm rewrote, packed
-already; plain tensors that were rescaled. Out: a `Statistics` from which the writer copies them. A plan says which of
-its outputs come from here, and both sides are compared before anything is written.
+already; plain tensors that were rescaled; the importance of input channels, which the packer reads. Out: a `Statistics`
+from which the writer copies them. A plan says which of its outputs come from here, and both sides are compared before
+anything is written.
 
 Easy to get wrong: with a scale that is missing, or one too many, the checkpoint still loads, but drafts and answers are
 noise.
@@ -263,6 +264,8 @@ def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFNam
             optional |= {output.name for output in tensor.outputs}
     if any(name in statistics for name in optional - required):  # modules that share a global scale change together
         required |= optional
+    given = {output.name: output for tensor in unit for output in (*tensor.outputs, *tensor.importances)}
+    required |= {output.name for tensor in unit for output in tensor.importances}
     for name in sorted(required):
         if name not in statistics:
             raise CheckpointError(
@@ -271,7 +274,7 @@ def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFNam
                 got="no such tensor",
                 cure=_cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-")),
             )
-    return {output.name: output for tensor in unit for output in tensor.outputs if output.name in required}
+    return {name: output for name, output in given.items() if name in required}
 
 
 def _read(path: Path) -> FileHeader:

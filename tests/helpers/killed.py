@@ -20,9 +20,9 @@ from keepmtp.recipes.find import find_recipe
 SMALL = {"samples": 8, "held_out": 4, "sequence_length": 32, "batch_size": 2}
 
 
-def small_recipe(folder: Path, name: str, **changes: Any) -> Path:
+def small_recipe(folder: Path, name: str, *, search: str = "", **changes: Any) -> Path:
     """A shipped recipe over fewer and shorter sequences; `changes` are of its calibration block."""
-    recipe = yaml.safe_load(find_recipe(name)[1])
+    recipe = yaml.safe_load(find_recipe(name)[1]) | ({"search": search} if search else {})
     recipe["calibration"] |= SMALL | changes
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))

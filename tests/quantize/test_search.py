@@ -61,11 +61,15 @@ def nearest_e2m1(scaled: torch.Tensor) -> torch.Tensor:
     return E2M1[(scaled.unsqueeze(-1) - E2M1).abs().argmin(-1)]
 
 
-def errors_of_all_scales(weight: torch.Tensor, global_scale: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[groups, scales]: the squared error of each group of 16 under each E4M3 scale."""
+def errors_of_all_scales(
+    weight: torch.Tensor, global_scale: torch.Tensor, scales: torch.Tensor, counts: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[groups, scales]: the squared error of each group of 16 under each E4M3 scale, by what channels count."""
     groups = weight.double().abs().view(-1, 16)
     units = (scales / global_scale).double()
-    return torch.stack([(groups - unit * nearest_e2m1(groups / unit)).square().sum(1) for unit in units], 1)
+    each = 1.0 if counts is None else counts.double().expand_as(weight).reshape(-1, 16)
+    errors = [(groups - unit * nearest_e2m1(groups / unit)).square() * each for unit in units]
+    return torch.stack([error.sum(1) for error in errors], 1)
 
 
 @pytest.mark.parametrize("kind", ["normal", "long tails", "even"])
@@ -78,6 +82,15 @@ def test_nvfp4_takes_the_best_of_all_126_scales(kind):
     own = errors.gather(1, found["weight_scale"].view(torch.uint8).view(-1, 1).long() - 1).sum()
     assert own <= errors.amin(1).sum() * 1.002
     assert own < 0.9 * squared_error("NVFP4A16", plain, weight)
+
+
+def test_nvfp4_takes_nearly_the_best_of_all_126_scales_by_importance():
+    """Where single channels count, a scale may be best that is further away than those that are tried."""
+    weight, counts = weights()["normal"], importance(512)
+    (found,) = pack(SCHEMES["NVFP4A16"], [weight], search="imatrix", importance=[counts])
+    errors = errors_of_all_scales(weight, found["weight_global_scale"], E4M3, counts)
+    own = errors.gather(1, found["weight_scale"].view(torch.uint8).view(-1, 1).long() - 1).sum()
+    assert own <= errors.amin(1).sum() * 1.05
 
 
 def test_nvfp4_takes_the_scales_of_modelopts_calibrator():
@@ -140,7 +153,48 @@ def test_the_error_is_below_that_of_llm_compressors_observer(name):
         assert own < squared_error(name, by_observer(name, weight, knobs), weight) * 1.0001, knobs
 
 
-def by_observer(name: str, weight: torch.Tensor, knobs: dict[str, float]) -> dict[str, torch.Tensor]:
+def importance(width: int) -> torch.Tensor:
+    """Some channels are a hundred times as loud as others."""
+    return torch.rand(width, generator=torch.Generator().manual_seed(2)).mul(5).exp()
+
+
+def weighted_error(name: str, packed: dict[str, torch.Tensor], weight: torch.Tensor) -> float:
+    errors = (values_of(name, packed, weight.shape) - weight.double()).square()
+    return float((errors * importance(weight.shape[1])).sum())
+
+
+@pytest.mark.parametrize("name", [name for name in SWEPT if name != "FP8_BLOCK"])  # which their observer refuses
+def test_the_weighted_error_is_below_that_of_llm_compressors_imatrix(name):
+    """`imatrix_mse` as it is (the power 3) and with squares; and below what `mse` leaves."""
+    weight = weights((32, 256))["normal"]
+    counts = importance(256)
+    (found,) = pack(SCHEMES[name], [weight], search="imatrix", importance=[counts])
+    own = weighted_error(name, found, weight)
+    assert own < weighted_error(name, pack(SCHEMES[name], [weight], search="mse")[0], weight)
+    for knobs in ({}, {"norm": 2.0}):
+        theirs = by_observer(name, weight, knobs, counts)
+        assert own < weighted_error(name, theirs, weight) * 1.0001, knobs
+
+
+def test_importance_counts_within_a_group_of_rows_too():
+    """FP8 in blocks of 128 x 128, of which the right ones are smaller."""
+    weight = torch.cat([*weights((200, 200)).values()])
+    (found,) = pack(SCHEMES["FP8_BLOCK"], [weight], search="imatrix", importance=[importance(200)])
+    (other,) = pack(SCHEMES["FP8_BLOCK"], [weight], search="mse")
+    assert weighted_error("FP8_BLOCK", found, weight) < weighted_error("FP8_BLOCK", other, weight)
+
+
+@pytest.mark.parametrize("name", SWEPT)
+@pytest.mark.parametrize("counts", [torch.zeros(256), torch.full((256,), 7e-20), torch.full((256,), 3e38)])
+def test_importance_that_is_the_same_for_all_finds_what_mse_finds(name, counts):
+    (found,) = pack(SCHEMES[name], [weights((32, 256))["normal"]], search="imatrix", importance=[counts])
+    (other,) = pack(SCHEMES[name], [weights((32, 256))["normal"]], search="mse")
+    assert all(torch.equal(found[suffix], value) for suffix, value in other.items())
+
+
+def by_observer(
+    name: str, weight: torch.Tensor, knobs: dict[str, float], counts: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
     """What llm-compressor packs with scales of its observer."""
     pytest.importorskip("llmcompressor")
     from compressed_tensors.compressors import compress_module
@@ -150,10 +204,13 @@ def by_observer(name: str, weight: torch.Tensor, knobs: dict[str, float]) -> dic
 
     scheme = preset_name_to_scheme(name, ["Linear"])
     assert scheme.weights is not None
-    scheme.weights.observer, scheme.weights.observer_kwargs = "memoryless_mse", knobs
+    observer = "memoryless_mse" if counts is None else "imatrix_mse"
+    scheme.weights.observer, scheme.weights.observer_kwargs = observer, knobs
     module = initialize_quantized_linear(weight, scheme, weight.device)
     calibration.initialize_observer(module, "weight")
     calibration.apply_calibration_status(module)
+    if counts is not None:
+        module.weight_observer._imatrix_sum, module.weight_observer._imatrix_count = counts * 4, torch.tensor(4)
     calibration.observe([module], base_name="weight")
     calibration.update_qparams([module], base_name="weight")
     calibration.freeze_module_quantization(module)

@@ -33,13 +33,14 @@ PLACES = [("before statistics", 0), ("after statistics", 1), ("amid states", 1),
         ("tiny-glm4-moe.nvfp4", PLACES, [1, 3]),
         ("tiny-glm4-moe.w4a16-gptq", PLACES[2:3], [1, 2, 3]),
         ("tiny-glm4-moe.w4a16-awq", [("after statistics", 2)], [1, 2, 3]),
-        ("tiny-qwen3_5.nvfp4", PLACES[1:2], [1, 2, 3]),
+        ("tiny-qwen3_5.nvfp4 imatrix", PLACES[1:2], [1, 2, 3]),
         ("tiny-qwen3_5.w4a16-gptq", [("amid states", 2)], [1, 2, 3]),
         ("tiny-qwen3_5.w4a16-awq", PLACES[2:3], [1, 2, 3]),
     ],
 )
 def test_a_killed_pass_goes_on_and_leaves_the_same_bytes(name, places, told, tmp_path):
-    recipe, unbroken, broken = small_recipe(tmp_path, name), tmp_path / "unbroken", tmp_path / "broken"
+    name, _, search = name.partition(" ")
+    recipe, unbroken, broken = small_recipe(tmp_path, name, search=search), tmp_path / "unbroken", tmp_path / "broken"
     straight = start(recipe, unbroken)
     for place in places:
         assert finished(start(recipe, broken, kill=place)) == [-9], place

@@ -77,14 +77,16 @@ def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.
     yield block, binding
 
 
-def compared_for(model: str, scheme: str, source: Path, folder: Path, algorithm: str = "minmax") -> int:
+def compared_for(
+    model: str, scheme: str, source: Path, folder: Path, algorithm: str = "minmax", search: str = ""
+) -> int:
     """Plans experts of one scheme, writes them, and compares."""
-    plan = calibrated(model, scheme, source, algorithm)
+    plan = calibrated(model, scheme, source, algorithm, search)
     statistics = saved(folder / "statistics", made_up(plan))
     return compared(plan, statistics, written(plan, folder / "out", statistics))
 
 
-def calibrated(model: str, scheme: str, source: Path, algorithm: str) -> Plan:
+def calibrated(model: str, scheme: str, source: Path, algorithm: str, search: str = "") -> Plan:
     """Experts of one scheme in both parts; latent attention takes no static scales."""
     recipe = find_recipe(model)[0].model_dump()
     words = {group: scheme if group == "experts" else "NVFP4" for group in recipe["backbone"]}
@@ -92,7 +94,7 @@ def calibrated(model: str, scheme: str, source: Path, algorithm: str) -> Plan:
     if model in ("deepseek-v3.1", "dsv4-flash"):
         words["attention"] = mtp["attention"] = "FP8_BLOCK"
     data = find_recipe("glm-4.7.nvfp4-fp8")[0].calibration.model_dump() | {"algorithm": algorithm}
-    changes = {"backbone": words, "mtp": mtp, "calibration": data}
+    changes = {"backbone": words, "mtp": mtp, "calibration": data, "search": search or None}
     return make_plan(Recipe.model_validate(recipe | changes), open_source(source))
 
 
@@ -144,6 +146,11 @@ def stored_in(scheme: str, folder: Path, model: str) -> Path:
 @pytest.mark.parametrize("form", FORMS)
 def test_served_weights_are_those_of_the_file(form, scheme, sources, tmp_path):
     assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path) > 8
+
+
+@pytest.mark.parametrize(("form", "scheme"), [("BF16", "FP8_BLOCK"), ("stacked", "W4A16"), ("MXFP4", "NVFP4")])
+def test_scales_that_are_searched_by_importance_are_those_of_the_file(form, scheme, sources, tmp_path):
+    assert compared_for(FORMS[form][0], scheme, sources(form), tmp_path, search="imatrix") > 8
 
 
 @pytest.mark.parametrize(

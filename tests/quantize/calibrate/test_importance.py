@@ -1,0 +1,168 @@
+"""`search: imatrix`: what each input channel counts, from the batches to the packer, alone and on two ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from calibrated import made_up, planned, saved
+from compressed_tensors.quantization import QuantizationArgs
+from keepmtp.quantize.calibrate import inputs
+from keepmtp.quantize.calibrate.layer import calibrate
+from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
+from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.unit import packed_groups
+from keepmtp.recipes.errors import CheckpointError, RecipeError
+from keepmtp.recipes.find import find_recipe
+from keepmtp.recipes.schema import Recipe, validated
+from killed import finished, small_recipe, start
+from layerwise import GLM, Skeleton, token_ids
+from llmcompressor.observers import Observer
+
+
+def with_imatrix(plan: Plan) -> Plan:
+    recipe = Recipe.model_validate(plan.recipe.model_dump() | {"search": "imatrix"})
+    return make_plan(recipe, plan.source, shard_bytes=plan.shard_bytes)
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory) -> Plan:
+    """Schemes with static input scales and without, and one that the search leaves alone."""
+    folder = tmp_path_factory.mktemp("searched") / "source"
+    return with_imatrix(planned(folder, rest="W4A16", experts="NVFP4", shared_experts="MXFP4", mtp="FP8_DYNAMIC"))
+
+
+# --- what channels count ----------------------------------------------------------------------------------------------
+
+
+def observer_of(module: torch.nn.Module) -> Any:
+    """llm-compressor's own: from now on it sums the squares of what the module is handed."""
+    args = QuantizationArgs(num_bits=4, strategy="group", group_size=128, observer="imatrix_mse")
+    observer = Observer.load_from_registry("imatrix_mse", base_name="weight", args=args)
+    observer.attach(module)
+    return observer
+
+
+def test_importance_is_that_of_llm_compressors_observer(monkeypatch):
+    """One dense layer; theirs is summed in F32. q, k and v read one tensor, which is squared once in a batch."""
+    ids = token_ids(3)
+    skeleton = Skeleton(GLM)
+    batches = skeleton.enter(0, ids, None)
+    names = skeleton.linears(0)
+    theirs = {name: observer_of(skeleton.model.get_submodule(name)) for name in names}
+    squared, real = [], inputs._sums_of_squares
+    monkeypatch.setattr(inputs, "_sums_of_squares", lambda value: (squared.append(value.shape), real(value))[1])
+    schemes = dict.fromkeys(names, "W4A16")
+    found = calibrate(skeleton.model, batches, schemes=schemes, algorithm="minmax", weighted=names).tensors
+    assert found.keys() == {f"{name}.input_importance" for name in names}
+    for name, observer in theirs.items():
+        value = observer._imatrix_sum / observer._imatrix_count
+        assert torch.allclose(found[f"{name}.input_importance"], value, rtol=1e-5, atol=0), name
+    assert len(names) == 7 and len(squared) == 4 * len(ids)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_experts_count_by_their_own_inputs(routed):
+    """Without a token, every channel counts the same."""
+    skeleton = Skeleton(GLM)
+    width = skeleton.model.config.hidden_size
+    hidden = [torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0)).bfloat16()]
+    batches = skeleton.enter(1, token_ids(1, 3), hidden)
+    names = skeleton.linears(1)
+    found = calibrate(
+        skeleton.model,
+        batches,
+        schemes=dict.fromkeys(names, "FP8_DYNAMIC"),
+        algorithm="minmax",
+        weighted=names,
+        routed=routed,
+    )
+    ups = {
+        each.module: each.tokens
+        for each in found.coverage
+        if each.module.endswith("up_proj") and ".experts." in each.module
+    }
+    ones = [bool((found.tensors[f"{name}.input_importance"] == 1).all()) for name in ups]
+    assert ones == [tokens == 0 for tokens in ups.values()]
+    assert any(ones) == routed
+    downs = [found.tensors[f"{name.replace('up_proj', 'down_proj')}.input_importance"] for name in ups if ups[name]]
+    assert len({tuple(each.tolist()) for each in downs}) == len(downs), "each expert has inputs of its own"
+
+
+# --- from calibration to the packer -----------------------------------------------------------------------------------
+
+
+def test_the_plan_takes_importance_of_what_is_searched_and_writes_none(searched):
+    by_role = {(t.part, t.role): t for t in searched.tensors if t.fate == "quantize"}
+    weighted = {key for key, tensor in by_role.items() if tensor.weighted}
+    assert {key for key in by_role if key[1] == "shared_experts" and key[0] == "backbone"}.isdisjoint(weighted)
+    assert ("backbone", "experts") in weighted and ("mtp", "attention") in weighted
+    assert searched.needs_calibration == ["FP8_DYNAMIC", "NVFP4", "W4A16"]
+    names = {output.name for tensor in searched.tensors for output in tensor.outputs}
+    assert not any(name.endswith("input_importance") for name in names)
+
+
+def test_statistics_have_exactly_the_importance_that_the_packer_reads(searched, tmp_path):
+    made = made_up(searched)
+    refuse_statistics(searched, saved(tmp_path / "right", made))
+    name = next(name for name in made if name.endswith("experts.0.down_proj.input_importance"))
+    without = {key: value for key, value in made.items() if key != name}
+    with pytest.raises(CheckpointError, match=rf"calibration must give {name}; got no such tensor"):
+        refuse_statistics(searched, saved(tmp_path / "without", without))
+    with pytest.raises(CheckpointError, match=rf"{name} must be F32\[\d+\]; got F32\[7\]"):
+        refuse_statistics(searched, saved(tmp_path / "narrow", made | {name: torch.ones(7)}))
+    other = with_search(searched, "mse")
+    with pytest.raises(CheckpointError, match=r"every tensor must be one that the plan .* got \S+\.input_importance"):
+        refuse_statistics(other, saved(tmp_path / "other", made))
+
+
+def with_search(plan: Plan, search: str) -> Plan:
+    return make_plan(Recipe.model_validate(plan.recipe.model_dump() | {"search": search}), plan.source)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_importance_that_is_no_number_is_named(value, searched, tmp_path):
+    unit = next(unit for unit in searched.units if unit[0].weighted)
+    name = unit[0].importances[0].name
+    made = made_up(searched)
+    made[name][3] = value
+    given = saved(tmp_path, made)
+    with pytest.raises(CheckpointError, match=rf"^{name}: every value must be finite and not negative"):
+        list(packed_groups(searched, unit, given, device=torch.device("cpu")))
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def test_importance_needs_text():
+    recipe = find_recipe("glm-4.7", scheme="W4A16")[0].model_dump()
+    with pytest.raises(
+        RecipeError, match=r"calibration must be given for search: imatrix; got null\. Name a dataset, or"
+    ):
+        validated(recipe | {"search": "imatrix"}, "mine")
+
+
+def test_importance_stands_beside_nothing_that_has_scales_of_its_own():
+    recipe = find_recipe("glm-4.7", scheme="w4a16-gptq")[0].model_dump()
+    with pytest.raises(RecipeError, match=r"rounded to nearest; got calibration\.algorithm gptq"):
+        validated(recipe | {"search": "imatrix"}, "mine")
+    auto = {"backbone": "auto", "budget": "6.9MiB", "backbone_auto": {"candidates": ["NVFP4", "bf16"]}}
+    plain = find_recipe("tiny-docs", scheme="NVFP4")[0].model_dump()
+    with pytest.raises(RecipeError, match=r"search: imatrix must come with a word for every group; got backbone: auto"):
+        validated(plain | auto | {"search": "imatrix"}, "mine")
+
+
+# --- whole passes -----------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_find_what_one_process_finds(tmp_path):
+    """A sum over two ranks is in F64; here it is the same F32 number to the bit. One alone does the MTP block, too."""
+    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", search="imatrix", samples=4, held_out=2)
+    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"mtp": "W4A16"}))
+    one, two = tmp_path / "one", tmp_path / "two"
+    alone, together = start(recipe, one, is_whole=True), start(recipe, two, size=2)
+    assert finished(alone) == [0] and finished(together) == [0, 0]
+    found, shared = (Statistics.open(folder / "statistics") for folder in (one, two))
+    of_block = {name for name in found if ".layers.3." in name}
+    assert shared.sums == {name: value for name, value in found.sums.items() if name not in of_block}
+    assert any(name.endswith("input_importance") for name in of_block)
