@@ -18,7 +18,7 @@ from math import prod
 
 from ..recipes.knobs import AutoRoundKnobs
 from ..recipes.schema import AUTO, Calibration, candidates_for
-from ..recipes.schemes import SWEEPS
+from ..recipes.schemes import SEARCHES, SWEEPS
 from .cards import Card
 from .plan import Plan
 from .tensor_plan import TensorPlan
@@ -41,6 +41,8 @@ _BYTES_A_SCORE = 24
 # The same for a value between an expert's projections, for one that an expert returns, and for one that is observed.
 _BYTES_INSIDE, _BYTES_OUTSIDE, _BYTES_OBSERVED = 26, 12, 2
 _BYTES_PACKED = 30
+# Times as long with searched scales, on a CPU (`make bench`); and what squaring an input takes.
+_SEARCHED, _BYTES_SQUARED = 4, 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,13 @@ class Work:
 
 
 def layer_work(
-    plan: Plan, tensors: Iterable[TensorPlan], *, batch_size: int, length: int, routed: bool = False
+    plan: Plan,
+    tensors: Iterable[TensorPlan],
+    *,
+    batch_size: int,
+    length: int,
+    routed: bool = False,
+    squares: bool = False,
 ) -> Work:
     """One batch through one layer.
 
@@ -146,6 +154,7 @@ def layer_work(
         batch_size: sequences.
         length: tokens in each.
         routed: experts compute their own tokens only, as a server's do.
+        squares: inputs of experts are squared, for their importance.
     """
     text_config = plan.view.text_config
     heads, hidden = int(text_config.get("num_attention_heads") or 0), int(text_config.get("hidden_size") or 0)
@@ -166,7 +175,7 @@ def layer_work(
     keeps_scores = plan.recipe.calibration is None or plan.recipe.calibration.attention == "eager"
     moved = 2.0 * (plain + experts) + _BYTES_A_SCORE * float(tokens) * heads * length * keeps_scores
     moved += share * tokens * num_experts * (inside * _BYTES_INSIDE + hidden * _BYTES_OUTSIDE)
-    moved += share * tokens * num_experts * inside * _BYTES_OBSERVED
+    moved += share * tokens * num_experts * inside * (_BYTES_OBSERVED + squares * _BYTES_SQUARED)
     return Work(flops=flops, moved=moved, calls=len(matrices) + 2 * num_experts * any(t.stacked for t in matrices))
 
 
@@ -237,7 +246,7 @@ class _Work:
         length = self.calibration.sequence_length
         drafts = layer_work(self.plan, own, batch_size=1, length=length, routed=True).times(3 * tuned.draft_steps)
         logits = Work(flops=6.0 * length * head * tuned.draft_steps, calls=2.0 * tuned.draft_steps)
-        packed = Work(moved=float(_BYTES_PACKED * sum(prod(tensor.shape) for tensor in own if tensor.tuned)))
+        packed = Work(moved=_packed_bytes(self.plan, [tensor for tensor in own if tensor.tuned]))
         sequences = tuned.steps * tuned.batch_size / self.gpus
         return (drafts + logits).times(sequences) + packed.times(tuned.steps)
 
@@ -246,8 +255,7 @@ class _Work:
             self.plan, tensors, batch_size=self.batch_size, length=self.calibration.sequence_length, routed=True
         )
         mtp_stream = self._batches(self.calibration.samples) if self.plan.may_calibrate_mtp else 0
-        packed = sum(prod(tensor.shape) for tensor in tensors if tensor.fate == "quantize")
-        rounded = Work(moved=float(_BYTES_PACKED * packed))
+        rounded = Work(moved=_packed_bytes(self.plan, [t for t in tensors if t.fate == "quantize"]))
         return self._passes(tensors) + rounded + served.times(2 * self._batches(self.calibration.held_out) + mtp_stream)
 
     def _passes(self, tensors: list[TensorPlan]) -> Work:
@@ -258,6 +266,7 @@ class _Work:
             batch_size=self.batch_size,
             length=self.calibration.sequence_length,
             routed=self.calibration.experts == "routed",
+            squares=any(tensor.weighted for tensor in tensors if tensor.role == "experts"),
         )
         is_rewritten = self.calibration.algorithm not in SWEEPS
         passes = 2 if is_rewritten and any(t.calibrated == "weights" or t.may_change for t in tensors) else 1
@@ -296,11 +305,19 @@ def _terms(work: Work, station: str, card: Card) -> list[TimeTerm]:
     ]
 
 
+def _packed_bytes(plan: Plan, tensors: Iterable[TensorPlan]) -> float:
+    """What packing these weights moves, and in proportion what a search of their scales takes."""
+    searched = SEARCHES[plan.recipe.search] if plan.recipe.search else frozenset()
+    return float(
+        sum(_BYTES_PACKED * prod(each.shape) * (_SEARCHED if each.scheme in searched else 1) for each in tensors)
+    )
+
+
 def _packing(plan: Plan, card: Card, gpus: int) -> list[TimeTerm]:
     """Source read, packed and written; then what was written is read for its check."""
-    packed = sum(prod(tensor.shape) for tensor in plan.tensors if tensor.fate == "quantize")
+    packed = _packed_bytes(plan, [tensor for tensor in plan.tensors if tensor.fate == "quantize"])
     return [
-        _memory("packing", card, gpus, _BYTES_PACKED * packed),
+        _memory("packing", card, gpus, packed),
         _disk("packing", plan.num_bytes_before + 2 * plan.num_bytes_after),
         _link("packing", (plan.num_bytes_before + plan.num_bytes_after) / gpus),
     ]

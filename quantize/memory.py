@@ -20,7 +20,7 @@ from ..recipes.knobs import AutoRoundKnobs
 from ..recipes.schema import Calibration
 from ..recipes.schemes import SCHEMES
 from .plan import Plan
-from .statistics_bytes import SECOND, awq_cache_bytes, group_hessian_bytes, hessian_bytes
+from .statistics_bytes import SECOND, awq_cache_bytes, group_hessian_bytes, hessian_bytes, squares_bytes
 from .tensor_plan import TensorPlan
 
 BF16, F32, INT64 = 2, 4, 8
@@ -175,6 +175,7 @@ class _Count:
             "weights": BF16 * sum(map(_numel, tensors)),
             **self._with_batch(tensors, self.calibration.sequence_length),
             **self._of_algorithm(tensors),
+            **_squares(tensors),
         }
         host = {
             "process": PROCESS_BYTES,
@@ -216,6 +217,7 @@ class _Count:
             "head": BF16 * sum(map(_numel, self.head_weights)),
             **largest,
             **self._of_algorithm(own),
+            **_squares(own),
         }
         host = {"process": PROCESS_BYTES, "batches": self._stream_bytes(), **self._cache(own)}
         return StationMemory(name="MTP block", device=device, host=host)
@@ -388,6 +390,12 @@ class _Count:
 # Bytes: an offset, its gradient, and what autograd keeps of rounding by it; measured on the tiny models.
 _A_LEARNED_WEIGHT = 26
 _ATTENTION = frozenset({"attention", "linear_attention", "indexer", "compressor"})
+
+
+def _squares(tensors: Iterable[TensorPlan]) -> dict[str, int]:
+    """What is summed of the inputs under `search: imatrix`."""
+    num_bytes = squares_bytes(tensors)
+    return {"squares of inputs": num_bytes} if num_bytes else {}
 
 
 def _kind(tensor: TensorPlan) -> tuple[object, ...]:

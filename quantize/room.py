@@ -75,7 +75,9 @@ def calibration_bytes(plan: Plan) -> int:
     # A search keeps what every layer returns for a part of the text, and then four plans on the held-out text.
     searched = calibration.samples // 4 * plan.view.num_layers + 10 * calibration.held_out
     num_tokens += plan.recipe.is_searched * searched * calibration.sequence_length
-    return 2 * num_tokens * width * 2 + sum(output.num_bytes for tensor in rewritten for output in tensor.outputs)
+    statistics = sum(output.num_bytes for tensor in rewritten for output in tensor.outputs)
+    importances = sum(output.num_bytes for tensor in plan.tensors for output in tensor.importances)
+    return 2 * num_tokens * width * 2 + statistics + importances
 
 
 def _bytes_in(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""How large GPTQ's Hessians and AWQ's caches of one layer are, counted from headers.
+"""How large GPTQ's Hessians, AWQ's caches and sums of squared inputs of one layer are, counted from headers.
 
 In: what a plan says of the layer's tensors. Out: bytes, for all of them together or for one turn of the experts.
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from .tensor_plan import TensorPlan
 
-_F32, _BF16 = 4, 2
+_F64, _F32, _BF16 = 8, 4, 2
 _MLP = frozenset({"dense_mlp", "shared_experts", "experts"})
 SECOND = ("down_proj", "w2")
 """How the projection of an MLP that reads what the first ones computed is called."""
@@ -47,6 +47,11 @@ def group_hessian_bytes(tensors: Iterable[TensorPlan]) -> int:
         _F32 * 16 * tensor.shape[-1] * (tensor.shape[0] * len(tensor.stacked) if tensor.stacked else 1)
         for tensor in _rewritten(tensors)
     )
+
+
+def squares_bytes(tensors: Iterable[TensorPlan]) -> int:
+    """Of the modules whose importance is summed: their input channels in F64, of all batches and of the present one."""
+    return sum(2 * _F64 * output.shape[0] for tensor in tensors for output in tensor.importances)
 
 
 def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool = False) -> int:

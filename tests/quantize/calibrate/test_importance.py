@@ -1,5 +1,6 @@
 """`search: imatrix`: what each input channel counts, from the batches to the packer, alone and on two ranks."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ from compressed_tensors.quantization import QuantizationArgs
 from keepmtp.quantize.calibrate import inputs
 from keepmtp.quantize.calibrate.layer import calibrate
 from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
+from keepmtp.quantize.cards import CARDS
+from keepmtp.quantize.estimate import estimate
+from keepmtp.quantize.memory import stations
 from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.room import calibration_bytes
+from keepmtp.quantize.statistics_bytes import squares_bytes
 from keepmtp.quantize.unit import packed_groups
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
@@ -129,6 +135,24 @@ def test_importance_that_is_no_number_is_named(value, searched, tmp_path):
     given = saved(tmp_path, made)
     with pytest.raises(CheckpointError, match=rf"^{name}: every value must be finite and not negative"):
         list(packed_groups(searched, unit, given, device=torch.device("cpu")))
+
+
+def test_what_importance_takes_is_counted(searched):
+    """On the device, on the disk and of the time."""
+    plain = replace(searched, tensors=tuple(replace(tensor, weighted=False) for tensor in searched.tensors))
+    made = made_up(searched)
+    kept = sum(value.nbytes for name, value in made.items() if name.endswith("input_importance"))
+    assert calibration_bytes(searched) - calibration_bytes(plain) == kept > 0
+    of_layer = [tensor for tensor in searched.tensors if tensor.part == "backbone" and tensor.layer == 1]
+    summed = sum(made[output.name].numel() for tensor in of_layer for output in tensor.importances)
+    (layer,) = (each for each in stations(searched, batch_size=1) if each.name.startswith("decoder layer"))
+    assert squares_bytes(of_layer) == 2 * 8 * summed and layer.device["squares of inputs"] >= 2 * 8 * summed
+    moved, without = (
+        {(term.station, term.name): term.count for term in estimate(plan, CARDS["H200"]).terms}
+        for plan in (searched, with_search(searched, "four-over-six"))
+    )
+    assert moved["layers", "memory"] > without["layers", "memory"]
+    assert without["packing", "memory"] < moved["packing", "memory"] < 4 * without["packing", "memory"]
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
