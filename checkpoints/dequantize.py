@@ -63,7 +63,8 @@ def dequantize(
             return nvfp4(weight, scale, parts["weight_scale_2"], divisor=False)
         case "int_packed":
             num_rows, num_columns = shape
-            return int_packed(weight, scale, 32 * weight.shape[1] // num_columns, (num_rows, num_columns))
+            bits, zero_point = 32 * weight.shape[1] // num_columns, parts.get("weight_zero_point")
+            return int_packed(weight, scale, bits, (num_rows, num_columns), zero_point)
         case "gptq" | "awq" | "unknown":
             raise AssertionError(f"{', '.join(parts)}: a form that is not computed is refused before")
 
@@ -169,14 +170,18 @@ def nvfp4(packed: Tensor, scale: Tensor, global_scale: Tensor, *, divisor: bool)
     return _fp4(packed, scale, divisor=common) if divisor else _fp4(packed, scale, multiplier=common)
 
 
-def int_packed(packed: Tensor, scale: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
-    """Symmetric integers of compressed-tensors' pack-quantized: offset binary, first column in the low bits.
+def int_packed(
+    packed: Tensor, scale: Tensor, bits: int, shape: tuple[int, int], zero_point: Tensor | None = None
+) -> Tensor:
+    """Integers of compressed-tensors' pack-quantized: offset binary, first column in the low bits.
 
     Args:
         packed: [N, ceil(K * bits / 32)], int32.
         scale: [N, G] with K a multiple of G (G = 1: one scale a row), BF16, F16 or F32.
         bits: 4 or 8.
         shape: (N, K) of the weight, `weight_shape` in the file.
+        zero_point: [ceil(N * bits / 32), G], int32: the codes that mean 0, first row in the low bits; None where all
+            are half the count of codes.
 
     Returns: [N, K], BF16.
 
@@ -189,12 +194,24 @@ def int_packed(packed: Tensor, scale: Tensor, bits: int, shape: tuple[int, int])
     if scale.ndim != 2 or scale.shape[0] != num_rows or num_columns % scale.shape[1]:
         _expect_shape("weight_scale", scale, (num_rows, 1))
     table, factor = _int_table(bits, packed.device), _scale_to_float(scale)
+    zero = None if zero_point is None else _zero_points(zero_point, bits, (num_rows, scale.shape[1]))
 
     def chunk(first: int, last: int) -> Tensor:
         codes = _look_up(table, packed[first:last].contiguous().view(torch.uint8))[:, :num_columns]
+        if zero is not None:
+            codes.unflatten(1, (scale.shape[1], -1)).sub_(zero[first:last].unsqueeze(-1))
         return _scale_groups(codes, factor[first:last])
 
     return _by_rows((num_rows, num_columns), packed.device, chunk)
+
+
+def _zero_points(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
+    """Zero points around 0, as the codes of `_int_table` are: F32 [N, G]."""
+    per_word = 32 // bits
+    _expect_shape("weight_zero_point", packed, (-(-shape[0] // per_word), shape[1]))
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device).view(1, -1, 1)
+    codes = (packed.unsqueeze(1) >> shifts) & ((1 << bits) - 1)
+    return codes.flatten(0, 1)[: shape[0]].float() - (1 << (bits - 1))
 
 
 def _fp4(packed: Tensor, scale: Tensor, *, divisor: Tensor | None = None, multiplier: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from ..recipes.family import HFName
+from ..recipes.schemes import SCHEMES
 from .safetensors_file import Entry
 
 Form = Literal[
@@ -55,7 +56,7 @@ KV_SCALE_LEAVES = ("k_scale", "v_scale", "q_scale", "prob_output_scale")
 FLOATS = ("BF16", "F16", "F32")
 FP8 = ("F8_E4M3", "F8_E5M2")
 
-
+_INTEGERS = {name: scheme for name, scheme in SCHEMES.items() if scheme.format == "pack-quantized"}
 _FIRST_SCALES = ("weight_scale_inv", "weight_scale", "scale")
 T = TypeVar("T")
 
@@ -189,7 +190,7 @@ def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
     if weight.dtype == "I8" and scale.dtype in FLOATS and scale.shape in ((n, 1), (n,)):
         return stored("int8", shape, "W8A8")
     if weight.dtype == "I32" and {"weight_packed", "weight_scale", "weight_shape"} <= leaves:
-        return _int_packed(stored, (n, k), scale, "weight_zero_point" in parts or "weight_g_idx" in parts)
+        return _int_packed(stored, (n, k), scale, parts)
     return stored("unknown", shape)
 
 
@@ -228,11 +229,13 @@ def _block_side(size: int, count: int) -> int:
     return 0
 
 
-def _int_packed(stored, shape: tuple[int, int], scale: Entry, is_asymmetric: bool) -> StoredWeight:
+def _int_packed(stored, shape: tuple[int, int], scale: Entry, parts: Mapping[str, Entry]) -> StoredWeight:
     n, words = shape
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
-    for bits, scheme in ((4, "W4A16"), (8, "W8A16")):
-        k = words * 32 // bits
-        if groups * 128 == k:
-            return stored("int_packed", (n, k), "" if is_asymmetric else scheme)
-    return stored("int_packed", (n, words * 8))
+    zero = parts.get("weight_zero_point")
+    for name, scheme in _INTEGERS.items():
+        k = words * 32 // scheme.bits
+        fits = zero is None or zero.shape == (-(-n // scheme.n_multiple()), groups)
+        if groups * (scheme.group_size or 0) == k and scheme.has_zero_point == (zero is not None) and fits:
+            return stored("int_packed", (n, k), "" if "weight_g_idx" in parts else name)
+    return stored("int_packed", (n, words * (4 if groups * 32 == words else 8)))  # 8 bits in groups of 128, or 4

@@ -274,7 +274,7 @@ def _refuse_unreadable(weight: StoredWeight, name: HFName, place: Place, source:
     if weight.form in (*NOT_COMPUTED, "mxfp8") or is_foreign_integer or is_sliced:
         raise CheckpointError(
             f"{source.where}: {name}",
-            "must be plain, FP8, MXFP4, NVFP4 or symmetric integers in groups of 128",
+            "must be plain, FP8, MXFP4, NVFP4, or integers in an order and in groups that a scheme has",
             got=", ".join(f"{leaf} {entry.dtype}{list(entry.shape)}" for leaf, entry in weight.parts.items()),
             cure="Start from the original release",
         )
@@ -307,6 +307,13 @@ def _refuse_width(
             f"{scheme.name} needs K divisible by {scheme.k_multiple()}",
             got=f"K={columns} in {name}",
             cure=f"Set {place.role}: bf16, or override this module",
+        )
+    if rows % scheme.n_multiple():
+        raise RecipeError(
+            where,
+            f"{scheme.name} needs N divisible by {scheme.n_multiple()}: zero points of so many rows are one word",
+            got=f"N={rows} in {name}",
+            cure=f"Set {place.role}: W4A16, or override this module",
         )
     # vLLM 0.32.0 (fp8_utils.validate_fp8_block_shape) lets only the last shard of a fused module end in a part block.
     may_be_ragged = place.row.path in view.last_shards and place.role != "experts"

@@ -134,19 +134,26 @@ def _pack_weight(
     main = "weight_packed" if "weight_packed" in outputs else "weight"
     rows_per_scale = scheme.block[0] if scheme.block else 1
     work = _workspace(scheme, weight, importance, has_search=bool(search))
-    for first, last in row_ranges(weight, rows_per_scale):
+    for first, last in row_ranges(weight, _rows_together(scheme)):
         rows = slice(None) if is_one_scale else slice(first // rows_per_scale, -(-last // rows_per_scale))
         scale = outputs["weight_scale"][rows]
         chunk = outputs | {main: outputs[main][first:last], "weight_scale": scale}
+        if scheme.has_zero_point:
+            per_word = scheme.n_multiple()
+            chunk["weight_zero_point"] = outputs["weight_zero_point"][first // per_word : -(-last // per_word)]
         _KERNELS[scheme.format](scheme, _working(weight[first:last]), chunk, work, search)
     return outputs
+
+
+def _rows_together(scheme: Scheme) -> int:
+    """Rows that no two chunks divide: those of a block, or of a word of zero points."""
+    return scheme.block[0] if scheme.block else scheme.n_multiple()
 
 
 def _workspace(scheme: Scheme, weight: Tensor, importance: Tensor | None, *, has_search: bool) -> Workspace:
     """Buffers for the largest chunk of a weight; empty where there is no F32 stage."""
     has_codes = scheme.format in ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
-    rows_per_scale = scheme.block[0] if scheme.block else 1
-    elements = next(last - first for first, last in row_ranges(weight, rows_per_scale)) * weight.shape[1]
+    elements = next(last - first for first, last in row_ranges(weight, _rows_together(scheme))) * weight.shape[1]
     return Workspace(
         scaled=torch.empty(elements * (has_codes or has_search), dtype=torch.float32, device=weight.device),
         spare=torch.empty(elements * has_codes, dtype=torch.int32, device=weight.device),

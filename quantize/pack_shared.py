@@ -95,14 +95,19 @@ def in_units_of(values: Tensor, scale: Tensor, work: Workspace) -> Tensor:
     return scaled
 
 
-def swept(sweep: Sweep, values: Tensor, scale: Tensor, work: Workspace) -> tuple[Tensor, Tensor]:
+def swept(
+    sweep: Sweep, values: Tensor, scale: Tensor, work: Workspace, zero: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The scale of least error for each group [N, groups], in the dtype of `scale`, and the values in F32.
 
     A scale that was chosen for the values as they are is used on them as they are: no quotient is rounded to BF16.
+    `zero` has the shape of `scale`: the groups' zero points, which are the sweep's classes.
     """
     group_size = values.shape[1] // scale.shape[1]
     scaled = in_units_of(values, scale.float(), work).view(-1, group_size)
-    chosen = sweep.best(scaled, counts=work.counts(len(values), group_size))
+    classes = None if zero is None else zero.flatten().long()
+    scaled = scaled if zero is None else scaled.add_(zero.view(-1, 1))
+    chosen = sweep.best(scaled, classes, work.counts(len(values), group_size))
     exact = work.scaled[: values.numel()].view(values.shape).copy_(values)
     return times(scale, sweep.ratios[0][chosen].view(scale.shape)), exact
 

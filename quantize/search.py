@@ -138,6 +138,23 @@ def integer_sweep(bits: int, group: int, device: torch.device) -> Sweep:
 
 
 @cache
+def shifted_sweep(group: int, device: torch.device) -> Sweep:
+    """4-bit integers with a zero point, which is their class; values are counted from the lowest code.
+
+    The first scale covers the whole range, so most candidates are below 1 and clip; the zero point stays.
+    """
+    zeros = torch.arange(16.0).view(-1, 1, 1)
+
+    def nearest(scaled: Tensor) -> Tensor:
+        return (scaled.round() + zeros).clamp(0, 15) - zeros
+
+    ratios = _ratios(96, range(76, 102)).repeat(16, 1)
+    bag = min(group, _MOST_IN_A_BAG)
+    # Past either end: half a step by the rounding of the zero point, and what the BF16 scale is off by.
+    return _sweep(ratios, nearest, low=-0.7, high=15.7, levels=2048, bag=bag, device=device, zeros=zeros)
+
+
+@cache
 def float8_sweep(group: int, device: torch.device) -> Sweep:
     """E4M3 values. They are as dense in each binade, so what a scale does to them is much the same at twice the scale.
 
@@ -166,6 +183,7 @@ def _sweep(
     bag: int,
     device: torch.device,
     allowed: Tensor | None = None,
+    zeros: Tensor | None = None,
 ) -> Sweep:
     """A table of squared errors, as integers of which a bag's sum is exact.
 
@@ -178,10 +196,12 @@ def _sweep(
         bag: values that are summed.
         device: where the table will be.
         allowed: bool [classes, candidates], False where there is no such scale.
+        zeros: F32 [classes, 1, 1], where values of each class are counted from: minus this.
     """
     per_unit = (levels - 1) / (high - low)
     zero = round(-low * per_unit)
     values = ((torch.arange(levels) - zero) / per_unit).view(1, -1, 1)
+    values = values if zeros is None else values - zeros
     ratio = ratios.unsqueeze(1)
     errors = (values - ratio * nearest(values / ratio)).square()
     most = _EXACT / bag

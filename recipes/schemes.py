@@ -60,6 +60,11 @@ class Scheme:
         """Whether one of its scales is one value for a whole tensor; modules that vLLM fuses have it in common."""
         return self.shares_global_scale or self.weights["strategy"] == "tensor"
 
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether a group has, next to its scale, the code that means 0."""
+        return not self.weights["symmetric"]
+
     def tensors(self, num_rows: int, num_columns: int) -> tuple[TensorSpec, ...]:
         """The tensors on disk for a weight [num_rows, num_columns], in the order they are written."""
         return self.weight_tensors(num_rows, num_columns) + self.extra
@@ -87,6 +92,9 @@ class Scheme:
                     TensorSpec(suffix="weight_scale", dtype="BF16", shape=(n, scale_columns)),
                     TensorSpec(suffix="weight_shape", dtype="I64", shape=(2,)),
                 )
+                if self.has_zero_point:
+                    shape = (-(-n // per_word), scale_columns)
+                    main += (TensorSpec(suffix="weight_zero_point", dtype="I32", shape=shape),)
             case "int-quantized":
                 main = (
                     TensorSpec(suffix="weight", dtype="I8", shape=(n, k)),
@@ -113,6 +121,13 @@ class Scheme:
         """K must be a multiple of this; 1 where any width is possible."""
         per_word = 32 // self.bits if self.format == "pack-quantized" else 1
         return max(self.group_size or 1, per_word)
+
+    def n_multiple(self) -> int:
+        """N must be a multiple of this; 1 where any height is possible.
+
+        Zero points are packed along N, so vLLM can cut fused modules and ranks only between words.
+        """
+        return 32 // self.bits if self.has_zero_point else 1
 
     def config_group(self) -> dict[str, Any]:
         """`config_groups[*]` of compressed-tensors without its targets."""
@@ -195,6 +210,19 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType({
             hardware="sm75 and newer; CPUs with AVX-512",
         ),
         Scheme(
+            name="W4A16_G32", format="pack-quantized", bits=4, group_size=32,
+            summary="4-bit integers, scale per 32, activations 16-bit",
+            weights=_args(num_bits=4, type="int", strategy="group", group_size=32),
+            hardware="sm75 and newer; CPUs with AVX-512",
+        ),
+        Scheme(
+            name="W4A16_ASYM", format="pack-quantized", bits=4, group_size=128,
+            summary="4-bit integers, scale and zero point per 128, activations 16-bit",
+            weights=_args(num_bits=4, type="int", strategy="group", group_size=128, symmetric=False,
+                          zp_dtype="torch.int8"),
+            hardware="sm75 and newer; CPUs with AVX-512",
+        ),
+        Scheme(
             name="W8A16", format="pack-quantized", bits=8, group_size=128,
             summary="8-bit integers, scale per 128, activations 16-bit",
             weights=_args(num_bits=8, type="int", strategy="group", group_size=128), hardware="sm75 and newer",
@@ -210,10 +238,10 @@ SCHEMES: Mapping[str, Scheme] = MappingProxyType({
 REWRITES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "minmax": frozenset(),
-        "gptq": frozenset({"W4A16", "NVFP4", "NVFP4A16", "W8A16", "W8A8"}),
-        "awq": frozenset({"W4A16", "W8A16", "NVFP4A16"}),
+        "gptq": frozenset({"W4A16", "W4A16_G32", "W4A16_ASYM", "NVFP4", "NVFP4A16", "W8A16", "W8A8"}),
+        "awq": frozenset({"W4A16", "W4A16_G32", "W4A16_ASYM", "W8A16", "NVFP4A16"}),
         "smoothquant": frozenset({"W8A8"}),
-        "autoround": frozenset({"W4A16", "W8A16"}),
+        "autoround": frozenset({"W4A16", "W4A16_G32", "W4A16_ASYM", "W8A16"}),
         "mse": frozenset({"NVFP4", "NVFP4A16"}),
         "four-over-six": frozenset({"NVFP4", "NVFP4A16"}),
         "local-hessian": frozenset({"NVFP4", "NVFP4A16"}),
@@ -224,7 +252,9 @@ REWRITES: Mapping[str, frozenset[str]] = MappingProxyType(
 SWEEPS = frozenset({"mse", "four-over-six", "local-hessian"})
 """Of these, modelopt's: they choose the scale of each group among candidates, and no value of the layer changes."""
 
-_SWEPT = frozenset({"NVFP4", "NVFP4A16", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W8A16", "W8A8"})
+_SWEPT = frozenset(
+    {"NVFP4", "NVFP4A16", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_G32", "W4A16_ASYM", "W8A16", "W8A8"}
+)
 SEARCHES: Mapping[str, frozenset[str]] = MappingProxyType(
     {"mse": _SWEPT, "four-over-six": frozenset({"NVFP4", "NVFP4A16"}), "imatrix": _SWEPT}
 )

@@ -141,20 +141,33 @@ def test_int_packed(bits, num_columns):
         found = dequantize.int_packed(packed, scale, bits, (40, num_columns))
         expected = codes.double() * spread(scale, 1, num_columns // num_groups, (40, num_columns))
         assert torch.equal(found, expected.float().bfloat16())
+        # 37 rows fill no whole number of words.
+        zeros = torch.randint(-half, half, (37, num_groups), generator=seeded(9)).to(torch.int8)
+        words = pack_to_int32(zeros, bits, packed_dim=0)
+        found = dequantize.int_packed(packed[:37], scale[:37], bits, (37, num_columns), words)
+        shifted = codes[:37].double() - spread(zeros, 1, num_columns // num_groups, (37, num_columns))
+        expected = shifted * spread(scale[:37], 1, num_columns // num_groups, (37, num_columns))
+        assert torch.equal(found, expected.float().bfloat16())
+    with pytest.raises(CheckpointError, match="weight_zero_point"):
+        dequantize.int_packed(packed, scale, bits, (40, num_columns), words[1:])
 
 
-@pytest.mark.parametrize("name", ["NVFP4A16", "MXFP4", "FP8_DYNAMIC", "W4A16", "W8A16", "W8A8"])
+@pytest.mark.parametrize(
+    "name", ["NVFP4A16", "MXFP4", "FP8_DYNAMIC", "W4A16", "W4A16_G32", "W4A16_ASYM", "W8A16", "W8A8"]
+)
 def test_same_values_as_compressed_tensors_reads(name):
     """A packed weight, read here and by the compressor that owns the format."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization import QuantizationScheme
 
     scheme = SCHEMES[name]
     weight = torch.randn(72, 384, generator=seeded(9)).mul(0.02).bfloat16()
     (packed,) = pack(scheme, [weight])
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    expected = compressor.decompress(dict(packed), preset_name_to_scheme(name, ["Linear"]))["weight"]
+    expected = compressor.decompress(dict(packed), QuantizationScheme(targets=["Linear"], **scheme.config_group()))[
+        "weight"
+    ]
     match scheme.format:
         case "nvfp4-pack-quantized":
             common = packed["weight_global_scale"]
@@ -163,7 +176,7 @@ def test_same_values_as_compressed_tensors_reads(name):
             found = dequantize.mxfp4(packed["weight_packed"], packed["weight_scale"])
         case "pack-quantized":
             shape = (int(packed["weight_shape"][0]), int(packed["weight_shape"][1]))
-            found = dequantize.int_packed(packed["weight_packed"], packed["weight_scale"], scheme.bits, shape)
+            found = dequantize.dequantize("int_packed", packed, shape=shape)
         case _:
             found = dequantize.fp8_channel(packed["weight"], packed["weight_scale"])
     assert torch.equal(found, expected)

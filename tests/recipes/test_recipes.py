@@ -152,7 +152,8 @@ def test_values_that_no_run_could_use(tmp_path, key):
 def test_an_algorithm_must_rewrite_something(tmp_path):
     calibration = CALIBRATED.calibration.model_dump() | {"algorithm": "awq"}
     message = refusal(tmp_path, calibration=calibration)
-    assert "calibration.algorithm awq rewrites weights of NVFP4A16, W4A16, W8A16 only; got FP8_DYNAMIC" in message
+    schemes = "NVFP4A16, W4A16, W4A16_ASYM, W4A16_G32, W8A16"
+    assert f"calibration.algorithm awq rewrites weights of {schemes} only; got FP8_DYNAMIC" in message
 
 
 def test_awq_sees_every_token(tmp_path):

@@ -70,7 +70,18 @@ def _scale_problem(built: VLLMModule, parts: Mapping[str, Entry]) -> Problem | N
             "module raises, routed experts load in silence",
             _AGAIN,
         )
-    return None
+    return _zero_point_problem(built, parts.get("weight_zero_point"), n, scale.shape)
+
+
+def _zero_point_problem(built: VLLMModule, zero: Entry | None, n: int, scales: tuple[int, ...]) -> Problem | None:
+    """Of the codes that mean 0, packed along the outputs."""
+    if zero is None or "weight_zero_point" not in built.leaves:
+        return None
+    wanted = (-(-n * built.bits // 32), scales[1])
+    if zero.dtype == "I32" and zero.shape == wanted:
+        return None
+    says = f"weight_zero_point is {zero.dtype}{list(zero.shape)} where I32{list(wanted)} is built: a linear module"
+    return "weight_zero_point", f"{says} raises, routed experts load in silence", _AGAIN
 
 
 def _transposed_problem(built: VLLMModule, parts: Mapping[str, Entry]) -> Problem | None:

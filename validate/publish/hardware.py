@@ -63,7 +63,10 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
             elsewhere=_MARLIN.replace("and newer", "to sm89"),
             source="kernels/linear/__init__.py, layers/fused_moe/oracle/fp8.py",
         ),
-        "W4A16": Hardware(native="sm80 (A100) and newer; CPUs with AVX-512 for all but experts", source=_INT),
+        **dict.fromkeys(
+            ("W4A16", "W4A16_G32", "W4A16_ASYM"),
+            Hardware(native="sm80 (A100) and newer; CPUs with AVX-512 for all but experts", source=_INT),
+        ),
         "W8A16": Hardware(native="sm80 (A100) and newer", source=_INT),
         "W8A8": Hardware(
             native="sm75 to sm90 (H100, H200); CPUs",

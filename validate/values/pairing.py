@@ -48,8 +48,8 @@ def pairs(runtime: RuntimeView, release: RuntimeView, *, whole: bool) -> list[Pa
 
 
 def can_be_read(weight: StoredWeight) -> bool:
-    """Zero points, and groups in another order, are not what `dequantize` knows."""
-    return weight.form not in NOT_COMPUTED and not {"weight_zero_point", "weight_g_idx"} & weight.parts.keys()
+    """Groups in another order are not what `dequantize` knows."""
+    return weight.form not in NOT_COMPUTED and "weight_g_idx" not in weight.parts
 
 
 class _Sample:

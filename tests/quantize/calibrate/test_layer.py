@@ -62,6 +62,30 @@ def test_gptq_equals_the_sequential_pipelines(folder, scheme):
     assert all(not result.rounded for result in results)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "algorithm"), [("W4A16_G32", "gptq"), ("W4A16_ASYM", "gptq"), ("W4A16_ASYM", "awq")]
+)
+def test_small_groups_and_zero_points_equal_the_sequential_pipelines(scheme, algorithm, monkeypatch):
+    from compressed_tensors.quantization import QuantizationScheme
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    monkeypatch.setattr(IntermediatesCache, "pin_memory", lambda *_: None)
+    ids = token_ids(samples=2)
+    _, results = layerwise(GLM, ids, scheme, algorithm)
+    group = QuantizationScheme(targets=["Linear"], **SCHEMES[scheme].config_group())
+    own: list = [
+        AWQModifier(mappings=[AWQMapping(s.smooth, [*s.balance]) for each in results for s in each.smoothings])
+    ]
+    rounding = GPTQModifier if algorithm == "gptq" else QuantizationModifier
+    modifiers = (own if algorithm == "awq" else []) + [rounding(config_groups={scheme: group}, ignore=IGNORE)]
+    assert assert_same(results, sequential(GLM, ids, modifiers), all_tensors=True) > 100
+    zeros = [value for each in results for name, value in each.tensors.items() if name.endswith("zero_point")]
+    assert bool(zeros) == (scheme == "W4A16_ASYM")
+
+
 def test_gptqs_knobs_are_the_librarys():
     from llmcompressor.modifiers.gptq import GPTQModifier
 
