@@ -263,7 +263,7 @@ def test_e2m1_codes_of_every_bf16_value_and_around_every_tie():
     assert len(values) < values_module._CHUNK_CPU
     expected = pack_fp4_to_uint8(cast_to_fp4(values.clamp(-6, 6)).bfloat16().reshape(1, -1))
     packed = torch.empty_like(expected)
-    work = pack_module._workspace(SCHEMES["NVFP4A16"], values.reshape(-1, 1), has_search=False)
+    work = pack_module._workspace(SCHEMES["NVFP4A16"], values.reshape(-1, 1), None, has_search=False)
     store_nibbles(pack_module._e2m1_codes(values.clone(), work), packed)
     assert torch.equal(packed, expected)
 
