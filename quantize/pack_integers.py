@@ -62,8 +62,8 @@ def _shifted_codes(
 ) -> Tensor:
     """4-bit codes around a zero point, U8 [N, K], 0..15; fills scales and zero points.
 
-    A group's range includes 0, which the zero point stands for exactly; it has 15 steps. A search makes the range
-    narrower or wider around the same zero point.
+    A group's range includes 0, whose code is the zero point, and has 15 steps. A search makes the range narrower or
+    wider around the same zero point.
     """
     assert scheme.group_size and scheme.bits == 4
     scale, zero = _range_scale(values, scheme.group_size, outputs["weight_scale"].dtype)
