@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 
 from ..checkpoints.source import Source
 from ..checkpoints.stored import stored_weights
@@ -31,6 +31,10 @@ from .tensor_plan import TensorPlan
 _BYTES_OF_LINES = 150
 # Of config.json (which names modules that stay plain), record, recipe and the alignment of headers.
 _BYTES_OF_A_MODULE, _BYTES_OF_SMALL_FILES = 120, 40_000
+
+SWEEP_TOKENS = 2_048
+"""Tokens of a batch that a search sends forward and back."""
+_SHARE, _FEWEST = 8, 4  # of the calibration text, at most one of so many sequences is looked at, but so many at least
 
 Assignment = Mapping[str, str]
 """Unit -> word."""
@@ -199,6 +203,15 @@ def refuse_budget(choices: Choices) -> None:
         got=f"{choices.recipe.budget}; bytes with one word for all units are {', '.join(alone)}",
         cure="Raise budget, or add a smaller candidate to backbone_auto",
     )
+
+
+def rows_looked_at(recipe: Recipe) -> int:
+    """Sequences of the calibration text on which sensitivities are measured, and of held-out text for each plan."""
+    calibration, auto = recipe.calibration, recipe.backbone_auto
+    assert calibration is not None and auto is not None
+    most = max(_FEWEST, calibration.samples // _SHARE)
+    wanted = ceil(auto.tokens / calibration.sequence_length)
+    return min(calibration.samples, max(_FEWEST, min(wanted, most)))
 
 
 # --- units ------------------------------------------------------------------------------------------------------------

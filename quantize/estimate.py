@@ -18,8 +18,9 @@ from math import prod
 
 from ..recipes.knobs import AutoRoundKnobs
 from ..recipes.schema import AUTO, Calibration, candidates_for
-from ..recipes.schemes import SEARCHES, SWEEPS
+from ..recipes.schemes import SCHEMES, SEARCHES, SWEEPS
 from .cards import Card
+from .choices import rows_looked_at
 from .plan import Plan
 from .tensor_plan import TensorPlan
 
@@ -36,6 +37,10 @@ LINK_BYTES_A_SECOND = 25e9
 """Between main memory and a card, pinned. Assumed; half of PCIe 5 x16."""
 START_SECONDS = 60.0
 """Imports, tokens of the text, the static check and the card's first kernels. Assumed."""
+MOST_PLANS = 4
+"""That a search measures: what it found, the best single word, and the block as large and as small as can be."""
+SEARCH_READS = 3
+"""How often a search reads the decoder layers: forward, backward, and for the plans."""
 # BF16 bytes that move for one score: product, scale, mask, softmax in F32, cast, and the product with the values.
 _BYTES_A_SCORE = 24
 # The same for a value between an expert's projections, for one that an expert returns, and for one that is observed.
@@ -50,7 +55,7 @@ class TimeTerm:
     """Seconds of one station for one reason.
 
     Attributes:
-        station: layers, MTP block, packing, or start.
+        station: search, layers, MTP block, packing, or start.
         name: compute, memory, calls, disk or link.
         count: what is counted, in its unit.
         rate: how much of that there is a second.
@@ -107,10 +112,14 @@ def estimate(plan: Plan, card: Card, *, gpus: int = 1, batch_size: int = 1) -> E
         batch_size: sequences in a batch.
     """
     terms = [TimeTerm(station="start", name="calls", count=START_SECONDS, unit="s", rate=1.0, source="assumed")]
-    if plan.needs_calibration or plan.recipe.measures_mtp:
+    if plan.needs_calibration or plan.recipe.measures_mtp or plan.recipe.is_searched:
         calibration = plan.recipe.calibration
         assert calibration is not None
         work = _Work(plan=plan, calibration=calibration, batch_size=batch_size, gpus=gpus)
+        if plan.recipe.is_searched:
+            terms += _terms(work.search(), "search", card)
+            read = SEARCH_READS * work.source_bytes
+            terms += [_disk("search", read), _link("search", read)]
         terms += _terms(work.layers(), "layers", card)
         terms += [
             _disk("layers", work.source_bytes + work.state_bytes),
@@ -194,6 +203,15 @@ class _Work:
         layers = [tensor for tensor in self.plan.tensors if tensor.part == "backbone" and tensor.layer is not None]
         return sum(self.plan.entries[name].num_bytes for tensor in layers for name in tensor.inputs)
 
+    @cached_property
+    def _by_layer(self) -> dict[int, list[TensorPlan]]:
+        """The backbone's tensors that are loaded."""
+        layers: dict[int, list[TensorPlan]] = {}
+        for tensor in self.plan.tensors:
+            if tensor.part == "backbone" and tensor.layer is not None and tensor.fate not in ("drop", "add"):
+                layers.setdefault(tensor.layer, []).append(tensor)
+        return layers
+
     @property
     def state_bytes(self) -> int:
         """What all decoder layers together write: each stream once."""
@@ -207,11 +225,27 @@ class _Work:
 
         For an MTP block that may be calibrated, a server's forward of the calibration text, too.
         """
-        layers: dict[int, list[TensorPlan]] = {}
-        for tensor in self.plan.tensors:
-            if tensor.part == "backbone" and tensor.layer is not None and tensor.fate not in ("drop", "add"):
-                layers.setdefault(tensor.layer, []).append(tensor)
-        return sum(map(self._layer, layers.values()), Work())
+        return sum(map(self._layer, self._by_layer.values()), Work())
+
+    def search(self) -> Work:
+        """The sweeps and the plans of `backbone: auto`, at most: the released model and each plan on held-out text.
+
+        A gradient takes twice what a forward does. The error of a word is two products of weights and gradients, as
+        much as a forward, and the first one of the released weights is the same for all words.
+        """
+        recipe = self.plan.recipe
+        assert recipe.backbone_auto is not None
+        rows, length = rows_looked_at(recipe), self.calibration.sequence_length
+        measured = self.calibration.held_out if recipe.backbone_auto.min_acceptance else rows
+        words = sum(word in SCHEMES for word in recipe.backbone_auto.candidates)
+        forwards = rows * (4 + 1 + words) + measured * (1 + MOST_PLANS)
+        work = Work()
+        for tensors in self._by_layer.values():
+            one = layer_work(self.plan, tensors, batch_size=1, length=length, routed=True)
+            matrices = sum(prod(tensor.shape) for tensor in tensors if len(tensor.shape) > 1)
+            rounded = Work(moved=float(_BYTES_PACKED * matrices * (words + MOST_PLANS)))
+            work += one.times(forwards / self.gpus) + rounded
+        return work
 
     def block(self) -> Work:
         """The MTP block, once a policy that is tried: its own batches, and three steps over the held-out text."""

@@ -43,6 +43,10 @@ NUM_STEPS = 3
 """Positions of a draft that are measured, where the model has a block for each."""
 
 
+class NothingCounts(RecipeError):
+    """The held-out text has no slot that counts for acceptance."""
+
+
 def acceptance(
     backbone: Backbone, stream: Stream, blocks: Sequence[MtpBlock], target: Target, *, written: Tensor | None = None
 ) -> Acceptance:
@@ -56,7 +60,7 @@ def acceptance(
         written: [held_out, S] bool: tokens that a model writes, not its user; None where nothing says which they are.
 
     Raises:
-        RecipeError: the held-out text has no slot that counts.
+        NothingCounts: the held-out text has no slot that counts.
     """
     skeleton = backbone.skeleton
     num_steps = NUM_STEPS if len(blocks) == 1 else min(NUM_STEPS, len(blocks))
@@ -72,7 +76,7 @@ def acceptance(
     counts = backbone.ranks.sum(counts)
     num_slots = int(counts[:, 0, 0, 0].sum())
     if not num_slots:
-        raise RecipeError(
+        raise NothingCounts(
             backbone.skeleton.plan.recipe.name,
             "the held-out text must resemble what the model writes",
             got="not one token that is the model's own choice",
@@ -96,7 +100,7 @@ def _drafts(backbone: Backbone, blocks: Sequence[MtpBlock], sequence: Batch, num
     drafts = []
     for step, output in enumerate(outputs):
         head = blocks[min(step, len(blocks) - 1)].head or target_head
-        drafts.append(head(output).argmax(dim=-1).cpu())
+        drafts.append(head(output).float().argmax(dim=-1).cpu())  # of BF16 it takes five times as long
     return torch.cat(drafts)
 
 

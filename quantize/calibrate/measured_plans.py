@@ -18,15 +18,16 @@ from pathlib import Path
 import torch
 
 from ...checkpoints.files import write_whole
+from ...recipes.schema import AUTO
 from ..plan import Plan
 from .accepted import Acceptance
 from .ahead import ReadAhead
 from .backbone import Backbone, Batches
-from .candidate import LargestInputs, as_candidate, rebound
+from .candidate import LargestInputs, LastServed, as_candidate, rebound
 from .data import CalibrationData
 from .forwards import serving
-from .held_out import acceptance
-from .mtp_block import bind_block
+from .held_out import NothingCounts, acceptance
+from .mtp_block import MtpBlock, bind_block
 from .mtp_policy import blocks_that_draft, filled_blocks
 from .sensitivity import SearchRun
 from .states import States, Stream
@@ -64,12 +65,12 @@ class PlanMeasuring:
             for index in range(min(each.states.num_done() for each in passes), len(self.run.skeleton)):
                 self._layer(index, passes, plans, ahead)
                 self.run.step()
-        source = target(passes[0], "source")
-        released = MeasuredPlan(target=source, drafts=self._drafts(passes[0], "source", source, None))
-        measured = []
-        for each, plan in zip(passes[1:], plans, strict=True):
-            found = target(each, "served", reference=(passes[0], "source"))
-            measured.append(MeasuredPlan(target=found, drafts=self._drafts(each, "served", found, plan)))
+        targets = [target(passes[0], "source")]
+        targets += [target(each, "served", reference=(passes[0], "source")) for each in passes[1:]]
+        drafts = self._all_drafts(passes, plans, targets)
+        released, *measured = (
+            MeasuredPlan(target=own, drafts=found) for own, found in zip(targets, drafts, strict=True)
+        )
         return released, measured
 
     def _pass(self, name: str) -> Backbone:
@@ -93,7 +94,7 @@ class PlanMeasuring:
     def _layer(self, index: int, passes: Sequence[Backbone], plans: Sequence[Plan], ahead: ReadAhead) -> None:
         """Every plan that is not beyond this layer yet."""
         skeleton, path = self.run.skeleton, f"{self.run.skeleton.layer_path}.{index}."
-        binding = skeleton.bind_layer(index)
+        binding, last = skeleton.bind_layer(index), LastServed()
         with skeleton.layer(index, ahead.take()):
             ahead.start(skeleton.tensors_of(index + 1))
             for own, plan in zip(passes, (None, *plans), strict=True):
@@ -102,7 +103,7 @@ class PlanMeasuring:
                 with ExitStack() as stack:
                     if plan is not None:
                         bound = rebound(binding, plan)
-                        stack.enter_context(as_candidate(skeleton.model, plan, bound, path, self.largest[index]))
+                        stack.enter_context(as_candidate(skeleton.model, plan, bound, path, self.largest[index], last))
                     self._run(own, "source" if plan is None else "served", index)
 
     def _run(self, own: Backbone, stream: Stream, index: int) -> None:
@@ -114,15 +115,34 @@ class PlanMeasuring:
                     self.run.skeleton.model(**arguments, use_cache=False)
                     hand_over()
 
-    def _drafts(self, own: Backbone, stream: Stream, of: Target, plan: Plan | None) -> Acceptance | None:
-        """With the block as released, or as a plan has it."""
+    def _all_drafts(
+        self, passes: Sequence[Backbone], plans: Sequence[Plan], targets: Sequence[Target]
+    ) -> Sequence[Acceptance | None]:
+        """Of the released model and of each plan; None for all where nothing counts and nothing depends on drafts."""
+        nothing, base, recipe = [None] * len(passes), self.run.choices.base, self.run.choices.recipe
         if not self.run.has_block:
-            return None
-        base, written = self.run.choices.base, self.data.held_out_written
+            return nothing
         blocks = blocks_that_draft(base, filled_blocks(base, self.run.skeleton))
+        lasts = [LastServed() for _ in blocks]
+        assert recipe.backbone_auto is not None
+        try:
+            return [
+                self._drafts(each, of, plan, blocks, lasts)
+                for each, plan, of in zip(passes, (None, *plans), targets, strict=True)
+            ]
+        except NothingCounts:
+            if recipe.mtp == AUTO or recipe.backbone_auto.min_acceptance:
+                raise
+            return nothing
+
+    def _drafts(
+        self, own: Backbone, of: Target, plan: Plan | None, blocks: Sequence[MtpBlock], lasts: Sequence[LastServed]
+    ) -> Acceptance:
+        """With the block as released, or as a plan has it."""
+        base, written = self.run.choices.base, self.data.held_out_written
         with ExitStack() as stack:
-            for number, block in enumerate(blocks):
+            for number, (block, last) in enumerate(zip(blocks, lasts, strict=True)):
                 if plan is not None:
                     bound = rebound(bind_block(block, base), plan)
-                    stack.enter_context(as_candidate(block, plan, bound, "", self.largest[-1 - number]))
-            return acceptance(own, stream, blocks, of, written=written)
+                    stack.enter_context(as_candidate(block, plan, bound, "", self.largest[-1 - number], last))
+            return acceptance(own, "source" if plan is None else "served", blocks, of, written=written)

@@ -26,8 +26,9 @@ from ..plan import Plan, make_plan
 from .accepted import FEWEST_SEQUENCES, Acceptance, Kept, fewest_slots
 from .backbone import Backbone, fitting
 from .facts import DIGITS, CandidateFact, MeasuredFact, Side, TunedFact
+from .held_out import NothingCounts
 from .mtp_block import bind_block, build_block
-from .mtp_policy import NothingCounts, PolicyResults, block_schemes, is_served_changed, num_blocks
+from .mtp_policy import PolicyResults, block_schemes, is_served_changed, num_blocks
 from .progress import CalibrationStep, ProgressCallback, progress_since
 from .statistics import read_metadata
 from .target import Target, agreement, target

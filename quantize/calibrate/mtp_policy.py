@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from ...checkpoints.files import write_whole
-from ...recipes.errors import RecipeError
 from ...recipes.family import HFName
 from ..plan import Plan
 from .accepted import Acceptance
@@ -40,10 +39,6 @@ from .tuning import Training, masters_of, train
 # vLLM 0.32.0 runs the first MTP layer at every step, however many there are (v1/spec_decode/llm_base_proposer.py leaves
 # spec_step_idx at 0). For this family alone a proposer takes the next layer at each step (v1/spec_decode/step3p5.py).
 _A_LAYER_A_STEP = frozenset({"step3p5"})
-
-
-class NothingCounts(RecipeError):
-    """The held-out text has no slot that counts for acceptance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +102,7 @@ class PolicyResults:
     def _acceptance(self, stream: Stream, blocks: Sequence[MtpBlock]) -> Acceptance:
         own = blocks_that_draft(self.plan, blocks)
         target = self.source if stream == "source" else self.served
-        try:
-            return acceptance(self.backbone, stream, own, target, written=self.written)
-        except RecipeError as error:
-            raise NothingCounts(error.where, error.rule, got=error.got, cure=error.cure) from error
+        return acceptance(self.backbone, stream, own, target, written=self.written)
 
     def _filled(self, plan: Plan) -> list[MtpBlock]:
         """The blocks with the released weights."""

@@ -27,7 +27,7 @@ from typing import Any
 from ...checkpoints.files import write_whole
 from ...recipes.errors import GateError, RecipeError
 from ...recipes.schema import Recipe
-from ..choices import Assignment, Choices, choices_of, refuse_budget
+from ..choices import Assignment, Choices, choices_of, refuse_budget, rows_looked_at
 from ..found_recipe import found_plan, found_text
 from ..output import asked
 from ..plan import Plan
@@ -39,7 +39,7 @@ from .measured_plans import MeasuredPlan, PlanMeasuring
 from .mtp_pass import cannot_run
 from .progress import ProgressCallback, progress_since
 from .ranks import Ranks
-from .sensitivity import SearchRun, Sensitivities, Sweeps, rows_looked_at
+from .sensitivity import SearchRun, Sensitivities, Sweeps
 from .skeleton import Skeleton
 
 
@@ -157,13 +157,13 @@ class _Search:
         return {"assignment": [*tried.values()][best], "fact": fact.model_dump(mode="json")}
 
     def _sweeps(self) -> Sweeps:
-        return Sweeps(self.run, self.data.ids[: rows_looked_at(self.choices)], self.folder)
+        return Sweeps(self.run, self.data.ids[: rows_looked_at(self.choices.recipe)], self.folder)
 
     def _held_out(self) -> CalibrationData:
         """The held-out text on which plans are compared: all of it where acceptance must be shown, else not more of it
         than there is text for the sensitivities, for every plan takes a pass.
         """
-        rows = len(self.data.held_out_ids) if self.auto.min_acceptance else rows_looked_at(self.choices)
+        rows = len(self.data.held_out_ids) if self.auto.min_acceptance else rows_looked_at(self.choices.recipe)
         written = self.data.held_out_written
         return replace(
             self.data,
@@ -181,7 +181,7 @@ class _Search:
                     done=self.done,
                     total=3 * len(self.run.skeleton) + 1,
                     num_here=self.done,
-                    tokens=self.data.ids[: rows_looked_at(self.choices)].numel(),
+                    tokens=self.data.ids[: rows_looked_at(self.choices.recipe)].numel(),
                     device=self.ranks.device,
                 )
             )
@@ -266,7 +266,8 @@ class _Search:
                 got=f"{best.kept or 0.0:.1%} at best, at least {best.kept_at_least or 0.0:.1%}, by {best.title}",
                 cure="Raise budget, draft_weight or calibration.held_out, or lower backbone_auto.min_acceptance",
             )
-        return min(enough, key=lambda number: (self._score(facts[number]), facts[number].bytes))
+        # Text that cannot tell two plans apart leaves it to the sensitivities.
+        return min(enough, key=lambda number: (self._score(facts[number]), facts[number].predicted))
 
     def _score(self, fact: TriedPlanFact) -> float:
         """Nats that are lost."""

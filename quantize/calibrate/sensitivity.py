@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from ...checkpoints.files import write_whole
 from ...recipes.errors import CheckpointError
-from ..choices import Choices
+from ..choices import SWEEP_TOKENS, Choices
 from .ahead import ReadAhead
 from .binding import Binding
 from .draft_steps import draft_steps
@@ -45,9 +45,6 @@ from .skeleton import Batch, Skeleton
 from .states import LayerState, States
 from .unit_errors import UnitErrors, largest_inputs, unit_errors, watching
 
-_TOKENS_IN_BATCH = 2_048
-_SHARE = 4  # of the calibration text, at most one of so many sequences is looked at
-_FEWEST = 4
 SweepKind = Literal["states", "gradients"]
 
 
@@ -68,15 +65,6 @@ class Sensitivities:
     def loss(self, unit: str, word: str) -> float:
         """Nats a token."""
         return self.losses.get(unit, {}).get(word, 0.0)
-
-
-def rows_looked_at(choices: Choices) -> int:
-    """Sequences of the calibration text on which sensitivities are measured."""
-    calibration, auto = choices.recipe.calibration, choices.recipe.backbone_auto
-    assert calibration is not None and auto is not None
-    most = max(_FEWEST, calibration.samples // _SHARE)
-    wanted = math.ceil(auto.tokens / calibration.sequence_length)
-    return min(calibration.samples, max(_FEWEST, min(wanted, most)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +267,7 @@ class Sweeps:
         self, index: int, *, row_by_row: bool = False, gradients: bool = False
     ) -> Iterator[tuple[int, dict[str, Tensor], LayerState]]:
         """This rank's batches: the first row, the model's arguments, and the states that layer `index` reads."""
-        size = 1 if row_by_row else max(1, _TOKENS_IN_BATCH // self.ids.shape[1])
+        size = 1 if row_by_row else max(1, SWEEP_TOKENS // self.ids.shape[1])
         share, states = self.run.ranks.share(len(self.ids), size), self._states("states", index)
         for first in range(share.start, share.stop, size):
             last = min(first + size, share.stop)

@@ -37,6 +37,9 @@ _TOKENS_AT_ONCE = 4_096
 UnitErrors = dict[str, dict[str, float]]
 """Unit -> word -> sum over tokens of (g . d)^2."""
 
+Projected = dict[tuple[str, int], list[Tensor]]
+"""Linear layer and first row of a weight there -> the gradients at its inputs, [T, K], by chunks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -109,6 +112,7 @@ def unit_errors(
     unit_of = {tensor.name: unit for unit in choices.units for tensor in unit.options[0].tensors}
     units = {unit_of[p.tensor.name].name for pieces in binding.values() for p in pieces if p.tensor.name in unit_of}
     found: UnitErrors = {name: defaultdict(float) for name in sorted(units)}
+    projected: Projected = {}
     assert choices.recipe.backbone_auto is not None
     for word in choices.recipe.backbone_auto.candidates:
         plan = choices.plan(choices.uniform(word))
@@ -119,25 +123,43 @@ def unit_errors(
                 continue
             weight = model.get_submodule(f"{path}{served.module}").weight.data[served.rows]
             rounding = rounding_for(served.tensor.scheme, largest[served.module])
-            has_inputs = SCHEMES[served.tensor.scheme].inputs is not None
-            sums = _sum_of_squares(seen[served.module], served.rows, weight, served.values, rounding, has_inputs)
+            through = None
+            if SCHEMES[served.tensor.scheme].inputs is not None:
+                key = served.module, served.rows.start
+                if key not in projected:
+                    projected[key] = _projected(seen[served.module], served.rows, weight)
+                through = projected[key]
+            sums = _sum_of_squares(seen[served.module], served.rows, weight, served.values, rounding, through)
             found[unit.name][word] += sums
     return {name: dict(by_word) for name, by_word in found.items()}
 
 
-def _sum_of_squares(seen: Seen, rows: slice, weight: Tensor, values: Tensor, rounding: Any, has_inputs: bool) -> float:
-    """Over tokens, (g . d)^2 of one weight [N, K] that becomes `values`."""
-    dtype = torch.float32 if weight.device.type == "cpu" else weight.dtype
+def _projected(seen: Seen, rows: slice, weight: Tensor) -> list[Tensor]:
+    """The gradients at one weight's inputs, a chunk at a time: the same for all words."""
+    dtype = _dtype(weight)
+    return [gradients[:, rows].to(dtype) @ weight.to(dtype) for _, gradients in _chunks(seen)]
+
+
+def _sum_of_squares(
+    seen: Seen, rows: slice, weight: Tensor, values: Tensor, rounding: Any, projected: list[Tensor] | None
+) -> float:
+    """Over tokens, (g . d)^2 of one weight [N, K] that becomes `values`; `projected` where its inputs are rounded."""
+    dtype = _dtype(weight)
     change_NK = (values.float() - weight.float()).to(dtype)
     total = 0.0
-    for inputs, gradients in _chunks(seen):
+    for number, (inputs, gradients) in enumerate(_chunks(seen)):
         inputs_TK, gradients_TN = inputs.to(dtype), gradients[:, rows].to(dtype)
-        rounded_TK = rounding(inputs).to(dtype) if has_inputs else inputs_TK
+        rounded_TK = inputs_TK if projected is None else rounding(inputs).to(dtype)
         moved_T = ((gradients_TN @ change_NK).float() * rounded_TK).sum(dim=-1)
-        if has_inputs:
-            moved_T += ((gradients_TN @ weight.to(dtype)).float() * (rounded_TK - inputs_TK)).sum(dim=-1)
+        if projected is not None:
+            moved_T += (projected[number].float() * (rounded_TK - inputs_TK)).sum(dim=-1)
         total += float(moved_T.double().square().sum())
     return total
+
+
+def _dtype(weight: Tensor) -> torch.dtype:
+    """Products of BF16 are slow on a CPU."""
+    return torch.float32 if weight.device.type == "cpu" else weight.dtype
 
 
 def _chunks(seen: Seen) -> Iterator[tuple[Tensor, Tensor]]:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from keepmtp.quantize.calibrate.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.data import CalibrationData
+from keepmtp.quantize.calibrate.held_out import NothingCounts
 from keepmtp.quantize.calibrate.mtp_pass import mtp_pass
-from keepmtp.quantize.calibrate.mtp_policy import NothingCounts, PolicyResults
+from keepmtp.quantize.calibrate.mtp_policy import PolicyResults
 from keepmtp.quantize.calibrate.target import target
 from keepmtp.quantize.memory import FRAGMENTS, largest_batch_size, peak, stations
 from keepmtp.quantize.plan import Plan
