@@ -121,7 +121,7 @@ def bits_per_weight(scheme: str) -> float:
 
 
 def _schemes() -> list[dict[str, Any]]:
-    from ..recipes.schemes import SCHEMES
+    from ..recipes.schemes import SCHEMES, SEARCHES
 
     return [
         {
@@ -129,6 +129,7 @@ def _schemes() -> list[dict[str, Any]]:
             "bits": f"{bits_per_weight(scheme.name):.2f}",
             "batches": _batches(scheme.needs_calibration),
             "what": f"{scheme.summary}. Runs on {scheme.hardware}.",
+            "searches": [word for word, schemes in SEARCHES.items() if scheme.name in schemes],
         }
         for scheme in SCHEMES.values()
     ]

@@ -31,7 +31,7 @@ class Listed:
     source: str
     needs_batches: bool
     knobs: str = ""
-    """What it says to its algorithm: `gptq: actorder null, block_size 64`."""
+    """How it searches scales, and what it says to its algorithm: `gptq: actorder null, block_size 64`."""
 
     @property
     def name(self) -> str:
@@ -62,8 +62,12 @@ def _read(path: Path) -> Iterator[Listed]:
             family=flat["family"],
             source=flat["source"],
             needs_batches=flat["calibration"] is not None,
-            knobs=_knobs(flat["calibration"]),
+            knobs="; ".join(filter(None, (_search(flat), _knobs(flat["calibration"])))),
         )
+
+
+def _search(flat: Mapping[str, Any]) -> str:
+    return f"search: {flat['search']}" if flat.get("search") else ""
 
 
 def _knobs(calibration: Mapping[str, Any] | None) -> str:

@@ -158,10 +158,20 @@ class TokenCounter:
         dist.all_gather_object(of_ranks, own)
         self._tokens = {name: sum(tokens[name] for tokens, _ in of_ranks) for name in self._modules}
         self._routed = {name: sum(routed[name] for _, routed in of_ranks) for name in self._routed}
-        for slot, name in self._weighted.items():
-            module = self._modules[name]
-            empty = torch.zeros(module.weight.shape[-1], dtype=torch.float64, device=module.weight.device)
-            dist.all_reduce(self.ranges.squares.setdefault(slot, empty))
+        self._sum_squares()
+
+    def _sum_squares(self) -> None:
+        """All modules at once; one that this rank never called has a sum of 0 here."""
+        if not self._weighted:
+            return
+        weights = {slot: self._modules[name].weight for slot, name in self._weighted.items()}
+        own = [
+            self.ranges.squares.get(slot, torch.zeros(weight.shape[-1], dtype=torch.float64, device=weight.device))
+            for slot, weight in weights.items()
+        ]
+        summed = torch.cat(own)
+        dist.all_reduce(summed)
+        self.ranges.squares = dict(zip(weights, summed.split([len(each) for each in own]), strict=True))
 
     def _count(self, slot: int, name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:

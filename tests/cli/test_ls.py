@@ -109,11 +109,20 @@ def test_knobs_are_shown_where_a_recipe_has_them(tmp_path, monkeypatch):
     shipped = (Path(listing.__file__).parent / "models" / "tiny-glm4-moe.yaml").read_text()
     block = dict(calibrations()["problems-32x128-gptq"]) | {"gptq": {"actorder": None, "block_size": 64}}
     changed = shipped.replace("calibration: problems-32x128-gptq", f"calibration: {json.dumps(block)}")
+    changed = changed.replace("  nvfp4: {", "  nvfp4: {search: imatrix, ")
     (tmp_path / "tiny-glm4-moe.yaml").write_text(changed)
     monkeypatch.setattr(listing, "_MODELS", tmp_path)
     found = next(each for each in listed() if each.name == plain.name)
     assert found.knobs == "gptq: actorder null, block_size 64"
     assert f"  {found.knobs}" in details([found], 80) and rows("models", [found])[0]["knobs"] == found.knobs
+    searched = next(each for each in listed() if each.name == "tiny-glm4-moe.nvfp4")
+    assert "  search: imatrix" in details([searched], 80)
+
+
+def test_schemes_say_which_searches_they_have():
+    found = {row["scheme"]: row["searches"] for row in rows("schemes", [])}
+    assert found["NVFP4"] == ["mse", "four-over-six", "imatrix"] and found["W4A16"] == ["mse", "imatrix"]
+    assert found["MXFP4"] == []
 
 
 def test_what_is_not_there_is_one_sentence():
