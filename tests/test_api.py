@@ -4,12 +4,14 @@ import inspect
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 from commands import keepmtp
 from keepmtp import api
+from killed import small_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "api.md"
@@ -35,6 +37,22 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch, capsys):
             exec(compile(code, str(PAGE), "exec"), known)
     said = capsys.readouterr().out
     assert "tensors of the MTP block kept" in said and "must be a variant of tiny-glm4-moe" in said
+
+
+def test_a_back_end_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch):
+    """As on the command line (tests/cli/test_main.py), before any work."""
+    recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt")
+    monkeypatch.chdir(ROOT)
+
+    def version_without(name: str) -> str:
+        if name == "nvidia-modelopt":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr("keepmtp.recipes.extras.version", version_without)
+    with pytest.raises(api.KeepMTPError, match=r"needs keepmtp's `modelopt` extra; got no nvidia-modelopt\. Run "):
+        api.quantize(api.plan(str(recipe)), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == [recipe.name]
 
 
 def test_every_name_is_on_the_page_and_has_types():

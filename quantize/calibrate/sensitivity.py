@@ -267,7 +267,9 @@ class Sweeps:
         self, index: int, *, row_by_row: bool = False, gradients: bool = False
     ) -> Iterator[tuple[int, dict[str, Tensor], LayerState]]:
         """This rank's batches: the first row, the model's arguments, and the states that layer `index` reads."""
-        size = 1 if row_by_row else max(1, SWEEP_TOKENS // self.ids.shape[1])
+        # No more in a batch than leaves some for every rank.
+        most = min(SWEEP_TOKENS // self.ids.shape[1], math.ceil(len(self.ids) / self.run.ranks.size))
+        size = 1 if row_by_row else max(1, most)
         share, states = self.run.ranks.share(len(self.ids), size), self._states("states", index)
         for first in range(share.start, share.stop, size):
             last = min(first + size, share.stop)

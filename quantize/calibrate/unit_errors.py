@@ -64,11 +64,14 @@ def watching(model: Any, names: Mapping[str, str]) -> Iterator[dict[str, Seen]]:
     """
     seen = {name: Seen([], [], []) for name in names.values()}
     handles = []
+    last: list[tuple[object, float]] = []  # experts and fused layers read the same tensor one after the other
     for path, name in names.items():
 
         def look(_module: nn.Module, args: Any, output: Tensor, own: Seen = seen[name]) -> None:
             inputs = args[0].detach().flatten(0, -2)
-            own.largest.append(float(inputs.abs().amax()) if inputs.numel() else 0.0)
+            if not last or last[0][0] is not args[0]:
+                last[:] = [(args[0], float(inputs.abs().amax()) if inputs.numel() else 0.0)]
+            own.largest.append(last[0][1])
 
             def take(gradient: Tensor) -> None:
                 rows = gradient.detach().flatten(0, -2)

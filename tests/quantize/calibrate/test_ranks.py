@@ -19,7 +19,8 @@ from keepmtp.quantize.calibrate.processes import ProcessPlace, place_of_process
 from keepmtp.quantize.calibrate.ranks import Ranks, _device_of, _refuse_shared_gpu, joined
 from keepmtp.quantize.calibrate.statistics import Statistics, read_metadata
 from keepmtp.recipes.errors import RecipeError
-from killed import error, events, finished, small_recipe, start, statistics, summary
+from keepmtp.recipes.find import find_recipe
+from killed import SMALL, error, events, finished, small_recipe, start, statistics, summary
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[3]
@@ -141,6 +142,23 @@ def test_three_ranks_find_what_one_finds(variant, tmp_path):
         parted = (codes(first[name]) != codes(other[name])).flatten(1).any(-1)
         assert parted.float().mean() < 0.05, name
     assert error_of(three) == pytest.approx(error_of(one), rel=0.1)
+
+
+def test_two_ranks_find_the_plan_that_one_finds(tmp_path):
+    """A search under a budget, with half of the text for each: sums differ in their last bits, the plan does not."""
+    shipped = find_recipe("tiny-glm4-moe.nvfp4")[0].model_dump()
+    auto = {"backbone": "auto", "budget": "5 bits", "backbone_auto": {"candidates": ["NVFP4", "bf16"]}}
+    recipe, one, two = tmp_path / "asked.yaml", tmp_path / "one", tmp_path / "two"
+    recipe.write_text(json.dumps(shipped | auto | {"calibration": shipped["calibration"] | SMALL}))
+    assert finished(start(recipe, one, is_whole=True)) == [0]
+    assert finished(start(recipe, two, size=2, is_whole=True)) == [0, 0]
+    alone, first, second = (summary(*place)["search"] for place in ((one,), (two,), (two, 1)))
+    assert first == second
+    known = [[(plan["title"], plan["bytes"], plan["chosen"]) for plan in each["plans"]] for each in (alone, first)]
+    assert known[0] == known[1] and len(known[0]) > 1
+    for plan, other in zip(alone["plans"], first["plans"], strict=True):
+        assert other["predicted"] == pytest.approx(plan["predicted"], rel=0.02)
+        assert other["divergence"] == pytest.approx(plan["divergence"], rel=0.02)
 
 
 def test_ranks_share_the_writing_of_large_statistics_and_a_gpu_that_fails_loses_nothing(tmp_path):
