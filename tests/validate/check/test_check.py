@@ -61,6 +61,16 @@ def test_broken_checkpoints_are_caught(case: Case, tmp_path):
     assert all(finding.says and finding.cure and finding.where for finding in report.findings)
 
 
+def test_zero_points_of_eight_bits_are_named(tmp_path):
+    """Where four bits are said; vLLM 0.32.0 stops at the same tensor."""
+    checkpoint = ours("glm-4.7", "W4A16_ASYM", "W4A16_ASYM")
+    name = "model.layers.3.self_attn.o_proj.weight_zero_point"
+    dtype, (words, groups) = checkpoint.tensors[name]
+    checkpoint.tensors[name] = (dtype, (2 * words, groups))
+    (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
+    assert (finding.rule, finding.where) == ("form", name) and "raises" in finding.says
+
+
 def test_every_rule_has_a_broken_checkpoint():
     names = {case.rule for case in BROKEN}
     assert names >= {
