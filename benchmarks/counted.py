@@ -129,7 +129,7 @@ def main() -> None:
         return
     print(made)
     torch.set_num_threads(1)
-    host_seconds(4)
+    host_seconds(16)
     for num_experts in (128, 512):
         print(f"host, {num_experts} experts: {host_seconds(num_experts):.2g} s for one module in one batch")
 

@@ -9,8 +9,7 @@ Easy to get wrong: an extra may include another (`keepmtp[quantize]`). A package
 import shlex
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distributions, requires, version
 
 from packaging.requirements import Requirement
 
@@ -56,9 +55,10 @@ def install_command(extra: str) -> str:
     A `pip` of another Python would look for keepmtp itself, so this Python is named.
     """
     wanted, python = f"'{_PACKAGE}[{extra}]'", shlex.quote(sys.executable)
-    if find_spec("pip") is None:
-        return f"uv pip install {wanted} --python {python}"
-    return f"{python} -m pip install {wanted}"
+    # Asked of the metadata: setuptools takes a search for the module as pip at work and drops its own distutils. Then
+    # torch's extensions, and so modelopt, cannot be imported any more.
+    has_pip = any(distributions(name="pip"))
+    return f"{python} -m pip install {wanted}" if has_pip else f"uv pip install {wanted} --python {python}"
 
 
 def _declared(extra: str) -> Iterator[Requirement]:

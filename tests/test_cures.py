@@ -5,6 +5,8 @@ In: every string of the package, and the pages. Out: nothing, or the command tha
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -104,3 +106,9 @@ def test_an_extra_is_added_to_this_installation():
         bare = [text for text in strings(path) if re.search(r"(?<!-m )(?<!uv )\bpip install '?keepmtp", text)]
         assert bare == [] or path.name == "card_page.py", path
     assert install_command("report").endswith("-m pip install 'keepmtp[report]'")
+
+
+def test_a_command_that_was_said_leaves_modelopt_importable():
+    """Looking for the module pip would make setuptools drop its distutils, which torch's extensions are built by."""
+    lines = "from keepmtp.recipes.extras import install_command; install_command('modelopt'); import setuptools"
+    subprocess.run([sys.executable, "-c", lines], check=True, capture_output=True)
