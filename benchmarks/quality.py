@@ -40,7 +40,6 @@ from quality_page import write_page
 from quality_rows import ALL, HELD_OUT, Row, rows_of
 
 ROOT = Path(__file__).parent.parent
-os.environ["HF_HUB_OFFLINE"] = "1"
 PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors", "nvidia-modelopt")
 
 
@@ -52,6 +51,8 @@ def main() -> None:
     parser.add_argument("--model", choices=ALL, help="one model")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    # Not at import: tests import this module, and their children inherit the environment.
+    os.environ["HF_HUB_OFFLINE"] = "1"
     facts = {}
     for model in (arguments.model,) if arguments.model else ALL:
         rows = [row for row in rows_of(model) if arguments.only in (None, row.key)]
