@@ -26,8 +26,9 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from byte_bpe import trained
 from drafting import Batch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
@@ -124,26 +125,10 @@ def build_tokenizer(*, seed: int, num_texts: int = 4000) -> PreTrainedTokenizerF
     """
     stream = problems(held_out=False, seed=seed)
     texts = [problem.prompt + problem.completion for problem, _ in zip(stream, range(num_texts), strict=False)]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    words = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<pad>", "<bos>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        model_max_length=2048,
-        clean_up_tokenization_spaces=False,
-    )
+    return trained(texts, vocab_size=VOCAB_SIZE, words=words)
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[Batch]:

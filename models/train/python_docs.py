@@ -27,8 +27,9 @@ from pydoc_data.topics import topics
 from typing import Literal
 
 import torch
+from byte_bpe import trained
 from drafting import Batch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 Split = Literal["train", "calibration", "held-out"]
@@ -80,24 +81,7 @@ def passages(split: Split) -> tuple[str, ...]:
 def build_tokenizer(*, seed: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on the training side; `seed` changes nothing, because all of the text is used."""
     del seed
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=["<pad>", "<bos>", "<eos>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(passages("train"), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        model_max_length=2048,
-        clean_up_tokenization_spaces=False,
-    )
+    return trained(passages("train"), vocab_size=VOCAB_SIZE, words=pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[Batch]:
