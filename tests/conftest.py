@@ -105,3 +105,14 @@ def serve_hub(hub_at, tmp_path_factory) -> Iterator[Callable[[Path], list[str]]]
             return hub.requests
 
         yield serve
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads cost more than they bring at these sizes: minutes, on a machine that is busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -22,13 +22,7 @@ RAGGED_SHAPES = ((127, 200), (129, 130), (1, 1), (257, 64))
 E8M0_OVERFLOW = 1.75 * 2.0**127
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost more than they bring at these sizes: minutes, on a machine that is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

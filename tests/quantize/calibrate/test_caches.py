@@ -22,13 +22,7 @@ MODELS = Path(__file__).parents[3] / "models"
 GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def token_ids(samples: int = 4) -> list[Tensor]:

@@ -21,14 +21,7 @@ from keepmtp.recipes.schemes import SCHEMES
 from layerwise import GLM, IGNORE, QWEN, Skeleton, assert_same, layerwise, outliers, sequential, token_ids
 from torch import Tensor, nn
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost more than they bring at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("folder", [GLM, QWEN], ids=lambda folder: folder.name)
