@@ -23,6 +23,7 @@ from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
+from ..bench.benched import BenchFact
 from ..evaluation.evaluated import EvaluationFact
 from ..serving.served import ServeCheck
 from .check_data import record_static
@@ -61,6 +62,7 @@ _STATION_OF: Mapping[str, Station] = {
     **dict.fromkeys(("path", "facts", "findings", "sizes", "dry", "calibration"), "check"),
     "serve": "serve",
     "evaluation": "gsm8k",
+    "bench": "bench",
 }
 
 
@@ -72,6 +74,7 @@ def assemble(
     keepmtp: str = __version__,
     serve: ServeCheck | None = None,
     evaluation: EvaluationFact | None = None,
+    bench: BenchFact | None = None,
     judgement: JudgementFact | None = None,
     identity: Identity | None = None,
     results: Mapping[str, str] | None = None,
@@ -83,7 +86,7 @@ def assemble(
         vllm: the version that judged; without a dry load or server the one whose behaviour the rules describe.
         made_at: UTC, in words.
         keepmtp: version that measured.
-        serve, evaluation: of real servers.
+        serve, evaluation, bench: of real servers.
         judgement: the recipe's gates.
         identity: the bytes; None where nothing was recorded.
         results: SHA-256 of the result files by name.
@@ -108,6 +111,7 @@ def assemble(
         calibration=check.calibration,
         serve=serve,
         evaluation=evaluation,
+        bench=bench,
         judgement=judgement,
         identity=identity,
         results=results or {},
@@ -124,6 +128,7 @@ def from_results(folder: Path) -> FullReport:
             edited, or a figure that the headers, the counters or the answers do not give.
     """
     check, serve, gsm8k = read_result(folder, "check"), read_result(folder, "serve"), read_result(folder, "gsm8k")
+    bench = read_result(folder, "bench")
     if check is None:
         raise CheckpointError(
             folder,
@@ -131,13 +136,13 @@ def from_results(folder: Path) -> FullReport:
             got="no check.json",
             cure=f"Run `{command('check', folder)}`",
         )
-    found: list[Result[Any]] = [result for result in (check, serve, gsm8k) if result]
+    found: list[Result[Any]] = [result for result in (check, serve, gsm8k, bench) if result]
     for result in found[1:]:
         _refuse_other(folder, result, check.checkpoint)
     _refuse_contradicted(folder, found)
     newest = max(found, key=lambda result: result.made_at)
     served, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
-    judge_of = check if check.data.dry else serve or gsm8k or check
+    judge_of = check if check.data.dry else serve or gsm8k or bench or check
     gates = _gates(folder, check.checkpoint)
     if answers and gates.filter not in {score.filter for score in answers.checkpoint.scores}:
         rule, cure = f"must have the score of {gates.filter}, which the recipe judges", command("gsm8k", folder)
@@ -151,6 +156,7 @@ def from_results(folder: Path) -> FullReport:
         keepmtp=newest.keepmtp,
         serve=served,
         evaluation=answers,
+        bench=bench.data if bench else None,
         judgement=judgement,
         identity=check.checkpoint,
         results={file.name: file_sha256(file) for file in files},
@@ -235,14 +241,14 @@ def read_json(path: Path) -> FullReport:
     """A report.json read back.
 
     Raises:
-        CheckpointError: no such file, no JSON, another version, or a field that version 5 does not have.
+        CheckpointError: no such file, no JSON, another version, or a field that version 6 does not have.
     """
     raw = read_bytes_of(path, path, cure=f"Name a {JSON_FILE} that `keepmtp check --html` or --record wrote")
     try:
         return FullReport.model_validate_json(raw)
     except ValidationError as error:
         cure = "Run the check again with this keepmtp"
-        rule = f"a report is a {JSON_FILE} of version 5"
+        rule = f"a report is a {JSON_FILE} of version 6"
         raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
 
 
@@ -253,7 +259,7 @@ def _refuse_contradicted(folder: Path, found: Iterable[Result[Any]]) -> None:
             refuse_contradicted_check(folder, result.data)
         elif result.station == "serve":
             refuse_contradicted_serve(folder, result.data)
-        else:
+        elif result.station == "gsm8k":
             refuse_unproved(folder, result.data)
             for fact in result.data.evaluated:
                 refuse_contradicted_drafts(folder, fact.role, fact, result.data.protocol.k)

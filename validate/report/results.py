@@ -1,12 +1,12 @@
 """The result files of one checkpoint: what each station measured, with the bytes it measured it on.
 
-In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json` and `gsm8k.json` in the evidence
-folder, `NAME.report` next to the checkpoint NAME. `report.py` reads them and makes report.json of them.
+In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json`, `gsm8k.json` and `bench.json` in
+the evidence folder, `NAME.report` next to the checkpoint NAME. `report.py` reads them and makes report.json of them.
 
-    station, schema                 check, serve or gsm8k; the form of its data, a number of SCHEMAS
+    station, schema                 check, serve, gsm8k or bench; the form of its data, a number of SCHEMAS
     keepmtp, vllm, made_at          what measured, and when (UTC)
     checkpoint                      `Identity`: the bytes, file by file
-    data                            `CheckData`, `ServeCheck` or `EvaluationFact`
+    data                            `CheckData`, `ServeCheck`, `EvaluationFact` or `BenchFact`
     seal                            SHA-256 of all of that; a file that was edited is refused, and measured again
 
 Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The identity is taken before
@@ -31,21 +31,23 @@ from ...checkpoints.identity import Identity
 from ...checkpoints.json_file import read_bytes_of
 from ...quantize.calibrate.facts import CalibrationFact
 from ...recipes.errors import CheckpointError, first_fault
+from ..bench.benched import BenchFact
 from ..check.findings import CheckpointFacts, Finding
 from ..dryload.facts import DryLoad
 from ..evaluation.evaluated import EvaluationFact
 from ..serving.served import ServeCheck
 from .schema import GroupSize
 
-Station = Literal["check", "serve", "gsm8k"]
-STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k")
+Station = Literal["check", "serve", "gsm8k", "bench"]
+STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k", "bench")
 COMMANDS: Mapping[Station, str] = {
     "check": "keepmtp check {} --record",
     "serve": "keepmtp serve-check {}",
     "gsm8k": "keepmtp eval {}",
+    "bench": "keepmtp bench {}",
 }
 """What measures, with the checkpoint's place left open."""
-SCHEMAS: Mapping[Station, int] = {"check": 2, "serve": 3, "gsm8k": 2}
+SCHEMAS: Mapping[Station, int] = {"check": 2, "serve": 3, "gsm8k": 2, "bench": 1}
 """The form of each station's data; another number is refused."""
 TIME = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -67,7 +69,7 @@ class CheckData(Fact):
         return all(finding.severity != "error" for finding in self.findings)
 
 
-Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact)
+Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact, BenchFact)
 
 
 class Result(BaseModel, Generic[Data]):
@@ -164,10 +166,20 @@ def write_result(
     vllm: str,
     made_at: datetime | None = None,
 ) -> Path: ...
+@overload
+def write_result(
+    folder: Path,
+    station: Literal["bench"],
+    data: BenchFact,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path: ...
 def write_result(
     folder: Path,
     station: Station,
-    data: CheckData | ServeCheck | EvaluationFact,
+    data: CheckData | ServeCheck | EvaluationFact | BenchFact,
     *,
     checkpoint: Identity,
     vllm: str,
@@ -210,6 +222,8 @@ def read_result(folder: Path, station: Literal["check"]) -> Result[CheckData] | 
 def read_result(folder: Path, station: Literal["serve"]) -> Result[ServeCheck] | None: ...
 @overload
 def read_result(folder: Path, station: Literal["gsm8k"]) -> Result[EvaluationFact] | None: ...
+@overload
+def read_result(folder: Path, station: Literal["bench"]) -> Result[BenchFact] | None: ...
 def read_result(folder: Path, station: Station) -> Result[Any] | None:
     """A station's result, or None if it left none.
 
@@ -240,4 +254,5 @@ _FORMS: Mapping[Station, type[Result[Any]]] = {
     "check": Result[CheckData],
     "serve": Result[ServeCheck],
     "gsm8k": Result[EvaluationFact],
+    "bench": Result[BenchFact],
 }

@@ -1,9 +1,9 @@
-"""report.json, version 5: everything that was found about one checkpoint.
+"""report.json, version 6: everything that was found about one checkpoint.
 
 In and out: the file itself. `report.py` fills it, `html.py` makes the page and `validate/publish/card.py` the model
 card from it and from nothing else.
 
-    schema, keepmtp, vllm, made_at      4, what wrote it, the vLLM that judged, when (UTC)
+    schema, keepmtp, vllm, made_at      6, what wrote it, the vLLM that judged, when (UTC)
     path, verdict {ok, label, says}     the checkpoint, and the sentence on top of the page
     facts                               family, dialect, counts, bytes, forms of the MTP block
     findings [...]                      origin (static, dry, values), severity, where, says, cure, rule, count
@@ -12,6 +12,7 @@ card from it and from nothing else.
     calibration {...}                   what keepmtp.json says: data, coverage, acceptance by rows, candidates
     serve {...}                         what real servers did: source, checkpoint, runs by k
     evaluation {...}                    GSM8K of source and checkpoint under one protocol, paired, with draft counters
+    bench {...}                         tokens a second by k and load, and the k that is recommended for each load
     judgement {...}                     the recipe's gates: pass, regression or infeasible, with a reason each
     identity {...}                      the bytes that all of this was measured on, file by file
     results {file: sha256}              result files in the same folder with the same numbers
@@ -30,6 +31,7 @@ from ...checkpoints.fact import Count, Fact
 from ...checkpoints.identity import Identity
 from ...quantize.calibrate.facts import CalibrationFact
 from ...recipes.protocol import Gates
+from ..bench.benched import BenchFact
 from ..check.findings import CheckpointFacts, Finding
 from ..dryload.facts import DryLoad
 from ..evaluation.evaluated import EvaluationFact
@@ -97,7 +99,7 @@ class FullReport(Fact):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
 
-    version: Literal[5] = Field(default=5, alias="schema")
+    version: Literal[6] = Field(default=6, alias="schema")
     keepmtp: str
     vllm: str
     made_at: str
@@ -110,6 +112,7 @@ class FullReport(Fact):
     calibration: CalibrationFact | None = None
     serve: ServeCheck | None = None
     evaluation: EvaluationFact | None = None
+    bench: BenchFact | None = None
     judgement: JudgementFact | None = None
     identity: Identity | None = None
     results: Mapping[str, str] = Field(default_factory=dict)

@@ -74,16 +74,16 @@ def test_a_report_read_back_is_the_same_and_renders_the_same(name, pages, tmp_pa
     again = read_json(path)
     assert again == pages[name]
     assert render(again) == render(pages[name])
-    assert json.loads(path.read_text())["schema"] == 5
+    assert json.loads(path.read_text())["schema"] == 6
     assert list(path.parent.iterdir()) == [path], "nothing partial is left"
 
 
-def test_version_5_is_what_it_was():
+def test_version_6_is_what_it_was():
     """Other fields are another version: change `schema`, what reads it, and this digest, in one change."""
     schema = FullReport.model_json_schema(mode="serialization")
     shape = sorted(fields(schema, schema["$defs"]))
     digest = hashlib.sha256("\n".join(shape).encode()).hexdigest()
-    assert digest[:16] == "d946662f5256cf1f", shape
+    assert digest[:16] == "25a468e4ae716eed", shape
 
 
 def fields(part: object, defs: dict, path: str = "") -> set[str]:
@@ -121,7 +121,7 @@ def test_report_json_keeps_every_word_of_the_server(pages):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda told: told | {"schema": 4}, "schema"),
+        (lambda told: told | {"schema": 5}, "schema"),
         (lambda told: told | {"colour": "red"}, "colour"),
         (lambda told: {key: told[key] for key in told if key != "verdict"}, "verdict"),
     ],
@@ -129,7 +129,7 @@ def test_report_json_keeps_every_word_of_the_server(pages):
 def test_another_version_is_refused(change, says, pages, tmp_path):
     path = write_json(tmp_path, pages["whole"])
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(CheckpointError, match=rf"version 5; got {says}.*Run the check again"):
+    with pytest.raises(CheckpointError, match=rf"version 6; got {says}.*Run the check again"):
         read_json(path)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import measured
 import pytest
 import reports
+from benches import bench_fact
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
@@ -40,8 +41,10 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """All three stations have run, and report.json is made of them."""
+    """All stations have run, and report.json is made of them."""
     evidence = measured.measured(tmp_path_factory.mktemp("made") / "glm.nvfp4")
+    identity = identify(checkpoint_folder(evidence), cache=evidence)
+    write_result(evidence, "bench", bench_fact(), checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
     again(evidence)
     return evidence.parent
 
@@ -111,7 +114,11 @@ def test_a_result_read_back_is_the_same(evidence):
         write_result(evidence, station, found.data, checkpoint=found.checkpoint, vllm=found.vllm)  # type: ignore[call-overload]
         kept = read_result(evidence, station)
         assert kept is not None and kept.data == found.data and kept.checkpoint == found.checkpoint
-        assert json.loads(before)["schema"] == SCHEMAS[station] == {"check": 2, "serve": 3, "gsm8k": 2}[station]
+        assert (
+            json.loads(before)["schema"]
+            == SCHEMAS[station]
+            == {"check": 2, "serve": 3, "gsm8k": 2, "bench": 1}[station]
+        )
     assert read_result(evidence.with_name("none.report"), "check") is None
 
 
@@ -161,7 +168,7 @@ def test_a_report_is_made_of_the_results_and_nothing_else(evidence):
 
 
 def test_a_station_that_did_not_run_is_told(evidence):
-    for station in ("serve", "gsm8k"):
+    for station in ("serve", "gsm8k", "bench"):
         file_of(evidence, station).unlink()
         full = again(evidence)
         assert f"{station}.json" not in full.results and verify(evidence) == full
@@ -299,7 +306,7 @@ def test_an_edited_result_is_measured_again(station, evidence):
     """One digit: no command but the station's own takes it back."""
     path = file_of(evidence, station)
     path.write_text(path.read_text().replace('"vllm": "0.32.0"', '"vllm": "0.32.9"', 1))
-    words = {"check": "check .* --record", "serve": "serve-check .*", "gsm8k": "eval .*"}[station]
+    words = {"check": "check .* --record", "serve": "serve-check .*", "gsm8k": "eval .*", "bench": "bench .*"}[station]
     refused(evidence, rf"{station}\.json: must be as its station wrote it, .* edited\. Run `keepmtp {words}` again")
 
 
@@ -315,7 +322,7 @@ def test_a_result_gone_or_replaced_by_an_older_one_is_not_reported(station, evid
     path.write_text(kept)
     forged(path, "made_at", value="2029-01-02 03:04:05 UTC")
     for make in (verify, refresh):
-        with pytest.raises(CheckpointError, match=rf"{says}.* Run `keepmtp (check|serve-check|eval) .*` again"):
+        with pytest.raises(CheckpointError, match=rf"{says}.* Run `keepmtp (check|serve-check|eval|bench) .*` again"):
             make(evidence)
 
 

@@ -1,0 +1,75 @@
+"""A speed matrix as `keepmtp bench` would find it: tokens a second by k and load, from counts and seconds."""
+
+from collections.abc import Mapping, Sequence
+
+from keepmtp.validate.bench.benched import BenchCell, Benched, BenchFact, Latency, Repetition
+from keepmtp.validate.serving.served import Role
+
+AT = "2030-01-02 03:04:05 UTC"
+_TOKENS = 10_000
+_TIMES = Latency(median_ms=20.0, p99_ms=31.0)
+# What publishers of DeepSeek-V4-Flash print by hand, k = 0 to 4 in one thread.
+FLASH = {0: 105.9, 1: 152.7, 2: 179.9, 3: 193.0, 4: 162.1}
+
+
+def repetition(k: int, rate: float, *, number: int = 0, share: float = 0.9, requests: int = 16) -> Repetition:
+    """So many tokens a second; each position accepts `share` of what the one before accepted."""
+    kept = [round(4000 * share**position) for position in range(1, k + 1)]
+    return Repetition(
+        number=number,
+        at=AT,
+        seconds=_TOKENS / rate,
+        requests=requests,
+        input_tokens=4 * _TOKENS,
+        output_tokens=_TOKENS,
+        first_token=_TIMES,
+        per_token=Latency(median_ms=1000 / rate, p99_ms=2000 / rate),
+        between=_TIMES,
+        drafts=4000 if k else 0,
+        draft_tokens=4000 * k,
+        accepted_tokens=sum(kept),
+        accepted_per_position=tuple(kept),
+    )
+
+
+def cell(
+    k: int, rates: Sequence[float], *, concurrency: int = 1, context: int = 0, share: float = 0.9, error: str = ""
+) -> BenchCell:
+    repetitions = tuple(repetition(k, rate, number=number, share=share) for number, rate in enumerate(rates))
+    return BenchCell(k=k, concurrency=concurrency, context=context, repetitions=repetitions, error=error)
+
+
+def benched(rates: Mapping[int, float] = FLASH, *, role: Role = "checkpoint", spread: float = 0.02) -> Benched:
+    """Three repetitions for each k, alone and with eight at once, where drafting costs more than it saves."""
+    around = (1 - spread, 1.0, 1 + spread)
+    cells = [cell(k, [rate * each for each in around]) for k, rate in rates.items()]
+    cells += [
+        cell(
+            k, [900 * each for each in around] if not k else [(880 - 100 * k) * each for each in around], concurrency=8
+        )
+        for k in rates
+    ]
+    return Benched(
+        role=role,
+        path=f"/data/{role}",
+        sha256="0" * 64,
+        as_served="native",
+        reason="",
+        form="chat",
+        max_num_seqs=8,
+        max_model_len=4096,
+        cells=tuple(cells),
+    )
+
+
+def bench_fact(*, with_source: bool = True) -> BenchFact:
+    return BenchFact(
+        checkpoint=benched(),
+        source=benched({k: 0.6 * rate for k, rate in FLASH.items()}, role="source") if with_source else None,
+        prompts="qualitative.jsonl",
+        prompts_sha256="1" * 64,
+        num_prompts=880,
+        output_tokens=256,
+        seed=0,
+        environment={"vllm": "0.32.0", "device": "NVIDIA H200 (140 GiB)", "words": ""},
+    )
