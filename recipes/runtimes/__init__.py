@@ -1,0 +1,1 @@
+"""Servers other than vLLM: under which names they ask the quantization config about a model's modules."""
