@@ -18,6 +18,7 @@ TABLES = (
     "benchmarks/quality_rows.py",
     "models/train/problems.py",
     "recipes/families/",
+    "recipes/runtimes/",
     "recipes/family.py",
     "recipes/schemes.py",
     "tests/helpers/broken.py",

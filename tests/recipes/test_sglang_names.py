@@ -8,10 +8,17 @@ from keepmtp.recipes.runtimes.sglang import MODELS, sglang_model, sglang_names
 
 # Model -> modules that SGLang's draft class constructs with a quantization config.
 SEEN = {
-    "ring-2.5-1t": ("model.layers.4.attention.fused_qkv_a_proj_with_mqa", "model.layers.4.attention.o_proj",
-                    "model.layers.4.eh_proj", "model.layers.4.mlp.experts.0.gate_proj"),
-    "ling-3.0-flash": ("model.layers.4.attention.kv_a_proj_with_mqa", "model.layers.4.experts.0.gate_proj",
-                       "model.layers.4.shared_experts.gate_up_proj"),
+    "ring-2.5-1t": (
+        "model.layers.4.attention.fused_qkv_a_proj_with_mqa",
+        "model.layers.4.attention.o_proj",
+        "model.layers.4.eh_proj",
+        "model.layers.4.mlp.experts.0.gate_proj",
+    ),
+    "ling-3.0-flash": (
+        "model.layers.4.attention.kv_a_proj_with_mqa",
+        "model.layers.4.experts.0.gate_proj",
+        "model.layers.4.shared_experts.gate_up_proj",
+    ),
     "dots3-note-prev": ("model.heads.0.decoder.self_attn.fused_qkv_a_g_proj_with_mqa", "model.heads.0.eh_proj"),
     "ernie-4.5-21b": ("model.mtp_block.self_attn.qkv_proj", "model.mtp_block.mlp.gate_up_proj"),
     "k-exaone-236b": ("model.layers.0.self_attn.qkv_proj", "lm_head"),
@@ -23,12 +30,19 @@ SEEN = {
     "longcat-flash-chat": ("eh_proj", "self_attn.fused_qkv_a_proj_with_mqa", "mlps.gate_up_proj"),
     "mimo-v2.5": ("model.decoder.self_attn.qkv_proj",),
     "mimo-v2-flash": ("model.decoder.self_attn.o_proj", "model.decoder.mlp.down_proj"),
-    "nemotron-3-super": ("mtp.layers.0.eh_proj", "mtp.layers.1.mixer.experts.0.up_proj",
-                         "mtp.layers.1.mixer.fc1_latent_proj"),
+    "nemotron-3-super": (
+        "mtp.layers.0.eh_proj",
+        "mtp.layers.1.mixer.experts.0.up_proj",
+        "mtp.layers.1.mixer.fc1_latent_proj",
+    ),
     "qwen3.8-flash-next": ("mtp.layers.0.self_attn.qkv_proj", "mtp.layers.0.mlp.experts.0.gate_proj"),
     "step-3.5-flash": ("model.mtp_block.self_attn.qkv_proj",),
-    "dsv4-flash": ("model.e_proj", "model.decoder.self_attn.wqkv_a", "model.decoder.mlp.experts.0.gate_proj",
-                   "model.decoder.mlp.shared_experts.gate_up_proj"),
+    "dsv4-flash": (
+        "model.e_proj",
+        "model.decoder.self_attn.wqkv_a",
+        "model.decoder.mlp.experts.0.gate_proj",
+        "model.decoder.mlp.shared_experts.gate_up_proj",
+    ),
     "deepseek-r1": ("model.decoder.self_attn.fused_qkv_a_proj_with_mqa", "model.shared_head.head"),
     "deepseek-v3.2": ("model.decoder.mlp.shared_experts.down_proj",),
     "glm-4.7": ("model.decoder.self_attn.qkv_proj", "model.decoder.mlp.experts.0.gate_proj"),
@@ -38,7 +52,7 @@ SEEN = {
     "qwen3.5-27b": ("mtp.layers.0.self_attn.qkv_proj", "mtp.layers.0.mlp.gate_up_proj"),
     "qwen3.5-397b": ("mtp.layers.0.mlp.shared_expert.gate_up_proj",),
     "mimo-7b": ("self_attn.qkv_proj", "mlp.gate_up_proj"),
-}  # fmt: skip
+}
 
 
 def asked(model: str) -> dict[str, str]:
