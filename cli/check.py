@@ -73,6 +73,8 @@ def check(
     classes and loaders judge too, on meta tensors for a GPU that need not be there: every parameter must be written,
     every tensor used, and each layer must get a kernel.
 
+    A model that has no MTP block is judged in part: its packed weights, layers and index, but no names of vLLM's.
+
     Exit status 1 if any checkpoint has an error, 2 if there is nothing to judge at one of the places. The others are
     judged all the same.
 

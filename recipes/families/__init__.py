@@ -71,7 +71,7 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
             "Serve the original release with method=mtp; `keepmtp ls families` shows what can be quantized and checked"
         )
         raise RecipeError(f"{where}/config.json", rule, got=got, cure=cure)
-    if _promises_mtp(config) and not is_drafted(config):
+    if promises_mtp(config) and not is_drafted(config):
         rule = "vLLM 0.32 has no MTP draft for this model, whatever its files hold"
         cure = "Serve it without method=mtp; the architectures must be those of the original release"
         raise RecipeError(f"{where}/config.json", rule, got=got, cure=cure)
@@ -85,7 +85,7 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
 
 def _way_to(model_type: str, config: Mapping[str, Any]) -> str:
     """What a person can do with a model that has no table."""
-    if not _promises_mtp(config):
+    if not promises_mtp(config):
         return "config.json promises no MTP block, which is what keepmtp is for: llm-compressor quantizes such models"
     near = difflib.get_close_matches(model_type, families(), n=1)
     nearest = f" (the nearest family is {families()[near[0]].model_type})" if near else ""
@@ -93,7 +93,7 @@ def _way_to(model_type: str, config: Mapping[str, Any]) -> str:
     return f"Write {file}{nearest}, a recipe and a fixture: CONTRIBUTING.md, 'A new family'"
 
 
-def _promises_mtp(config: Mapping[str, Any]) -> bool:
+def promises_mtp(config: Mapping[str, Any]) -> bool:
     """Whether config.json has a key that counts MTP layers, by any name for them."""
     holders = [config, config.get("text_config")]
     keys = {key: value for holder in holders if isinstance(holder, Mapping) for key, value in holder.items()}

@@ -35,7 +35,7 @@ def packed(model: str, said: dict[str, Any], packing: Packing, mtp: str = "bf16"
         rows, words = checkpoint.tensors.pop(name)[1]
         for leaf in ("weight_scale", "weight_shape"):
             del checkpoint.tensors[f"{stem}.{leaf}"]
-        checkpoint.tensors |= {f"{stem}.{leaf}": spec for leaf, spec in _leaves(rows, words * 8, packing).items()}
+        checkpoint.tensors |= {f"{stem}.{leaf}": spec for leaf, spec in leaves_of(rows, words * 8, packing).items()}
     checkpoint.config["quantization_config"] = said | entries
     checkpoint.config.get("text_config", {}).pop("quantization_config", None)
     return checkpoint
@@ -65,7 +65,7 @@ def quark(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoi
     return checkpoint
 
 
-def _leaves(rows: int, columns: int, packing: Packing) -> dict[str, tuple[str, tuple[int, ...]]]:
+def leaves_of(rows: int, columns: int, packing: Packing) -> dict[str, tuple[str, tuple[int, ...]]]:
     groups = columns // GROUP
     leaves: dict[str, tuple[str, tuple[int, ...]]] = {
         "qweight": ("I32", (columns // 8, rows) if packing == "gptq" else (columns, rows // 8)),

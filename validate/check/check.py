@@ -23,6 +23,8 @@ from .dialects.methods import unloadable
 from .dialects.patterns import time_limit
 from .findings import CheckpointFacts, Finding, Objection, errors_first, grouped, objection
 from .runtime_view import RuntimeView
+from .stored_view import StoredView
+from .without_family import facts_without_family, objections_without_family
 
 Rule = Callable[[RuntimeView], Iterator[Objection]]
 RULES: tuple[Rule, ...] = (
@@ -117,7 +119,7 @@ def examine_source(opened: Source, *, source: Source | None = None) -> Checked:
             if number < 0:
                 raise ValueError(number)
     except RecipeError as error:
-        return Checked(_refused(opened.where, "family", error), opened, None)
+        return _without_family(opened, error)
     except CheckpointError as error:
         return Checked(_refused(opened.where, "config", error), opened, None)
     except (KeyError, TypeError, ValueError) as error:
@@ -140,6 +142,19 @@ def examine_source(opened: Source, *, source: Source | None = None) -> Checked:
         found += [objection for rule in SOURCE_RULES for objection in rule(runtime, original)]
     data = CheckData(path=opened.where, facts=_facts(runtime), findings=errors_first(grouped(found)))
     return Checked(data, opened, runtime)
+
+
+def _without_family(opened: Source, refusal: RecipeError) -> Checked:
+    """What can be judged of a checkpoint that keepmtp has no table for."""
+    view = StoredView(source=opened)
+    try:
+        with time_limit():
+            found = objections_without_family(view, refusal)
+    except CheckpointError as error:
+        # Without a source nothing is loaded: vLLM would fail on the same entry, or hang.
+        return Checked(_refused(opened.where, "config", error), None, None)
+    data = CheckData(path=opened.where, facts=facts_without_family(view), findings=errors_first(grouped(found)))
+    return Checked(data, opened, None)
 
 
 def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:

@@ -17,6 +17,7 @@ from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ALGORITHMS, ModelOpt
 from .findings import Objection, objection
 from .runtime_view import RuntimeView
+from .stored_view import StoredView
 from .vllm_module import ConfigEntry, UnknownDialect
 
 _SIZE_TOLERANCE = 0.01
@@ -237,13 +238,13 @@ def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:
             )
 
 
-def index_size_is_sane(runtime: RuntimeView) -> Iterator[Objection]:
+def index_size_is_sane(view: StoredView) -> Iterator[Objection]:
     """The index' total_size is that of the tensors: R6; an index merged by hand tells by it."""
-    metadata = (runtime.index or {}).get("metadata") or {}
+    metadata = (view.index or {}).get("metadata") or {}
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     if isinstance(total, bool) or not isinstance(total, int | float) or not total:
         return
-    have = sum(entry.num_bytes for entry in runtime.source.entries.values())
+    have = sum(entry.num_bytes for entry in view.source.entries.values())
     said = total if isinstance(total, int) else f"{total:.0f}"
     if not abs(total - have) <= _SIZE_TOLERANCE * have:  # also where it is no number
         yield objection(

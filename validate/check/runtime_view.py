@@ -11,19 +11,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
-from ...checkpoints.companions import HF_QUANT_CONFIG
-from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import INDEX, Source, small_object
-from ...checkpoints.stored import StoredWeight, stored_weights, transposed_weights
-from ...recipes.errors import CheckpointError
+from ...checkpoints.stored import StoredWeight
 from ...recipes.family import HFName, Part, Role, Row, VLLMName
 from ...recipes.family_view import FamilyView, Place
-from .dialects.choose import quantization_of, read_dialect
+from .dialects.choose import read_dialect
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
 from .dialects.patterns import time_limit
+from .stored_view import StoredView
 from .vllm_module import PLAIN, Dialect, Kind, Resolution
 
 
@@ -57,45 +53,10 @@ class Module:
 
 
 @dataclass(frozen=True)
-class RuntimeView:
+class RuntimeView(StoredView):
     """A checkpoint, its family's names, and its quantization config."""
 
-    source: Source
     view: FamilyView
-
-    @cached_property
-    def weights(self) -> Mapping[HFName, StoredWeight]:
-        """Every weight that a loader following the index would see, by module on disk."""
-        return self._grouped[0]
-
-    @cached_property
-    def others(self) -> tuple[Entry, ...]:
-        """Every tensor that is no weight and no scale of one."""
-        return tuple(self._grouped[1])
-
-    @cached_property
-    def hf_quant_config(self) -> Mapping[str, Any] | None:
-        """hf_quant_config.json, if there is one. vLLM does not open it where config.json has a quantization config.
-
-        Raises:
-            CheckpointError: it is no JSON object, and vLLM reads it.
-        """
-        try:
-            return small_object(self.source, HF_QUANT_CONFIG)
-        except CheckpointError:
-            if quantization_of(self.source.config) is None:
-                raise
-            return None
-
-    @cached_property
-    def index(self) -> Mapping[str, Any] | None:
-        """model.safetensors.index.json, if there is one."""
-        return small_object(self.source, INDEX)
-
-    @cached_property
-    def dialect(self) -> Dialect:
-        """The quantization config, as the target's class reads it."""
-        return read_dialect(self.source.config, self.hf_quant_config, dtypes=self._dtypes)
 
     @cached_property
     def draft_dialect(self) -> Dialect:
@@ -103,7 +64,7 @@ class RuntimeView:
         afresh = self.view.layout.draft_reads_afresh
         if not afresh:
             return self.dialect
-        return read_dialect(self.source.config, self.hf_quant_config, "mtp", self._dtypes)
+        return read_dialect(self.source.config, self.hf_quant_config, "mtp", self.dtypes)
 
     @cached_property
     def placed(self) -> Mapping[HFName, Place]:
@@ -188,18 +149,6 @@ class RuntimeView:
                 runtime.add(place.runtime)
                 disk.add(name)
         return frozenset(runtime), frozenset(disk)
-
-    @cached_property
-    def _grouped(self) -> tuple[dict[HFName, StoredWeight], list[Entry]]:
-        weights, others = stored_weights(self.source.entries.values())
-        transposed, others = transposed_weights(others)
-        return weights | transposed, others
-
-    @property
-    def _dtypes(self) -> Mapping[HFName, str]:
-        """Of all files in the folder: vLLM reads their headers too."""
-        entries = {**self.source.entries, **self.source.unindexed}
-        return {name: entry.dtype for name, entry in entries.items()}
 
     def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
         place = members[0].place

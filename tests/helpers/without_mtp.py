@@ -1,0 +1,151 @@
+"""Checkpoints of models that never had an MTP block, in the forms of several tools: Llama's names, tiny sizes.
+
+In: a tool's word. Out: a `Checkpoint`, good as it is; and TWINS, a table of changes that break one.
+"""
+
+from typing import Any
+
+import foreign_form
+from checkpoint_files import Change, Checkpoint, adding, lose, retyping, setting
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+HIDDEN, WIDE, LAYERS, VOCABULARY, EXPERTS = 256, 512, 6, 320, 4
+_FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+_TOKENS = _FP8 | {"strategy": "token", "dynamic": True}
+_W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "torch_dtype": "bfloat16",
+}
+SAID: dict[str, dict[str, Any]] = {
+    "gptq": foreign_form.GPTQ,
+    "awq": foreign_form.AWQ,
+    "awq with a list": foreign_form.AWQ | {"modules_to_not_convert": ["lm_head"]},
+    "auto-round": foreign_form.AUTOROUND | {"block_name_to_quantize": "model.layers"},
+    "quark": foreign_form.QUARK | {"exclude": ["lm_head"]},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _FP8, "input_activations": _TOKENS}},
+    },
+    "compressed-tensors, integers": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _W4}},
+    },
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+}
+
+
+def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
+    """The model as a tool writes it; "" for plain. With experts, its names are those of Qwen3's mixture."""
+    config = CONFIG | ({"quantization_config": {**SAID[tool]}} if tool else {})
+    if experts:
+        config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS}
+    tensors: Tensors = {
+        "model.embed_tokens.weight": ("BF16", (VOCABULARY, HIDDEN)),
+        "model.norm.weight": ("BF16", (HIDDEN,)),
+        "lm_head.weight": ("BF16", (VOCABULARY, HIDDEN)),
+    }
+    for number in range(LAYERS):
+        stem = f"model.layers.{number}."
+        tensors |= {
+            f"{stem}{norm}.weight": ("BF16", (HIDDEN,)) for norm in ("input_layernorm", "post_attention_layernorm")
+        }
+        if experts:
+            tensors[f"{stem}mlp.gate.weight"] = ("BF16", (EXPERTS, HIDDEN))
+        for path, (rows, columns) in _matrices(experts=experts).items():
+            tensors |= {f"{stem}{path}.{leaf}": spec for leaf, spec in _stored(tool, rows, columns).items()}
+    return Checkpoint(config=config, tensors=tensors)
+
+
+def _matrices(*, experts: bool) -> dict[str, tuple[int, int]]:
+    heads = dict.fromkeys(("self_attn.q_proj", "self_attn.o_proj"), (HIDDEN, HIDDEN))
+    heads |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (HIDDEN // 2, HIDDEN))
+    mlp = {"gate_proj": (WIDE, HIDDEN), "up_proj": (WIDE, HIDDEN), "down_proj": (HIDDEN, WIDE)}
+    stems = [f"mlp.experts.{number}." for number in range(EXPERTS)] if experts else ["mlp."]
+    return heads | {stem + last: shape for stem in stems for last, shape in mlp.items()}
+
+
+def _stored(tool: str, rows: int, columns: int) -> Tensors:
+    match tool:
+        case "gptq" | "auto-round":
+            return foreign_form.leaves_of(rows, columns, "gptq")
+        case "awq" | "awq with a list":
+            return foreign_form.leaves_of(rows, columns, "awq")
+        case "quark":
+            return _fp8(rows, columns, (rows,))
+        case "compressed-tensors":
+            return _fp8(rows, columns, (rows, 1))
+        case "compressed-tensors, integers":
+            packed: Tensors = {"weight_packed": ("I32", (rows, columns // 8)), "weight_shape": ("I64", (2,))}
+            return packed | {"weight_scale": ("BF16", (rows, columns // 128))}
+        case "modelopt":
+            return _fp8(rows, columns, ()) | {"input_scale": ("F32", ())}
+    return {"weight": ("BF16", (rows, columns))}
+
+
+def _fp8(rows: int, columns: int, scales: tuple[int, ...]) -> Tensors:
+    return {"weight": ("F8_E4M3", (rows, columns)), "weight_scale": ("F32", scales)}
+
+
+def broken(tool: str, change: Change) -> Checkpoint:
+    """The dense model as a tool writes it, with a change."""
+    checkpoint = llama(tool)
+    change(checkpoint)
+    return checkpoint
+
+
+O_PROJ = "model.layers.3.self_attn.o_proj"
+
+
+def _plain(tool_leaves: str) -> Change:
+    def change(checkpoint: Checkpoint) -> None:
+        lose(rf"model\.layers\.3\.self_attn\.o_proj\.({tool_leaves})")(checkpoint)
+        adding(f"{O_PROJ}.weight", "BF16", (256, 256))(checkpoint)
+
+    return change
+
+
+def said(**entries: object) -> Change:
+    """Keys of quantization_config."""
+    return lambda checkpoint: checkpoint.quantization.update(entries)
+
+
+# What somebody did to it: tool, change, and the rule and the place of the finding.
+TWINS: dict[str, tuple[str, Change, str, str]] = {
+    "AWQ, scales of one matrix lost": (
+        "awq with a list", lose(r"model\.layers\.3\.self_attn\.o_proj\.scales"), "form", f"{O_PROJ}."),
+    "AWQ, zero points of one matrix lost": (
+        "awq with a list", lose(r"model\.layers\.3\.self_attn\.o_proj\.qzeros"), "form", f"{O_PROJ}.qzeros"),
+    "AWQ, one matrix plain": (
+        "awq with a list", _plain("qweight|qzeros|scales"), "form", f"{O_PROJ}.weight"),
+    "AWQ, an entry is a part of a packed name": (
+        "awq", said(modules_to_not_convert=["lm_head", "o_proj"]), "form", "model.layers.0.self_attn.o_proj.qweight"),
+    "AWQ in three bits": ("awq", said(bits=3), "config-group", "quantization_config"),
+    "GPTQ, groups of 64 by its word": ("gptq", said(group_size=64), "form", "model.layers.0.self_attn.q_proj.scales"),
+    "GPTQ in the order of activations": ("gptq", said(desc_act=True), "config-group", "quantization_config"),
+    "GPTQ, an expression excepts packed ones": (
+        "gptq", said(dynamic={r"-:.*layers\.3\..*": {}}), "form", "model.layers.3.self_attn.q_proj.qweight"),
+    "GPTQ, a matrix lost but for its scales": (
+        "gptq", lose(r"model\.layers\.3\.self_attn\.o_proj\.qweight"), "unknown-tensor", f"{O_PROJ}."),
+    "AutoRound, an exception for what is packed": (
+        "auto-round", said(extra_config={O_PROJ: {"bits": 16}}), "form", f"{O_PROJ}.qweight"),
+    "Quark, one scale lost": (
+        "quark", lose(r"model\.layers\.3\.self_attn\.o_proj\.weight_scale"), "form", O_PROJ),
+    "Quark, a scale a tensor": ("quark", retyping(r".*3\.self_attn\.o_proj\.weight_scale", shape=lambda *_: ()), "form",
+        f"{O_PROJ}.weight_scale"),
+    "FP8, one matrix plain": ("compressed-tensors", _plain("weight|weight_scale"), "form", f"{O_PROJ}.weight"),
+    "packed without a config": ("compressed-tensors", setting("quantization_config", None), "form", "model.layers.0."),
+    "a layer lost": ("awq", lose(r"model\.layers\.2\..*"), "layer-missing", "model.layers.2."),
+    "modelopt, input scales lost": ("modelopt", lose(r".*o_proj\.input_scale"), "form", ".o_proj.input_scale"),
+}  # fmt: skip
