@@ -119,6 +119,13 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             function="convert",
             help="Convert a finished checkpoint between compressed-tensors' dialect and modelopt's.",
         ),
+        "serve": Verb(
+            module="serve",
+            function="serve",
+            words="[-- VLLM_OPTIONS]",
+            help="Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched until it is "
+            "stopped.",
+        ),
         "serve-check": Verb(
             module="serve_check",
             function="serve_check",

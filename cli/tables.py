@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..recipes.errors import printable
+from ..validate.serving.serve_line import serve_words
 
 if TYPE_CHECKING:
     from ..quantize.plan import Plan, TensorPlan
@@ -138,8 +139,7 @@ def config_listing(config: Mapping[str, Any]) -> Text:
 
 def next_steps(plan: "Plan", folder: Path) -> Text:
     """Where the result is, and the command that serves it, alone on its line."""
-    speculative = f'{{"method":"mtp","num_speculative_tokens":{max(1, plan.view.num_mtp_layers)}}}'
-    command = shlex.join(["vllm", "serve", str(folder), "--speculative-config", speculative])
+    command = shlex.join(serve_words(str(folder), max(1, plan.view.num_mtp_layers)))
     size = size_in_words(plan.num_bytes_after)
     cache = ", FP8 KV cache" if plan.recipe.kv_cache else ""
     return Text(f"{printable(str(folder))}: {size}{cache}, MTP block {_mtp_word(plan)}. Serve it:\n  {command}")

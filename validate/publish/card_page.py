@@ -6,7 +6,6 @@ of its tables are made here.
 Easy to get wrong: a card may only have numbers of the report, and numbers computed from them.
 """
 
-import json
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,8 +16,10 @@ from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
 from ..dryload.facts import DryLoad, LoadedModel, gpu_title
 from ..report import numbers
+from ..report.best_k import best_k_of_report
 from ..report.headline import counts_speed
 from ..report.schema import FullReport, GroupSize
+from ..serving.serve_line import docker_words, serve_words
 from ..serving.served import AsServed, Drafts
 from . import hardware
 from .base_model import BaseModel
@@ -73,13 +74,8 @@ class CardFacts:
 
     @property
     def num_drafts(self) -> int:
-        """How many tokens to draft in a step: as evaluated, else the fastest on a GPU, else one for each MTP layer."""
-        if self.report.evaluation:
-            return self.report.evaluation.protocol.k
-        serve = self.report.serve
-        runs = serve.checkpoint.drafting if serve and counts_speed(serve) else ()
-        fastest = max(runs, key=lambda run: run.speed_up or 0.0, default=None)
-        return fastest.k if fastest else max(1, self.report.facts.num_mtp_layers)
+        """How many tokens to draft in a step; 0 serves without drafting."""
+        return best_k_of_report(self.report).k
 
     def _schemes(self, parts: set[str]) -> tuple[str, ...]:
         used = {scheme for group in self.groups if group.part in parts for scheme in group.schemes}
@@ -149,6 +145,7 @@ def page(told: CardFacts) -> str:
         extra="calibrate" if report.calibration else "quantize",
         commands=list(_commands(told)),
         serve_command=serve_command(told),
+        docker_command=docker_command(told),
         timed=list(_timed_rows(report)),
         is_timed_well=report.serve is not None and counts_speed(report.serve),
         still_drafts=_still_drafts(report),
@@ -272,7 +269,7 @@ def shell(words: Iterable[str]) -> Md:
         return Md(" ".join(quoted))
     lines = [""]
     for word in quoted:
-        if word.startswith("--"):
+        if word.startswith("-"):
             lines.append(word)
         else:
             lines[-1] = f"{lines[-1]} {word}".strip()
@@ -281,8 +278,12 @@ def shell(words: Iterable[str]) -> Md:
 
 def serve_command(told: CardFacts) -> Md:
     """What a reader types to serve it."""
-    config = json.dumps({"method": "mtp", "num_speculative_tokens": told.num_drafts}, separators=(",", ":"))
-    return shell(["vllm", "serve", told.repository or f"ORG/{told.name}", "--speculative-config", config])
+    return shell(serve_words(told.repository or f"ORG/{told.name}", told.num_drafts))
+
+
+def docker_command(told: CardFacts) -> Md:
+    """The same in a container of vLLM's own image."""
+    return shell(docker_words(told.repository or f"ORG/{told.name}", told.num_drafts, version=told.report.vllm))
 
 
 def _commands(told: CardFacts) -> Iterator[Md]:

@@ -21,6 +21,9 @@ from .vllm_env import GPU, VLLM
 _SHARE = 0.92
 # With one of these words, weights are kept elsewhere, or on more machines than this one.
 _ELSEWHERE = ("--cpu-offload-gb", "--offload-backend", "--nnodes", "--distributed-executor-backend", "--load-format")
+_SPLITS = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+# What the weights leave of the memory, at least, where keepmtp chooses the number of GPUs.
+_KV_SHARE = 0.1
 _SPLITS_EXPERTS = ("--enable-expert-parallel", "-ep", "--data-parallel-size", "-dp")
 
 
@@ -41,8 +44,34 @@ def refuse_no_room(sources: Sequence[Source | None], vllm: VLLM, *, out: Path, e
     for source in filter(None, sources):
         if why_no_kernel(source, vllm):
             refuse_full_disk(source, out)
-        if vllm.build == "cuda" and vllm.gpus:
-            _refuse_full_gpus(source, _visible(vllm.gpus), tuple(extra))
+        refuse_full_gpus(source, vllm, extra)
+
+
+def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
+    """Refuse a checkpoint that the GPUs of this machine have no room for; without a GPU there is nothing to refuse.
+
+    Raises:
+        VLLMError: too little memory on the GPUs, or too few of them.
+    """
+    if vllm.build == "cuda" and vllm.gpus:
+        _refuse_full_gpus(source, _visible(vllm.gpus), tuple(extra))
+
+
+def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> int:
+    """On how many of this machine's GPUs the weights are split: on as few as hold them, with room for a KV cache.
+
+    1 where the user's own words say how, where nothing is known of the GPUs, and where no number fits.
+    """
+    gpus, named = _visible(vllm.gpus), {word.partition("=")[0].replace("_", "-") for word in extra}
+    if vllm.build != "cuda" or not gpus or not all(gpu.memory_gib for gpu in gpus):
+        return 1
+    if named & {*_SPLITS, *_ELSEWHERE, *_SPLITS_EXPERTS}:
+        return 1
+    share, needed = float(value_of(extra, "--gpu-memory-utilization") or _SHARE), _gib_of(source)
+    for size in (1, *_sizes(source)):
+        if size <= len(gpus) and needed / size <= (1 - _KV_SHARE) * _usable(gpus[:size], share):
+            return size
+    return 1
 
 
 def value_of(words: Sequence[str], *names: str) -> str:
@@ -64,8 +93,7 @@ def _refuse_full_gpus(source: Source, gpus: Sequence[GPU], extra: tuple[str, ...
         rule = f"{ranks} ranks need as many GPUs"
         raise VLLMError("vllm serve", rule, got=len(gpus), cure="Ask for fewer, or set CUDA_VISIBLE_DEVICES")
     share = float(value_of(extra, "--gpu-memory-utilization") or _SHARE)
-    needed = sum(entry.num_bytes for entry in source.entries.values()) / 2**30
-    usable = min(min(gpu.free_gib, share * gpu.memory_gib) for gpu in gpus[:ranks])
+    needed, usable = _gib_of(source), _usable(gpus[:ranks], share)
     if needed / ranks > usable:
         raise VLLMError(
             source.where,
@@ -83,10 +111,24 @@ def _refuse_full_gpus(source: Source, gpus: Sequence[GPU], extra: tuple[str, ...
         )
 
 
-def _what_fits(source: Source, needed: float, usable: float, num_gpus: int) -> str:
+def _gib_of(source: Source) -> float:
+    return sum(entry.num_bytes for entry in source.entries.values()) / 2**30
+
+
+def _usable(gpus: Sequence[GPU], share: float) -> float:
+    """What vLLM may take of each of these GPUs, in GiB."""
+    return min(min(gpu.free_gib, share * gpu.memory_gib) for gpu in gpus)
+
+
+def _sizes(source: Source) -> list[int]:
+    """The tensor-parallel sizes above 1 that divide the attention heads: vLLM refuses others."""
     config = source.config.get("text_config") or source.config
     heads = config.get("num_attention_heads")
-    sizes = [size for size in (2, 4, 8, 16) if not isinstance(heads, int) or heads % size == 0]
+    return [size for size in (2, 4, 8, 16) if not isinstance(heads, int) or heads % size == 0]
+
+
+def _what_fits(source: Source, needed: float, usable: float, num_gpus: int) -> str:
+    sizes = _sizes(source)
     size = next((size for size in sizes if needed / size <= usable), None)
     if size is None:
         return f"Use GPUs with more memory than {needed / max([1, *sizes]):.0f} GiB"

@@ -212,7 +212,7 @@ def serving(
         ServerFailed: it died while loading (vLLM's last error is quoted at once), or was not healthy in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with _private_folder() as private, open(log, "wb") as file:
+    with private_folder() as private, open(log, "wb") as file:
         socket = private / "socket"
         words = [
             vllm.python,
@@ -227,7 +227,7 @@ def serving(
         with (
             Child(
                 words,
-                environment=_environment(vllm, private),
+                environment=server_environment(vllm, private),
                 grace_seconds=_STOP_SECONDS,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -343,15 +343,15 @@ def refuse_words(where: str, extra: Sequence[str]) -> None:
 
 
 @contextmanager
-def _private_folder() -> Iterator[Path]:
+def private_folder() -> Iterator[Path]:
     """A folder that only this user may open, with a path that is short enough for a socket in it."""
     is_long = len(os.fsencode(gettempdir())) > _TEMP_BYTES
     with ScratchFolder("keepmtp-server-", Path("/tmp") if is_long else None) as found:  # noqa: S108 - private
         yield found
 
 
-def _environment(vllm: VLLM, plugin: Path) -> Mapping[str, str]:
-    """A child's that stays offline; on a CPU with our plugin."""
+def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
+    """A server's, which stays offline; on a CPU with our plugin, in the folder `plugin`."""
     changes = {"VLLM_NO_USAGE_STATS": "1"}
     if vllm.build == "cpu":
         stubs = [] if vllm.torchvision else [str(_PLUGIN / "stubs")]

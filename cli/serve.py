@@ -1,0 +1,261 @@
+"""`keepmtp serve`: the card's serve line, run: checked before, on a port, with its acceptance watched until it stops.
+
+In: a checkpoint, and words for `vllm serve` after `--`. Out: a server, a line of acceptance now and then on standard
+error with the server's own log, and at the end its counters on standard output. The exit status is the server's.
+
+Easy to get wrong: everything that can be known is refused before the server starts: it may load for half an hour.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from ..recipes.errors import GateError, RecipeError, VLLMError
+from . import exits
+from .check import spinner
+from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm, refuse_stray_words
+from .progress import download_lines
+from .tables import print_json, say
+
+if TYPE_CHECKING:
+    from ..checkpoints.source import Source
+    from ..validate.check.check import Checked
+    from ..validate.report.best_k import BestK
+    from ..validate.serving.foreground import Address, ServerLife
+    from ..validate.serving.vllm_env import VLLM
+
+_CPU_WORDS = ("--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-caching")
+"""On a CPU the gated delta net cannot combine prefix caching with drafting (vLLM 0.32)."""
+
+
+def serve(
+    context: typer.Context,
+    path: Annotated[str, typer.Argument(help="Checkpoint to serve: a folder or a Hub id.")],
+    k: Annotated[
+        int | None,
+        typer.Option(
+            "-k",
+            "--num-speculative-tokens",
+            min=0,
+            help="Tokens drafted a step; 0: none. Default: what was measured best, else the recipe's, "
+            "else the number of MTP layers.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in, and everybody on them.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", help="Let vLLM's loaders judge it first, on a pretended sm89, sm90, sm100 or sm120."),
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="File for the server's log; default: it passes through, on standard error.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=1, help="Seconds between two lines of acceptance.")] = 30.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check it, print the commands for a shell and for Docker, and stop.")
+    ] = False,
+    any_vllm: AnyVLLMOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched until it is stopped.
+
+    It runs the card's serve line. A checkpoint with an error of the static check is refused. Weights that do not fit
+    one GPU are split over as few of this machine's as hold them. The server stays offline. Words after `--` go to
+    `vllm serve`, such as --max-model-len, or --trust-remote-code once you have read the checkpoint's Python.
+
+    Ctrl-C or SIGTERM stops the server, and what it accepted is printed. A warning says where the draft is accepted far
+    less often than it was measured: a broken draft loads in silence. The exit status is the server's.
+
+    Example: `keepmtp serve out/tiny-glm4-moe.w4a16-fp8 --port 8001 -- --max-model-len 2048`
+
+    Example: `keepmtp serve /data/GLM-4.7-NVFP4 --gpu sm100 --dry-run`
+    """
+    from ..validate.serving.foreground import refuse_our_words
+    from ..validate.serving.room import tensor_parallel_size
+
+    err = Console(stderr=True)
+    extra = tuple(context.args)
+    refuse_stray_words("serve", extra)
+    refuse_our_words(extra)
+    opened, num_mtp_layers = _checked(path, err)
+    vllm = None if dry_run and not gpus else chosen_vllm(any_vllm=any_vllm)
+    size = tensor_parallel_size(opened, vllm, extra) if vllm else 1
+    best = _best_k(opened, k, num_mtp_layers)
+    if gpus:
+        _load(path, gpus, size, best.k, err, any_vllm=any_vllm)
+    further = ("--tensor-parallel-size", str(size)) if size > 1 else ()
+    if dry_run:
+        _print_commands(opened, best, (*further, *extra), as_json=as_json)
+        return
+    assert vllm is not None
+    address = _address(host, port, extra)
+    life = _run(opened, best, vllm, address, (*further, *extra), err, log=log, every=every)
+    _report(path, best, life, err, as_json=as_json)
+    if life.status:
+        raise typer.Exit(life.status)
+
+
+def _checked(path: str, err: Console) -> "tuple[Source, int]":
+    """The opened checkpoint, which has no error, and its number of MTP layers.
+
+    Raises:
+        GateError: the check has an error; or, where the packages that read values are there, a scale is wrong.
+        KeepMTPError: there is nothing to judge.
+    """
+    from ..recipes.extras import missing
+    from ..validate.check.check import examine
+    from ..validate.values.values import with_values
+
+    checked = examine(path)
+    _refuse_errors(path, checked)
+    if Path(path).is_dir() and not missing("quantize"):
+        checked = with_values(checked, "scalars")
+        _refuse_errors(path, checked)
+    if warnings := len(checked.data.findings):
+        say(err, f"check: no errors, {warnings} warning{'s' * (warnings > 1)}: `keepmtp check {path}` has them")
+    return checked.readable(), checked.data.facts.num_mtp_layers
+
+
+def _refuse_errors(path: str, checked: "Checked") -> None:
+    if checked.refusal is not None:
+        raise checked.refusal
+    errors = [finding for finding in checked.data.findings if finding.severity == "error"]
+    if errors:
+        more = f" (and {len(errors) - 1} more: `keepmtp check {path}`)" if errors[1:] else ""
+        rule = "must pass the check before it is served"
+        raise GateError(path, rule, got=f"{errors[0].where}: {errors[0].says}{more}", cure=errors[0].cure)
+
+
+def _load(path: str, gpus: Sequence[str], size: int, k: int, err: Console, *, any_vllm: bool) -> None:
+    """Let vLLM's own loaders judge it on pretended GPUs."""
+    from .. import api
+
+    with spinner(err, is_shown=True) as doing:
+        loads = {"gpus": chosen_gpus(gpus), "tps": [size], "num_drafts": max(1, k), "any_vllm": any_vllm}
+        for checked in api.check_all([path], **loads, progress=doing):
+            _refuse_errors(path, checked)
+
+
+def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int) -> "BestK":
+    """The number that the user says, or else the best that is known.
+
+    Raises:
+        RecipeError: vLLM cannot draft so many.
+    """
+    from ..validate.report.best_k import BestK, best_k
+
+    found = best_k(opened, num_mtp_layers)
+    if asked is not None and asked != found.k:
+        found = BestK(k=asked, why="as you say", measured=found.measured, measured_by=found.measured_by)
+    if found.k and not num_mtp_layers:
+        rule, cure = (
+            "a checkpoint without an MTP block cannot draft",
+            "Use -k 0, or `keepmtp graft` its release's block",
+        )
+        raise RecipeError("-k", rule, got=found.k, cure=cure)
+    if num_mtp_layers and found.k > num_mtp_layers and found.k % num_mtp_layers:
+        rule = f"with {num_mtp_layers} MTP layers vLLM drafts a multiple of them"
+        raise RecipeError("-k", rule, got=found.k, cure=f"Use -k {num_mtp_layers}")
+    return found
+
+
+def _print_commands(opened: "Source", best: "BestK", further: Sequence[str], *, as_json: bool) -> None:
+    from ..validate.serving.serve_line import docker_words, serve_words
+    from ..validate.serving.vllm_env import TESTED
+
+    model = str(opened.folder.absolute()) if opened.folder else opened.where
+    line = serve_words(opened.where, best.k, *further)
+    docker = docker_words(model, best.k, *further, version=TESTED[0])
+    if as_json:
+        print_json({"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker})
+        return
+    sys.stdout.write(f"# k={best.k}: {best.why}\n{shlex.join(line)}\n{shlex.join(docker)}\n")
+
+
+def _address(host: str, port: int, extra: Sequence[str]) -> "Address":
+    from ..validate.serving.foreground import Address, refuse_taken
+    from ..validate.serving.room import value_of
+
+    address = Address(host=host, port=port, is_tls=bool(value_of(extra, "--ssl-certfile")))
+    refuse_taken(address)
+    return address
+
+
+def _run(
+    opened: "Source",
+    best: "BestK",
+    vllm: "VLLM",
+    address: "Address",
+    further: Sequence[str],
+    err: Console,
+    *,
+    log: Path | None,
+    every: float,
+) -> "ServerLife":
+    """Run the server, once it is known to have room and kernels."""
+    from ..checkpoints.source import download
+    from ..validate.serving import foreground
+    from ..validate.serving.bf16_copy import why_no_kernel
+    from ..validate.serving.room import refuse_full_gpus
+    from ..validate.serving.serve_line import serve_words
+
+    if lack := why_no_kernel(opened, vllm):
+        cure = f"Serve it on a GPU; `keepmtp serve-check {opened.where}` measures a BF16 copy of it here"
+        raise VLLMError(opened.where, "must have kernels on this machine", got=lack, cure=cure)
+    refuse_full_gpus(opened, vllm, further)
+    named = () if opened.folder else ("--served-model-name", opened.where)
+    local = download(opened, bars=download_lines(err))
+    assert local.folder is not None
+    machine = _CPU_WORDS if vllm.build == "cpu" else ()
+    listens = ("--host", address.host, "--port", str(address.port))
+    words = serve_words(str(local.folder), best.k, *listens, *named, *machine, *further)
+    say(err, f"k={best.k}: {best.why}")
+    say(err, shlex.join(words))
+    expected = foreground.Expected(drafts=best.measured, measured_by=best.measured_by) if best.measured else None
+    with nullcontext(sys.stderr.fileno()) if log is None else open(log, "wb") as written:
+        life = foreground.serve_until_stopped(
+            vllm,
+            words[1:],
+            k=best.k,
+            address=address,
+            expected=expected,
+            every=every,
+            log=written,
+            tell=lambda line: say(err, line),
+        )
+    if not life.is_stopped:
+        exits.say_refusal(_failure(life, log))
+    return life
+
+
+def _failure(life: "ServerLife", log: Path | None) -> VLLMError:
+    """Why a server ended by itself, in vLLM's words where a file has them."""
+    from ..validate.serving.server import last_error
+
+    rule = "must serve until it is stopped" if life.is_healthy else "must come up"
+    got = f"exit status {life.status} after {life.seconds:.0f} s"
+    if log is None:
+        return VLLMError("vllm serve", rule, got=got, cure="Read its words above, or name a file with --log")
+    return VLLMError("vllm serve", rule, got=f"{got}: {last_error(log, life.status)}", cure=f"Read {log}")
+
+
+def _report(path: str, best: "BestK", life: "ServerLife", err: Console, *, as_json: bool) -> None:
+    """What the server accepted over its life."""
+    from ..validate.serving.foreground import in_words
+
+    if life.doubt:
+        cures = f"`keepmtp check {path} --values` reads the draft's tensors, `keepmtp serve-check {path}` compares it"
+        say(err, f"warning: {life.doubt}: {cures}")
+    if as_json:
+        print_json({"path": path, "why": best.why, **life.model_dump(mode="json")})
+        return
+    drafted = in_words(life) if life.k else "served without drafting"
+    sys.stdout.write(f"{path}: {life.seconds:,.0f} s with k={life.k}; {drafted}\n")
