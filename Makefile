@@ -9,7 +9,8 @@
 #   make validate EVAL=gsm8k ...                             GSM8K of source and checkpoint with MTP on, and the gates
 #   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report; `all` takes BASE_MODEL too
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
-#     VLLM_ARGS="--tensor-parallel-size 8"                   for validate and all: words for each vllm serve
+#     VLLM_ARGS="--tensor-parallel-size 8"                   for validate, all and serve: words for each vllm serve
+#   make serve [MODEL=...] [OUT=DIR] [K=3] [PORT=8000]       the card's serve line, run, with its acceptance watched
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
 #   make test         everything the project promises, on this machine
 #   make fuzz         an hour of hostile checkpoints, recipes and results; FUZZ_SECONDS=60 for a minute
@@ -47,11 +48,11 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 	"error: PYTHON: keepmtp needs Python 3.11 or newer; got %d.%d. Run make with PYTHON=python3.11 or newer." % v)'
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate card all publish ls vllm test lint fuzz measure matrix families quality picture \
-	benchmark dist clean
+.PHONY: help quantize plan check validate serve card all publish ls vllm test lint fuzz measure matrix families quality \
+	picture benchmark dist clean
 
 help:
-	@sed -n '3,20s/^# \{0,3\}//p' Makefile
+	@sed -n '3,21s/^# \{0,3\}//p' Makefile
 
 # What is calibrated installs .calibrate or .modelopt, anything else no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
@@ -78,6 +79,9 @@ ifneq ($(filter-out gsm8k,$(EVAL)),)
 	$(error EVAL: must be gsm8k, or left out for acceptance alone; got $(EVAL))
 endif
 	@$(MADE) && $(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K)) $(SERVED)
+
+serve: $(VENV)/.quantize $(VENV_VLLM)/.vllm
+	@$(MADE) && exec $(VENV)/bin/keepmtp serve "$$made" $(if $(K),-k $(K)) $(if $(PORT),--port $(PORT)) $(SERVED)
 
 card: $(VENV)/.evaluate
 	@$(MADE) && $(VENV)/bin/keepmtp card "$$made" $(if $(BASE_MODEL),--base-model "$(BASE_MODEL)")

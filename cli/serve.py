@@ -86,9 +86,9 @@ def serve(
     refuse_stray_words("serve", extra)
     refuse_our_words(extra)
     opened, num_mtp_layers = _checked(path, err)
-    vllm = None if dry_run and not gpus else chosen_vllm(any_vllm=any_vllm)
+    vllm = _found_vllm(any_vllm=any_vllm) if dry_run and not gpus else chosen_vllm(any_vllm=any_vllm)
     size = tensor_parallel_size(opened, vllm, extra) if vllm else 1
-    best = _best_k(opened, k, num_mtp_layers)
+    best = _best_k(opened, k, num_mtp_layers, vllm.device if vllm else "")
     if gpus:
         _load(path, gpus, size, best.k, err, any_vllm=any_vllm)
     further = ("--tensor-parallel-size", str(size)) if size > 1 else ()
@@ -144,7 +144,15 @@ def _load(path: str, gpus: Sequence[str], size: int, k: int, err: Console, *, an
             _refuse_errors(path, checked)
 
 
-def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int) -> "BestK":
+def _found_vllm(*, any_vllm: bool) -> "VLLM | None":
+    """The vLLM of this machine, for commands that may be run elsewhere."""
+    try:
+        return chosen_vllm(any_vllm=any_vllm)
+    except VLLMError:
+        return None
+
+
+def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: str) -> "BestK":
     """The number that the user says, or else the best that is known.
 
     Raises:
@@ -152,7 +160,7 @@ def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int) -> "BestK"
     """
     from ..validate.report.best_k import BestK, best_k
 
-    found = best_k(opened, num_mtp_layers)
+    found = best_k(opened, num_mtp_layers, device=device)
     if asked is not None and asked != found.k:
         found = BestK(k=asked, why="as you say", measured=found.measured, measured_by=found.measured_by)
     if found.k and not num_mtp_layers:

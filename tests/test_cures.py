@@ -82,7 +82,7 @@ def test_the_test_finds_what_nobody_can_run():
     for text, why in {
         "Run `keepmtp chekc X`": "no verb chekc",
         "Use `keepmtp check X --static` again": "keepmtp check has no --static",
-        "Run keepmtp serve X": "no verb serve",
+        "Run keepmtp server X": "no verb server",
         "Run `make everything`": "no target everything",
         "`make publish MODEL=x REPOSITORY=y`": "no variable REPOSITORY=y",
     }.items():

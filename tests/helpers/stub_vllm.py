@@ -11,6 +11,7 @@ import os
 import socketserver
 import subprocess
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -28,7 +29,14 @@ _SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
 def stub_vllm(
-    folder: Path, *, real: Path | None = None, start: float = 0.5, answer: float = 0.0, **versions: str
+    folder: Path,
+    *,
+    real: Path | None = None,
+    start: float = 0.5,
+    answer: float = 0.0,
+    accepted: int = 10,
+    ends: float = 0.0,
+    **versions: str,
 ) -> Path:
     """Write it.
 
@@ -37,48 +45,62 @@ def stub_vllm(
         real: asked for whatever is not `vllm serve`.
         start: seconds until a server is healthy.
         answer: seconds for each answer.
+        accepted: of the ten tokens that it drafts for each answer.
+        ends: seconds after which a healthy server ends by itself, with status 7; 0: never.
         versions: others than a tested vLLM's.
     """
+    words = f"{str(real or '')!r}, {start}, {answer}, {accepted}, {ends}, {VERSIONS | versions!r}"
     path = folder / "python"
     path.write_text(
         f"#!{sys.executable} -P\n"
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        f"import stub_vllm; stub_vllm.main({str(real or '')!r}, {start}, {answer}, {VERSIONS | versions!r})\n"
+        f"import stub_vllm; stub_vllm.main({words})\n"
     )
     path.chmod(0o755)
     return path
 
 
-def main(real: str, start: float, seconds: float, versions: dict[str, str]) -> None:
+def main(real: str, start: float, seconds: float, accepted: int, ends: float, versions: dict[str, str]) -> None:
     """What the stub does with its words."""
     if "serve" in sys.argv:
-        _serve(sys.argv, start, seconds)
+        _serve(sys.argv, start, seconds, accepted, ends)
     elif real:
         os.execv(real, [real, *sys.argv[1:]])
     else:
         sys.stdout.write(json.dumps(versions) + "\n")
 
 
-class _Socket(socketserver.ThreadingUnixStreamServer):
+class _Stub:
     daemon_threads = True
+    allow_reuse_address = True
     model = ""
     seconds = 0.0
+    accepted = 10
     answers = 0
 
 
+class _Socket(_Stub, socketserver.ThreadingUnixStreamServer):
+    pass
+
+
+class _Port(_Stub, socketserver.ThreadingTCPServer):
+    pass
+
+
 class _Handler(BaseHTTPRequestHandler):
-    server: _Socket
+    server: _Socket | _Port
 
     def do_GET(self) -> None:
-        counted = {"drafts": 1, "draft_tokens": 1, "accepted_tokens": 1}
+        counted = {"drafts": 10, "draft_tokens": 10, "accepted_tokens": self.server.accepted}
         lines = [
-            f"vllm:spec_decode_num_{name}_total {10 * number * self.server.answers}" for name, number in counted.items()
+            f"vllm:spec_decode_num_{name}_total {number * self.server.answers}" for name, number in counted.items()
         ]
         self._send("\n".join(lines) + "\n")
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert asked["model"] == sys.argv[sys.argv.index("--served-model-name") + 1]
+        if "--served-model-name" in sys.argv:
+            assert asked["model"] == sys.argv[sys.argv.index("--served-model-name") + 1]
         time.sleep(self.server.seconds)
         self.server.answers += 1
         choice = {
@@ -102,12 +124,25 @@ class _Handler(BaseHTTPRequestHandler):
         print(format % args, flush=True)
 
 
-def _serve(words: list[str], start: float, seconds: float) -> None:
+def _serve(words: list[str], start: float, seconds: float, accepted: int, ends: float) -> None:
     print("(EngineCore pid=1) starting", flush=True)
     subprocess.Popen(_SLEEP)
     subprocess.Popen(_SLEEP, start_new_session=True)
     time.sleep(start)
-    with _Socket(words[words.index("--uds") + 1], _Handler) as server:
-        server.model, server.seconds = words[words.index("serve") + 1], seconds
+    with _listening(words) as server:
+        server.model, server.seconds, server.accepted = words[words.index("serve") + 1], seconds, accepted
         print("ready", flush=True)
+        if ends:
+            threading.Timer(ends, _end).start()
         server.serve_forever()
+
+
+def _listening(words: list[str]) -> _Socket | _Port:
+    if "--uds" in words:
+        return _Socket(words[words.index("--uds") + 1], _Handler)
+    return _Port((words[words.index("--host") + 1], int(words[words.index("--port") + 1])), _Handler)
+
+
+def _end() -> None:
+    print("(EngineCore pid=1) ValueError: the stub ends by itself", flush=True)
+    os._exit(7)

@@ -263,13 +263,16 @@ def _kernels(model: LoadedModel) -> str:
 
 
 def shell(words: Iterable[str]) -> Md:
-    """A command that a narrow column does not cut: on one line, or an option with its value on each."""
+    """A command that a narrow column does not cut: on one line, or an option with its value on each.
+
+    A word that would make its line too long begins another one.
+    """
     quoted = [bare(shlex.quote(word)) for word in words]
     if len(" ".join(quoted)) <= MAX_COLUMNS:
         return Md(" ".join(quoted))
     lines = [""]
     for word in quoted:
-        if word.startswith("-"):
+        if word.startswith("-") or len(f"{lines[-1]} {word}") > MAX_COLUMNS:
             lines.append(word)
         else:
             lines[-1] = f"{lines[-1]} {word}".strip()

@@ -12,8 +12,9 @@ from ...checkpoints.identity import remembered
 from ...checkpoints.record import RECORD, read_record
 from ...checkpoints.source import Source, small_file
 from ...recipes.errors import CheckpointError
+from ..bench.benched import BenchFact, words_of
 from ..serving.served import Drafts
-from .headline import counts_speed
+from .headline import counts_bench, counts_speed
 from .report import JSON_FILE, read_json
 from .results import report_folder
 from .schema import FullReport
@@ -36,9 +37,14 @@ class BestK:
     measured_by: str = ""
 
 
-def best_k_of_report(report: FullReport) -> BestK:
-    """As evaluated, else the fastest that serve-check timed on a GPU, else one for each MTP layer."""
+def best_k_of_report(report: FullReport, *, device: str = "") -> BestK:
+    """As bench recommends, else as evaluated, else the fastest of serve-check, else one for each MTP layer.
+
+    `device` is the one that will serve: a speed that was measured on a CPU counts for that CPU alone.
+    """
     serve, evaluation = report.serve, report.evaluation
+    if report.bench and counts_bench(report.bench, device=device) and (found := _of_bench(report.bench)):
+        return found
     if evaluation:
         why = f"with which {evaluation.protocol.title} was measured"
         return BestK(k=evaluation.protocol.k, why=why, measured=evaluation.checkpoint, measured_by="keepmtp eval")
@@ -51,12 +57,26 @@ def best_k_of_report(report: FullReport) -> BestK:
     return replace(found, measured=runs[0], measured_by="keepmtp serve-check") if runs else found
 
 
-def best_k(opened: Source, num_mtp_layers: int) -> BestK:
+def _of_bench(bench: BenchFact) -> BestK | None:
+    """What bench recommends for the smallest load, with what it says of the others; None where it cannot tell."""
+    first, *others = sorted(bench.checkpoint.recommended, key=lambda each: (each.concurrency, each.context))
+    if first.k is None:
+        return None
+    load = first.concurrency, first.context
+    also = [f"k={each.k} for {words_of((each.concurrency, each.context))}" for each in others if each.k is not None]
+    why = f"as bench recommends for {words_of(load)} on {bench.environment.get('device') or 'an unnamed device'}"
+    cell = bench.checkpoint.cell(first.k, load)
+    measured = cell.drafts if cell and first.k else None
+    return BestK(k=first.k, why="; ".join([why, *also]), measured=measured, measured_by="keepmtp bench")
+
+
+def best_k(opened: Source, num_mtp_layers: int, *, device: str = "") -> BestK:
     """Of a checkpoint: by its NAME.report of these bytes, or the report in its repository; else by recipe or layers.
 
     Args:
         opened: a folder or a repository.
         num_mtp_layers: as the check counts them.
+        device: that will serve, in vLLM's words; "" where it is not known.
 
     Raises:
         CheckpointError: keepmtp.json is there, and is not keepmtp's.
@@ -65,7 +85,7 @@ def best_k(opened: Source, num_mtp_layers: int) -> BestK:
         return BestK(k=0, why="the checkpoint has no MTP block")
     report, doubt = _report_of(opened)
     if report is not None:
-        return best_k_of_report(report)
+        return best_k_of_report(report, device=device)
     k = _of_recipe(opened)
     if k and (k <= num_mtp_layers or k % num_mtp_layers == 0):
         return BestK(k=k, why=f"as its recipe evaluates it{doubt}")

@@ -10,6 +10,7 @@ has too few samples. Servers and scores are good or bad only by the judgement: t
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from ..bench.benched import BenchFact
 from ..check.findings import Finding
 from ..dryload.facts import DryLoad, gpu_title
 from ..evaluation.evaluated import EvaluationFact
@@ -107,6 +108,13 @@ def counts_speed(serve: ServeCheck) -> bool:
     """Whether a speed-up says what a reader of one sentence takes it for: on a GPU, over enough prompts."""
     device = serve.environment.get("device", "")
     return bool(device) and not device.startswith("CPU") and len(serve.prompts) >= ENOUGH_PROMPTS
+
+
+def counts_bench(bench: BenchFact, *, device: str = "") -> bool:
+    """Whether a speed matrix is about the checkpoint: its own bytes were served, on a GPU or on `device` itself."""
+    served_on = bench.environment.get("device", "")
+    is_gpu = bool(served_on) and not served_on.startswith("CPU")
+    return bench.checkpoint.as_served == "native" and (is_gpu or (bool(device) and served_on == device))
 
 
 def _as_served(model: Served) -> str:

@@ -244,6 +244,7 @@ class _Watched:
                 self._ask_counters()
                 if now - self._said_at >= self._every:
                     self._say(now)
+        self.is_healthy = self.is_healthy or self._get("/health") is not None
         if self.is_healthy:
             self._ask_counters()
 

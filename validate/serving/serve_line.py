@@ -13,7 +13,7 @@ _IMAGE = "vllm/vllm-openai"
 _IN_IMAGE = "/model"
 _DOCKER = ("docker", "run", "--gpus", "all")
 _SHARED = ("-p", "8000:8000", "--ipc=host")  # the processes of one server share memory
-_DOWNLOADS = "huggingface:/root/.cache/huggingface"  # a volume, so that the next container has them
+_DOWNLOADS = ("-v", "huggingface:/hub", "-e", "HF_HOME=/hub")  # a volume: the next container has them already
 
 
 def draft_words(k: int) -> tuple[str, ...]:
@@ -39,6 +39,6 @@ def docker_words(model: str, k: int, *further: str, version: str) -> tuple[str, 
     """
     image = f"{_IMAGE}:v{version.partition('+')[0]}"
     if not Path(model).is_absolute():
-        return *_DOCKER, "-v", _DOWNLOADS, *_SHARED, image, model, *draft_words(k), *further
+        return *_DOCKER, *_DOWNLOADS, *_SHARED, image, model, *draft_words(k), *further
     name = ("--served-model-name", Path(model).name)
     return *_DOCKER, "-v", f"{model}:{_IN_IMAGE}:ro", *_SHARED, image, _IN_IMAGE, *name, *draft_words(k), *further

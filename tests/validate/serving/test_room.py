@@ -12,7 +12,7 @@ import pytest
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.serving import bf16_copy
-from keepmtp.validate.serving.room import refuse_no_room, value_of
+from keepmtp.validate.serving.room import refuse_no_room, tensor_parallel_size, value_of
 from keepmtp.validate.serving.vllm_env import GPU, VLLM, find_vllm, gpus_here
 from stub_vllm import stub_vllm
 
@@ -59,6 +59,20 @@ def test_more_ranks_than_gpus(cuda, monkeypatch, tmp_path):
     assert "8 ranks need as many GPUs; got 4" in refused(vllm, tmp_path, "-tp", "4", "-pp=2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert "4 ranks need as many GPUs; got 2" in refused(vllm, tmp_path, "--tensor-parallel-size", "4")
+
+
+def test_as_few_gpus_as_hold_it(cuda):
+    """6.1 MiB; a tenth of what vLLM may take is left for the KV cache; 4 heads are not split over 8 GPUs."""
+
+    def size(mib: float, *extra: str, number: int = 8, free: float | None = None) -> int:
+        return tensor_parallel_size(open_source(str(GLM)), with_gpus(cuda, number, mib=mib, free=free), extra)
+
+    assert [size(8), size(7), size(4), size(3), size(2), size(1)] == [1, 2, 2, 4, 4, 1]
+    assert size(4, number=1) == 1 and size(3, number=2) == 1, "refuse_no_room says what would fit"
+    assert size(99, free=3.0) == 4, "others use these GPUs"
+    assert size(3, "-tp", "2") == size(3, "--data-parallel-size=8") == size(3, "--cpu-offload-gb", "1") == 1
+    assert size(8, "--gpu-memory-utilization", "0.5") == 2
+    assert size(0) == 1 and tensor_parallel_size(open_source(str(GLM)), replace(cuda, build="cpu"), ()) == 1
 
 
 def test_a_gpu_that_others_use(cuda, tmp_path):
@@ -113,7 +127,7 @@ def test_what_nvidia_smi_says(monkeypatch, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("verb", ["serve-check", "eval", "all"])
+@pytest.mark.parametrize("verb", ["serve", "serve-check", "eval", "all"])
 def test_each_command_refuses_before_it_starts_a_server(monkeypatch, tmp_path, verb):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'H0, 9.0, 4, 4'\necho 'H0, 9.0, 4, 4'\n")
@@ -122,6 +136,7 @@ def test_each_command_refuses_before_it_starts_a_server(monkeypatch, tmp_path, v
     monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, distribution="vllm", torch="2.13.0")))
     out = tmp_path / "out"
     words = {
+        "serve": ["serve", str(GLM), "--", "-tp", "1"],
         "serve-check": ["serve-check", str(GLM), "--source", "none", "--out", str(out)],
         "eval": ["eval", str(GLM), "--source", "none", "--recipe", "tiny-glm4-moe", "--out", str(out)],
         "all": ["all", "tiny-glm4-moe", "--out", str(out)],

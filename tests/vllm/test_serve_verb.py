@@ -1,0 +1,80 @@
+"""`keepmtp serve` with a real vLLM server: its drafts are counted, and Ctrl-C leaves status 0 and nothing else."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import httpx
+import pytest
+from commands import KEEPMTP
+from keepmtp.validate.serving.prompts import PROMPTS
+from survivors import MARK, none_left
+from wheel import stranger
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+GLM = ROOT / "models" / "tiny-glm4-moe"
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+]
+
+
+def asked(url: str, prompt: str, **headers: str) -> httpx.Response:
+    body = {"model": str(GLM), "prompt": prompt, "max_tokens": 48, "temperature": 0.0}
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
+
+
+def test_serve_until_ctrl_c(tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    url, mark, log = f"http://127.0.0.1:{port}", uuid4().hex, tmp_path / "log"
+    words = [
+        "serve",
+        GLM,
+        "-k",
+        "3",
+        "--port",
+        port,
+        "--log",
+        log,
+        "--every",
+        "1",
+        "--json",
+        "--",
+        "--max-model-len",
+        "512",
+    ]
+    changes = {"VLLM_PYTHON": str(VLLM_PYTHON), "VLLM_API_KEY": "mine", "OMP_NUM_THREADS": "1", MARK: mark}
+    process = subprocess.Popen(
+        [KEEPMTP, *map(str, words)],
+        env=stranger(**changes),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    deadline = time.monotonic() + 400
+    while not log.is_file() or "Application startup complete" not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.1)
+    assert asked(url, PROMPTS[0]).status_code == 401, "the user's key guards the server"
+    for prompt in PROMPTS[:2]:
+        assert asked(url, prompt, Authorization="Bearer mine").json()["choices"][0]["text"]
+    time.sleep(2.5)  # a line of acceptance is due
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    life = json.loads(out)
+    assert process.returncode == life["status"] == 0, err
+    assert life["is_healthy"] and life["is_stopped"] and life["drafts"] > 10
+    assert life["draft_tokens"] == 3 * life["drafts"] and life["acceptance"] > 0.8, "as the shipped model drafts"
+    assert len(life["accepted_per_position"]) == 3 and sum(life["accepted_per_position"]) == life["accepted_tokens"]
+    assert f"serves {url} after" in err and f"{life['drafts']} drafts" in err
+    none_left(mark)
