@@ -1,4 +1,4 @@
-"""`keepmtp eval`: GSM8K of a checkpoint and its source through real vLLM servers with method=mtp.
+"""`keepmtp eval`: GSM8K of a checkpoint and its source through real vLLM servers with method=mtp, and without it.
 
 In: two checkpoints and a protocol, the recipe's with what the command line changes. Out: a table, gsm8k.json with the
 answers in the same folder, and the report made anew.
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _HUB = "hub"
-_OWN_GATES = ("gsm8k", "acceptance")
+_OWN_GATES = ("gsm8k", "acceptance", "drafting")
+_OF_THE_SOURCE = ("gsm8k", "acceptance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,14 @@ def evaluate(
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None,
     limit: Annotated[int | None, typer.Option(min=2, help="Ask the first so many questions only.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of the shots drawn, and of the server.")] = None,
+    prefix_caching: Annotated[
+        bool | None,
+        typer.Option("--prefix-caching/--no-prefix-caching", help="Servers keep what they computed for equal starts."),
+    ] = None,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain/--no-plain", help="Ask the checkpoint with MTP off, too: does drafting change answers?"),
+    ] = True,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
     any_vllm: AnyVLLMOption = False,
     folder: Annotated[
@@ -93,11 +102,12 @@ def evaluate(
 
     lm-evaluation-harness builds the prompts, reads the answers (strict-match and flexible-extract) and scores them;
     vLLM's draft counters over the same questions give the acceptance. What is not given here is as in the recipe's
-    `evaluation` block. An error of the server ends the run and is never a wrong answer; the same command then asks only
-    what has no answer yet. Words after `--` go to `vllm serve`.
+    `evaluation` block. The checkpoint is asked once more with MTP off: greedy decoding promises the same answers, up to
+    near-ties that flip. An error of the server ends the run and is never a wrong answer; the same command then asks
+    only what has no answer yet. Words after `--` go to `vllm serve`.
 
-    Exit status 1 if a server fails, or score or acceptance lost more than the recipe's gates allow; 3 if the questions
-    are too few to tell. It needs the extra keepmtp[evaluate].
+    Exit status 1 if a server fails, if score or acceptance lost more than the recipe's gates allow, or if drafting
+    changes right and wrong beyond chance; 3 if the questions are too few to tell. It needs the extra keepmtp[evaluate].
 
     Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 -- --tensor-parallel-size 8`
     """
@@ -126,6 +136,7 @@ def evaluate(
         "concurrency": concurrency,
         "limit": limit,
         "seed": seed,
+        "prefix_caching": prefix_caching,
     }
     rules = _rules(opened, recipe)
     protocol = _protocol(rules.evaluation, {key: value for key, value in changed.items() if value is not None})
@@ -134,6 +145,7 @@ def evaluate(
     if original := original_of(opened, source, cure=_CURE):
         gsm8k.refuse_model(original, protocol, extra)
     vllm = chosen_vllm(any_vllm=any_vllm)
+    gsm8k.refuse_prefix_caching(opened, protocol, vllm)
     is_recorded = folder is None and Path(path).is_dir()
     out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(path).name}.report"))
     refuse_no_room((opened, original), vllm, out=out, extra=extra)
@@ -150,6 +162,7 @@ def evaluate(
     setup = gsm8k.Setup(
         out=out,
         confidence=rules.gates.confidence,
+        has_plain=plain,
         timeout=timeout,
         extra=extra,
         say=lambda words: err.print(words, highlight=False),
@@ -174,7 +187,7 @@ def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json
         Console().print(
             f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}", highlight=False, soft_wrap=True
         )
-    if fact.source is not None and (status := _status(judged)):
+    if status := _status(judged, is_compared=fact.source is not None):
         raise typer.Exit(status)
 
 
@@ -232,8 +245,10 @@ def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
         raise RecipeError(option, first["msg"], got=repr(first["input"]), cure="See `keepmtp eval --help`") from error
 
 
-def _status(judged: "JudgementFact") -> int:
+def _status(judged: "JudgementFact", *, is_compared: bool) -> int:
     """The exit status for what this command measures; findings and loads are other commands'."""
     from ..validate.report.gates import verdict_on
 
-    return EXITS[verdict_on(judged, _OWN_GATES)]
+    own = {gate for gate in _OWN_GATES if is_compared or gate not in _OF_THE_SOURCE}
+    is_judged = any(reason.gate in own for reason in judged.reasons)
+    return EXITS[verdict_on(judged, own)] if is_judged else 0

@@ -5,16 +5,18 @@ In: an `EvaluationFact` and a `JudgementFact`. Out: what rich prints.
 Easy to get wrong: a score without its protocol, its number of questions and its standard error is no score.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..validate.evaluation.evaluated import EvaluatedFact, EvaluationFact, PairedFact
+from ..validate.evaluation.evaluated import Arm, EvaluatedFact, EvaluationFact, PairedFact
 from ..validate.report.schema import JudgementFact
 from .tables import VERDICT_COLOURS, escape
+
+_ROWS: Mapping[Arm, str] = {"source": "source", "checkpoint": "checkpoint", "plain": "MTP off"}
 
 
 def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:
@@ -29,8 +31,8 @@ def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:
     filters = [score.filter.partition("-")[0] for score in fact.checkpoint.scores]
     for name in ("", *filters, "n", "kept", "by position", "len", "tok/s"):
         rows.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for one in fact.evaluated:
-        rows.add_row(one.role, *_cells(one))
+    for one in fact.arms:
+        rows.add_row(_ROWS[one.role], *_cells(one))
     lines = [escape(_difference(pair)) for pair in fact.paired]
     for reason in judged.reasons:
         colour = VERDICT_COLOURS[reason.verdict]
@@ -61,19 +63,21 @@ def _difference(pair: PairedFact) -> str:
 
 
 def _notes(fact: EvaluationFact) -> Iterator[str]:
-    for one in fact.evaluated:
+    for one in fact.arms:
         if one.as_served != "native":
-            yield f"The {one.role} was served as a {one.as_served}: {one.reason}."
+            yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
         if one.sittings > 1:
-            yield f"The {one.role} was asked in {one.sittings} sittings."
+            yield f"The {one.title} was asked in {one.sittings} sittings."
     protocol, environment = fact.protocol, fact.environment
     yield (
         f"Protocol: {protocol.title} by lm-eval {environment['lm-eval']} on {protocol.dataset_name}, "
         f"{protocol.shots} shots, {protocol.api}, at most {protocol.max_tokens} tokens, greedy, method=mtp with "
-        f"k={protocol.k}, {protocol.concurrency} requests in flight, seed {protocol.seed}."
+        f"k={protocol.k}, prefix caching {'on' if protocol.prefix_caching else 'off'}, {protocol.concurrency} requests "
+        f"in flight, seed {protocol.seed}."
     )
-    cut = " and ".join(f"{one.num_truncated} of the {one.role}'s" for one in fact.evaluated)
-    yield f"Cut at the limit of tokens: {cut} answers."
+    cut = ", ".join(f"{_ROWS[one.role]} {one.num_truncated}" for one in fact.arms)
+    empty = ", ".join(f"{_ROWS[one.role]} {one.num_empty}" for one in fact.arms)
+    yield f"Answers cut at the limit of tokens: {cut}. Empty answers: {empty}."
     yield (
         f"vLLM {environment['vllm']} on {environment['device']}. Scores in %, ±: standard error; kept: drafted tokens "
         "that were accepted, in %, also by position; len: mean accepted length, tokens a step of the target."

@@ -42,6 +42,7 @@ class Evaluation(_Frozen):
         concurrency: number of requests at the same time.
         limit: number of questions, from the first; None for all.
         seed: for the choice of shots and for the server. Decoding is greedy.
+        prefix_caching: the server keeps what it computed for the start of a prompt, for the next prompt that starts so.
     """
 
     task: Task = "gsm8k"
@@ -54,6 +55,7 @@ class Evaluation(_Frozen):
     concurrency: _Count = 32
     limit: _Count | None = None
     seed: Annotated[int, Field(ge=0)] = 1234
+    prefix_caching: bool = False
 
     @property
     def dataset_name(self) -> str:

@@ -146,14 +146,16 @@ def shown(told: object) -> str:
 
 
 def test_the_table_says_what_was_measured_and_how():
-    fact = evaluation(Answers(both=900, only_source=30, only_checkpoint=9, neither=380))
+    fact = evaluation(Answers(both=900, only_source=30, only_checkpoint=9, neither=380), switched=(40, 2))
     text = shown(table(fact, judge(gates=Gates(), check=None, serve=None, evaluation=fact)))
     assert "…" not in text, "nothing is cut at 80 columns"
     words = " ".join(text.split())
     share = 930 / 1319
     score = f"{100 * share:.2f} ±1.26"
     assert f"source {score} {score} 1319 79.3 93.0 81.0 64.0 3.38 " in words
-    assert "Cut at the limit of tokens: 3 of the source's and 3 of the checkpoint's answers." in words
+    assert f"MTP off {100 * 947 / 1319:.2f} ±1.24" in words
+    assert "Answers cut at the limit of tokens: source 3, checkpoint 3, MTP off 3. Empty answers: source 0," in words
+    assert "drafting: regression Drafting changes what is right beyond chance." in words
     assert "flexible-extract: -1.59 points, 95 % interval -2.52 to -0.66; 30 right by the source alone" in words
     assert "gsm8k: " in words and "Judgement: " in words
     assert " by lm-eval 0.4.13 on openai/gsm8k, 8 shots, completions, at most 1024 tokens, greedy" in words

@@ -8,13 +8,23 @@ import reports
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.check.check import check
-from keepmtp.validate.evaluation.evaluated import EvaluatedFact, EvaluationFact, ScoreFact
+from keepmtp.validate.evaluation.evaluated import (
+    NOT_EMPTY,
+    Arm,
+    ChangedAnswer,
+    DraftingFact,
+    EvaluatedFact,
+    EvaluationFact,
+    ScoreFact,
+    SwitchFact,
+)
+from keepmtp.validate.report.binomial import sign_test
 from keepmtp.validate.report.check_data import check_data
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.paired import paired
 from keepmtp.validate.report.report import assemble
 from keepmtp.validate.report.schema import FullReport
-from keepmtp.validate.serving.served import AsServed, Role
+from keepmtp.validate.serving.served import AsServed
 
 FILTERS = ("strict-match", "flexible-extract")
 COPY: AsServed = "BF16 copy of the same weights"
@@ -35,7 +45,7 @@ class Answers:
 
 
 def evaluated(
-    role: Role,
+    role: Arm,
     num_right: int,
     num: int,
     *,
@@ -57,6 +67,7 @@ def evaluated(
         "scores": tuple(ScoreFact(filter=name, **score) for name in FILTERS),
         "num_questions": num,
         "num_truncated": 3 if num > 3 else 0,
+        "num_empty": 0,
         "num_tokens": 130 * num,
         "seconds": 620.4,
         "drafts": drafts,
@@ -78,8 +89,14 @@ def evaluation(
     has_source: bool = True,
     protocol: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
+    switched: tuple[int, int] | None = None,
+    empty: int = 0,
 ) -> EvaluationFact:
-    """Both models on the same questions; `source` and `checkpoint` go to `evaluated`, `protocol` to `Evaluation`."""
+    """Both models on the same questions; `source` and `checkpoint` go to `evaluated`, `protocol` to `Evaluation`.
+
+    `switched`: questions that the checkpoint gets right only with MTP off, and only with it on; None asks it with MTP on
+    alone. `empty`: answers that have a text only with MTP off.
+    """
     told = answers or Answers()
     pairs = (
         [(True, True)] * told.both
@@ -89,6 +106,8 @@ def evaluation(
     )
     before, after = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     theirs = evaluated("source", sum(before), told.num, **(source or {}))
+    off = {"shares": (), "drafts": 0, "sha256": "c" * 64}
+    third = evaluated("plain", sum(after) + switched[0] - switched[1], told.num, **off) if switched else None
     return EvaluationFact(
         protocol=Evaluation(**({"k": 3} | (protocol or {}))),
         dataset_sha256="d" * 64,
@@ -96,6 +115,30 @@ def evaluation(
         checkpoint=evaluated("checkpoint", sum(after), told.num, **(checkpoint or {})),
         paired=tuple(paired(name, before, after) for name in FILTERS) if has_source else (),
         environment=environment or {"lm-eval": "0.4.13", "vllm": "0.32.0", "device": "CPU: Xeon, 2 cores"},
+        plain=third,
+        drafting=_drafting(sum(after), told.num, switched, empty) if switched else None,
+    )
+
+
+def _drafting(num_right: int, num: int, switched: tuple[int, int], empty: int) -> DraftingFact:
+    """As many questions as named switch, the first ones of all."""
+
+    def switch(reads: str, right: int, only_plain: int, only_drafting: int) -> SwitchFact:
+        return SwitchFact(
+            reads=reads,
+            both=right - only_drafting,
+            only_plain=only_plain,
+            only_drafting=only_drafting,
+            neither=num - right - only_plain,
+            chance=sign_test(only_plain, only_drafting),
+            questions=tuple(range(min(20, only_plain + only_drafting))),
+        )
+
+    shown = ChangedAnswer(question=7, plain="... so it is 8", drafting="... so it is 9")
+    return DraftingFact(
+        switches=(*(switch(name, num_right, *switched) for name in FILTERS), switch(NOT_EMPTY, num - empty, empty, 0)),
+        num_changed=sum(switched) + empty,
+        changed=(shown,) * (sum(switched) > 0),
     )
 
 

@@ -10,10 +10,11 @@ from evaluations import FILTERS, Answers, evaluation
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.validate.evaluation.answers import Answer, Header, Samples, Sitting
-from keepmtp.validate.evaluation.evaluated import EvaluationFact
+from keepmtp.validate.evaluation.evaluated import Arm, EvaluationFact
 from keepmtp.validate.report.check_data import record_static
 from keepmtp.validate.report.results import report_folder, write_result
-from keepmtp.validate.serving.served import Role, counters
+from keepmtp.validate.evaluation.drafting import drafting
+from keepmtp.validate.serving.served import counters
 from releases import source_layout, write_checkpoint
 
 ANSWERS = Answers(both=50, only_source=2, only_checkpoint=3, neither=5)
@@ -43,7 +44,9 @@ def recorded(*, made_from: dict[str, Any] | None = None, summary: object = None,
     }
 
 
-def measured(folder: Path, *, answers: Answers = ANSWERS, record: dict[str, Any] | None = None) -> Path:
+def measured(
+    folder: Path, *, answers: Answers = ANSWERS, record: dict[str, Any] | None = None, has_plain: bool = False
+) -> Path:
     """Check, server and GSM8K of the checkpoint in `folder`, which is made; returns its evidence folder."""
     checkpoint(folder, record=record)
     evidence = report_folder(folder)
@@ -51,16 +54,18 @@ def measured(folder: Path, *, answers: Answers = ANSWERS, record: dict[str, Any]
     record_static(evidence, open_source(folder), identity)
     serve = reports.served(is_copy=False)
     write_result(evidence, "serve", serve, checkpoint=identity, vllm=reports.VLLM, made_at=SERVED_AT)
-    fact = asked(evidence, identity.sha256, answers)
+    fact = asked(evidence, identity.sha256, answers, has_plain=has_plain)
     write_result(evidence, "gsm8k", fact, checkpoint=identity, vllm=reports.VLLM, made_at=ASKED_AT)
     return evidence
 
 
-def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:
-    """An evaluation and the files of answers that it follows from."""
-    fact = evaluation(answers, checkpoint={"sha256": sha256})
-    for model in fact.evaluated:
-        right = [True] * answers.both + [model.role == "source"] * answers.only_source
+def asked(evidence: Path, sha256: str, answers: Answers, *, has_plain: bool = False) -> EvaluationFact:
+    """An evaluation and the files of answers that it follows from; with MTP off they are the source's own."""
+    switched = (answers.only_source, answers.only_checkpoint) if has_plain else None
+    fact = evaluation(answers, checkpoint={"sha256": sha256}, switched=switched)
+    files: dict[Arm, Samples] = {}
+    for model in fact.arms:
+        right = [True] * answers.both + [model.role != "checkpoint"] * answers.only_source
         right += [model.role == "checkpoint"] * answers.only_checkpoint + [False] * answers.neither
         header = Header(
             role=model.role,
@@ -68,7 +73,7 @@ def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:
             dataset_sha256=fact.dataset_sha256,
             prompts_sha256="",
             num_questions=answers.num,
-            checkpoint_sha256=model.sha256,
+            checkpoint_sha256=sha256 if model.role == "plain" else model.sha256,
             vllm=reports.VLLM,
             device="CPU",
         )
@@ -95,9 +100,16 @@ def asked(evidence: Path, sha256: str, answers: Answers) -> EvaluationFact:
             )
         )
         samples.finish(dict.fromkeys(FILTERS, right))
-    sums: dict[Role, str] = {model.role: file_sha256(evidence / model.samples) for model in fact.evaluated}
-    return evaluation(
+        files[model.role] = samples
+    sums: dict[Arm, str] = {model.role: file_sha256(evidence / model.samples) for model in fact.arms}
+    found = evaluation(
         answers,
         source={"samples_sha256": sums["source"]},
         checkpoint={"sha256": sha256, "samples_sha256": sums["checkpoint"]},
+        switched=switched,
     )
+    if found.plain is None:
+        return found
+    plain = found.plain.model_copy(update={"sha256": sha256, "samples_sha256": sums["plain"]})
+    changed = drafting(files["plain"], files["checkpoint"], FILTERS)
+    return found.model_copy(update={"plain": plain, "drafting": changed})

@@ -1,6 +1,6 @@
 """`keepmtp eval` with real vLLM servers on the CPU: a good checkpoint, a spoilt one, and a server that dies in between.
 
-A server takes 20 to 60 s to start, so five of them are all there are, and each later test takes from the first.
+A server takes 20 to 60 s to start, so six of them are all there are, and each later test takes from the first.
 """
 
 import json
@@ -60,9 +60,9 @@ def keepmtp(installed) -> Keepmtp:
     return run
 
 
-def evaluated(keepmtp: Keepmtp, made: Path) -> subprocess.CompletedProcess[str]:
+def evaluated(keepmtp: Keepmtp, made: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The recipe's own protocol."""
-    return keepmtp("eval", str(made), "--timeout", "400", "--json")
+    return keepmtp("eval", str(made), "--timeout", "400", "--json", *words)
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,7 @@ def reasons(found: dict) -> dict[str, dict]:
 def test_source_and_checkpoint_score_well_above_zero(made, found):
     fact = found["evaluation"]
     source, checkpoint = fact["source"], fact["checkpoint"]
+    assert fact["plain"]["num_empty"] == source["num_empty"] == checkpoint["num_empty"] == 0
     for one in (source, checkpoint):
         assert [score["filter"] for score in one["scores"]] == ["strict-match", "flexible-extract"]
         assert all(0.85 < score["value"] < 1 and score["stderr"] > 0 for score in one["scores"])
@@ -119,9 +120,20 @@ def test_source_and_checkpoint_score_well_above_zero(made, found):
     assert verify(made.with_name("glm.report")).evaluation is not None, "every figure follows from the answers"
 
 
+def test_with_mtp_off_the_checkpoint_answers_the_same(found):
+    """The third arm: the checkpoint's own bytes, greedy, with nothing drafted."""
+    plain, checkpoint = found["evaluation"]["plain"], found["evaluation"]["checkpoint"]
+    assert plain["drafts"] == plain["draft_tokens"] == 0 and plain["acceptance"] is None
+    assert plain["sha256"] == checkpoint["sha256"] and plain["num_questions"] == NUM
+    drafting = found["evaluation"]["drafting"]
+    assert [switch["reads"] for switch in drafting["switches"]] == ["strict-match", "flexible-extract", "not empty"]
+    assert drafting["num_changed"] <= NUM // 20, "near-ties alone may flip"
+    assert reasons(found)["drafting"]["verdict"] == "pass"
+
+
 def test_the_same_again_starts_no_server(keepmtp, made, found):
     logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
-    assert len(logs) == 2
+    assert len(logs) == 3
     done = evaluated(keepmtp, made)
     assert json.loads(done.stdout)["evaluation"] == found["evaluation"], done.stderr
     assert {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")} == logs
@@ -172,7 +184,7 @@ def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
 def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
     """Judged against the source's answers to the first checkpoint's questions, which lie beside it."""
     twin = spoilt(made, made.with_name("twin"))
-    done = evaluated(keepmtp, twin)
+    done = evaluated(keepmtp, twin, "--no-plain")
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
     told = json.loads(done.stdout)
     assert told["evaluation"]["source"] == found["evaluation"]["source"]
@@ -202,7 +214,7 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     asked = questions(Evaluation(**found["evaluation"]["protocol"]))
     source = open_source(GLM)
     model = gsm8k.Model(role="checkpoint", source=source, identity=identify(GLM))
-    setup = gsm8k.Setup(out=tmp_path, confidence=0.95, timeout=400)
+    setup = gsm8k.Setup(out=tmp_path, confidence=0.95, timeout=400, has_plain=False)
     prompts: list[str] = []
     real = Server.answer
 

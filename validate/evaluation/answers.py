@@ -1,6 +1,7 @@
 """The answers to an evaluation, a line each: written as they come, read back to go on, proof of the score at the end.
 
-In and out: `gsm8k.source.jsonl` and `gsm8k.checkpoint.jsonl` in the evidence folder. JSON lines, three kinds:
+In and out: `gsm8k.source.jsonl`, `gsm8k.checkpoint.jsonl` and `gsm8k.plain.jsonl` in the evidence folder. JSON lines,
+three kinds:
 
     {"samples": 1, role, protocol, dataset_sha256, prompts_sha256, num_questions, checkpoint_sha256, vllm, ...}
     {"question": 0, prompt_sha256, text, finish_reason, num_tokens, correct}        a question, numbered from 0
@@ -28,7 +29,8 @@ from ...checkpoints.files import write_whole
 from ...checkpoints.json_file import read_bytes_of
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
-from ..serving.served import AsServed, Drafts, Role, total
+from ..serving.served import AsServed, Drafts, total
+from .evaluated import Arm
 
 FinishReason = Literal["stop", "length"]
 
@@ -46,7 +48,7 @@ class Header(Fact):
     """
 
     samples: Literal[1] = 1
-    role: Role
+    role: Arm
     protocol: Evaluation
     dataset_sha256: str
     prompts_sha256: str

@@ -15,9 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ...recipes.protocol import Evaluation
-from ..serving.served import AsServed, Drafts, Role, counters
+from ..serving.served import AsServed, Drafts, counters
 from ..serving.server import Reply, Server, ServerFailed
 from .answers import Answer, Samples, Sitting
+from .evaluated import ARM_TITLES, Arm
 from .lm_eval_task import Question, Questions
 
 COUNTERS_SECONDS = 2.0
@@ -36,7 +37,7 @@ class Step:
         eta_seconds: at this sitting's rate; None where there is none yet.
     """
 
-    role: Role
+    role: Arm
     doing: str
     done: int
     total: int
@@ -122,7 +123,7 @@ def ask(
     raise ServerFailed(
         failure.words,
         failure.log,
-        asked=f"question {item.number + 1} of {total} for the {samples.header.role}",
+        asked=f"question {item.number + 1} of {total} for the {ARM_TITLES[samples.header.role]}",
         cure=f"nothing is lost: the same command asks only the {len(samples.missing)} that have no answer",
     ) from failure
 

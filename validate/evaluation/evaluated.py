@@ -4,16 +4,23 @@ In: lm-eval's scores (`lm_eval_task.py`), pairs of answers (`validate/report/pai
 Out: an `EvaluationFact`. gsm8k.json and report.json hold it, field by field.
 
 Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these figures are good enough.
+And the third arm, `plain`, is no third model: it is the checkpoint's own bytes, served without method=mtp.
 """
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.protocol import Evaluation
-from ..serving.served import AsServed, Drafts, Role
+from ..serving.served import AsServed, Drafts
+
+Arm = Literal["source", "checkpoint", "plain"]
+"""Who is asked. `plain` is the checkpoint once more, with MTP off."""
+ARM_TITLES: Mapping[Arm, str] = {"source": "source", "checkpoint": "checkpoint", "plain": "checkpoint, MTP off"}
+NOT_EMPTY = "not empty"
+"""Reads an answer as right where there is any text in it."""
 
 
 class ScoreFact(Fact):
@@ -61,13 +68,14 @@ class EvaluatedFact(Drafts):
         sha256: of the checkpoint's bytes, as `Identity.sha256`.
         num_questions: that were asked and answered.
         num_truncated: answers cut at max_tokens.
+        num_empty: answers without any text.
         num_tokens: generated.
         seconds: of asking, over all sittings if it was interrupted.
         sittings: servers that were started; more than one where a run was resumed.
         samples: file in the report's folder with a line for each question, and its SHA-256.
     """
 
-    role: Role
+    role: Arm
     path: str
     sha256: str
     as_served: AsServed
@@ -75,6 +83,7 @@ class EvaluatedFact(Drafts):
     scores: Annotated[tuple[ScoreFact, ...], Field(min_length=1)]
     num_questions: Annotated[int, Field(gt=0)]
     num_truncated: Count
+    num_empty: Count
     num_tokens: Count
     seconds: Figure
     sittings: Count
@@ -85,6 +94,52 @@ class EvaluatedFact(Drafts):
         """The score that one filter gives."""
         return next(score for score in self.scores if score.filter == name)
 
+    @property
+    def title(self) -> str:
+        """The role for people."""
+        return ARM_TITLES[self.role]
+
+
+class SwitchFact(Fact):
+    """Questions on which drafting and not drafting come to another result, as one reading of the answers sees them.
+
+    Attributes:
+        reads: one of lm-eval's filters, or `not empty`.
+        both, only_plain, only_drafting, neither: questions that are right with MTP off and on, with one of them, never.
+        chance: how often two equal servers would split at least as unevenly (exact two-sided sign test: McNemar's).
+        questions: the first few that only one of them gets right, numbered from 0, as in the files of answers.
+    """
+
+    reads: str
+    both: Count
+    only_plain: Count
+    only_drafting: Count
+    neither: Count
+    chance: Share
+    questions: tuple[Count, ...] = ()
+
+
+class ChangedAnswer(Fact):
+    """One answer that is another text with drafting: both texts around the first character that differs."""
+
+    question: Count
+    plain: str
+    drafting: str
+
+
+class DraftingFact(Fact):
+    """What drafting changes: the checkpoint's greedy answers with MTP on against those with MTP off.
+
+    Attributes:
+        switches: a row for each filter, then `not empty`.
+        num_changed: answers whose text is another.
+        changed: the first few of them.
+    """
+
+    switches: tuple[SwitchFact, ...]
+    num_changed: Count
+    changed: tuple[ChangedAnswer, ...]
+
 
 class EvaluationFact(Fact):
     """GSM8K through real servers with method=mtp.
@@ -94,6 +149,8 @@ class EvaluationFact(Fact):
         dataset_sha256: of the questions and answers that were asked, in order.
         source: what the checkpoint was made from; None where it was not evaluated.
         paired: a row for each filter; empty without a source.
+        plain: the checkpoint without method=mtp; None where it was not asked so.
+        drafting: `checkpoint` against `plain`.
         environment: versions of lm-eval, vLLM, torch, transformers, and the device.
     """
 
@@ -103,19 +160,29 @@ class EvaluationFact(Fact):
     checkpoint: EvaluatedFact
     paired: tuple[PairedFact, ...]
     environment: Mapping[str, str]
+    plain: EvaluatedFact | None = None
+    drafting: DraftingFact | None = None
 
     @property
     def evaluated(self) -> tuple[EvaluatedFact, ...]:
-        """Source first, then the checkpoint."""
+        """Those that draft: source first, then the checkpoint."""
         return (self.checkpoint,) if self.source is None else (self.source, self.checkpoint)
+
+    @property
+    def arms(self) -> tuple[EvaluatedFact, ...]:
+        """All that were asked: the same, then the checkpoint with MTP off."""
+        return self.evaluated if self.plain is None else (*self.evaluated, self.plain)
 
     @model_validator(mode="after")
     def _has_the_same_filters(self) -> "EvaluationFact":
         names = [score.filter for score in self.checkpoint.scores]
         if len(set(names)) != len(names):
             raise ValueError("scores must be of different filters")
-        if self.source and [score.filter for score in self.source.scores] != names:
-            raise ValueError("source and checkpoint must be scored by the same filters")
+        if any([score.filter for score in arm.scores] != names for arm in self.arms):
+            raise ValueError("all must be scored by the same filters")
         if [pair.filter for pair in self.paired] != (names if self.source else []):
             raise ValueError("paired must have a row for each filter where there is a source")
+        switches = [switch.reads for switch in self.drafting.switches] if self.drafting else []
+        if switches != ([*names, NOT_EMPTY] if self.plain else []):
+            raise ValueError("drafting must have a row for each filter, and one more, where there are plain answers")
         return self

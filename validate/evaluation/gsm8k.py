@@ -1,6 +1,7 @@
 """GSM8K through real servers: source and checkpoint, each with method=mtp, asked the same questions the same way.
 
-In: two local checkpoints, a protocol and a `VLLM`. Out: an `EvaluationFact`, and files of the answers.
+In: two local checkpoints, a protocol and a `VLLM`. Out: an `EvaluationFact`, and files of the answers. The third arm is
+the checkpoint again, with MTP off: what it answers otherwise then, drafting has changed.
 
 Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes. Answers carry all of that
 in their file's first line; a run goes on with those that have exactly its own, and a model whose answers are complete
@@ -8,7 +9,7 @@ is not served again.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...checkpoints.files import held
@@ -20,12 +21,13 @@ from ...recipes.protocol import Evaluation
 from ..report.paired import paired
 from ..serving.bf16_copy import why_no_kernel
 from ..serving.serve_check import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
-from ..serving.served import AsServed, Role, counters
+from ..serving.served import AsServed, counters
 from ..serving.server import ServerFailed, serving
 from ..serving.vllm_env import TIMEOUT_SECONDS, VLLM
 from .answers import Header, Samples, open_samples, take_from_sibling
 from .ask import Step, Watch, ask
-from .evaluated import EvaluatedFact, EvaluationFact
+from .drafting import drafting
+from .evaluated import ARM_TITLES, Arm, EvaluatedFact, EvaluationFact
 from .lm_eval_task import VERSIONS, Questions, scores
 
 _TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
@@ -43,10 +45,12 @@ class Setup:
         extra: further words for `vllm serve`.
         timeout: seconds to a healthy server.
         say: called with a sentence on answers that are there already.
+        has_plain: ask the checkpoint with MTP off as well.
     """
 
     out: Path
     confidence: float
+    has_plain: bool = True
     timeout: float = TIMEOUT_SECONDS
     extra: tuple[str, ...] = ()
     say: Callable[[str], None] | None = None
@@ -56,7 +60,7 @@ class Setup:
 class Model:
     """One checkpoint: its role, its files on this machine, and their identity."""
 
-    role: Role
+    role: Arm
     source: Source
     identity: Identity
 
@@ -83,10 +87,21 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
         raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
 
 
+def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> None:
+    """Refuse what vLLM's CPU build cannot serve: it has no kernel that puts a linear layer's state back after a draft.
+
+    Raises:
+        RecipeError: prefix caching on a CPU, for a model with linear attention.
+    """
+    if protocol.prefix_caching and vllm.build == "cpu" and find_view(source.config, source.where).family.linear_block:
+        rule = "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have linear attention"
+        raise RecipeError(source.where, rule, got="evaluation.prefix_caching", cure="Use --no-prefix-caching")
+
+
 def evaluate(
     checkpoint: Model, source: Model | None, asked: Questions, *, vllm: VLLM, setup: Setup, watch: Watch | None = None
 ) -> EvaluationFact:
-    """Ask the source, then the checkpoint, what has no answer yet, and let lm-eval score all answers.
+    """Ask source, checkpoint, and checkpoint with MTP off what has no answer yet, and let lm-eval score all answers.
 
     Args:
         checkpoint: what is judged.
@@ -102,23 +117,26 @@ def evaluate(
         VLLMError: no room for a BF16 copy.
         CheckpointError: answers that cannot be read, or weights that cannot be copied.
     """
-    models = [model for model in (source, checkpoint) if model is not None]
+    plain = replace(checkpoint, role="plain") if setup.has_plain else None
+    models = {model.role: model for model in (source, checkpoint, plain) if model is not None}
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may evaluate into a folder"):
-        answered = [_answered(model, asked, vllm, setup, watch) for model in models]
-        facts = [_fact(model, samples, asked) for model, samples in zip(models, answered, strict=True)]
-    filters = [score.filter for score in facts[-1].scores]
+        answered = {role: _answered(model, asked, vllm, setup, watch) for role, model in models.items()}
+        facts = {role: _fact(model, answered[role], asked) for role, model in models.items()}
+    drafted, filters = answered["checkpoint"], [score.filter for score in facts["checkpoint"].scores]
     pairs = [
-        paired(name, *(samples.correct(name) for samples in answered), confidence=setup.confidence)
+        paired(name, answered["source"].correct(name), drafted.correct(name), confidence=setup.confidence)
         for name in filters
         if source is not None
     ]
     return EvaluationFact(
         protocol=asked.protocol,
         dataset_sha256=asked.dataset_sha256,
-        source=facts[0] if source is not None else None,
-        checkpoint=facts[-1],
+        source=facts.get("source"),
+        checkpoint=facts["checkpoint"],
         paired=tuple(pairs),
+        plain=facts.get("plain"),
+        drafting=drafting(answered["plain"], drafted, filters) if plain is not None else None,
         environment={
             **VERSIONS,
             "vllm": vllm.version,
@@ -147,7 +165,7 @@ def _answered(model: Model, asked: Questions, vllm: VLLM, setup: Setup, watch: W
     )
     path, say = setup.out / f"gsm8k.{model.role}.jsonl", setup.say or (lambda _: None)
     if sibling := take_from_sibling(path, header):
-        say(f"The {model.role} answered the same questions before: taken from {sibling.name}.")
+        say(f"The {ARM_TITLES[model.role]} answered the same questions before: taken from {sibling.name}.")
     samples, aside = open_samples(path, header)
     if aside is not None:
         say(f"Answers to another protocol or other bytes are kept in {aside.name}.")
@@ -166,13 +184,13 @@ def _serve_and_ask(
         with serving(
             vllm,
             folder,
-            k=asked.protocol.k,
+            k=0 if model.role == "plain" else asked.protocol.k,
             log=log,
             is_tracked=False,
             max_model_len=_room(asked, model.source),
             max_num_seqs=asked.protocol.concurrency,
             timeout=setup.timeout,
-            extra=setup.extra,
+            extra=(*(["--enable-prefix-caching"] if asked.protocol.prefix_caching else []), *setup.extra),
             watch=tell,
         ) as server:
             ask(server, asked, samples, as_served=as_served, reason=reason, watch=watch)
@@ -191,7 +209,9 @@ def _serve_and_ask(
             reason = lack_of_kernel(vllm, failure.words)
             if not reason:
                 raise
-    with bf16_copy(model.source, model.role, out=setup.out, watch=tell) as copy:
+    with bf16_copy(
+        model.source, "source" if model.role == "source" else "checkpoint", out=setup.out, watch=tell
+    ) as copy:
         sit(copy, COPY, f"{reason}; {UNTRIED}")
 
 
@@ -210,6 +230,7 @@ def _fact(model: Model, samples: Samples, asked: Questions) -> EvaluatedFact:
         scores=found,
         num_questions=len(answers),
         num_truncated=sum(answer.finish_reason == "length" for answer in answers.values()),
+        num_empty=sum(not answer.text.strip() for answer in answers.values()),
         num_tokens=sum(answer.num_tokens for answer in answers.values()),
         seconds=sum(sitting.seconds for sitting in samples.sittings.values()),
         **counters(samples.drafts),

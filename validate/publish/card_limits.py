@@ -70,10 +70,12 @@ def _evaluated(evaluation: EvaluationFact, off_leaderboard: str) -> Iterator[str
         yield off_leaderboard
     if evaluation.source is None:
         yield "The source was not evaluated, so what quantization cost is not known."
-    for model in evaluation.evaluated:
+    if evaluation.plain is None:
+        yield "The checkpoint was not asked with MTP off, so whether drafting changes its answers is not known."
+    for model in evaluation.arms:
         if model.num_truncated:
             yield (
-                f"{model.num_truncated:,} of the {model.role}'s {model.num_questions:,} answers were cut at "
+                f"{model.num_truncated:,} of the {model.title}'s {model.num_questions:,} answers were cut at "
                 f"{evaluation.protocol.max_tokens:,} tokens; they count as they stand."
             )
 

@@ -64,6 +64,15 @@ def difference_limits(gained: float, lost: float, trials: float, confidence: flo
     )
 
 
+def sign_test(one: int, other: int) -> float:
+    """How often a fair coin, thrown so many times, falls at least as unevenly: exact and two-sided.
+
+    On the questions that only one of two servers gets right, it is McNemar's test in its exact form.
+    """
+    fewer, more = sorted((one, other))
+    return min(1.0, 2 * _beta(0.5, more, fewer + 1)) if more else 1.0
+
+
 def _root(rising: Callable[[float], float]) -> float:
     """Where a function that rises from 0 to 1 is zero."""
     low, high = 0.0, 1.0

@@ -1,8 +1,8 @@
 """The judge: what was measured of a checkpoint, whether that is good enough, and why.
 
 In: the check's findings and dry loads, what real servers did, GSM8K, and the recipe's limits. Out: a `JudgementFact`
-with four reasons (findings, loads, acceptance, gsm8k). Its verdict is the worst of theirs: pass, regression, or
-infeasible where a measurement is missing or too small.
+with four reasons (findings, loads, acceptance, gsm8k), and one on drafting where the checkpoint was also asked with MTP
+off. Its verdict is the worst of theirs: pass, regression, or infeasible where a measurement is missing or too small.
 
 Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their verdict from here.
 """
@@ -19,6 +19,7 @@ from ..check.findings import Finding, Origin
 from ..dryload.facts import DryLoad
 from ..evaluation.evaluated import EvaluationFact
 from ..serving.served import GAP_TOLERANCE, Parting, Run, ServeCheck
+from .drafting_gate import drafting
 from .headline import places
 from .numbers import more
 from .results import CheckData
@@ -44,6 +45,7 @@ def judge(
         _loads(check, serve, evaluation),
         acceptance(gates, serve, evaluation),
         gsm8k(gates, evaluation),
+        *drafting(evaluation),
     )
     return JudgementFact(verdict=worst(reason.verdict for reason in reasons), gates=gates, reasons=reasons)
 

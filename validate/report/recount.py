@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from ...checkpoints.identity import file_sha256
 from ...recipes.errors import CheckpointError
 from ..evaluation.answers import Samples, read_samples
+from ..evaluation.drafting import drafting
 from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
 from .paired import paired
 from .results import command, file_of
@@ -33,8 +34,8 @@ def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
     Raises:
         CheckpointError: another file, answers of another protocol or other bytes, or a figure that they do not give.
     """
-    read = {fact.role: _samples(folder, fact) for fact in evaluation.evaluated}
-    for fact in evaluation.evaluated:
+    read = {fact.role: _samples(folder, fact) for fact in evaluation.arms}
+    for fact in evaluation.arms:
         samples = read[fact.role]
         _compare(folder, fact.role, _as_asked(evaluation, fact, samples))
         if samples.missing:
@@ -49,6 +50,10 @@ def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
             stderr = math.sqrt(value * (1 - value) / (len(right) - 1)) if len(right) > 1 else score.stderr
             figures = (("value", score.value, value), ("stderr", score.stderr, stderr))
             _compare(folder, f"{fact.role}.scores.{number}", iter(figures))
+    if evaluation.drafting is not None:
+        filters = [score.filter for score in evaluation.checkpoint.scores]
+        again = drafting(read["plain"], read["checkpoint"], filters)
+        _compare(folder, "drafting", _fields(evaluation.drafting, again))
     if evaluation.source is None:
         return
     for number, pair in enumerate(evaluation.paired):
@@ -80,6 +85,8 @@ def _as_asked(evaluation: EvaluationFact, fact: EvaluatedFact, samples: Samples)
     yield "role", fact.role, samples.header.role
     yield "sha256", fact.sha256, samples.header.checkpoint_sha256
     yield "protocol", evaluation.protocol, samples.header.protocol
+    yield "num_questions", fact.num_questions, samples.header.num_questions
+    yield "num_questions", fact.num_questions, evaluation.checkpoint.num_questions
     yield "dataset_sha256", evaluation.dataset_sha256, samples.header.dataset_sha256
 
 
@@ -87,6 +94,7 @@ def _figures(fact: EvaluatedFact, samples: Samples) -> Figures:
     answers, sittings = samples.answers.values(), samples.sittings.values()
     yield "num_questions", fact.num_questions, len(answers)
     yield "num_truncated", fact.num_truncated, sum(answer.finish_reason == "length" for answer in answers)
+    yield "num_empty", fact.num_empty, sum(not answer.text.strip() for answer in answers)
     yield "num_tokens", fact.num_tokens, sum(answer.num_tokens for answer in answers)
     yield "seconds", fact.seconds, sum(sitting.seconds for sitting in sittings)
     yield "sittings", fact.sittings, len(sittings)

@@ -261,8 +261,9 @@ def _refuse_contradicted(folder: Path, found: Iterable[Result[Any]]) -> None:
             refuse_contradicted_serve(folder, result.data)
         elif result.station == "gsm8k":
             refuse_unproved(folder, result.data)
-            for fact in result.data.evaluated:
-                refuse_contradicted_drafts(folder, fact.role, fact, result.data.protocol.k)
+            for fact in result.data.arms:
+                k = 0 if fact.role == "plain" else result.data.protocol.k
+                refuse_contradicted_drafts(folder, fact.role, fact, k)
 
 
 def _refuse_replaced(folder: Path, measured: Station | None) -> None:

@@ -117,7 +117,7 @@ def test_a_result_read_back_is_the_same(evidence):
         assert (
             json.loads(before)["schema"]
             == SCHEMAS[station]
-            == {"check": 2, "serve": 3, "gsm8k": 2, "bench": 1}[station]
+            == {"check": 2, "serve": 3, "gsm8k": 3, "bench": 1}[station]
         )
     assert read_result(evidence.with_name("none.report"), "check") is None
 
@@ -459,6 +459,15 @@ def test_a_figure_that_the_answers_do_not_give_is_refused(place, value, evidence
     """A better number in gsm8k.json and everything after it made to match."""
     field = forged(file_of(evidence, "gsm8k"), "data", *place, value=value).removeprefix("data.")
     refused(evidence, re.escape(f"gsm8k.json: {field}: must be what the answers give, "))
+
+
+def test_what_drafting_changed_is_counted_again_from_the_answers(tmp_path):
+    """Five of sixty answers switch: a report that hides one is refused, and so are other plain answers."""
+    evidence = measured.measured(tmp_path / "tiny", has_plain=True)
+    assert from_results(evidence).evaluation is not None
+    place = ("data", "drafting", "num_changed")
+    field = forged(file_of(evidence, "gsm8k"), *place, value=7).removeprefix("data.")
+    refused(evidence, re.escape(f"gsm8k.json: {field}: must be what the answers give, 0"))
 
 
 def test_answers_lie_in_the_folder(evidence):
