@@ -94,8 +94,8 @@ def evaluation(
 ) -> EvaluationFact:
     """Both models on the same questions; `source` and `checkpoint` go to `evaluated`, `protocol` to `Evaluation`.
 
-    `switched`: questions that the checkpoint gets right only with MTP off, and only with it on; None asks it with MTP on
-    alone. `empty`: answers that have a text only with MTP off.
+    `switched`: questions that the checkpoint gets right only with MTP off, and only with it on; None: it was not asked
+    with MTP off. `empty`: answers that have a text only with MTP off.
     """
     told = answers or Answers()
     pairs = (

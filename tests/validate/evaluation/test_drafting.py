@@ -39,7 +39,7 @@ def test_what_drafting_changes_is_counted_named_and_shown(tmp_path):
     found = drafting(samples(tmp_path, "plain", off), samples(tmp_path, "checkpoint", on), [FILTER])
     right, texts = found.switches
     assert (right.reads, right.both, right.only_plain, right.only_drafting, right.neither) == (FILTER, 1, 2, 0, 2)
-    assert right.questions == (1, 2) and right.chance == 0.5
+    assert right.questions == (1, 2) and right.chance == pytest.approx(0.5)
     assert (texts.reads, texts.only_plain, texts.only_drafting, texts.questions) == ("not empty", 1, 0, (2,))
     assert found.num_changed == 3 and [one.question for one in found.changed] == [1, 2, 3]
     first, _, last = found.changed

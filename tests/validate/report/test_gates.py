@@ -59,7 +59,8 @@ def judged(
 
 
 def reason(judgement: JudgementFact, gate: str) -> ReasonFact:
-    assert [each.gate for each in judgement.reasons] == ["findings", "loads", "acceptance", "gsm8k"]
+    own = [each.gate for each in judgement.reasons if each.gate != "drafting"]
+    assert own == ["findings", "loads", "acceptance", "gsm8k"]
     (found,) = [each for each in judgement.reasons if each.gate == gate]
     assert found.says.endswith(".") and ".." not in found.says and "  " not in found.says, found.says
     return found

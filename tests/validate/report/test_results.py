@@ -464,7 +464,8 @@ def test_a_figure_that_the_answers_do_not_give_is_refused(place, value, evidence
 def test_what_drafting_changed_is_counted_again_from_the_answers(tmp_path):
     """Five of sixty answers switch: a report that hides one is refused, and so are other plain answers."""
     evidence = measured.measured(tmp_path / "tiny", has_plain=True)
-    assert from_results(evidence).evaluation is not None
+    again(evidence)
+    assert verify(evidence).evaluation is not None
     place = ("data", "drafting", "num_changed")
     field = forged(file_of(evidence, "gsm8k"), *place, value=7).removeprefix("data.")
     refused(evidence, re.escape(f"gsm8k.json: {field}: must be what the answers give, 0"))
