@@ -63,7 +63,7 @@ def _difference(pair: PairedFact) -> str:
 
 
 def _notes(fact: EvaluationFact) -> Iterator[str]:
-    for one in fact.arms:
+    for one in fact.evaluated:
         if one.as_served != "native":
             yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
         if one.sittings > 1:

@@ -34,6 +34,8 @@ def drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
     if rarest.chance < CHANCE:
         says = f"Drafting changes what is right beyond chance. {_split(rarest)}{_named(rarest)}. {texts}"
         yield ReasonFact(gate="drafting", verdict="regression", says=says)
+    elif rarest.only_plain == rarest.only_drafting == 0:
+        yield ReasonFact(gate="drafting", verdict="pass", says=f"{texts} Each is as right or wrong with it as without.")
     else:
         yield ReasonFact(gate="drafting", verdict="pass", says=f"{texts} {_split(rarest)}: no more than chance gives.")
 
