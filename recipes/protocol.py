@@ -92,9 +92,12 @@ class Gates(_Frozen):
         min_acceptance: least share of the source's draft acceptance.
         confidence: of both judgements, one-sided. If the limit is between the estimate and its bound, the gate neither
             passes nor fails: there are too few samples.
+        min_speedup: least tokens a second with drafting over those without it, for one request at a time on a GPU; the
+            slowest repetition of one k must reach it against the fastest without drafting. None: no such gate.
     """
 
     max_drop: Annotated[float, Field(gt=0, lt=1)] = 0.02
     filter: Literal["strict-match", "flexible-extract"] = "flexible-extract"
     min_acceptance: Annotated[float, Field(gt=0, le=1)] = 0.97
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
+    min_speedup: Annotated[float, Field(gt=0, le=100)] | None = None

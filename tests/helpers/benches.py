@@ -12,7 +12,7 @@ _TIMES = Latency(median_ms=20.0, p99_ms=31.0)
 FLASH = {0: 105.9, 1: 152.7, 2: 179.9, 3: 193.0, 4: 162.1}
 
 
-def repetition(k: int, rate: float, *, number: int = 0, share: float = 0.9, requests: int = 16) -> Repetition:
+def repetition(k: int, rate: float, *, number: int = 0, share: float = 0.9, requests: int = 40) -> Repetition:
     """So many tokens a second; each position accepts `share` of what the one before accepted."""
     kept = [round(4000 * share**position) for position in range(1, k + 1)]
     return Repetition(
@@ -39,7 +39,9 @@ def cell(
     return BenchCell(k=k, concurrency=concurrency, context=context, repetitions=repetitions, error=error)
 
 
-def benched(rates: Mapping[int, float] = FLASH, *, role: Role = "checkpoint", spread: float = 0.02) -> Benched:
+def benched(
+    rates: Mapping[int, float] = FLASH, *, role: Role = "checkpoint", spread: float = 0.02, sha256: str = "0" * 64
+) -> Benched:
     """Three repetitions for each k, alone and with eight at once, where drafting costs more than it saves."""
     around = (1 - spread, 1.0, 1 + spread)
     cells = [cell(k, [rate * each for each in around]) for k, rate in rates.items()]
@@ -52,7 +54,7 @@ def benched(rates: Mapping[int, float] = FLASH, *, role: Role = "checkpoint", sp
     return Benched(
         role=role,
         path=f"/data/{role}",
-        sha256="0" * 64,
+        sha256=sha256,
         as_served="native",
         reason="",
         form="chat",
@@ -62,9 +64,9 @@ def benched(rates: Mapping[int, float] = FLASH, *, role: Role = "checkpoint", sp
     )
 
 
-def bench_fact(*, with_source: bool = True) -> BenchFact:
+def bench_fact(*, with_source: bool = True, sha256: str = "0" * 64) -> BenchFact:
     return BenchFact(
-        checkpoint=benched(),
+        checkpoint=benched(sha256=sha256),
         source=benched({k: 0.6 * rate for k, rate in FLASH.items()}, role="source") if with_source else None,
         prompts="qualitative.jsonl",
         prompts_sha256="1" * 64,

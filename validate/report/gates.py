@@ -1,8 +1,9 @@
 """The judge: what was measured of a checkpoint, whether that is good enough, and why.
 
-In: the check's findings and dry loads, what real servers did, GSM8K, and the recipe's limits. Out: a `JudgementFact`
-with four reasons (findings, loads, acceptance, gsm8k), and one on drafting where the checkpoint was also asked with MTP
-off. Its verdict is the worst of theirs: pass, regression, or infeasible where a measurement is missing or too small.
+In: the check's findings and dry loads, what real servers did, GSM8K, speed, and the recipe's limits. Out: a
+`JudgementFact` with four reasons (findings, loads, acceptance, gsm8k); one on drafting where the checkpoint was also
+asked with MTP off; and one for each limit that only some recipes have (speed). Its verdict is the worst of theirs:
+pass, regression, or infeasible where a measurement is missing or too small.
 
 Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their verdict from here.
 """
@@ -15,6 +16,7 @@ from pydantic import ValidationError
 from ...checkpoints.record import read_record
 from ...recipes.errors import CheckpointError
 from ...recipes.protocol import Gates
+from ..bench.benched import BenchFact
 from ..check.findings import Finding, Origin
 from ..dryload.facts import DryLoad
 from ..evaluation.evaluated import EvaluationFact
@@ -25,12 +27,18 @@ from .numbers import more
 from .results import CheckData
 from .sampled_gates import acceptance, gsm8k
 from .schema import JudgementFact, JudgementWord, ReasonFact
+from .speed_gate import speed
 
 _WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")
 
 
 def judge(
-    *, gates: Gates, check: CheckData | None, serve: ServeCheck | None, evaluation: EvaluationFact | None
+    *,
+    gates: Gates,
+    check: CheckData | None,
+    serve: ServeCheck | None,
+    evaluation: EvaluationFact | None,
+    bench: BenchFact | None = None,
 ) -> JudgementFact:
     """Judge a checkpoint by what was measured; None is what was not.
 
@@ -39,6 +47,7 @@ def judge(
         check: of these bytes, with the dry loads that were made.
         serve: what `keepmtp serve-check` measured.
         evaluation: what `keepmtp eval` measured.
+        bench: what `keepmtp bench` measured; without a limit on speed in `gates` there is no reason for it.
     """
     reasons = (
         _findings(check, serve),
@@ -46,6 +55,7 @@ def judge(
         acceptance(gates, serve, evaluation),
         gsm8k(gates, evaluation),
         *drafting(evaluation),
+        *speed(gates, bench),
     )
     return JudgementFact(verdict=worst(reason.verdict for reason in reasons), gates=gates, reasons=reasons)
 

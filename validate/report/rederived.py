@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.identity import Identity
 from ...recipes.errors import CheckpointError
+from ..bench.benched import BenchCell, BenchFact, Repetition, words_of
 from ..check.check import examine
 from ..check.findings import Finding
 from ..serving.served import Drafts, Run, ServeCheck, partings
@@ -58,6 +60,29 @@ def refuse_contradicted_drafts(folder: Path, role: str, counted: Drafts, k: int)
         CheckpointError: names the figure.
     """
     _compare(folder, "gsm8k", f"{role}: ", _of_drafts(counted, k))
+
+
+def refuse_contradicted_bench(folder: Path, bench: BenchFact, identity: Identity) -> None:
+    """Refuse a speed matrix of other bytes, or one whose counters and requests contradict each other.
+
+    Speeds follow from the counts of tokens and the seconds, whenever they are read.
+
+    Raises:
+        CheckpointError: names the figure.
+    """
+    _compare(folder, "bench", "checkpoint: ", iter([("sha256", bench.checkpoint.sha256, identity.sha256)]))
+    for benched in bench.benched:
+        for cell in benched.cells:
+            place = f"{benched.role}, k={cell.k}, {words_of(cell.load)}"
+            for each in cell.repetitions:
+                _compare(folder, "bench", f"{place}, repetition {each.number}: ", _of_repetition(each, cell, bench))
+
+
+def _of_repetition(each: Repetition, cell: BenchCell, bench: BenchFact) -> Figures:
+    if cell.k:
+        yield from _of_drafts(each, cell.k)
+    most = each.requests * bench.output_tokens
+    yield "output_tokens, at most the limit an answer", max(each.output_tokens, most), most
 
 
 def _lost(data: CheckData, again: CheckData) -> list[Finding]:

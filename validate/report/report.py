@@ -31,7 +31,12 @@ from .gates import judge, limits_in
 from .headline import verdict_of
 from .html import HTML_FILE, write_html
 from .recount import refuse_unproved
-from .rederived import refuse_contradicted_check, refuse_contradicted_drafts, refuse_contradicted_serve
+from .rederived import (
+    refuse_contradicted_bench,
+    refuse_contradicted_check,
+    refuse_contradicted_drafts,
+    refuse_contradicted_serve,
+)
 from .results import (
     STATIONS,
     CheckData,
@@ -147,7 +152,8 @@ def from_results(folder: Path) -> FullReport:
     if answers and gates.filter not in {score.filter for score in answers.checkpoint.scores}:
         rule, cure = f"must have the score of {gates.filter}, which the recipe judges", command("gsm8k", folder)
         raise CheckpointError(file_of(folder, "gsm8k"), rule, got="no such score", cure=f"Run `{cure}` again")
-    judgement = judge(gates=gates, check=check.data, serve=served, evaluation=answers)
+    measured = bench.data if bench else None
+    judgement = judge(gates=gates, check=check.data, serve=served, evaluation=answers, bench=measured)
     files = [file_of(folder, result.station) for result in found]
     return assemble(
         check.data,
@@ -156,7 +162,7 @@ def from_results(folder: Path) -> FullReport:
         keepmtp=newest.keepmtp,
         serve=served,
         evaluation=answers,
-        bench=bench.data if bench else None,
+        bench=measured,
         judgement=judgement,
         identity=check.checkpoint,
         results={file.name: file_sha256(file) for file in files},
@@ -264,6 +270,8 @@ def _refuse_contradicted(folder: Path, found: Iterable[Result[Any]]) -> None:
             for fact in result.data.arms:
                 k = 0 if fact.role == "plain" else result.data.protocol.k
                 refuse_contradicted_drafts(folder, fact.role, fact, k)
+        else:
+            refuse_contradicted_bench(folder, result.data, result.checkpoint)
 
 
 def _refuse_replaced(folder: Path, measured: Station | None) -> None:

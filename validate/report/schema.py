@@ -54,7 +54,7 @@ class ReasonFact(Fact):
     """One gate's answer.
 
     Attributes:
-        gate: findings, loads, acceptance, gsm8k or drafting.
+        gate: findings, loads, acceptance, gsm8k, drafting or speed.
         says: a sentence with the figures.
         needed: samples (questions or drafted tokens) that would settle it; None where it is not a matter of samples.
     """

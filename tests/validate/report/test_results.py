@@ -44,7 +44,8 @@ def made(tmp_path_factory) -> Path:
     """All stations have run, and report.json is made of them."""
     evidence = measured.measured(tmp_path_factory.mktemp("made") / "glm.nvfp4")
     identity = identify(checkpoint_folder(evidence), cache=evidence)
-    write_result(evidence, "bench", bench_fact(), checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
+    bench = bench_fact(sha256=identity.sha256)
+    write_result(evidence, "bench", bench, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
     again(evidence)
     return evidence.parent
 
@@ -408,6 +409,24 @@ def test_a_failed_dry_load_has_a_finding(evidence):
 def test_a_server_that_contradicts_itself_is_refused(place, value, says, evidence):
     forged(file_of(evidence, "serve"), "data", "checkpoint", "runs", 1, *place, value=value)
     refused(evidence, rf"serve\.json: checkpoint, k=1: {says}.*Run `keepmtp serve-check")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        (("sha256",), "1" * 64, "checkpoint: sha256: must be what the rest of it gives"),
+        (("cells", 1, "repetitions", 0, "drafts"), 9, "k=1, 1 at once, repetition 0: accepted at the first position"),
+        (("cells", 1, "repetitions", 2, "accepted_tokens"), 1, "repetition 2: accepted_tokens: must be"),
+        (
+            ("cells", 0, "repetitions", 0, "output_tokens"),
+            99999,
+            "k=0, 1 at once, repetition 0: output_tokens, at most",
+        ),
+    ],
+)
+def test_a_speed_matrix_that_contradicts_itself_is_refused(place, value, says, evidence):
+    forged(file_of(evidence, "bench"), "data", "checkpoint", *place, value=value)
+    refused(evidence, rf"bench\.json: .*{says}.*Run `keepmtp bench")
 
 
 def test_answers_altered_in_their_file_are_refused(evidence):
