@@ -7,9 +7,10 @@
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
 #   make validate EVAL=gsm8k ...                             GSM8K of source and checkpoint with MTP on, and the gates
+#   make bench [MODEL=...] [OUT=DIR] [SOURCE=...] [K=0..4] [CONCURRENCY=1,8,32] [PROMPTS=FILE]   tokens a second by k
 #   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report; `all` takes BASE_MODEL too
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
-#     VLLM_ARGS="--tensor-parallel-size 8"                   for validate, all and serve: words for each vllm serve
+#     VLLM_ARGS="--tensor-parallel-size 8"                   for validate, bench, all and serve: words for each vllm serve
 #   make serve [MODEL=...] [OUT=DIR] [K=3] [PORT=8000]       the card's serve line, run, with its acceptance watched
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
 #   make test         everything the project promises, on this machine
@@ -48,11 +49,11 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 	"error: PYTHON: keepmtp needs Python 3.11 or newer; got %d.%d. Run make with PYTHON=python3.11 or newer." % v)'
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate serve card all publish ls vllm test lint fuzz measure matrix families quality \
-	picture benchmark dist clean
+.PHONY: help quantize plan check validate bench serve card all publish ls vllm test lint fuzz measure matrix families \
+	quality picture benchmark dist clean
 
 help:
-	@sed -n '3,21s/^# \{0,3\}//p' Makefile
+	@sed -n '3,22s/^# \{0,3\}//p' Makefile
 
 # What is calibrated installs .calibrate or .modelopt, anything else no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
@@ -79,6 +80,11 @@ ifneq ($(filter-out gsm8k,$(EVAL)),)
 	$(error EVAL: must be gsm8k, or left out for acceptance alone; got $(EVAL))
 endif
 	@$(MADE) && $(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K)) $(SERVED)
+
+# K and CONCURRENCY are lists: K=0..4 CONCURRENCY=1,8,32.
+bench: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
+	@$(MADE) && $(VENV)/bin/keepmtp bench "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k "$(K)") \
+	$(if $(CONCURRENCY),--concurrency "$(CONCURRENCY)") $(if $(PROMPTS),--prompts "$(PROMPTS)") $(SERVED)
 
 serve: $(VENV)/.quantize $(VENV_VLLM)/.vllm
 	@$(MADE) && exec $(VENV)/bin/keepmtp serve "$$made" $(if $(K),-k $(K)) $(if $(PORT),--port $(PORT)) $(SERVED)

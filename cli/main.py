@@ -139,6 +139,13 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             words="[-- VLLM_OPTIONS]",
             help="Score a checkpoint and its source on GSM8K, served by vLLM with method=mtp, under one protocol.",
         ),
+        "bench": Verb(
+            module="bench",
+            function="bench",
+            how_to_go_on="The same command measures only what is missing",
+            words="[-- VLLM_OPTIONS]",
+            help="Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load; recommend a k.",
+        ),
         "gate": Verb(
             module="gate",
             function="gate",

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm as HubBar
 
     from ..quantize.calibrate.progress import CalibrationStep
+    from ..validate.bench.matrix import BenchStep
     from ..validate.evaluation.ask import Step as EvaluationStep
 
 # The word for one step in each part of calibration.
@@ -181,6 +182,38 @@ def asking(console: Console, *, as_json: bool) -> "AbstractContextManager[Callab
     return _asking_bars(console) if console.is_terminal and not as_json else _asking_lines(console, as_json=as_json)
 
 
+@contextmanager
+def measuring(console: Console, *, as_json: bool) -> "Iterator[Callable[[BenchStep], None]]":
+    """The progress of a speed matrix: a bar for each checkpoint, or a line for each repetition and server start."""
+    seen, tasks = set[tuple[str, str, int]](), dict[str, TaskID]()
+    bars = _labelled_bars(console)
+
+    def show(step: "BenchStep") -> None:
+        total = step.there + step.left
+        eta = "" if step.eta_seconds is None else f"  ETA {timedelta(seconds=round(step.eta_seconds))}"
+        words = f"{step.there:,} of {total:,} repetitions{eta}  {step.doing}"
+        if console.is_terminal and not as_json:
+            bars.start()
+            if step.role not in tasks:
+                tasks[step.role] = bars.add_task(step.role, total=total, words="")
+            bars.update(tasks[step.role], completed=step.there, words=escape(words))
+            return
+        kind = (step.role, step.doing.partition(": ")[0], step.there)
+        if kind in seen:
+            return
+        seen.add(kind)
+        if as_json:
+            _json_line(step)
+        else:
+            _plain_line(console, f"{step.role}  {words}")
+
+    try:
+        yield show
+    finally:
+        if tasks:
+            bars.stop()
+
+
 def in_words(step: "CalibrationStep") -> str:
     """`layer 12 of 61  14,203 tok/s  ETA 0:41:10  peak 18.2 GiB`."""
     return (
@@ -189,7 +222,7 @@ def in_words(step: "CalibrationStep") -> str:
     )
 
 
-def _json_line(step: "CalibrationStep | EvaluationStep") -> None:
+def _json_line(step: "CalibrationStep | EvaluationStep | BenchStep") -> None:
     sys.stderr.write(json.dumps(asdict(step)) + "\n")
     sys.stderr.flush()
 

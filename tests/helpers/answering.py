@@ -91,7 +91,10 @@ def answering(
     address = f"http://127.0.0.1:{http.server_port}"
     try:
         with httpx.Client(base_url=address, timeout=httpx.Timeout(30.0), trust_env=False) as client:
-            yield Server(client=client, process=process, seconds_to_health=0.0, log=log), asked
+            yield (
+                Server(client=client, process=process, seconds_to_health=0.0, log=log, socket=log, environment={}),
+                asked,
+            )
     finally:
         process.kill()
         process.wait()

@@ -35,8 +35,10 @@ TOP_LOGPROBS = 5
 Watch = Callable[[str], None]
 """Called with one line about what is going on, several times a second."""
 
-_PLUGIN = Path(__file__).parent / "plugin"
-_NAME = "checkpoint"  # what the server calls the model
+PLUGIN = Path(__file__).parent / "plugin"
+NAME = "checkpoint"
+"""What every server calls its model."""
+
 _COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
 _STOP_SECONDS = 20.0
 _TEMP_BYTES = 70  # the whole path of a socket has 107 at most (Linux; 103 on macOS)
@@ -88,12 +90,16 @@ class Server:
         process: its supervisor; it ends when the front end does, with its status.
         seconds_to_health: from process start.
         log: everything it prints.
+        socket: what it listens on; gone with the context.
+        environment: that its process was given, for another one in vLLM's Python.
     """
 
     client: httpx.Client
     process: subprocess.Popen[Any]
     seconds_to_health: float
     log: Path
+    socket: Path
+    environment: Mapping[str, str]
 
     def complete(self, prompt: str, *, max_tokens: int) -> Output:
         """Greedy continuation of one prompt, with the log-probabilities of the likeliest tokens.
@@ -102,7 +108,7 @@ class Server:
             ServerFailed: the server died or refused the request.
         """
         asked = {
-            "model": _NAME,
+            "model": NAME,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0.0,
@@ -145,13 +151,22 @@ class Server:
             if isinstance(prompt, str)
             else ("chat/completions", {"messages": list(prompt)})
         )
-        asked |= {"model": _NAME, "max_tokens": max_tokens, "temperature": 0.0, "seed": seed, "stop": list(stop)}
+        asked |= {"model": NAME, "max_tokens": max_tokens, "temperature": 0.0, "seed": seed, "stop": list(stop)}
         reply = self._ask("POST", f"/v1/{path}", json=asked, timeout=httpx.Timeout(timeout, connect=60.0))
         try:
             return _reply(reply.json())
         except (ValueError, LookupError, TypeError) as error:
             words = f"a reply without an answer ({error!r}): {reply.text[:_MAX_WORDS] or 'nothing'}"
             raise ServerFailed(words, self.log) from error
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Token ids of a text, without those that only begin a prompt."""
+        asked = {"model": NAME, "prompt": text, "add_special_tokens": False}
+        return self._ask("POST", "/tokenize", json=asked).json()["tokens"]
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self._ask("POST", "/detokenize", json={"model": NAME, "tokens": list(tokens)}).json()["prompt"]
 
     def drafts(self) -> Drafts:
         """vLLM's counters since the server started, once they no longer change: they come a moment after an answer."""
@@ -223,11 +238,11 @@ def serving(
             str(max_num_seqs),
             *extra,
         ]
-        start = time.monotonic()
+        start, variables = time.monotonic(), server_environment(vllm, private)
         with (
             Child(
                 words,
-                environment=server_environment(vllm, private),
+                environment=variables,
                 grace_seconds=_STOP_SECONDS,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -240,7 +255,14 @@ def serving(
             ) as client,
         ):
             _wait(client, child.process, log, start, timeout, watch)
-            yield Server(client=client, process=child.process, seconds_to_health=time.monotonic() - start, log=log)
+            yield Server(
+                client=client,
+                process=child.process,
+                seconds_to_health=time.monotonic() - start,
+                log=log,
+                socket=socket,
+                environment=variables,
+            )
 
 
 def read_counters(text: str) -> Drafts:
@@ -310,7 +332,7 @@ def _words(vllm: VLLM, folder: Path, socket: Path, k: int, is_tracked: bool) -> 
         "--uds",
         str(socket),
         "--served-model-name",
-        _NAME,
+        NAME,
         "--no-enable-prefix-caching",
         "--generation-config",
         "vllm",
@@ -354,8 +376,8 @@ def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
     """A server's, which stays offline; on a CPU with our plugin, in the folder `plugin`."""
     changes = {"VLLM_NO_USAGE_STATS": "1"}
     if vllm.build == "cpu":
-        stubs = [] if vllm.torchvision else [str(_PLUGIN / "stubs")]
-        changes["PYTHONPATH"] = os.pathsep.join([str(plugin), str(_PLUGIN), *stubs])
+        stubs = [] if vllm.torchvision else [str(PLUGIN / "stubs")]
+        changes["PYTHONPATH"] = os.pathsep.join([str(plugin), str(PLUGIN), *stubs])
         for name, value in (
             ("VLLM_CPU_KVCACHE_SPACE", "1"),
             ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),

@@ -1,0 +1,107 @@
+"""`keepmtp bench` refuses before a server is started, says what it would do, and prints a matrix as publishers do."""
+
+import io
+import json
+import shutil
+
+import pytest
+from benches import bench_fact
+from commands import ROOT, keepmtp, refused
+from keepmtp.cli.bench import numbers
+from keepmtp.cli.bench_tables import tables
+from keepmtp.recipes.errors import RecipeError
+from rich.console import Console
+
+GLM = str(ROOT / "models" / "tiny-glm4-moe")
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [("0..4", (0, 1, 2, 3, 4)), ("0,1,3", (0, 1, 3)), ("8, 1,8,32", (1, 8, 32)), ("2", (2,)), ("0..1,4", (0, 1, 4))],
+)
+def test_numbers(words, found):
+    assert numbers("--k", words, least=0) == found
+
+
+@pytest.mark.parametrize("words", ["", "a", "1..", "4..1", "-1", "1;2", "0", "1..1000000", "99999999"])
+def test_no_numbers(words):
+    with pytest.raises(RecipeError, match=r"^--concurrency: must be .*; got .*\. Write --concurrency 1,8,32"):
+        numbers("--concurrency", words, least=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--concurrency", "0"), "--concurrency: must be 1 or more"),
+        (
+            ("--context", "2000"),
+            "--context: context and answer must fit max_position_embeddings, 2,048; got 2,000 and 256",
+        ),
+        (("--prompts", "none.jsonl"), "none.jsonl: must be a file with prompts"),
+        (("--", "--port", "1"), "keepmtp alone talks to its servers"),
+    ],
+)
+def test_it_refuses_before_a_server_is_started(words, says, tmp_path):
+    refused("bench", GLM, *words, says=says, cwd=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_line_of_another_form_is_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "good"}\n{"text": "other"}\n')
+    refused("bench", GLM, "--prompts", str(path), says="prompts.jsonl:2: must hold a prompt of the user")
+
+
+def test_a_conversation_needs_a_template(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        json.dumps({"messages": [{"role": r, "content": "x"} for r in ("user", "assistant", "user")]}) + "\n"
+    )
+    refused(
+        "bench", GLM, "--prompts", str(path), says="conversations need a chat template; got none beside the weights"
+    )
+
+
+def test_a_k_that_the_block_cannot_draft_is_named(tmp_path):
+    """With two MTP layers vLLM drafts one, or an even number."""
+    twin = shutil.copytree(GLM, tmp_path / "twin")
+    config = json.loads((twin / "config.json").read_text())
+    (twin / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    refused("bench", str(twin), "--k", "0..4", says="--k: with 2 MTP layers vLLM drafts a multiple of them; got 3")
+
+
+def test_a_dry_run_counts_cells_and_servers(tmp_path):
+    done = keepmtp(
+        "bench", GLM, "--source", GLM, "--concurrency", "1,8", "--context", "0,512", "--dry-run", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "2 checkpoints, 5 servers each, one after the other",
+        "k         0, 1, 2, 3, 4",
+        "loads     1 at once; 8 at once; 1 at once, context 512; 8 at once, context 512",
+        "cells     20 each, 3 repetitions a cell",
+        "requests  2,880 in all, at most 256 tokens an answer",
+        "prompts   400 of held_out.jsonl",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def printed(width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    for part in tables(bench_fact()):
+        console.print(part, highlight=False)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_the_table_is_the_publishers_with_the_spread_and_the_recommended_k():
+    said = printed()
+    row = next(line for line in said.splitlines() if "105.9" in line)
+    rates = "105.9 ± 2.1 152.7 ± 3.1 179.9 ± 3.6 193.0 ± 3.9 162.1 ± 3.2"
+    assert " ".join(row.split("1 at once")[1].split()) == rates
+    assert "1.82x *" in said and "90 81 73 %" in said and "length 3.44" in said
+    assert "1 at once: k=3 (1.82x of k=0): its slowest repetition, 189.1 tokens a second" in said
+    assert "8 at once: k=0: no larger k is faster than k=0 beyond the spread" in said
+    assert "k=4, 8 at once: 77.4 % of the drafts are accepted, and it is slower than k=0 (0.53x)" in " ".join(
+        said.split()
+    )
+    assert all(len(line) <= 80 for line in printed(80).splitlines())

@@ -1,0 +1,105 @@
+"""Prompt files in the forms that people have, and the requests of a load."""
+
+import json
+
+import pytest
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.validate.bench.prompts import longest, num_requests, read, requests, taken
+
+USER = {"role": "user", "content": "Why is the sky blue?"}
+# As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.
+SPEED_BENCH = {"question_id": "1", "category": "coding", "messages": [USER, {"role": "user", "content": "Shorter."}]}
+ON_THE_HUB = {
+    "question_id": "1",
+    "category": "coding",
+    "sub_category": "",
+    "turns": ["Why?", "Shorter."],
+    "difficulty": "",
+}
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+
+
+def written(tmp_path, *rows: object):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "messages", "text"),
+    [
+        ({"prompt": "Go on:\u2028"}, (("user", "Go on:\u2028"),), "Go on:\u2028"),
+        ({"messages": [USER]}, (("user", USER["content"]),), USER["content"]),
+        (SPEED_BENCH, (("user", USER["content"]),), USER["content"]),
+        (ON_THE_HUB, (("user", "Why?"),), "Why?"),
+        ({"question": "1 + 1?", "answer": "#### 2"}, (("user", "1 + 1?"),), "Question: 1 + 1?\nAnswer:"),
+        (
+            {"messages": [{"role": "system", "content": "Be brief."}, USER]},
+            (("system", "Be brief."), ("user", USER["content"])),
+            None,
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "Rayleigh."}, {"role": "user", "content": "Who?"}]},
+            (("user", USER["content"]), ("assistant", "Rayleigh."), ("user", "Who?")),
+            None,
+        ),
+    ],
+)
+def test_forms(row, messages, text, tmp_path):
+    """A conversation ends at the first message that has no answer in the file."""
+    (item,) = read(written(tmp_path, "", row)).items
+    assert (item.messages, item.text) == (messages, text)
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("not json", "must be one JSON object; got not json"),
+        ([1], r"must hold a prompt of the user; got \[1\]"),
+        ({"text": "x"}, "must hold a prompt of the user"),
+        ({"messages": [{"role": "user"}]}, '"role" and "content"'),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "each message is a text of system"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "each message is a text of system"),
+        (
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+            "a prompt of the user",
+        ),
+        ({"prompt": "  "}, "the prompt itself; got an empty one"),
+        ({"turns": [PLACEHOLDER]}, r"got a placeholder.*prepare\.py"),
+    ],
+)
+def test_a_line_of_another_form_is_named(row, says, tmp_path):
+    with pytest.raises(RecipeError, match=rf"prompts\.jsonl:2: .*{says}"):
+        read(written(tmp_path, {"prompt": "good"}, row))
+
+
+def test_a_file_without_prompts_is_refused(tmp_path):
+    for name, says in (
+        ("none.jsonl", "No such file"),
+        ("test-00000.parquet", r"got \.parquet"),
+        ("empty.jsonl", "empty"),
+    ):
+        (tmp_path / "empty.jsonl").write_text("\n")
+        with pytest.raises(RecipeError, match=says):
+            read(tmp_path / name)
+
+
+def test_a_load_has_enough_requests_in_an_order_of_the_seed(tmp_path):
+    prompts = read(None)
+    assert len(prompts.items) == 400 and prompts.name == "held_out.jsonl" and not prompts.needs_template
+    assert [num_requests(concurrency, None) for concurrency in (1, 8, 32)] == [16, 32, 128]
+    few = read(written(tmp_path, *({"prompt": str(number)} for number in range(5))))
+    sent = [item.text for item in taken(few, 12, 0)]
+    assert sorted(sent[:5]) == list("01234") and sent[5:10] == sent[:5], "each once before any is asked again"
+    assert taken(few, 5, 0) == taken(few, 12, 0)[:5] != taken(few, 5, 1), "a longer load begins as a shorter one"
+
+
+def test_messages_go_through_the_template_and_texts_as_they_are(tmp_path):
+    (item,) = read(written(tmp_path, {"question": "1 + 1?"})).items
+    (chat,) = requests([item], form="chat", context=0, server=None)  # type: ignore[arg-type]
+    (text,) = requests([item], form="completions", context=0, server=None)  # type: ignore[arg-type]
+    assert chat.as_json() == {"messages": [{"role": "user", "content": "1 + 1?"}]}
+    assert text.as_json() == {"text": "Question: 1 + 1?\nAnswer:"}
+    assert longest([item], form="completions", contexts=(0,)) == len("Question: 1 + 1?\nAnswer:")
+    assert longest([item], form="completions", contexts=(0, 4096)) == 4096
+    assert longest([item], form="chat", contexts=(0,)) > 2048, "a template may add much"

@@ -1,0 +1,176 @@
+"""`keepmtp bench` with real vLLM servers on the CPU and vLLM's own benchmark: killed between two cells, and continued.
+
+Two servers are all there are: one for each k. A stub takes a server's place where one must fail or die.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from keepmtp.validate.bench.lines import read_lines
+from keepmtp.validate.report.report import verify
+from stub_vllm import stub_vllm
+from survivors import MARK, marked, none_left
+from wheel import stranger
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+GLM = ROOT / "models" / "tiny-glm4-moe"
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+LINES = "bench.checkpoint.jsonl"
+# Two loads: prompts as they are, and brought to 96 tokens; two repetitions.
+WORDS = (
+    "--concurrency",
+    "2",
+    "--context",
+    "0,96",
+    "--requests",
+    "6",
+    "--output-tokens",
+    "24",
+    "--repeat",
+    "2",
+    "--json",
+)
+A_SERVERS = 4
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+]
+
+
+def started(folder: Path, *words: str, python: Path = VLLM_PYTHON, mark: str = "none") -> subprocess.Popen[str]:
+    environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(python), **{MARK: mark})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([KEEPMTP, "bench", str(folder), *words], cwd=ROOT, env=environment, **pipes)
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Path:
+    """The evidence folder of a run that was killed after the last repetition of k=0."""
+    folder, mark = tmp_path_factory.mktemp("bench") / "glm", uuid4().hex
+    shutil.copytree(GLM, folder)
+    evidence = folder.with_name("glm.report")
+    run = started(folder, "-k", "0..1", *WORDS, mark=mark)
+    deadline = time.monotonic() + 500
+    while num_lines(evidence / LINES) < 1 + A_SERVERS:
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
+        time.sleep(0.1)
+    run.kill()
+    run.communicate()
+    none_left(mark)
+    assert not (evidence / "bench.json").exists(), "no figure of half a matrix"
+    return evidence
+
+
+@pytest.fixture(scope="module")
+def found(killed) -> dict:
+    """The same command once more, after a part of a line was left; what it prints."""
+    kept = (killed / LINES).read_bytes()
+    with open(killed / LINES, "ab") as file:
+        file.write(b'{"k": 1, "concurr')
+    run = started(killed.with_suffix(""), "-k", "0..1", *WORDS)
+    said, complained = run.communicate(timeout=500)
+    assert run.returncode == 0, said[-2000:] + complained[-3000:]
+    assert (killed / LINES).read_bytes().startswith(kept), "what was measured stays as it was"
+    steps = [json.loads(line) for line in complained.splitlines() if line.startswith("{")]
+    assert steps[0]["there"] == A_SERVERS and steps[-1]["there"] == 2 * A_SERVERS and not steps[-1]["left"]
+    assert not any("k=0" in step["doing"] for step in steps)
+    return json.loads(said)["bench"]
+
+
+def test_a_run_that_was_killed_measures_only_what_is_missing(killed, found):
+    measured = read_lines(killed / LINES).measured
+    assert len(measured) == 2 * A_SERVERS and {place[0] for place in measured} == {0, 1}
+    assert found["checkpoint"]["as_served"] == "native" and found["checkpoint"]["form"] == "completions"
+    assert json.loads((killed / "bench.json").read_text())["data"] == found
+    report = verify(killed)
+    assert report.bench is not None and report.bench.checkpoint.recommended
+
+
+def test_each_cell_has_the_figures_of_the_same_work(found):
+    cells = {(cell["k"], cell["context"]): cell for cell in found["checkpoint"]["cells"]}
+    assert list(cells) == [(0, 0), (1, 0), (0, 96), (1, 96)] and not any(cell["error"] for cell in cells.values())
+    for (k, context), cell in cells.items():
+        for each in cell["repetitions"]:
+            assert each["requests"] == 6 and 6 < each["output_tokens"] <= 6 * 24
+            assert each["tokens_per_second"] == each["output_tokens"] / each["seconds"] > 0
+            assert 0 < each["first_token"]["median_ms"] <= each["first_token"]["p99_ms"]
+            assert (each["drafts"] > 0) == (each["draft_tokens"] > 0) == (k == 1)
+            around = 6 * context
+            assert not context or 0.95 * around <= each["input_tokens"] <= 1.05 * around
+        assert cell["slowest"] <= cell["tokens_per_second"] <= cell["fastest"]
+    for context in (0, 96):
+        # Greedy, and the same requests: k=1 writes what k=0 writes, but for a token where two were nearly equal.
+        plain, drafted = (cells[k, context]["repetitions"][0]["output_tokens"] for k in (0, 1))
+        assert abs(plain - drafted) <= 0.1 * plain
+    assert cells[1, 0]["acceptance"] > 0.8 and cells[1, 0]["mean_accepted_length"] > 1.8
+
+
+def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
+    printed = (killed / "logs" / "bench.checkpoint.k1.client.log").read_text()
+    drafted = [int(count) for count in re.findall(r"Draft tokens: +(\d+)", printed)][2:]  # without the warm-ups
+    measured = [one for one in read_lines(killed / LINES).measured.values() if one.k]
+    ours = sorted(measured, key=lambda one: (one.repetition.number, one.context))
+    assert drafted == [one.repetition.draft_tokens for one in ours]
+
+
+def test_a_smaller_matrix_is_there_already(killed, found):
+    """And a server is started for no cell of it."""
+    logs = {path: path.stat().st_mtime_ns for path in killed.glob("logs/*")}
+    run = started(killed.with_suffix(""), "-k", "0..1", *WORDS)
+    assert json.loads(run.communicate(timeout=60)[0])["bench"] == found
+    assert {path: path.stat().st_mtime_ns for path in killed.glob("logs/*")} == logs
+
+
+# --- a server that fails ----------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, tmp_path):
+    folder, mark = tmp_path / "glm", uuid4().hex
+    shutil.copytree(killed.with_suffix(""), folder)
+    (tmp_path / "glm.report").mkdir()
+    lines = (killed / LINES).read_text().splitlines(keepends=True)
+    kept = tmp_path / "glm.report" / LINES
+    kept.write_text("".join(lines[: 1 + A_SERVERS]))
+    python = stub_vllm(tmp_path, real=VLLM_PYTHON, answer=600)
+    run = started(folder, "-k", "0..1", *WORDS, python=python, mark=mark)
+    deadline = time.monotonic() + 120
+    while not any("keepmtp_bench.py" in said for said in marked(mark).values()):
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()
+        time.sleep(0.05)
+    for process, said in marked(mark).items():
+        if " serve " in said and "supervisor.py" not in said:
+            os.kill(process, signal.SIGKILL)
+    complained = run.communicate(timeout=60)[1]
+    assert run.returncode == 1 and "Traceback" not in complained
+    sentence = complained.splitlines()[-1]
+    assert "vllm serve: must answer with k=1 for the checkpoint; got ended by SIGKILL" in sentence
+    assert "bench.checkpoint.k1.log" in sentence and "measures the 4 repetitions that are left" in sentence
+    assert kept.read_text() == "".join(lines[: 1 + A_SERVERS])
+    none_left(mark)
+
+
+def test_a_request_that_fails_leaves_a_sentence_and_no_figure(tmp_path):
+    """The stub does not stream, so vLLM's benchmark gets no token from it."""
+    words = ("-k", "0", "--concurrency", "1", "--requests", "2", "--repeat", "1", "--out", str(tmp_path / "out"))
+    run = started(GLM, *words, python=stub_vllm(tmp_path, real=VLLM_PYTHON))
+    said, complained = run.communicate(timeout=200)
+    assert run.returncode == 1, complained
+    assert "k=0, 1 at once: no figure. 1 of 1 requests failed: Never received a valid chunk" in " ".join(said.split())
+    (cell,) = json.loads((tmp_path / "out" / "bench.json").read_text())["data"]["checkpoint"]["cells"]
+    assert cell["repetitions"] == [] and cell["tokens_per_second"] is None and "requests failed" in cell["error"]
+    assert not (tmp_path / "out" / LINES).exists(), "the next run measures it again"
