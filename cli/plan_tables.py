@@ -12,10 +12,11 @@ from rich.text import Text
 
 from ..checkpoints.identity import listed
 from ..quantize.choices import choices_of
-from ..quantize.output import quantization_config
+from ..quantize.output import quantization_config, sglang_fit
 from ..quantize.own_code import code_left_out
 from ..quantize.plan import Plan
 from ..recipes.errors import printable
+from ..recipes.runtimes.sglang import VERSION
 from . import calibration_tables, tables
 from .needs import Needs, lines
 from .refusals import needs_calibration, refusals
@@ -35,6 +36,7 @@ def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
     if needs_calibration(made):
         out.print(calibration_tables.will_do(made))
     out.print(tables.config_listing(quantization_config(made)), highlight=False, soft_wrap=True)
+    out.print(Text(f"served by: vLLM 0.32, {printable(sglang_fit(made).line)}\n"), soft_wrap=True)
     out.print(Text("\n".join([*lines(needs), ""])), soft_wrap=True)
     for refusal in refusals(made):
         out.print(f"[yellow]Would be refused:[/] {escape(refusal)}", highlight=False, soft_wrap=True)
@@ -91,6 +93,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "needs_calibration": plan.needs_calibration,
         "groups": tables.plan_rows(plan),
         "quantization_config": quantization_config(plan),
+        "sglang": {"version": VERSION, "obstacles": list(sglang_fit(plan).obstacles)},
         "calibration": calibration_tables.will_do_json(plan),
         **({"search": budget_json(plan)} if plan.recipe.is_searched else {}),
     }

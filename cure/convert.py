@@ -23,6 +23,7 @@ from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor, typed
 from ..quantize.output import with_quantization
 from ..quantize.quant_config import compressed_tensors_config, modules_of
 from ..quantize.quant_config_modelopt import hf_quant_config, modelopt_config
+from ..quantize.sglang_fit_modelopt import fit_modelopt
 from ..recipes.conventions import FP8_CACHE, Format, Spelling, in_compressed_tensors, in_modelopt
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
@@ -246,6 +247,7 @@ def _configs(runtime: RuntimeView, matrices: list[StoredMatrix], to: Format) -> 
     source, view = runtime.source, runtime.view
     if to == "modelopt":
         made = modelopt_config(view, modules_of(view, matrices))
+        made = fit_modelopt(view, matrices, made).onto(made)
     else:
         made = compressed_tensors_config(view, matrices)
     made["kv_cache_scheme"] = _cache_scheme(runtime)

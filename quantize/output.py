@@ -36,6 +36,8 @@ from .plan import Plan
 from .quant_config import compressed_tensors_config, matrices_of, runtime_modules
 from .quant_config_modelopt import hf_quant_config, modelopt_config
 from .room import calibration_folder, refuse_full_disk
+from .sglang_fit import SglangFit, fit_sglang
+from .sglang_fit_modelopt import ModeloptFit, fit_modelopt
 
 # Calibrated values depend on their versions.
 _ONE_RUN = "only one run may write an output"
@@ -306,9 +308,18 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
     """The value of config.json's `quantization_config`, in the dialect that the recipe's `format` names."""
     if plan.recipe.format == "modelopt":
         made = modelopt_config(plan.view, runtime_modules(plan))
+        made = fit_modelopt(plan.view, matrices_of(plan), made).onto(made)
     else:
         made = compressed_tensors_config(plan.view, matrices_of(plan))
     return made if plan.recipe.kv_cache is None else made | {"kv_cache_scheme": dict(FP8_CACHE)}
+
+
+def sglang_fit(plan: Plan) -> SglangFit | ModeloptFit:
+    """What SGLang makes of the config that the plan writes."""
+    if plan.recipe.format == "modelopt":
+        made = modelopt_config(plan.view, runtime_modules(plan))
+        return fit_modelopt(plan.view, matrices_of(plan), made)
+    return fit_sglang(plan.view, matrices_of(plan))
 
 
 def config_files(plan: Plan) -> dict[str, dict[str, Any]]:

@@ -128,7 +128,9 @@ MODELS: Mapping[str, SglangModel] = {
         file="models/glm5_next_nextn.py", renames=_LATENT, plain_under=_FP4
     ),
     "GlmMoeDsaForCausalLM": SglangModel(file="models/glm4_moe.py", renames=_LATENT, plain_under=_FP4),
-    "GlmOcrForConditionalGeneration": SglangModel(file="models/glm_ocr_nextn.py", plain_under=_FP4),
+    "GlmOcrForConditionalGeneration": SglangModel(
+        file="models/glm_ocr_nextn.py", plain_under=_FP4, also={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+    ),
     "HYV3ForCausalLM": SglangModel(
         file="models/hunyuan_v3_nextn.py", layers=".model.layers.{i}.", head=".lm_head", draft_head="lm_head"
     ),
@@ -208,33 +210,41 @@ def sglang_stem(view: FamilyView, part: Part, layer: int) -> str | None:
     return model.layers.replace("{i}", str(layer)) or None
 
 
-def sglang_paths(view: FamilyView, place: Place, paths: tuple[str, ...]) -> tuple[str, ...]:
-    """SGLang's spellings of a module below its block's stem.
+def sglang_spelling(view: FamilyView, place: Place) -> tuple[str, tuple[str, ...]]:
+    """SGLang's prefix of the module's block, "" outside blocks, and its spellings below it; () where it never asks.
 
-    Args:
-        view: the family's names.
-        place: the module's place.
-        paths: its spellings in the family's table, disk and runtime; `{e}` for the index of an expert.
+    The spellings are the module's shards, the fused module, and projections of routed experts, `{e}` their index.
     """
     model = sglang_model(view.config)
-    renames = (*(model.draft_renames if place.part == "mtp" else ()), *model.renames)
-    spelled = [_as_asked(_renamed(path, renames)) for path in paths] + [*model.also.get(place.row.path, ())]
-    return tuple(path for path in dict.fromkeys(spelled) if path not in model.unasked)
+    if place.role == "head":
+        head = model.head if place.part == "backbone" else model.draft_head
+        return "", tuple(filter(None, (head,)))
+    if name := model.glue.get(place.row.path):
+        return "", (name.replace("{i}", str(place.layer)),)
+    if place.layer is None or place.role in ("router", "embedding") or _is_unnamed_glue(view, place):
+        return "", ()
+    if place.part == "mtp" and model.plain_draft:
+        return "", ()
+    stem = sglang_stem(view, place.part, place.layer)
+    return ("", ()) if stem is None else (stem, _paths(model, view, place))
 
 
 def sglang_names(view: FamilyView, place: Place) -> tuple[str, ...]:
-    """The names under which SGLang may ask about a module: its shards, the fused one, expert 0 of routed experts."""
-    model = sglang_model(view.config)
-    if place.role == "head":
-        return tuple(filter(None, (model.head if place.part == "backbone" else model.draft_head,)))
-    if name := model.glue.get(place.row.path):
-        return (name.replace("{i}", str(place.layer)),)
-    if place.layer is None or place.role == "router" or _is_unnamed_glue(view, place):
-        return ()
-    stem = sglang_stem(view, place.part, place.layer)
-    if stem is None:
-        return ()
-    return tuple(stem + path.replace("{e}", "0") for path in sglang_paths(view, place, table_paths(view, place)))
+    """The names under which SGLang may ask about a module; expert 0 is the one of routed experts."""
+    stem, paths = sglang_spelling(view, place)
+    return tuple(stem + path.replace("{e}", "0") for path in paths)
+
+
+def container(name: str) -> str:
+    """The name of the module that holds all routed experts, for a projection of expert 0; any other name as it is."""
+    return re.sub(r"(experts)\.0\.(?:gate|up|down)_proj$", r"\1", name)
+
+
+def _paths(model: SglangModel, view: FamilyView, place: Place) -> tuple[str, ...]:
+    renames = (*(model.draft_renames if place.part == "mtp" else ()), *model.renames)
+    spelled = [_as_asked(_renamed(path, renames)) for path in table_paths(view, place)]
+    spelled += model.also.get(place.row.path, ())
+    return tuple(path for path in dict.fromkeys(spelled) if path not in model.unasked)
 
 
 def _is_unnamed_glue(view: FamilyView, place: Place) -> bool:

@@ -7,7 +7,9 @@ import pytest
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.output import quantization_config
 from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.quant_config import number_regex, runtime_modules
+from keepmtp.quantize.quant_config import matrices_of, runtime_modules
+from keepmtp.quantize.sglang_fit import fit_sglang
+from keepmtp.quantize.spelled import concrete, number_regex
 from keepmtp.recipes.find import find_recipe, shipped_recipes
 from releases import source_layout, write_checkpoint
 
@@ -33,21 +35,23 @@ def test_every_module_is_covered_exactly_once(recipe_name, mtp, tmp_path):
     config = quantization_config(plan)
     modules = runtime_modules(plan)
     assert {module.scheme for module in modules} >= {""}
+    asked = [(name, module.scheme) for module in modules for name in (module.name, *module.asked)]
+    for scheme, spellings in fit_sglang(plan.view, matrices_of(plan)).added.items():
+        asked += [(name, scheme) for spelled in spellings for name in concrete(spelled)]
     targets = {target: group for group in config["config_groups"].values() for target in group["targets"]}
     used: set[str] = set()
-    for module in modules:
-        for name in (module.name, *module.asked):
-            if name == module.name and name.endswith("experts"):
-                continue  # vLLM asks about expert 0's projections, never about the container
-            targeted, ignored = hits(list(targets), name), hits(config["ignore"], name)
-            used.update(targeted + ignored)
-            if module.scheme:
-                # A fused name may stand in two entries of one group: not every layer has all the parts.
-                groups = [targets[entry] for entry in targeted]
-                assert groups and not ignored, f"{name}: targets {targeted}, ignore {ignored}"
-                assert all(group == groups[0] for group in groups) and groups[0]["format"], name
-            else:
-                assert len(ignored) == 1 and not targeted, f"{name}: targets {targeted}, ignore {ignored}"
+    for name, scheme in asked:
+        if name.endswith("experts"):
+            continue  # vLLM asks about expert 0's projections, never about the container
+        targeted, ignored = hits(list(targets), name), hits(config["ignore"], name)
+        used.update(targeted + ignored)
+        if scheme:
+            # A fused name may stand in two entries of one group: not every layer has all the parts.
+            groups = [targets[entry] for entry in targeted]
+            assert groups and not ignored, f"{name}: targets {targeted}, ignore {ignored}"
+            assert all(group == groups[0] for group in groups) and groups[0]["format"], name
+        else:
+            assert len(ignored) == 1 and not targeted, f"{name}: targets {targeted}, ignore {ignored}"
     opaque = [entry for entry in config["ignore"] if not entry.endswith("$")]
     assert used == {*targets, *config["ignore"]} - set(opaque), "an entry matches no module"
 

@@ -36,7 +36,6 @@ SEEN = {
         "mtp.layers.1.mixer.fc1_latent_proj",
     ),
     "qwen3.8-flash-next": ("mtp.layers.0.self_attn.qkv_proj", "mtp.layers.0.mlp.experts.0.gate_proj"),
-    "step-3.5-flash": ("model.mtp_block.self_attn.qkv_proj",),
     "dsv4-flash": (
         "model.e_proj",
         "model.decoder.self_attn.wqkv_a",

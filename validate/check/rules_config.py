@@ -50,7 +50,7 @@ def entries_match_a_module(runtime: RuntimeView) -> Iterator[Objection]:
 def _unmatched_target(runtime: RuntimeView, entry: ConfigEntry, meant: list[HFName]) -> Iterator[Objection]:
     # A name on disk may be written for other readers, next to vLLM's: then all that it means is built quantized.
     is_second = meant and all(runtime.placed[module].runtime in runtime.quantized for module in meant)
-    if _is_class_name(entry) or is_second:
+    if _is_class_name(entry) or is_second or _reaches(runtime, entry, runtime.sglang_names):
         return
     there = f": {meant[0]} is {runtime.placed[meant[0]].runtime} there" if meant else ""
     yield objection(

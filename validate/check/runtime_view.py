@@ -15,6 +15,7 @@ from functools import cached_property
 from ...checkpoints.stored import StoredWeight
 from ...recipes.family import HFName, Part, Role, Row, VLLMName
 from ...recipes.family_view import FamilyView, Place
+from ...recipes.runtimes.sglang import container, sglang_names
 from .dialects.choose import read_dialect
 from .dialects.gptq import Gptq
 from .dialects.modelopt import ModelOpt
@@ -149,6 +150,13 @@ class RuntimeView(StoredView):
                 runtime.add(place.runtime)
                 disk.add(name)
         return frozenset(runtime), frozenset(disk)
+
+    @cached_property
+    def sglang_names(self) -> frozenset[str]:
+        """Names under which SGLang may ask about the same modules."""
+        weights = {name: place for name, place in self.placed.items() if place.expert in (None, 0)}
+        names = {name for place in weights.values() for name in sglang_names(self.view, place)}
+        return frozenset(names | set(map(container, names)))
 
     def _module(self, name: VLLMName, part: Part, members: tuple[Member, ...]) -> Module:
         place = members[0].place

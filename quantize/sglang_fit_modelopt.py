@@ -1,0 +1,148 @@
+"""modelopt's quantization config -> the same for SGLang 0.5.23 too, or why that cannot be.
+
+In: a config in modelopt's dialect, and the matrices with their schemes. Out: entries to add to `ignore` and rows to add
+to `quantized_layers`; or obstacles, and nothing is added.
+
+Easy to get wrong: vLLM takes an exclude entry for a substring too, so `self_attn.qkv_proj` for a draft that SGLang
+builds without a prefix would exclude every layer. Under one NVFP4 algorithm most of SGLang's drafts are plain whatever
+the config says, and need no entry.
+
+Source: SGLang 0.5.23, layers/quantization/modelopt_quant.py (is_layer_excluded, ModelOptMixedPrecisionConfig),
+layers/quantization/utils.py (is_layer_skipped) and configs/model_config.py (_parse_modelopt_quant_config).
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..recipes.conventions import ALGORITHMS
+from ..recipes.family_view import FamilyView
+from ..recipes.runtimes.sglang import container, sglang_model, sglang_names, sglang_stem
+from .sglang_fit import SglangFit, SglangModule, clash, sglang_modules, unnamed
+from .spelled import Matrix, concrete
+
+_CONFIG = "layers/quantization/modelopt_quant.py"
+_METHODS = "configs/model_config.py"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeloptFit:
+    """What is added to a config in modelopt's dialect."""
+
+    ignore: tuple[str, ...] = ()
+    quantized_layers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    obstacles: tuple[str, ...] = ()
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line, for the plan."""
+        return SglangFit(added={}, obstacles=self.obstacles).line
+
+    def onto(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config with what is added."""
+        added: dict[str, Any] = {"ignore": [*config["ignore"], *self.ignore]}
+        if self.quantized_layers:
+            added["quantized_layers"] = {**config["quantized_layers"], **self.quantized_layers}
+        return {**config, **added}
+
+
+def fit_modelopt(view: FamilyView, matrices: Iterable[Matrix], config: Mapping[str, Any]) -> ModeloptFit:
+    """What a config in modelopt's dialect must add for SGLang, and what stands against it."""
+    model = sglang_model(view.config)
+    if model.draft is None:
+        return ModeloptFit(obstacles=(f"{model.no_draft} ({model.file})",))
+    modules = list(sglang_modules(view, matrices))
+    method = _method(config)
+    if not method:
+        algorithm = str(config["quant_algo"])
+        return ModeloptFit(obstacles=(f"it has no method for {algorithm} without NVFP4 ({_METHODS})",))
+    # What SGLang builds plain by itself is not asked about, but for the draft's head.
+    is_plain = method in model.plain_under
+    asked = [module for module in modules if not (is_plain and module.place.part == "mtp")]
+    plain, rows, clashes = _missing(view, asked, config)
+    heads = [head for head in (model.head, model.draft_head) if head and not _is_excluded(head, config["ignore"])]
+    is_head_plain = not any(module.scheme for module in modules if module.place.role == "head")
+    entries = _entries(view, asked, [*plain, *(heads if is_head_plain else ())])
+    obstacles = [*clashes, *unnamed(view, model, modules), *_without_method(modules), *_reached(entries, modules)]
+    if method == "modelopt_fp4" and is_plain:
+        obstacles += _forced_plain(model.file, modules)
+    if obstacles:
+        return ModeloptFit(obstacles=tuple(dict.fromkeys(obstacles)))
+    return ModeloptFit(ignore=tuple(dict.fromkeys(entries)), quantized_layers=rows)
+
+
+def _forced_plain(file: str, modules: list[SglangModule]) -> Iterator[str]:
+    for module in modules:
+        if module.scheme and module.place.part == "mtp":
+            what = f"{module.place.module} is in {module.scheme}"
+            yield f"where all is {module.scheme} it builds the MTP layer plain, and {what} ({file})"
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    """SGLang's name of the quantization method; "" where it has none, or takes it for another."""
+    algorithm = config["quant_algo"]
+    if algorithm == "MIXED_PRECISION":
+        rows = config["quantized_layers"].values()
+        return "modelopt_mixed" if any("NVFP4" in row["quant_algo"] for row in rows) else ""
+    return "modelopt_fp4" if "NVFP4" in algorithm else "modelopt_fp8" if algorithm == "FP8" else ""
+
+
+def _missing(
+    view: FamilyView, modules: list[SglangModule], config: Mapping[str, Any]
+) -> tuple[list[str], dict[str, Mapping[str, Any]], list[str]]:
+    """Names of plain modules that no entry excludes, rows for quantized ones, and names with two schemes."""
+    owner = {name: module for module in modules for name in concrete(module.spelled)}
+    listed = config.get("quantized_layers")
+    plain: list[str] = []
+    rows: dict[str, Mapping[str, Any]] = {}
+    clashes: list[str] = []
+    for module in modules:
+        for name in map(container, sglang_names(view, module.place)):
+            other = owner.setdefault(name, module)
+            if other.scheme != module.scheme:
+                clashes.append(clash(view, name, module, other))
+            elif not module.scheme and not _is_excluded(name, config["ignore"]):
+                plain.append(name)
+            elif module.scheme and listed is not None and name not in listed:
+                algorithm = ALGORITHMS[module.scheme]
+                size = {"group_size": 16} if "NVFP4" in algorithm else {}
+                rows[name] = {"quant_algo": algorithm, **size}
+    return list(dict.fromkeys(plain)), rows, clashes
+
+
+def _is_excluded(name: str, entries: Iterable[str]) -> bool:
+    bare = name.removeprefix("language_model.")
+    for entry in entries:
+        pattern = entry.replace(".", r"\.").replace("*", ".*")
+        if any(re.fullmatch(pattern, spelled) for spelled in (name, bare)) or f".{entry}." in f".{name}.":
+            return True
+    return False
+
+
+def _entries(view: FamilyView, asked: list[SglangModule], plain: list[str]) -> list[str]:
+    """The entries for plain names: a draft that is plain as a whole is one glob."""
+    drafted = [module for module in asked if module.place.part == "mtp" and module.place.layer is not None]
+    stems = {sglang_stem(view, "mtp", module.place.layer or 0) or "" for module in drafted}
+    is_plain = not any(module.scheme for module in drafted)
+    globs = [f"{stem}*" for stem in sorted(stems) if is_plain and stem and not re.match(r"model\.layers\.\d", stem)]
+    globs = [glob for glob in globs if any(name.startswith(glob[:-1]) for name in plain)]
+    return [*globs, *(name for name in plain if not name.startswith(tuple(glob[:-1] for glob in globs)))]
+
+
+def _reached(entries: list[str], modules: list[SglangModule]) -> Iterator[str]:
+    """Entries that vLLM would find in the name of a quantized module."""
+    names = [name for module in modules if module.scheme for name in concrete(module.spelled)]
+    for entry in entries:
+        if hit := next((name for name in names if entry.removesuffix("*") in name), None):
+            yield f"an entry {entry} for its draft would exclude {hit} in vLLM"
+
+
+def _without_method(modules: list[SglangModule]) -> Iterator[str]:
+    for module in modules:
+        if module.scheme == "FP8_DYNAMIC":
+            yield f"it has no class for {ALGORITHMS[module.scheme]} ({_CONFIG})"
+        elif module.scheme == "FP8_BLOCK" and module.place.role != "experts":
+            yield f"it reads the scales of {ALGORITHMS[module.scheme]} from weight_scale_inv alone ({_CONFIG})"
+        elif module.scheme and module.place.module.endswith(".kv_b_proj") and module.scheme.startswith("NVFP4"):
+            yield f"it reads an unpacked weight for kv_b_proj, which is in {module.scheme} ({_CONFIG})"

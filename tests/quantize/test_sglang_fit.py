@@ -1,0 +1,122 @@
+"""What keepmtp writes for SGLang too, judged by SGLang's own functions; and what it says cannot be written."""
+
+from collections import Counter
+
+import good
+import pytest
+import releases
+from keepmtp.quantize.output import quantization_config, sglang_fit
+from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.quant_config import matrices_of
+from keepmtp.quantize.sglang_fit import SglangFit, fit_sglang
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.runtimes.sglang import sglang_names
+from keepmtp.recipes.schemes import SCHEMES
+from sglang_wheel import FUSED, FUSED_IN_QWEN35, MISSING, UTILS, group_of
+
+PAIRS = (
+    ("NVFP4", "bf16"),
+    ("FP8_DYNAMIC", "bf16"),
+    ("FP8_DYNAMIC", "FP8_DYNAMIC"),
+    ("FP8_BLOCK", "bf16"),
+    ("W4A16", "bf16"),
+    ("W4A16", "W4A16"),
+)
+
+
+def fit_of(model: str, scheme: str, mtp: str) -> tuple[Plan, SglangFit] | None:
+    """A plan and its fit; None where keepmtp refuses the plan."""
+    try:
+        plan = good.planned(model, scheme, mtp)
+    except RecipeError:
+        return None
+    return plan, fit_sglang(plan.view, matrices_of(plan))
+
+
+@pytest.mark.skipif(not UTILS.is_file(), reason=MISSING)
+@pytest.mark.parametrize("model", releases.MODELS)
+def test_every_name_resolves_to_its_scheme_by_sglangs_functions(model):
+    for scheme, mtp in PAIRS:
+        if (found := fit_of(model, scheme, mtp)) is None or found[1].obstacles:
+            continue
+        plan, _ = found
+        config = quantization_config(plan)
+        for matrix in matrices_of(plan):
+            place = plan.view.place(matrix.name)
+            assert place
+            for name in sglang_names(plan.view, place):
+                for fused in (FUSED_IN_QWEN35 if "qwen3.5" in model else FUSED, {}):
+                    group = group_of(config, name, fused)
+                    want = SCHEMES[matrix.scheme].config_group() if matrix.scheme else None
+                    assert group is None if want is None else group and group["weights"] == want["weights"], name
+
+
+@pytest.mark.skipif(not UTILS.is_file(), reason=MISSING)
+def test_without_the_added_entries_sglang_raises():
+    """The twin: the names that vLLM asks for alone."""
+    config = quantization_config(good.planned("glm-4.7", "FP8_DYNAMIC", "bf16"))
+    alone = config | {"ignore": [entry for entry in config["ignore"] if "decoder" not in entry]}
+    name = "model.decoder.self_attn.qkv_proj"
+    assert group_of(config, name, FUSED) is None
+    with pytest.raises(ValueError, match=f"Unable to find matching target for {name}"):
+        group_of(alone, name, FUSED)
+
+
+def verdicts() -> dict[str, list[str]]:
+    """Model -> for each pair "yes", "no", or "-" where keepmtp refuses the plan."""
+    rows: dict[str, list[str]] = {}
+    for model in releases.MODELS:
+        found = [fit_of(model, *pair) for pair in PAIRS]
+        rows[model] = ["-" if each is None else "no" if each[1].obstacles else "yes" for each in found]
+    return rows
+
+
+MODELOPT_PAIRS = (("NVFP4", "bf16"), ("NVFP4", "NVFP4"), ("FP8", "bf16"), ("FP8", "FP8"))
+
+
+def modelopt_verdict(model: str, scheme: str, mtp: str) -> str:
+    try:
+        plan = good.planned(model, scheme, mtp, format="modelopt")
+        return "no" if sglang_fit(plan).obstacles else "yes"
+    except RecipeError:
+        return "-"
+
+
+def test_how_many_outputs_in_modelopts_dialect_resolve_in_both():
+    counted = Counter(modelopt_verdict(model, *pair) for model in releases.MODELS for pair in MODELOPT_PAIRS)
+    assert counted == {"yes": 87, "no": 51, "-": 6}
+
+
+def test_modelopts_entries_name_the_draft_and_its_head():
+    config = quantization_config(good.planned("glm-4.7", "FP8", "bf16", format="modelopt"))
+    assert {"model.decoder.*", "model.shared_head.head"} <= set(config["ignore"])
+    one_nvfp4 = quantization_config(good.planned("glm-4.7", "NVFP4", "bf16", format="modelopt"))
+    assert "model.decoder.*" not in one_nvfp4["ignore"]  # SGLang builds that draft plain by itself
+
+
+def test_an_entry_that_would_exclude_the_backbone_in_vllm_is_an_obstacle():
+    """MiMo's draft has no prefix in SGLang, and vLLM takes an entry for a substring."""
+    fit = sglang_fit(good.planned("mimo-7b", "NVFP4", "bf16", format="modelopt"))
+    assert "would exclude model.layers.0" in fit.line
+
+
+def test_how_many_outputs_resolve_in_both():
+    counted = Counter(word for row in verdicts().values() for word in row)
+    assert counted == {"yes": 135, "no": 79, "-": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme", "mtp", "says"),
+    [
+        ("qwen3-next-80b", "FP8_DYNAMIC", "bf16", "it asks for model.layers.0.mlp.experts.0"),
+        ("exaone-4.5-33b", "FP8_DYNAMIC", "bf16", "it has no class for the model"),
+        ("minimax-m3", "FP8_DYNAMIC", "bf16", "no draft class (models/minimax_m3_vl.py)"),
+        ("deepseek-r1", "FP8_BLOCK", "bf16", "kv_b_proj"),
+        ("dsv4-flash", "FP8_DYNAMIC", "bf16", "wo_a"),
+    ],
+)
+def test_an_obstacle_is_named_with_sglangs_file(model, scheme, mtp, says):
+    found = fit_of(model, scheme, mtp)
+    assert found
+    assert (says in found[1].line and ".py)" in found[1].line) or "(models)" in found[1].line
+    assert not found[1].added
