@@ -21,7 +21,7 @@ from ..recipes.family_view import FamilyView
 from ..recipes.schemes import SCHEMES
 from .plan import Plan
 from .sglang_fit import fit_sglang
-from .spelled import Matrix, Spelled, concrete, regexes, spell
+from .spelled import Matrix, Spellings, concrete, regexes, spell
 from .tensor_plan import TensorPlan
 
 
@@ -49,7 +49,7 @@ def compressed_tensors_config(view: FamilyView, matrices: Iterable[Matrix]) -> d
     quantization/compressed_tensors/{utils,compressed_tensors}.py, quantization/utils/config_utils.py.
     """
     matrices = list(matrices)
-    by_scheme: dict[str, set[Spelled]] = defaultdict(set)
+    by_scheme: dict[str, set[Spellings]] = defaultdict(set)
     routed: set[str] = set()
     for matrix in matrices:
         by_scheme[matrix.scheme].add(spell(view, matrix))

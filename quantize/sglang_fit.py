@@ -26,7 +26,7 @@ from ..recipes.runtimes.sglang import (
     sglang_stem,
 )
 from ..recipes.schemes import SCHEMES
-from .spelled import Matrix, Spelled, concrete, path_regex, spell
+from .spelled import Matrix, Spellings, concrete, path_regex, spell
 
 _CONFIG = "layers/quantization/compressed_tensors/compressed_tensors.py"
 _WEIGHTS = "models/deepseek_common/deepseek_weight_loader.py"
@@ -41,7 +41,7 @@ class SglangFit:
         obstacles: half a sentence each, with SGLang's file; () where it resolves every module.
     """
 
-    added: Mapping[str, frozenset[Spelled]]
+    added: Mapping[str, frozenset[Spellings]]
     obstacles: tuple[str, ...]
 
     @property
@@ -58,7 +58,7 @@ class SglangModule:
 
     place: Place
     scheme: str
-    spelled: Spelled
+    spelled: Spellings
 
 
 def fit_sglang(view: FamilyView, matrices: Iterable[Matrix]) -> SglangFit:
@@ -91,10 +91,10 @@ def sglang_modules(view: FamilyView, matrices: Iterable[Matrix]) -> Iterator[Sgl
                 yield SglangModule(place, matrix.scheme, spell(view, matrix))
 
 
-def _added(view: FamilyView, modules: list[SglangModule]) -> tuple[dict[str, frozenset[Spelled]], list[str]]:
+def _added(view: FamilyView, modules: list[SglangModule]) -> tuple[dict[str, frozenset[Spellings]], list[str]]:
     """The spellings to add, by scheme; and the names that two modules of different schemes would share."""
     owner = {name: module for module in modules for name in concrete(module.spelled)}
-    added: dict[str, set[Spelled]] = defaultdict(set)
+    added: dict[str, set[Spellings]] = defaultdict(set)
     clashes: list[str] = []
     for module in modules:
         for spelled in _for_sglang(view, module.place):
@@ -113,14 +113,14 @@ def clash(view: FamilyView, name: str, module: SglangModule, other: SglangModule
     return f"it asks for {name} for both {' and '.join(described)} ({sglang_model(view.config).file})"
 
 
-def _for_sglang(view: FamilyView, place: Place) -> Iterator[Spelled]:
-    """One `Spelled` for each of SGLang's names of a module."""
+def _for_sglang(view: FamilyView, place: Place) -> Iterator[Spellings]:
+    """One `Spellings` for each of SGLang's names of a module."""
     stem, paths = sglang_spelling(view, place)
     digits = str(place.layer)
     layer = place.layer if digits in stem else None
     cut = re.escape(stem if layer is None else "{}".join(stem.rsplit(digits, 1))).replace(r"\{\}", "{}")
     for path in paths:
-        yield Spelled(stems=(cut,), layer=layer, paths=(path_regex(path),))
+        yield Spellings(stems=(cut,), layer=layer, paths=(path_regex(path),))
 
 
 def unnamed(view: FamilyView, model: SglangModel, modules: list[SglangModule]) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """A module's spellings in a quantization config, and anchored regexes that cover exactly a set of them.
 
-In: a matrix and the family's view. Out: `Spelled`, where its block is and what follows; regexes for many of them.
+In: a matrix and the family's view. Out: `Spellings`, where its block is and what follows; regexes for many of them.
 
 Easy to get wrong: stems of one kind differ by the layer's number alone, so that one regex covers a range of layers; a
 block with another number at run time than on disk has stems of its own.
@@ -33,7 +33,7 @@ class Matrix(Protocol):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Spelled:
+class Spellings:
     """A module's spellings, split into where its block is and what follows: the unit the regexes are built from."""
 
     stems: tuple[str, ...]
@@ -41,21 +41,21 @@ class Spelled:
     paths: tuple[str, ...]
 
 
-def spell(view: FamilyView, matrix: Matrix) -> Spelled:
+def spell(view: FamilyView, matrix: Matrix) -> Spellings:
     """A matrix's spellings on disk and in vLLM."""
     place = view.place(matrix.name)
     if place is None:  # carried over by the recipe's `keep`
-        return Spelled(stems=("",), layer=None, paths=(re.escape(matrix.module),))
+        return Spellings(stems=("",), layer=None, paths=(re.escape(matrix.module),))
     if place.layer is None:
         paths = (place.runtime, place.module, *place.row.aliases)
-        return Spelled(stems=("",), layer=None, paths=tuple(dict.fromkeys(map(re.escape, paths))))
+        return Spellings(stems=("",), layer=None, paths=tuple(dict.fromkeys(map(re.escape, paths))))
     stems = (view.runtime_stem(place.part, place.layer), view.disk_stem(place.part, place.layer))
     if _runtime_number(view, place.part, place.layer) != place.layer:
-        return Spelled(stems=tuple(map(re.escape, stems)), layer=None, paths=_paths(view, place))
+        return Spellings(stems=tuple(map(re.escape, stems)), layer=None, paths=_paths(view, place))
     # Stems of one kind differ by the layer's number alone: cut it out here, put it back as a range for all layers.
     digits = str(place.layer)
     cut = (re.escape("{}".join(stem.rsplit(digits, 1))).replace(r"\{\}", "{}") for stem in stems)
-    return Spelled(stems=tuple(dict.fromkeys(cut)), layer=place.layer, paths=_paths(view, place))
+    return Spellings(stems=tuple(dict.fromkeys(cut)), layer=place.layer, paths=_paths(view, place))
 
 
 def _runtime_number(view: FamilyView, part: Part, layer: int) -> int:
@@ -73,7 +73,7 @@ def path_regex(path: str) -> str:
     return re.escape(path).replace(r"\{e\}", r"\d+")
 
 
-def concrete(spelled: Spelled) -> Iterator[str]:
+def concrete(spelled: Spellings) -> Iterator[str]:
     """The names of a set of spellings; expert 0 is the one vLLM asks about."""
     for stem in spelled.stems:
         for path in spelled.paths:
@@ -81,7 +81,7 @@ def concrete(spelled: Spelled) -> Iterator[str]:
             yield re.sub(r"\\(.)", r"\1", pattern.replace(r"\d+", "0"))
 
 
-def regexes(modules: Iterable[Spelled]) -> list[str]:
+def regexes(modules: Iterable[Spellings]) -> list[str]:
     """Anchored regexes that cover exactly `modules`: one for each parent module and set of layers."""
     layers: dict[tuple[tuple[str, ...], tuple[str, ...]], set[int]] = defaultdict(set)
     for module in modules:
