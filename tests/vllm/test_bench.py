@@ -11,12 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from keepmtp.validate.bench.client import benchmarking
 from keepmtp.validate.bench.lines import read_lines
+from keepmtp.validate.bench.prompts import Request
 from keepmtp.validate.report.report import verify
+from keepmtp.validate.serving.server import ServerFailed, serving
+from keepmtp.validate.serving.vllm_env import find_vllm
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left
 from wheel import stranger
@@ -162,6 +167,17 @@ def test_a_server_that_dies_is_one_sentence_and_what_was_measured_stays(killed, 
     assert "bench.checkpoint.k1.log" in sentence and "measures the 4 repetitions that are left" in sentence
     assert kept.read_text() == "".join(lines[: 1 + A_SERVERS])
     none_left(mark)
+
+
+def test_a_server_that_falls_silent_is_not_waited_for(monkeypatch, tmp_path):
+    """It is there, and it never answers."""
+    monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, real=VLLM_PYTHON, answer=600)))
+    vllm, log = find_vllm(), tmp_path / "server.log"
+    how = {"number": 0, "form": "completions", "concurrency": 1, "output_tokens": 8, "seed": 0}
+    with serving(vllm, GLM, k=0, log=log) as server, benchmarking(vllm, server, tmp_path / "client.log") as client:
+        impatient = replace(client, silent_seconds=2.0)
+        with pytest.raises(ServerFailed, match=r"vllm serve: must come up and answer; got no token for \d s"):
+            impatient.measure([Request(messages=None, text="1 + 1?")], **how)
 
 
 def test_a_request_that_fails_leaves_a_sentence_and_no_figure(tmp_path):

@@ -10,6 +10,7 @@ moment after the last token, so they are read from the server once they no longe
 import json
 import select
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,11 +50,13 @@ class Client:
         server: what it asks.
         process: it reads a line for each measurement, and answers with one.
         log: everything that vLLM's benchmark prints.
+        silent_seconds: how long the server may read and write no token before it counts as dead.
     """
 
     server: Server
     process: subprocess.Popen[Any]
     log: Path
+    silent_seconds: float = 1800.0
 
     def measure(
         self,
@@ -70,7 +73,7 @@ class Client:
 
         Raises:
             RequestsFailed: a request was not answered.
-            ServerFailed: the server died, or the benchmark itself.
+            ServerFailed: the server died or fell silent, or the benchmark itself died.
         """
         before, began = self.server.drafts(), datetime.now(UTC)
         asked = {
@@ -104,9 +107,16 @@ class Client:
             self.process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended, and the next line is empty
+        tokens, since = -1, time.monotonic()
         while not select.select([pipe], [], [], 1.0)[0]:
             if self.server.process.poll() is not None:
                 raise ServerFailed(last_error(self.server.log, self.server.process.returncode), self.server.log)
+            silent = time.monotonic() - since
+            if silent > self.silent_seconds / 2:  # seldom: reading the counters takes the server a moment
+                now = self.server.tokens_so_far()
+                if now == tokens and silent > self.silent_seconds:
+                    raise ServerFailed(f"no token for {silent:.0f} s", self.server.log)
+                tokens, since = now, since if now == tokens else time.monotonic()
             if watch is not None:
                 watch("measuring")
         line = pipe.readline()

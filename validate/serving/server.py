@@ -40,6 +40,7 @@ NAME = "checkpoint"
 """What every server calls its model."""
 
 _COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
+_TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _STOP_SECONDS = 20.0
 _TEMP_BYTES = 70  # the whole path of a socket has 107 at most (Linux; 103 on macOS)
 _ADDRESSES = ("--host", "--port", "--uds", "--served-model-name")
@@ -167,6 +168,12 @@ class Server:
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""
         return self._ask("POST", "/detokenize", json={"model": NAME, "tokens": list(tokens)}).json()["prompt"]
+
+    def tokens_so_far(self) -> int:
+        """Tokens that were read and written since the server started: while this grows, it works."""
+        families = text_string_to_metric_families(self._ask("GET", "/metrics").text)
+        samples = (sample for family in families for sample in family.samples)
+        return sum(int(sample.value) for sample in samples if sample.name in _TOKENS)
 
     def drafts(self) -> Drafts:
         """vLLM's counters since the server started, once they no longer change: they come a moment after an answer."""
