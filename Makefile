@@ -8,6 +8,7 @@
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
 #   make validate EVAL=gsm8k ...                             GSM8K of source and checkpoint with MTP on, and the gates
 #   make bench [MODEL=...] [OUT=DIR] [SOURCE=...] [K=0..4] [CONCURRENCY=1,8,32] [PROMPTS=FILE]   tokens a second by k
+#   make closeness [MODEL=...] [OUT=DIR] [SOURCE=...] [TEXT=FILE]   divergence from the source on held-out text, as served
 #   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report; `all` takes BASE_MODEL too
 #   make all [MODEL=...] [GPU="sm100"] [K=3] ...             quantize, check, validate, card; stops at the first red gate
 #     VLLM_ARGS="--tensor-parallel-size 8"                   for validate, bench, all and serve: words for each vllm serve
@@ -49,11 +50,11 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 	"error: PYTHON: keepmtp needs Python 3.11 or newer; got %d.%d. Run make with PYTHON=python3.11 or newer." % v)'
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate bench serve card all publish ls vllm test lint fuzz measure matrix families \
-	quality picture benchmark dist clean
+.PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test lint fuzz measure matrix \
+	families quality picture benchmark dist clean
 
 help:
-	@sed -n '3,22s/^# \{0,3\}//p' Makefile
+	@sed -n '3,/^#$$/s/^# \{0,3\}//p' Makefile
 
 # What is calibrated installs .calibrate or .modelopt, anything else no more than .quantize: `keepmtp extra` says which.
 quantize: $(VENV)/.base
@@ -88,6 +89,10 @@ bench: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
 
 serve: $(VENV)/.quantize $(VENV_VLLM)/.vllm
 	@$(MADE) && exec $(VENV)/bin/keepmtp serve "$$made" $(if $(K),-k $(K)) $(if $(PORT),--port $(PORT)) $(SERVED)
+
+closeness: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
+	@$(MADE) && $(VENV)/bin/keepmtp closeness "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(TEXT),--text "$(TEXT)") \
+	$(if $(TOKENS),--tokens "$(TOKENS)") $(SERVED)
 
 card: $(VENV)/.evaluate
 	@$(MADE) && $(VENV)/bin/keepmtp card "$$made" $(if $(BASE_MODEL),--base-model "$(BASE_MODEL)")

@@ -146,6 +146,14 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             words="[-- VLLM_OPTIONS]",
             help="Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load; recommend a k.",
         ),
+        "closeness": Verb(
+            module="closeness",
+            function="closeness",
+            how_to_go_on="The same command asks only the windows that are missing",
+            words="[-- VLLM_OPTIONS]",
+            help="Compare what a served checkpoint and its served source predict on held-out text: divergence and "
+            "flips.",
+        ),
         "gate": Verb(
             module="gate",
             function="gate",

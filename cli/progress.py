@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from ..quantize.calibrate.progress import CalibrationStep
     from ..validate.bench.matrix import BenchStep
-    from ..validate.evaluation.ask import Step as EvaluationStep
+    from ..validate.step import Step as AskedStep
 
 # The word for one step in each part of calibration.
 _STEP_WORDS = {"backbone": "layer", "mtp": "policy", "tuning": "training step"}
@@ -177,8 +177,8 @@ def download_lines(console: Console) -> "type[HubBar] | None":
     return Lines
 
 
-def asking(console: Console, *, as_json: bool) -> "AbstractContextManager[Callable[[EvaluationStep], None]]":
-    """The progress of an evaluation: a bar for each checkpoint, or lines, at most one in ten seconds."""
+def asking(console: Console, *, as_json: bool) -> "AbstractContextManager[Callable[[AskedStep], None]]":
+    """The progress of an evaluation or of closeness: a bar a checkpoint, or lines, at most one in ten seconds."""
     return _asking_bars(console) if console.is_terminal and not as_json else _asking_lines(console, as_json=as_json)
 
 
@@ -222,7 +222,7 @@ def in_words(step: "CalibrationStep") -> str:
     )
 
 
-def _json_line(step: "CalibrationStep | EvaluationStep | BenchStep") -> None:
+def _json_line(step: "CalibrationStep | AskedStep | BenchStep") -> None:
     sys.stderr.write(json.dumps(asdict(step)) + "\n")
     sys.stderr.flush()
 
@@ -265,11 +265,11 @@ def _bars(console: Console) -> Iterator[RunProgress]:
 
 
 @contextmanager
-def _asking_bars(console: Console) -> "Iterator[Callable[[EvaluationStep], None]]":
+def _asking_bars(console: Console) -> "Iterator[Callable[[AskedStep], None]]":
     tasks = dict[str, TaskID]()
     with _labelled_bars(console) as bars:
 
-        def show(step: "EvaluationStep") -> None:
+        def show(step: "AskedStep") -> None:
             if step.role not in tasks:
                 tasks[step.role] = bars.add_task(step.role, total=step.total, words="")
             bars.update(tasks[step.role], completed=step.done, words=escape(step.doing or _asked_in_words(step)))
@@ -278,11 +278,11 @@ def _asking_bars(console: Console) -> "Iterator[Callable[[EvaluationStep], None]
 
 
 @contextmanager
-def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[EvaluationStep], None]]":
+def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[AskedStep], None]]":
     """A line for each kind of step, not sooner than ten seconds after the last one, and one for the last step."""
     shown_at: dict[tuple[str, bool], float] = {}
 
-    def show(step: "EvaluationStep") -> None:
+    def show(step: "AskedStep") -> None:
         kind, now = (step.role, bool(step.doing)), time.monotonic()
         is_last = step.done >= step.total
         if not is_last and now - shown_at.get(kind, -_LINE_SECONDS) < _LINE_SECONDS:
@@ -296,6 +296,6 @@ def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[Eva
     yield show
 
 
-def _asked_in_words(step: "EvaluationStep") -> str:
+def _asked_in_words(step: "AskedStep") -> str:
     left = "" if step.eta_seconds is None else f"  ETA {timedelta(seconds=round(step.eta_seconds))}"
-    return f"question {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s{left}"
+    return f"{step.unit} {step.done:,} of {step.total:,}  {step.tokens_per_second:,.0f} tok/s{left}"

@@ -90,7 +90,9 @@ class Gates(_Frozen):
         max_drop: of the GSM8K score, as a share of all questions (0.02: two points).
         filter: the gate uses the score of this filter; the report has both.
         min_acceptance: least share of the source's draft acceptance.
-        confidence: of both judgements, one-sided. If the limit is between the estimate and its bound, the gate neither
+        max_divergence: from the source on held-out text as served, nats a token (`keepmtp closeness`); None: no gate.
+        max_flips: share of tokens where the first choice may be another than the source's; None: no gate.
+        confidence: of each judgement, one-sided. If the limit is between the estimate and its bound, the gate neither
             passes nor fails: there are too few samples.
         min_speedup: least tokens a second with drafting over those without it, for one request at a time on a GPU; the
             slowest repetition of one k must reach it against the fastest without drafting. None: no such gate.
@@ -99,5 +101,7 @@ class Gates(_Frozen):
     max_drop: Annotated[float, Field(gt=0, lt=1)] = 0.02
     filter: Literal["strict-match", "flexible-extract"] = "flexible-extract"
     min_acceptance: Annotated[float, Field(gt=0, le=1)] = 0.97
+    max_divergence: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    max_flips: Annotated[float, Field(gt=0, lt=1)] | None = None
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     min_speedup: Annotated[float, Field(gt=0, le=100)] | None = None

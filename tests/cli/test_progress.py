@@ -88,10 +88,11 @@ class Asked:
     total: int = 1319
     tokens_per_second: float = 1480.2
     eta_seconds: float | None = 70.4
+    unit: str = "question"
 
 
 def test_the_fields_are_those_of_the_evaluation():
-    from keepmtp.validate.evaluation.ask import Step as Real
+    from keepmtp.validate.step import Step as Real
 
     assert set(Real.__dataclass_fields__) == set(Asked.__dataclass_fields__)
 
@@ -103,11 +104,13 @@ def test_a_log_of_an_evaluation_has_few_lines():
             show(Asked(doing=doing))
         show(Asked(done=1319, eta_seconds=0.0))
         show(Asked(role="checkpoint", doing="writing a BF16 copy [x]", eta_seconds=None))
+        show(Asked(role="checkpoint", done=2, total=64, unit="window"))
     assert file.getvalue().splitlines() == [
         "source  starting, 0 s",
         "source  question 700 of 1,319  1,480 tok/s  ETA 0:01:10",
         "source  question 1,319 of 1,319  1,480 tok/s  ETA 0:00:00",
         "checkpoint  writing a BF16 copy [x]",
+        "checkpoint  window 2 of 64  1,480 tok/s  ETA 0:01:10",
     ]
 
 

@@ -19,12 +19,12 @@ from keepmtp.cli.pipeline import plan_for, quantize
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.evaluation import gsm8k
 from keepmtp.validate.evaluation.answers import read_samples
-from keepmtp.validate.evaluation.ask import Step
 from keepmtp.validate.evaluation.lm_eval_task import questions
 from keepmtp.validate.report.report import verify
 from keepmtp.validate.serving.serve_check import COPY
 from keepmtp.validate.serving.server import Server, ServerFailed
 from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.step import Step
 from safetensors.torch import load_file, save_file
 from wheel import stranger
 

@@ -12,37 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ...recipes.protocol import Evaluation
 from ..serving.served import AsServed, Drafts, counters
 from ..serving.server import Reply, Server, ServerFailed
+from ..step import Step
 from .answers import Answer, Samples, Sitting
-from .evaluated import ARM_TITLES, Arm
+from .evaluated import ARM_TITLES
 from .lm_eval_task import Question, Questions
 
 COUNTERS_SECONDS = 2.0
 """How often vLLM's counters are read while questions are asked: what a server that dies has counted since is lost."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """How far one checkpoint is.
-
-    Attributes:
-        role: which one.
-        doing: what else than asking is going on; "" while questions are asked.
-        done, total: questions.
-        tokens_per_second: generated, of this sitting.
-        eta_seconds: at this sitting's rate; None where there is none yet.
-    """
-
-    role: Arm
-    doing: str
-    done: int
-    total: int
-    tokens_per_second: float = 0.0
-    eta_seconds: float | None = None
 
 
 Watch = Callable[[Step], None]

@@ -24,8 +24,9 @@ from ..serving.serve_check import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_ke
 from ..serving.served import AsServed, counters
 from ..serving.server import ServerFailed, serving
 from ..serving.vllm_env import TIMEOUT_SECONDS, VLLM
+from ..step import Step
 from .answers import Header, Samples, open_samples, take_from_sibling
-from .ask import Step, Watch, ask
+from .ask import Watch, ask
 from .drafting import drafting
 from .evaluated import ARM_TITLES, Arm, EvaluatedFact, EvaluationFact
 from .lm_eval_task import VERSIONS, Questions, scores

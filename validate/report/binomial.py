@@ -1,4 +1,4 @@
-"""Exact one-sided limits of a share, and those of a ratio and of a difference of two shares.
+"""Exact one-sided limits of a share, those of a ratio and of a difference of two shares, and Student's quantile.
 
 In: how many of how many. Out: limits that hold with a confidence, by Clopper and Pearson (Biometrika 26 (1934),
 404-413): the share for which what was seen, or more of it, has the probability one less confidence. Counts may be
@@ -71,6 +71,13 @@ def sign_test(one: int, other: int) -> float:
     """
     fewer, more = sorted((one, other))
     return min(1.0, 2 * _beta(0.5, more, fewer + 1)) if more else 1.0
+
+
+def student(confidence: float, freedom: int) -> float:
+    """The value that Student's t with so many degrees of freedom stays below with `confidence`, above one half."""
+    # With x = f / (f + t^2), half of I_x(f/2, 1/2) is the chance of more than t (NIST DLMF 8.17).
+    x = _root(lambda x: _beta(x, freedom / 2, 0.5) - 2 * (1 - confidence))
+    return math.sqrt(freedom * (1 - x) / x)
 
 
 def _root(rising: Callable[[float], float]) -> float:

@@ -1,9 +1,9 @@
 """The judge: what was measured of a checkpoint, whether that is good enough, and why.
 
-In: the check's findings and dry loads, what real servers did, GSM8K, speed, and the recipe's limits. Out: a
+In: the check's findings and dry loads, what real servers did, GSM8K, speed, closeness, and the recipe's limits. Out: a
 `JudgementFact` with four reasons (findings, loads, acceptance, gsm8k); one on drafting where the checkpoint was also
-asked with MTP off; and one for each limit that only some recipes have (speed). Its verdict is the worst of theirs:
-pass, regression, or infeasible where a measurement is missing or too small.
+asked with MTP off; and one for each limit that only some recipes have (speed, closeness). Its verdict is the worst of
+theirs: pass, regression, or infeasible where a measurement is missing or too small.
 
 Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their verdict from here.
 """
@@ -18,9 +18,11 @@ from ...recipes.errors import CheckpointError
 from ...recipes.protocol import Gates
 from ..bench.benched import BenchFact
 from ..check.findings import Finding, Origin
+from ..closeness.facts import ClosenessFact
 from ..dryload.facts import DryLoad
 from ..evaluation.evaluated import EvaluationFact
 from ..serving.served import GAP_TOLERANCE, Parting, Run, ServeCheck
+from .closeness_gate import closeness_reasons
 from .drafting_gate import drafting
 from .headline import places
 from .numbers import more
@@ -39,6 +41,7 @@ def judge(
     serve: ServeCheck | None,
     evaluation: EvaluationFact | None,
     bench: BenchFact | None = None,
+    closeness: ClosenessFact | None = None,
 ) -> JudgementFact:
     """Judge a checkpoint by what was measured; None is what was not.
 
@@ -48,6 +51,7 @@ def judge(
         serve: what `keepmtp serve-check` measured.
         evaluation: what `keepmtp eval` measured.
         bench: what `keepmtp bench` measured; without a limit on speed in `gates` there is no reason for it.
+        closeness: what `keepmtp closeness` measured; likewise.
     """
     reasons = (
         _findings(check, serve),
@@ -56,6 +60,7 @@ def judge(
         gsm8k(gates, evaluation),
         *drafting(evaluation),
         *speed(gates, bench),
+        *closeness_reasons(gates, closeness),
     )
     return JudgementFact(verdict=worst(reason.verdict for reason in reasons), gates=gates, reasons=reasons)
 

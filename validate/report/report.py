@@ -24,6 +24,7 @@ from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
 from ..bench.benched import BenchFact
+from ..closeness.facts import ClosenessFact
 from ..evaluation.evaluated import EvaluationFact
 from ..serving.served import ServeCheck
 from .check_data import record_static
@@ -31,6 +32,7 @@ from .gates import judge, limits_in
 from .headline import verdict_of
 from .html import HTML_FILE, write_html
 from .recount import refuse_unproved
+from .recount_closeness import refuse_unproved_closeness
 from .rederived import (
     refuse_contradicted_bench,
     refuse_contradicted_check,
@@ -68,6 +70,7 @@ _STATION_OF: Mapping[str, Station] = {
     "serve": "serve",
     "evaluation": "gsm8k",
     "bench": "bench",
+    "closeness": "closeness",
 }
 
 
@@ -80,6 +83,7 @@ def assemble(
     serve: ServeCheck | None = None,
     evaluation: EvaluationFact | None = None,
     bench: BenchFact | None = None,
+    closeness: ClosenessFact | None = None,
     judgement: JudgementFact | None = None,
     identity: Identity | None = None,
     results: Mapping[str, str] | None = None,
@@ -91,7 +95,7 @@ def assemble(
         vllm: the version that judged; without a dry load or server the one whose behaviour the rules describe.
         made_at: UTC, in words.
         keepmtp: version that measured.
-        serve, evaluation, bench: of real servers.
+        serve, evaluation, bench, closeness: of real servers.
         judgement: the recipe's gates.
         identity: the bytes; None where nothing was recorded.
         results: SHA-256 of the result files by name.
@@ -117,6 +121,7 @@ def assemble(
         serve=serve,
         evaluation=evaluation,
         bench=bench,
+        closeness=closeness,
         judgement=judgement,
         identity=identity,
         results=results or {},
@@ -133,7 +138,7 @@ def from_results(folder: Path) -> FullReport:
             edited, or a figure that the headers, the counters or the answers do not give.
     """
     check, serve, gsm8k = read_result(folder, "check"), read_result(folder, "serve"), read_result(folder, "gsm8k")
-    bench = read_result(folder, "bench")
+    bench, closeness = read_result(folder, "bench"), read_result(folder, "closeness")
     if check is None:
         raise CheckpointError(
             folder,
@@ -141,19 +146,19 @@ def from_results(folder: Path) -> FullReport:
             got="no check.json",
             cure=f"Run `{command('check', folder)}`",
         )
-    found: list[Result[Any]] = [result for result in (check, serve, gsm8k, bench) if result]
+    found: list[Result[Any]] = [result for result in (check, serve, gsm8k, bench, closeness) if result]
     for result in found[1:]:
         _refuse_other(folder, result, check.checkpoint)
     _refuse_contradicted(folder, found)
     newest = max(found, key=lambda result: result.made_at)
     served, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
-    judge_of = check if check.data.dry else serve or gsm8k or bench or check
+    judge_of = check if check.data.dry else serve or gsm8k or bench or closeness or check
     gates = _gates(folder, check.checkpoint)
     if answers and gates.filter not in {score.filter for score in answers.checkpoint.scores}:
         rule, cure = f"must have the score of {gates.filter}, which the recipe judges", command("gsm8k", folder)
         raise CheckpointError(file_of(folder, "gsm8k"), rule, got="no such score", cure=f"Run `{cure}` again")
-    measured = bench.data if bench else None
-    judgement = judge(gates=gates, check=check.data, serve=served, evaluation=answers, bench=measured)
+    measured, near = bench.data if bench else None, closeness.data if closeness else None
+    judgement = judge(gates=gates, check=check.data, serve=served, evaluation=answers, bench=measured, closeness=near)
     files = [file_of(folder, result.station) for result in found]
     return assemble(
         check.data,
@@ -163,6 +168,7 @@ def from_results(folder: Path) -> FullReport:
         serve=served,
         evaluation=answers,
         bench=measured,
+        closeness=near,
         judgement=judgement,
         identity=check.checkpoint,
         results={file.name: file_sha256(file) for file in files},
@@ -270,6 +276,8 @@ def _refuse_contradicted(folder: Path, found: Iterable[Result[Any]]) -> None:
             for fact in result.data.arms:
                 k = 0 if fact.role == "plain" else result.data.protocol.k
                 refuse_contradicted_drafts(folder, fact.role, fact, k)
+        elif result.station == "closeness":
+            refuse_unproved_closeness(folder, result.data)
         else:
             refuse_contradicted_bench(folder, result.data, result.checkpoint)
 

@@ -1,12 +1,13 @@
 """The result files of one checkpoint: what each station measured, with the bytes it measured it on.
 
-In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json`, `gsm8k.json` and `bench.json` in
-the evidence folder, `NAME.report` next to the checkpoint NAME. `report.py` reads them and makes report.json of them.
+In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json`, `gsm8k.json`, `bench.json` and
+`closeness.json` in the evidence folder, `NAME.report` next to the checkpoint NAME. `report.py` reads them and makes
+report.json of them.
 
-    station, schema                 check, serve, gsm8k or bench; the form of its data, a number of SCHEMAS
+    station, schema                 check, serve, gsm8k, bench or closeness; the form of its data, a number of SCHEMAS
     keepmtp, vllm, made_at          what measured, and when (UTC)
     checkpoint                      `Identity`: the bytes, file by file
-    data                            `CheckData`, `ServeCheck`, `EvaluationFact` or `BenchFact`
+    data                            `CheckData`, `ServeCheck`, `EvaluationFact`, `BenchFact` or `ClosenessFact`
     seal                            SHA-256 of all of that; a file that was edited is refused, and measured again
 
 Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The identity is taken before
@@ -33,21 +34,23 @@ from ...quantize.calibrate.facts import CalibrationFact
 from ...recipes.errors import CheckpointError, first_fault
 from ..bench.benched import BenchFact
 from ..check.findings import CheckpointFacts, Finding
+from ..closeness.facts import ClosenessFact
 from ..dryload.facts import DryLoad
 from ..evaluation.evaluated import EvaluationFact
 from ..serving.served import ServeCheck
 from .schema import GroupSize
 
-Station = Literal["check", "serve", "gsm8k", "bench"]
-STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k", "bench")
+Station = Literal["check", "serve", "gsm8k", "bench", "closeness"]
+STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k", "bench", "closeness")
 COMMANDS: Mapping[Station, str] = {
     "check": "keepmtp check {} --record",
     "serve": "keepmtp serve-check {}",
     "gsm8k": "keepmtp eval {}",
     "bench": "keepmtp bench {}",
+    "closeness": "keepmtp closeness {}",
 }
 """What measures, with the checkpoint's place left open."""
-SCHEMAS: Mapping[Station, int] = {"check": 2, "serve": 3, "gsm8k": 3, "bench": 1}
+SCHEMAS: Mapping[Station, int] = {"check": 2, "serve": 3, "gsm8k": 3, "bench": 1, "closeness": 1}
 """The form of each station's data; another number is refused."""
 TIME = "%Y-%m-%d %H:%M:%S UTC"
 
@@ -69,7 +72,7 @@ class CheckData(Fact):
         return all(finding.severity != "error" for finding in self.findings)
 
 
-Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact, BenchFact)
+Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact, BenchFact, ClosenessFact)
 
 
 class Result(BaseModel, Generic[Data]):
@@ -176,10 +179,20 @@ def write_result(
     vllm: str,
     made_at: datetime | None = None,
 ) -> Path: ...
+@overload
+def write_result(
+    folder: Path,
+    station: Literal["closeness"],
+    data: ClosenessFact,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path: ...
 def write_result(
     folder: Path,
     station: Station,
-    data: CheckData | ServeCheck | EvaluationFact | BenchFact,
+    data: CheckData | ServeCheck | EvaluationFact | BenchFact | ClosenessFact,
     *,
     checkpoint: Identity,
     vllm: str,
@@ -224,6 +237,8 @@ def read_result(folder: Path, station: Literal["serve"]) -> Result[ServeCheck] |
 def read_result(folder: Path, station: Literal["gsm8k"]) -> Result[EvaluationFact] | None: ...
 @overload
 def read_result(folder: Path, station: Literal["bench"]) -> Result[BenchFact] | None: ...
+@overload
+def read_result(folder: Path, station: Literal["closeness"]) -> Result[ClosenessFact] | None: ...
 def read_result(folder: Path, station: Station) -> Result[Any] | None:
     """A station's result, or None if it left none.
 
@@ -255,4 +270,5 @@ _FORMS: Mapping[Station, type[Result[Any]]] = {
     "serve": Result[ServeCheck],
     "gsm8k": Result[EvaluationFact],
     "bench": Result[BenchFact],
+    "closeness": Result[ClosenessFact],
 }

@@ -60,7 +60,7 @@ def acceptance(gates: Gates, serve: ServeCheck | None, evaluation: EvaluationFac
     for other in others:
         if {first.verdict, other.verdict} == {"pass", "regression"}:
             says += f" The other measurement says {other.verdict}: {other.says}"
-    return first.model_copy(update={"says": says + _not_its_own(is_native=measured[0].is_native)})
+    return first.model_copy(update={"says": says + not_its_own(is_native=measured[0].is_native)})
 
 
 def _of_evaluation(evaluation: EvaluationFact | None) -> _Measurement | None:
@@ -138,7 +138,7 @@ def _share_of_the_source(gates: Gates, measured: _Measurement) -> ReasonFact:
         return lower - gates.min_acceptance, upper - gates.min_acceptance
 
     low, high = (gates.min_acceptance + each for each in bounds(1))
-    verdict, needed = _settle(kept - gates.min_acceptance, bounds, num)
+    verdict, needed = settle(kept - gates.min_acceptance, bounds, num)
     bound = f"at most {percent(up(high))}" if verdict == "regression" else f"at least {percent(down(low))}"
     says = (
         f"{where}: {percent(share)} of {mine.draft_tokens:,} drafted tokens accepted, {percent(source_share)} of the "
@@ -148,7 +148,7 @@ def _share_of_the_source(gates: Gates, measured: _Measurement) -> ReasonFact:
     )
     if verdict == "infeasible":
         asked = f", about {math.ceil(needed / num * measured.num_asked):,} {measured.unit}" if needed else ""
-        says += _too_few("drafted tokens", needed, also=asked, is_good=kept > gates.min_acceptance)
+        says += too_few("drafted tokens", needed, also=asked, is_good=kept > gates.min_acceptance)
     return ReasonFact(gate="acceptance", verdict=verdict, says=says, needed=needed)
 
 
@@ -188,7 +188,7 @@ def gsm8k(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
         return gates.max_drop + lower, gates.max_drop + upper
 
     low, high = (each - gates.max_drop for each in bounds(1))
-    verdict, needed = _settle(gates.max_drop + pair.difference, bounds, num)
+    verdict, needed = settle(gates.max_drop + pair.difference, bounds, num)
     bound = f"a drop of at least {points(down(-high))}" if verdict == "regression" else _at_most(-low)
     says = (
         f"{gates.filter}: {percent(after)} of {num:,} questions, the source {percent(before)}: {_change(pair)} "
@@ -197,12 +197,12 @@ def gsm8k(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
     )
     if verdict == "infeasible":
         also = ", more than this dataset has" if needed and evaluation.protocol.limit is None else ""
-        says += _too_few("questions", needed, also=also, is_good=pair.difference > -gates.max_drop)
-    says += _truncation(gates, source, checkpoint) + _not_its_own(is_native=checkpoint.as_served == "native")
+        says += too_few("questions", needed, also=also, is_good=pair.difference > -gates.max_drop)
+    says += _truncation(gates, source, checkpoint) + not_its_own(is_native=checkpoint.as_served == "native")
     return ReasonFact(gate="gsm8k", verdict=verdict, says=says, needed=needed)
 
 
-def _settle(margin: float, bounds: _Bounds, num: int) -> tuple[JudgementWord, int | None]:
+def settle(margin: float, bounds: _Bounds, num: int) -> tuple[JudgementWord, int | None]:
     """The verdict on one estimate.
 
     Args:
@@ -237,7 +237,8 @@ def _times_to_settle(settles: Callable[[float], bool]) -> float | None:
     return high
 
 
-def _too_few(what: str, needed: int | None, *, also: str, is_good: bool) -> str:
+def too_few(what: str, needed: int | None, *, also: str, is_good: bool) -> str:
+    """What a gate says that its samples do not settle: how many would."""
     if needed is None:
         return " It lies on the limit itself, or so near that no number of samples tells."
     verdict = "pass" if is_good else "fail"
@@ -255,7 +256,7 @@ def _truncation(gates: Gates, source: EvaluatedFact, checkpoint: EvaluatedFact) 
     )
 
 
-def _not_its_own(*, is_native: bool) -> str:
+def not_its_own(*, is_native: bool) -> str:
     """A warning where other bytes than the checkpoint's were served."""
     if is_native:
         return ""

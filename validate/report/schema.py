@@ -13,6 +13,7 @@ card from it and from nothing else.
     serve {...}                         what real servers did: source, checkpoint, runs by k
     evaluation {...}                    GSM8K of source and checkpoint under one protocol, paired, with draft counters
     bench {...}                         tokens a second by k and load, and the k that is recommended for each load
+    closeness {...}                     divergence and flips between the served source and checkpoint on held-out text
     judgement {...}                     the recipe's gates: pass, regression or infeasible, with a reason each
     identity {...}                      the bytes that all of this was measured on, file by file
     results {file: sha256}              result files in the same folder with the same numbers
@@ -33,6 +34,7 @@ from ...quantize.calibrate.facts import CalibrationFact
 from ...recipes.protocol import Gates
 from ..bench.benched import BenchFact
 from ..check.findings import CheckpointFacts, Finding
+from ..closeness.facts import ClosenessFact
 from ..dryload.facts import DryLoad
 from ..evaluation.evaluated import EvaluationFact
 from ..serving.served import ServeCheck
@@ -54,7 +56,7 @@ class ReasonFact(Fact):
     """One gate's answer.
 
     Attributes:
-        gate: findings, loads, acceptance, gsm8k, drafting or speed.
+        gate: findings, loads, acceptance, gsm8k, drafting, speed or closeness.
         says: a sentence with the figures.
         needed: samples (questions or drafted tokens) that would settle it; None where it is not a matter of samples.
     """
@@ -113,6 +115,7 @@ class FullReport(Fact):
     serve: ServeCheck | None = None
     evaluation: EvaluationFact | None = None
     bench: BenchFact | None = None
+    closeness: ClosenessFact | None = None
     judgement: JudgementFact | None = None
     identity: Identity | None = None
     results: Mapping[str, str] = Field(default_factory=dict)

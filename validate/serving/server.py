@@ -175,6 +175,18 @@ class Server:
         samples = (sample for family in families for sample in family.samples)
         return sum(int(sample.value) for sample in samples if sample.name in _TOKENS)
 
+    def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 600.0) -> Any:
+        """The JSON that one path answers to a request.
+
+        Raises:
+            ServerFailed: the server died, refused the request, was silent for too long, or replied no JSON.
+        """
+        reply = self._ask("POST", path, json={"model": NAME, **body}, timeout=httpx.Timeout(timeout, connect=60.0))
+        try:
+            return reply.json()
+        except ValueError as error:
+            raise ServerFailed(f"a reply that is no JSON: {reply.text[:_MAX_WORDS]}", self.log) from error
+
     def drafts(self) -> Drafts:
         """vLLM's counters since the server started, once they no longer change: they come a moment after an answer."""
         before, now = None, self.drafts_now()

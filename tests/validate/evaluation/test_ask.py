@@ -9,9 +9,10 @@ import pytest
 from answering import FAULTS, OOM, TOO_LONG, answering
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.evaluation.answers import Header, Samples, open_samples, read_samples
-from keepmtp.validate.evaluation.ask import Step, ask, request_seconds
+from keepmtp.validate.evaluation.ask import ask, request_seconds
 from keepmtp.validate.evaluation.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.serving.server import ServerFailed
+from keepmtp.validate.step import Step
 
 NUM = 30
 QUESTIONS = [f"Ann has {n} pens and buys {n}. How many?" for n in range(NUM)]

@@ -16,6 +16,7 @@ import measured
 import pytest
 import reports
 from benches import bench_fact
+from closenesses import closeness
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
@@ -46,6 +47,8 @@ def made(tmp_path_factory) -> Path:
     identity = identify(checkpoint_folder(evidence), cache=evidence)
     bench = bench_fact(sha256=identity.sha256)
     write_result(evidence, "bench", bench, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
+    near = closeness(evidence, checkpoint=identity.sha256)
+    write_result(evidence, "closeness", near, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
     again(evidence)
     return evidence.parent
 
@@ -118,7 +121,7 @@ def test_a_result_read_back_is_the_same(evidence):
         assert (
             json.loads(before)["schema"]
             == SCHEMAS[station]
-            == {"check": 2, "serve": 3, "gsm8k": 3, "bench": 1}[station]
+            == {"check": 2, "serve": 3, "gsm8k": 3, "bench": 1, "closeness": 1}[station]
         )
     assert read_result(evidence.with_name("none.report"), "check") is None
 
@@ -169,7 +172,7 @@ def test_a_report_is_made_of_the_results_and_nothing_else(evidence):
 
 
 def test_a_station_that_did_not_run_is_told(evidence):
-    for station in ("serve", "gsm8k", "bench"):
+    for station in ("serve", "gsm8k", "bench", "closeness"):
         file_of(evidence, station).unlink()
         full = again(evidence)
         assert f"{station}.json" not in full.results and verify(evidence) == full
@@ -307,7 +310,8 @@ def test_an_edited_result_is_measured_again(station, evidence):
     """One digit: no command but the station's own takes it back."""
     path = file_of(evidence, station)
     path.write_text(path.read_text().replace('"vllm": "0.32.0"', '"vllm": "0.32.9"', 1))
-    words = {"check": "check .* --record", "serve": "serve-check .*", "gsm8k": "eval .*", "bench": "bench .*"}[station]
+    commands = {"check": "check .* --record", "serve": "serve-check .*", "gsm8k": "eval .*"}
+    words = commands.get(station, f"{station} .*")
     refused(evidence, rf"{station}\.json: must be as its station wrote it, .* edited\. Run `keepmtp {words}` again")
 
 
@@ -323,7 +327,9 @@ def test_a_result_gone_or_replaced_by_an_older_one_is_not_reported(station, evid
     path.write_text(kept)
     forged(path, "made_at", value="2029-01-02 03:04:05 UTC")
     for make in (verify, refresh):
-        with pytest.raises(CheckpointError, match=rf"{says}.* Run `keepmtp (check|serve-check|eval|bench) .*` again"):
+        with pytest.raises(
+            CheckpointError, match=rf"{says}.* Run `keepmtp (check|serve-check|eval|bench|closeness) .*` again"
+        ):
             make(evidence)
 
 

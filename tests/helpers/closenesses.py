@@ -1,0 +1,106 @@
+"""Closeness as `keepmtp closeness` leaves it, from divergences and flips that a test names."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from keepmtp.checkpoints.identity import file_sha256
+from keepmtp.validate.closeness.compared import FILE, ComparedFile, ComparedHeader, ComparedSitting, ComparedWindow
+from keepmtp.validate.closeness.facts import Asked, ClosenessFact, PredictedFact, SourceSitting, WorstFact
+from keepmtp.validate.serving.served import Role
+
+VOCABULARY = 151_936
+
+
+def asked(*, top: int = 512, vocabulary: int = VOCABULARY, source: str = "5" * 64) -> Asked:
+    return Asked(
+        text_sha256="7" * 64,
+        tokens=32_768,
+        window=512,
+        top=top,
+        vocabulary=vocabulary,
+        source_sha256=source,
+        vllm="0.32.0",
+        device="NVIDIA H200 (140 GiB)",
+    )
+
+
+def window(number: int, nats: Sequence[float], flips: Sequence[int] = ()) -> ComparedWindow:
+    at = max(range(len(nats)), key=nats.__getitem__)
+    worst = WorstFact(
+        window=number, at=at + 1, nats=nats[at], context="The sky is", token=" blue", source=" blue", checkpoint=" red"
+    )
+    return ComparedWindow(
+        window=number,
+        nats=tuple(nats),
+        flips=tuple(flips),
+        outside=(0.01,) * len(nats),
+        source_nll=2.0 * len(nats),
+        checkpoint_nll=2.1 * len(nats),
+        worst=worst,
+    )
+
+
+def compared(
+    folder: Path, windows: Sequence[ComparedWindow], *, checkpoint: str = "c" * 64, top: int = 512
+) -> ComparedFile:
+    """closeness.jsonl in `folder`."""
+    header = ComparedHeader(
+        asked=asked(top=top),
+        checkpoint_sha256=checkpoint,
+        windows_sha256="3" * 64,
+        num_windows=len(windows),
+        num_texts=7,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).unlink(missing_ok=True)
+    found = ComparedFile(folder / FILE, header)
+    for each in windows:
+        found.add(each)
+    found.add(ComparedSitting(sitting=1, as_served="native", reason="", seconds=12.5, repeated=0.0))
+    return found
+
+
+def spread(num_windows: int = 40, length: int = 100, *, nats: float = 0.01, flips: int = 2) -> list[ComparedWindow]:
+    """Windows around `nats` a token, each with a few flips more or less than `flips`."""
+    factors = [0.8 + 0.4 * (number % 5) / 4 for number in range(num_windows)]
+    return [
+        window(number, [nats * factor] * length, range(max(0, flips + number % 3 - 1)))
+        for number, factor in enumerate(factors)
+    ]
+
+
+def fact_of(found: ComparedFile, *, is_copy: bool = False) -> ClosenessFact:
+    before, after = found.perplexities()
+    reason = "no kernel" if is_copy else ""
+    as_served = "BF16 copy of the same weights" if is_copy else "native"
+    server = SourceSitting(as_served=as_served, reason=reason, seconds=12.5, repeated=0.0)
+
+    def predicted(role: Role, sha256: str, perplexity: float) -> PredictedFact:
+        return PredictedFact(
+            role=role,
+            path=f"/data/{role}",
+            sha256=sha256,
+            perplexity=perplexity,
+            servers=(server,),
+        )
+
+    question = found.header.asked
+    return ClosenessFact(
+        text="held_out.jsonl",
+        text_sha256=question.text_sha256,
+        against="None of the texts is a row of calibration.jsonl, which it was calibrated on.",
+        window=question.window,
+        top=question.top,
+        vocabulary=question.vocabulary,
+        source=predicted("source", question.source_sha256, before),
+        checkpoint=predicted("checkpoint", found.header.checkpoint_sha256, after),
+        samples=found.path.name,
+        samples_sha256=file_sha256(found.path),
+        environment={"vllm": "0.32.0", "device": "NVIDIA H200 (140 GiB)", "words": ""},
+        **found.figures(),
+    )
+
+
+def closeness(folder: Path, *, checkpoint: str = "c" * 64, nats: float = 0.01) -> ClosenessFact:
+    """A fact with its file of windows."""
+    return fact_of(compared(folder, spread(nats=nats), checkpoint=checkpoint))

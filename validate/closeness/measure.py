@@ -1,0 +1,414 @@
+"""Serves the source and then the checkpoint, and compares what they predict on the same text, window by window.
+
+In: two local checkpoints, held-out texts and a `VLLM`. Out: a `ClosenessFact`, `closeness.jsonl`, and the source's
+predictions for the next checkpoint that is made from it.
+
+Easy to get wrong: what is on the disk is not asked again. A source whose predictions are all there is not served, which
+for a release of 700 GB is most of the time; and a killed run goes on with the windows that it lacks.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from ...checkpoints.files import held
+from ...checkpoints.identity import Identity, file_sha256
+from ...checkpoints.source import Source
+from ...recipes.errors import RecipeError
+from ..serving.bf16_copy import why_no_kernel
+from ..serving.serve_check import COPY, UNTRIED, bf16_copy, lack_of_kernel
+from ..serving.served import AsServed, Role
+from ..serving.server import Server, ServerFailed, serving
+from ..serving.vllm_env import TIMEOUT_SECONDS, VLLM
+from ..step import Step
+from .asking import predictions, text_of, tokens_of
+from .compared import FILE, ComparedFile, ComparedHeader, ComparedSitting, ComparedWindow, open_compared, sum_of
+from .divergence import Predicted, compare
+from .facts import Asked, ClosenessFact, PredictedFact, SourceSitting, WorstFact
+from .stored import SourceStore, open_store, take_store_from_sibling
+from .texts import HeldOut, Text
+
+CONTEXT_TOKENS = 24
+"""Tokens before a position that the result quotes."""
+_Sit = Callable[[Server, AsServed, str], None]
+_Kept = TypeVar("_Kept")
+_SITTING = {*SourceSitting.model_fields}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedModel:
+    """One checkpoint: its role, its files on this machine, and their identity."""
+
+    role: Role
+    source: Source
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosenessSetup:
+    """How to ask, how to serve, and where to write.
+
+    Attributes:
+        out: evidence folder.
+        tokens: of text, at most.
+        window: tokens of a window, at most.
+        top: likeliest tokens at each position.
+        concurrency: windows in flight.
+        timeout: seconds to a healthy server.
+        extra: further words for `vllm serve`.
+        say: called with a sentence on what is there already.
+        watch: called with each step of progress.
+    """
+
+    out: Path
+    tokens: int
+    window: int
+    top: int
+    concurrency: int
+    timeout: float = TIMEOUT_SECONDS
+    extra: tuple[str, ...] = ()
+    say: Callable[[str], None] = lambda _: None
+    watch: Callable[[Step], None] = lambda _: None
+
+
+def measure(
+    checkpoint: ComparedModel, source: ComparedModel, text: HeldOut, *, vllm: VLLM, setup: ClosenessSetup
+) -> ClosenessFact:
+    """Ask what is missing, the source first, and compare.
+
+    Raises:
+        RecipeError: another run is at work there, or texts without two tokens.
+        ServerFailed: a server did not come up, died, refused a request, or was silent.
+        GateError: a server gave no log-probabilities.
+        VLLMError: no room for a BF16 copy.
+        CheckpointError: a disk or a file that fails.
+    """
+    asked = Asked(
+        text_sha256=text.sha256,
+        tokens=setup.tokens,
+        window=setup.window,
+        top=setup.top,
+        vocabulary=vocabulary_of(source.source),
+        source_sha256=source.identity.sha256,
+        vllm=vllm.version,
+        device=vllm.device,
+        words=setup.extra,
+    )
+    setup.out.mkdir(parents=True, exist_ok=True)
+    with held(setup.out, "only one run may measure into a folder"):
+        store = _source_predictions(source, text, asked, vllm, setup)
+        compared = _compared(checkpoint, store, text, vllm, setup)
+    return _fact(checkpoint, source, text, store, compared, vllm, setup)
+
+
+def vocabulary_of(source: Source) -> int:
+    """Tokens that a model predicts."""
+    size = (source.config.get("text_config") or source.config).get("vocab_size")
+    if not isinstance(size, int) or size < 2:
+        cure = "Restore the config.json of the release"
+        raise RecipeError(f"{source.where}: config.json", "must have vocab_size", got=repr(size), cure=cure)
+    return size
+
+
+# --- the source -------------------------------------------------------------------------------------------------------
+
+
+def _source_predictions(
+    model: ComparedModel, text: HeldOut, asked: Asked, vllm: VLLM, setup: ClosenessSetup
+) -> SourceStore:
+    """The source's predictions for every window; it is served only if one is missing."""
+    if sibling := take_store_from_sibling(setup.out, asked):
+        setup.say(f"The source was asked the same before: taken from {sibling.name}.")
+    store, aside = open_store(setup.out, asked)
+    if aside is not None:
+        setup.say(f"Predictions for another text or other bytes are kept in {aside.name}.")
+    if not store.is_finished:
+        _served(model, partial(_ask_source, store, text, setup), vllm, setup)
+    return store
+
+
+def _ask_source(
+    store: SourceStore, text: HeldOut, setup: ClosenessSetup, server: Server, as_served: AsServed, why: str
+) -> None:
+    if store.windows is None:
+        store.cut(cut_windows(lambda each: tokens_of(server, each), text, setup))
+    windows, asked, first = store.windows, store.asked, next(iter(store.missing), 0)
+    assert windows is not None
+
+    def note(seconds: float, repeated: float | None, *, is_first: bool = False) -> None:
+        sitting = SourceSitting(as_served=as_served, reason=why, seconds=seconds, repeated=repeated)
+        store.sit(sitting, is_first=is_first)
+
+    note(0.0, None, is_first=True)
+    ask = partial(predictions, server, top=asked.top, vocabulary=asked.vocabulary)
+    start = time.monotonic()
+    for number, predicted in _asked("source", store.missing, windows, ask, setup):
+        store.add(number, predicted)
+        note(round(time.monotonic() - start, 3), None)
+    note(round(time.monotonic() - start, 3), _repeated(store.read(first), ask(windows[first])))
+
+
+def cut_windows(
+    tokenize: Callable[[Text], Sequence[int]], text: HeldOut, setup: ClosenessSetup
+) -> list[tuple[int, ...]]:
+    """The texts in order, each cut into windows, up to so many tokens.
+
+    A window that goes on in a text begins with what the tokenizer puts before every text, such as <bos>.
+
+    Raises:
+        RecipeError: no text of two tokens.
+    """
+    before = tuple(tokenize(""))
+    windows: list[tuple[int, ...]] = []
+    left = setup.tokens
+    for each in text.texts:
+        ids = tuple(tokenize(each))
+        begin = before if len(before) < setup.window - 1 and ids[: len(before)] == before else ()
+        size, rest = setup.window - len(begin), ids[len(begin) :]
+        for at in range(0, len(rest), size):
+            window = (*begin, *rest[at : at + size])[:left]
+            if len(window) < 2:
+                break
+            windows.append(window)
+            left -= len(window)
+    if not windows:
+        got, cure = "none of two tokens", "Name another file with --text, or raise --tokens"
+        raise RecipeError(text.path, "must hold text of some tokens", got=got, cure=cure)
+    return windows
+
+
+# --- the checkpoint ---------------------------------------------------------------------------------------------------
+
+
+def _compared(
+    model: ComparedModel, store: SourceStore, text: HeldOut, vllm: VLLM, setup: ClosenessSetup
+) -> ComparedFile:
+    """Every window compared; the checkpoint is served only if one is missing."""
+    assert store.windows is not None
+    header = ComparedHeader(
+        asked=store.asked,
+        checkpoint_sha256=model.identity.sha256,
+        windows_sha256=sum_of(store.windows),
+        num_windows=len(store.windows),
+        num_texts=len(text.texts),
+    )
+    compared, aside = open_compared(setup.out / FILE, header)
+    if aside is not None:
+        setup.say(f"Windows of another text or other bytes are kept in {aside.name}.")
+    if compared.missing:
+        _served(model, partial(_ask_checkpoint, compared, store, setup), vllm, setup)
+    return compared
+
+
+def _ask_checkpoint(
+    compared: ComparedFile, store: SourceStore, setup: ClosenessSetup, server: Server, as_served: AsServed, why: str
+) -> None:
+    windows, asked, number_of = store.windows, store.asked, len(compared.sittings) + 1
+    assert windows is not None
+
+    def note(seconds: float, repeated: float | None) -> None:
+        sitting = ComparedSitting(
+            sitting=number_of, as_served=as_served, reason=why, seconds=seconds, repeated=repeated
+        )
+        compared.add(sitting)
+
+    ask = partial(predictions, server, top=asked.top, vocabulary=asked.vocabulary)
+    start, first = time.monotonic(), None
+    for number, predicted in _asked("checkpoint", compared.missing, windows, ask, setup):
+        first = first or (number, predicted)
+        compared.add(_window(server, number, windows[number], store.read(number), predicted))
+        note(round(time.monotonic() - start, 3), None)
+    assert first is not None, "something was missing"
+    note(round(time.monotonic() - start, 3), _repeated(first[1], ask(windows[first[0]])))
+
+
+def _window(
+    server: Server, number: int, ids: Sequence[int], source: Predicted, checkpoint: Predicted
+) -> ComparedWindow:
+    """One window compared, with the text around its worst position."""
+    apart = compare(source, checkpoint)
+    at = int(apart.nats.argmax())
+    first, other = (int(each) for each in apart.choices[at])
+    context = text_of(server, ids[max(0, at + 1 - CONTEXT_TOKENS) : at + 1])
+    token, mine, theirs = (text_of(server, [each]) for each in (ids[at + 1], first, other))
+    worst = WorstFact(
+        window=number,
+        at=at + 1,
+        nats=float(apart.nats[at]),
+        context=context,
+        token=token,
+        source=mine,
+        checkpoint=theirs,
+    )
+    return ComparedWindow(
+        window=number,
+        nats=tuple(map(float, apart.nats)),
+        flips=tuple(map(int, np.flatnonzero(apart.is_flip))),
+        outside=tuple(map(float, apart.outside)),
+        source_nll=_nll(source),
+        checkpoint_nll=_nll(checkpoint),
+        worst=worst,
+    )
+
+
+def _nll(predicted: Predicted) -> float:
+    return max(0.0, -float(predicted.following.astype(np.float64).sum()))
+
+
+def _repeated(one: Predicted, again: Predicted) -> float:
+    """Nats a token between two answers of one server."""
+    return float(compare(one, again).nats.mean())
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+def _served(model: ComparedModel, sit: _Sit, vllm: VLLM, setup: ClosenessSetup) -> None:
+    """A server of the model: as it is, or as a BF16 copy where this CPU has no kernel for it."""
+    assert model.source.folder is not None, "download() first"
+    reason = why_no_kernel(model.source, vllm)
+    if not reason:
+        try:
+            with _server(model, model.source.folder.absolute(), vllm, setup) as server:
+                return sit(server, "native", "")
+        except ServerFailed as failure:
+            reason = lack_of_kernel(vllm, failure.words)
+            if not reason:
+                raise
+    watch = partial(_tell, model.role, setup)
+    with (
+        bf16_copy(model.source, model.role, out=setup.out, watch=watch) as copy,
+        _server(model, copy, vllm, setup) as server,
+    ):
+        sit(server, COPY, f"{reason}; {UNTRIED}")
+
+
+@contextmanager
+def _server(model: ComparedModel, folder: Path, vllm: VLLM, setup: ClosenessSetup) -> Iterator[Server]:
+    most = min(setup.top, vocabulary_of(model.source))
+    with serving(
+        vllm,
+        folder,
+        k=0,
+        log=(setup.out / "logs" / f"closeness.{model.role}.log").absolute(),
+        is_tracked=False,
+        max_model_len=setup.window + 1,
+        max_num_seqs=setup.concurrency,
+        timeout=setup.timeout,
+        extra=("--max-logprobs", str(most), *setup.extra),
+        watch=partial(_tell, model.role, setup),
+    ) as server:
+        yield server
+
+
+def _tell(role: Role, setup: ClosenessSetup, words: str) -> None:
+    setup.watch(Step(role=role, doing=words.removeprefix(f"{role}: "), done=0, total=1, unit="window"))
+
+
+def _asked(
+    role: Role,
+    numbers: Sequence[int],
+    windows: Sequence[Sequence[int]],
+    ask: Callable[[Sequence[int]], _Kept],
+    setup: ClosenessSetup,
+) -> Iterator[tuple[int, _Kept]]:
+    """Answers as they come, some in flight; a failure ends it once those in flight are there, and names its window."""
+    start, num_tokens, done = time.monotonic(), 0, len(windows) - len(numbers)
+    failed: tuple[int, ServerFailed] | None = None
+    pool, waiting = ThreadPoolExecutor(setup.concurrency), iter(numbers)
+    futures = {pool.submit(ask, windows[number]): number for number in islice(waiting, setup.concurrency)}
+    try:
+        while futures:
+            future = next(as_completed(futures))
+            number = futures.pop(future)
+            try:
+                answer = future.result()
+            except ServerFailed as failure:
+                failed = failed or (number, failure)
+                continue
+            if failed is None and (following := next(waiting, None)) is not None:
+                futures[pool.submit(ask, windows[following])] = following
+            yield number, answer
+            done, num_tokens = done + 1, num_tokens + len(windows[number])
+            seconds = time.monotonic() - start
+            setup.watch(_step(role, done, windows, numbers, num_tokens, seconds))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    if failed is not None:
+        number, failure = failed
+        raise ServerFailed(
+            failure.words,
+            failure.log,
+            asked=f"window {number + 1} of {len(windows)} for the {role}",
+            cure=f"nothing is lost: the same command asks only the {len(windows) - done} that are missing",
+        ) from failure
+
+
+def _step(
+    role: Role, done: int, windows: Sequence[Sequence[int]], numbers: Sequence[int], num_tokens: int, seconds: float
+) -> Step:
+    left = sum(len(windows[number]) for number in numbers) - num_tokens
+    return Step(
+        role=role,
+        doing="",
+        done=done,
+        total=len(windows),
+        tokens_per_second=num_tokens / seconds,
+        eta_seconds=left * seconds / num_tokens,
+        unit="window",
+    )
+
+
+# --- the fact ---------------------------------------------------------------------------------------------------------
+
+
+def _fact(
+    checkpoint: ComparedModel,
+    source: ComparedModel,
+    text: HeldOut,
+    store: SourceStore,
+    compared: ComparedFile,
+    vllm: VLLM,
+    setup: ClosenessSetup,
+) -> ClosenessFact:
+    before, after = compared.perplexities()
+    return ClosenessFact(
+        text=text.path,
+        text_sha256=text.sha256,
+        against=text.against,
+        window=setup.window,
+        top=store.asked.top,
+        vocabulary=store.asked.vocabulary,
+        source=_predicted(source, store.sittings, before),
+        checkpoint=_predicted(checkpoint, list(compared.sittings.values()), after),
+        samples=compared.path.name,
+        samples_sha256=file_sha256(compared.path),
+        environment={
+            "vllm": vllm.version,
+            "torch": vllm.torch,
+            "transformers": vllm.transformers,
+            "compressed_tensors": vllm.compressed_tensors,
+            "build": vllm.build,
+            "device": vllm.device,
+            "words": " ".join(setup.extra),
+        },
+        **compared.figures(),
+    )
+
+
+def _predicted(model: ComparedModel, sittings: Sequence[SourceSitting], perplexity: float) -> PredictedFact:
+    return PredictedFact(
+        role=model.role,
+        path=model.source.where,
+        sha256=model.identity.sha256,
+        perplexity=perplexity,
+        servers=tuple(SourceSitting.model_validate(each.model_dump(include=_SITTING)) for each in sittings),
+    )
