@@ -4,8 +4,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from benches import bench_fact, cell
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.recipes.protocol import Gates
+from keepmtp.validate.bench.benched import BenchFact
 from keepmtp.validate.check.check import check, examine
 from keepmtp.validate.check.findings import CheckpointFacts, Finding
 from keepmtp.validate.dryload.check_on import with_loads
@@ -320,7 +322,18 @@ def hostile(word: str) -> FullReport:
     fact = calibration_fact(summary(word), SETTINGS | {"algorithm": word})
     data = checked.model_copy(update={"sizes": tuple(sizes), "calibration": fact})
     judged = judge(gates=LIMITS, check=data, serve=server, evaluation=None)
-    return assemble(data, vllm=word, serve=server, judgement=judged, made_at=AT)
+    bench = bench_fact()
+    own = bench.checkpoint.model_copy(update={"path": word, "reason": word, "cells": (cell(1, (), error=word),)})
+    bench = bench.model_copy(update={"checkpoint": own, "prompts": word, "environment": {word: word}})
+    return assemble(data, vllm=word, serve=server, bench=bench, judgement=judged, made_at=AT)
+
+
+def benched(bench: BenchFact | None = None, gates: Gates = LIMITS) -> FullReport:
+    """The static check and a speed matrix."""
+    found, plain = bench or bench_fact(), bare()
+    data = CheckData(path=plain.path, facts=plain.facts, findings=plain.findings, absent=plain.absent)
+    judged = judge(gates=gates, check=data, serve=None, evaluation=None, bench=found)
+    return assemble(data, vllm=VLLM, bench=found, judgement=judged, made_at=AT)
 
 
 def bare() -> FullReport:

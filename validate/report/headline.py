@@ -10,7 +10,7 @@ has too few samples. Servers and scores are good or bad only by the judgement: t
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from ..bench.benched import BenchFact
+from ..bench.benched import BenchFact, words_of
 from ..check.findings import Finding
 from ..dryload.facts import DryLoad, gpu_title
 from ..evaluation.evaluated import EvaluationFact
@@ -29,6 +29,7 @@ def verdict_of(
     vllm: str,
     serve: ServeCheck | None = None,
     evaluation: EvaluationFact | None = None,
+    bench: BenchFact | None = None,
     judgement: JudgementFact | None = None,
 ) -> VerdictFact:
     """The sentence, from the stations that ran; `vllm` is the version that judged."""
@@ -44,6 +45,8 @@ def verdict_of(
     measured = [_drafts(serve)] if serve else []
     if evaluation:
         measured.append(_answers(evaluation, judgement))
+    if faster := _speed(bench):
+        measured.append(faster)
     unmeasured = "no server was run" if check.dry else "it was neither dry-loaded nor served"
     says = f"{tried}{also}; {'; '.join(measured) or unmeasured}."
     if any(reason.gate == "acceptance" and reason.verdict == "pass" for reason in _reasons(judgement)):
@@ -102,6 +105,20 @@ def _drafts(serve: ServeCheck) -> str:
     faster = f" and decodes {run.speed_up:.2f} times as fast as without MTP" if is_timed and run.speed_up else ""
     kept = f"{percent(acceptance)} of drafted tokens{against}"
     return f"{_as_served(model)} with k={run.k}, it accepts {kept}{faster}"
+
+
+def _speed(bench: BenchFact | None) -> str:
+    """What bench recommends for the smallest load, where its speed is the checkpoint's; "" where it cannot tell."""
+    if bench is None or not counts_bench(bench):
+        return ""
+    row = min(bench.checkpoint.recommended, key=lambda each: (each.concurrency, each.context))
+    load = (row.concurrency, row.context)
+    asked = "one request at a time" if load == (1, 0) else words_of(load)
+    if row.k is None or row.speed_up is None:
+        return ""
+    if not row.k:
+        return f"asked {asked}, drafting makes it no faster"
+    return f"asked {asked}, it writes {row.speed_up:.2f} times as many tokens a second with k={row.k} as without MTP"
 
 
 def counts_speed(serve: ServeCheck) -> bool:

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 from ...checkpoints.files import write_whole
 from ...recipes import extras
 from ...recipes.errors import printable
+from ..bench.benched import words_of
 from ..dryload.facts import DryLoad, KernelUse, gpu_title
 from ..serving.served import Run
+from . import speed_table
 from .headline import places
 from .numbers import percent, size
 from .schema import FullReport
@@ -125,6 +127,11 @@ def render(report: FullReport) -> str:
         serve_charts=_serve_charts(report),
         calibration_charts=_calibration_charts(report),
         evaluation_charts=_evaluation_charts(report),
+        speed_charts=_speed_charts(report),
+        speed_ks=speed_table.ks_of(report.bench) if report.bench else (),
+        speed_rows=list(speed_table.speed_rows(report.bench)) if report.bench else [],
+        speed_notes=_speed_notes(report),
+        load_words=words_of,
         svg=lambda drawing: Markup(svg.svg(drawing)),  # noqa: S704 - our own chart, its labels escaped
         partings=[(role, run.k, one) for role, run in runs for one in run.partings or ()],
         notes=_notes(runs),
@@ -235,6 +242,36 @@ def _evaluation_charts(report: FullReport) -> list[_Chart]:
             )
         )
     return charts
+
+
+def _speed_charts(report: FullReport) -> list[_Chart]:
+    bench = report.bench
+    if bench is None:
+        return []
+    from . import plots, speed_plots
+
+    said = "; ".join(speed_table.recommendation(row) for row in bench.checkpoint.recommended)
+    drawn = (
+        ("Speed over k by load, from the slowest to the fastest repetition", speed_plots.speed_over_k(bench)),
+        ("Speed of source and checkpoint", speed_plots.speed_of_both(bench)),
+    )
+    charts = [_Chart(title=title, drawing=drawing, alt=said) for title, drawing in drawn if drawing]
+    if found := speed_plots.bench_acceptance(bench, plots.gates_of(report)):
+        k, drawing = found
+        cells = [(model.role, model.cell(k, min(bench.checkpoint.loads))) for model in bench.benched]
+        alt = "; ".join(
+            f"{role}: {', '.join(map(_percent, cell.acceptance_per_position))}" for role, cell in cells if cell
+        )
+        charts.append(_Chart(title=f"Acceptance by position over these prompts, k={k}", drawing=drawing, alt=alt))
+    return charts
+
+
+def _speed_notes(report: FullReport) -> list[str]:
+    """What is recommended of the checkpoint, and what a reader should know."""
+    if report.bench is None:
+        return []
+    own = report.bench.checkpoint
+    return [*map(speed_table.recommendation, own.recommended), *own.slower, *speed_table.failures(report.bench)]
 
 
 def _kernels(loads: Iterable[DryLoad]) -> list[_KernelRow]:

@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from ...quantize.calibrate.facts import CalibrationFact, CandidateFact, Verdict
 from ...recipes.errors import printable
 from ...recipes.protocol import Gates
+from ..bench.benched import Benched
 from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
 from ..serving.served import ServeCheck, Served
 from .paired import one_sided
@@ -23,6 +24,7 @@ from .schema import FullReport, GroupSize
 from .svg import Drawing, Inks, Series, bars, legend, png
 
 _LABEL_LETTERS = 20
+_Model = Served | EvaluatedFact | Benched
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
@@ -57,13 +59,13 @@ def sizes(rows: Sequence[GroupSize]) -> Drawing:
 def acceptance(serve: ServeCheck, k: int, gates: Gates) -> Drawing:
     """Bars of the share of drafts accepted at each position, for source and checkpoint, with the recipe's limit."""
     runs = [(model, run.acceptance_per_position) for model in serve.served if (run := model.run(k)) is not None]
-    return _by_position(runs, k, gates.min_acceptance)
+    return by_position(runs, k, gates.min_acceptance)
 
 
 def evaluated_acceptance(evaluation: EvaluationFact, gates: Gates) -> Drawing:
     """The same over the questions of an evaluation."""
     models = [(model, model.acceptance_per_position) for model in evaluation.evaluated if model.drafts]
-    return _by_position(models, evaluation.protocol.k, gates.min_acceptance)
+    return by_position(models, evaluation.protocol.k, gates.min_acceptance)
 
 
 def scores(evaluation: EvaluationFact) -> Drawing:
@@ -271,7 +273,7 @@ def speed_up(serve: ServeCheck) -> Drawing:
     return Drawing(draw=draw, height=3.3)
 
 
-def _by_position(models: Sequence[tuple[Served | EvaluatedFact, Sequence[float]]], k: int, floor: float) -> Drawing:
+def by_position(models: Sequence[tuple[_Model, Sequence[float]]], k: int, floor: float) -> Drawing:
     """Shares accepted at each position, and `floor` as a share of the source's."""
 
     def draw(axes: Axes, inks: Inks) -> None:
@@ -293,9 +295,7 @@ def _by_position(models: Sequence[tuple[Served | EvaluatedFact, Sequence[float]]
     return Drawing(draw=draw, height=3.3)
 
 
-def _series(
-    model: Served | EvaluatedFact, values: Sequence[float], inks: Inks, *, errors: Sequence[float] | None = None
-) -> Series:
+def _series(model: _Model, values: Sequence[float], inks: Inks, *, errors: Sequence[float] | None = None) -> Series:
     name = "source" if model.role == "source" else "this checkpoint"
     how = "" if model.as_served == "native" else " (BF16 copy)"
     colour = inks.before if model.role == "source" else inks.after

@@ -125,7 +125,7 @@ def assemble(
         judgement=judgement,
         identity=identity,
         results=results or {},
-        verdict=verdict_of(check, vllm=vllm, serve=serve, evaluation=evaluation, judgement=judgement),
+        verdict=verdict_of(check, vllm=vllm, serve=serve, evaluation=evaluation, bench=bench, judgement=judgement),
         absent={name: check.absent.get(name, NOT_RUN[name]) for name, part in parts.items() if not part},
     )
 

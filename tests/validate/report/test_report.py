@@ -44,6 +44,7 @@ PAGES = {
     "native": lambda: reports.whole(is_copy=False),
     "dead": lambda: reports.whole(is_dead=True),
     "broken": reports.broken,
+    "benched": reports.benched,
     "bare": reports.bare,
     "hostile": lambda: reports.hostile(SCRIPT),
     "calibrated": reports.calibrated,
@@ -344,6 +345,8 @@ def test_a_chart_says_in_words_what_it_shows(pages):
         ("evaluated", 1280, False),
         ("strange", 390, False),
         ("strange", 1280, False),
+        ("benched", 390, False),
+        ("benched", 1280, True),
     ],
 )
 def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
@@ -357,9 +360,19 @@ def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
     assert seen.counts.get("img", 0) == 0 and not seen.console, seen.console
     parts = {row.part for row in full.sizes}
     drawn = len(parts) + 2 * bool(full.serve) + 2 * bool(full.calibration) + 3 * bool(full.evaluation)
-    assert seen.counts.get("svg", 0) == drawn - (name == "hostile")
+    drawn += 3 * bool(full.bench)
+    assert seen.counts.get("svg", 0) == drawn - 4 * (name == "hostile")
     assert probe["empty"] == 0
-    tables = {"whole": 7, "broken": 4, "bare": 0, "hostile": 9, "calibrated": 2, "evaluated": 5, "strange": 4}
+    tables = {
+        "whole": 7,
+        "broken": 4,
+        "bare": 0,
+        "hostile": 11,
+        "calibrated": 2,
+        "benched": 3,
+        "evaluated": 5,
+        "strange": 4,
+    }
     assert seen.counts.get("table", 0) == tables[name]
     assert full.verdict.label in seen.text and full.verdict.says in seen.text
     assert all(reason.replace("`", "") in seen.text for reason in full.absent.values())

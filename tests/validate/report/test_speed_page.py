@@ -1,0 +1,101 @@
+"""The speed matrix on the page and in its charts: every figure is the report's, and what was not measured is said."""
+
+import re
+
+import benches
+import pytest
+import reports
+from keepmtp.recipes.protocol import Gates
+from keepmtp.validate.bench.benched import BenchFact
+from keepmtp.validate.report import html, speed_plots, svg
+from keepmtp.validate.report.speed_table import ks_of, recommendation, speed_rows
+
+COPY = {"as_served": "BF16 copy of the same weights", "reason": "no kernel"}
+
+
+def text_of(page: str) -> str:
+    section = page[page.index('<section id="bench">') :].replace("<wbr>", "")
+    return " ".join(re.sub(r"<[^>]+>", " ", section).split())
+
+
+def own(bench: BenchFact, **changes: object) -> BenchFact:
+    return bench.model_copy(update={"checkpoint": bench.checkpoint.model_copy(update=changes)})
+
+
+def test_the_page_has_the_matched_matrix():
+    page = html.render(reports.benched(benches.bench_fact(), Gates(min_speedup=1.2)))
+    text = text_of(page)
+    for wanted in (
+        "checkpoint 1 at once 105.9 ± 2.1 152.7 ± 3.1 1.44x 179.9 ± 3.6 1.70x 193.0 ± 3.9 1.82x best k",
+        "162.1 ± 3.2 1.53x",
+        "source 1 at once 63.5 ± 1.3",
+        "1 at once: k=3, 1.82 times as fast as k=0: its slowest repetition, 189.1 tokens a second",
+        "8 at once: k=0: no larger k is faster than k=0 beyond the spread of the repetitions.",
+        "k=1, 8 at once: 90.0 % of the drafts are accepted, and it is slower than k=0",
+        "NVIDIA H200 (140 GiB)",
+        "880 prompts of qualitative.jsonl",
+    ):
+        assert wanted in text, wanted
+    assert "at least 1.2 times as many tokens a second with drafting" in " ".join(page.split())
+    assert page.count('class="chart"') >= 3 and "failed" not in text
+
+
+def test_a_report_without_it_has_no_such_section():
+    assert 'id="bench"' not in html.render(reports.bare())
+
+
+def test_a_cell_that_failed_is_said():
+    bench = benches.bench_fact(with_source=False)
+    cells = (*bench.checkpoint.cells[:2], benches.cell(2, (), error="the server died: CUDA out of memory"))
+    text = text_of(html.render(reports.benched(own(bench, cells=cells))))
+    assert "105.9 ± 2.1 152.7 ± 3.1 1.44x best k failed" in text
+    assert "checkpoint, k=2, 1 at once: no figure. the server died: CUDA out of memory." in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "says"),
+    [
+        (
+            {},
+            "NVIDIA H200 (140 GiB)",
+            "asked one request at a time, it writes 1.82 times as many tokens a second",
+        ),
+        ({}, "CPU: x, 2 cores", ""),
+        (COPY, "NVIDIA H200 (140 GiB)", ""),
+        ({"cells": benches.benched({0: 342.0, 3: 128.0}).cells}, "NVIDIA H200", "drafting makes it no faster"),
+    ],
+)
+def test_the_sentence_on_top_has_only_the_checkpoints_speed(changes, device, says):
+    """A BF16 copy or a CPU is in the tables, with its name, and never in the first sentence."""
+    bench = own(benches.bench_fact(with_source=False), **changes)
+    bench = bench.model_copy(update={"environment": {"vllm": "0.32.0", "device": device}})
+    said = reports.benched(bench).verdict.says
+    assert says in said and bool(says) == ("asked one request" in said), said
+    if changes == COPY:
+        assert "NOT its own bytes: a BF16 copy" in text_of(html.render(reports.benched(bench)))
+
+
+def test_rows_and_charts():
+    bench = benches.bench_fact()
+    assert ks_of(bench) == (0, 1, 2, 3, 4)
+    rows = list(speed_rows(bench))
+    loads = ("1 at once", "8 at once")
+    assert [(row.model, row.load) for row in rows] == [
+        (role, load) for role in ("source", "checkpoint") for load in loads
+    ]
+    assert [cell.is_recommended for cell in rows[2].cells] == [False, False, False, True, False]
+    for drawing in (speed_plots.speed_over_k(bench), speed_plots.speed_of_both(bench)):
+        assert drawing is not None
+        assert svg.svg(drawing) == svg.svg(drawing), "equal drawings, equal bytes"
+    assert "8 at once" in svg.svg(speed_plots.speed_over_k(bench))
+    found = speed_plots.bench_acceptance(bench, reports.LIMITS)
+    assert found and found[0] == 4 and "position in the draft" in svg.svg(found[1])
+
+
+def test_what_cannot_be_drawn_is_left_out():
+    alone = own(benches.bench_fact(with_source=False), cells=(benches.cell(0, [5.0, 6.0]),))
+    assert speed_plots.speed_over_k(alone) is None and speed_plots.speed_of_both(alone) is None
+    assert speed_plots.bench_acceptance(alone, reports.LIMITS) is None
+    one = own(alone, cells=(benches.cell(1, [5.0]),))
+    assert recommendation(one.checkpoint.recommended[0]).startswith("1 at once: no k is recommended: one repetition")
+    assert "no k is recommended" in text_of(html.render(reports.benched(one)))
