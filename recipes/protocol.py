@@ -4,22 +4,32 @@ In: YAML. Out: frozen values. The defaults here are for a recipe without these b
 protocol: reports and model cards print each of them.
 
 Easy to get wrong: two scores can be compared only if every field of `Evaluation` is the same. A GSM8K score changes by
-several points with the shots, the chat template and the filter that reads the answer.
+several points with the shots, the chat template and the filter that reads the answer. What a recipe leaves out is the
+task's own (tasks.py), not one default for all tasks.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from .errors import RecipeError
+from .tasks import TASKS, TaskName, TaskRow
 
-Task = Literal["gsm8k", "gsm8k_platinum"]
 Api = Literal["completions", "chat"]
 DatasetName = Annotated[str, Field(min_length=1)]
 
 _Count = Annotated[int, Field(gt=0)]
-_HUB = {"gsm8k": "openai/gsm8k", "gsm8k_platinum": "madrylab/gsm8k-platinum"}
+_FILES = (".jsonl", ".json", ".parquet")
+_GREEDY = {"repeats": 1, "temperature": 0.0, "top_p": 1.0}
 
 
 class _Frozen(BaseModel):
@@ -30,9 +40,8 @@ class Evaluation(_Frozen):
     """One protocol, for the source and for the checkpoint.
 
     Attributes:
-        task: a task of lm-evaluation-harness. It has the prompt, the stop words and two filters (strict-match,
-            flexible-extract).
-        dataset: None for the task's own on the Hub, or a .jsonl file with the fields `question` and `answer`.
+        task: a task of lm-evaluation-harness (tasks.py). It has the prompt, the stop words and the filters.
+        dataset: None for the task's own on the Hub, or a file of rows with the fields that the task's dataset has.
         dataset_revision: Hub revision; None for the newest. A file has none.
         shots: solved examples before each question. The shots for a file are other rows of it.
         api: `completions` sends the text as it is. `chat` sends messages through the model's chat template, with the
@@ -41,11 +50,14 @@ class Evaluation(_Frozen):
         k: drafted tokens in each step (method=mtp).
         concurrency: number of requests at the same time.
         limit: number of questions, from the first; None for all.
-        seed: for the choice of shots and for the server. Decoding is greedy.
+        seed: for the choice of shots and for the server, which adds 1 for each further run.
+        repeats: runs; each asks every question once.
+        temperature: 0 is greedy.
+        top_p: least share of probability that is drawn from.
         prefix_caching: the server keeps what it computed for the start of a prompt, for the next prompt that starts so.
     """
 
-    task: Task = "gsm8k"
+    task: TaskName = "gsm8k"
     dataset: DatasetName | None = None
     dataset_revision: str | None = None
     shots: Annotated[int, Field(ge=0)] = 8
@@ -55,12 +67,31 @@ class Evaluation(_Frozen):
     concurrency: _Count = 32
     limit: _Count | None = None
     seed: Annotated[int, Field(ge=0)] = 1234
+    repeats: Annotated[int, Field(gt=0, le=1024)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     prefix_caching: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_task_is_asked(cls, given: object) -> object:
+        if not isinstance(given, Mapping):
+            return given
+        task = given.get("task", "gsm8k")
+        rows: Mapping[str, TaskRow] = TASKS
+        return {**rows[task].protocol, **given} if isinstance(task, str) and task in rows else dict(given)
+
+    @model_serializer(mode="wrap")
+    def _without_sampling(self, handler: SerializerFunctionWrapHandler):
+        """One greedy run of a task that is asked greedily is written, and hashed, as before there were others."""
+        fields = handler(self)
+        is_plain = "temperature" not in TASKS[self.task].protocol and _GREEDY.items() <= fields.items()
+        return {name: value for name, value in fields.items() if not (is_plain and name in _GREEDY)}
 
     @property
     def dataset_name(self) -> str:
         """The file, or the task's repository on the Hub."""
-        return self.dataset or _HUB[self.task]
+        return self.dataset or TASKS[self.task].hub
 
     @property
     def title(self) -> str:
@@ -69,17 +100,24 @@ class Evaluation(_Frozen):
 
     @model_validator(mode="after")
     def _dataset_is_a_file(self) -> "Evaluation":
-        if self.dataset is not None and Path(self.dataset).suffix != ".jsonl":
+        if self.dataset is not None and Path(self.dataset).suffix not in _FILES:
             raise RecipeError(
                 "dataset",
-                f"must be a .jsonl file, or left out for {_HUB[self.task]}",
+                f"must be a {', '.join(_FILES[:-1])} or {_FILES[-1]} file, or left out for the task's own on the Hub",
                 got=repr(self.dataset),
-                cure="Name a file with the fields question and answer",
+                cure="Name a file of rows with the fields that the task's dataset has",
             )
         if self.dataset is not None and self.dataset_revision is not None:
             raise RecipeError(
                 "dataset_revision", "must be left out for a file", got=repr(self.dataset_revision), cure="Remove it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _runs_differ(self) -> "Evaluation":
+        if self.repeats > 1 and not self.temperature:
+            rule, cure = "must be 1 where temperature is 0, because all runs are the same", "Set a temperature"
+            raise RecipeError("repeats", rule, got=self.repeats, cure=cure)
         return self
 
 

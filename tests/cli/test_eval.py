@@ -60,9 +60,12 @@ def test_no_source(checkpoint):
     [
         (("--api", "chat"), "needs a chat template for evaluation.api chat; got none beside the weights."),
         (("--api", "talk"), "--api: Input should be 'completions' or 'chat'; got 'talk'"),
-        (("--task", "gsm9k"), "--task: Input should be 'gsm8k' or 'gsm8k_platinum'; got 'gsm9k'"),
+        (("--task", "gsm9k"), "--task: Input should be 'gsm8k', 'gsm8k_platinum', 'mmlu_pro', "),
         (("--dataset", "none.jsonl"), "evaluation.dataset none.jsonl: must be a file; got no such file"),
-        (("--dataset", "openai/gsm8k"), "--dataset: must be a .jsonl file, or left out for openai/gsm8k; got 'open"),
+        (
+            ("--dataset", "openai/gsm8k"),
+            "--dataset: must be a .jsonl, .json or .parquet file, or left out for the task's own on the Hub; got 'open",
+        ),
         (("--shots", "400"), "must have more rows than evaluation.shots, 400; got 400. Use --shots 399 or fewer"),
         (("--recipe", "glm-9"), "glm-9"),
         (("--", "--hf-token=hf_abc"), "so none may be a secret; got --hf-token. Leave it out"),

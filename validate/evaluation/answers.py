@@ -24,7 +24,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
-from ...checkpoints.fact import Count, Fact
+from ...checkpoints.fact import Count, Fact, Share
 from ...checkpoints.files import write_whole
 from ...checkpoints.json_file import read_bytes_of
 from ...recipes.errors import CheckpointError, first_fault
@@ -65,14 +65,19 @@ class Header(Fact):
 
 
 class Answer(Fact):
-    """What a server wrote; `num_tokens` of it, and whether it ended by itself (stop) or was cut (length)."""
+    """What a server wrote; `num_tokens` of it, and whether it ended by itself (stop) or was cut (length).
+
+    Attributes:
+        question: number of the request; further runs of a sampled task go on counting.
+        correct: by filter; a share from 0 to 1 where an answer can be partly right.
+    """
 
     question: Count
     prompt_sha256: str
     text: str
     finish_reason: FinishReason
     num_tokens: Count
-    correct: Mapping[str, bool] = Field(default_factory=dict)
+    correct: Mapping[str, bool | Share] = Field(default_factory=dict)
 
 
 class Sitting(Drafts):
@@ -111,8 +116,8 @@ class Samples:
         """vLLM's counters over all sittings."""
         return total(list(self.sittings.values()))
 
-    def correct(self, name: str) -> tuple[bool, ...]:
-        """Right or not by one filter, in the questions' order, once the file is finished."""
+    def correct(self, name: str) -> tuple[float, ...]:
+        """Right or not by one filter, or a share, in the order of the numbers, once the file is finished."""
         return tuple(self.answers[number].correct[name] for number in range(self.header.num_questions))
 
     def add(self, line: Answer | Sitting) -> None:
@@ -133,7 +138,7 @@ class Samples:
             raise CheckpointError(self.path, "must be writable", got=got, cure=cure) from error
         self._take(line)
 
-    def finish(self, correct: Mapping[str, Sequence[bool]]) -> None:
+    def finish(self, correct: Mapping[str, Sequence[float]]) -> None:
         """Put the lines in order, with what each filter says of every answer."""
         for number, answer in sorted(self.answers.items()):
             by_filter = {name: right[number] for name, right in correct.items()}

@@ -120,7 +120,13 @@ def _replies(
             return None
         try:
             return item, server.answer(
-                prompt, max_tokens=protocol.max_tokens, stop=item.stop, seed=protocol.seed, timeout=timeout
+                prompt,
+                max_tokens=item.max_tokens,
+                stop=item.stop,
+                seed=protocol.seed + item.run,
+                temperature=protocol.temperature,
+                top_p=protocol.top_p,
+                timeout=timeout,
             )
         except ServerFailed as failure:
             failed.set()

@@ -42,15 +42,16 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
     )
 
 
-def _switch(reads: str, plain: Sequence[bool], drafted: Sequence[bool]) -> SwitchFact:
+def _switch(reads: str, plain: Sequence[float], drafted: Sequence[float]) -> SwitchFact:
     pairs = list(zip(plain, drafted, strict=True))
-    only_plain, only_drafting = pairs.count((True, False)), pairs.count((False, True))
+    only_plain, only_drafting = sum(one > other for one, other in pairs), sum(one < other for one, other in pairs)
+    equal = [one for one, other in pairs if one == other]
     return SwitchFact(
         reads=reads,
-        both=pairs.count((True, True)),
+        both=len(equal) - equal.count(0),
         only_plain=only_plain,
         only_drafting=only_drafting,
-        neither=pairs.count((False, False)),
+        neither=equal.count(0),
         chance=sign_test(only_plain, only_drafting),
         questions=tuple(number for number, (before, after) in enumerate(pairs) if before != after)[:MOST_NAMED],
     )

@@ -7,7 +7,9 @@ Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says
 And the third arm, `plain`, is no third model: it is the checkpoint's own bytes, served without method=mtp.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from statistics import fmean, stdev
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -23,11 +25,25 @@ NOT_EMPTY = "not empty"
 """Reads an answer as right where there is any text in it."""
 
 
+def mean_of_questions(values: Sequence[float], num_questions: int) -> tuple[float, float]:
+    """Mean and standard error of a score.
+
+    Args:
+        values: what each answer gets, from 0 to 1; run after run, each with all questions in one order.
+        num_questions: of one run.
+
+    Returns: the mean over all, and its standard error over questions, each with the mean of its runs: the runs of one
+        question are no further questions.
+    """
+    means = [fmean(values[number::num_questions]) for number in range(num_questions)]
+    return fmean(means), stdev(means) / sqrt(num_questions) if num_questions > 1 else 0.0
+
+
 class ScoreFact(Fact):
-    """Share of questions answered right, as one of lm-eval's filters reads the answers.
+    """Share of questions answered right, as one of lm-eval's filters or metrics reads the answers.
 
     Attributes:
-        filter: strict-match wants "#### 12", flexible-extract takes the last number.
+        filter: strict-match wants "#### 12", flexible-extract takes the last number; recipes/tasks.py has the others.
         value: from 0 to 1.
         stderr: of the mean over questions.
     """

@@ -118,7 +118,8 @@ def evaluate(
         VLLMError: no room for a BF16 copy.
         CheckpointError: answers that cannot be read, or weights that cannot be copied.
     """
-    plain = replace(checkpoint, role="plain") if setup.has_plain else None
+    # What is sampled differs by its draws.
+    plain = replace(checkpoint, role="plain") if setup.has_plain and not asked.protocol.temperature else None
     models = {model.role: model for model in (source, checkpoint, plain) if model is not None}
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may evaluate into a folder"):
@@ -126,7 +127,13 @@ def evaluate(
         facts = {role: _fact(model, answered[role], asked) for role, model in models.items()}
     drafted, filters = answered["checkpoint"], [score.filter for score in facts["checkpoint"].scores]
     pairs = [
-        paired(name, answered["source"].correct(name), drafted.correct(name), confidence=setup.confidence)
+        paired(
+            name,
+            answered["source"].correct(name),
+            drafted.correct(name),
+            runs=asked.protocol.repeats,
+            confidence=setup.confidence,
+        )
         for name in filters
         if source is not None
     ]

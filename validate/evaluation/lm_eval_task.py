@@ -5,34 +5,31 @@ shots, stop words, filters and scores are lm-eval's own; between its two ends th
 
 Easy to get wrong: lm-eval's own HTTP models drop `finish_reason`, retry, and can score a failed request as an empty
 answer. Here its model only repeats recorded answers, found by the very prompt they were given to; a prompt without one
-ends the evaluation.
+ends the evaluation. lm-eval's `repeats` are not used: most of its filters keep the first answer alone. Here each run is
+scored by itself, and the score is their mean.
 """
 
 import hashlib
-import io
 import json
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, cast
 
-import lm_eval.tasks
-import yaml
-from datasets import Dataset
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
-from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 
+from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
-from .dataset import FIELDS, Rows, read_rows
-from .evaluated import ScoreFact
+from ...recipes.tasks import TASKS
+from .dataset import fields_of
+from .evaluated import ScoreFact, mean_of_questions
+from .lm_eval_tasks import Tasks, open_tasks, quiet, refuse_task
 
 VERSIONS = {"lm-eval": version("lm_eval"), "datasets": version("datasets")}
-METRIC = "exact_match"
+
+_UNSCORED = (LookupError, TypeError, ValueError, AttributeError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,16 +37,22 @@ class Question:
     """One request.
 
     Attributes:
-        number: from 0, in the dataset's order.
-        prompt: a text, or for chat a JSON list of messages.
+        number: from 0: a run's questions in the dataset's order, run after run.
+        asked: the question's place in its run, from 0.
+        run: from 0.
+        prompt: a text, or for chat a JSON list of messages. One that ends with an assistant's is to be continued.
         sha256: of the prompt.
         stop: words that end an answer.
+        max_tokens: of an answer.
     """
 
     number: int
+    asked: int
+    run: int
     prompt: str
     sha256: str
     stop: tuple[str, ...]
+    max_tokens: int
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -65,87 +68,160 @@ class Questions:
         protocol: that they are of.
         items: by number.
         dataset_sha256: of questions and reference answers, in order.
-        task: lm-eval's.
+        tasks: lm-eval's.
     """
 
     protocol: Evaluation
     items: tuple[Question, ...]
     dataset_sha256: str
-    task: ConfigurableTask
+    tasks: Tasks
+
+    @property
+    def num_asked(self) -> int:
+        """Questions of one run."""
+        return len(self.items) // self.protocol.repeats
 
     @property
     def prompts_sha256(self) -> str:
         """Of all that is sent: what another lm-eval or datasets draws or words otherwise is not the same question."""
-        return _sum("\n".join(json.dumps([item.prompt, item.stop]) for item in self.items))
+        first = self.items[: self.num_asked]  # other runs send the same
+        return _sum("\n".join(json.dumps([item.prompt, item.stop]) for item in first))
 
 
-def questions(protocol: Evaluation) -> Questions:
+def questions(protocol: Evaluation, *, runs_code: bool = False) -> Questions:
     """Read the dataset and let lm-eval build every request.
 
+    Args:
+        protocol: which task, and how it is asked.
+        runs_code: whether the user lets programs run that a model wrote.
+
     Raises:
-        RecipeError: no such dataset, a row without question or readable answer, or too few rows for the shots.
+        RecipeError: a task that cannot be scored here, no such dataset, a row that lm-eval cannot read or score, or too
+            few rows for the shots.
     """
-    config = _config(protocol)
-    with _quiet():
-        rows = read_rows(protocol, asked=config["test_split"], shown=config["fewshot_split"])
-        task = _task(protocol, rows)
-        task.build_all_requests(
-            limit=protocol.limit,
-            apply_chat_template=protocol.api == "chat",
-            fewshot_as_multiturn=True,
-            chat_template=_Recorded({}).apply_chat_template if protocol.api == "chat" else None,
-        )
-    requests: list[tuple[Any, ...]] = [tuple(request.args) for request in task.instances]
-    items = tuple(
-        Question(number=number, prompt=args[0], sha256=_sum(args[0]), stop=tuple(args[1]["until"]))
-        for number, args in enumerate(requests)
-    )
-    pairs = (json.dumps([row[field] for field in FIELDS]) for row in rows.asked[: len(items)])
-    return Questions(protocol=protocol, items=items, dataset_sha256=_sum("\n".join(pairs)), task=task)
+    refuse_task(protocol, runs_code=runs_code)
+    with quiet():
+        tasks, rows = open_tasks(protocol)
+        for task in tasks.values():
+            task.build_all_requests(
+                limit=_limit(protocol),
+                apply_chat_template=protocol.api == "chat",
+                fewshot_as_multiturn=True,
+                chat_template=_Recorded(()).apply_chat_template if protocol.api == "chat" else None,
+            )
+        if not TASKS[protocol.task].runs_code:
+            _refuse_unscored(protocol, tasks)
+    one_run = [request for task in tasks.values() for request in task.instances]
+    items = [
+        _question(protocol, run * len(one_run) + number, number, run, request)
+        for run in range(protocol.repeats)
+        for number, request in enumerate(one_run)
+    ]
+    rows_asked = (json.dumps([row[field] for field in fields_of(protocol.task)]) for row in rows)
+    dataset_sha256 = _sum("\n".join(rows_asked))
+    return Questions(protocol=protocol, items=tuple(items), dataset_sha256=dataset_sha256, tasks=tasks)
 
 
-def scores(asked: Questions, answers: Mapping[int, str]) -> tuple[tuple[ScoreFact, ...], dict[str, tuple[bool, ...]]]:
+def scores(asked: Questions, answers: Mapping[int, str]) -> tuple[tuple[ScoreFact, ...], dict[str, tuple[float, ...]]]:
     """lm-eval's scores of the answers.
 
     Args:
         asked: from `questions`.
-        answers: text by number, for every question.
+        answers: text by number, for every question of every run.
 
-    Returns: a score for each of the task's filters, and by filter whether each answer is right, in order.
+    Returns: each of the task's scores, the mean over questions and runs; and by its name what each answer gets, by
+        number: True or False, or a share from 0 to 1 where an answer can be partly right.
     """
-    model = _Recorded({item.sha256: answers[item.number] for item in asked.items})
-    name = asked.protocol.task
-    asked.task.set_fewshot_seed(asked.protocol.seed)  # each request draws its shots from one stream
-    with _quiet():
+    row, num = TASKS[asked.protocol.task], asked.num_asked
+    right: dict[str, list[float]] = {name: [] for name in row.scores}
+    for run in range(asked.protocol.repeats):
+        samples = _samples(asked, [(item.sha256, answers[item.number]) for item in asked.items if item.run == run])
+        for name, (metric, filter_name) in row.scores.items():
+            right[name] += [_value(sample, metric) for sample in samples if sample["filter"] == filter_name]
+    facts = []
+    for name, values in right.items():
+        value, stderr = mean_of_questions(values, num)
+        facts.append(ScoreFact(filter=name, value=value, stderr=stderr))
+    return tuple(facts), {name: _plain(values) for name, values in right.items()}
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def _limit(protocol: Evaluation) -> int | None:
+    """What lm-eval is to cut at; rows of sub-tasks are cut before."""
+    return None if TASKS[protocol.task].group else protocol.limit
+
+
+def _question(protocol: Evaluation, number: int, asked: int, run: int, request: Instance) -> Question:
+    prompt, given = cast(tuple[str, Mapping[str, Any]], request.args)
+    most = given["max_gen_toks"] if TASKS[protocol.task].has_own_lengths else protocol.max_tokens
+    return Question(
+        number=number,
+        asked=asked,
+        run=run,
+        prompt=prompt,
+        sha256=_sum(prompt),
+        stop=tuple(given["until"]),
+        max_tokens=min(most, protocol.max_tokens),
+    )
+
+
+def _refuse_unscored(protocol: Evaluation, tasks: Tasks) -> None:
+    """Score an empty answer to each question: what lm-eval cannot read of a row fails now, not after all answers."""
+    for name, task in tasks.items():
+        for number, request in enumerate(task.instances, 1):
+            try:
+                task.process_results(request.doc, [""])
+            except _UNSCORED as error:
+                where = f"evaluation.dataset {protocol.dataset_name}: question {number} of {name}"
+                got = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+                cure = "Mend the row, or name another dataset"
+                raise RecipeError(where, "must be one that lm-eval can score", got=got, cure=cure) from error
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+def _samples(asked: Questions, answers: Sequence[tuple[str, str]]) -> list[Mapping[str, Any]]:
+    """What lm-eval says of one run's answers: sub-tasks in order, a filter at a time, documents in order."""
+    for task in asked.tasks.values():
+        task.set_fewshot_seed(asked.protocol.seed)  # each request draws its shots from one stream
+    with quiet():
         # simple_evaluate() would do the same after running pip, git and lscpu for its record of the environment.
         found = cast(
             Mapping[str, Any],
             evaluate(
-                model,
-                {"tasks": {name: asked.task}},
-                limit=asked.protocol.limit,
+                _Recorded(answers),
+                {"tasks": dict(asked.tasks)},
+                limit=_limit(asked.protocol),
+                bootstrap_iters=0,
                 apply_chat_template=asked.protocol.api == "chat",
                 fewshot_as_multiturn=True,
+                confirm_run_unsafe_code=TASKS[asked.protocol.task].runs_code,
             ),
         )
-    result: Mapping[str, Any] = found["results"][name]
-    right: dict[str, list[bool]] = {}
-    for sample in found["samples"][name]:  # a filter at a time, documents in order
-        right.setdefault(sample["filter"], []).append(bool(sample[METRIC]))
-    facts = tuple(
-        ScoreFact(filter=one, value=float(result[f"{METRIC},{one}"]), stderr=float(result[f"{METRIC}_stderr,{one}"]))
-        for one in right
-    )
-    return facts, {one: tuple(values) for one, values in right.items()}
+    return [sample for name in asked.tasks for sample in found["samples"][name]]
 
 
-# --- lm-eval ----------------------------------------------------------------------------------------------------------
+def _value(sample: Mapping[str, Any], metric: str) -> float:
+    """RULER names its metric by the length of the prompt."""
+    return float(sample[metric or str(sample["doc"]["max_length"])])
+
+
+def _plain(values: Iterable[float]) -> tuple[float, ...]:
+    """True and False, where no answer is partly right."""
+    values = tuple(values)
+    return tuple(map(bool, values)) if set(values) <= {0.0, 1.0} else values
+
+
+# --- lm-eval's model --------------------------------------------------------------------------------------------------
 
 
 class _Recorded(LM):
-    """lm-eval's view of a server that has already answered: texts by their prompt's sum."""
+    """lm-eval's view of a server that has already answered: each prompt's sum and its text, in the questions' order."""
 
-    def __init__(self, answers: Mapping[str, str]) -> None:
+    def __init__(self, answers: Sequence[tuple[str, str]]) -> None:
         super().__init__()
         self.answers = answers
 
@@ -155,13 +231,16 @@ class _Recorded(LM):
         return ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Messages as they are: the server applies its template."""
-        assert add_generation_prompt, "the last turn is the user's"
+        """Messages as they are: the server applies its template, and goes on where the last one is an assistant's."""
+        assert add_generation_prompt == (chat_history[-1]["role"] == "user")
         return json.dumps(chat_history)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """The recorded answers."""
-        return [self.answers[_sum(request.args[0])] for request in requests]
+        for request, (sha256, _) in zip(requests, self.answers, strict=True):
+            if _sum(request.args[0]) != sha256:
+                raise KeyError(sha256)
+        return [text for _, text in self.answers]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Not asked for by a task that generates."""
@@ -170,46 +249,6 @@ class _Recorded(LM):
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Not asked for by a task that generates."""
         raise NotImplementedError
-
-
-def _task(protocol: Evaluation, rows: Rows) -> ConfigurableTask:
-    """lm-eval's own task with nothing replaced but where its rows come from, and the number of shots."""
-    splits = {"asked": Dataset.from_list([dict(row) for row in rows.asked])}
-    # It leaves a question out of its own shots only where both are of one split.
-    splits["shown"] = splits["asked"] if rows.is_shared else Dataset.from_list([dict(row) for row in rows.shown])
-    task = ConfigurableTask(
-        config=_config(protocol)
-        | {
-            "custom_dataset": lambda **_: splits,
-            "test_split": "asked",
-            "fewshot_split": "asked" if rows.is_shared else "shown",
-            "training_split": None,
-            "num_fewshot": protocol.shots,
-        }
-    )
-    task.set_fewshot_seed(protocol.seed)
-    return task
-
-
-def _config(protocol: Evaluation) -> dict[str, Any]:
-    # gsm8k/gsm8k.yaml and gsm8k_platinum/gsm8k-platinum.yaml: plain YAML, without lm-eval's tags for code.
-    path = Path(lm_eval.tasks.__path__[0]) / protocol.task / f"{protocol.task.replace('_', '-')}.yaml"
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    del config["tag"]
-    return config
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without lm-eval's bars, and without its warnings about settings that are deliberate here."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _sum(text: str) -> str:

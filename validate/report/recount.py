@@ -7,7 +7,6 @@ Easy to get wrong: the hash of a file of answers proves only that it is the name
 from the answers is computed from them again, the paired difference too.
 """
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from ...checkpoints.identity import file_sha256
 from ...recipes.errors import CheckpointError
 from ..evaluation.answers import Samples, read_samples
 from ..evaluation.drafting import drafting
-from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
+from ..evaluation.evaluated import EvaluatedFact, EvaluationFact, mean_of_questions
 from .paired import paired
 from .results import command, file_of
 
@@ -46,8 +45,7 @@ def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
         _refuse_other_filters(folder, fact, samples)
         for number, score in enumerate(fact.scores):
             right = samples.correct(score.filter)
-            value = sum(right) / len(right)
-            stderr = math.sqrt(value * (1 - value) / (len(right) - 1)) if len(right) > 1 else score.stderr
+            value, stderr = mean_of_questions(right, len(right) // evaluation.protocol.repeats)
             figures = (("value", score.value, value), ("stderr", score.stderr, stderr))
             _compare(folder, f"{fact.role}.scores.{number}", iter(figures))
     if evaluation.drafting is not None:
@@ -58,7 +56,7 @@ def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
         return
     for number, pair in enumerate(evaluation.paired):
         before, after = read["source"].correct(pair.filter), read["checkpoint"].correct(pair.filter)
-        again = paired(pair.filter, before, after, confidence=pair.confidence)
+        again = paired(pair.filter, before, after, runs=evaluation.protocol.repeats, confidence=pair.confidence)
         _compare(folder, f"paired.{number}", _fields(pair, again))
 
 

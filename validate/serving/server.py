@@ -134,15 +134,18 @@ class Server:
         stop: Sequence[str],
         seed: int,
         timeout: float,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
     ) -> Reply:
-        """Greedy answer to a text, or to messages through the model's chat template.
+        """Answer to a text, or to messages through the model's chat template; greedy without a temperature.
 
         Args:
-            prompt: text or messages.
+            prompt: text or messages. Where the last message is an assistant's, the answer goes on with it.
             max_tokens: of the answer.
             stop: words that end it and are not part of it.
             seed: of the request.
             timeout: seconds.
+            temperature, top_p: how tokens are drawn.
 
         Raises:
             ServerFailed: the server died, refused the request, was silent for too long, or replied without an answer.
@@ -152,7 +155,17 @@ class Server:
             if isinstance(prompt, str)
             else ("chat/completions", {"messages": list(prompt)})
         )
-        asked |= {"model": NAME, "max_tokens": max_tokens, "temperature": 0.0, "seed": seed, "stop": list(stop)}
+        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            asked |= {"add_generation_prompt": False, "continue_final_message": True}
+        asked |= {
+            "model": NAME,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "stop": list(stop),
+        }
+        if top_p != 1.0:
+            asked |= {"top_p": top_p}
         reply = self._ask("POST", f"/v1/{path}", json=asked, timeout=httpx.Timeout(timeout, connect=60.0))
         try:
             return _reply(reply.json())

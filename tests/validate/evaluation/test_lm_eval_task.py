@@ -1,12 +1,14 @@
 """lm-evaluation-harness at both ends: what it asks, how it reads answers, and which datasets are refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hub import serving
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.protocol import Evaluation
+from keepmtp.recipes.tasks import TASKS
 from keepmtp.validate.evaluation.lm_eval_task import Questions, questions, scores
 
 ROWS = [
@@ -91,7 +93,7 @@ def test_scores_are_lm_evals(file, task, protocol, capfd):
 
 def test_an_answer_to_another_prompt_is_no_answer(file):
     found, other = asked(file, shots=2, seed=1), asked(file, shots=2, seed=2)
-    mixed = Questions(protocol=found.protocol, items=other.items, dataset_sha256="", task=found.task)
+    mixed = Questions(protocol=found.protocol, items=other.items, dataset_sha256="", tasks=found.tasks)
     with pytest.raises(KeyError):
         scores(mixed, dict.fromkeys(range(12), "#### 1"))
 
@@ -139,7 +141,6 @@ def test_a_dataset_that_cannot_be_used(tmp_path, file):
 def hub(tmp_path, monkeypatch, hub_at):
     """org/data on loopback as the task's own dataset, with a train and a test split."""
     import datasets.config
-    from keepmtp.recipes import protocol
 
     folder = tmp_path / "data"
     (folder / "main").mkdir(parents=True)
@@ -149,7 +150,8 @@ def hub(tmp_path, monkeypatch, hub_at):
         "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train.jsonl\n"
         "  - split: test\n    path: main/test.jsonl\n---\n"
     )
-    monkeypatch.setattr(protocol, "_HUB", {"gsm8k": "org/data", "gsm8k_platinum": "org/data"})
+    for task in ("gsm8k", "gsm8k_platinum"):
+        monkeypatch.setitem(TASKS, task, replace(TASKS[task], hub="org/data"))
     with serving(tmp_path / "hub") as served:
         hub_at(served.endpoint)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", served.endpoint)
