@@ -21,7 +21,7 @@ from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.extras import require_extra
 from ..validate.child import Child, environment
 from .gate import TOO_LITTLE
-from .options import AnyVLLMOption, TrustOption, chosen_vllm, refuse_stray_words
+from .options import AnyVLLMOption, ModelCodeOption, TrustOption, chosen_vllm, refuse_stray_words
 
 if TYPE_CHECKING:
     from ..quantize.plan import Plan
@@ -65,6 +65,7 @@ def everything(
             "more.",
         ),
     ] = True,
+    run_model_code: ModelCodeOption = False,
     any_vllm: AnyVLLMOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands and stop.")] = False,
 ) -> None:
@@ -95,13 +96,15 @@ def everything(
     choices += _option("--mtp-source", mtp_source)
     choices += ["--trust-remote-code"] if trust_remote_code else []
     version = ["--any-vllm"] if any_vllm else []
-    served = [*original, *version, *_option("-k", k), *(["--", *context.args] if context.args else [])]
+    served = [*original, *version, *_option("-k", k)]
+    allowed = ["--run-model-code"] if run_model_code else []
+    vllm_words = ["--", *context.args] if context.args else []
     pretended = [*_each("--gpu", gpus or ["sm90", "sm100"]), *_each("--tp", tps or []), *_option("-k", k)]
     stations = {
         "quantize": [] if is_made else ["quantize", model, *choices, "--out", str(out)],
         "check": ["check", str(out), "--record", *pretended, *version],
-        "serve-check": ["serve-check", str(out), *served] if serving else [],
-        "eval": ["eval", str(out), *served],
+        "serve-check": ["serve-check", str(out), *served, *vllm_words] if serving else [],
+        "eval": ["eval", str(out), *served, *allowed, *vllm_words],
         "card": ["card", str(out), *_folder(source), *_option("--base-model", base_model)],
     }
     if is_made:
@@ -118,7 +121,7 @@ def everything(
         words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
         made, _ = run.plan_for(model, **words, trust_remote_code=trust_remote_code)
         refuse_untrusted_code(made)
-        _refuse_evaluation(made, k, tuple(context.args))
+        _refuse_evaluation(made, k, tuple(context.args), runs_code=run_model_code)
         refuse_no_room((made.source,), vllm, out=report_folder(out), extra=context.args)
         if base_model is None:
             refuse_unknown(made.source, recipe.source, recipe.revision)
@@ -162,12 +165,12 @@ def _each(name: str, values: list[Any]) -> list[str]:
     return [word for value in values for word in (name, str(value))]
 
 
-def _refuse_evaluation(plan: "Plan", k: int | None, extra: tuple[str, ...]) -> None:
+def _refuse_evaluation(plan: "Plan", k: int | None, extra: tuple[str, ...], *, runs_code: bool) -> None:
     """What would stop the evaluation, known before hours of quantizing."""
     from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
 
     protocol = plan.recipe.evaluation if k is None else plan.recipe.evaluation.model_copy(update={"k": k})
-    lm_eval_task.questions(protocol)
+    lm_eval_task.questions(protocol, runs_code=runs_code)
     gsm8k.refuse_model(plan.source, protocol, extra)
 
 

@@ -19,9 +19,10 @@ from rich.console import Console
 
 from ..recipes.errors import CheckpointError, RecipeError, first_fault
 from ..recipes.extras import require_extra
+from ..recipes.tasks import TASKS
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS
 from .gate import EXITS
-from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
+from .options import AnyVLLMOption, JsonOption, ModelCodeOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, download_lines
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _HUB = "hub"
+_OF_ANY_TASK = ("task", "k", "concurrency", "limit", "seed", "prefix_caching")
 _OWN_GATES = ("gsm8k", "acceptance", "drafting")
 _OF_THE_SOURCE = ("gsm8k", "acceptance")
 
@@ -62,9 +64,10 @@ def evaluate(
             "file; default: the recipe that the checkpoint was made by."
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="gsm8k or gsm8k_platinum.")] = None,
+    task: Annotated[str | None, typer.Option(help=f"{', '.join(TASKS)}.")] = None,
     dataset: Annotated[
-        str | None, typer.Option(help='A .jsonl file of {"question", "answer": "... #### 12"}; `hub`: the task\'s own.')
+        str | None,
+        typer.Option(help="A .jsonl, .json or .parquet file with the fields of the task's dataset; `hub`: its own."),
     ] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Solved examples before each question.")] = None,
     api: Annotated[
@@ -86,6 +89,7 @@ def evaluate(
         bool,
         typer.Option("--plain/--no-plain", help="Ask the checkpoint with MTP off, too: does drafting change answers?"),
     ] = True,
+    run_model_code: ModelCodeOption = False,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
     any_vllm: AnyVLLMOption = False,
     folder: Annotated[
@@ -140,7 +144,7 @@ def evaluate(
     }
     rules = _rules(opened, recipe)
     protocol = _protocol(rules.evaluation, {key: value for key, value in changed.items() if value is not None})
-    asked = lm_eval_task.questions(protocol)
+    asked = lm_eval_task.questions(protocol, runs_code=run_model_code)
     gsm8k.refuse_model(opened, protocol, extra)
     if original := original_of(opened, source, cure=_CURE):
         gsm8k.refuse_model(original, protocol, extra)
@@ -224,15 +228,22 @@ def _rules(checkpoint: "Source", recipe: str | None) -> _Rules:
 
 
 def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
-    """The recipe's with what the command line changes; a revision belongs to the dataset it was given with."""
+    """The recipe's with what the command line changes; a task that is asked otherwise brings its own protocol.
+
+    A revision belongs to the dataset it was given with.
+    """
     from pydantic import ValidationError
 
     from ..recipes.protocol import Evaluation
 
-    fields = recipe.model_dump() | dict(changed)
+    fields = recipe.model_dump()
+    other = TASKS.get(changed.get("task", recipe.task))
+    if other is not None and other.protocol != TASKS[recipe.task].protocol:
+        fields = {name: fields[name] for name in _OF_ANY_TASK}
+    fields |= dict(changed)
     if {"dataset", "task"} & changed.keys():
         fields["dataset_revision"] = None
-    if fields["dataset"] == _HUB:
+    if fields.get("dataset") == _HUB:
         fields["dataset"] = None
     try:
         return Evaluation.model_validate(fields)

@@ -73,6 +73,12 @@ CalibrationOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
 TimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds a server may take to be healthy.")]
+ModelCodeOption = Annotated[
+    bool,
+    typer.Option(
+        "--run-model-code", help="Tasks such as humaneval may run what the model writes, in closed processes."
+    ),
+]
 AnyVLLMOption = Annotated[
     bool,
     typer.Option(

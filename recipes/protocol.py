@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from .errors import RecipeError
-from .tasks import TASKS, TaskName, TaskRow
+from .tasks import TASKS, TaskName
 
 Api = Literal["completions", "chat"]
 DatasetName = Annotated[str, Field(min_length=1)]
@@ -78,8 +78,7 @@ class Evaluation(_Frozen):
         if not isinstance(given, Mapping):
             return given
         task = given.get("task", "gsm8k")
-        rows: Mapping[str, TaskRow] = TASKS
-        return {**rows[task].protocol, **given} if isinstance(task, str) and task in rows else dict(given)
+        return {**TASKS[task].protocol, **given} if isinstance(task, str) and task in TASKS else dict(given)
 
     @model_serializer(mode="wrap")
     def _without_sampling(self, handler: SerializerFunctionWrapHandler):

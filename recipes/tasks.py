@@ -78,7 +78,7 @@ _AIME: dict[str, Any] = {
     "protocol": _SAMPLED | {"repeats": 8},
 }
 
-TASKS: Mapping[TaskName, TaskRow] = {
+TASKS: Mapping[str, TaskRow] = {
     "gsm8k": TaskRow(file="gsm8k/gsm8k", hub="openai/gsm8k", **_GSM8K),
     "gsm8k_platinum": TaskRow(file="gsm8k_platinum/gsm8k-platinum", hub="madrylab/gsm8k-platinum", **_GSM8K),
     "mmlu_pro": TaskRow(

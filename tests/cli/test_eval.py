@@ -127,8 +127,9 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, mon
     """The server that would have been asked gets the recipe's protocol, with the words given here."""
     seen = []
 
-    def noted(protocol: Evaluation):
+    def noted(protocol: Evaluation, *, runs_code: bool):
         seen.append(protocol)
+        assert runs_code == (protocol.task == "humaneval")
         raise KeepMTPError("", "here", got="far enough", cure="Stop")
 
     monkeypatch.setattr("keepmtp.validate.evaluation.lm_eval_task.questions", noted)
@@ -137,9 +138,11 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, mon
     refusal(checkpoint)
     refusal(checkpoint, "--limit", 50, "-k", 1, "--concurrency", 4, "--seed", 7, "--max-tokens", 64, "--shots", 2)
     refusal(checkpoint, "--dataset", "hub", "--task", "gsm8k_platinum", "--api", "chat")
+    refusal(checkpoint, "--task", "humaneval", "--run-model-code")
     changed = {"limit": 50, "k": 1, "concurrency": 4, "seed": 7, "max_tokens": 64, "shots": 2}
     assert seen[:2] == [own, own.model_copy(update=changed)]
     assert seen[2] == own.model_copy(update={"dataset": None, "task": "gsm8k_platinum", "api": "chat"})
+    assert seen[3] == Evaluation(task="humaneval", k=2), "another task is asked as that task is"
 
 
 def shown(told: object) -> str:

@@ -36,15 +36,12 @@ class TaskRows:
         mark: what of a row its prompt alone contains.
         right: the text that answers a row, given its prompt.
         wrong: one that does not.
-        shots: solved examples in each prompt.
-        partly: the score of a half answer, where there is one.
     """
 
     rows: Sequence[Mapping[str, Any]]
     mark: Callable[[Mapping[str, Any]], str]
     right: Callable[[Mapping[str, Any], str], str]
     wrong: str
-    shots: int = 0
 
 
 def _mmlu_pro() -> list[dict[str, Any]]:
@@ -93,14 +90,12 @@ TASK_ROWS: Mapping[str, TaskRows] = {
         mark=lambda row: row["question"],
         right=lambda row, _: f"It is so.\n{row['answer']}",
         wrong="#### 99",
-        shots=2,
     ),
     "mmlu_pro": TaskRows(
         rows=_mmlu_pro(),
         mark=lambda row: row["question"],
         right=lambda row, _: f"So the answer is ({row['answer']}).",
         wrong="Nobody knows.",
-        shots=1,
     ),
     "ifeval": TaskRows(
         rows=[
