@@ -30,7 +30,7 @@ _WHOLE_ANSWER = re.compile(_ANSWER.pattern + r"\.?\Z")  # lm-eval compares all t
 _UNREADABLE = (DatasetsError, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
 
 Row = Mapping[str, Any]
-Rule = Callable[[object], str]
+Must = Callable[[object], str]
 """What a value must be, if it is not; else ""."""
 
 
@@ -158,7 +158,7 @@ def _text(path: Path, cure: str) -> str:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def _row(row: object, where: str, form: Mapping[str, Rule]) -> Row:
+def _row(row: object, where: str, form: Mapping[str, Must]) -> Row:
     """The row's fields that the task reads, each as it must be."""
     cure = "Mend the row, or name another dataset"
     if not isinstance(row, Mapping):
@@ -217,7 +217,7 @@ def _is_letter(value: object) -> str:
 
 _NUMBER_LAST = 'end with "#### " and a number'
 _CHOICES = ("Correct Answer", *(f"Incorrect Answer {number}" for number in (1, 2, 3)))
-_FORMS: Mapping[str, dict[str, Rule]] = {
+_FORMS: Mapping[str, dict[str, Must]] = {
     "gsm8k": {"question": _is_text, "answer": _has_a_number},
     "gsm8k_platinum": {"question": _is_text, "answer": _has_a_number},
     "mmlu_pro": {
