@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from ...checkpoints.fact import Count, Fact, NumDrafts
 from ...checkpoints.json_file import read_bytes_of
+from ...checkpoints.kept_lines import append_lines, has_whole_lines
 from ...recipes.errors import CheckpointError, first_fault
 from ..serving.served import AsServed, Role
 from .benched import Repetition, RequestForm
@@ -91,16 +92,8 @@ class Lines:
         Raises:
             CheckpointError: the disk does not take it. What it took before stays.
         """
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                if not file.tell():
-                    file.write(_text(self.header))
-                file.write(_text(line))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            got, cure = error.strerror or repr(error), "Make room: the same command measures what is missing"
-            raise CheckpointError(self.path, "must be writable", got=got, cure=cure) from error
+        cure = "Make room: the same command measures what is missing"
+        append_lines(self.path, _text(self.header), _text(line), cure=cure)
         self.measured[line.place] = line
 
 
@@ -113,7 +106,7 @@ def open_lines(path: Path, header: BenchHeader) -> tuple[Lines, Path | None]:
         CheckpointError: a file that cannot be read.
     """
     aside = None
-    if _is_begun(path):
+    if has_whole_lines(path):
         found = read_lines(path)
         if found.header == header:
             return found, None
@@ -144,18 +137,6 @@ def read_lines(path: Path) -> Lines:
             raise CheckpointError(f"{path}:{number}", "must measure each repetition once", got=got, cure=_CURE)
         found.measured[measured.place] = measured
     return found
-
-
-def _is_begun(path: Path) -> bool:
-    """Whether there is a whole line; a part of one at the end is cut off."""
-    try:
-        whole = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    end = whole.rfind(b"\n") + 1
-    if end != len(whole):
-        os.truncate(path, end)
-    return end > 0
 
 
 def _read(kind: type[_Line], line: str, where: str) -> _Line:

@@ -27,6 +27,7 @@ from pydantic import Field, ValidationError
 from ...checkpoints.fact import Count, Fact, Share
 from ...checkpoints.files import write_whole
 from ...checkpoints.json_file import read_bytes_of
+from ...checkpoints.kept_lines import append_lines, has_whole_lines
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation
 from ..serving.served import AsServed, Drafts, total
@@ -126,16 +127,8 @@ class Samples:
         Raises:
             CheckpointError: the disk does not take it. What it took before stays.
         """
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                if not file.tell():
-                    file.write(_text(self.header))
-                file.write(_text(line))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            got, cure = error.strerror or repr(error), "Make room: the same command goes on with what has no answer yet"
-            raise CheckpointError(self.path, "must be writable", got=got, cure=cure) from error
+        cure = "Make room: the same command goes on with what has no answer yet"
+        append_lines(self.path, _text(self.header), _text(line), cure=cure)
         self._take(line)
 
     def finish(self, correct: Mapping[str, Sequence[float]]) -> None:
@@ -166,7 +159,7 @@ def open_samples(path: Path, header: Header) -> tuple[Samples, Path | None]:
         CheckpointError: a file that cannot be read as samples.
     """
     aside = None
-    if _is_begun(path):
+    if has_whole_lines(path):
         found = read_samples(path)
         if found.header == header:
             return found, None
@@ -222,18 +215,6 @@ def read_samples(path: Path) -> Samples:
             raise CheckpointError(where, rule, got=f"question {answer.question}", cure=_CURE)
         found._take(answer)
     return found
-
-
-def _is_begun(path: Path) -> bool:
-    """Whether there is a whole line; a part of one at the end is cut off."""
-    try:
-        whole = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    end = whole.rfind(b"\n") + 1
-    if end != len(whole):
-        os.truncate(path, end)
-    return end > 0
 
 
 def _read(kind: type[_Kind], line: str, where: str) -> _Kind:
