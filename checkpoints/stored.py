@@ -43,6 +43,7 @@ SCALE_LEAVES = (
     "weight_global_scale",
     "input_global_scale",
     "input_scale",
+    "input_scale_2",
     "weight_shape",
     "weight_zero_point",
     "weight_g_idx",
@@ -164,7 +165,7 @@ def _transposed(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
 
 def _classify(module: HFName, parts: Mapping[str, Entry]) -> StoredWeight:
     weight = weight_of(parts)
-    leaves = frozenset(parts) - {"input_scale", "input_global_scale", "weight_g_idx"}
+    leaves = frozenset(parts) - {"input_scale", "input_scale_2", "input_global_scale", "weight_g_idx"}
     shape = weight.shape
 
     def stored(form: Form, logical: tuple[int, ...], scheme: str = "", block: tuple[int, int] | None = None):

@@ -64,6 +64,7 @@ QUANTIZE_ANEW = (
     "Fp1 global scale with two",
     "M2 ",
     "R7 GPTQ with an order",
+    "R7 Quark in a scheme",
 )
 # vLLM has no such form in modelopt's dialect, and convert wants a checkpoint that vLLM reads as it is.
 NOT_IN_MODELOPT = (
@@ -80,6 +81,8 @@ THE_RELEASE = (
     "R8 a dialect",
     "R2 GPTQ in 8 bits",
     "R7 algorithm vLLM does not load",
+    "R7 AutoRound in groups",
+    "R7 Quark without",
     "R2 no quantization config",
     "F7 ",
 )

@@ -17,6 +17,13 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True
 AUTOROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True, "data_type": "int"}
 AUTOROUND |= {"packing_format": "auto_round:auto_gptq"}
 _FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0, "is_dynamic": False, "symmetric": True}
+AUTOROUND_MXFP4 = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "mx_fp"}
+_GROUP = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16}
+_ONE = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
+_NVFP4 = {
+    "weight": [_GROUP | {"is_dynamic": False}, _ONE],
+    "input_tensors": [_GROUP | {"is_dynamic": True}, _ONE],
+}
 QUARK = {
     "quant_method": "quark",
     "export": {"kv_cache_group": [], "pack_method": "reorder"},
@@ -61,6 +68,25 @@ def quark(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoi
     checkpoint = ours(model, "FP8_DYNAMIC", mtp)
     checkpoint.retype(r".*\.weight_scale", shape=lambda rows, _: (rows,))
     checkpoint.config["quantization_config"] = QUARK | entries
+    checkpoint.config.get("text_config", {}).pop("quantization_config", None)
+    return checkpoint
+
+
+def quark_nvfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
+    """NVFP4 as Quark writes it: modelopt's shapes, and `input_scale_2`."""
+    checkpoint = ours(model, "NVFP4", mtp)
+    checkpoint.rename(r"(.*)\.weight_packed", r"\1.weight")
+    checkpoint.rename(r"(.*)\.weight_global_scale", r"\1.weight_scale_2")
+    checkpoint.rename(r"(.*)\.input_global_scale", r"\1.input_scale_2")
+    checkpoint.config["quantization_config"] = QUARK | {"global_quant_config": _NVFP4} | entries
+    checkpoint.config.get("text_config", {}).pop("quantization_config", None)
+    return checkpoint
+
+
+def autoround_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
+    """MXFP4 as AutoRound writes it: compressed-tensors' names and bytes."""
+    checkpoint = ours(model, "MXFP4", mtp)
+    checkpoint.config["quantization_config"] = AUTOROUND_MXFP4 | entries
     checkpoint.config.get("text_config", {}).pop("quantization_config", None)
     return checkpoint
 

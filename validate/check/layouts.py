@@ -107,7 +107,7 @@ def _transposed_problem(built: VLLMModule, parts: Mapping[str, Entry]) -> Proble
 
 
 def _scalar_problem(parts: Mapping[str, Entry]) -> Problem | None:
-    for leaf in ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale"):
+    for leaf in ("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale", "input_scale_2"):
         entry = parts.get(leaf)
         if entry is not None and entry.shape not in _SCALAR:
             return leaf, f"{leaf} has shape {list(entry.shape)} where one number is built: vLLM raises", _AGAIN

@@ -71,6 +71,12 @@ def resolution_cure(error: str) -> str:
         return "Quantize it again with desc_act=False, or with static groups"
     if error.startswith(("ValueError: Cannot find any of", "ValueError: The export key")):
         return "Complete quantization_config as its tool writes it"
+    if "quark" in error.lower() or "FusedMoe" in error or "Multi-entry" in error:
+        return "Quantize it again in a scheme that vLLM has for Quark: FP8, INT8, MXFP4, MXFP8 or NVFP4"
+    if "INC" in error:
+        return "Quantize it again: vLLM reads AutoRound's integers, MXFP4, MXFP8, and FP8 in blocks without experts"
+    if "layer_type_quant_config" in error:
+        return 'Add "layer_type_quant_config": {} to quantization_config, as Quark writes it'
     if "nsupported" in error:
         return "Quantize it again: vLLM has no kernel for these bits"
     if "input_activations" in error:

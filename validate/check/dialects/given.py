@@ -139,6 +139,14 @@ class AutoRoundGiven(_Given):
     data_type: str | None = None
     packing_format: str | None = None
     backend: str | None = None
+    vllm_backend: str | None = None
+    act_bits: Any = None
+    act_group_size: Any = None
+    act_data_type: Any = None
+    act_sym: Any = None
+    act_dynamic: Any = None
+    activation_scheme: Any = None
+    fmt: Any = None
     block_name_to_quantize: str | tuple[str, ...] | None = None
     to_quant_block_names: str | tuple[str, ...] | None = None
     extra_config: Mapping[str, AutoRoundException] | None = None
@@ -151,7 +159,10 @@ class QuarkTensor(_Given):
     qscheme: str | None = None
     group_size: int | None = None
     is_dynamic: bool | None = None
+    symmetric: bool | None = None
+    ch_axis: int | None = None
     scale_format: str | None = None
+    scale_type: str | None = None
     block_size: tuple[_Size, ...] | None = None
 
 
@@ -163,14 +174,24 @@ class QuarkLayer(_Given):
 
     weight: _QuarkTensors = None
     input_tensors: _QuarkTensors = None
+    output_tensors: Any = None
+    bias: Any = None
+
+
+class QuarkExport(_Given):
+    """How quark wrote the weights; `kv_cache_group` names the layers whose outputs are the cache."""
+
+    kv_cache_group: tuple[str, ...] | None = None
+    pack_method: str | None = None
 
 
 class QuarkGiven(_Given):
     """`quant_method: quark`; vLLM wants `export`."""
 
-    export: Mapping[str, Any] | None = None
+    export: QuarkExport | None = None
     exclude: tuple[str, ...] | None = None
     global_quant_config: QuarkLayer | None = None
+    layer_type_quant_config: Mapping[str, Any] | None = None
     layer_quant_config: Mapping[str, QuarkLayer] | None = None
 
 

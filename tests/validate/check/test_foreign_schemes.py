@@ -1,0 +1,233 @@
+"""Which scheme a config of Quark or AutoRound means: against vLLM's own functions, over random configs of every kind.
+
+One subprocess in vLLM's environment answers all questions.
+"""
+
+import json
+import os
+import random
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_files import write
+from foreign_form import AUTOROUND, quark_nvfp4
+from keepmtp.recipes.family import VLLMName
+from keepmtp.recipes.renamer import Renamer
+from keepmtp.validate.check.check import check
+from keepmtp.validate.check.dialects.autoround import read_autoround
+from keepmtp.validate.check.dialects.given import QuarkLayer
+from keepmtp.validate.check.dialects.quark_schemes import scheme_of
+
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
+PEER = r"""
+import json, sys
+import torch
+from vllm.model_executor.layers.quantization.inc import INCConfig
+from vllm.model_executor.layers.quantization.inc.schemes.factory import resolve_scheme
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
+from vllm.model_executor.layers.quantization.quark.quark_moe import QuarkMoEMethod
+
+def ask(layer, pack_method, is_experts):
+    raw = {"export": {"kv_cache_group": [], "pack_method": pack_method}, "exclude": [], "layer_quant_config": {},
+           "layer_type_quant_config": {}, "global_quant_config": layer}
+    config = QuarkConfig.from_config(raw)
+    try:
+        if is_experts:
+            return QuarkMoEMethod.get_moe_method_target(config, RoutedExperts, "model.layers.0.mlp.experts")[2].__name__
+        return config._get_scheme_cls_from_config(layer)[2].__name__
+    except (NotImplementedError, RuntimeError, ValueError, AttributeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+def ask_inc(raw, is_experts):
+    layer = torch.nn.Module()
+    try:
+        config = INCConfig.from_config(raw)
+        scheme = resolve_scheme(config.config_parser.resolve(layer, "model.layers.0.mlp.down_proj"))
+        name = type(scheme).__name__
+        if is_experts and name == "INCFp8Scheme":
+            scheme.get_moe_method(config, layer, "", None)
+        return name
+    except (AssertionError, NotImplementedError, ValueError, TypeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+
+quark, inc = json.load(sys.stdin)
+print("ANSWERS" + json.dumps([[ask(*question) for question in quark], [ask_inc(*question) for question in inc]]))
+"""
+CLASSES = {
+    "QuarkNVFP4": "nvfp4",
+    "QuarkNvfp4MoEMethod": "nvfp4",
+    "QuarkW8A8Fp8": "fp8",
+    "QuarkW8A8Fp8MoEMethod": "fp8",
+    "QuarkW8A8Fp8PerBlock": "fp8_block",
+    "QuarkW8A8Int8": "int8",
+    "QuarkW8A8Int8MoEMethod": "int8",
+    "QuarkW4A16Int4": "int4",
+    "QuarkW4A16Int4MoEMethod": "int4",
+    "QuarkW4A8_MXFP4_FP8": "mxfp4_fp8",
+    "QuarkOCP_MX": "mx",
+    "QuarkOCP_MX_MoEMethod": "mx",
+    "QuarkW4A8Fp8MoEMethod": "int4_fp8",
+}
+FP8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False, "symmetric": True}
+FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "is_dynamic": False}
+MX = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0", "is_dynamic": False}
+BLOCK = {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128], "is_dynamic": False, "symmetric": True}
+GROUP = {"dtype": "fp8_e4m3", "qscheme": "per_group", "group_size": 128, "is_dynamic": True, "symmetric": True}
+INT4 = {"dtype": "int4", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True, "is_dynamic": False}
+ROW = {"dtype": "int8", "qscheme": "per_channel", "is_dynamic": True, "symmetric": True}
+KNOWN: tuple[tuple[Any, Any], ...] = (
+    (FP8, FP8),
+    (FP8 | {"qscheme": "per_channel"}, FP8 | {"qscheme": "per_channel", "is_dynamic": True}),
+    (BLOCK, GROUP),
+    (MX, MX | {"is_dynamic": True}),
+    (MX, None),
+    (MX, FP8),
+    (MX | {"dtype": "fp8_e4m3"}, MX | {"dtype": "fp8_e4m3", "is_dynamic": True}),
+    ([FP4, FP8], [FP4 | {"is_dynamic": True}, FP8]),
+    ([FP8, INT4], FP8),
+    (ROW | {"is_dynamic": False}, ROW),
+    (INT4 | {"group_size": 128, "qscheme": "per_group"}, None),
+)
+CHANGES: dict[str, tuple[Any, ...]] = {
+    "dtype": ("fp8_e4m3", "int8", "int4", "uint4", "fp4", "fp6_e3m2", "int3"),
+    "qscheme": ("per_tensor", "per_channel", "per_group", "per_block"),
+    "is_dynamic": (True, False, None),
+    "symmetric": (True, False, None),
+    "group_size": (16, 32, 128, None),
+    "scale_format": ("e8m0", None),
+    "block_size": ([128, 128], [64, 128], [1, 32], None),
+    "scale_type": ("float8_e8m0fnu", None),
+}
+
+
+def changed(given: Any, rng: random.Random, *, in_list: bool = False) -> Any:
+    """A tensor's config with up to two keys changed, alone or in a list."""
+    if isinstance(given, list):
+        return [changed(each, rng, in_list=True) for each in given] if rng.random() < 0.9 else given[:1]
+    if given is None:
+        return rng.choice([None, None, FP8])
+    given = dict(given)
+    for key in rng.sample(sorted(CHANGES), rng.choice([0, 0, 1, 2])):
+        value = rng.choice(CHANGES[key])
+        given.pop(key, None) if value is None else given.update({key: value})
+    return [given] if rng.random() < 0.1 and not in_list else given
+
+
+def some_layers(rng: random.Random) -> list[dict[str, Any]]:
+    layers = [{"weight": weight, "input_tensors": inputs} for weight, inputs in KNOWN]
+    for _ in range(1500):
+        weight, inputs = rng.choice(KNOWN)
+        layers.append({"weight": changed(weight, rng), "input_tensors": changed(inputs, rng)})
+    return [*layers, {"weight": FP8, "input_tensors": FP8, "output_tensors": FP8}, {"weight": None}]
+
+
+MXFP4 = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "mx_fp"}
+AUTOROUNDS: tuple[dict[str, Any], ...] = (
+    AUTOROUND,
+    AUTOROUND | {"packing_format": "auto_round:auto_awq", "sym": False},
+    MXFP4,
+    MXFP4 | {"bits": 8},
+    {"quant_method": "auto-round", "bits": 8, "group_size": [128, 128], "sym": True, "data_type": "fp8"},
+)
+INC_CHANGES: dict[str, tuple[Any, ...]] = {
+    "bits": (2, 4, 8, 16),
+    "group_size": (32, 128, -1, [128, 128], [1, 2, 3]),
+    "sym": (True, False),
+    "data_type": ("int", "fp", "fp8", "mx_fp", "mx_fp4e2m1", "nv_fp"),
+    "packing_format": (
+        "auto_round:auto_gptq",
+        "auto_round:auto_awq",
+        "auto_round:fp8",
+        "auto_round:llm_compressor",
+        "x",
+    ),
+    "backend": ("auto", "gptq:marlin", "awq", "exllama"),
+    "act_bits": (8, 16),
+    "act_dynamic": (True, False),
+    "fmt": ("e4m3", "e5m2"),
+}
+INC_FORMS = {
+    "INCFp8Scheme": ("fp8_block",),
+    "INCMxfp4Scheme": ("mxfp4",),
+    "INCMxfp8Scheme": ("mxfp8",),
+    "INCWna16Scheme": ("gptq", "awq", "unknown"),
+}
+
+
+def some_autorounds(rng: random.Random) -> list[dict[str, Any]]:
+    configs = [*AUTOROUNDS]
+    for _ in range(600):
+        changed_keys = rng.sample(sorted(INC_CHANGES), rng.choice([0, 1, 2]))
+        configs.append(rng.choice(AUTOROUNDS) | {key: rng.choice(INC_CHANGES[key]) for key in changed_keys})
+    return configs
+
+
+@pytest.fixture(scope="module")
+def asked() -> Any:
+    """All questions, and vLLM's answers: to Quark's, and to AutoRound's."""
+    if not VLLM_PYTHON.is_file():
+        pytest.skip("no vLLM environment: make .venv-vllm, or set VLLM_PYTHON")
+    rng = random.Random(0)
+    quark = [
+        (layer, rng.choice(["reorder", "order", "none"]), is_experts)
+        for layer in some_layers(rng)
+        for is_experts in (False, True)
+    ]
+    inc = [(raw, is_experts) for raw in some_autorounds(rng) for is_experts in (False, True)]
+    done = subprocess.run(
+        [VLLM_PYTHON, "-c", PEER],
+        input=json.dumps([quark, inc]),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
+    )
+    assert "ANSWERS" in done.stdout, done.stderr[-3000:]
+    answers = json.loads(done.stdout.rpartition("ANSWERS")[2])
+    return {
+        name: list(zip(*each, strict=True))
+        for name, each in zip(("quark", "inc"), zip((quark, inc), answers, strict=True), strict=True)
+    }
+
+
+@pytest.mark.vllm
+def test_a_layer_of_quark_has_the_scheme_that_vllm_says(asked):
+    seen = Counter[str]()
+    for question, theirs in asked["quark"]:
+        layer, pack_method, is_experts = question
+        ours = scheme_of(QuarkLayer.model_validate(layer), pack_method, is_experts=is_experts)
+        if theirs in CLASSES:
+            name = "fp8" if is_experts and ours.name == "fp8_block" else ours.name
+            assert name == CLASSES[theirs], (question, theirs, ours)
+        else:
+            assert ours.error.partition(":")[0] == theirs.partition(":")[0], (question, theirs, ours)
+        seen[theirs.partition(":")[0]] += 1
+    assert set(CLASSES) < seen.keys() and seen["NotImplementedError"] > 100, seen
+
+
+@pytest.mark.vllm
+def test_a_config_of_autoround_has_the_scheme_that_vllm_says(asked):
+    seen = Counter[str]()
+    for (raw, is_experts), theirs in asked["inc"]:
+        dialect = read_autoround(raw, Renamer())
+        kind = "experts" if is_experts else "linear"
+        ours = dialect.resolve(VLLMName("model.layers.0.mlp.down_proj"), shards=(), kind=kind)
+        if theirs in INC_FORMS:
+            assert not ours.error and ours.built.form in INC_FORMS[theirs], (raw, kind, theirs, ours)
+        elif theirs.startswith("NotImplementedError: No INC scheme"):
+            assert ours.built.form == "unknown" or ours.built.form == "plain", (raw, kind, theirs, ours)
+        else:
+            assert ours.error.partition(":")[0] == theirs.partition(":")[0], (raw, kind, theirs, ours)
+        seen[theirs.partition(":")[0]] += 1
+    assert set(INC_FORMS) < seen.keys() and seen["AssertionError"] > 50, seen
+
+
+def test_an_entry_for_one_projection_makes_all_experts_plain(tmp_path):
+    """sglang #38870 has packed MTP experts beside a plain rest: one name below the experts is enough for vLLM."""
+    checkpoint = quark_nvfp4(mtp="NVFP4", exclude=["model.layers.3.mlp.experts.0.gate_proj"])
+    (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
+    assert finding.where == "model.layers.3.mlp.experts.0.down_proj.weight"
+    assert "Narrow the entry 'model.layers.3.mlp.experts.0.gate_proj'" in finding.cure
