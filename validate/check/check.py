@@ -19,7 +19,7 @@ from ..dryload.facts import LoadAccount
 from ..report.results import CheckData
 from . import rules_config, rules_dialect, rules_forms, rules_kv, rules_mtp, rules_rows, rules_source, rules_table
 from .dialects.choose import quantization_of
-from .dialects.methods import unloadable
+from .dialects.methods import Unloadable, unloadable
 from .dialects.patterns import time_limit
 from .findings import CheckpointFacts, Finding, Objection, errors_first, grouped, objection
 from .runtime_view import RuntimeView
@@ -111,8 +111,7 @@ def examine_source(opened: Source, *, source: Source | None = None) -> Checked:
     """`examine` for a checkpoint whose headers are already read."""
     if refused := unloadable(opened.config, quantization_of(opened.config)):
         # Without a source nothing is loaded: every further finding would follow from this one.
-        finding = objection(severity="error", rule="method", **refused._asdict()).finding
-        return Checked(CheckData(path=opened.where, facts=CheckpointFacts(), findings=(finding,)), None, None)
+        return Checked(_unloadable(opened, refused), None, None)
     try:
         view = find_view(opened.config, opened.where)
         for number in (view.num_layers, view.num_mtp_layers):
@@ -142,6 +141,19 @@ def examine_source(opened: Source, *, source: Source | None = None) -> Checked:
         found += [objection for rule in SOURCE_RULES for objection in rule(runtime, original)]
     data = CheckData(path=opened.where, facts=_facts(runtime), findings=errors_first(grouped(found)))
     return Checked(data, opened, runtime)
+
+
+def _unloadable(opened: Source, refused: Unloadable) -> CheckData:
+    """A method that vLLM does not have: one finding, with what there is of an MTP block."""
+    facts = facts_without_family(StoredView(source=opened))
+    block = (
+        f"{facts.num_mtp_tensors:,} tensors are named as those of an MTP block"
+        if facts.num_mtp_tensors
+        else ("No tensor is named as one of an MTP block")
+    )
+    says = f"{refused.says}. {block}"
+    finding = objection(severity="error", rule="method", where=refused.where, says=says, cure=refused.cure).finding
+    return CheckData(path=opened.where, facts=facts, findings=(finding,))
 
 
 def _without_family(opened: Source, refusal: RecipeError) -> Checked:

@@ -95,6 +95,8 @@ def ignore_cure(runtime: RuntimeView, module: Module) -> str:
     if isinstance(runtime.dialect, Fp8):
         return f"Add {module.name} to ignored_layers: whole names only, no patterns"
     pattern = stem if module.part == "mtp" and stem else module.name
+    if isinstance(runtime.dialect, Gptq) and module.kind == "experts" and runtime.dialect.is_blind_to_experts:
+        return f"Quantize again in groups of 128: in groups of {runtime.dialect.group_size} no entry excepts experts"
     if isinstance(runtime.dialect, Gptq):
         return f"Add '-:^{re.escape(pattern)}' to dynamic: vLLM's name, not the one on disk"
     if isinstance(runtime.dialect, Awq):

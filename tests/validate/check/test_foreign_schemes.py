@@ -13,23 +13,26 @@ from typing import Any
 
 import pytest
 from checkpoint_files import write
-from foreign_form import AUTOROUND, quark_nvfp4
+from foreign_form import AUTOROUND, GPTQ, gptq, quark_nvfp4
 from keepmtp.recipes.family import VLLMName
 from keepmtp.recipes.renamer import Renamer
 from keepmtp.validate.check.check import check
 from keepmtp.validate.check.dialects.autoround import read_autoround
 from keepmtp.validate.check.dialects.given import QuarkLayer
+from keepmtp.validate.check.dialects.gptq import read_gptq
 from keepmtp.validate.check.dialects.quark_schemes import scheme_of
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
 PEER = r"""
 import json, sys
+from types import SimpleNamespace
 import torch
 from vllm.model_executor.layers.quantization.inc import INCConfig
 from vllm.model_executor.layers.quantization.inc.schemes.factory import resolve_scheme
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 from vllm.model_executor.layers.quantization.quark.quark_moe import QuarkMoEMethod
+from vllm.model_executor.layers.quantization.utils.marlin_utils import check_moe_marlin_supports_config
 
 def ask(layer, pack_method, is_experts):
     raw = {"export": {"kv_cache_group": [], "pack_method": pack_method}, "exclude": [], "layer_quant_config": {},
@@ -54,8 +57,13 @@ def ask_inc(raw, is_experts):
     except (AssertionError, NotImplementedError, ValueError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
 
-quark, inc = json.load(sys.stdin)
-print("ANSWERS" + json.dumps([[ask(*question) for question in quark], [ask_inc(*question) for question in inc]]))
+def has_marlin(group_size):
+    sizes = SimpleNamespace(hidden_dim=4096, intermediate_size_per_partition_unpadded=4096)
+    return check_moe_marlin_supports_config(sizes, group_size, allow_tile_padding=True)
+
+quark, inc, groups = json.load(sys.stdin)
+answers = [[ask(*each) for each in quark], [ask_inc(*each) for each in inc], [has_marlin(each) for each in groups]]
+print("ANSWERS" + json.dumps(answers))
 """
 CLASSES = {
     "QuarkNVFP4": "nvfp4",
@@ -150,6 +158,7 @@ INC_CHANGES: dict[str, tuple[Any, ...]] = {
     "act_dynamic": (True, False),
     "fmt": ("e4m3", "e5m2"),
 }
+GROUPS = (-1, 8, 16, 32, 64, 128, 256, 512, 1024)
 INC_FORMS = {
     "INCFp8Scheme": ("fp8_block",),
     "INCMxfp4Scheme": ("mxfp4",),
@@ -180,16 +189,16 @@ def asked() -> Any:
     inc = [(raw, is_experts) for raw in some_autorounds(rng) for is_experts in (False, True)]
     done = subprocess.run(
         [VLLM_PYTHON, "-c", PEER],
-        input=json.dumps([quark, inc]),
+        input=json.dumps([quark, inc, GROUPS]),
         capture_output=True,
         text=True,
         env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
     )
     assert "ANSWERS" in done.stdout, done.stderr[-3000:]
     answers = json.loads(done.stdout.rpartition("ANSWERS")[2])
+    questions = {"quark": quark, "inc": inc, "groups": GROUPS}
     return {
-        name: list(zip(*each, strict=True))
-        for name, each in zip(("quark", "inc"), zip((quark, inc), answers, strict=True), strict=True)
+        name: [*zip(asked, given, strict=True)] for (name, asked), given in zip(questions.items(), answers, strict=True)
     }
 
 
@@ -231,3 +240,23 @@ def test_an_entry_for_one_projection_makes_all_experts_plain(tmp_path):
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
     assert finding.where == "model.layers.3.mlp.experts.0.down_proj.weight"
     assert "Narrow the entry 'model.layers.3.mlp.experts.0.gate_proj'" in finding.cure
+
+
+@pytest.mark.vllm
+def test_experts_of_gptq_in_other_groups_are_excepted_by_nothing(asked):
+    """Where Marlin has no kernel, vLLM's MoeWNA16 builds the experts packed whatever `dynamic` says (vllm #39475)."""
+    experts = VLLMName("model.layers.3.mlp.experts")
+    for group_size, has_marlin in asked["groups"]:
+        raw = GPTQ | {"group_size": group_size, "dynamic": {"-:.*": {}}}
+        built = read_gptq(raw, Renamer(), ()).resolve(experts, shards=(), kind="experts").built
+        assert (built.form == "plain") == has_marlin, group_size
+
+
+def test_plain_experts_beside_such_groups_have_another_cure(tmp_path):
+    checkpoint = gptq(dynamic={r"-:^model\.layers\.3\.": {}})
+    checkpoint.quantization["group_size"] = 256
+    found = check(write(tmp_path / "checkpoint", checkpoint)).findings
+    of_block = [each for each in found if each.where.startswith("model.layers.3.mlp.experts.")]
+    assert [each.cure for each in of_block] == [
+        "Quantize again in groups of 128: in groups of 256 no entry excepts experts"
+    ]

@@ -9,6 +9,7 @@ from checkpoint_files import quantization, write
 from good import released
 from keepmtp.validate.check.check import check, examine
 from keepmtp.validate.check.dialects import methods
+from without_mtp import llama
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"))
 LIST = "lib/python3*/site-packages/vllm/model_executor/layers/quantization/__init__.py"
@@ -62,6 +63,19 @@ def test_a_method_that_vllm_does_not_have_is_one_finding(said, leaves, where, sa
     (finding,) = found.data.findings
     assert (finding.rule, finding.severity, found.source) == ("method", "error", None)
     assert finding.where.endswith(where) and says in finding.says and finding.cure
+    # GLM-4.7's names: the layer after the last is its MTP block.
+    block = sum(name.startswith("model.layers.3.") for name in checkpoint.tensors)
+    assert f"{block} tensors are named as those of an MTP block" in finding.says
+    assert (found.data.facts.num_mtp_tensors, found.data.facts.num_tensors) == (block, len(checkpoint.tensors))
+
+
+def test_bitsandbytes_names_its_plugin_and_says_that_the_block_is_gone(tmp_path):
+    checkpoint = llama()
+    packed("weight", "weight.absmax")(checkpoint)
+    quantization(quant_method="bitsandbytes", load_in_4bit=True)(checkpoint)
+    (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
+    assert "vllm-bnb-plugin (vllm #43529). No tensor is named as one of an MTP block" in finding.says
+    assert "vllm-bnb-plugin" in finding.cure
 
 
 def test_it_counts_before_the_family(tmp_path):

@@ -68,7 +68,7 @@ def test_a_block_that_nobody_can_judge_is_an_error(tmp_path):
 
 def test_a_scheme_that_is_not_known_is_said(tmp_path):
     checkpoint = llama("quark")
-    said(global_quant_config={"weight": {"dtype": "fp6_e2m3"}})(checkpoint)
+    said(global_quant_config={"weight": {"dtype": "int4", "group_size": 128, "symmetric": True}})(checkpoint)
     found = {finding.rule: finding for finding in check(write(tmp_path / "checkpoint", checkpoint)).findings}
     assert "weights are not judged" in found["dialect"].says and "Judged: 0 of 42" in found["family"].says
 

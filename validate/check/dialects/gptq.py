@@ -5,9 +5,11 @@ In: quantization_config, and the names of the modules that are stored as integer
 Easy to get wrong: linear modules and routed experts are asked differently. A linear module is quantized if the name of
 a module with integers on disk is a part of its own; vLLM reads those names from the headers. Routed experts are
 quantized unless `dynamic` has a `-:` expression for them. `+:` expressions change bits and groups, and except nothing.
+In groups that Marlin does not have, experts go to MoeWNA16, which never looks at `dynamic`.
 
-Source: vLLM 0.32.0 quantization/auto_gptq.py, quantization/utils/gptq_utils.py, models/qwen3_5_mtp.py; compared with
-the real functions by tests/validate/check/test_dialects.py.
+Source: vLLM 0.32.0 quantization/auto_gptq.py, moe_wna16.py, quantization/utils/{gptq_utils,marlin_utils}.py,
+models/qwen3_5_mtp.py; compared with the real functions by tests/validate/check/test_dialects.py and
+test_foreign_schemes.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +24,8 @@ from .matching import Substrings, shards_agree
 from .patterns import matches_start
 
 _LOADED = ((4, True), (8, True))
+# The groups of Marlin's kernel for routed experts (check_moe_marlin_supports_config).
+_MARLIN_GROUPS = (-1, 32, 64, 128)
 _NEEDED = ("bits", "group_size", "desc_act", "sym")
 ACT_ORDER = "ValueError: GPTQ group activation ordering (desc_act=True) is no longer supported"
 
@@ -54,7 +58,8 @@ class Gptq:
             return Resolution(built=UNKNOWN, entry="quantization_config", error=self.error)
         if kind == "head" and not self.has_quantized_head:
             return Resolution(built=PLAIN)
-        entry, override = next(((e, o) for e, o in self.dynamic if matches_start(module, e)), ("", {}))
+        dynamic = () if kind == "experts" and self.is_blind_to_experts else self.dynamic
+        entry, override = next(((e, o) for e, o in dynamic if matches_start(module, e)), ("", {}))
         if kind != "experts" and self.stored:
             is_stored, error = shards_agree(module, shards, lambda name: self.stored.within(name) is not None)
             if error or not is_stored:
@@ -67,6 +72,11 @@ class Gptq:
             return Resolution(built=UNKNOWN, entry=entry or "quantization_config", error=error)
         group = _number(override, "group_size", self.group_size)
         return Resolution(built=gptq_built(bits, group), entry=entry)
+
+    @property
+    def is_blind_to_experts(self) -> bool:
+        """Whether vLLM builds routed experts by MoeWNA16, which does not look at `dynamic`."""
+        return self.group_size not in _MARLIN_GROUPS
 
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """The names that an expression matches from the start."""

@@ -49,7 +49,9 @@ METHODS = frozenset(
 DEPRECATED = frozenset({"fbgemm_fp8", "fp_quant"})
 # Names that vLLM reads as another one.
 ALIASES = {"auto-round": "inc", "compressed_tensors": "compressed-tensors"}
+_BNB = "bitsandbytes"
 _ELSEWHERE = "Serve it with the engine that it was made for, or quantize the original release"
+_LOWER = f"{_ELSEWHERE[0].lower()}{_ELSEWHERE[1:]}"
 
 
 class Unloadable(NamedTuple):
@@ -89,11 +91,15 @@ def unloadable(config: Mapping[str, Any], found: Mapping[str, Any] | None) -> Un
     where = "config.json: quantization_config.quant_method"
     if method in DEPRECATED:
         says = f"is {method}, which vLLM 0.32 refuses as deprecated unless --allow-deprecated-quantization is set"
-        return Unloadable(where, says, f"Set that option, or {_ELSEWHERE[0].lower()}{_ELSEWHERE[1:]}")
+        return Unloadable(where, says, f"Set that option, or {_LOWER}")
     if method not in METHODS:
         says = (
             f"is {method}, which vLLM 0.32 does not have: it raises ValueError 'Unknown quantization method: {method}'"
         )
+        if method == _BNB:
+            says += ". With 0.28 it moved to vllm-bnb-plugin (vllm #43529)"
+            cure = f"Install vllm-bnb-plugin beside vLLM, whose rules keepmtp does not know, or {_LOWER}"
+            return Unloadable(where, says, cure)
         return Unloadable(where, says, _ELSEWHERE)
     return None
 

@@ -119,6 +119,11 @@ def read_quark(raw: Mapping[str, Any], rename: Renamer) -> Quark:
     )
 
 
+def quark_built(layer: QuarkLayer) -> VLLMModule:
+    """What a linear module registers by a layer's config; unknown where vLLM raises."""
+    return scheme_of(layer, "reorder", is_experts=False).built
+
+
 def _without_cache(name: str, layer: QuarkLayer, export: QuarkExport) -> QuarkLayer:
     """Outputs of the layers of the cache are not those of the layer: vLLM takes them out of its config."""
     group = export.kv_cache_group or ()
