@@ -43,42 +43,45 @@ def tables(found: "BenchFact") -> Iterator[RenderableType]:
 
 
 def _matrix(benched: "Benched") -> Table:
+    """For each load the rates, the fastest in bold, the recommended one with a star; below each what belongs to it."""
     ks = sorted({cell.k for cell in benched.cells})
     table = plain_table("")
     table.add_column("", no_wrap=True)
     for k in ks:
-        table.add_column(f"k={k}", justify="right")
+        table.add_column(f"k={k}", justify="right", no_wrap=True)
     for load in benched.loads:
         cells = [next(cell for cell in benched.cells if (cell.k, cell.load) == (k, load)) for k in ks]
-        best = max(cells, key=lambda cell: cell.tokens_per_second or 0)
         chosen = next(row.k for row in benched.recommended if (row.concurrency, row.context) == load)
-        table.add_row(escape(_load(load)), *(_cell(benched, cell, cell is best, cell.k == chosen) for cell in cells))
-        table.add_row("  to first token", *(_milliseconds(cell.first_token_ms) for cell in cells), style="dim")
-        table.add_row("  each further token", *(_milliseconds(cell.per_token_ms) for cell in cells), style="dim")
-        table.add_row("  accepted", *(_accepted(cell) for cell in cells), style="dim")
+        best = max((cell.tokens_per_second or 0 for cell in cells), default=0)
+        table.add_row(escape(_load(load)), *(_rate(cell, best, is_chosen=cell.k == chosen) for cell in cells))
+        for name, words in _rows(benched, cells):
+            table.add_row(f"  {name}", *words, style="dim")
         table.add_section()
     return table
 
 
-def _cell(benched: "Benched", cell: "BenchCell", is_best: bool, is_chosen: bool) -> str:
-    """`193.0 ± 2.1` and `1.82x` below it; the fastest in bold, the recommended one with a star."""
-    if cell.tokens_per_second is None or cell.fastest is None or cell.slowest is None:
+def _rate(cell: "BenchCell", best: float, *, is_chosen: bool) -> str:
+    if cell.tokens_per_second is None:
         return "[red]failed[/]"
-    rate = f"{cell.tokens_per_second:,.1f} ± {(cell.fastest - cell.slowest) / 2:,.1f}"
-    speed_up = benched.speed_up(cell)
-    words = f"{rate}\n{f'{speed_up:.2f}x' if cell.k and speed_up else ''}{' *' if is_chosen else ''}".rstrip()
-    return f"[bold]{words}[/]" if is_best else words
+    words = f"{cell.tokens_per_second:,.1f}"
+    return f"{f'[bold]{words}[/]' if cell.tokens_per_second == best else words}{' *' if is_chosen else '  '}"
 
 
-def _milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f} ms"
+def _rows(benched: "Benched", cells: "list[BenchCell]") -> "Iterator[tuple[str, list[str]]]":
+    """What belongs to a rate: its spread, the speed-up, times, and what was accepted at each position."""
 
+    def row(figures: "list[float | None]", form: str) -> list[str]:
+        return [f"{form.format(figure) if figure is not None else '-'}  " for figure in figures]
 
-def _accepted(cell: "BenchCell") -> str:
-    if cell.acceptance is None:
-        return "-"
-    by_position = " ".join(f"{100 * share:.0f}" for share in cell.acceptance_per_position)
-    return f"{by_position} %\nlength {cell.mean_accepted_length:.2f}"
+    spreads = [None if c.fastest is None or c.slowest is None else (c.fastest - c.slowest) / 2 for c in cells]
+    yield "spread", row(spreads, "± {:,.1f}")
+    yield "over k=0", row([benched.speed_up(cell) if cell.k else None for cell in cells], "{:.2f}x")
+    yield "first token", row([cell.first_token_ms for cell in cells], "{:,.1f} ms")
+    yield "each further token", row([cell.per_token_ms for cell in cells], "{:,.1f} ms")
+    yield "tokens a step", row([cell.mean_accepted_length for cell in cells], "{:.2f}")
+    for at in range(max(len(cell.acceptance_per_position) for cell in cells)):
+        shares = [cell.acceptance_per_position[at : at + 1] for cell in cells]
+        yield f"accepted at {at + 1}", row([100 * share[0] if share else None for share in shares], "{:.1f} %")
 
 
 def _recommendations(benched: "Benched") -> Iterator[str]:
@@ -97,13 +100,15 @@ def _recommendations(benched: "Benched") -> Iterator[str]:
 def _notes(found: "BenchFact") -> Iterator[str]:
     yield (
         "± is half the distance from the slowest to the fastest repetition; * is recommended; bold is the fastest. "
-        "Times are medians; accepted: by position, and tokens a step."
+        "Times are medians; tokens a step of the target, with its own; accepted at each position of a draft."
     )
     form = "as messages through the chat template" if found.checkpoint.form == "chat" else "as texts"
     yield (
         f"{found.num_prompts:,} prompts of {found.prompts}, {form}, greedily; answers end by themselves or after "
         f"{found.output_tokens:,} tokens."
     )
+    if found.rounds == 1:
+        yield "Each server was started once: what changed on the machine between them shows only with --rounds 2."
     yield f"vLLM {found.environment['vllm']} on {found.environment['device']}."
 
 

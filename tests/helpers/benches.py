@@ -72,6 +72,7 @@ def bench_fact(*, with_source: bool = True, sha256: str = "0" * 64) -> BenchFact
         prompts_sha256="1" * 64,
         num_prompts=880,
         output_tokens=256,
+        rounds=1,
         seed=0,
         environment={"vllm": "0.32.0", "device": "NVIDIA H200 (140 GiB)", "words": ""},
     )

@@ -280,6 +280,8 @@ class BenchFact(Fact):
         prompts_sha256: of all prompts, in the order of the file.
         num_prompts: in the file.
         output_tokens: limit of tokens an answer; an answer that ends earlier by itself is not made longer.
+        rounds: how often each server was started; with one, what changes on the machine from one server to the next
+            is not in the spread of a cell.
         seed: of the order in which prompts are taken.
         environment: versions, device, and the words for `vllm serve`, by name.
     """
@@ -290,6 +292,7 @@ class BenchFact(Fact):
     prompts_sha256: str
     num_prompts: Annotated[int, Field(gt=0)]
     output_tokens: Annotated[int, Field(gt=0)]
+    rounds: Annotated[int, Field(gt=0)]
     seed: Count
     environment: Mapping[str, str]
 

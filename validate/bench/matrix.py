@@ -194,6 +194,7 @@ def bench(
         prompts_sha256=plan.prompts.sha256,
         num_prompts=len(plan.prompts.items),
         output_tokens=plan.output_tokens,
+        rounds=plan.rounds,
         seed=plan.seed,
         environment={
             "vllm": vllm.version,
