@@ -3,7 +3,7 @@
 In: a checkpoint folder with NAME.report. Out: a folder of what is uploaded with the checkpoint's own files:
 
     README.md                   front matter for the Hub, then `card_page.page`
-    acceptance.png, gsm8k.png   where there is something to draw
+    acceptance.png, gsm8k.png   where there is something to draw, as speed.png
     report.json, report.html    the whole evidence, with folders of this machine shortened to their last name
     .eval_results/gsm8k.yaml    the score, where it is one that belongs on the benchmark's leaderboard
 
@@ -47,7 +47,7 @@ from .card_page import CardFacts, page
 from .provenance import choices, groups_of, recipe_text
 
 EVAL_RESULTS = ".eval_results/gsm8k.yaml"
-FILES = (README, "acceptance.png", "gsm8k.png", reports.JSON_FILE, report_html.HTML_FILE, EVAL_RESULTS)
+FILES = (README, "acceptance.png", "gsm8k.png", "speed.png", reports.JSON_FILE, report_html.HTML_FILE, EVAL_RESULTS)
 """Everything that a card folder may hold."""
 _SHOWN = 160
 _OF_OTHERS = (
@@ -205,9 +205,13 @@ def _facts(
     checkpoint: Path, report: FullReport, opened: Source, record: Record, metadata: Metadata, base: BaseModel
 ) -> CardFacts:
     """What a card is made from, whose repository is not known."""
-    from ..report import plots  # matplotlib, once it is known to be there
+    from ..report import plots, speed_plots  # matplotlib, once it is known to be there
 
-    drawings = {"acceptance.png": plots.acceptance_png(report), "gsm8k.png": plots.gsm8k_png(report)}
+    drawings = {
+        "acceptance.png": plots.acceptance_png(report),
+        "gsm8k.png": plots.gsm8k_png(report),
+        "speed.png": speed_plots.speed_png(report.bench) if report.bench else None,
+    }
     return CardFacts(
         name=checkpoint.resolve().name,
         report=report,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from ...checkpoints.record import Record
 from ...quantize.calibrate.facts import CalibrationFact
+from ..bench.benched import Benched
 from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
 from ..report.schema import FullReport
 from ..serving.served import Served
@@ -48,18 +49,19 @@ def limitations(report: FullReport, record: Record, off_leaderboard: str) -> Ite
 
 
 def _served(report: FullReport) -> Iterator[str]:
-    models: list[Served | EvaluatedFact] = list(report.serve.served if report.serve else ())
+    models: list[Served | EvaluatedFact | Benched] = list(report.serve.served if report.serve else ())
     models += report.evaluation.evaluated if report.evaluation else ()
+    models += report.bench.benched if report.bench else ()
     copies = {
         (model.role, model.as_served, model.reason.rstrip(".")): None for model in models if model.as_served != "native"
     }
     for role, as_served, reason in copies:
         why = f": {reason}" if reason else ""
         yield (
-            f"Scores and acceptance of the {role} were measured on a {as_served}{why}. What packed kernels and "
+            f"Scores, acceptance and speed of the {role} were measured on a {as_served}{why}. What packed kernels and "
             "quantized activations change is not in these numbers."
         )
-    parts = (report.serve, report.evaluation)
+    parts = (report.serve, report.evaluation, report.bench)
     for device in dict.fromkeys(part.environment.get("device", "") for part in parts if part):
         if device.startswith("CPU"):
             yield f"No GPU was used ({device}): speed-ups measured there are not those of a GPU."

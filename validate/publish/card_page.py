@@ -14,11 +14,13 @@ from pathlib import Path
 
 from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
+from ..bench.benched import BenchFact
 from ..dryload.facts import DryLoad, LoadedModel, gpu_title
 from ..report import numbers
-from ..report.best_k import best_k_of_report
-from ..report.headline import counts_speed
+from ..report.best_k import BestK, best_k_of_report
+from ..report.headline import counts_bench, counts_speed
 from ..report.schema import FullReport, GroupSize
+from ..report.speed_table import failures, ks_of, recommendation, speed_rows
 from ..serving.serve_line import docker_words, serve_words
 from ..serving.served import AsServed, Drafts
 from . import hardware
@@ -73,9 +75,14 @@ class CardFacts:
         return self._schemes({"mtp"})
 
     @property
+    def best_k(self) -> BestK:
+        """How many tokens to draft in a step, and why; 0 serves without drafting."""
+        return best_k_of_report(self.report)
+
+    @property
     def num_drafts(self) -> int:
-        """How many tokens to draft in a step; 0 serves without drafting."""
-        return best_k_of_report(self.report).k
+        """The number alone."""
+        return self.best_k.k
 
     def _schemes(self, parts: set[str]) -> tuple[str, ...]:
         used = {scheme for group in self.groups if group.part in parts for scheme in group.schemes}
@@ -129,6 +136,7 @@ def page(told: CardFacts) -> str:
         "count": count,
         "codes": codes,
         "figure": figure,
+        "rate": rate,
         "bare": bare,
     }
     report = told.report
@@ -147,6 +155,9 @@ def page(told: CardFacts) -> str:
         serve_command=serve_command(told),
         docker_command=docker_command(told),
         timed=list(_timed_rows(report)),
+        bench_rows=list(speed_rows(report.bench)) if report.bench else [],
+        bench_ks=ks_of(report.bench) if report.bench else (),
+        bench_notes=list(_bench_notes(report)),
         is_timed_well=report.serve is not None and counts_speed(report.serve),
         still_drafts=_still_drafts(report),
         limitations=list(limitations(report, told.record, told.off_leaderboard)),
@@ -154,7 +165,7 @@ def page(told: CardFacts) -> str:
 
 
 def accepted_rows(report: FullReport) -> Iterator[Accepted]:
-    """The rows of GSM8K first, then those of serve-check; the source before the checkpoint."""
+    """The rows of GSM8K first, then those of serve-check and of bench; the source before the checkpoint."""
     evaluation, serve = report.evaluation, report.serve
     for model in evaluation.evaluated if evaluation else ():
         if evaluation and model.draft_tokens:
@@ -180,6 +191,25 @@ def accepted_rows(report: FullReport) -> Iterator[Accepted]:
                     as_served=model.as_served,
                     counted=run,
                 )
+    if report.bench:
+        yield from _bench_accepted(report.bench)
+
+
+def _bench_accepted(bench: BenchFact) -> Iterator[Accepted]:
+    """Acceptance of each k under the smallest load; under others it is nearly the same."""
+    load = min(bench.checkpoint.loads)
+    for model in bench.benched:
+        for k in ks_of(bench):
+            cell = model.cell(k, load)
+            if cell and cell.drafts.draft_tokens:
+                yield Accepted(
+                    asked=f"bench, {cell.repetitions[0].requests:,} prompts of {bench.prompts}",
+                    model=model.role,
+                    k=k,
+                    concurrency=cell.concurrency,
+                    as_served=model.as_served,
+                    counted=cell.drafts,
+                )
 
 
 def _timed_rows(report: FullReport) -> Iterator[Timed]:
@@ -194,6 +224,18 @@ def _timed_rows(report: FullReport) -> Iterator[Timed]:
                     tokens_per_second=run.tokens_per_second,
                     speed_up=run.speed_up,
                 )
+
+
+def _bench_notes(report: FullReport) -> Iterator[str]:
+    """What is recommended of the checkpoint, and what speaks against its figures."""
+    if report.bench is None:
+        return
+    own = report.bench.checkpoint
+    yield from map(recommendation, own.recommended)
+    yield from own.slower
+    yield from failures(report.bench)
+    if not counts_bench(report.bench):
+        yield "Too little to promise a speed elsewhere: it was measured without a GPU, or on a copy of the weights."
 
 
 def _still_drafts(report: FullReport) -> bool:
@@ -220,6 +262,11 @@ def count(number: int) -> Md:
 def figure(value: float | None) -> Md:
     """A ratio or a perplexity."""
     return Md("-" if value is None else f"{value:.2f}" if value < 100 else f"{value:.4g}")
+
+
+def rate(value: float) -> Md:
+    """Tokens a second."""
+    return Md(f"{value:,.1f}")
 
 
 def size(num_bytes: int | None) -> Md:
@@ -279,6 +326,18 @@ def shell(words: Iterable[str]) -> Md:
     return Md(" \\\n  ".join(lines))
 
 
+def _bench_words(bench: BenchFact) -> Iterator[str]:
+    """The options that ask the same matrix again; the prompts of others are named by their file."""
+    own = bench.checkpoint
+    loads = list(own.loads)
+    yield from ("-k", ",".join(map(str, ks_of(bench))))
+    yield from ("--concurrency", ",".join(str(each) for each in sorted({concurrency for concurrency, _ in loads})))
+    if any(context for _, context in loads):
+        yield from ("--context", ",".join(str(each) for each in sorted({context for _, context in loads})))
+    if bench.prompts.endswith(".jsonl"):
+        yield from ("--prompts", bench.prompts)
+
+
 def serve_command(told: CardFacts) -> Md:
     """What a reader types to serve it."""
     return shell(serve_words(told.repository or f"ORG/{told.name}", told.num_drafts))
@@ -307,5 +366,7 @@ def _commands(told: CardFacts) -> Iterator[Md]:
         yield shell(["keepmtp", "serve-check", out, *source, "-k", str(max(1, most))])
     if report.evaluation:
         yield shell(["keepmtp", "eval", out, *source])
+    if report.bench:
+        yield shell(["keepmtp", "bench", out, *(source if report.bench.source else ()), *_bench_words(report.bench)])
     stated = ["--base-model", base.name] if base.name and not base.is_proven else []
     yield shell(["keepmtp", "card", out, *stated])

@@ -16,7 +16,7 @@ from ...recipes.protocol import Gates
 from ..bench.benched import BenchCell, Benched, BenchFact, words_of
 from .plots import by_position
 from .speed_table import ks_of
-from .svg import Drawing, Inks, legend
+from .svg import Drawing, Inks, legend, png
 
 _MARKERS = "osD^vPX*"
 _STYLES = ("-", "--", ":", "-.")
@@ -82,6 +82,14 @@ def bench_acceptance(bench: BenchFact, gates: Gates) -> tuple[int, Drawing] | No
     k = max(drafting)
     found = [(model, cell) for model in bench.benched if (cell := model.cell(k, load)) is not None]
     return k, by_position([(model, cell.acceptance_per_position) for model, cell in found], k, gates.min_acceptance)
+
+
+def speed_png(bench: BenchFact) -> bytes | None:
+    """The card's picture: speed over k, and source against checkpoint; None where nothing can be drawn."""
+    load = words_of(min(bench.checkpoint.loads))
+    drawn = (("Speed over k", speed_over_k(bench)), (f"Source and checkpoint, {load}", speed_of_both(bench)))
+    charts = [(title, drawing) for title, drawing in drawn if drawing is not None]
+    return png(*charts) if charts else None
 
 
 def _cells(model: Benched, load: tuple[int, int]) -> list[BenchCell]:
