@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from keepmtp.checkpoints.identity import file_sha256
 from keepmtp.validate.closeness.compared import FILE, ComparedFile, ComparedHeader, ComparedSitting, ComparedWindow
@@ -99,6 +100,18 @@ def fact_of(found: ComparedFile, *, is_copy: bool = False) -> ClosenessFact:
         environment={"vllm": "0.32.0", "device": "NVIDIA H200 (140 GiB)", "words": ""},
         **found.figures(),
     )
+
+
+def hostile_closeness(word: str) -> ClosenessFact:
+    """Every string that a stranger's text or checkpoint may choose is `word`."""
+    with TemporaryDirectory() as folder:
+        fact = closeness(Path(folder))
+    names = ("context", "token", "source", "checkpoint")
+    worst = tuple(each.model_copy(update=dict.fromkeys(names, word)) for each in fact.worst)
+    server = SourceSitting(as_served="BF16 copy of the same weights", reason=word, seconds=1.0, repeated=0.5)
+    models = {model.role: model.model_copy(update={"path": word, "servers": (server,)}) for model in fact.predicted}
+    changed = {"text": word, "against": word, "samples": word, "worst": worst, "environment": {word: word}}
+    return fact.model_copy(update=changed | models)
 
 
 def closeness(folder: Path, *, checkpoint: str = "c" * 64, nats: float = 0.01) -> ClosenessFact:

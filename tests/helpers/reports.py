@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benches import bench_fact, cell
+from closenesses import hostile_closeness
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.bench.benched import BenchFact
@@ -325,7 +326,8 @@ def hostile(word: str) -> FullReport:
     bench = bench_fact()
     own = bench.checkpoint.model_copy(update={"path": word, "reason": word, "cells": (cell(1, (), error=word),)})
     bench = bench.model_copy(update={"checkpoint": own, "prompts": word, "environment": {word: word}})
-    return assemble(data, vllm=word, serve=server, bench=bench, judgement=judged, made_at=AT)
+    near = hostile_closeness(word)
+    return assemble(data, vllm=word, serve=server, bench=bench, closeness=near, judgement=judged, made_at=AT)
 
 
 def benched(bench: BenchFact | None = None, gates: Gates = LIMITS) -> FullReport:

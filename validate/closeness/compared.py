@@ -25,6 +25,7 @@ from pydantic import Field, ValidationError
 
 from ...checkpoints.fact import Count, Fact, Figure
 from ...checkpoints.json_file import read_bytes_of
+from ...checkpoints.kept_lines import append_lines, has_whole_lines
 from ...recipes.errors import CheckpointError, first_fault
 from .facts import HISTOGRAM_EDGES, NUM_WORST, Asked, SourceSitting, WorstFact
 
@@ -97,16 +98,8 @@ class ComparedFile:
         Raises:
             CheckpointError: the disk does not take it. What it took before stays.
         """
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                if not file.tell():
-                    file.write(self.header.model_dump_json() + "\n")
-                file.write(line.model_dump_json() + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            got, cure = error.strerror or repr(error), "Make room: the same command goes on with what is not compared"
-            raise CheckpointError(self.path, "must be writable", got=got, cure=cure) from error
+        cure = "Make room: the same command goes on with what is not compared"
+        append_lines(self.path, self.header.model_dump_json() + "\n", line.model_dump_json() + "\n", cure=cure)
         self.take(line)
 
     def take(self, line: ComparedWindow | ComparedSitting) -> None:
@@ -154,7 +147,7 @@ def open_compared(path: Path, header: ComparedHeader) -> tuple[ComparedFile, Pat
         CheckpointError: a file that cannot be read.
     """
     aside = None
-    if _is_begun(path):
+    if has_whole_lines(path):
         found = read_compared(path)
         if found.header == header:
             return found, None
@@ -243,18 +236,6 @@ def _histogram(ordered: Sequence[float]) -> tuple[int, ...]:
 
 
 # --- lines ------------------------------------------------------------------------------------------------------------
-
-
-def _is_begun(path: Path) -> bool:
-    """Whether there is a whole line; a part of one at the end is cut off."""
-    try:
-        whole = path.read_bytes()
-    except FileNotFoundError:
-        return False
-    end = whole.rfind(b"\n") + 1
-    if end != len(whole):
-        os.truncate(path, end)
-    return end > 0
 
 
 def _read(kind: type[_Line], line: str, where: str) -> _Line:

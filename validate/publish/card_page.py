@@ -16,7 +16,7 @@ from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
 from ..bench.benched import BenchFact
 from ..dryload.facts import DryLoad, LoadedModel, gpu_title
-from ..report import numbers
+from ..report import closeness_words, numbers
 from ..report.best_k import BestK, best_k_of_report
 from ..report.headline import counts_bench, counts_speed
 from ..report.schema import FullReport, GroupSize
@@ -160,6 +160,9 @@ def page(told: CardFacts) -> str:
         bench_notes=list(_bench_notes(report)),
         is_timed_well=report.serve is not None and counts_speed(report.serve),
         still_drafts=_still_drafts(report),
+        closeness=closeness_words.sentence(report.closeness) if report.closeness else "",
+        closeness_figures=list(closeness_words.figures(report.closeness)) if report.closeness else [],
+        closeness_notes=list(closeness_words.notes(report.closeness)) if report.closeness else [],
         limitations=list(limitations(report, told.record, told.off_leaderboard)),
     )
 

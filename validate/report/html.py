@@ -21,7 +21,7 @@ from ...recipes.errors import printable
 from ..bench.benched import words_of
 from ..dryload.facts import DryLoad, KernelUse, gpu_title
 from ..serving.served import Run
-from . import speed_table
+from . import closeness_words, speed_table
 from .headline import places
 from .numbers import percent, size
 from .schema import FullReport
@@ -131,6 +131,9 @@ def render(report: FullReport) -> str:
         speed_ks=speed_table.ks_of(report.bench) if report.bench else (),
         speed_rows=list(speed_table.speed_rows(report.bench)) if report.bench else [],
         speed_notes=_speed_notes(report),
+        closeness_charts=_closeness_charts(report),
+        closeness_figures=list(closeness_words.figures(report.closeness)) if report.closeness else [],
+        closeness_notes=list(closeness_words.notes(report.closeness)) if report.closeness else [],
         load_words=words_of,
         svg=lambda drawing: Markup(svg.svg(drawing)),  # noqa: S704 - our own chart, its labels escaped
         partings=[(role, run.k, one) for role, run in runs for one in run.partings or ()],
@@ -264,6 +267,16 @@ def _speed_charts(report: FullReport) -> list[_Chart]:
         )
         charts.append(_Chart(title=f"Acceptance by position over these prompts, k={k}", drawing=drawing, alt=alt))
     return charts
+
+
+def _closeness_charts(report: FullReport) -> list[_Chart]:
+    if report.closeness is None:
+        return []
+    from . import closeness_plot
+
+    alt = "; ".join(f"{name}: {figure}" for name, figure in closeness_words.figures(report.closeness))
+    drawing = closeness_plot.divergences(report.closeness)
+    return [_Chart(title="Divergence by token", drawing=drawing, alt=alt)]
 
 
 def _speed_notes(report: FullReport) -> list[str]:

@@ -18,7 +18,7 @@ from .schema import FullReport
 _PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`,;:()<>|])")
 _PATH_FIELDS = frozenset({"path", "log", "samples"})
 # Text of a model, or for one.
-_TEXT_FIELDS = frozenset({"prompts", "outputs"})
+_TEXT_FIELDS = frozenset({"prompts", "outputs", "worst"})
 
 
 def portable(report: FullReport) -> FullReport:

@@ -360,14 +360,14 @@ def test_the_page_in_a_browser(name, width, is_dark, pages, tmp_path):
     assert seen.counts.get("img", 0) == 0 and not seen.console, seen.console
     parts = {row.part for row in full.sizes}
     drawn = len(parts) + 2 * bool(full.serve) + 2 * bool(full.calibration) + 3 * bool(full.evaluation)
-    drawn += 3 * bool(full.bench)
+    drawn += 3 * bool(full.bench) + bool(full.closeness)
     assert seen.counts.get("svg", 0) == drawn - 4 * (name == "hostile")
     assert probe["empty"] == 0
     tables = {
         "whole": 7,
         "broken": 4,
         "bare": 0,
-        "hostile": 11,
+        "hostile": 13,
         "calibrated": 2,
         "benched": 3,
         "evaluated": 5,
