@@ -118,7 +118,8 @@ def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> list[Text]:
     if idle := facts.idle_mtp_layers(load.k):
         layers = "1 MTP layer is" if idle == 1 else f"{idle} MTP layers are"
         lines.append(Text(f"    {layers} not built at k={load.k}: vLLM leaves their tensors alone"))
-    for role, model in (("target", load.target), ("draft", load.draft)):
+    models = {"target": load.target} | ({"draft": load.draft} if load.k else {})
+    for role, model in models.items():
         is_stopped = load.failure is not None and (not model.cls or load.failure.role == role)
         filled = f"{model.num_written:,} of {model.num_params:,} filled"
         lines.append(

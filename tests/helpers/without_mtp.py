@@ -28,21 +28,22 @@ SAID: dict[str, dict[str, Any]] = {
     "gptq": foreign_form.GPTQ,
     "awq": foreign_form.AWQ,
     "awq with a list": foreign_form.AWQ | {"modules_to_not_convert": ["lm_head"]},
-    "auto-round": foreign_form.AUTOROUND | {"block_name_to_quantize": "model.layers"},
-    "quark": foreign_form.QUARK | {"exclude": ["lm_head"]},
+    "auto-round": foreign_form.AUTOROUND
+    | {"block_name_to_quantize": "model.layers", "extra_config": {r".*mlp\.gate$": {"bits": 16}}},
+    "quark": foreign_form.QUARK | {"exclude": ["lm_head", r"re:.*mlp\.gate$"]},
     "compressed-tensors": {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": _FP8, "input_activations": _TOKENS}},
     },
     "compressed-tensors, integers": {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": _W4}},
     },
-    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.mlp.gate"]},
 }
 
 
@@ -50,7 +51,10 @@ def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
     """The model as a tool writes it; "" for plain. With experts, its names are those of Qwen3's mixture."""
     config = CONFIG | ({"quantization_config": {**SAID[tool]}} if tool else {})
     if experts:
+        if listed := config.get("quantization_config", {}).get("modules_to_not_convert"):
+            config["quantization_config"]["modules_to_not_convert"] = [*listed, "mlp.gate"]  # gate_proj in a dense one
         config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": EXPERTS}
+        config |= {"num_experts_per_tok": 2, "moe_intermediate_size": WIDE, "head_dim": HIDDEN // 4}
     tensors: Tensors = {
         "model.embed_tokens.weight": ("BF16", (VOCABULARY, HIDDEN)),
         "model.norm.weight": ("BF16", (HIDDEN,)),
@@ -63,6 +67,7 @@ def llama(tool: str = "", *, experts: bool = False) -> Checkpoint:
         }
         if experts:
             tensors[f"{stem}mlp.gate.weight"] = ("BF16", (EXPERTS, HIDDEN))
+            tensors |= {f"{stem}self_attn.{norm}.weight": ("BF16", (HIDDEN // 4,)) for norm in ("q_norm", "k_norm")}
         for path, (rows, columns) in _matrices(experts=experts).items():
             tensors |= {f"{stem}{path}.{leaf}": spec for leaf, spec in _stored(tool, rows, columns).items()}
     return Checkpoint(config=config, tensors=tensors)

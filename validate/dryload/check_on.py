@@ -4,7 +4,7 @@ In: checkpoints, pretended GPUs, TP sizes, a number of drafts. Out: a `Checked` 
 found. vLLM's processes start first: they import while the headers are read.
 
 Easy to get wrong: a checkpoint with findings is loaded all the same, because people search for vLLM's own words. Only a
-checkpoint whose files cannot be read is not loaded.
+checkpoint whose files cannot be read is not loaded. A model that never had an MTP block is loaded without a draft.
 """
 
 from collections import defaultdict
@@ -66,7 +66,8 @@ def check_on(
                 continue
             with headers_of(checked.source) as folder:
                 own = separate.folder if separate else None
-                jobs = [Job(folder=folder, tp=tp, num_drafts=num_drafts, draft=own) for tp in tps]
+                drafts = 0 if separate is None and _has_nothing_to_draft_with(checked) else num_drafts
+                jobs = [Job(folder=folder, tp=tp, num_drafts=drafts, draft=own) for tp in tps]
                 accounts: list[LoadAccount] = []
                 for loader in loaders:
                     progress(f"{path}: dry load on {loader.gpu}")
@@ -109,6 +110,11 @@ def _once(found: Sequence[tuple[DryLoad, list[Objection]]]) -> list[Finding]:
         says = f"on {places(load for load, _ in each)}: {first.says}"
         merged.append(first.model_copy(update={"says": says, "count": most}))
     return merged
+
+
+def _has_nothing_to_draft_with(checked: Checked) -> bool:
+    """Whether it is a model without an MTP block, which is loaded without a draft."""
+    return any((each.rule, each.severity) == ("family", "warning") for each in checked.data.findings)
 
 
 def _no_target(path: str) -> RecipeError:

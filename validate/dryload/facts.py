@@ -87,7 +87,7 @@ class DryLoad(Fact):
     """One checkpoint on one pretended GPU.
 
     Attributes:
-        k: draft tokens a step.
+        k: draft tokens a step; 0 where the target was loaded alone.
         ok: no error, neither vLLM's nor one in the account.
         num_errors: findings of this dry load that are errors.
         runner: vLLM's model runner, v1 or v2.

@@ -44,7 +44,7 @@ class Job:
         path: folder with config.json, the index and safetensors files; the files may hold headers and no data.
         tp: tensor-parallel size.
         rank: the rank of it that is built.
-        num_drafts: num_speculative_tokens.
+        num_drafts: num_speculative_tokens; 0 for the target alone.
         draft: folder of a separate draft model, "" if the draft is in the checkpoint.
     """
 
@@ -125,15 +125,18 @@ class StagedLoad:
         experts.install(lambda: self._current)
         with self._stage("world", ""):
             world.init(config, tp=self._job.tp, rank=self._job.rank)
-        model_configs = (config.model_config, config.speculative_config.draft_model_config)
-        for role, model_config in zip(ROLES, model_configs, strict=True):
+        model_configs = {"target": config.model_config}
+        if config.speculative_config is not None:
+            model_configs["draft"] = config.speculative_config.draft_model_config
+        for role, model_config in model_configs.items():
             with self._stage("construct", role):
                 self._construct(role, model_config)
             with self._stage("load", role):
                 self._load(role, model_config)
-        with self._stage("share", "draft"):
-            self._share()
-        for role in ROLES:
+        if "draft" in model_configs:
+            with self._stage("share", "draft"):
+                self._share()
+        for role in model_configs:
             with self._stage("process", role):
                 self._parts[role].kernels = kernels.process(self._models[role], self._config)
 
@@ -291,8 +294,10 @@ def _misfit(note: tuple[str, str, str, str]) -> dict[str, str]:
 def _engine_config(job: Job) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": job.num_drafts}
-    if job.draft:
+    speculative: dict[str, Any] | None = None
+    if job.num_drafts:
+        speculative = {"method": "mtp", "num_speculative_tokens": job.num_drafts}
+    if speculative is not None and job.draft:
         speculative["model"] = job.draft
     with open(f"{job.path}/config.json") as file:
         declared = json.load(file)
