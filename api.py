@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .quantize.plan import Plan
     from .recipes.schema import Recipe
     from .validate.check.check import Checked
-    from .validate.check.findings import Finding
+    from .validate.check.findings import Finding, Runtime
     from .validate.dryload.facts import GPU
     from .validate.report.results import CheckData
     from .validate.report.schema import FullReport as Report
@@ -155,6 +155,7 @@ def check(
     draft: str = "",
     values: "Level | None" = None,
     source: str | Path | None = None,
+    runtimes: "Sequence[Runtime]" = ("vllm",),
     progress: Callable[[str], None] | None = None,
 ) -> "CheckData":
     """Judge one checkpoint by its config.json and headers, with `gpus` by vLLM's loaders, with `values` by its bytes.
@@ -167,6 +168,7 @@ def check(
         draft: folder or Hub id of a draft that has a checkpoint of its own.
         values: what is read of the tensors: "scalars", "scales", "unpacked" or "all". Needs the `quantize` extra.
         source: with `values`, the release as a folder or a Hub id; weights are compared with it.
+        runtimes: the servers that are to load it: "vllm", "sglang". Dry loads are vLLM's alone.
         progress: called with what is done now.
 
     Returns: facts, findings and dry loads. `ok` says that no finding is an error.
@@ -174,8 +176,8 @@ def check(
     Raises:
         KeepMTPError: there is nothing to judge. Files that are broken are findings.
     """
-    one = check_all([where], gpus=gpus, tps=tps, num_drafts=num_drafts, draft=draft, progress=progress)
-    (checked,) = one
+    loads = {"gpus": gpus, "tps": tps, "num_drafts": num_drafts, "draft": draft}
+    (checked,) = check_all([where], **loads, runtimes=runtimes, progress=progress)
     if checked.refusal is not None:
         raise checked.refusal
     if values is None:
@@ -196,11 +198,12 @@ def check_all(
     num_drafts: int = 1,
     draft: str = "",
     any_vllm: bool = False,
+    runtimes: "Sequence[Runtime]" = ("vllm",),
     progress: Callable[[str], None] | None = None,
 ) -> "Iterator[Checked]":
     """Judge several checkpoints, one after the other; see `check`. vLLM starts once for all of them.
 
-    `any_vllm` also takes a vLLM that keepmtp was not tested with.
+    `any_vllm` also takes a vLLM that keepmtp was not tested with. Dry loads (`gpus`) are vLLM's alone.
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
@@ -208,7 +211,7 @@ def check_all(
 
     paths = [str(place) for place in places]
     if not gpus:
-        yield from map(examine, paths)
+        yield from (examine(path, runtimes=runtimes) for path in paths)
         return
     from .validate.dryload.check_on import check_on
     from .validate.serving.vllm_env import find_vllm
@@ -220,6 +223,7 @@ def check_all(
         tps=tps,
         num_drafts=num_drafts,
         draft=draft,
+        runtimes=runtimes,
         progress=progress or (lambda doing: None),
     )
 

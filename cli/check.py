@@ -1,4 +1,4 @@
-"""`keepmtp check`: will vLLM load a checkpoint, and will its MTP draft be real?
+"""`keepmtp check`: will vLLM, or SGLang, load a checkpoint, and will its MTP draft be real?
 
 In: checkpoints, ours or anyone's. Out: findings or a JSON line for each; exit status 1 if one has an error, 2 if there
 is nothing to judge.
@@ -19,7 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from ..recipes.errors import RecipeError
 from ..validate.serving.vllm_env import TESTED
 from . import exits, findings, tables
-from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm
+from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_runtimes, chosen_vllm
 from .tables import escape
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ def check(
     tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel size; may be repeated.")] = None,
     num_drafts: Annotated[int, typer.Option("-k", min=1, help="num_speculative_tokens.")] = 1,
     draft: Annotated[str, typer.Option("--draft", help="The draft's own checkpoint, where it has one.")] = "",
+    runtimes: Annotated[
+        list[str] | None,
+        typer.Option("--runtime", help="The server that is to load it: vllm (the default) or sglang; may be repeated."),
+    ] = None,
     static_only: Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write report.json and report.html there.")] = None,
     record: Annotated[
@@ -75,6 +79,9 @@ def check(
 
     A model that has no MTP block is judged in part: its packed weights, layers and index, but no names of vLLM's.
 
+    With --runtime sglang, the rules are SGLang's: which draft class it has for the family, under which names that class
+    asks the quantization config, and what it builds for each answer. With both, a checkpoint must please both.
+
     Exit status 1 if any checkpoint has an error, 2 if there is nothing to judge at one of the places. The others are
     judged all the same.
 
@@ -88,6 +95,8 @@ def check(
     Example: `keepmtp check /data/out nvidia/Qwen3.5-397B-A17B-NVFP4 --gpu sm100 --gpu sm90 --tp 4`
 
     Example: `keepmtp check out/tiny-glm4-moe.w4a16-fp8 --gpu sm100 --record`
+
+    Example: `keepmtp check zai-org/GLM-4.7-FP8 --runtime vllm --runtime sglang`
     """
     from .. import api
     from ..validate.report.html import require_extra
@@ -101,6 +110,9 @@ def check(
         require_extra()
     is_dry = bool(gpus) and not static_only
     chosen = chosen_gpus(gpus or []) if is_dry else []
+    servers = chosen_runtimes(runtimes or [])
+    if is_dry and "vllm" not in servers:
+        raise RecipeError("check", "--gpu lets vLLM load it", got="--runtime sglang alone", cure="Add --runtime vllm")
     if is_dry:
         chosen_vllm(any_vllm=any_vllm)
     if source is not None and values is None:
@@ -109,6 +121,7 @@ def check(
     status = 0
     with spinner(err, is_shown=is_dry) as doing:
         loads = {"gpus": chosen, "tps": tps or [1], "num_drafts": num_drafts, "draft": draft, "any_vllm": any_vllm}
+        loads["runtimes"] = servers
         for number, found in enumerate(api.check_all(paths, **loads, progress=doing)):
             checked = found if values is None else _with_values(found, values, source, err)
             status = max(status, _status(checked))

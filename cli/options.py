@@ -9,6 +9,7 @@ import typer
 from ..recipes.errors import RecipeError
 
 if TYPE_CHECKING:
+    from ..validate.check.findings import Runtime
     from ..validate.dryload.facts import GPU
     from ..validate.serving.vllm_env import VLLM
 
@@ -117,6 +118,21 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
             cure = f"{word} is {meant}: write --gpu {meant}" if meant else "Take the nearest"
             raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)
     return [gpu for gpu in GPUS if gpu in words]
+
+
+def chosen_runtimes(words: Sequence[str]) -> "list[Runtime]":
+    """The servers that are to load a checkpoint; vLLM where none is named.
+
+    Raises:
+        RecipeError: a name that is not among them.
+    """
+    from ..validate.check.check import RULES_OF
+
+    for word in words:
+        if word not in RULES_OF:
+            cure = "Name one of them; --runtime may be repeated"
+            raise RecipeError("--runtime", f"must be one of {', '.join(RULES_OF)}", got=word, cure=cure)
+    return [server for server in RULES_OF if server in (words or ("vllm",))]
 
 
 def gpus_at_the_end(words: Sequence[str] | None, *, static_only: bool) -> "tuple[GPU, ...]":

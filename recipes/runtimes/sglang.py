@@ -140,7 +140,9 @@ MODELS: Mapping[str, SglangModel] = {
         unasked=("hc_attn_layer.hc_pre.hc_fn", "hc_mlp_layer.hc_pre.hc_fn"),
     ),
     "InklingForConditionalGeneration": SglangModel(
-        file="models/inkling.py", draft="model.transformer_block.", draft_head="lm_head", plain_draft=True
+        file="models/inkling.py", draft="model.", draft_head="lm_head", plain_draft=True,
+        draft_renames=(("transformer_block.mlp.w13_dn", "transformer_block.mlp.gate_up_proj"),
+                       ("transformer_block.mlp.w2_md", "transformer_block.mlp.down_proj")),
     ),
     "KimiK3ForConditionalGeneration": SglangModel(
         file="models/kimi_k3.py", layers="language_model.model.layers.{i}.", draft=None, no_draft=_NO_DRAFT
@@ -233,6 +235,18 @@ def sglang_names(view: FamilyView, place: Place) -> tuple[str, ...]:
     """The names under which SGLang may ask about a module; expert 0 is the one of routed experts."""
     stem, paths = sglang_spelling(view, place)
     return tuple(stem + path.replace("{e}", "0") for path in paths)
+
+
+def sglang_module(view: FamilyView, place: Place) -> str | None:
+    """The prefix of the module that SGLang constructs, fused where its parts share one; None where it never asks."""
+    stem, paths = sglang_spelling(view, place)
+    if not paths or place.role == "experts":
+        return container(stem + paths[0].replace("{e}", "0")) if paths else None
+    model = sglang_model(view.config)
+    fused = place.runtime.removeprefix(view.runtime_stem(place.part, place.layer or 0))
+    renames = (*(model.draft_renames if place.part == "mtp" else ()), *model.renames)
+    named = _renamed(fused if place.shares else place.row.path, renames)
+    return stem + (named if named in paths else paths[0])
 
 
 def container(name: str) -> str:

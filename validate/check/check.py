@@ -1,14 +1,15 @@
 """`keepmtp check`: will vLLM load this checkpoint with method=mtp, and will the draft be real? From headers alone.
 
-In: a folder or Hub id, ours or not: compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound or Quark. Out: a
-`CheckData`. Only JSON files and safetensors headers are downloaded, and vLLM is not needed.
+In: a folder or Hub id, ours or not: compressed-tensors, modelopt, native FP8, GPTQ, AWQ, AutoRound or Quark; and the
+servers that are to load it: vLLM, and SGLang if named (sglang/). Out: a `CheckData`. Only JSON files and safetensors
+headers are downloaded, and neither server is needed.
 
 Easy to get wrong: a checkpoint that loads can still draft at 0 %. A finding is an error where vLLM 0.32 raises, and
 where it stays silent but holds something else than the files. What only older versions or other engines refuse is a
 warning.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,8 +22,9 @@ from . import rules_config, rules_dialect, rules_forms, rules_kv, rules_mtp, rul
 from .dialects.choose import quantization_of
 from .dialects.methods import Unloadable, unloadable
 from .dialects.patterns import time_limit
-from .findings import CheckpointFacts, Finding, Objection, errors_first, grouped, objection
+from .findings import CheckpointFacts, Finding, Objection, Runtime, errors_first, grouped, objection
 from .runtime_view import RuntimeView
+from .sglang.rules import judge as judge_for_sglang
 from .stored_view import StoredView
 from .without_family import facts_without_family, objections_without_family
 
@@ -37,6 +39,8 @@ RULES: tuple[Rule, ...] = (
     *rules_config.RULES,
 )
 SOURCE_RULES = rules_source.RULES
+VLLM_ALONE: tuple[Runtime, ...] = ("vllm",)
+RULES_OF: Mapping[Runtime, tuple[Rule, ...]] = {"vllm": RULES, "sglang": (judge_for_sglang,)}
 
 
 class Checked(NamedTuple):
@@ -71,19 +75,20 @@ class Checked(NamedTuple):
         return self.source
 
 
-def check(where: str | Path, *, source: Source | None = None) -> CheckData:
+def check(where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE) -> CheckData:
     """Check one checkpoint.
 
     Args:
         where: a folder or a Hub id.
         source: the release it was made from; kept MTP tensors are then compared with it.
+        runtimes: the servers that are to load it.
 
     Returns: facts and findings; a checkpoint that cannot be opened at all is one finding.
     """
-    return examine(where, source=source).data
+    return examine(where, source=source, runtimes=runtimes).data
 
 
-def examine(where: str | Path, *, source: Source | None = None) -> Checked:
+def examine(where: str | Path, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE) -> Checked:
     """`check`, with what it read."""
     try:
         opened = open_source(where)
@@ -99,17 +104,21 @@ def examine(where: str | Path, *, source: Source | None = None) -> Checked:
         return Checked(_refused(str(where), "files", refusal), None, None, refusal=refusal)
     except CheckpointError as error:
         return Checked(_refused(str(where), "files", error), None, None)
-    return examine_source(opened, source=source)
+    return examine_source(opened, source=source, runtimes=runtimes)
 
 
-def check_source(opened: Source, *, source: Source | None = None) -> CheckData:
+def check_source(
+    opened: Source, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
+) -> CheckData:
     """`check` for a checkpoint whose headers are already read."""
-    return examine_source(opened, source=source).data
+    return examine_source(opened, source=source, runtimes=runtimes).data
 
 
-def examine_source(opened: Source, *, source: Source | None = None) -> Checked:
+def examine_source(
+    opened: Source, *, source: Source | None = None, runtimes: Sequence[Runtime] = VLLM_ALONE
+) -> Checked:
     """`examine` for a checkpoint whose headers are already read."""
-    if refused := unloadable(opened.config, quantization_of(opened.config)):
+    if "vllm" in runtimes and (refused := unloadable(opened.config, quantization_of(opened.config))):
         # Without a source nothing is loaded: every further finding would follow from this one.
         return Checked(_unloadable(opened, refused), None, None)
     try:
@@ -132,7 +141,8 @@ def examine_source(opened: Source, *, source: Source | None = None) -> Checked:
     runtime = RuntimeView(source=opened, view=view)
     try:
         with time_limit():
-            found = [objection for rule in RULES for objection in rule(runtime)]
+            rules = [rule for server in runtimes for rule in RULES_OF[server]]
+            found = [objection for rule in rules for objection in rule(runtime)]
     except CheckpointError as error:
         # Without a source nothing is loaded: vLLM would fail on the same entry, or hang.
         return Checked(_refused(opened.where, "config", error), None, None)

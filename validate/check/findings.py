@@ -16,6 +16,8 @@ from ...recipes.family import Loader
 
 Severity = Literal["error", "warning"]
 Origin = Literal["static", "dry", "values"]
+Runtime = Literal["vllm", "sglang"]
+"""Whose reading of a checkpoint a finding is about."""
 _MOST = 2000  # characters of a sentence; a name of a stranger may be longer
 
 
@@ -30,6 +32,7 @@ class Finding(Fact):
         cure: what to do.
         rule: the rule's name.
         count: tensors or entries with this cause.
+        runtime: the server that it is about.
     """
 
     origin: Origin
@@ -39,6 +42,7 @@ class Finding(Fact):
     cure: str
     rule: str
     count: Count = 1
+    runtime: Runtime = "vllm"
 
 
 class CheckpointFacts(Fact):
@@ -93,6 +97,7 @@ def objection(
     cause: str = "",
     origin: Origin = "static",
     count: int = 1,
+    runtime: Runtime = "vllm",
 ) -> Objection:
     """What a rule yields. Names come from files, so they are made printable here, once for all who show them."""
     finding = Finding(
@@ -102,6 +107,7 @@ def objection(
         says=shortened(says, _MOST),
         cure=shortened(cure, _MOST),
         rule=rule,
+        runtime=runtime,
     )
     return Objection(finding, cause, count)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...recipes.errors import CheckpointError, RecipeError
-from ..check.check import Checked, examine
-from ..check.findings import Finding, Objection, by_cause, errors_first
+from ..check.check import VLLM_ALONE, Checked, examine
+from ..check.findings import Finding, Objection, Runtime, by_cause, errors_first
 from ..check.runtime_view import RuntimeView
 from ..report.headline import places
 from ..serving.vllm_env import VLLM
@@ -33,6 +33,7 @@ def check_on(
     tps: Sequence[int] = (1,),
     num_drafts: int = 1,
     draft: str = "",
+    runtimes: Sequence[Runtime] = VLLM_ALONE,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[Checked]:
     """Check and load checkpoints, one after the other, on every GPU at every TP size.
@@ -44,6 +45,7 @@ def check_on(
         tps: tensor-parallel sizes; rank 0 of each is built.
         num_drafts: num_speculative_tokens.
         draft: folder or Hub id of a draft model with a checkpoint of its own.
+        runtimes: the servers of the static check.
         progress: gets a line that says what is done now.
 
     Yields: what was found for each path, in order; a draft without its target has a refusal.
@@ -57,7 +59,7 @@ def check_on(
         separate = _Draft.read(draft, stack) if draft else None
         for path in paths:
             progress(f"{path}: static check")
-            checked = examine(path)
+            checked = examine(path, runtimes=runtimes)
             if checked.source is None:
                 yield checked
                 continue

@@ -136,7 +136,7 @@ def read_compressed_tensors(raw: Mapping[str, Any], rename: Renamer) -> Compress
 
 def _compressed_tensors_built(group: GivenGroup, format_: str | None, *, is_experts: bool) -> VLLMModule | str:
     """`_get_scheme_from_parts` and `get_moe_method`: what a config group builds, or the exception it raises."""
-    weights, inputs = _arguments(group.weights), _arguments(group.input_activations)
+    weights, inputs = read_arguments(group.weights), read_arguments(group.input_activations)
     format_ = group.format or format_
     if weights is None:
         return PLAIN
@@ -186,7 +186,7 @@ def _compressed_tensors_built(group: GivenGroup, format_: str | None, *, is_expe
     return UNKNOWN
 
 
-def _arguments(given: GivenArguments | None) -> dict[str, Any] | None:
+def read_arguments(given: GivenArguments | None) -> dict[str, Any] | None:
     """compressed-tensors' QuantizationArgs with its defaults filled in."""
     if given is None or not given.model_fields_set:
         return None

@@ -1,0 +1,206 @@
+"""`check --runtime sglang` against SGLang's own classes, and a twin for each of its rules."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import releases
+import sglang_classes
+from checkpoint_files import Checkpoint, as_source
+from good import ours, released
+from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.recipes.families import find_view
+from keepmtp.validate.check.check import check_source
+from keepmtp.validate.check.findings import Finding
+from keepmtp.validate.check.runtime_view import RuntimeView
+from keepmtp.validate.check.sglang.view import SglangBuilt, SglangView
+
+NOWHERE = Path("/nonexistent")
+# Twins of other releases, and a draft with a checkpoint of its own, whose target gives its config a part.
+LEFT_OUT = ("dsv4-pro", "deepseek-v3.1", "glm-4.5-air", "gemma-4-26b-assistant")
+# Scheme, MTP block's scheme, dialect.
+FORMS = (
+    ("NVFP4", "bf16", "compressed-tensors"),
+    ("W4A16", "FP8_BLOCK", "compressed-tensors"),
+    ("NVFP4", "NVFP4", "modelopt"),
+)
+# Classes that the stand-ins do not carry, by model and part.
+NOT_CONSTRUCTED = {
+    ("dsv4-flash", "backbone"),
+    ("glm-5.3-flash", "backbone"),
+    ("inkling", "backbone"),
+    ("qwen3.5-27b", "backbone"),
+    ("kimi-k3-mtp", "backbone"),
+    ("kimi-k3-mtp", "mtp"),
+    ("longcat-flash-chat", "backbone"),
+    ("mimo-v2.5", "backbone"),
+    ("minimax-m3", "backbone"),
+    ("minimax-m3", "mtp"),
+    ("step-3.5-flash", "mtp"),
+    ("step-3.7-flash", "backbone"),
+    ("step-3.7-flash", "mtp"),
+}
+# Layers of state-space models are among SGLang's kernels.
+UNSEEN = ("mixer.in_proj", "mixer.out_proj")
+
+
+def view_of(checkpoint: Checkpoint) -> SglangView:
+    source = as_source(checkpoint, NOWHERE)
+    return SglangView(RuntimeView(source=source, view=find_view(checkpoint.config, "model")))
+
+
+def findings(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    return check_source(as_source(checkpoint, NOWHERE), runtimes=("sglang",)).findings
+
+
+def word(module: SglangBuilt) -> str:
+    if module.resolution.error:
+        return "raises"
+    form = module.resolution.built.form
+    return {"nvfp4_modelopt": "nvfp4"}.get(form, "fp8" if form.startswith("fp8") else form)
+
+
+def written() -> Iterator[tuple[str, Checkpoint]]:
+    """What keepmtp writes for every family in every dialect; combinations that it refuses are left out."""
+    for model in releases.MODELS:
+        for scheme, mtp, dialect in FORMS if model not in LEFT_OUT else ():
+            try:
+                yield model, ours(model, scheme, mtp, format=dialect)
+            except KeepMTPError:
+                continue
+        if "quantization_config" in releases.MODELS[model] and model not in LEFT_OUT:
+            yield model, released(model)
+
+
+def test_each_module_is_built_as_by_sglangs_own_classes():
+    checkpoints = list(written())
+    parts = ("backbone", "mtp")
+    asked = [sglang_classes.Question(each.config, part) for _, each in checkpoints for part in parts]
+    answers = iter(sglang_classes.ask(asked))
+    agreed, differing, families, unconstructed = 0, [], set(), set()
+    for model, checkpoint in checkpoints:
+        view = view_of(checkpoint)
+        for part in parts:
+            theirs = next(answers)
+            mine = {each.name: each for each in view.modules if each.part == part and each.asks}
+            if not theirs.modules:
+                unconstructed.add((model, part)) if theirs.name == "" and theirs.error else None
+                continue
+            families.add(view.runtime.view.family.model_type)
+            for name, module in mine.items():
+                if name.endswith(UNSEEN) or word(module) == "unknown":
+                    continue
+                built = theirs.modules.get(name)
+                if built is None or built.word != word(module):
+                    differing.append((model, part, name, word(module), built))
+                agreed += 1
+    assert not differing, (len(differing), differing[:12])
+    assert unconstructed <= NOT_CONSTRUCTED, unconstructed - NOT_CONSTRUCTED
+    print(agreed, len(families), len(unconstructed))
+    assert agreed > 1500 and len(families) >= 24
+
+
+def named(found: tuple[Finding, ...], rule: str) -> Finding:
+    return next(finding for finding in found if finding.rule == rule)
+
+
+def quantization(checkpoint: Checkpoint) -> dict:
+    return checkpoint.config["quantization_config"]
+
+
+def of_one_group(checkpoint: Checkpoint, **changes: object) -> Checkpoint:
+    for group in quantization(checkpoint)["config_groups"].values():
+        group.update(changes)
+    return checkpoint
+
+
+def test_a_release_that_sglang_serves_has_no_findings():
+    for model in ("deepseek-r1", "glm-4.7", "qwen3.5-27b", "deepseek-v3.2"):
+        assert findings(released(model)) == (), model
+
+
+def test_names_of_the_draft_that_no_target_matches():
+    checkpoint = ours("glm-4.7", "NVFP4", "FP8_DYNAMIC")
+    quantization(checkpoint)["ignore"] = ["lm_head", "re:.*mlp[.]gate$", "re:.*eh_proj$"]
+    for group in quantization(checkpoint)["config_groups"].values():
+        group["targets"] = [target for target in group["targets"] if "decoder" not in target]
+    found = named(findings(checkpoint), "sglang-unresolved")
+    assert found.where.startswith("model.decoder.") and found.runtime == "sglang"
+    assert "Unable to find matching target for model.decoder." in found.says
+    assert "re:^model\\.decoder\\." in found.cure
+
+
+def test_a_quantized_draft_under_modelopt_fp4_is_built_plain():
+    found = named(findings(ours("glm-4.7", "NVFP4", "NVFP4", format="modelopt")), "sglang-form")
+    assert "builds model.decoder." in found.says and "plain under modelopt_fp4" in found.says
+    assert "glm4_moe_nextn.py" in found.says and found.where.startswith("model.layers.3.")
+
+
+def test_layer_61_alone_is_renamed():
+    checkpoint = ours("deepseek-r1", "FP8_DYNAMIC", "bf16")
+    quantization(checkpoint)["ignore"] = ["lm_head", "re:.*mlp[.]gate$", "model.layers.3"]
+    plain = [name for name in checkpoint.tensors if name.startswith("model.layers.3.")]
+    quantization(checkpoint)["ignore"] += sorted({name.rpartition(".")[0] for name in plain})
+    of_one_group(checkpoint, targets=["Linear"])
+    found = named(findings(checkpoint), "sglang-form")
+    assert "builds model.decoder." in found.says and "plain BF16" in found.says
+
+
+def test_blocks_without_the_target_linear():
+    checkpoint = ours("deepseek-r1", "FP8_BLOCK", "bf16")
+    found = named(findings(checkpoint), "sglang-block-size")
+    assert found.where.endswith("self_attn.kv_b_proj.weight") and "_resolve_layer_weight_block_size" in found.says
+
+
+def test_integers_of_experts_in_a_mixed_config():
+    checkpoint = ours("glm-4.7", "W4A16", "FP8_DYNAMIC")
+    found = [each for each in findings(checkpoint) if "pack-quantized" in each.says]
+    assert [each.where for each in found] == ["model.layers.1.mlp.experts"]
+    assert quantization(checkpoint)["format"] == "mixed-precision" and found[0].count == 2
+
+
+def test_families_without_a_draft_class():
+    for model in ("exaone-4.5-33b", "openpangu-ultra", "kimi-k3-mtp", "minimax-m3"):
+        found = named(findings(released(model)), "sglang-draft")
+        assert "has no draft for" in found.says and found.severity == "error"
+
+
+def test_mixed_precision_without_nvfp4_is_read_as_w4afp8():
+    checkpoint = ours("glm-4.7", "NVFP4", "bf16", format="modelopt")
+    quantization(checkpoint).update(
+        quant_algo="MIXED_PRECISION", quantized_layers={"model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"}}
+    )
+    assert "W4AFP8" in named(findings(checkpoint), "sglang-config").says
+
+
+def test_a_group_without_weights():
+    checkpoint = ours("glm-4.7", "NVFP4", "bf16")
+    quantization(checkpoint)["config_groups"]["group_9"] = {"targets": ["LlamaAttention"], "weights": None}
+    assert "config_groups.group_9.weights" in named(findings(checkpoint), "sglang-config").says
+
+
+def test_two_mtp_layers_are_one_too_many():
+    checkpoint = released("glm-4.7")
+    checkpoint.config["num_nextn_predict_layers"] = 2
+    assert "Only 1 nextn layer" in named(findings(checkpoint), "sglang-layers").says
+
+
+def test_a_block_that_is_not_there():
+    checkpoint = released("glm-4.7")
+    checkpoint.tensors = {name: spec for name, spec in checkpoint.tensors.items() if ".layers.3." not in name}
+    found = named(findings(checkpoint), "sglang-mtp-missing")
+    assert found.where == "model.layers.3.*" and "drafts from what was in memory" in found.says
+
+
+def test_a_cache_scheme_that_sglang_ignores():
+    checkpoint = ours("glm-4.7", "FP8_DYNAMIC", "bf16")
+    quantization(checkpoint)["kv_cache_scheme"] = {"type": "float", "num_bits": 8, "strategy": "channel"}
+    assert named(findings(checkpoint), "sglang-kv-cache").severity == "warning"
+
+
+def test_both_servers_are_asked_at_once():
+    checkpoint = ours("glm-4.7", "NVFP4", "NVFP4", format="modelopt")
+    both = check_source(as_source(checkpoint, NOWHERE), runtimes=("vllm", "sglang")).findings
+    assert {finding.runtime for finding in both} == {"sglang"}, "vLLM serves it"
+    with pytest.raises(StopIteration):
+        named(check_source(as_source(checkpoint, NOWHERE)).findings, "sglang-form")
