@@ -19,7 +19,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def taken(prompts: Prompts, number: int, seed: int) -> tuple[Prompt, ...]:
     """So many prompts in an order that the seed gives; from the first again where the file has fewer."""
     order = list(prompts.items)
     random.Random(seed).shuffle(order)  # noqa: S311 - an order, not a secret
-    return tuple(order[at % len(order)] for at in islice(count(), number))
+    return tuple(islice(cycle(order), number))
 
 
 def requests(items: Sequence[Prompt], *, form: RequestForm, context: int, server: Server) -> list[Request]:
@@ -167,18 +167,28 @@ def requests(items: Sequence[Prompt], *, form: RequestForm, context: int, server
     """
     if not context:
         return [_request(item.messages, item.text or "", form) for item in items]
+    said = [_said(item, form) for item in items]
+    before = [server.tokens_of(f"{text}\n\n") for text in said]
     made = []
-    for at, item in enumerate(items):
-        text = _said(item, form)
-        tokens = server.tokens_of(text)
-        for step in range(1, len(items) * context):
-            if len(tokens) >= context:
-                break
-            before = _said(items[(at + step) % len(items)], form)
-            tokens = server.tokens_of(f"{before}\n\n") + tokens
-        brought = server.text_of(tokens[-context:]).lstrip("\ufffd") if len(tokens) > context else text
-        made.append(_request((("user", brought),), brought, form))
+    for at, text in enumerate(said):
+        tokens = _brought(server.tokens_of(text), before[at + 1 :] + before[: at + 1], context)
+        if tokens is not None:
+            text = server.text_of(tokens).lstrip("\ufffd")
+        made.append(_request((("user", text),), text, form))
     return made
+
+
+def _brought(own: list[int], before: Sequence[list[int]], context: int) -> list[int] | None:
+    """The last tokens of a prompt with others before it; None where it has as many by itself."""
+    if len(own) == context:
+        return None
+    pieces, number = [own], len(own)
+    for piece in cycle(before):
+        if number >= context:
+            break
+        pieces.append(piece)
+        number += len(piece)
+    return [token for piece in reversed(pieces) for token in piece][-context:]
 
 
 def longest(items: Sequence[Prompt], *, form: RequestForm, contexts: Sequence[int]) -> int:

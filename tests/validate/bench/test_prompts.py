@@ -4,7 +4,7 @@ import json
 
 import pytest
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.bench.prompts import longest, num_requests, read, requests, taken
+from keepmtp.validate.bench.prompts import _brought, longest, num_requests, read, requests, taken
 
 USER = {"role": "user", "content": "Why is the sky blue?"}
 # As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.
@@ -103,3 +103,10 @@ def test_messages_go_through_the_template_and_texts_as_they_are(tmp_path):
     assert longest([item], form="completions", contexts=(0,)) == len("Question: 1 + 1?\nAnswer:")
     assert longest([item], form="completions", contexts=(0, 4096)) == 4096
     assert longest([item], form="chat", contexts=(0,)) > 2048, "a template may add much"
+
+
+def test_a_prompt_is_brought_to_a_length_and_its_own_words_stay_last():
+    own, before = [1, 2, 3], [[4, 5], [6]]
+    assert _brought(own, before, 3) is None
+    assert _brought(own, before, 2) == [2, 3], "cut at its beginning"
+    assert _brought(own, before, 7) == [5, 6, 4, 5, 1, 2, 3], "the nearest first, and all of them again"
