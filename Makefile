@@ -78,10 +78,7 @@ check: $(VENV)/.base $(if $(GPU),$(VENV_VLLM)/.vllm)
 	$(if $(GPU),$(if $(K),-k $(K)))
 
 validate: $(VENV)/.evaluate $(VENV_VLLM)/.vllm
-ifneq ($(filter-out gsm8k,$(EVAL)),)
-	$(error EVAL: must be gsm8k, or left out for acceptance alone; got $(EVAL))
-endif
-	@$(MADE) && $(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$$made" $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K)) $(SERVED)
+	@$(MADE) && $(VENV)/bin/keepmtp $(if $(EVAL),eval,serve-check) "$$made" $(if $(filter-out all,$(EVAL)),--task "$(EVAL)") $(if $(SOURCE),--source "$(SOURCE)") $(if $(K),-k $(K)) $(SERVED)
 
 # K and CONCURRENCY are lists: K=0..4 CONCURRENCY=1,8,32.
 bench: $(VENV)/.evaluate $(VENV_VLLM)/.vllm

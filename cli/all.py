@@ -169,9 +169,10 @@ def _refuse_evaluation(plan: "Plan", k: int | None, extra: tuple[str, ...], *, r
     """What would stop the evaluation, known before hours of quantizing."""
     from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
 
-    protocol = plan.recipe.evaluation if k is None else plan.recipe.evaluation.model_copy(update={"k": k})
-    lm_eval_task.questions(protocol, runs_code=runs_code)
-    gsm8k.refuse_model(plan.source, protocol, extra)
+    for own in plan.recipe.evaluations:
+        protocol = own if k is None else own.model_copy(update={"k": k})
+        lm_eval_task.questions(protocol, runs_code=runs_code)
+        gsm8k.refuse_model(plan.source, protocol, extra)
 
 
 def _refuse_another(out: Path, recipe: "Recipe") -> None:

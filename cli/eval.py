@@ -1,4 +1,4 @@
-"""`keepmtp eval`: GSM8K of a checkpoint and its source through real vLLM servers with method=mtp, and without it.
+"""`keepmtp eval`: the tasks of a recipe, asked of a checkpoint and its source with method=mtp, and with MTP off.
 
 In: two checkpoints and a protocol, the recipe's with what the command line changes. Out: a table, gsm8k.json with the
 answers in the same folder, and the report made anew.
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..recipes.errors import CheckpointError, RecipeError, first_fault
+from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..recipes.tasks import TASKS
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS
@@ -35,15 +35,14 @@ if TYPE_CHECKING:
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _HUB = "hub"
 _OF_ANY_TASK = ("task", "k", "concurrency", "limit", "seed", "prefix_caching")
-_OWN_GATES = ("gsm8k", "acceptance", "drafting")
-_OF_THE_SOURCE = ("gsm8k", "acceptance")
+_OF_THE_SOURCE = ("acceptance", "mean recovery", "worst task")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rules:
     """A recipe's, as far as this command is concerned."""
 
-    evaluation: "Evaluation"
+    evaluations: "tuple[Evaluation, ...]"
     gates: "Gates"
 
 
@@ -64,7 +63,9 @@ def evaluate(
             "file; default: the recipe that the checkpoint was made by."
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(help=f"{', '.join(TASKS)}.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help=f"Ask this one alone, not all that the recipe lists: {', '.join(TASKS)}.")
+    ] = None,
     dataset: Annotated[
         str | None,
         typer.Option(help="A .jsonl, .json or .parquet file with the fields of the task's dataset; `hub`: its own."),
@@ -102,7 +103,7 @@ def evaluate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Score a checkpoint and its source on GSM8K, served by vLLM with method=mtp, under one protocol.
+    """Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp, under one protocol each.
 
     lm-evaluation-harness builds the prompts, reads the answers (strict-match and flexible-extract) and scores them;
     vLLM's draft counters over the same questions give the acceptance. What is not given here is as in the recipe's
@@ -143,13 +144,16 @@ def evaluate(
         "prefix_caching": prefix_caching,
     }
     rules = _rules(opened, recipe)
-    protocol = _protocol(rules.evaluation, {key: value for key, value in changed.items() if value is not None})
-    asked = lm_eval_task.questions(protocol, runs_code=run_model_code)
-    gsm8k.refuse_model(opened, protocol, extra)
-    if original := original_of(opened, source, cure=_CURE):
-        gsm8k.refuse_model(original, protocol, extra)
+    protocols = _protocols(rules.evaluations, {key: value for key, value in changed.items() if value is not None})
+    asked = [lm_eval_task.questions(protocol, runs_code=run_model_code) for protocol in protocols]
+    original = original_of(opened, source, cure=_CURE)
+    for protocol in protocols:
+        gsm8k.refuse_model(opened, protocol, extra)
+        if original:
+            gsm8k.refuse_model(original, protocol, extra)
     vllm = chosen_vllm(any_vllm=any_vllm)
-    gsm8k.refuse_prefix_caching(opened, protocol, vllm)
+    for protocol in protocols:
+        gsm8k.refuse_prefix_caching(opened, protocol, vllm)
     is_recorded = folder is None and Path(path).is_dir()
     out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(path).name}.report"))
     refuse_no_room((opened, original), vllm, out=out, extra=extra)
@@ -175,7 +179,10 @@ def evaluate(
         fact = gsm8k.evaluate(judged, compared, asked, vllm=vllm, setup=setup, watch=watch)
     write_result(out, "gsm8k", fact, checkpoint=judged.identity, vllm=vllm.version)
     judgement = reports.refresh(out, measured="gsm8k").judgement if is_recorded else None
-    _show(fact, judgement or judge(gates=rules.gates, check=None, serve=None, evaluation=fact), out, as_json=as_json)
+    if judgement is None:
+        tasks = [one.task for one in rules.evaluations]
+        judgement = judge(gates=rules.gates, check=None, serve=None, evaluation=fact, listed_tasks=tasks)
+    _show(fact, judgement, out, as_json=as_json)
 
 
 def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json: bool) -> None:
@@ -191,7 +198,7 @@ def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json
         Console().print(
             f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}", highlight=False, soft_wrap=True
         )
-    if status := _status(judged, is_compared=fact.source is not None):
+    if status := _status(judged, fact):
         raise typer.Exit(status)
 
 
@@ -204,31 +211,36 @@ def _identity(source: "Source", out: Path, reading: "ReadingBar | None") -> "Ide
 
 def _rules(checkpoint: "Source", recipe: str | None) -> _Rules:
     """The named recipe's, or those in the checkpoint's record; without one the defaults."""
-    from pydantic import ValidationError
-
-    from ..checkpoints.record import RECORD, read_record
+    from ..checkpoints.record import RECORD
     from ..checkpoints.source import small_file
     from ..recipes.find import find_recipe
-    from ..recipes.protocol import Evaluation
-    from ..validate.report.gates import limits_in
+    from ..validate.report.gates import limits_in, protocols_in
 
     if recipe is not None:
         found, _ = find_recipe(recipe)
-        return _Rules(evaluation=found.evaluation, gates=found.gates)
+        return _Rules(evaluations=found.evaluations, gates=found.gates)
     record = small_file(checkpoint, RECORD)
     where, cure = f"{checkpoint.where}: {RECORD}", "Name a recipe with --recipe"
-    limits = limits_in(record, cure=cure, where=where)
-    if record is None:
-        return _Rules(evaluation=Evaluation(), gates=limits)
-    made = read_record(record, where=where, cure=cure).recipe.whole
-    try:
-        return _Rules(evaluation=Evaluation.model_validate(made.get("evaluation") or {}), gates=limits)
-    except ValidationError as error:
-        raise CheckpointError(where, "must be keepmtp's own record", got=first_fault(error), cure=cure) from error
+    return _Rules(
+        evaluations=protocols_in(record, cure=cure, where=where), gates=limits_in(record, cure=cure, where=where)
+    )
+
+
+def _protocols(recipe: "tuple[Evaluation, ...]", changed: Mapping[str, Any]) -> "tuple[Evaluation, ...]":
+    """The recipe's tasks, or the one that is named, with what the command line changes."""
+    named = changed.get("task")
+    if named is None:
+        if "dataset" in changed and len(recipe) > 1:
+            rule, got = "belongs to one task, and the recipe lists several", ", ".join(one.task for one in recipe)
+            raise RecipeError("--dataset", rule, got=got, cure="Name one with --task")
+        return tuple(_protocol(one, changed) for one in recipe)
+    if own := next((one for one in recipe if one.task == named), None):
+        return (_protocol(own, {key: value for key, value in changed.items() if key != "task"}),)
+    return (_protocol(recipe[0], changed),)
 
 
 def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
-    """The recipe's with what the command line changes; a task that is asked otherwise brings its own protocol.
+    """One task's with what the command line changes; a task that is asked otherwise brings its own protocol.
 
     A revision belongs to the dataset it was given with.
     """
@@ -256,10 +268,10 @@ def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
         raise RecipeError(option, first["msg"], got=repr(first["input"]), cure="See `keepmtp eval --help`") from error
 
 
-def _status(judged: "JudgementFact", *, is_compared: bool) -> int:
+def _status(judged: "JudgementFact", fact: "EvaluationFact") -> int:
     """The exit status for what this command measures; findings and loads are other commands'."""
     from ..validate.report.gates import verdict_on
 
-    own = {gate for gate in _OWN_GATES if is_compared or gate not in _OF_THE_SOURCE}
-    is_judged = any(reason.gate in own for reason in judged.reasons)
-    return EXITS[verdict_on(judged, own)] if is_judged else 0
+    wanted = {"drafting"} | ({fact.protocol.task, *_OF_THE_SOURCE} if fact.source else set())
+    own = wanted & {reason.gate for reason in judged.reasons}
+    return EXITS[verdict_on(judged, own)] if own else 0

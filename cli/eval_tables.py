@@ -12,34 +12,70 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..validate.evaluation.evaluated import Arm, EvaluatedFact, EvaluationFact, PairedFact
+from ..recipes.protocol import Gates
+from ..validate.evaluation.evaluated import Arm, EvaluatedFact, EvaluationFact, PairedFact, TaskFact
+from ..validate.report.recovery import Recovery, mean_recovery, recovery
 from ..validate.report.schema import JudgementFact
 from .tables import VERDICT_COLOURS, escape
 
 _ROWS: Mapping[Arm, str] = {"source": "source", "checkpoint": "checkpoint", "plain": "MTP off"}
 
+_MOST_WORD = 8
+_LEGEND = (
+    "Scores in %, ±: standard error; kept: drafted tokens that were accepted, in %, also by position; len: mean "
+    "accepted length, tokens a step of the target."
+)
+
 
 def table(fact: EvaluationFact, judged: JudgementFact) -> RenderableType:
-    """One row a checkpoint, then the differences, the gates, and whatever a reader should know."""
-    rows = Table(
-        title=f"eval {escape(fact.checkpoint.path)}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    filters = [score.filter.partition("-")[0] for score in fact.checkpoint.scores]
-    for name in ("", *filters, "n", "kept", "by position", "len", "tok/s"):
-        rows.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for one in fact.arms:
-        rows.add_row(_ROWS[one.role], *_cells(one))
-    lines = [escape(_difference(pair)) for pair in fact.paired]
+    """For each task a row a checkpoint and the differences; then all tasks, the gates, and notes."""
+    path, parts = escape(fact.checkpoint.path), list[RenderableType]()
+    for task in fact.by_task:
+        parts.append(_scores(task, f"eval {path}" + (f": {task.protocol.title}" if fact.tasks else "")))
+        parts += [Text(_difference(pair)) for pair in task.paired]
+    if fact.tasks and fact.source is not None:
+        parts += ["", _recoveries(fact, judged.gates)]
+    lines = []
     for reason in judged.reasons:
         colour = VERDICT_COLOURS[reason.verdict]
         lines.append(f"[{colour}]{reason.gate}: {reason.verdict}[/]  {escape(reason.says)}")
     lines.append(f"[{VERDICT_COLOURS[judged.verdict]}]Judgement: {judged.verdict}[/]")
-    lines += [escape(note) for note in _notes(fact)]
-    return Group(rows, Text.from_markup("\n".join(lines)))
+    lines += [escape(note) for task in fact.by_task for note in _notes(task)]
+    return Group(*parts, Text.from_markup("\n".join([*lines, escape(_LEGEND)])))
+
+
+def _scores(task: TaskFact, title: str) -> Table:
+    rows = _table(title)
+    filters = [score.filter.partition("-")[0][:_MOST_WORD] for score in task.checkpoint.scores]
+    for name in ("", *filters, "n", "kept", "by position", "len", "tok/s"):
+        rows.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for one in task.arms:
+        rows.add_row(_ROWS[one.role], *_cells(one))
+    return rows
+
+
+def _recoveries(fact: EvaluationFact, gates: Gates) -> Table:
+    """The tasks below each other, and their mean."""
+    rows = _table("Of the source's scores")
+    for name in ("task", "source", "checkpoint", "recovery", "interval", "cut"):
+        rows.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
+    for task in fact.by_task:
+        name = task.judged_filter(gates.filter)
+        scores = [f"{100 * one.score(name).value:.2f}" for one in task.evaluated]
+        cut = " / ".join(str(one.num_truncated) for one in task.evaluated)
+        rows.add_row(escape(task.protocol.title), *scores, *_share(recovery(task, gates.filter)), cut)
+    rows.add_row("mean", "", "", *_share(mean_recovery(fact.by_task, gates.filter)), "")
+    return rows
+
+
+def _share(found: Recovery | None) -> tuple[str, str]:
+    if found is None:
+        return "-", "-"
+    return f"{100 * found.value:.2f}", f"{100 * found.low:.2f} to {100 * found.high:.2f}"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _cells(one: EvaluatedFact) -> tuple[str, ...]:
@@ -62,7 +98,7 @@ def _difference(pair: PairedFact) -> str:
     )
 
 
-def _notes(fact: EvaluationFact) -> Iterator[str]:
+def _notes(fact: TaskFact) -> Iterator[str]:
     for one in fact.evaluated:
         if one.as_served != "native":
             yield f"The {one.title} was served as a {one.as_served}: {one.reason}."
@@ -78,7 +114,4 @@ def _notes(fact: EvaluationFact) -> Iterator[str]:
     cut = ", ".join(f"{_ROWS[one.role]} {one.num_truncated}" for one in fact.arms)
     empty = ", ".join(f"{_ROWS[one.role]} {one.num_empty}" for one in fact.arms)
     yield f"Answers cut at the limit of tokens: {cut}. Empty answers: {empty}."
-    yield (
-        f"vLLM {environment['vllm']} on {environment['device']}. Scores in %, ±: standard error; kept: drafted tokens "
-        "that were accepted, in %, also by position; len: mean accepted length, tokens a step of the target."
-    )
+    yield f"vLLM {environment['vllm']} on {environment['device']}."

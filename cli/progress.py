@@ -270,9 +270,10 @@ def _asking_bars(console: Console) -> "Iterator[Callable[[AskedStep], None]]":
     with _labelled_bars(console) as bars:
 
         def show(step: "AskedStep") -> None:
-            if step.role not in tasks:
-                tasks[step.role] = bars.add_task(step.role, total=step.total, words="")
-            bars.update(tasks[step.role], completed=step.done, words=escape(step.doing or _asked_in_words(step)))
+            whose = _whose(step)
+            if whose not in tasks:
+                tasks[whose] = bars.add_task(whose, total=step.total, words="")
+            bars.update(tasks[whose], completed=step.done, words=escape(step.doing or _asked_in_words(step)))
 
         yield show
 
@@ -283,7 +284,7 @@ def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[Ask
     shown_at: dict[tuple[str, bool], float] = {}
 
     def show(step: "AskedStep") -> None:
-        kind, now = (step.role, bool(step.doing)), time.monotonic()
+        kind, now = (_whose(step), bool(step.doing)), time.monotonic()
         is_last = step.done >= step.total
         if not is_last and now - shown_at.get(kind, -_LINE_SECONDS) < _LINE_SECONDS:
             return
@@ -291,9 +292,13 @@ def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[Ask
         if as_json:
             _json_line(step)
         else:
-            _plain_line(console, f"{step.role}  {step.doing or _asked_in_words(step)}")
+            _plain_line(console, f"{_whose(step)}  {step.doing or _asked_in_words(step)}")
 
     yield show
+
+
+def _whose(step: "AskedStep") -> str:
+    return f"{step.role} {step.task}".rstrip()
 
 
 def _asked_in_words(step: "AskedStep") -> str:

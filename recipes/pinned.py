@@ -57,7 +57,9 @@ def _edits(root: yaml.MappingNode, commit_of: CommitOf) -> Iterator[tuple[yaml.N
         elif isinstance(block, yaml.ScalarNode) and block.value in calibrations():
             yield from _written_out(block, commit_of)
         yield from _edit(_values(holder.get("mtp_source")), "model", "source", "revision", commit_of)
-        yield from _evaluation(_values(holder.get("evaluation")), commit_of)
+        block = holder.get("evaluation")
+        for one in block.value if isinstance(block, yaml.SequenceNode) else (block,):
+            yield from _evaluation(_values(one), commit_of)
 
 
 def _evaluation(values: Mapping[str, yaml.Node], commit_of: CommitOf) -> Iterator[tuple[yaml.Node, str]]:

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     SerializerFunctionWrapHandler,
+    Tag,
     model_serializer,
     model_validator,
 )
@@ -120,6 +123,26 @@ class Evaluation(_Frozen):
         return self
 
 
+def _each_once(tasks: tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:
+    names = [one.task for one in tasks]
+    for name in names:
+        if names.count(name) > 1:
+            cure = "Leave one out: the answers to a task are in one file"
+            raise RecipeError("evaluation", "must name each task once", got=f"{name} twice", cure=cure)
+    return tasks
+
+
+_Listed = Annotated[tuple[Evaluation, ...], Field(min_length=1), AfterValidator(_each_once)]
+_BY_FORM = Discriminator(lambda value: "groups" if isinstance(value, (list, tuple)) else "word")
+Evaluations = Annotated[Annotated[Evaluation, Tag("word")] | Annotated[_Listed, Tag("groups")], _BY_FORM]
+"""One protocol, or a list of them, one for each task."""
+
+
+def listed(evaluation: Evaluation | tuple[Evaluation, ...]) -> tuple[Evaluation, ...]:
+    """The protocols of a recipe, the first task first."""
+    return evaluation if isinstance(evaluation, tuple) else (evaluation,)
+
+
 class Gates(_Frozen):
     """What a checkpoint must keep of its source.
 
@@ -127,6 +150,9 @@ class Gates(_Frozen):
         max_drop: of the GSM8K score, as a share of all questions (0.02: two points).
         filter: the gate uses the score of this filter; the report has both.
         min_acceptance: least share of the source's draft acceptance.
+        min_mean_recovery: least mean over the tasks of the checkpoint's score, as a share of the source's; None: no
+            gate.
+        max_worst_drop: of each task's score, as a share of its questions; None: no gate.
         max_divergence: from the source on held-out text as served, nats a token (`keepmtp closeness`); None: no gate.
         max_flips: share of tokens where the first choice may be another than the source's; None: no gate.
         confidence: of each judgement, one-sided. If the limit is between the estimate and its bound, the gate neither
@@ -138,6 +164,8 @@ class Gates(_Frozen):
     max_drop: Annotated[float, Field(gt=0, lt=1)] = 0.02
     filter: Literal["strict-match", "flexible-extract"] = "flexible-extract"
     min_acceptance: Annotated[float, Field(gt=0, le=1)] = 0.97
+    min_mean_recovery: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_worst_drop: Annotated[float, Field(gt=0, lt=1)] | None = None
     max_divergence: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     max_flips: Annotated[float, Field(gt=0, lt=1)] | None = None
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95

@@ -31,7 +31,7 @@ from .errors import RecipeError
 from .family import QUANTIZABLE_ROLES
 from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, GPTQKnobs
 from .model_file import USUAL_AUTO
-from .protocol import Evaluation, Gates
+from .protocol import Evaluation, Evaluations, Gates, listed
 from .schemes import REWRITES, SCHEMES, SEARCHES, SWEEPS
 from .summary import summary_of
 
@@ -419,7 +419,8 @@ class Recipe(_Frozen):
         search: how scales of weights are chosen: `mse` takes those of least squared error, `four-over-six` the better
             of two for each NVFP4 group, `imatrix` is `mse` with errors that count by the mean square of their input
             channels; null takes what the largest magnitude asks for.
-        evaluation: how the result is scored; `protocol.Evaluation` has the defaults.
+        evaluation: how the result is scored: one protocol, or a list with one for each task; `protocol.Evaluation` has
+            the defaults.
         gates: what the result must keep of its source; `protocol.Gates` has the defaults.
     """
 
@@ -443,7 +444,7 @@ class Recipe(_Frozen):
     format: Format = "compressed-tensors"
     kv_cache: Literal["FP8"] | None = None
     search: Literal["mse", "four-over-six", "imatrix"] | None = None
-    evaluation: Evaluation = Evaluation()
+    evaluation: Evaluations = Evaluation()
     gates: Gates = Gates()
 
     @model_serializer(mode="wrap")
@@ -451,6 +452,11 @@ class Recipe(_Frozen):
         """A recipe that searches nothing is written, and hashed, as before there was a search."""
         absent = {key for key in ("budget", "backbone_auto") if getattr(self, key) is None}
         return {key: value for key, value in handler(self).items() if key not in absent}
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """The protocol of each task, the first task first."""
+        return listed(self.evaluation)
 
     @property
     def name(self) -> str:

@@ -19,6 +19,7 @@ class Step:
         tokens_per_second: of this sitting: generated, or read as a prompt.
         eta_seconds: at this sitting's rate; None where there is none yet.
         unit: what is asked one at a time.
+        task: that is asked; "" where a station has but one.
     """
 
     role: str
@@ -28,3 +29,4 @@ class Step:
     tokens_per_second: float = 0.0
     eta_seconds: float | None = None
     unit: str = "question"
+    task: str = ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import measured
 import pytest
 from commands import keepmtp_without
-from evaluations import Answers, evaluation
+from evaluations import Answers, evaluation, several
 from keepmtp.cli.eval_tables import table
 from keepmtp.cli.main import app
 from keepmtp.recipes.errors import KeepMTPError
@@ -143,6 +143,43 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, mon
     assert seen[:2] == [own, own.model_copy(update=changed)]
     assert seen[2] == own.model_copy(update={"dataset": None, "task": "gsm8k_platinum", "api": "chat"})
     assert seen[3] == Evaluation(task="humaneval", k=2), "another task is asked as that task is"
+
+
+def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, monkeypatch):
+    seen = []
+
+    def noted(protocol: Evaluation, **_):
+        seen.append(protocol)
+        return None
+
+    def stop(*_):
+        raise KeepMTPError("", "here", got="far enough", cure="Stop")
+
+    monkeypatch.setattr("keepmtp.validate.evaluation.lm_eval_task.questions", noted)
+    monkeypatch.setattr(gsm8k, "refuse_model", stop)
+    first = Evaluation(dataset="models/held_out.jsonl", shots=0, k=2)
+    second = Evaluation(task="gsm8k_platinum", shots=5, k=2, max_tokens=96)
+    record(checkpoint, evaluation=[first.model_dump(), second.model_dump()])
+    refusal(checkpoint, "--source", GLM)
+    refusal(checkpoint, "--source", GLM, "--task", "gsm8k_platinum", "--limit", 9)
+    refusal(checkpoint, "--source", GLM, "-k", 1)
+    assert seen[:2] == [first, second]
+    assert seen[2] == second.model_copy(update={"limit": 9})
+    assert [one.k for one in seen[3:]] == [1, 1]
+    message = refusal(checkpoint, "--source", GLM, "--dataset", "hub")
+    assert "--dataset: belongs to one task, and the recipe lists several; got gsm8k, gsm8k_platinum." in message
+    record(checkpoint, evaluation=[first.model_dump(), first.model_dump()])
+    assert "keepmtp's own record; got groups: must name each task once." in refusal(checkpoint)
+
+
+def test_the_table_of_several_tasks_has_their_recoveries_and_the_mean():
+    fact = several(("gsm8k_platinum", Answers(both=600, only_source=60, only_checkpoint=10, neither=330)))
+    text = shown(table(fact, judge(gates=Gates(), check=None, serve=None, evaluation=fact)))
+    assert "…" not in text
+    words = " ".join(text.split())
+    assert "eval out/tiny.nvfp4: gsm8k_platinum" in words
+    assert "gsm8k 68.99 68.92 99.89 98.93 to 100.85 3 / 3" in words, words
+    assert "gsm8k_platinum 66.00 61.00 92.42 " in words and " mean 96.16 " in words
 
 
 def shown(told: object) -> str:

@@ -89,6 +89,7 @@ class Asked:
     tokens_per_second: float = 1480.2
     eta_seconds: float | None = 70.4
     unit: str = "question"
+    task: str = ""
 
 
 def test_the_fields_are_those_of_the_evaluation():

@@ -17,6 +17,7 @@ from keepmtp.validate.evaluation.evaluated import (
     EvaluationFact,
     ScoreFact,
     SwitchFact,
+    TaskFact,
 )
 from keepmtp.validate.report.binomial import sign_test
 from keepmtp.validate.report.check_data import check_data
@@ -140,6 +141,14 @@ def _drafting(num_right: int, num: int, switched: tuple[int, int], empty: int) -
         num_changed=sum(switched) + empty,
         changed=(shown,) * (sum(switched) > 0),
     )
+
+
+def several(*others: tuple[str, Answers], first: Answers | None = None, **changed: Any) -> EvaluationFact:
+    """GSM8K and other tasks, each with its counts; a task's `changed` fields of the checkpoint are those of all."""
+    found = evaluation(first, **changed)
+    tasks = [evaluation(answers, protocol={"task": name}, **changed) for name, answers in others]
+    plain = [TaskFact(**{key: value for key, value in dict(one).items() if key != "tasks"}) for one in tasks]
+    return found.model_copy(update={"tasks": tuple(plain)})
 
 
 def judged(found: EvaluationFact, gates: Gates | None = None) -> FullReport:

@@ -66,6 +66,11 @@ def test_a_flat_recipe_and_a_block_of_the_file():
     )
 
 
+def test_each_task_of_a_list_gets_its_commit():
+    text = "evaluation:\n- {task: gsm8k, dataset_revision: v2}\n- {task: gsm8k_platinum, dataset_revision: main}\n"
+    assert pinned_text(text, commit_of).count(DATASET) == 2
+
+
 def test_a_commit_of_digits_is_still_a_word():
     pinned = pinned_text("source: org/m\nrevision: main\n", lambda *_: "0" * 39 + "1")
     assert yaml.safe_load(pinned)["revision"] == "0" * 39 + "1"

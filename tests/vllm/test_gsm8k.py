@@ -22,7 +22,7 @@ from keepmtp.validate.evaluation.answers import read_samples
 from keepmtp.validate.evaluation.lm_eval_task import questions
 from keepmtp.validate.report.report import verify
 from keepmtp.validate.serving.serve_check import COPY
-from keepmtp.validate.serving.server import Server, ServerFailed
+from keepmtp.validate.serving.server import Server, ServerFailed, serving
 from keepmtp.validate.serving.vllm_env import find_vllm
 from keepmtp.validate.step import Step
 from safetensors.torch import load_file, save_file
@@ -189,7 +189,7 @@ def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
     told = json.loads(done.stdout)
     assert told["evaluation"]["source"] == found["evaluation"]["source"]
     assert "taken from glm.report" in done.stderr
-    assert not (made.with_name("twin.report") / "logs" / "gsm8k.source.log").exists(), "not served again"
+    assert not (made.with_name("twin.report") / "logs" / "eval.source.log").exists(), "not served again"
     gate = reasons(told)["gsm8k"]
     assert gate["verdict"] == told["judgement"]["verdict"] == "regression", gate
     for pair in told["evaluation"]["paired"]:
@@ -210,8 +210,11 @@ def engines() -> list[int]:
 
 
 def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, monkeypatch):
-    """Its engine is killed after some answers. Afterwards the answers are those of the run that nobody disturbed."""
-    asked = questions(Evaluation(**found["evaluation"]["protocol"]))
+    """Its engine is killed after some answers to the first of two tasks. The next run ends as an undisturbed one."""
+    protocol = found["evaluation"]["protocol"]
+    second = {"task": "gsm8k_platinum", "limit": 20, "max_tokens": 128}
+    asked = [questions(Evaluation(**protocol)), questions(Evaluation(**(protocol | second)))]
+    started = []
     source = open_source(GLM)
     model = gsm8k.Model(role="checkpoint", source=source, identity=identify(GLM))
     setup = gsm8k.Setup(out=tmp_path, confidence=0.95, timeout=400, has_plain=False)
@@ -224,6 +227,12 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
         return reply
 
     monkeypatch.setattr(Server, "answer", answer)
+
+    def counted(*words, **settings):
+        started.append(settings["max_model_len"])
+        return serving(*words, **settings)
+
+    monkeypatch.setattr(gsm8k, "serving", counted)
 
     def kill(step: Step) -> None:
         if not step.doing and step.done >= 50:
@@ -239,7 +248,10 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     assert 50 <= len(samples.answers) < NUM and samples.drafts.drafts >= 0
 
     fact = gsm8k.evaluate(model, None, asked, vllm=find_vllm(), setup=setup)
-    assert sorted(prompts) == sorted(item.prompt for item in asked.items), "each was answered once"
+    wanted = sorted(item.prompt for each in asked for item in each.items)
+    assert sorted(prompts) == wanted, "each was answered once"
+    assert len(started) == 2 and len(set(started)) == 1, "one server for both tasks, with room for the longer one"
+    assert fact.tasks[0].checkpoint.num_questions == 20 and fact.tasks[0].checkpoint.sittings == 1
     undisturbed = found["evaluation"]["source"]
     assert fact.checkpoint.sittings == 2 and fact.checkpoint.num_questions == NUM
     assert [score.model_dump() for score in fact.checkpoint.scores] == undisturbed["scores"]

@@ -150,4 +150,5 @@ def _step(samples: Samples, num_tokens: int, num_asked: int, seconds: float) -> 
         total=total,
         tokens_per_second=num_tokens / seconds,
         eta_seconds=(total - done) * seconds / num_asked,
+        task=samples.header.protocol.task,
     )

@@ -157,8 +157,8 @@ class DraftingFact(Fact):
     changed: tuple[ChangedAnswer, ...]
 
 
-class EvaluationFact(Fact):
-    """GSM8K through real servers with method=mtp.
+class TaskFact(Fact):
+    """One task through real servers with method=mtp.
 
     Attributes:
         protocol: the recipe's `evaluation` block, defaults filled in.
@@ -179,6 +179,16 @@ class EvaluationFact(Fact):
     plain: EvaluatedFact | None = None
     drafting: DraftingFact | None = None
 
+    def judged_filter(self, wanted: str) -> str:
+        """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else the task's first."""
+        names = [score.filter for score in self.checkpoint.scores]
+        return wanted if wanted in names or self.protocol.task.startswith("gsm8k") else names[0]
+
+    def pair(self, wanted: str) -> PairedFact | None:
+        """The pairs of the filter that counts; None without a source."""
+        name = self.judged_filter(wanted)
+        return next((pair for pair in self.paired if pair.filter == name), None)
+
     @property
     def evaluated(self) -> tuple[EvaluatedFact, ...]:
         """Those that draft: source first, then the checkpoint."""
@@ -190,7 +200,7 @@ class EvaluationFact(Fact):
         return self.evaluated if self.plain is None else (*self.evaluated, self.plain)
 
     @model_validator(mode="after")
-    def _has_the_same_filters(self) -> "EvaluationFact":
+    def _has_the_same_filters(self) -> "TaskFact":
         names = [score.filter for score in self.checkpoint.scores]
         if len(set(names)) != len(names):
             raise ValueError("scores must be of different filters")
@@ -201,4 +211,26 @@ class EvaluationFact(Fact):
         switches = [switch.reads for switch in self.drafting.switches] if self.drafting else []
         if switches != ([*names, NOT_EMPTY] if self.plain else []):
             raise ValueError("drafting must have a row for each filter, and one more, where there are plain answers")
+        return self
+
+
+class EvaluationFact(TaskFact):
+    """What `keepmtp eval` measured: the recipe's first task, and the others that it lists.
+
+    Attributes:
+        tasks: the others, each with a protocol of its own.
+    """
+
+    tasks: tuple[TaskFact, ...] = ()
+
+    @property
+    def by_task(self) -> tuple[TaskFact, ...]:
+        """All tasks, the recipe's first one first."""
+        return (self, *self.tasks)
+
+    @model_validator(mode="after")
+    def _names_each_task_once(self) -> "EvaluationFact":
+        names = [one.protocol.task for one in self.by_task]
+        if len(set(names)) != len(names):
+            raise ValueError("tasks must be different tasks")
         return self

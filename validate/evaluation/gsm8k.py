@@ -1,14 +1,14 @@
-"""GSM8K through real servers: source and checkpoint, each with method=mtp, asked the same questions the same way.
+"""Tasks through real servers: source and checkpoint, each with method=mtp, asked the same questions the same way.
 
-In: two local checkpoints, a protocol and a `VLLM`. Out: an `EvaluationFact`, and files of the answers. The third arm is
-the checkpoint again, with MTP off: what it answers otherwise then, drafting has changed.
+In: two local checkpoints, the questions of each task and a `VLLM`. Out: an `EvaluationFact`, and files of the answers.
+The third arm is the checkpoint again, with MTP off: what it answers otherwise then, drafting has changed.
 
 Easy to get wrong: two scores compare only under one protocol, dataset, vLLM and set of bytes. Answers carry all of that
 in their file's first line; a run goes on with those that have exactly its own, and a model whose answers are complete
 is not served again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from ..step import Step
 from .answers import Header, Samples, open_samples, take_from_sibling
 from .ask import Watch, ask
 from .drafting import drafting
-from .evaluated import ARM_TITLES, Arm, EvaluatedFact, EvaluationFact
+from .evaluated import ARM_TITLES, Arm, EvaluatedFact, EvaluationFact, TaskFact
 from .lm_eval_task import VERSIONS, Questions, scores
 
 _TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
@@ -66,6 +66,17 @@ class Model:
     identity: Identity
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    """One server to start: whose, with how many draft tokens, its log, and further words for `vllm serve`."""
+
+    model: Model
+    k: int
+    log: Path
+    words: tuple[str, ...]
+    setup: Setup
+
+
 def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -> None:
     """Refuse before anything is read at length or started.
 
@@ -100,14 +111,22 @@ def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> N
 
 
 def evaluate(
-    checkpoint: Model, source: Model | None, asked: Questions, *, vllm: VLLM, setup: Setup, watch: Watch | None = None
+    checkpoint: Model,
+    source: Model | None,
+    asked: Sequence[Questions],
+    *,
+    vllm: VLLM,
+    setup: Setup,
+    watch: Watch | None = None,
 ) -> EvaluationFact:
     """Ask source, checkpoint, and checkpoint with MTP off what has no answer yet, and let lm-eval score all answers.
+
+    Each of them is served once for all tasks that are drafted alike, not once for each task.
 
     Args:
         checkpoint: what is judged.
         source: what it was made from; None leaves the difference unknown.
-        asked: from `harness.questions`.
+        asked: the questions of each task, the recipe's first task first.
         vllm: where vLLM lives.
         setup: how to serve, and where to write.
         watch: called with each step of progress.
@@ -118,33 +137,42 @@ def evaluate(
         VLLMError: no room for a BF16 copy.
         CheckpointError: answers that cannot be read, or weights that cannot be copied.
     """
-    # What is sampled differs by its draws.
-    plain = replace(checkpoint, role="plain") if setup.has_plain and not asked.protocol.temperature else None
-    models = {model.role: model for model in (source, checkpoint, plain) if model is not None}
+    plain = replace(checkpoint, role="plain") if setup.has_plain else None
+    models = [model for model in (source, checkpoint, plain) if model is not None]
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may evaluate into a folder"):
-        answered = {role: _answered(model, asked, vllm, setup, watch) for role, model in models.items()}
-        facts = {role: _fact(model, answered[role], asked) for role, model in models.items()}
-    drafted, filters = answered["checkpoint"], [score.filter for score in facts["checkpoint"].scores]
+        answered = [(model, _answered(model, asked, vllm, setup, watch)) for model in models]
+        first, *others = [_task_fact(questions, answered, vllm, setup) for questions in asked]
+    return EvaluationFact(**dict(first), tasks=tuple(others))
+
+
+def _task_fact(
+    questions: Questions, answered: Sequence[tuple[Model, Mapping[str, Samples]]], vllm: VLLM, setup: Setup
+) -> TaskFact:
+    """What one task gave, once all have answered it."""
+    task = questions.protocol.task
+    files = {model.role: samples[task] for model, samples in answered if task in samples}
+    facts = {model.role: _fact(model, samples[task], questions) for model, samples in answered if task in samples}
+    drafted, filters = files["checkpoint"], [score.filter for score in facts["checkpoint"].scores]
     pairs = [
         paired(
             name,
-            answered["source"].correct(name),
+            files["source"].correct(name),
             drafted.correct(name),
-            runs=asked.protocol.repeats,
+            runs=questions.protocol.repeats,
             confidence=setup.confidence,
         )
         for name in filters
-        if source is not None
+        if "source" in files
     ]
-    return EvaluationFact(
-        protocol=asked.protocol,
-        dataset_sha256=asked.dataset_sha256,
+    return TaskFact(
+        protocol=questions.protocol,
+        dataset_sha256=questions.dataset_sha256,
         source=facts.get("source"),
         checkpoint=facts["checkpoint"],
         paired=tuple(pairs),
         plain=facts.get("plain"),
-        drafting=drafting(answered["plain"], drafted, filters) if plain is not None else None,
+        drafting=drafting(files["plain"], drafted, filters) if "plain" in files else None,
         environment={
             **VERSIONS,
             "vllm": vllm.version,
@@ -158,55 +186,78 @@ def evaluate(
     )
 
 
-def _answered(model: Model, asked: Questions, vllm: VLLM, setup: Setup, watch: Watch | None) -> Samples:
-    """All answers of one model; it is served only if one is missing."""
+def _answered(
+    model: Model, asked: Sequence[Questions], vllm: VLLM, setup: Setup, watch: Watch | None
+) -> dict[str, Samples]:
+    """All answers of one model by task; it is served only if one is missing, and once for all tasks of a kind."""
+    # What is sampled differs by its draws, whether it is drafted or not.
+    fit = [each for each in asked if model.role != "plain" or not each.protocol.temperature]
+    opened = [(questions, _opened(model, questions, vllm, setup)) for questions in fit]
+    servers: dict[tuple[int, bool], list[tuple[Questions, Samples]]] = {}
+    for questions, samples in opened:
+        if samples.missing:
+            protocol = questions.protocol
+            key = (0 if model.role == "plain" else protocol.k, protocol.prefix_caching)
+            servers.setdefault(key, []).append((questions, samples))
+    for number, ((k, prefix_caching), together) in enumerate(servers.items()):
+        name = f"eval.{model.role}.{number + 1}.log" if number else f"eval.{model.role}.log"
+        words = (*(["--enable-prefix-caching"] if prefix_caching else []), *setup.extra)
+        sitting = _Server(model=model, k=k, log=(setup.out / "logs" / name).absolute(), words=words, setup=setup)
+        _serve_and_ask(sitting, together, vllm, watch)
+    return {questions.protocol.task: samples for questions, samples in opened}
+
+
+def _opened(model: Model, questions: Questions, vllm: VLLM, setup: Setup) -> Samples:
+    """The file of one model's answers to one task, with what is in it already."""
+    protocol = questions.protocol
     header = Header(
         role=model.role,
-        protocol=asked.protocol,
-        dataset_sha256=asked.dataset_sha256,
-        prompts_sha256=asked.prompts_sha256,
-        num_questions=len(asked.items),
+        protocol=protocol,
+        dataset_sha256=questions.dataset_sha256,
+        prompts_sha256=questions.prompts_sha256,
+        num_questions=len(questions.items),
         checkpoint_sha256=model.identity.sha256,
         vllm=vllm.version,
         device=vllm.device,
         words=setup.extra,
     )
-    path, say = setup.out / f"gsm8k.{model.role}.jsonl", setup.say or (lambda _: None)
+    path, say = setup.out / f"{protocol.task}.{model.role}.jsonl", setup.say or (lambda _: None)
     if sibling := take_from_sibling(path, header):
-        say(f"The {ARM_TITLES[model.role]} answered the same questions before: taken from {sibling.name}.")
+        whose = ARM_TITLES[model.role]
+        say(f"The {whose} answered the same questions of {protocol.task} before: taken from {sibling.name}.")
     samples, aside = open_samples(path, header)
     if aside is not None:
         say(f"Answers to another protocol or other bytes are kept in {aside.name}.")
-    if samples.missing:
-        _serve_and_ask(model, asked, samples, vllm, setup, watch)
     return samples
 
 
 def _serve_and_ask(
-    model: Model, asked: Questions, samples: Samples, vllm: VLLM, setup: Setup, watch: Watch | None
+    server: _Server, together: Sequence[tuple[Questions, Samples]], vllm: VLLM, watch: Watch | None
 ) -> None:
     """As it is, or as a BF16 copy where this CPU has no kernel for it."""
+    model = server.model
 
     def sit(folder: Path, as_served: AsServed, reason: str) -> None:
-        log = (setup.out / "logs" / f"gsm8k.{model.role}.log").absolute()
         with serving(
             vllm,
             folder,
-            k=0 if model.role == "plain" else asked.protocol.k,
-            log=log,
+            k=server.k,
+            log=server.log,
             is_tracked=False,
-            max_model_len=_room(asked, model.source),
-            max_num_seqs=asked.protocol.concurrency,
-            timeout=setup.timeout,
-            extra=(*(["--enable-prefix-caching"] if asked.protocol.prefix_caching else []), *setup.extra),
+            max_model_len=max(_room(questions, model.source) for questions, _ in together),
+            max_num_seqs=max(questions.protocol.concurrency for questions, _ in together),
+            timeout=server.setup.timeout,
+            extra=server.words,
             watch=tell,
-        ) as server:
-            ask(server, asked, samples, as_served=as_served, reason=reason, watch=watch)
+        ) as healthy:
+            for questions, samples in together:
+                ask(healthy, questions, samples, as_served=as_served, reason=reason, watch=watch)
 
     def tell(words: str) -> None:
         if watch is not None:
-            words = words.removeprefix(f"{model.role}: ")
-            watch(Step(role=model.role, doing=words, done=len(samples.answers), total=len(asked.items)))
+            done = sum(len(samples.answers) for _, samples in together)
+            total = sum(len(questions.items) for questions, _ in together)
+            watch(Step(role=model.role, doing=words.removeprefix(f"{model.role}: "), done=done, total=total))
 
     assert model.source.folder is not None, "download() first"
     reason = why_no_kernel(model.source, vllm)
@@ -217,9 +268,8 @@ def _serve_and_ask(
             reason = lack_of_kernel(vllm, failure.words)
             if not reason:
                 raise
-    with bf16_copy(
-        model.source, "source" if model.role == "source" else "checkpoint", out=setup.out, watch=tell
-    ) as copy:
+    whose = "source" if model.role == "source" else "checkpoint"
+    with bf16_copy(model.source, whose, out=server.setup.out, watch=tell) as copy:
         sit(copy, COPY, f"{reason}; {UNTRIED}")
 
 

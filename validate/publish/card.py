@@ -5,7 +5,7 @@ In: a checkpoint folder with NAME.report. Out: a folder of what is uploaded with
     README.md                   front matter for the Hub, then `card_page.page`
     acceptance.png, gsm8k.png   where there is something to draw, as speed.png
     report.json, report.html    the whole evidence, with folders of this machine shortened to their last name
-    .eval_results/gsm8k.yaml    the score, where it is one that belongs on the benchmark's leaderboard
+    .eval_results/TASK.yaml     a score that belongs on its benchmark's leaderboard: GSM8K's, MMLU-Pro's, GPQA Diamond's
 
 Easy to get wrong: somebody changes a number after it was measured. A report that differs from its result files makes no
 card, and a card that differs from what its report makes is refused.
@@ -33,6 +33,7 @@ from ..report.results import report_folder
 from ..report.schema import FullReport
 from .base_model import NO_BASE_MODEL, NONE, BaseModel, base_model_of, find_base_model, refuse_no_id
 from .card_metadata import (
+    BENCHMARKS,
     HUB_ID,
     INHERITED,
     README,
@@ -46,8 +47,9 @@ from .card_metadata import (
 from .card_page import CardFacts, page
 from .provenance import choices, groups_of, recipe_text
 
-EVAL_RESULTS = ".eval_results/gsm8k.yaml"
-FILES = (README, "acceptance.png", "gsm8k.png", "speed.png", reports.JSON_FILE, report_html.HTML_FILE, EVAL_RESULTS)
+EVAL_RESULTS = tuple(f".eval_results/{task}.yaml" for task in BENCHMARKS)
+_PICTURES = ("acceptance.png", "gsm8k.png", "speed.png")
+FILES = (README, *_PICTURES, reports.JSON_FILE, report_html.HTML_FILE, *EVAL_RESULTS)
 """Everything that a card folder may hold."""
 _SHOWN = 160
 _OF_OTHERS = (
@@ -207,6 +209,7 @@ def _facts(
     """What a card is made from, whose repository is not known."""
     from ..report import plots, speed_plots  # matplotlib, once it is known to be there
 
+    others = report.evaluation.tasks if report.evaluation else ()
     drawings = {
         "acceptance.png": plots.acceptance_png(report),
         "gsm8k.png": plots.gsm8k_png(report),
@@ -224,6 +227,9 @@ def _facts(
         license=metadata.license_name or metadata.license,
         plots={name: drawing for name, drawing in drawings.items() if drawing},
         off_leaderboard=off_leaderboard(report.evaluation) if report.evaluation else "",
+        others_off_leaderboard=tuple(
+            f"{task.protocol.title}: {why}" for task in others if (why := off_leaderboard(task))
+        ),
     )
 
 
@@ -237,9 +243,7 @@ def _files(told: CardFacts, metadata: Metadata) -> dict[str, bytes]:
         report_html.HTML_FILE: report_html.render(report).encode(),
         **told.plots,
     }
-    if scores := eval_results(report):
-        files[EVAL_RESULTS] = scores.encode()
-    return files
+    return files | {name: text.encode() for name, text in eval_results(report).items()}
 
 
 def _readme(told: CardFacts, metadata: Metadata) -> bytes:

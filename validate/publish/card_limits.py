@@ -7,13 +7,14 @@ not judged, parts that are absent.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...checkpoints.record import Record
 from ...quantize.calibrate.facts import CalibrationFact
 from ..bench.benched import Benched
 from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
 from ..report.schema import FullReport
+from ..report.task_table import endless
 from ..serving.served import Served
 
 _MAX_NAMED = 5
@@ -21,14 +22,16 @@ FEW_DRAFTS = 200
 """Below so many drafted tokens, one more or less accepted moves acceptance by half a point."""
 
 
-def limitations(report: FullReport, record: Record, off_leaderboard: str) -> Iterator[str]:
+def limitations(report: FullReport, record: Record, off_leaderboard: Sequence[str]) -> Iterator[str]:
     """A sentence or two for each, the most important first; `off_leaderboard` as in `card_page.CardFacts`."""
     for reason in report.judgement.reasons if report.judgement else ():
         if reason.verdict == "infeasible":
             yield f"The gate of {reason.gate} neither passes nor fails ({reason.title}); it says above why."
     yield from _served(report)
     if report.evaluation:
-        yield from _evaluated(report.evaluation, off_leaderboard)
+        yield from filter(None, off_leaderboard)
+        yield from _evaluated(report.evaluation)
+        yield from endless(report)
     yield from _kernels(report)
     yield from _drafts(report)
     if report.calibration:
@@ -67,19 +70,19 @@ def _served(report: FullReport) -> Iterator[str]:
             yield f"No GPU was used ({device}): speed-ups measured there are not those of a GPU."
 
 
-def _evaluated(evaluation: EvaluationFact, off_leaderboard: str) -> Iterator[str]:
-    if off_leaderboard:
-        yield off_leaderboard
+def _evaluated(evaluation: EvaluationFact) -> Iterator[str]:
     if evaluation.source is None:
         yield "The source was not evaluated, so what quantization cost is not known."
     if evaluation.plain is None:
         yield "The checkpoint was not asked with MTP off, so whether drafting changes its answers is not known."
-    for model in evaluation.arms:
-        if model.num_truncated:
-            yield (
-                f"{model.num_truncated:,} of the {model.title}'s {model.num_questions:,} answers were cut at "
-                f"{evaluation.protocol.max_tokens:,} tokens; they count as they stand."
-            )
+    for task in evaluation.by_task:
+        where = f"{task.protocol.title}: " if evaluation.tasks else ""
+        for model in task.arms:
+            if model.num_truncated:
+                yield (
+                    f"{where}{model.num_truncated:,} of the {model.title}'s {model.num_questions:,} answers were cut "
+                    f"at {task.protocol.max_tokens:,} tokens; they count as they stand."
+                )
 
 
 def _kernels(report: FullReport) -> Iterator[str]:

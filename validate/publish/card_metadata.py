@@ -19,7 +19,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from ...checkpoints.source import Source
 from ...recipes.errors import CheckpointError, RecipeError
-from ..evaluation.evaluated import EvaluationFact
+from ..evaluation.evaluated import TaskFact
 from ..report.schema import FullReport
 from .card_page import CardFacts, percent
 
@@ -40,7 +40,11 @@ _FORMS: Mapping[str, re.Pattern[str]] = {
 }
 _CURES = {"license": "Choose with --license, like apache-2.0"}
 # Benchmarks of the Hub (https://huggingface.co/docs/hub/eval-results): repository, task in its eval.yaml, questions.
-_BENCHMARKS = {"gsm8k": ("openai/gsm8k", "gsm8k", 1319)}
+BENCHMARKS: Mapping[str, tuple[str, str, int]] = {
+    "gsm8k": ("openai/gsm8k", "gsm8k", 1319),
+    "mmlu_pro": ("TIGER-Lab/MMLU-Pro", "mmlu_pro", 12032),
+    "gpqa_diamond": ("Idavidrein/gpqa", "diamond", 198),
+}
 _SHA = re.compile(r"[0-9a-f]{40}")
 
 
@@ -135,7 +139,7 @@ def front_matter(told: CardFacts, metadata: Metadata) -> str:
     return data.to_yaml()
 
 
-def off_leaderboard(evaluation: EvaluationFact) -> str:
+def off_leaderboard(evaluation: TaskFact) -> str:
     """Why a score is no entry of its benchmark's leaderboard, in a sentence; "" where it is one."""
     protocol, never = evaluation.protocol, "The score is not on the benchmark's leaderboard"
     if protocol.dataset:
@@ -143,9 +147,9 @@ def off_leaderboard(evaluation: EvaluationFact) -> str:
             f"The questions are from a file of {protocol.task}'s form, `{protocol.dataset}`, not its own: the "
             "score compares with the source's beside it and with no other, and is on no leaderboard."
         )
-    if protocol.task not in _BENCHMARKS:
+    if protocol.task not in BENCHMARKS:
         return f"{never}: keepmtp does not know {protocol.task} as a benchmark of the Hub."
-    asked, total = evaluation.checkpoint.num_questions, _BENCHMARKS[protocol.task][2]
+    asked, total = evaluation.checkpoint.num_questions, BENCHMARKS[protocol.task][2]
     if asked != total:
         return f"{never}: {asked:,} questions were asked, and it has {total:,}."
     if evaluation.checkpoint.as_served != "native":
@@ -153,21 +157,27 @@ def off_leaderboard(evaluation: EvaluationFact) -> str:
     return ""
 
 
-def eval_results(report: FullReport) -> str | None:
-    """`.eval_results/gsm8k.yaml`: the score of the filter that the gates judge, in percent; None where there is none.
+def eval_results(report: FullReport) -> dict[str, str]:
+    """`.eval_results/<task>.yaml` for each task that is a benchmark of the Hub: the score that counts, in percent.
 
     Source: huggingface_hub 1.33 _eval_results.py; one variant a file, and how it was measured in `notes`.
     """
-    evaluation = report.evaluation
-    if evaluation is None or off_leaderboard(evaluation):
-        return None
-    protocol = evaluation.protocol
-    dataset, task, _ = _BENCHMARKS[protocol.task]
-    name = report.judgement.gates.filter if report.judgement else evaluation.checkpoint.scores[0].filter
-    score, revision = evaluation.checkpoint.score(name), protocol.dataset_revision or ""
+    tasks = report.evaluation.by_task if report.evaluation else ()
+    return {
+        f".eval_results/{task.protocol.task}.yaml": _eval_result(report, task)
+        for task in tasks
+        if not off_leaderboard(task)
+    }
+
+
+def _eval_result(report: FullReport, task: TaskFact) -> str:
+    protocol = task.protocol
+    dataset, task_id, _ = BENCHMARKS[protocol.task]
+    name = task.judged_filter(report.judgement.gates.filter if report.judgement else task.checkpoint.scores[0].filter)
+    score, revision = task.checkpoint.score(name), protocol.dataset_revision or ""
     entry = EvalResultEntry(
         dataset_id=dataset,
-        task_id=task,
+        task_id=task_id,
         value=round(100 * score.value, 2),
         date=report.made_at[:10],
         dataset_revision=revision if _SHA.fullmatch(revision) else None,

@@ -21,6 +21,7 @@ from ..report.best_k import BestK, best_k_of_report
 from ..report.headline import counts_bench, counts_speed
 from ..report.schema import FullReport, GroupSize
 from ..report.speed_table import failures, ks_of, recommendation, speed_rows
+from ..report.task_table import task_lines
 from ..serving.serve_line import docker_words, serve_words
 from ..serving.served import AsServed, Drafts
 from . import hardware
@@ -63,6 +64,7 @@ class CardFacts:
     license: str
     plots: Mapping[str, bytes]
     off_leaderboard: str
+    others_off_leaderboard: tuple[str, ...] = ()
 
     @property
     def schemes(self) -> tuple[str, ...]:
@@ -163,7 +165,8 @@ def page(told: CardFacts) -> str:
         closeness=closeness_words.sentence(report.closeness) if report.closeness else "",
         closeness_figures=list(closeness_words.figures(report.closeness)) if report.closeness else [],
         closeness_notes=list(closeness_words.notes(report.closeness)) if report.closeness else [],
-        limitations=list(limitations(report, told.record, told.off_leaderboard)),
+        task_lines=task_lines(report),
+        limitations=list(limitations(report, told.record, (told.off_leaderboard, *told.others_off_leaderboard))),
     )
 
 

@@ -4,13 +4,13 @@ In: an evaluation whose questions the checkpoint was asked twice. Out: a `Reason
 
 Easy to get wrong: most checkpoints have some answers that differ, because near-ties flip, and as many for the better as
 for the worse. So the gate asks whether the split is one that chance hardly gives, by the exact sign test, and it asks
-that of every filter and of empty answers. Both directions count: a server that answers better with drafting does not
-compute what it computes without.
+that of every task, of every filter and of empty answers. Both directions count: a server that answers better with
+drafting does not compute what it computes without.
 """
 
 from collections.abc import Iterator
 
-from ..evaluation.evaluated import NOT_EMPTY, EvaluationFact, SwitchFact
+from ..evaluation.evaluated import NOT_EMPTY, DraftingFact, EvaluationFact, SwitchFact
 from .schema import ReasonFact
 
 CHANCE = 0.001
@@ -23,12 +23,14 @@ _MOST_NAMED = 8
 
 def drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
     """One reason where the checkpoint was asked with MTP off as well."""
-    if evaluation is None or evaluation.drafting is None:
+    both = [(task, task.drafting) for task in evaluation.by_task if task.drafting] if evaluation else []
+    if not both:
         return
-    found, num = evaluation.drafting, evaluation.checkpoint.num_questions
-    rarest = min(found.switches, key=lambda switch: switch.chance)
+    task, found = min(both, key=lambda one: _rarest(one[1]).chance)
+    rarest, num = _rarest(found), task.checkpoint.num_questions
+    where = f"{task.protocol.title}: " if len(both) > 1 else ""
     texts = (
-        f"{num - found.num_changed:,} of {num:,} greedy answers are the same text with MTP on and off"
+        f"{where}{num - found.num_changed:,} of {num:,} greedy answers are the same text with MTP on and off"
         f"{'; near-ties may flip the others' if found.num_changed else ''}."
     )
     if rarest.chance < CHANCE:
@@ -38,6 +40,10 @@ def drafting(evaluation: EvaluationFact | None) -> Iterator[ReasonFact]:
         yield ReasonFact(gate="drafting", verdict="pass", says=f"{texts} Each is as right or wrong with it as without.")
     else:
         yield ReasonFact(gate="drafting", verdict="pass", says=f"{texts} {_split(rarest)}: no more than chance gives.")
+
+
+def _rarest(found: DraftingFact) -> SwitchFact:
+    return min(found.switches, key=lambda switch: switch.chance)
 
 
 def _split(switch: SwitchFact) -> str:

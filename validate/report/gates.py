@@ -1,21 +1,22 @@
 """The judge: what was measured of a checkpoint, whether that is good enough, and why.
 
-In: the check's findings and dry loads, what real servers did, GSM8K, speed, closeness, and the recipe's limits. Out: a
-`JudgementFact` with four reasons (findings, loads, acceptance, gsm8k); one on drafting where the checkpoint was also
-asked with MTP off; and one for each limit that only some recipes have (speed, closeness). Its verdict is the worst of
-theirs: pass, regression, or infeasible where a measurement is missing or too small.
+In: the check's findings and dry loads, what real servers did, the scores of tasks, speed, closeness, and the recipe's
+limits. Out: a `JudgementFact` with a reason for each gate: findings, loads, acceptance and the first task; drafting
+where the checkpoint was also asked with MTP off; and one for each limit that only some recipes have (mean recovery,
+worst task, speed, closeness). Its verdict is the worst of theirs: pass, regression, or infeasible where a measurement
+is missing or too small.
 
 Easy to get wrong: nothing else judges. `serve-check`, `eval`, the headline and the card take their verdict from here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from ...checkpoints.record import read_record
-from ...recipes.errors import CheckpointError
-from ...recipes.protocol import Gates
+from ...recipes.errors import CheckpointError, first_fault
+from ...recipes.protocol import Evaluation, Evaluations, Gates, listed
 from ..bench.benched import BenchFact
 from ..check.findings import Finding, Origin
 from ..closeness.facts import ClosenessFact
@@ -27,9 +28,10 @@ from .drafting_gate import drafting
 from .headline import places
 from .numbers import more
 from .results import CheckData
-from .sampled_gates import acceptance, gsm8k
+from .sampled_gates import acceptance, score
 from .schema import JudgementFact, JudgementWord, ReasonFact
 from .speed_gate import speed
+from .task_gates import tasks_together
 
 _WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")
 
@@ -42,6 +44,7 @@ def judge(
     evaluation: EvaluationFact | None,
     bench: BenchFact | None = None,
     closeness: ClosenessFact | None = None,
+    listed_tasks: Collection[str] = (),
 ) -> JudgementFact:
     """Judge a checkpoint by what was measured; None is what was not.
 
@@ -52,12 +55,14 @@ def judge(
         evaluation: what `keepmtp eval` measured.
         bench: what `keepmtp bench` measured; without a limit on speed in `gates` there is no reason for it.
         closeness: what `keepmtp closeness` measured; likewise.
+        listed_tasks: of the recipe.
     """
     reasons = (
         _findings(check, serve),
         _loads(check, serve, evaluation),
         acceptance(gates, serve, evaluation),
-        gsm8k(gates, evaluation),
+        score(gates, evaluation),
+        *tasks_together(gates, evaluation, listed_tasks),
         *drafting(evaluation),
         *speed(gates, bench),
         *closeness_reasons(gates, closeness),
@@ -96,6 +101,28 @@ def limits_in(record: Path | None, *, cure: str, where: object = None) -> Gates:
         place = ".".join(map(str, ("recipe", "gates", *first["loc"])))
         raise CheckpointError(
             where or record, f"{place} must be a gate's limit", got=first["msg"], cure=cure
+        ) from error
+
+
+def protocols_in(record: Path | None, *, cure: str, where: object = None) -> tuple[Evaluation, ...]:
+    """The protocols in a checkpoint's keepmtp.json, a task each; the default one where there is none.
+
+    Args:
+        record: the file.
+        cure: what to do where it cannot be read.
+        where: its name in messages; default `record`.
+
+    Raises:
+        CheckpointError: keepmtp did not write it, or a protocol in it is none.
+    """
+    if record is None:
+        return (Evaluation(),)
+    made = read_record(record, where=where, cure=cure).recipe.whole
+    try:
+        return listed(TypeAdapter(Evaluations).validate_python(made.get("evaluation") or {}))
+    except ValidationError as error:
+        raise CheckpointError(
+            where or record, "must be keepmtp's own record", got=first_fault(error), cure=cure
         ) from error
 
 

@@ -142,9 +142,9 @@ def _as_served(model: Served) -> str:
 def _answers(evaluation: EvaluationFact, judgement: JudgementFact | None) -> str:
     """The score that the recipe judges, or the first, and whether it can be judged."""
     mine = evaluation.checkpoint
-    name = judgement.gates.filter if judgement else mine.scores[0].filter
+    name = evaluation.judged_filter(judgement.gates.filter if judgement else mine.scores[0].filter)
     source = f" (source: {percent(evaluation.source.score(name).value)})" if evaluation.source else ""
-    reason = next((reason for reason in _reasons(judgement) if reason.gate == "gsm8k"), None)
+    reason = next((reason for reason in _reasons(judgement) if reason.gate == evaluation.protocol.task), None)
     words = {"pass": ", within its recipe's gate", "infeasible": ", which its recipe's gate cannot judge yet"}
     judged = words.get(reason.verdict, "") if reason else ""
     asked = f"{mine.num_questions} questions of {evaluation.protocol.title}"

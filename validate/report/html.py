@@ -25,6 +25,7 @@ from . import closeness_words, speed_table
 from .headline import places
 from .numbers import percent, size
 from .schema import FullReport
+from .task_table import endless, task_lines
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -135,6 +136,8 @@ def render(report: FullReport) -> str:
         closeness_figures=list(closeness_words.figures(report.closeness)) if report.closeness else [],
         closeness_notes=list(closeness_words.notes(report.closeness)) if report.closeness else [],
         load_words=words_of,
+        task_lines=task_lines(report),
+        endless=list(endless(report)),
         svg=lambda drawing: Markup(svg.svg(drawing)),  # noqa: S704 - our own chart, its labels escaped
         partings=[(role, run.k, one) for role, run in runs for one in run.partings or ()],
         notes=_notes(runs),

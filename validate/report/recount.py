@@ -1,6 +1,6 @@
 """Counts the answers on disk again, and refuses a report whose figures they do not give.
 
-In: an `EvaluationFact` and its files of answers in the same folder (validate/evaluation/answers.py). Out: nothing, or a
+In: a `TaskFact` and its files of answers in the same folder (validate/evaluation/answers.py). Out: nothing, or a
 refusal that names a figure.
 
 Easy to get wrong: the hash of a file of answers proves only that it is the named file. So every figure that follows
@@ -16,7 +16,7 @@ from ...checkpoints.identity import file_sha256
 from ...recipes.errors import CheckpointError
 from ..evaluation.answers import Samples, read_samples
 from ..evaluation.drafting import drafting
-from ..evaluation.evaluated import EvaluatedFact, EvaluationFact, mean_of_questions
+from ..evaluation.evaluated import EvaluatedFact, TaskFact, mean_of_questions
 from .paired import paired
 from .results import command, file_of
 
@@ -27,7 +27,7 @@ Figures = Iterator[tuple[str, object, object]]
 _TOLERANCE = 1e-9
 
 
-def refuse_unproved(folder: Path, evaluation: EvaluationFact) -> None:
+def refuse_unproved(folder: Path, evaluation: TaskFact) -> None:
     """Refuse an evaluation whose figures do not follow from its files of answers.
 
     Raises:
@@ -79,7 +79,7 @@ def _samples(folder: Path, fact: EvaluatedFact) -> Samples:
     return read_samples(path)
 
 
-def _as_asked(evaluation: EvaluationFact, fact: EvaluatedFact, samples: Samples) -> Figures:
+def _as_asked(evaluation: TaskFact, fact: EvaluatedFact, samples: Samples) -> Figures:
     yield "role", fact.role, samples.header.role
     yield "sha256", fact.sha256, samples.header.checkpoint_sha256
     yield "protocol", evaluation.protocol, samples.header.protocol

@@ -28,7 +28,7 @@ from ..closeness.facts import ClosenessFact
 from ..evaluation.evaluated import EvaluationFact
 from ..serving.served import ServeCheck
 from .check_data import record_static
-from .gates import judge, limits_in
+from .gates import judge, limits_in, protocols_in
 from .headline import verdict_of
 from .html import HTML_FILE, write_html
 from .recount import refuse_unproved
@@ -153,12 +153,21 @@ def from_results(folder: Path) -> FullReport:
     newest = max(found, key=lambda result: result.made_at)
     served, answers = serve.data if serve else None, gsm8k.data if gsm8k else None
     judge_of = check if check.data.dry else serve or gsm8k or bench or closeness or check
-    gates = _gates(folder, check.checkpoint)
-    if answers and gates.filter not in {score.filter for score in answers.checkpoint.scores}:
-        rule, cure = f"must have the score of {gates.filter}, which the recipe judges", command("gsm8k", folder)
+    gates, tasks = _recipes(folder, check.checkpoint)
+    wanted = answers.judged_filter(gates.filter) if answers else ""
+    if answers and wanted not in {score.filter for score in answers.checkpoint.scores}:
+        rule, cure = f"must have the score of {wanted}, which the recipe judges", command("gsm8k", folder)
         raise CheckpointError(file_of(folder, "gsm8k"), rule, got="no such score", cure=f"Run `{cure}` again")
     measured, near = bench.data if bench else None, closeness.data if closeness else None
-    judgement = judge(gates=gates, check=check.data, serve=served, evaluation=answers, bench=measured, closeness=near)
+    judgement = judge(
+        gates=gates,
+        check=check.data,
+        serve=served,
+        evaluation=answers,
+        bench=measured,
+        closeness=near,
+        listed_tasks=tasks,
+    )
     files = [file_of(folder, result.station) for result in found]
     return assemble(
         check.data,
@@ -272,10 +281,11 @@ def _refuse_contradicted(folder: Path, found: Iterable[Result[Any]]) -> None:
         elif result.station == "serve":
             refuse_contradicted_serve(folder, result.data)
         elif result.station == "gsm8k":
-            refuse_unproved(folder, result.data)
-            for fact in result.data.arms:
-                k = 0 if fact.role == "plain" else result.data.protocol.k
-                refuse_contradicted_drafts(folder, fact.role, fact, k)
+            for task in result.data.by_task:
+                refuse_unproved(folder, task)
+                for fact in task.arms:
+                    k = 0 if fact.role == "plain" else task.protocol.k
+                    refuse_contradicted_drafts(folder, fact.role, fact, k)
         elif result.station == "closeness":
             refuse_unproved_closeness(folder, result.data)
         else:
@@ -324,17 +334,17 @@ def _refuse_other(folder: Path, result: Result[Any], identity: Identity) -> None
         )
 
 
-def _gates(folder: Path, identity: Identity) -> Gates:
-    """The recipe's, from the checkpoint's own record, if that is still the one that was measured."""
+def _recipes(folder: Path, identity: Identity) -> tuple[Gates, tuple[str, ...]]:
+    """The recipe's limits and tasks, from the checkpoint's own record, if that is still the one that was measured."""
     recorded = identity.files.get(RECORD)
     if recorded is None:
-        return Gates()
+        return Gates(), ()
     path = checkpoint_folder(folder) / RECORD
     cure = f"Run `{command('check', folder)}` on a whole checkpoint"
     got = file_sha256(path) if path.is_file() else "no such file"
     if got != recorded.sha256:
         raise CheckpointError(path, f"must be the file that was measured, {recorded.sha256}", got=got, cure=cure)
-    return limits_in(path, cure=cure)
+    return limits_in(path, cure=cure), tuple(one.task for one in protocols_in(path, cure=cure))
 
 
 def _plain(report: FullReport) -> dict[str, Any]:

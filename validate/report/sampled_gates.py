@@ -1,4 +1,4 @@
-"""The two gates on samples, acceptance and gsm8k: an estimate, a limit, and whether the samples are enough.
+"""The two gates on samples, acceptance and the first task's score: an estimate, a limit, and enough samples or not.
 
 In: draft counters and paired answers, of servers or of GSM8K, and the recipe's limits. Out: a `ReasonFact` each.
 
@@ -23,9 +23,9 @@ _ON_THE_LIMIT = 1e-9
 """An estimate nearer to its limit than this is equal to it: no number of samples tells."""
 _MOST_TIMES = 1_000_000
 """So many times as many samples nobody takes: where they would not settle it either, no number is named."""
-_BOUND = "one-sided, Clopper-Pearson"
+BOUND = "one-sided, Clopper-Pearson"
 
-_Bounds = Callable[[float], tuple[float, float]]
+Bounds = Callable[[float], tuple[float, float]]
 """How far an estimate is above its limit, at least and at most, with so many times as many samples."""
 
 
@@ -143,7 +143,7 @@ def _share_of_the_source(gates: Gates, measured: _Measurement) -> ReasonFact:
     says = (
         f"{where}: {percent(share)} of {mine.draft_tokens:,} drafted tokens accepted, {percent(source_share)} of the "
         f"source's {theirs.draft_tokens:,}. That is {percent(kept)} of it, {bound} at "
-        f"{limit(gates.confidence)} confidence ({_BOUND}, a draft as one trial); "
+        f"{limit(gates.confidence)} confidence ({BOUND}, a draft as one trial); "
         f"at least {limit(gates.min_acceptance)} must be kept."
     )
     if verdict == "infeasible":
@@ -162,26 +162,26 @@ def _num_drafts(counted: Drafts, k: int) -> float:
     return counted.drafts or counted.draft_tokens / k
 
 
-def gsm8k(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
-    """The drop of the score, paired by question."""
+def score(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
+    """The drop of the first task's score, paired by question; the gate has the task's name."""
     if evaluation is None:
         return ReasonFact(gate="gsm8k", verdict="infeasible", says="Not measured: `keepmtp eval CHECKPOINT` does.")
-    source, checkpoint = evaluation.source, evaluation.checkpoint
-    pair = next((pair for pair in evaluation.paired if pair.filter == gates.filter), None)
+    gate, source, checkpoint = evaluation.protocol.task, evaluation.source, evaluation.checkpoint
+    name, pair = evaluation.judged_filter(gates.filter), evaluation.pair(gates.filter)
     if source is None or pair is None:
         says = (
             "The source was not evaluated, so a drop cannot be told. "
             "`keepmtp eval CHECKPOINT --source SOURCE` evaluates both."
         )
-        return ReasonFact(gate="gsm8k", verdict="infeasible", says=says)
-    before, after = source.score(gates.filter).value, checkpoint.score(gates.filter).value
+        return ReasonFact(gate=gate, verdict="infeasible", says=says)
+    before, after = source.score(name).value, checkpoint.score(name).value
     num = checkpoint.num_questions
     if before <= gates.max_drop:
         says = (
-            f"{gates.filter}: the source itself gets {percent(before)} of {num:,} questions, "
+            f"{name}: the source itself gets {percent(before)} of {num:,} questions, "
             f"so a drop of {points(gates.max_drop)} could not be seen."
         )
-        return ReasonFact(gate="gsm8k", verdict="infeasible", says=says)
+        return ReasonFact(gate=gate, verdict="infeasible", says=says)
 
     def bounds(times: float) -> tuple[float, float]:
         lower, upper = one_sided(pair, gates.confidence, times=times)
@@ -191,18 +191,18 @@ def gsm8k(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
     verdict, needed = settle(gates.max_drop + pair.difference, bounds, num)
     bound = f"a drop of at least {points(down(-high))}" if verdict == "regression" else _at_most(-low)
     says = (
-        f"{gates.filter}: {percent(after)} of {num:,} questions, the source {percent(before)}: {_change(pair)} "
+        f"{name}: {percent(after)} of {num:,} questions, the source {percent(before)}: {_change(pair)} "
         f"(only the source gets {pair.only_source:,} right, only the checkpoint {pair.only_checkpoint:,}), {bound} at "
-        f"{limit(gates.confidence)} confidence ({_BOUND}, paired); at most {points(gates.max_drop)} may be lost."
+        f"{limit(gates.confidence)} confidence ({BOUND}, paired); at most {points(gates.max_drop)} may be lost."
     )
     if verdict == "infeasible":
         also = ", more than this dataset has" if needed and evaluation.protocol.limit is None else ""
         says += too_few("questions", needed, also=also, is_good=pair.difference > -gates.max_drop)
     says += _truncation(gates, source, checkpoint) + not_its_own(is_native=checkpoint.as_served == "native")
-    return ReasonFact(gate="gsm8k", verdict=verdict, says=says, needed=needed)
+    return ReasonFact(gate=gate, verdict=verdict, says=says, needed=needed)
 
 
-def settle(margin: float, bounds: _Bounds, num: int) -> tuple[JudgementWord, int | None]:
+def settle(margin: float, bounds: Bounds, num: int) -> tuple[JudgementWord, int | None]:
     """The verdict on one estimate.
 
     Args:

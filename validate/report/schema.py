@@ -56,7 +56,8 @@ class ReasonFact(Fact):
     """One gate's answer.
 
     Attributes:
-        gate: findings, loads, acceptance, gsm8k, drafting, speed or closeness.
+        gate: findings, loads, acceptance, the first task's name, mean recovery, worst task, drafting, speed or
+            closeness.
         says: a sentence with the figures.
         needed: samples (questions or drafted tokens) that would settle it; None where it is not a matter of samples.
     """
@@ -133,6 +134,9 @@ class FullReport(Fact):
     def _judges_a_score_that_is_there(self) -> "FullReport":
         scores = self.evaluation.checkpoint.scores if self.evaluation else ()
         names = {score.filter for score in scores}
-        if names and self.judgement and self.judgement.gates.filter not in names:
+        wanted = (
+            self.evaluation.judged_filter(self.judgement.gates.filter) if self.evaluation and self.judgement else ""
+        )
+        if wanted and wanted not in names:
             raise ValueError(f"judgement.gates.filter must be one of the evaluation's, {', '.join(sorted(names))}")
         return self
