@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from keepmtp.validate.evaluation.ask import ask, request_seconds
 from keepmtp.validate.evaluation.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.serving.server import ServerFailed
 from keepmtp.validate.step import Step
+from task_rows import TASK_ROWS
 
 NUM = 30
 QUESTIONS = [f"Ann has {n} pens and buys {n}. How many?" for n in range(NUM)]
@@ -184,3 +186,29 @@ def test_ctrl_c_does_not_wait_for_answers(asked, tmp_path):
 
 def test_an_answer_of_many_tokens_may_take_long(tmp_path):
     assert request_seconds(Evaluation(max_tokens=32768)) > 32768
+
+
+def test_runs_are_sampled_with_a_seed_each(tmp_path):
+    asked = built(tmp_path, repeats=2, temperature=0.6, top_p=0.95)
+    samples = opened(tmp_path, asked)
+    with answering(ANSWERS, tmp_path / "log") as (server, requests):
+        ask(server, asked, samples)
+    assert len(requests) == 2 * NUM == len(samples.answers) and not samples.missing
+    assert {(each["temperature"], each["top_p"]) for each in requests} == {(0.6, 0.95)}
+    seeds = [each["seed"] for each in requests]
+    assert sorted(seeds) == sorted([asked.protocol.seed] * NUM + [asked.protocol.seed + 1] * NUM)
+    assert score(asked, samples)[0] == pytest.approx(1 - 3 / NUM)
+    again = read_samples(samples.path)
+    assert again.correct("strict-match") == samples.correct("strict-match") and len(again.answers) == 2 * NUM
+
+
+def test_an_answer_that_lm_eval_begins_is_continued(tmp_path):
+    """HumanEval's instruct form and RULER's end with the assistant's own words."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS["humaneval"].rows))
+    found = questions(Evaluation(task="humaneval", dataset=str(path)), runs_code=True)
+    with answering(defaultdict(lambda: "    return 1"), tmp_path / "log") as (server, requests):
+        ask(server, found, opened(tmp_path, found))
+    for request in requests:
+        assert request["messages"][-1]["role"] == "assistant"
+        assert (request["continue_final_message"], request["add_generation_prompt"]) == (True, False)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hub import serving
+from hub import Fault, serving
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.recipes.tasks import TASKS
@@ -182,3 +182,23 @@ def test_a_hub_dataset_without_the_fields(hub):
     hub.commit("datasets/org/data", {f"main/{split}.jsonl": 4 * rows.encode() for split in ("train", "test")})
     with pytest.raises(RecipeError, match="org/data test row 0: must have the field answer; got question, solution"):
         questions(Evaluation(shots=3))
+
+
+def test_a_gated_dataset_says_what_to_do(hub):
+    """The Hub's own answer to who has not accepted the terms."""
+    words = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to dataset org/data is restricted."}
+    hub.faults.append(Fault(to="/datasets/org/data", status=403, times=99, headers=words))
+    with pytest.raises(RecipeError) as caught:
+        questions(Evaluation(shots=3))
+    message = str(caught.value)
+    assert message.startswith("org/data: must be open to you, and its owner gives access only to those who accept")
+    assert "set HF_TOKEN, or name a file with the fields question and answer" in message
+
+
+def test_an_absent_dataset_says_what_to_do(hub, monkeypatch):
+    monkeypatch.setitem(TASKS, "gsm8k", replace(TASKS["gsm8k"], hub="org/none"))
+    with pytest.raises(RecipeError) as caught:
+        questions(Evaluation(shots=3))
+    message = str(caught.value)
+    assert message.startswith("org/none: must be a dataset that can be read; got ")
+    assert "Correct evaluation.dataset_revision, or, where the Hub is out of reach, name a file" in message
