@@ -9,9 +9,10 @@ waited for and kept, so that a question is asked again only if its answer never 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from dataclasses import replace
 
 from ...recipes.protocol import Evaluation
 from ..serving.served import AsServed, Drafts, counters
@@ -23,6 +24,8 @@ from .lm_eval_task import Question, Questions
 
 COUNTERS_SECONDS = 2.0
 """How often vLLM's counters are read while questions are asked: what a server that dies has counted since is lost."""
+MOST_STOPS = 4
+"""vLLM refuses a request with more (0.32, `stop` of its protocols); lm-eval's humaneval has five."""
 
 
 Watch = Callable[[Step], None]
@@ -119,15 +122,16 @@ def _replies(
         if failed.is_set():
             return None
         try:
-            return item, server.answer(
+            whole = server.answer(
                 prompt,
                 max_tokens=item.max_tokens,
-                stop=item.stop,
+                stop=item.stop[:MOST_STOPS],
                 seed=protocol.seed + item.run,
                 temperature=protocol.temperature,
                 top_p=protocol.top_p,
                 timeout=timeout,
             )
+            return item, _ended(whole, item.stop[MOST_STOPS:])
         except ServerFailed as failure:
             failed.set()
             return item, failure
@@ -139,6 +143,12 @@ def _replies(
                 yield replied
     finally:  # on Ctrl-C nobody waits for answers: the server is about to be ended
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _ended(reply: Reply, stop: Sequence[str]) -> Reply:
+    """As the server would have ended it at the words that it was not given; its tokens were generated."""
+    places = [at for word in stop if (at := reply.text.find(word)) >= 0]
+    return replace(reply, text=reply.text[: min(places)], finish_reason="stop") if places else reply
 
 
 def _step(samples: Samples, num_tokens: int, num_asked: int, seconds: float) -> Step:

@@ -207,8 +207,11 @@ def test_an_answer_that_lm_eval_begins_is_continued(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS["humaneval"].rows))
     found = questions(Evaluation(task="humaneval", dataset=str(path)), runs_code=True)
-    with answering(defaultdict(lambda: "    return 1"), tmp_path / "log") as (server, requests):
-        ask(server, found, opened(tmp_path, found))
+    samples = opened(tmp_path, found)
+    with answering(defaultdict(lambda: "    return 1\nprint(2)\nclass"), tmp_path / "log") as (server, requests):
+        ask(server, found, samples)
+    assert {(each.text, each.finish_reason) for each in samples.answers.values()} == {("    return 1", "stop")}
     for request in requests:
+        assert len(request["stop"]) == 4 < len(found.items[0].stop), "vLLM takes no more; ours ends it at the others"
         assert request["messages"][-1]["role"] == "assistant"
         assert (request["continue_final_message"], request["add_generation_prompt"]) == (True, False)
