@@ -73,7 +73,8 @@ def everything(
 
     A run that was interrupted is continued by the same command: what was measured on the same bytes is not measured
     again. Exit status is the failing station's: 1 for a red gate, 3 where samples are too few to tell, 2 for bad input.
-    serve-check alone may find too few: eval asks more. Words after `--` go to every `vllm serve`.
+    serve-check alone may find too few: eval asks more. A recipe with `gates.min_speedup` is benched, too. Words after
+    `--` go to every `vllm serve`.
 
     Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/out -k 3 -- --tensor-parallel-size 8`
     """
@@ -99,12 +100,15 @@ def everything(
     served = [*original, *version, *_option("-k", k)]
     allowed = ["--run-model-code"] if run_model_code else []
     vllm_words = ["--", *context.args] if context.args else []
+    is_timed = recipe.gates.min_speedup is not None
     pretended = [*_each("--gpu", gpus or ["sm90", "sm100"]), *_each("--tp", tps or []), *_option("-k", k)]
     stations = {
         "quantize": [] if is_made else ["quantize", model, *choices, "--out", str(out)],
         "check": ["check", str(out), "--record", *pretended, *version],
         "serve-check": ["serve-check", str(out), *served, *vllm_words] if serving else [],
         "eval": ["eval", str(out), *served, *allowed, *vllm_words],
+        "bench": ["bench", str(out), *version, *_ks(k), *vllm_words] if is_timed else [],
+        "gate": ["gate", str(out)] if is_timed else [],
         "card": ["card", str(out), *_folder(source), *_option("--base-model", base_model)],
     }
     if is_made:
@@ -159,6 +163,11 @@ def _option(name: str, value: object) -> list[str]:
 def _folder(source: str | None) -> list[str]:
     """The source's folder, whose card says what license it has; a repository's is not read."""
     return ["--source", source] if source and Path(source).is_dir() else []
+
+
+def _ks(k: int | None) -> list[str]:
+    """Without drafting and up to `k`; without one, as bench chooses."""
+    return [] if k is None else ["-k", f"0..{k}"]
 
 
 def _each(name: str, values: list[Any]) -> list[str]:

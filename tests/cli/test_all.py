@@ -43,6 +43,16 @@ def test_the_commands_in_their_order(tmp_path):
     assert not out.exists()
 
 
+def test_a_recipe_with_a_limit_on_speed_is_timed_and_judged(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(find_recipe("tiny-glm4-moe.w4a16-fp8")[1] + "gates: {min_speedup: 1.2}\n")
+    done = run_all(str(recipe), "--out", str(tmp_path / "out"), "-k", "3", "--dry-run", "--", "--max-model-len", "512")
+    assert [line.split()[1] for line in done.stdout.splitlines()] == [
+        *("quantize", "check", "serve-check", "eval", "bench", "gate", "card")
+    ], done.stderr
+    assert f"keepmtp bench {tmp_path / 'out'} -k 0..3 -- --max-model-len 512" in done.stdout.splitlines()
+
+
 def test_the_place_of_the_mtp_block_reaches_quantize(tmp_path):
     done = run_all("minimax-m3", "--mtp-source", "org/block", "--out", str(tmp_path / "out"), "--dry-run")
     assert f"keepmtp quantize minimax-m3 --mtp-source org/block --out {tmp_path / 'out'}" in done.stdout.splitlines()

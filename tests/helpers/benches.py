@@ -1,8 +1,10 @@
 """A speed matrix as `keepmtp bench` would find it: tokens a second by k and load, from counts and seconds."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from keepmtp.validate.bench.benched import BenchCell, Benched, BenchFact, Latency, Repetition
+from keepmtp.validate.bench.lines import BenchHeader, Measured, open_lines
 from keepmtp.validate.serving.served import Role
 
 AT = "2030-01-02 03:04:05 UTC"
@@ -76,3 +78,28 @@ def bench_fact(*, with_source: bool = True, sha256: str = "0" * 64) -> BenchFact
         seed=0,
         environment={"vllm": "0.32.0", "device": "NVIDIA H200 (140 GiB)", "words": ""},
     )
+
+
+def write_lines(folder: Path, bench: BenchFact) -> None:
+    """The files of repetitions that a matrix is made from, in its evidence folder."""
+    for model in bench.benched:
+        header = BenchHeader(
+            role=model.role,
+            checkpoint_sha256=model.sha256,
+            vllm=bench.environment["vllm"],
+            device=bench.environment["device"],
+            words=(),
+            form=model.form,
+            prompts_sha256=bench.prompts_sha256,
+            requests=0,
+            output_tokens=bench.output_tokens,
+            seed=bench.seed,
+            max_num_seqs=model.max_num_seqs,
+            max_model_len=model.max_model_len,
+        )
+        lines, _ = open_lines(folder / f"bench.{model.role}.jsonl", header)
+        for one in model.cells:
+            place = {"k": one.k, "concurrency": one.concurrency, "context": one.context}
+            for each in one.repetitions:
+                served = {"as_served": model.as_served, "reason": model.reason}
+                lines.add(Measured(**place, **served, repetition=each))

@@ -13,7 +13,8 @@ from typing import Any
 
 from ...checkpoints.identity import Identity
 from ...recipes.errors import CheckpointError
-from ..bench.benched import BenchCell, BenchFact, Repetition, words_of
+from ..bench.benched import BenchCell, Benched, BenchFact, Repetition, words_of
+from ..bench.lines import BenchHeader, Lines, read_lines
 from ..check.check import examine
 from ..check.findings import Finding
 from ..serving.served import Drafts, Run, ServeCheck, partings
@@ -65,7 +66,8 @@ def refuse_contradicted_drafts(folder: Path, role: str, counted: Drafts, k: int)
 def refuse_contradicted_bench(folder: Path, bench: BenchFact, identity: Identity) -> None:
     """Refuse a speed matrix of other bytes, or one whose counters and requests contradict each other.
 
-    Speeds follow from the counts of tokens and the seconds, whenever they are read.
+    Speeds follow from the counts of tokens and the seconds, whenever they are read. Each repetition must be a line of
+    the file that it was written to when it was measured.
 
     Raises:
         CheckpointError: names the figure.
@@ -76,6 +78,39 @@ def refuse_contradicted_bench(folder: Path, bench: BenchFact, identity: Identity
             place = f"{benched.role}, k={cell.k}, {words_of(cell.load)}"
             for each in cell.repetitions:
                 _compare(folder, "bench", f"{place}, repetition {each.number}: ", _of_repetition(each, cell, bench))
+        _compare(folder, "bench", "", _of_lines(benched, _lines_of(folder, benched, bench)))
+
+
+def _lines_of(folder: Path, benched: Benched, bench: BenchFact) -> Lines:
+    """The file of repetitions that were measured like this; one that was set aside since counts, too."""
+    file = folder / f"bench.{benched.role}.jsonl"
+    paths = [path for path in (file, *sorted(folder.glob(f"bench.{benched.role}.*.jsonl"))) if path.is_file()]
+    found = [lines for lines in map(read_lines, paths) if _is_header_of(lines.header, benched, bench)]
+    if not found:
+        rule = "must hold the repetitions that bench.json was made from"
+        raise CheckpointError(file, rule, got="none of these bytes and prompts", cure=_cure(folder, "bench"))
+    whole = (lines for lines in found if all(claimed == line for _, claimed, line in _of_lines(benched, lines)))
+    return next(whole, found[0])
+
+
+def _is_header_of(header: BenchHeader, benched: Benched, bench: BenchFact) -> bool:
+    asked = (header.checkpoint_sha256, header.prompts_sha256, header.output_tokens, header.seed)
+    served = (header.form, header.max_num_seqs, header.max_model_len, header.vllm, header.device)
+    environment = bench.environment
+    return asked == (benched.sha256, bench.prompts_sha256, bench.output_tokens, bench.seed) and served == (
+        *(benched.form, benched.max_num_seqs, benched.max_model_len),
+        *(environment.get("vllm"), environment.get("device")),
+    )
+
+
+def _of_lines(benched: Benched, lines: Lines) -> Figures:
+    for cell in benched.cells:
+        for each in cell.repetitions:
+            line = lines.measured.get((cell.k, *cell.load, each.number))
+            place = f"{benched.role}, k={cell.k}, {words_of(cell.load)}, repetition {each.number}"
+            yield f"{place}: the line of {lines.path.name}", each, line and line.repetition
+            if benched.as_served == "native":
+                yield f"{place}: as_served", benched.as_served, line and line.as_served
 
 
 def _of_repetition(each: Repetition, cell: BenchCell, bench: BenchFact) -> Figures:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benches
 import measured
 import pytest
 import reports
-from benches import bench_fact
 from closenesses import closeness
 from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import file_sha256, identify
@@ -45,7 +45,8 @@ def made(tmp_path_factory) -> Path:
     """All stations have run, and report.json is made of them."""
     evidence = measured.measured(tmp_path_factory.mktemp("made") / "glm.nvfp4")
     identity = identify(checkpoint_folder(evidence), cache=evidence)
-    bench = bench_fact(sha256=identity.sha256)
+    bench = benches.bench_fact(sha256=identity.sha256)
+    benches.write_lines(evidence, bench)
     write_result(evidence, "bench", bench, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
     near = closeness(evidence, checkpoint=identity.sha256)
     write_result(evidence, "closeness", near, checkpoint=identity, vllm=reports.VLLM, made_at=measured.SERVED_AT)
@@ -433,6 +434,25 @@ def test_a_server_that_contradicts_itself_is_refused(place, value, says, evidenc
 def test_a_speed_matrix_that_contradicts_itself_is_refused(place, value, says, evidence):
     forged(file_of(evidence, "bench"), "data", "checkpoint", *place, value=value)
     refused(evidence, rf"bench\.json: .*{says}.*Run `keepmtp bench")
+
+
+def test_a_repetition_that_no_line_has_is_refused(evidence):
+    """The seal is computed anew, as somebody would who makes a checkpoint faster."""
+    place = ("cells", 3, "repetitions", 1, "seconds")
+    forged(file_of(evidence, "bench"), "data", "checkpoint", *place, value=1.0)
+    says = r"checkpoint, k=3, 1 at once, repetition 1: the line of bench\.checkpoint\.jsonl"
+    refused(evidence, rf"bench\.json: {says}.*Run `keepmtp bench")
+
+
+def test_repetitions_that_were_set_aside_still_count(evidence):
+    path = evidence / "bench.checkpoint.jsonl"
+    path.rename(evidence / "bench.checkpoint.01234567.jsonl")
+    assert from_results(evidence).bench
+    (evidence / "bench.checkpoint.01234567.jsonl").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"bench\.checkpoint\.jsonl: must hold the repetitions .*Run `keepmtp bench"
+    ):
+        from_results(evidence)
 
 
 def test_answers_altered_in_their_file_are_refused(evidence):
