@@ -102,7 +102,7 @@ def bench(
     from ..validate.report.results import file_of, report_folder, write_result
     from ..validate.serving.room import refuse_no_room
     from ..validate.serving.server import refuse_words
-    from .bench_tables import planned, tables
+    from .bench_tables import counted, planned, tables
     from .source_of import original_of
 
     refuse_stray_words("bench", context.args)
@@ -128,7 +128,11 @@ def bench(
     for each in filter(None, (opened, original)):
         matrix.refuse_model(each, plan)
     if dry_run:
-        Console().print(planned(plan, 1 + (original is not None)), highlight=False)
+        num = 1 + (original is not None)
+        if as_json:
+            sys.stdout.write(json.dumps(counted(plan, num)) + "\n")
+        else:
+            Console().print(planned(plan, num), highlight=False)
         return
     vllm = chosen_vllm(any_vllm=any_vllm)
     if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them

@@ -4,7 +4,7 @@ In: a `BenchFact`, or a `BenchPlan` before anything is measured. Out: tables and
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -18,10 +18,24 @@ if TYPE_CHECKING:
     from ..validate.bench.matrix import BenchPlan
 
 
+def counted(plan: "BenchPlan", num_checkpoints: int) -> dict[str, Any]:
+    """What a run would do, for machines."""
+    repetitions = plan.repeat * plan.rounds
+    requests = sum(map(plan.num_requests, plan.loads)) * len(plan.ks) * repetitions * num_checkpoints
+    return {
+        "checkpoints": num_checkpoints,
+        "servers": len(plan.ks) * plan.rounds * num_checkpoints,
+        "k": list(plan.ks),
+        "loads": [{"concurrency": concurrency, "context": context} for concurrency, context in plan.loads],
+        "repetitions": repetitions,
+        "requests": requests,
+        "output_tokens": plan.output_tokens,
+    }
+
+
 def planned(plan: "BenchPlan", num_checkpoints: int) -> Text:
     """What a run would do, before it does it."""
-    requests = sum(map(plan.num_requests, plan.loads)) * len(plan.ks) * plan.repeat * plan.rounds * num_checkpoints
-    servers = len(plan.ks) * plan.rounds
+    requests, servers = counted(plan, num_checkpoints)["requests"], len(plan.ks) * plan.rounds
     ks, loads = ", ".join(map(str, plan.ks)), "; ".join(_load(load) for load in plan.loads)
     return Text(
         f"{num_checkpoints} checkpoint{_s(num_checkpoints)}, {servers} server{_s(servers)} each, one after the other\n"

@@ -8,8 +8,10 @@ import pytest
 from benches import bench_fact
 from commands import ROOT, keepmtp, refused
 from keepmtp.cli.bench import numbers
-from keepmtp.cli.bench_tables import tables
+from keepmtp.cli.bench_tables import counted, tables
 from keepmtp.recipes.errors import RecipeError
+from keepmtp.validate.bench.matrix import BenchPlan
+from keepmtp.validate.bench.prompts import read
 from rich.console import Console
 
 GLM = str(ROOT / "models" / "tiny-glm4-moe")
@@ -84,6 +86,29 @@ def test_a_dry_run_counts_cells_and_servers(tmp_path):
         "prompts   400 of held_out.jsonl",
     ]
     assert not list(tmp_path.iterdir())
+    plan = BenchPlan(
+        ks=(0, 1),
+        concurrency=(1, 8),
+        contexts=(0,),
+        prompts=read(None),
+        requests=0,
+        output_tokens=64,
+        repeat=2,
+        rounds=3,
+        seed=0,
+        out=tmp_path,
+    )
+    assert counted(plan, 2) == {
+        "checkpoints": 2,
+        "servers": 12,
+        "k": [0, 1],
+        "loads": [{"concurrency": 1, "context": 0}, {"concurrency": 8, "context": 0}],
+        "repetitions": 6,
+        "requests": 2 * 6 * 2 * (16 + 32),
+        "output_tokens": 64,
+    }
+    ks = [place[0] for place in plan.places]
+    assert ks == [0] * 4 + [1] * 8 + [0] * 8 + [1] * 4, "each second round goes the other way"
 
 
 def printed(width: int = 100) -> str:

@@ -28,6 +28,8 @@ from .prompts import Request
 
 TIME = "%Y-%m-%d %H:%M:%S UTC"
 _ENDPOINTS = {"chat": ("openai-chat", "/v1/chat/completions"), "completions": ("openai", "/v1/completions")}
+_REFUSED = ("Bad Request", "Unprocessable Entity")
+_ANSWER_SECONDS = 600.0
 _MAX_WORDS = 300
 
 
@@ -85,6 +87,8 @@ class Client:
         drafted = self.server.drafts().since(before)  # a server that died says so here
         if failed := len(requests) - found["completed"]:
             words = next(iter(found["errors"]), "no reason given").strip().splitlines()[-1]
+            if words in _REFUSED:
+                words = self.why_refused(requests, output_tokens) or words
             raise RequestsFailed(failed, len(requests), words, self.log)
         return Repetition(
             number=number,
@@ -98,6 +102,17 @@ class Client:
             between=_latency(found, "itl"),
             **counters(drafted),
         )
+
+    def why_refused(self, requests: Sequence[Request], output_tokens: int) -> str:
+        """The server's own words about the longest request; vLLM's benchmark keeps only those of the HTTP status."""
+        longest = max(requests, key=lambda each: len(json.dumps(each.as_json())))
+        try:
+            self.server.answer(
+                longest.messages or longest.text, max_tokens=output_tokens, stop=(), seed=0, timeout=_ANSWER_SECONDS
+            )
+        except ServerFailed as failure:
+            return failure.words
+        return ""
 
     def _run(self, asked: dict[str, Any], watch: Watch | None) -> dict[str, Any]:
         pipe = self.process.stdout
