@@ -9,7 +9,7 @@ folder is never written to.
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..cure.rewritten import Rewritten
     from ..validate.report.results import CheckData
 
+Runtime = Literal["vllm", "sglang"]
 _COLOURS = {"+": "green", "-": "red", "#": "bold", "@": "cyan", "~": "green"}
 
 
@@ -35,6 +36,9 @@ def fix(
         bool,
         typer.Option("--values", help="Also read a folder's scales, and give fused NVFP4 weights one where exact."),
     ] = False,
+    runtime: Annotated[
+        Runtime, typer.Option("--runtime", help="sglang: also add the entries that SGLang needs; vLLM's answers stay.")
+    ] = "vllm",
     pr: Annotated[
         bool, typer.Option("--pr", help="Open a pull request with the changed files in the Hub repository PATH.")
     ] = False,
@@ -56,6 +60,9 @@ def fix(
     With --values, scales are read too: gate and up whose global scales differ by a power of two get one for both, if
     every product of scales stays the same.
 
+    With --runtime sglang, names under which SGLang 0.5.23 builds the draft are added to the lists, so that one
+    checkpoint loads in both. What no entry can cure is said with SGLang's file.
+
     Without --out nothing is written. With it, OUT gets the changed files, and hard links of all others: they take no
     room, and PATH stays as it is. Do not edit a linked file in place: it is one file with PATH's. At the end OUT is
     checked, and loaded by vLLM's own loaders where there is a vLLM.
@@ -72,6 +79,8 @@ def fix(
 
     Example: `keepmtp fix /data/GLM-4.7-NVFP4 --out /data/GLM-4.7-NVFP4-fixed`
 
+    Example: `keepmtp fix /data/GLM-4.7-FP8 --runtime sglang`
+
     Example: `keepmtp fix nvidia/Qwen3.5-397B-A17B-NVFP4 --pr --dry-run`
     """
     from ..cure.fix import proposed, write
@@ -84,7 +93,7 @@ def fix(
     err, console = Console(stderr=True), Console()
     pretended = gpus_at_the_end(gpus, static_only=static_only)
     with spinner(err, is_shown=True) as doing:
-        outcome = proposed(path, with_scales=values, progress=doing)
+        outcome = proposed(path, with_scales=values, for_sglang=runtime == "sglang", progress=doing)
         if pr:
             refuse_request(outcome)
         written = judged = None
@@ -171,6 +180,8 @@ def _show_end(
     cures = _cures(outcome, data, written)
     for reason in outcome.proposal.not_here:
         tables.say(console, f"not cured in a repository, because it needs the shards: {reason}")
+    for obstacle in outcome.not_for_sglang[:3]:
+        tables.say(console, f"not for SGLang: {obstacle}")
     for cure in cures:
         tables.say(console, f"needs new values: {cure}")
     if judged and judged.no_vllm is not None:
@@ -209,6 +220,7 @@ def _as_json(path: str, outcome: "Outcome", written: "Rewritten | None", judged:
         "diff": outcome.proposal.diffs(),
         "needs_shards": [*outcome.proposal.not_here],
         "cures": _cures(outcome, data, written),
+        "not_for_sglang": list(outcome.not_for_sglang),
         "out": str(written.folder) if written else None,
         "new": list(written.new) if written else [],
         "linked": len(written.linked) if written else 0,

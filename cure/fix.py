@@ -18,6 +18,7 @@ from ..validate.check.findings import Finding, errors_first
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.report.results import CheckData
 from . import fixes_config, fixes_foreign, fixes_lists, fixes_scales, fixes_tensors
+from .fixes_sglang import entries_for_sglang
 from .proposal import Edit, Proposal
 from .rewritten import Rewritten, rewrite
 
@@ -83,6 +84,7 @@ class Outcome:
         before: the check of it.
         after: the check of what it would be.
         proposal: the changes.
+        not_for_sglang: why no entry lets SGLang serve it, where that was asked for.
         runtime: the names of the checkpoint as it is; None without a family's table.
     """
 
@@ -91,6 +93,7 @@ class Outcome:
     before: CheckData
     after: CheckData
     proposal: Proposal
+    not_for_sglang: tuple[str, ...] = ()
 
     @property
     def cured(self) -> tuple[Finding, ...]:
@@ -104,12 +107,19 @@ class Outcome:
         return self.after.findings
 
 
-def proposed(where: str, *, with_scales: bool = False, progress: Callable[[str], None] = lambda doing: None) -> Outcome:
+def proposed(
+    where: str,
+    *,
+    with_scales: bool = False,
+    for_sglang: bool = False,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Outcome:
     """What fix would do with a checkpoint. Nothing is written.
 
     Args:
         where: a folder or a Hub id; of a repository only headers and small files are read.
         with_scales: also read the scales of one value of a folder, and cure those that disagree.
+        for_sglang: also add the entries that SGLang needs; vLLM's verdict stays.
         progress: gets a line that says what is done now.
 
     Raises:
@@ -135,8 +145,34 @@ def proposed(where: str, *, with_scales: bool = False, progress: Callable[[str],
             checked = examine(folder)
         if _weight(checked.data) < best[0]:
             best = _weight(checked.data), proposal, checked.data.model_copy(update={"path": before.path})
+    obstacles: tuple[str, ...] = ()
+    if for_sglang:
+        progress(f"{where}: SGLang's names")
+        obstacles = _name_for_sglang(best[1], best[2])
     before, after = _also(before, on_disk), _also(best[2], left)
-    return Outcome(source=source, runtime=runtime, before=before, after=after, proposal=best[1])
+    return Outcome(
+        source=source, runtime=runtime, before=before, after=after, proposal=best[1], not_for_sglang=obstacles
+    )
+
+
+def _name_for_sglang(proposal: Proposal, judged: CheckData) -> tuple[str, ...]:
+    """Make the changes for SGLang; why there are none, if something stands against them.
+
+    Raises:
+        RecipeError: vLLM's verdict would be another.
+    """
+    with proposal.headers() as folder:
+        found = entries_for_sglang(examine(folder))
+    for edit in found.edits:
+        proposal.make(edit)
+    if found.edits:
+        with proposal.headers() as folder:
+            after = examine(folder).data
+        if after.findings != judged.findings:
+            got = next((each.says for each in after.findings if each not in judged.findings), "fewer findings")
+            rule = "entries for SGLang must leave vLLM's verdict as it is"
+            raise RecipeError("--runtime sglang", rule, got=got, cure="Leave out --runtime")
+    return found.obstacles
 
 
 def write(outcome: Outcome, out: Path) -> Rewritten:

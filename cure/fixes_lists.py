@@ -253,7 +253,7 @@ def _more_targets(runtime: RuntimeView, proposal: Proposal, lists: _Lists, lost:
 def _is_dead(runtime: RuntimeView, target: str) -> bool:
     """Whether a target is a pattern that matches no name, neither of vLLM nor on disk."""
     as_entry = ConfigEntry(where="targets", written=target, read=(target,))
-    names = runtime.known_names[0] | runtime.known_names[1]
+    names = runtime.known_names[0] | runtime.known_names[1] | runtime.sglang_names
     return target.startswith("re:") and not runtime.dialect.covered(as_entry, names)
 
 

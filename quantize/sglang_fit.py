@@ -53,7 +53,7 @@ class SglangFit:
 
 
 @dataclass(frozen=True, slots=True)
-class SglangModule:
+class SglangMatrix:
     """A matrix, once for all experts."""
 
     place: Place
@@ -65,13 +65,19 @@ def fit_sglang(view: FamilyView, matrices: Iterable[Matrix]) -> SglangFit:
     """What compressed-tensors' config of these matrices must add for SGLang, and what stands against it."""
     modules = list(sglang_modules(view, matrices))
     model = sglang_model(view.config)
-    if model.draft is None:
-        return SglangFit(added={}, obstacles=(f"{model.no_draft} ({model.file})",))
+    if obstacle := no_draft(view):
+        return SglangFit(added={}, obstacles=(obstacle,))
     if _borrows_a_layer(model) and not any(module.place.part == "backbone" for module in modules):
         return SglangFit(added={}, obstacles=(f"it gives the MTP layer the names of a decoder layer ({model.file})",))
-    added, clashes = _added(view, modules)
+    added, clashes = added_names(view, modules)
     obstacles = tuple(dict.fromkeys([*clashes, *unnamed(view, model, modules), *_without_kernel(modules)]))
     return SglangFit(added={} if obstacles else added, obstacles=obstacles)
+
+
+def no_draft(view: FamilyView) -> str:
+    """Why SGLang has no draft for the model; "" where it has one."""
+    model = sglang_model(view.config)
+    return "" if model.draft is not None else f"{model.no_draft} ({model.file})"
 
 
 def _borrows_a_layer(model: SglangModel) -> bool:
@@ -79,7 +85,7 @@ def _borrows_a_layer(model: SglangModel) -> bool:
     return model.draft is not None and re.fullmatch(layer, model.draft) is not None
 
 
-def sglang_modules(view: FamilyView, matrices: Iterable[Matrix]) -> Iterator[SglangModule]:
+def sglang_modules(view: FamilyView, matrices: Iterable[Matrix]) -> Iterator[SglangMatrix]:
     """The matrices that the family's table knows, once for all experts."""
     seen: set[tuple[str, str, int | None, str]] = set()
     for matrix in matrices:
@@ -88,11 +94,11 @@ def sglang_modules(view: FamilyView, matrices: Iterable[Matrix]) -> Iterator[Sgl
             key = (place.row.path, place.part, place.layer, matrix.scheme)
             if key not in seen:
                 seen.add(key)
-                yield SglangModule(place, matrix.scheme, spell(view, matrix))
+                yield SglangMatrix(place, matrix.scheme, spell(view, matrix))
 
 
-def _added(view: FamilyView, modules: list[SglangModule]) -> tuple[dict[str, frozenset[Spellings]], list[str]]:
-    """The spellings to add, by scheme; and the names that two modules of different schemes would share."""
+def added_names(view: FamilyView, modules: list[SglangMatrix]) -> tuple[dict[str, frozenset[Spellings]], list[str]]:
+    """The spellings to add, by scheme, and that two modules of different schemes would have one name."""
     owner = {name: module for module in modules for name in concrete(module.spelled)}
     added: dict[str, set[Spellings]] = defaultdict(set)
     clashes: list[str] = []
@@ -107,7 +113,7 @@ def _added(view: FamilyView, modules: list[SglangModule]) -> tuple[dict[str, fro
     return {scheme: frozenset(found) for scheme, found in added.items()}, clashes
 
 
-def clash(view: FamilyView, name: str, module: SglangModule, other: SglangModule) -> str:
+def clash(view: FamilyView, name: str, module: SglangMatrix, other: SglangMatrix) -> str:
     """That SGLang has one name for two modules of different schemes."""
     described = [f"{found.place.module} ({found.scheme or 'plain'})" for found in (module, other)]
     return f"it asks for {name} for both {' and '.join(described)} ({sglang_model(view.config).file})"
@@ -123,7 +129,7 @@ def _for_sglang(view: FamilyView, place: Place) -> Iterator[Spellings]:
         yield Spellings(stems=(cut,), layer=layer, paths=(path_regex(path),))
 
 
-def unnamed(view: FamilyView, model: SglangModel, modules: list[SglangModule]) -> Iterator[str]:
+def unnamed(view: FamilyView, model: SglangModel, modules: list[SglangMatrix]) -> Iterator[str]:
     """Quantized modules that SGLang builds without a quantization config."""
     for module in modules:
         place = module.place
@@ -139,7 +145,7 @@ def _is_built(view: FamilyView, place: Place) -> bool:
     return place.layer is None or sglang_stem(view, place.part, place.layer) is not None
 
 
-def _without_kernel(modules: list[SglangModule]) -> Iterator[str]:
+def _without_kernel(modules: list[SglangMatrix]) -> Iterator[str]:
     """Schemes that SGLang has no class for, of experts, of linears, or of what it absorbs into attention."""
     schemes = {module.scheme for module in modules if module.scheme}
     for module in modules:

@@ -19,7 +19,7 @@ from typing import Any
 from ..recipes.conventions import ALGORITHMS
 from ..recipes.family_view import FamilyView
 from ..recipes.runtimes.sglang import container, sglang_model, sglang_names, sglang_stem
-from .sglang_fit import SglangFit, SglangModule, clash, sglang_modules, unnamed
+from .sglang_fit import SglangFit, SglangMatrix, clash, sglang_modules, unnamed
 from .spelled import Matrix, concrete
 
 _CONFIG = "layers/quantization/modelopt_quant.py"
@@ -72,7 +72,7 @@ def fit_modelopt(view: FamilyView, matrices: Iterable[Matrix], config: Mapping[s
     return ModeloptFit(ignore=tuple(dict.fromkeys(entries)), quantized_layers=rows)
 
 
-def _forced_plain(file: str, modules: list[SglangModule]) -> Iterator[str]:
+def _forced_plain(file: str, modules: list[SglangMatrix]) -> Iterator[str]:
     for module in modules:
         if module.scheme and module.place.part == "mtp":
             what = f"{module.place.module} is in {module.scheme}"
@@ -89,7 +89,7 @@ def _method(config: Mapping[str, Any]) -> str:
 
 
 def _missing(
-    view: FamilyView, modules: list[SglangModule], config: Mapping[str, Any]
+    view: FamilyView, modules: list[SglangMatrix], config: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Mapping[str, Any]], list[str]]:
     """Names of plain modules that no entry excludes, rows for quantized ones, and names with two schemes."""
     owner = {name: module for module in modules for name in concrete(module.spelled)}
@@ -120,7 +120,7 @@ def _is_excluded(name: str, entries: Iterable[str]) -> bool:
     return False
 
 
-def _entries(view: FamilyView, asked: list[SglangModule], plain: list[str]) -> list[str]:
+def _entries(view: FamilyView, asked: list[SglangMatrix], plain: list[str]) -> list[str]:
     """The entries for plain names: a draft that is plain as a whole is one glob."""
     drafted = [module for module in asked if module.place.part == "mtp" and module.place.layer is not None]
     stems = {sglang_stem(view, "mtp", module.place.layer or 0) or "" for module in drafted}
@@ -130,7 +130,7 @@ def _entries(view: FamilyView, asked: list[SglangModule], plain: list[str]) -> l
     return [*globs, *(name for name in plain if not name.startswith(tuple(glob[:-1] for glob in globs)))]
 
 
-def _reached(entries: list[str], modules: list[SglangModule]) -> Iterator[str]:
+def _reached(entries: list[str], modules: list[SglangMatrix]) -> Iterator[str]:
     """Entries that vLLM would find in the name of a quantized module."""
     names = [name for module in modules if module.scheme for name in concrete(module.spelled)]
     for entry in entries:
@@ -138,7 +138,7 @@ def _reached(entries: list[str], modules: list[SglangModule]) -> Iterator[str]:
             yield f"an entry {entry} for its draft would exclude {hit} in vLLM"
 
 
-def _without_method(modules: list[SglangModule]) -> Iterator[str]:
+def _without_method(modules: list[SglangMatrix]) -> Iterator[str]:
     for module in modules:
         if module.scheme == "FP8_DYNAMIC":
             yield f"it has no class for {ALGORITHMS[module.scheme]} ({_CONFIG})"

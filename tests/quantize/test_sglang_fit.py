@@ -1,10 +1,9 @@
 """What keepmtp writes for SGLang too, judged by SGLang's own functions; and what it says cannot be written."""
 
-from collections import Counter
-
 import good
 import pytest
 import releases
+import sglang_table
 from keepmtp.quantize.output import quantization_config, sglang_fit
 from keepmtp.quantize.plan import Plan
 from keepmtp.quantize.quant_config import matrices_of
@@ -14,14 +13,7 @@ from keepmtp.recipes.runtimes.sglang import sglang_names
 from keepmtp.recipes.schemes import SCHEMES
 from sglang_wheel import FUSED, FUSED_IN_QWEN35, MISSING, UTILS, group_of
 
-PAIRS = (
-    ("NVFP4", "bf16"),
-    ("FP8_DYNAMIC", "bf16"),
-    ("FP8_DYNAMIC", "FP8_DYNAMIC"),
-    ("FP8_BLOCK", "bf16"),
-    ("W4A16", "bf16"),
-    ("W4A16", "W4A16"),
-)
+PAIRS = sglang_table.PAIRS["compressed-tensors"]
 
 
 def fit_of(model: str, scheme: str, mtp: str) -> tuple[Plan, SglangFit] | None:
@@ -62,29 +54,13 @@ def test_without_the_added_entries_sglang_raises():
         group_of(alone, name, FUSED)
 
 
-def verdicts() -> dict[str, list[str]]:
-    """Model -> for each pair "yes", "no", or "-" where keepmtp refuses the plan."""
-    rows: dict[str, list[str]] = {}
-    for model in releases.MODELS:
-        found = [fit_of(model, *pair) for pair in PAIRS]
-        rows[model] = ["-" if each is None else "no" if each[1].obstacles else "yes" for each in found]
-    return rows
+def test_how_many_outputs_resolve_in_both():
+    assert sglang_table.counted("compressed-tensors") == {"yes": 135, "no": 79, "-": 2}
+    assert sglang_table.counted("modelopt") == {"yes": 87, "no": 51, "-": 6}
 
 
-MODELOPT_PAIRS = (("NVFP4", "bf16"), ("NVFP4", "NVFP4"), ("FP8", "bf16"), ("FP8", "FP8"))
-
-
-def modelopt_verdict(model: str, scheme: str, mtp: str) -> str:
-    try:
-        plan = good.planned(model, scheme, mtp, format="modelopt")
-        return "no" if sglang_fit(plan).obstacles else "yes"
-    except RecipeError:
-        return "-"
-
-
-def test_how_many_outputs_in_modelopts_dialect_resolve_in_both():
-    counted = Counter(modelopt_verdict(model, *pair) for model in releases.MODELS for pair in MODELOPT_PAIRS)
-    assert counted == {"yes": 87, "no": 51, "-": 6}
+def test_the_page_says_which_and_why():
+    assert sglang_table.DOCS.read_text() == sglang_table.text(), "run tests/helpers/sglang_table.py"
 
 
 def test_modelopts_entries_name_the_draft_and_its_head():
@@ -98,11 +74,6 @@ def test_an_entry_that_would_exclude_the_backbone_in_vllm_is_an_obstacle():
     """MiMo's draft has no prefix in SGLang, and vLLM takes an entry for a substring."""
     fit = sglang_fit(good.planned("mimo-7b", "NVFP4", "bf16", format="modelopt"))
     assert "would exclude model.layers.0" in fit.line
-
-
-def test_how_many_outputs_resolve_in_both():
-    counted = Counter(word for row in verdicts().values() for word in row)
-    assert counted == {"yes": 135, "no": 79, "-": 2}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""docs/sglang.md: which outputs of keepmtp resolve in SGLang too, and why the others cannot.
+
+    .venv/bin/python tests/helpers/sglang_table.py    writes it
+
+In: keepmtp's plans of every release at tiny size, in both dialects. Out: the text, and how many resolve.
+"""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import good
+import releases
+from keepmtp.quantize.output import sglang_fit
+from keepmtp.recipes.conventions import Format
+from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.runtimes.sglang import VERSION
+from keepmtp.recipes.schemes import SCHEMES
+
+DOCS = Path(__file__).parents[2] / "docs" / "sglang.md"
+PAIRS: dict[Format, tuple[tuple[str, str], ...]] = {
+    "compressed-tensors": (
+        ("NVFP4", "bf16"),
+        ("FP8_DYNAMIC", "bf16"),
+        ("FP8_DYNAMIC", "FP8_DYNAMIC"),
+        ("FP8_BLOCK", "bf16"),
+        ("W4A16", "bf16"),
+        ("W4A16", "W4A16"),
+    ),
+    "modelopt": (("NVFP4", "bf16"), ("NVFP4", "NVFP4"), ("FP8", "bf16"), ("FP8", "FP8")),
+}
+REFUSED = "-"
+
+
+def obstacle(model: str, scheme: str, mtp: str, format: Format) -> str:
+    """Why an output does not resolve in SGLang; "" where it does, REFUSED where keepmtp makes no such plan."""
+    try:
+        return next(iter(sglang_fit(good.planned(model, scheme, mtp, format=format)).obstacles), "")
+    except RecipeError:
+        return REFUSED
+
+
+def cells(format: Format) -> dict[str, list[str]]:
+    """For each release, the obstacle of each pair."""
+    return {model: [obstacle(model, *pair, format) for pair in PAIRS[format]] for model in releases.MODELS}
+
+
+def counted(format: Format) -> Counter[str]:
+    """How many outputs resolve, do not, or are refused."""
+    words = {"": "yes", REFUSED: REFUSED}
+    return Counter(words.get(cell, "no") for row in cells(format).values() for cell in row)
+
+
+def text() -> str:
+    """The whole page."""
+    lines = [
+        f"# Outputs in SGLang {VERSION}",
+        "",
+        "Written by tests/helpers/sglang_table.py from plans of every release at tiny size. `yes`: vLLM and",
+        "SGLang find the scheme of every module under their own names, in one config.json. A number: no entry can",
+        "help, for the reason below, and the config stays as vLLM needs it. `-`: keepmtp makes no such plan. A",
+        "column is the scheme of the backbone / of the MTP block. SGLang was not run: its names were read, its",
+        "classes constructed without weights, and its own matching functions asked",
+        "(tests/quantize/test_sglang_fit.py).",
+    ]
+    reasons: dict[str, int] = {}
+    for format, pairs in PAIRS.items():
+        found, count = cells(format), counted(format)
+        lines += [
+            "",
+            f"## {format}",
+            "",
+            f"{count['yes']} of {count['yes'] + count['no']} outputs resolve in both.",
+            "",
+        ]
+        lines += [_row("release", [f"{scheme} / {mtp}" for scheme, mtp in pairs]), _row("---", ["---"] * len(pairs))]
+        for model, row in found.items():
+            lines.append(_row(model, [_word(cell, reasons) for cell in row]))
+    lines += ["", "## Reasons", ""]
+    lines += [f"{number}. SGLang: {reason}" for reason, number in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _word(cell: str, reasons: dict[str, int]) -> str:
+    if cell in ("", REFUSED):
+        return cell or "yes"
+    scheme = "|".join(sorted(SCHEMES, key=len, reverse=True))
+    alike = re.sub(rf"(?<=is in )(?:{scheme})|(?<=\()(?:{scheme})(?=\))", "a scheme", cell)
+    return str(reasons.setdefault(alike, len(reasons) + 1))
+
+
+def _row(first: str, cells: list[str]) -> str:
+    return f"| {first} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    DOCS.write_text(text())
