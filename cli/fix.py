@@ -9,7 +9,7 @@ folder is never written to.
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable
 from . import exits, findings, tables
-from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOption, gpus_at_the_end
+from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOption, chosen_runtimes, gpus_at_the_end
 
 if TYPE_CHECKING:
     from ..cure.fix import Outcome
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ..cure.rewritten import Rewritten
     from ..validate.report.results import CheckData
 
-Runtime = Literal["vllm", "sglang"]
 _COLOURS = {"+": "green", "-": "red", "#": "bold", "@": "cyan", "~": "green"}
 
 
@@ -36,9 +35,10 @@ def fix(
         bool,
         typer.Option("--values", help="Also read a folder's scales, and give fused NVFP4 weights one where exact."),
     ] = False,
-    runtime: Annotated[
-        Runtime, typer.Option("--runtime", help="sglang: also add the entries that SGLang needs; vLLM's answers stay.")
-    ] = "vllm",
+    runtimes: Annotated[
+        list[str] | None,
+        typer.Option("--runtime", help="sglang: also add the entries that SGLang needs; vLLM's answers stay."),
+    ] = None,
     pr: Annotated[
         bool, typer.Option("--pr", help="Open a pull request with the changed files in the Hub repository PATH.")
     ] = False,
@@ -90,10 +90,11 @@ def fix(
 
     if values:
         require_extra("fix --values", "quantize")
+    servers = chosen_runtimes(runtimes or [])
     err, console = Console(stderr=True), Console()
     pretended = gpus_at_the_end(gpus, static_only=static_only)
     with spinner(err, is_shown=True) as doing:
-        outcome = proposed(path, with_scales=values, for_sglang=runtime == "sglang", progress=doing)
+        outcome = proposed(path, with_scales=values, for_sglang="sglang" in servers, progress=doing)
         if pr:
             refuse_request(outcome)
         written = judged = None

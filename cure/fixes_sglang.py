@@ -17,14 +17,13 @@ from ..quantize.sglang_fit import added_names, no_draft, sglang_modules, unnamed
 from ..quantize.sglang_fit_modelopt import fit_modelopt
 from ..quantize.spelled import Spellings, concrete, regexes
 from ..recipes.errors import RecipeError
-from ..recipes.family import HFName, Role, VLLMName
 from ..recipes.runtimes.sglang import VERSION, sglang_model
 from ..validate.check.check import Checked
 from ..validate.check.dialects.choose import quantization_of
 from ..validate.check.dialects.compressed_tensors import CompressedTensors
 from ..validate.check.dialects.modelopt import ModelOpt
 from ..validate.check.runtime_view import RuntimeView
-from .convert_forms import matrices_in
+from .convert_forms import StoredMatrix, matrices_in
 from .json_diff import JSONPath
 from .proposal import CONFIG, SetValue
 
@@ -42,17 +41,6 @@ class ForSglang:
 
     edits: tuple[SetValue, ...] = ()
     obstacles: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _InGroup:
-    """A matrix on disk; its scheme is the key of its config group."""
-
-    name: HFName
-    module: HFName
-    runtime: VLLMName
-    role: Role
-    scheme: str
 
 
 def entries_for_sglang(checked: Checked) -> ForSglang:
@@ -104,18 +92,17 @@ def _is_named(name: str, entries: Iterable[str]) -> bool:
     )
 
 
-def _matrices(runtime: RuntimeView, raw: Mapping[str, Any]) -> Iterator[_InGroup]:
+def _matrices(runtime: RuntimeView, raw: Mapping[str, Any]) -> Iterator[StoredMatrix]:
+    """Every matrix; the scheme of a quantized one is the key of its config group."""
     groups = {target: key for key, group in raw.get("config_groups", {}).items() for target in group["targets"]}
     for module in runtime.modules:
         group = groups.get(module.resolution.entry) or groups.get("Linear", "")
-        for member in (member for member in module.members if len(member.weight.shape) >= 2):
-            yield _InGroup(
-                name=member.weight.weight.name,
-                module=member.weight.module,
-                runtime=module.name,
-                role=module.role,
-                scheme="" if member.weight.form == "plain" else group,
-            )
+        for member in module.members:
+            weight = member.weight
+            if len(weight.shape) >= 2:
+                scheme = "" if weight.form == "plain" else group
+                parts = {} if member.place.row.stacked else weight.parts
+                yield StoredMatrix(module=weight.module, place=member.place, scheme=scheme, parts=parts)
 
 
 def _modelopt(runtime: RuntimeView, raw: Mapping[str, Any]) -> ForSglang:
