@@ -55,7 +55,7 @@ def test_a_hub_out_of_reach_is_found_before_anything_is_installed(target, checko
     assert not (checkout / ".venv" / ".calibrate").exists()
 
 
-@pytest.mark.parametrize("target", ["check", "validate", "card", "publish"])
+@pytest.mark.parametrize("target", ["check", "validate", "bench", "card", "publish"])
 def test_no_target_guesses_a_folder(target, checkout):
     """With two variants there, none is taken because its name comes first in the alphabet."""
     for variant in ("fp8-dynamic", "nvfp4-fp8"):
