@@ -11,8 +11,9 @@ import re
 from .failure import KnownFailure
 from .known_loading import LOADING
 from .known_serving import SERVING
+from .known_sglang import IN_SGLANG
 
-KNOWN: tuple[KnownFailure, ...] = (*LOADING, *SERVING)
+KNOWN: tuple[KnownFailure, ...] = (*IN_SGLANG, *LOADING, *SERVING)
 
 
 def known_failure(line: str) -> tuple[KnownFailure, str] | None:

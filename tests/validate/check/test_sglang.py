@@ -1,19 +1,23 @@
 """`check --runtime sglang` against SGLang's own classes, and a twin for each of its rules."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import foreign_form
 import pytest
 import releases
 import sglang_classes
-from checkpoint_files import Checkpoint, as_source
+from checkpoint_files import Checkpoint, as_source, write
+from commands import keepmtp
 from good import ours, released
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import find_view
-from keepmtp.validate.check.check import check_source
+from keepmtp.validate.check.check import check, check_source
 from keepmtp.validate.check.findings import Finding
 from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.check.sglang.view import SglangBuilt, SglangView
+from real_release import NAMES, real_release
 
 NOWHERE = Path("/nonexistent")
 # Twins of other releases, and a draft with a checkpoint of its own, whose target gives its config a part.
@@ -198,9 +202,69 @@ def test_a_cache_scheme_that_sglang_ignores():
     assert named(findings(checkpoint), "sglang-kv-cache").severity == "warning"
 
 
+def test_a_draft_that_neither_list_names():
+    """sglang #38574, #40002: `Linear` reaches the draft, for which the scheme of the experts has no linear class."""
+    checkpoint = ours("qwen3.5-397b", "W4A16", "bf16")
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+    of_one_group(checkpoint, targets=["Linear"], input_activations=inputs)
+    quantization(checkpoint)["ignore"] = ["lm_head"]
+    found = [each for each in findings(checkpoint) if each.where.startswith("mtp.")]
+    assert found and all("No compressed-tensors compatible scheme" in each.says for each in found)
+
+
+def test_halves_of_a_fused_module_in_ignore():
+    """sglang #35797: entries for single projections reach the fused ones of Qwen3.5, if all are there."""
+    checkpoint = ours("qwen3.5-27b", "NVFP4", "bf16")
+    of_one_group(checkpoint, targets=["Linear"])
+    plain = {each.name for each in view_of(checkpoint).modules if each.part == "backbone" and each.asks}
+    backbone = [name for name in plain if "linear_attn.in_proj_ba" in name or name.endswith("lm_head")]
+    halves = [f"mtp.layers.0.self_attn.{name}_proj" for name in "qkvo"]
+    halves += [f"mtp.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    quantization(checkpoint)["ignore"] = [*backbone, "re:.*in_proj_[ab]$", *halves]
+    assert not [each for each in findings(checkpoint) if "mtp." in each.where]
+    quantization(checkpoint)["ignore"].remove("mtp.layers.0.self_attn.k_proj")
+    found = [each for each in findings(checkpoint) if "mtp." in each.where]
+    assert [each.where for each in found] == ["mtp.layers.0.self_attn.qkv_proj"] and "different" in found[0].says
+
+
+def test_a_mixed_quark_block_of_which_one_entry_names_experts():
+    """sglang #38870, #39064, #40597: such an entry makes the whole block plain, whatever its other tensors are."""
+    checkpoint = foreign_form.quark("qwen3.5-397b", "FP8_DYNAMIC", exclude=["re:.*gate$", "mtp.layers.0.mlp.experts.0"])
+    found = [each for each in findings(checkpoint) if each.where.startswith("mtp.layers.0.self_attn.")]
+    assert found and "exclude names it" in found[0].says and "qwen3_5_mtp.py" in found[0].says
+
+
+def test_a_plain_quark_block_that_no_entry_names():
+    """sglang #36158: size mismatch, or values cast to 8 bits."""
+    found = [
+        each for each in findings(foreign_form.quark("deepseek-r1", exclude=["re:.*gate$"])) if "decoder" in each.says
+    ]
+    assert found and all(each.rule == "sglang-form" and "plain BF16" in each.says for each in found)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "minimax" not in name])
+def test_public_releases(name, tmp_path):
+    """What public releases say to SGLang, which serves them; GPTQ's names are not judged."""
+    found = check(write(tmp_path / "checkpoint", real_release(name)), runtimes=("sglang",)).findings
+    wanted = [("warning", "sglang-config")] if "gptq" in name else []
+    assert [(each.severity, each.rule) for each in found] == wanted, found
+
+
 def test_both_servers_are_asked_at_once():
     checkpoint = ours("glm-4.7", "NVFP4", "NVFP4", format="modelopt")
     both = check_source(as_source(checkpoint, NOWHERE), runtimes=("vllm", "sglang")).findings
     assert {finding.runtime for finding in both} == {"sglang"}, "vLLM serves it"
     with pytest.raises(StopIteration):
         named(check_source(as_source(checkpoint, NOWHERE)).findings, "sglang-form")
+
+
+def test_the_command_names_the_server(tmp_path):
+    folder = write(tmp_path / "checkpoint", ours("glm-4.7", "NVFP4", "NVFP4", format="modelopt"))
+    done = keepmtp("check", str(folder), "--runtime", "sglang", "--json")
+    (line,) = done.stdout.splitlines()
+    printed = json.loads(line)
+    assert done.returncode == 1 and not printed["ok"]
+    assert {finding["runtime"] for finding in printed["findings"]} == {"sglang"}
+    assert keepmtp("check", str(folder)).returncode == 0, "vLLM takes it"
+    unknown = keepmtp("check", str(folder), "--runtime", "tgi")
+    assert unknown.returncode == 2 and "--runtime: must be one of vllm, sglang" in unknown.stderr

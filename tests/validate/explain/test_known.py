@@ -27,6 +27,12 @@ SAID: list[tuple[str, str, str]] = [
      "RuntimeError: NVFP4 weight_scale for layer 'parallel_lm_head' was never loaded (still NaN)."),
     ("head quantized by modelopt", "vllm #45102",
      "ValueError: There is no module or parameter named 'lm_head.input_scale' in Qwen3_5MoeForCausalLM."),
+    ("SGLang finds no target for a module", "SGLang",
+     "ValueError: Unable to find matching target for model.decoder.self_attn.qkv_proj in the compressed-tensors "
+     "config."),
+    ("SGLang passes over a tensor of the draft", "sglang #35797",
+     "Parameter model.layers.0.q_proj.weight not found in params_dict, skip loading"),
+    ("SGLang takes one MTP layer", "SGLang", "AssertionError: Only 1 nextn layer is supported"),
     ("plain experts of the draft built quantized", "vllm #48814",
      "AttributeError: 'RoutedExperts' object has no attribute 'w2_weight'. Did you mean: 'w2_qweight'?"),
     ("experts built in another form", "a dry load of Qwen3.5",

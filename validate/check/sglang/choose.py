@@ -74,7 +74,7 @@ def _read(raw: Mapping[str, Any], view: FamilyView, part: Part) -> SglangDialect
     if method.startswith("modelopt"):
         return read_sglang_modelopt(raw, classes)
     if method == "fp8":
-        return read_sglang_fp8(raw, classes, has_fp4_experts=_has_fp4_experts(view.config))
+        return read_sglang_fp8(raw, classes, is_v4=view.config.get("model_type") == "deepseek_v4")
     if method == "quark":
         return read_sglang_quark(raw, classes)
     return Unread(method=method or "quantization_config without quant_method")
@@ -100,10 +100,6 @@ def _classes(view: FamilyView, part: Part, method: str) -> SglangClasses:
         blocks = tuple((stem, "model.decoder") for stem in stems)
         return SglangClasses(packed=classes.packed, mapper=WeightsMapper(substrings=(*pairs, *blocks)))
     return classes
-
-
-def _has_fp4_experts(config: Mapping[str, Any]) -> bool:
-    return config.get("model_type") == "deepseek_v4" and config.get("expert_dtype", "fp4") == "fp4"
 
 
 def _in_draft(dialect: SglangDialect, view: FamilyView) -> SglangDialect:

@@ -9,7 +9,8 @@ tests/validate/check/test_sglang.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from ..dialects.given import Fp8Given, read_given
@@ -45,8 +46,8 @@ class SglangFp8:
         return Resolution(built=self.experts if asked.kind == "experts" else self.linear)
 
 
-def read_sglang_fp8(raw: Mapping[str, Any], classes: SglangClasses, *, has_fp4_experts: bool) -> SglangFp8 | Failing:
-    """The config as SGLang reads it; `has_fp4_experts`: routed experts are MXFP4, as DeepSeek-V4's are.
+def read_sglang_fp8(raw: Mapping[str, Any], classes: SglangClasses, *, is_v4: bool) -> SglangFp8 | Failing:
+    """The config as SGLang reads it; `is_v4`: DeepSeek-V4's loader renames `scale`, and its experts may be MXFP4.
 
     Raises:
         CheckpointError: a key has another type than is read.
@@ -68,9 +69,11 @@ def read_sglang_fp8(raw: Mapping[str, Any], classes: SglangClasses, *, has_fp4_e
             {"weight", "weight_scale", *(("input_scale",) if given.activation_scheme == "static" else ())}
         )
         linear = VLLMModule(form="fp8_tensor", leaves=leaves)
+    if is_v4:
+        linear = replace(linear, renames=MappingProxyType({"scale": "weight_scale_inv"}))
     return SglangFp8(
         ignored=tuple(name for entry in bare for name in (entry, f"model.{entry}")),
         linear=linear,
-        experts=UNKNOWN if has_fp4_experts else linear,
+        experts=UNKNOWN if is_v4 else linear,
         packed=classes.packed,
     )

@@ -20,8 +20,12 @@ from ..vllm_module import PLAIN, Kind, Resolution
 from .asked import AskedModule, SglangDialect
 from .choose import AllPlain, read_sglang
 
-# The classes of indexers and compressors are among SGLang's kernels, and Ling's linear attention has a name by layer.
+# The classes of indexers and compressors are among SGLang's kernels, which nothing constructs for the tests.
 _NOT_JUDGED = ("vision", "embedding", "norm", "state", "indexer", "compressor")
+
+
+_NAMED_BY_LAYER = ("Bailing", "Glm5Next", "KimiK3")
+"""Their linear attention is fused with more than vLLM fuses, or has another name in some layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +102,7 @@ class SglangView:
     def _is_built(self, place: Place) -> bool:
         """Whether SGLang has a module for it; it builds neither a draft that it has no class for, nor a second one."""
         architecture = str((self.runtime.view.config.get("architectures") or [""])[0])
-        if place.role in _NOT_JUDGED or (place.role == "linear_attention" and architecture.startswith("Bailing")):
+        if place.role in _NOT_JUDGED or (place.role == "linear_attention" and architecture.startswith(_NAMED_BY_LAYER)):
             return False
         if place.part == "backbone":
             return bool(self.model.layers)
