@@ -15,6 +15,7 @@ from pathlib import Path
 from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
 from ..bench.benched import BenchFact
+from ..bench.prompts import SHIPPED
 from ..dryload.facts import DryLoad, LoadedModel, gpu_title
 from ..report import closeness_words, numbers
 from ..report.best_k import BestK, best_k_of_report
@@ -340,7 +341,7 @@ def _bench_words(bench: BenchFact) -> Iterator[str]:
     yield from ("--concurrency", ",".join(str(each) for each in sorted({concurrency for concurrency, _ in loads})))
     if any(context for _, context in loads):
         yield from ("--context", ",".join(str(each) for each in sorted({context for _, context in loads})))
-    if bench.prompts.endswith(".jsonl"):
+    if bench.prompts != Path(SHIPPED).name:
         yield from ("--prompts", bench.prompts)
 
 

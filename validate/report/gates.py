@@ -59,7 +59,7 @@ def judge(
     """
     reasons = (
         _findings(check, serve),
-        _loads(check, serve, evaluation),
+        _loads(check, serve, evaluation, bench),
         acceptance(gates, serve, evaluation),
         score(gates, evaluation),
         *tasks_together(gates, evaluation, listed_tasks),
@@ -177,7 +177,9 @@ def _errors(check: CheckData | None, *origins: Origin) -> list[Finding]:
 # --- loads ------------------------------------------------------------------------------------------------------------
 
 
-def _loads(check: CheckData | None, serve: ServeCheck | None, evaluation: EvaluationFact | None) -> ReasonFact:
+def _loads(
+    check: CheckData | None, serve: ServeCheck | None, evaluation: EvaluationFact | None, bench: BenchFact | None
+) -> ReasonFact:
     """vLLM takes every tensor, on pretended GPUs or in a server of the checkpoint's own bytes."""
     loads = check.dry if check else ()
     if failed := [load for load in loads if not load.ok]:
@@ -190,6 +192,8 @@ def _loads(check: CheckData | None, serve: ServeCheck | None, evaluation: Evalua
         says = f"{dead[0].rstrip('.')}{more(len(dead), 'server')}."
         return ReasonFact(gate="loads", verdict="regression", says=says)
     served = [each.checkpoint.as_served for each in (serve, evaluation) if each]
+    if bench and any(cell.repetitions for cell in bench.checkpoint.cells):
+        served.append(bench.checkpoint.as_served)
     is_native = "native" in served
     copy = next((as_served for as_served in served if as_served != "native"), "")
     if not loads and not is_native:

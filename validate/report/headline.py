@@ -10,7 +10,7 @@ has too few samples. Servers and scores are good or bad only by the judgement: t
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from ..bench.benched import BenchFact, words_of
+from ..bench.benched import Benched, BenchFact, words_of
 from ..check.findings import Finding
 from ..dryload.facts import DryLoad, gpu_title
 from ..evaluation.evaluated import EvaluationFact
@@ -47,6 +47,8 @@ def verdict_of(
         measured.append(_answers(evaluation, judgement))
     if faster := _speed(bench):
         measured.append(faster)
+    elif bench and not measured and any(cell.repetitions for cell in bench.checkpoint.cells):
+        measured.append(f"{_as_served(bench.checkpoint)}, it answered while its speed was measured")
     unmeasured = "no server was run" if check.dry else "it was neither dry-loaded nor served"
     says = f"{tried}{also}; {'; '.join(measured) or unmeasured}."
     if any(reason.gate == "acceptance" and reason.verdict == "pass" for reason in _reasons(judgement)):
@@ -134,7 +136,7 @@ def counts_bench(bench: BenchFact, *, device: str = "") -> bool:
     return bench.checkpoint.as_served == "native" and (is_gpu or (bool(device) and served_on == device))
 
 
-def _as_served(model: Served) -> str:
+def _as_served(model: Served | Benched) -> str:
     """How a model was served, as words that start a clause."""
     return "served natively" if model.as_served == "native" else "served as a BF16 copy of the same weights"
 

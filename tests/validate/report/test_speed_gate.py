@@ -98,3 +98,13 @@ def test_the_shortest_context_is_judged():
     long = [cell(0, [10.0, 10.0], context=8192), cell(1, [5.0, 5.0], context=8192)]
     reason = judged(fact(*long, cell(0, [10.0, 10.0]), cell(1, [20.0, 20.0])))
     assert reason and reason.verdict == "pass" and "2.00 times" in reason.says
+
+
+def test_a_server_that_was_timed_has_loaded_it():
+    for bench, verdict in (
+        (fact(), "pass"),
+        (fact(**COPY), "infeasible"),
+        (fact(cell(0, [], error="x")), "infeasible"),
+    ):
+        found = judge(gates=Gates(), check=None, serve=None, evaluation=None, bench=bench).reasons
+        assert next(reason.verdict for reason in found if reason.gate == "loads") == verdict

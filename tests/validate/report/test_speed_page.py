@@ -71,6 +71,9 @@ def test_the_sentence_on_top_has_only_the_checkpoints_speed(changes, device, say
     bench = bench.model_copy(update={"environment": {"vllm": "0.32.0", "device": device}})
     said = reports.benched(bench).verdict.says
     assert says in said and bool(says) == ("asked one request" in said), said
+    if not says:
+        how = "served as a BF16 copy of the same weights" if changes else "served natively"
+        assert f"{how}, it answered while its speed was measured" in said
     if changes == COPY:
         assert "NOT its own bytes: a BF16 copy" in text_of(html.render(reports.benched(bench)))
 
