@@ -48,12 +48,18 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
         )
 
 
+def _get_it(runtime: RuntimeView) -> str:
+    """The command that brings the block back, with the release where README.md names one."""
+    release = runtime.base_model
+    return _GET_IT.replace("RELEASE", release) + ", which README.md names as base_model" if release else _GET_IT
+
+
 def _way_to_a_block(runtime: RuntimeView) -> str:
     """What to do about a block that is absent as a whole; a release cannot give what it has not."""
     is_whole = isinstance(runtime.dialect, Unquantized) and not any(
         place.part == "mtp" for place in runtime.placed.values()
     )
-    return _NAME_IT if is_whole else _GET_IT
+    return _NAME_IT if is_whole else _get_it(runtime)
 
 
 def _layers_without_tensors(runtime: RuntimeView) -> Iterator[Objection]:
@@ -128,7 +134,7 @@ def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
                 where=name,
                 says="the MTP block cannot work without it, and it is in no indexed file: vLLM leaves it uninitialised "
                 "in silence, the draft guesses",
-                cure=_GET_IT,
+                cure=_get_it(runtime),
                 cause=name,
             )
 
@@ -159,7 +165,7 @@ def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
                     where=view.disk_stem(part, index) + path.replace("{e}", "0") + leaf,
                     says="is missing, though the decoder layers of this checkpoint have it: quantized, vLLM leaves the "
                     "parameter uninitialised in silence",
-                    cure=_GET_IT if part == "mtp" else "Quantize the checkpoint again",
+                    cure=_get_it(runtime) if part == "mtp" else "Quantize the checkpoint again",
                     cause=f"{part} {index} {half}",
                 )
 

@@ -5,19 +5,26 @@ In: a `Source`. Out: a `StoredView`, each part computed once.
 Easy to get wrong: names here are those on disk. Only a family knows what vLLM calls them (runtime_view.py).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import yaml
+
 from ...checkpoints.companions import HF_QUANT_CONFIG
+from ...checkpoints.hub import is_repo_id
 from ...checkpoints.safetensors_file import Entry
-from ...checkpoints.source import INDEX, Source, small_object
+from ...checkpoints.source import INDEX, Source, small_bytes, small_object
 from ...checkpoints.stored import StoredWeight, stored_weights, transposed_weights
 from ...recipes.errors import CheckpointError
 from ...recipes.family import HFName
 from .dialects.choose import quantization_of, read_dialect
 from .vllm_module import Dialect
+
+_FRONT_MATTER = re.compile(rb"---\s*\n(.*?)\n---", re.DOTALL)
+_MOST_OF_A_CARD = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,18 @@ class StoredView:
     def index(self) -> Mapping[str, Any] | None:
         """model.safetensors.index.json, if there is one."""
         return small_object(self.source, INDEX)
+
+    @cached_property
+    def base_model(self) -> str:
+        """The one model that README.md's front matter names as base, ORG/NAME; "" where it names none or several."""
+        block = _FRONT_MATTER.match((small_bytes(self.source, "README.md") or b"")[:_MOST_OF_A_CARD])
+        try:
+            front = yaml.safe_load(block[1]) if block else None
+        except (yaml.YAMLError, ValueError, RecursionError):
+            return ""
+        named = front.get("base_model") if isinstance(front, dict) else None
+        names = named if isinstance(named, list) else [named]
+        return names[0] if len(names) == 1 and isinstance(names[0], str) and is_repo_id(names[0]) else ""
 
     @cached_property
     def dialect(self) -> Dialect:
