@@ -41,7 +41,10 @@ def check(
     draft: Annotated[str, typer.Option("--draft", help="The draft's own checkpoint, where it has one.")] = "",
     runtimes: Annotated[
         list[str] | None,
-        typer.Option("--runtime", help="The server that is to load it: vllm (the default) or sglang; may be repeated."),
+        typer.Option(
+            "--runtime",
+            help="The server that is to load it: vllm (the default), sglang or tensorrt-llm; may be repeated.",
+        ),
     ] = None,
     static_only: Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Also write report.json and report.html there.")] = None,
@@ -81,6 +84,7 @@ def check(
 
     With --runtime sglang, the rules are SGLang's: which draft class it has for the family, under which names that class
     asks the quantization config, and what it builds for each answer. With both, a checkpoint must please both.
+    With --runtime tensorrt-llm, rules for modelopt's dialect that were read in its source, and not run.
 
     Exit status 1 if any checkpoint has an error, 2 if there is nothing to judge at one of the places. The others are
     judged all the same.
@@ -112,7 +116,9 @@ def check(
     chosen = chosen_gpus(gpus or []) if is_dry else []
     servers = chosen_runtimes(runtimes or [])
     if is_dry and "vllm" not in servers:
-        raise RecipeError("check", "--gpu lets vLLM load it", got="--runtime sglang alone", cure="Add --runtime vllm")
+        raise RecipeError(
+            "check", "--gpu lets vLLM load it", got=f"--runtime {servers[0]} alone", cure="Add --runtime vllm"
+        )
     if is_dry:
         chosen_vllm(any_vllm=any_vllm)
     if source is not None and values is None:

@@ -23,6 +23,7 @@ from .dialects.choose import quantization_of
 from .dialects.methods import Unloadable, unloadable
 from .dialects.patterns import time_limit
 from .findings import CheckpointFacts, Finding, Objection, Runtime, errors_first, grouped, objection
+from .rules_tensorrt_llm import judge_for_tensorrt_llm
 from .runtime_view import RuntimeView
 from .sglang.rules import judge as judge_for_sglang
 from .stored_view import StoredView
@@ -40,7 +41,11 @@ RULES: tuple[Rule, ...] = (
 )
 SOURCE_RULES = rules_source.RULES
 VLLM_ALONE: tuple[Runtime, ...] = ("vllm",)
-RULES_OF: Mapping[Runtime, tuple[Rule, ...]] = {"vllm": RULES, "sglang": (judge_for_sglang,)}
+RULES_OF: Mapping[Runtime, tuple[Rule, ...]] = {
+    "vllm": RULES,
+    "sglang": (judge_for_sglang,),
+    "tensorrt-llm": (judge_for_tensorrt_llm,),
+}
 
 
 class Checked(NamedTuple):

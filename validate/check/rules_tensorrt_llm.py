@@ -25,7 +25,7 @@ READ: Mapping[str, str] = {
     "drafts": "_torch/models/modeling_speculative.py at 00679c66c3e3, MTPForCausalLM",
     "config": "_torch/model_config.py at 008e0af8980f, _build_modelopt_quant_config",
     "exclusion": "models/modeling_utils.py, is_module_excluded_from_quantization",
-    "layer": "_torch/models/modeling_deepseekv3.py, _get_decoder_layer_quant_config",
+    "loader": "_torch/models/modeling_glm.py, Glm4WeightLoader",
     "qwen": "_torch/models/checkpoints/hf/qwen3_next_weight_mapper.py at 32e0e21a97db",
     "nemotron": "_torch/models/modeling_nemotron_h.py, _get_mtp_sublayer_quant_config",
     "glue": "_torch/models/modeling_deepseekv3.py and modeling_qwen3_next.py, which build it without a quant_config",
@@ -79,6 +79,7 @@ _GLUE = (".eh_proj", ".fc")
 def judge_for_tensorrt_llm(runtime: RuntimeView) -> Iterator[Objection]:
     """Has it a draft class, does it know the algorithm, and is the MTP block stored as its names resolve?"""
     yield from _draft_class(runtime)
+    yield from _missing_layers(runtime)
     given = _given(runtime)
     if given is None or runtime.view.family.model_type not in _BY_NAME:
         yield from _not_judged(runtime, given)
@@ -130,12 +131,24 @@ def _draft_class(runtime: RuntimeView) -> Iterator[Objection]:
     if model_type in DRAFTED:
         return
     yield _objection(
-        "runtime-draft",
+        "draft",
         where="config.json: model_type",
         says=f"is {model_type!r}: ValueError 'Model type {model_type} not supported for MTP'",
         cure="Serve it without speculative_config there, or with vLLM",
         read="drafts",
     )
+
+
+def _missing_layers(runtime: RuntimeView) -> Iterator[Objection]:
+    """The files hold the MTP layers that config.json promises."""
+    for index in sorted(set(range(runtime.promised)) - runtime.found):
+        yield _objection(
+            "mtp-missing",
+            where=f"{runtime.view.mtp_stem(index)}*",
+            says="has no tensor in any indexed file, though config.json promises the layer: it finds no weight to load",
+            cure="Put the release's block in: `keepmtp graft PATH --from RELEASE --out NEW`",
+            read="loader",
+        )
 
 
 def _not_judged(runtime: RuntimeView, given: Mapping[str, Any] | None) -> Iterator[Objection]:
@@ -148,7 +161,8 @@ def _not_judged(runtime: RuntimeView, given: Mapping[str, Any] | None) -> Iterat
     if runtime.dialect.name == "none":
         return
     yield objection(
-        rule="dialect",
+        rule="tensorrt-llm-dialect",
+        runtime="tensorrt-llm",
         severity="warning",
         where="config.json: quantization_config",
         says=f"{what}: TensorRT-LLM's names were read of {', '.join(_BY_NAME)} under modelopt alone, so the "
@@ -202,6 +216,7 @@ def _blocks(runtime: RuntimeView, entries: tuple[str, ...]) -> Iterator[Objectio
             entry = "" if is_glue or is_nemotron else _entry_for(module, name, entries)
             is_plain = bool(entry) or is_glue or is_nemotron
             reason = "nemotron" if is_nemotron else "glue" if is_glue else "exclusion"
+            reason = "qwen" if reason == "exclusion" and name != member.weight.module else reason
             yield from _compare(member, name, entry, reason, is_plain=is_plain)
 
 
@@ -235,4 +250,7 @@ def _layer_of(name: str) -> str:
 
 def _objection(rule: str, *, where: str, says: str, cure: str, read: str, cause: str = "") -> Objection:
     says = f"{says} (read in TensorRT-LLM, not run: {READ[read]})"
-    return objection(rule=rule, severity="error", where=where, says=says, cure=cure, cause=cause)
+    rule = f"tensorrt-llm-{rule}"
+    return objection(
+        rule=rule, runtime="tensorrt-llm", severity="error", where=where, says=says, cure=cure, cause=cause
+    )

@@ -1,17 +1,20 @@
 """TensorRT-LLM's rules for modelopt's dialect: NVIDIA's own releases pass, and each rule has one that breaks it."""
 
+import json
 from pathlib import Path
 
 import pytest
-from checkpoint_files import Checkpoint, as_source, write
+from checkpoint_files import Checkpoint, as_source, lose, write
 from good import released
 from keepmtp.checkpoints.source import Source, open_source
+from keepmtp.cli.main import app
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.findings import Finding, grouped
 from keepmtp.validate.check.rules_tensorrt_llm import ALGORITHMS, DRAFTED, READ, excluded, judge_for_tensorrt_llm
 from keepmtp.validate.check.runtime_view import RuntimeView
 from modelopt_form import in_hf_quant_config, mixed, modelopt
 from real_release import real_release
+from typer.testing import CliRunner
 
 # Made by NVIDIA for TensorRT-LLM, with a plain MTP block, in a family whose names were read.
 THEIRS = ("deepseek-v3.1-nvfp4", "deepseek-v3.2-nvfp4", "glm-5-nvfp4", "glm-5.1-nvfp4", "glm-5.2-nvfp4")
@@ -90,7 +93,7 @@ def test_an_algorithm_that_it_has_not_is_named():
     checkpoint = modelopt("glm-4.7")
     checkpoint.quantization["quant_algo"] = "NVFP4_SVD"
     (finding,) = found(checkpoint)
-    assert finding.rule == "algorithm" and "NVFP4_SVD" in finding.says
+    assert finding.rule == "tensorrt-llm-algorithm" and "NVFP4_SVD" in finding.says
 
 
 def test_a_mixture_without_layers_is_named():
@@ -102,12 +105,15 @@ def test_a_mixture_without_layers_is_named():
 
 def test_a_family_without_a_draft_there_is_named():
     (finding,) = [each for each in found(released("mimo-7b")) if each.severity == "error"]
-    assert (finding.rule, finding.where) == ("runtime-draft", "config.json: model_type") and "'mimo'" in finding.says
+    assert (finding.rule, finding.where) == (
+        "tensorrt-llm-draft",
+        "config.json: model_type",
+    ) and "'mimo'" in finding.says
 
 
 def test_what_was_not_read_is_said():
     (finding,) = found(released("deepseek-r1"))
-    assert (finding.severity, finding.rule) == ("warning", "dialect") and "is fp8" in finding.says
+    assert (finding.severity, finding.rule) == ("warning", "tensorrt-llm-dialect") and "is fp8" in finding.says
 
 
 @pytest.mark.parametrize(
@@ -130,3 +136,22 @@ def test_an_entry_excludes_by_whole_names(entry, is_excluded):
 
 def test_the_lists_name_what_is_judged():
     assert {"deepseek_v3", "glm4_moe", "qwen3_next", "nemotron_h"} <= DRAFTED and "NVFP4" in ALGORITHMS
+
+
+def test_a_block_that_was_dropped_is_named():
+    checkpoint = modelopt("glm-4.7")
+    lose(r"model\.layers\.3\..*")(checkpoint)
+    (finding,) = found(checkpoint)
+    assert (finding.rule, finding.where) == ("tensorrt-llm-mtp-missing", "model.layers.3.*")
+
+
+def test_the_verb_judges_for_it_alone_or_for_all(tmp_path):
+    checkpoint = modelopt("qwen3-next-80b")
+    folder = write(tmp_path / "next", checkpoint)
+    vllm = CliRunner().invoke(app, ["check", str(folder)])
+    assert vllm.exit_code == 0, vllm.stdout
+    alone = CliRunner().invoke(app, ["check", str(folder), "--runtime", "tensorrt-llm", "--json"])
+    (finding,) = json.loads(alone.stdout)["findings"]
+    assert alone.exit_code == 1 and finding["runtime"] == "tensorrt-llm" and READ["qwen"] in finding["says"]
+    refused = CliRunner().invoke(app, ["check", str(folder), "--runtime", "tensorrt"])
+    assert refused.exit_code != 0 and "vllm, sglang, tensorrt-llm" in str(refused.exception)
