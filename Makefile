@@ -99,7 +99,7 @@ all: $(VENV)/.base
 	@$(EXTRA) && $(MAKE) -s --no-print-directory $(VENV)/.evaluate $(VENV_VLLM)/.vllm $(VENV)/.$$extra
 	@$(VENV)/bin/keepmtp all "$(MODEL)" $(CHOICES) $(if $(OUT),--out "$(OUT)") $(if $(NPROC),--nproc "$(NPROC)") \
 	$(foreach gpu,$(GPU),--gpu $(gpu)) $(foreach tp,$(TP),--tp $(tp)) $(if $(K),-k $(K)) \
-	$(if $(BASE_MODEL),--base-model "$(BASE_MODEL)") $(SERVED)
+	$(if $(BASE_MODEL),--base-model "$(BASE_MODEL)") $(if $(TEXT),--text "$(TEXT)") $(SERVED)
 
 publish: $(VENV)/.evaluate $(if $(DRY_RUN),,$(VENV_VLLM)/.vllm)
 	$(if $(REPO),,$(error REPO: must be the repository to publish to, as REPO=org/name; got none))

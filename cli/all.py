@@ -65,6 +65,12 @@ def everything(
             "more.",
         ),
     ] = True,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Held-out text, as for `keepmtp closeness`, which runs with it, or where the recipe has a limit."
+        ),
+    ] = None,
     run_model_code: ModelCodeOption = False,
     any_vllm: AnyVLLMOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the commands and stop.")] = False,
@@ -80,6 +86,7 @@ def everything(
     """
     from ..quantize.output import is_empty, tidy
     from ..quantize.own_code import refuse_untrusted_code
+    from ..validate.closeness.texts import text_file
     from ..validate.publish.base_model import refuse_no_id, refuse_unknown
     from ..validate.report.results import report_folder
     from ..validate.serving.room import refuse_no_room
@@ -102,11 +109,16 @@ def everything(
     vllm_words = ["--", *context.args] if context.args else []
     is_timed = recipe.gates.min_speedup is not None
     pretended = [*_each("--gpu", gpus or ["sm90", "sm100"]), *_each("--tp", tps or []), *_option("-k", k)]
+    is_compared = text is not None or recipe.gates.max_divergence is not None or recipe.gates.max_flips is not None
+    if is_compared:
+        text_file(text, recipe.model)
+    near = [*original, *version, *_option("--text", text)]
     stations = {
         "quantize": [] if is_made else ["quantize", model, *choices, "--out", str(out)],
         "check": ["check", str(out), "--record", *pretended, *version],
         "serve-check": ["serve-check", str(out), *served, *vllm_words] if serving else [],
         "eval": ["eval", str(out), *served, *allowed, *vllm_words],
+        "closeness": ["closeness", str(out), *near, *vllm_words] if is_compared else [],
         "bench": ["bench", str(out), *version, *_ks(k), *vllm_words] if is_timed else [],
         "gate": ["gate", str(out)] if is_timed else [],
         "card": ["card", str(out), *_folder(source), *_option("--base-model", base_model)],

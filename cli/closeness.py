@@ -47,7 +47,7 @@ def closeness(
         Path | None,
         typer.Option(
             help='Held-out text: a .txt file, or .jsonl with "text", "messages" or "tokens" a line; default: the one '
-            "that ships for this source."
+            "that ships with this model."
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of text, at most.")] = 32_768,

@@ -53,6 +53,22 @@ def test_a_recipe_with_a_limit_on_speed_is_timed_and_judged(tmp_path):
     assert f"keepmtp bench {tmp_path / 'out'} -k 0..3 -- --max-model-len 512" in done.stdout.splitlines()
 
 
+def test_closeness_runs_where_the_recipe_has_a_limit_or_a_text_is_named(tmp_path):
+    """And a recipe with a limit is refused before anything runs, where no text is known for its model."""
+    out, text = tmp_path / "out", tmp_path / "held_out.txt"
+    text.write_text("Some text.")
+    done = run_all("tiny-glm4-moe", "--out", str(out), "--text", str(text), "--no-serve-check", "--dry-run")
+    assert done.stdout.splitlines()[-2:] == [f"keepmtp closeness {out} --text {text}", f"keepmtp card {out}"]
+    recipe = find_recipe("tiny-glm4-moe")[0].model_dump(mode="json", exclude_none=True)
+    for model, words in (("tiny-glm4-moe", [f"keepmtp closeness {out}"]), ("mine", [])):
+        path = tmp_path / f"{model}.yaml"
+        changed = {"model": model, "calibration": None, "gates": {"max_flips": 0.1}}
+        path.write_text(json.dumps(recipe | changed))
+        done = run_all(str(path), "--out", str(out), "--dry-run")
+        assert [line for line in done.stdout.splitlines() if line.startswith("keepmtp closeness")] == words, done.stderr
+    assert done.returncode == 2 and "--text: names the held-out text to compare on; got none" in done.stderr
+
+
 def test_the_place_of_the_mtp_block_reaches_quantize(tmp_path):
     done = run_all("minimax-m3", "--mtp-source", "org/block", "--out", str(tmp_path / "out"), "--dry-run")
     assert f"keepmtp quantize minimax-m3 --mtp-source org/block --out {tmp_path / 'out'}" in done.stdout.splitlines()

@@ -19,11 +19,11 @@ from ...recipes.errors import RecipeError
 from ...recipes.shipped import find_path
 
 HELD_OUT: Mapping[str, str] = {
-    "models/tiny-docs": "models/docs_held_out.jsonl",
-    "models/tiny-glm4-moe": "models/held_out.jsonl",
-    "models/tiny-qwen3_5": "models/held_out.jsonl",
+    "tiny-docs": "models/docs_held_out.jsonl",
+    "tiny-glm4-moe": "models/held_out.jsonl",
+    "tiny-qwen3_5": "models/held_out.jsonl",
 }
-"""The text for a source that ships with keepmtp, by the source in its recipe."""
+"""The text for a model that ships with keepmtp, by its name in the recipe."""
 FORMS = (
     '{"text": ...}, {"prompt": ..., "completion": ...}, {"question": ..., "answer": ...}, {"messages": [...]} or '
     '{"tokens": [...]}'
@@ -55,29 +55,34 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
     """Read the texts, and refuse those of calibration.
 
     Args:
-        path: the user's file; None for the one that ships for this source.
+        path: the user's file; None for the one that ships with the model.
         record: the checkpoint's keepmtp.json, if it has one.
 
     Raises:
         RecipeError: no file, no text in it, a line of another form, or a text that the checkpoint was calibrated on.
     """
-    name = path or _shipped(record)
-    file = find_path(name)
-    if file is None or not file.is_file():
-        raise RecipeError(name, "must be a file of held-out text", got="no such file", cure=_CURE)
+    name, file = text_file(path, record.recipe.model if record else "")
     rows = list(_rows(file))
     if not rows:
         raise RecipeError(name, "must hold a text", got="an empty file", cure=_CURE)
     against = _refuse_calibrated(file, rows, record)
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    return HeldOut(path=str(name), sha256=sha256, texts=tuple(text for _, text in rows), against=against)
+    return HeldOut(path=name, sha256=sha256, texts=tuple(text for _, text in rows), against=against)
 
 
-def _shipped(record: Record | None) -> Path:
-    shipped = HELD_OUT.get(record.recipe.source) if record else None
-    if shipped is None:
+def text_file(path: Path | None, model: str) -> tuple[str, Path]:
+    """What the user named, or the file that ships with a model; and where it is.
+
+    Raises:
+        RecipeError: none of both, or no such file.
+    """
+    name = path or HELD_OUT.get(model)
+    if name is None:
         raise RecipeError("--text", "names the held-out text to compare on", got="none", cure=_CURE)
-    return Path(shipped)
+    file = find_path(name)
+    if file is None or not file.is_file():
+        raise RecipeError(name, "must be a file of held-out text", got="no such file", cure=_CURE)
+    return str(name), file
 
 
 def _rows(file: Path) -> Iterator[tuple[int, Text]]:

@@ -38,7 +38,9 @@ def _reason(gates: Gates, closeness: ClosenessFact | None) -> ReasonFact:
     verdicts: list[JudgementWord] = [verdict for verdict, _, _ in found]
     verdict = min(verdicts, key=_WORST_FIRST.index)
     says = f"On {closeness.tokens:,} tokens of held-out text in {closeness.windows:,} windows: "
-    says += " ".join(words for _, _, words in found) + not_its_own(is_native=closeness.checkpoint.as_served == "native")
+    says += " ".join(words for _, _, words in found)
+    says += _farthest(closeness) if verdict == "regression" else ""
+    says += not_its_own(is_native=closeness.checkpoint.as_served == "native")
     return ReasonFact(gate="closeness", verdict=verdict, says=says, needed=_needed(found))
 
 
@@ -57,7 +59,7 @@ def _divergence(most: float, confidence: float, fact: ClosenessFact) -> _Settled
     bound = f"at least {nats(max(0.0, low))}" if verdict == "regression" else f"at most {nats(high)}"
     says = (
         f"{nats(fact.divergence)} a token from the source, {bound} at {limit(confidence)} confidence (one-sided, over "
-        f"windows); at most {most:g} nats may be lost.{_where(fact) if verdict == 'regression' else ''}"
+        f"windows); at most {most:g} nats may be lost."
     )
     if not fact.is_exact and verdict == "pass":
         says += (
@@ -79,7 +81,7 @@ def _flips(most: float, confidence: float, fact: ClosenessFact) -> _Settled:
     says = (
         f"The first choice is another at {percent(fact.flip_rate)} of the tokens, {bound} at {limit(confidence)} "
         f"confidence (one-sided, Clopper-Pearson, as {fact.effective_tokens:,.0f} independent tokens); at most "
-        f"{limit(most)} may be.{_where(fact) if verdict == 'regression' else ''}"
+        f"{limit(most)} may be."
     )
     return _with_too_few(verdict, needed, says, is_good=fact.flip_rate < most)
 
@@ -89,7 +91,7 @@ def nats(value: float) -> str:
     return f"{value:.3g} nats"
 
 
-def _where(fact: ClosenessFact) -> str:
+def _farthest(fact: ClosenessFact) -> str:
     """The position that is farthest off."""
     if not fact.worst:
         return ""

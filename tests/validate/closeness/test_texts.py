@@ -18,9 +18,9 @@ def rows(path: Path, *found: object) -> Path:
     return path
 
 
-def record(source: str = "/data/glm", **data: object) -> Record:
+def record(model: str = "glm", **data: object) -> Record:
     summary = {"data": data} if data else None
-    return Record.model_validate(measured.recorded(summary=summary, source=source))
+    return Record.model_validate(measured.recorded(summary=summary, model=model))
 
 
 def test_every_form_of_a_row(tmp_path):
@@ -48,11 +48,11 @@ def test_a_txt_file_is_one_text(tmp_path):
     assert held_out(tmp_path / "a.txt", None).texts == ("One.\n\nTwo.\n",)
 
 
-@pytest.mark.parametrize("source", HELD_OUT)
-def test_a_shipped_source_has_a_text_of_its_own(source):
+@pytest.mark.parametrize("model", HELD_OUT)
+def test_a_shipped_model_has_a_text_of_its_own(model):
     """None of which its recipes calibrate on."""
     for used in ("models/problems.jsonl", "models/docs.jsonl"):
-        found = held_out(None, record(source, dataset=used))
+        found = held_out(None, record(model, dataset=used))
         assert len(found.texts) > 200 and f"is a row of {used}" in found.against
 
 

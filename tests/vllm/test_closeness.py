@@ -1,0 +1,208 @@
+"""`keepmtp closeness` with real vLLM servers on the CPU, against transformers and against what calibration found.
+
+A server takes 20 to 60 s to start, so three are all there are: source, checkpoint, and a damaged twin of it.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from decompressed import decompressed
+from keepmtp.checkpoints.record import RECORD, read_record
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.quantize.calibrate.data import calibration_data
+from keepmtp.recipes.find import find_recipe
+from keepmtp.validate.closeness.compared import FILE, read_compared
+from keepmtp.validate.closeness.divergence import Predicted, compare
+from keepmtp.validate.closeness.stored import FOLDER, SourceStore, read_store
+from keepmtp.validate.report.report import verify
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
+QWEN = ROOT / "models" / "tiny-qwen3_5"
+HELD_OUT, LENGTH, VOCABULARY = 6, 128, 512
+GATES = {"max_divergence": 0.01, "max_flips": 0.02}
+DAMAGED = "model.layers.1.mlp.down_proj.weight_scale"
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
+]
+
+
+@pytest.fixture(autouse=True)
+def single_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """W4A16 by GPTQ, whose record has the divergence on six held-out sequences, with limits in its recipe."""
+    recipe = find_recipe("tiny-qwen3_5", scheme="w4a16-gptq")[0].model_dump(mode="json", exclude_none=True)
+    recipe["calibration"]["held_out"] = HELD_OUT
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"gates": GATES, "source": str(QWEN)}))
+    plan, text = plan_for(str(folder / "recipe.yaml"))
+    return quantize(plan, text, out=folder / "qwen").out
+
+
+@pytest.fixture(scope="module")
+def text(made) -> Path:
+    """The very tokens that calibration measured on. A file of tokens is none that it was calibrated on."""
+    calibration = read_record(made / RECORD).recipe.whole["calibration"]
+    recipe = find_recipe("tiny-qwen3_5", scheme="w4a16-gptq")[0]
+    assert recipe.calibration is not None
+    data = calibration_data(
+        recipe.calibration.model_copy(update={"held_out": calibration["held_out"]}), open_source(QWEN)
+    )
+    path = made.with_name("held_out.jsonl")
+    path.write_text("".join(json.dumps({"tokens": row}) + "\n" for row in data.held_out_ids.tolist()))
+    return path
+
+
+def closeness(made: Path, text: Path) -> subprocess.CompletedProcess[str]:
+    words = ("--text", str(text), "--source", str(QWEN), "--window", str(LENGTH), "--timeout", "400", "--json")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_PYTHON": str(VLLM_PYTHON)}
+    return subprocess.run([KEEPMTP, "closeness", str(made), *words], capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def found(made, text) -> dict:
+    done = closeness(made, text)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def store(made, found) -> SourceStore:
+    return read_store(made.with_name("qwen.report") / FOLDER)
+
+
+def logprobs(model: torch.nn.Module, store: SourceStore) -> list[Predicted]:
+    """What transformers predicts for each window in FP32."""
+    predicted = []
+    for ids in store.windows or ():
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1].float()
+        values = logits.log_softmax(dim=-1).numpy()
+        names = np.broadcast_to(np.arange(VOCABULARY, dtype=np.int32), values.shape)
+        following = np.take_along_axis(values, np.array(ids[1:])[:, None], axis=1)[:, 0]
+        predicted.append(Predicted(ids=names, logprobs=values, following=following, is_whole=True))
+    return predicted
+
+
+@pytest.fixture(scope="module")
+def references(made, store) -> tuple[list[Predicted], list[Predicted]]:
+    """The source, and the checkpoint with the weights that compressed-tensors decompresses."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(QWEN, dtype=torch.float32)
+    before = logprobs(model, store)
+    tensors = {name: value for path in made.glob("*.safetensors") for name, value in load_file(path).items()}
+    modules = dict(model.named_modules())
+    packed = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
+    served = [name for name in packed if name in modules]
+    assert len(served) > 10
+    for name in served:
+        modules[name].weight.data = decompressed("W4A16", name, tensors).float()
+    return before, logprobs(model, store)
+
+
+def mean(one: list[Predicted], other: list[Predicted]) -> float:
+    return float(np.concatenate([compare(a, b).nats for a, b in zip(one, other, strict=True)]).mean())
+
+
+def test_the_command_finds_a_good_checkpoint_near(made, found):
+    fact, reason = found["closeness"], found["reason"]
+    assert reason["gate"] == "closeness" and reason["verdict"] == "pass", reason
+    assert fact["windows"] == HELD_OUT and fact["tokens"] == HELD_OUT * (LENGTH - 1)
+    assert fact["top"] == 512 == fact["vocabulary"] and fact["outside"] == 0
+    assert 0 < fact["divergence"] < 0.05 and 0 < fact["flip_rate"] < 0.05
+    for role in ("source", "checkpoint"):
+        assert fact[role]["servers"][0]["repeated"] < 1e-3, "alone and with others in flight"
+    full = verify(made.with_name("qwen.report"))
+    assert full.closeness is not None and full.closeness.model_dump(mode="json") == fact
+    assert full.calibration is not None, "the report has both"
+
+
+def test_the_servers_agree_with_transformers(made, found, store, references):
+    """Divergence is about a squared distance, so its root may differ by as much as each server is off in BF16.
+
+    How far a server is from FP32 is measured for the source, whose predictions are on the disk; the checkpoint's
+    server computes in BF16 as well.
+    """
+    before, after = references
+    served = [store.read(number) for number in range(HELD_OUT)]
+    exact, rounding = mean(before, after), mean(before, served)
+    assert rounding < 1e-3, "the same weights, in FP32 and in BF16"
+    fact = found["closeness"]
+    assert abs(fact["divergence"] ** 0.5 - exact**0.5) < 2 * rounding**0.5, (fact["divergence"], exact, rounding)
+    nll = -np.concatenate([each.following for each in before]).mean()
+    assert fact["source"]["perplexity"] == pytest.approx(np.exp(nll), rel=0.01)
+
+
+def test_calibration_found_the_same_divergence_and_flips(made, found):
+    """On the same tokens, by transformers in BF16; it also counts what follows the last token of each sequence."""
+    record = read_record(made / RECORD)
+    assert record.calibration is not None
+    row = next(row for row in record.calibration["rows"] if row["backbone"] == "quantized")
+    fact = found["closeness"]
+    assert fact["divergence"] == pytest.approx(row["divergence"], rel=0.15)
+    # A near-tie that BF16 decides one way here and the other there: a few of 762 tokens.
+    assert abs(fact["flip_rate"] - row["flips"]) < 0.012
+
+
+def test_fewer_tokens_of_real_predictions_give_a_lower_bound(made, found, store, references):
+    """The same windows with only the likeliest of both, as a server of a large vocabulary gives them."""
+    _, after = references
+    last = 0.0
+    for top in (4, 32, 128):
+        cut = [tuple(likeliest(each, top) for each in (store.read(n), after[n])) for n in range(HELD_OUT)]
+        nats = mean([one for one, _ in cut], [other for _, other in cut])
+        assert last <= nats + 1e-9
+        last = nats
+    whole = mean([store.read(n) for n in range(HELD_OUT)], after)
+    assert 0.5 * whole < last <= whole + 1e-6
+
+
+def likeliest(predicted: Predicted, top: int) -> Predicted:
+    order = np.argsort(-predicted.logprobs, axis=1, kind="stable")[:, :top]
+    ids, values = (np.take_along_axis(each, order, axis=1) for each in (predicted.ids, predicted.logprobs))
+    return Predicted(ids=ids, logprobs=values, following=predicted.following, is_whole=False)
+
+
+def test_the_same_again_starts_no_server(made, text, found):
+    evidence = made.with_name("qwen.report")
+    logs = {path: path.stat().st_mtime_ns for path in evidence.glob("logs/*")}
+    done = closeness(made, text)
+    assert json.loads(done.stdout)["closeness"] == found["closeness"], done.stderr
+    assert {path: path.stat().st_mtime_ns for path in evidence.glob("logs/*")} == logs and len(logs) == 2
+
+
+def test_a_twin_with_one_damaged_tensor_fails_the_gate(made, text, found):
+    """The scales of one linear are half again as large. The source is not served again."""
+    twin = shutil.copytree(made, made.with_name("twin"))
+    for path in twin.glob("*.safetensors"):
+        tensors = load_file(path)
+        if DAMAGED in tensors:
+            tensors[DAMAGED] = tensors[DAMAGED] * 1.5
+            save_file(tensors, path, metadata={"format": "pt"})
+    done = closeness(twin, text)
+    assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    assert "taken from qwen.report" in done.stderr
+    assert not (made.with_name("twin.report") / "logs" / "closeness.source.log").exists()
+    assert told["reason"]["verdict"] == "regression" and "Farthest off is token " in told["reason"]["says"]
+    assert told["closeness"]["divergence"] > 4 * found["closeness"]["divergence"]
+    windows = read_compared(made.with_name("twin.report") / FILE).windows
+    assert f"of window {max(windows.values(), key=lambda line: line.worst.nats).window}" in told["reason"]["says"]
