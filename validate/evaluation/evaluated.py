@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from ...checkpoints.fact import Count, Fact, Figure, Share
 from ...recipes.protocol import Evaluation
+from ...recipes.tasks import TASKS
 from ..serving.served import AsServed, Drafts
 
 Arm = Literal["source", "checkpoint", "plain"]
@@ -180,9 +181,11 @@ class TaskFact(Fact):
     drafting: DraftingFact | None = None
 
     def judged_filter(self, wanted: str) -> str:
-        """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else the task's first."""
+        """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else the task's own."""
         names = [score.filter for score in self.checkpoint.scores]
-        return wanted if wanted in names or self.protocol.task.startswith("gsm8k") else names[0]
+        return (
+            wanted if wanted in names or self.protocol.task.startswith("gsm8k") else TASKS[self.protocol.task].headline
+        )
 
     def pair(self, wanted: str) -> PairedFact | None:
         """The pairs of the filter that counts; None without a source."""

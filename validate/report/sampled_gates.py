@@ -175,7 +175,7 @@ def score(gates: Gates, evaluation: EvaluationFact | None) -> ReasonFact:
         )
         return ReasonFact(gate=gate, verdict="infeasible", says=says)
     before, after = source.score(name).value, checkpoint.score(name).value
-    num = checkpoint.num_questions
+    num = checkpoint.num_questions // evaluation.protocol.repeats  # the pairs
     if before <= gates.max_drop:
         says = (
             f"{name}: the source itself gets {percent(before)} of {num:,} questions, "

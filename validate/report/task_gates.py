@@ -98,7 +98,7 @@ def _of_task(gates: Gates, task: TaskFact, most: float) -> tuple[ReasonFact, flo
         return most + lower, most + upper
 
     low, high = (each - most for each in bounds(1))
-    num = task.checkpoint.num_questions
+    num = task.checkpoint.num_questions // task.protocol.repeats  # the pairs
     verdict, needed = settle(most + pair.difference, bounds, num)
     before, after = task.source.score(name).value, task.checkpoint.score(name).value
     bound = (
@@ -107,8 +107,8 @@ def _of_task(gates: Gates, task: TaskFact, most: float) -> tuple[ReasonFact, flo
         else f"a drop of at most {points(up(max(0.0, -low)))}"
     )
     says = (
-        f"{task.protocol.title}, {name}: {percent(after)} of {num:,} answers, the source {percent(before)}, {bound} at "
-        f"{limit(gates.confidence)} confidence (one-sided, paired); no task may lose more than {points(most)}."
+        f"{task.protocol.title}, {name}: {percent(after)} of {num:,} questions, the source {percent(before)}, {bound} "
+        f"at {limit(gates.confidence)} confidence (one-sided, paired); no task may lose more than {points(most)}."
     )
     if verdict == "infeasible":
         says += too_few("questions", needed, also="", is_good=pair.difference > -most)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
@@ -18,6 +19,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.recipes.tasks import TASKS
 from keepmtp.validate.evaluation import lm_eval_tasks
+from keepmtp.validate.evaluation.dataset import fields_of
 from keepmtp.validate.evaluation.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.report.paired import one_sided, paired
 from lm_eval.api.model import LM
@@ -25,6 +27,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from task_rows import TASK_ROWS
 
+ROOT = Path(__file__).parent.parent.parent.parent
 SEED = 1234
 
 # lm-eval's own name of the task, and the splits of its dataset that hold the questions and the shots.
@@ -226,6 +229,23 @@ def test_a_continued_answer_ends_with_the_assistants_turn(tmp_path):
     assert turns[-1]["content"].startswith("Here is the completed function:\n```python\ndef plus_0(a):")
     text = asked("humaneval", tmp_path, api="completions").items[0]
     assert text.prompt.startswith("def plus_0(a):") and text.stop[:2] == ("\nclass", "\ndef")
+
+
+def test_the_documentation_lists_every_task_as_it_is_asked():
+    text = (ROOT / "docs" / "tasks.md").read_text()
+    asks, _, rows = text.partition("| task | fields of a row |")
+    for task, row in TASKS.items():
+        line = next(line for line in asks.splitlines() if line.startswith(f"| {task} | "))
+        protocol = Evaluation(task=task)
+        sub_task = {"mmlu_pro": "SUBJECT", "ruler": "SUB-TASK"}.get(task, "")
+        words = [row.lm_eval_file(protocol.api, sub_task), row.hub or "a file", row.headline]
+        words += [{"chat": "chat", "completions": "text"}[protocol.api], f"{protocol.max_tokens:,} tokens"]
+        words += [f"{protocol.shots} shots"] if protocol.shots else []
+        words += [f"{protocol.repeats} run"] if protocol.temperature else []
+        assert [word for word in words if word not in line] == [], line
+        assert protocol.temperature in (0.0, 0.6) and ("sampled" in line) == bool(protocol.temperature)
+        fields = next(line for line in rows.splitlines() if task in re.findall(r"\w+", line.partition(" | ")[0]))
+        assert [field for field in fields_of(task) if field not in fields] == []
 
 
 # --- what is refused before a server is started -----------------------------------------------------------------------

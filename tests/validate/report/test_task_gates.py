@@ -45,7 +45,7 @@ def test_a_task_that_lost_much_fails_both_gates_by_its_name():
     assert mean.verdict == worst.verdict == "regression"
     assert "gsm8k_platinum 92.42 %: 96.21 % of the source's scores on average, at most 97." in mean.says
     assert worst.says.startswith(
-        "gsm8k_platinum, flexible-extract: 61.00 % of 1,000 answers, the source 66.00 %, a drop of at "
+        "gsm8k_platinum, flexible-extract: 61.00 % of 1,000 questions, the source 66.00 %, a drop of at "
     )
 
 
