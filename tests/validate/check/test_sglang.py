@@ -156,6 +156,13 @@ def test_blocks_without_the_target_linear():
     assert found.where.endswith("self_attn.kv_b_proj.weight") and "_resolve_layer_weight_block_size" in found.says
 
 
+@pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
+def test_a_packed_weight_that_sglang_absorbs(dialect):
+    checkpoint = ours("deepseek-r1", "NVFP4A16", "bf16", format=dialect)
+    found = named(findings(checkpoint), "sglang-absorbed")
+    assert found.where.startswith("model.layers.0.self_attn.kv_b_proj.weight") and found.count == 3
+
+
 def test_integers_of_experts_in_a_mixed_config():
     checkpoint = ours("glm-4.7", "W4A16", "FP8_DYNAMIC")
     found = [each for each in findings(checkpoint) if "pack-quantized" in each.says]
@@ -180,7 +187,8 @@ def test_mixed_precision_without_nvfp4_is_read_as_w4afp8():
 def test_a_group_without_weights():
     checkpoint = ours("glm-4.7", "NVFP4", "bf16")
     quantization(checkpoint)["config_groups"]["group_9"] = {"targets": ["LlamaAttention"], "weights": None}
-    assert "config_groups.group_9.weights" in named(findings(checkpoint), "sglang-config").says
+    (found,) = findings(checkpoint)
+    assert found.rule == "sglang-config" and "config_groups.group_9.weights" in found.says
 
 
 def test_two_mtp_layers_are_one_too_many():

@@ -102,9 +102,11 @@ def stored_form_is_what_is_built(view: SglangView) -> Iterator[Objection]:
     """Each weight agrees with what SGLang builds (#34906, #36599, #36653, #38574, #35797, #38870, #39064, #40597)."""
     for module in () if view.model.no_draft else view.modules:
         resolution = module.resolution
+        if isinstance(view.dialects[module.part], Failing):
+            continue
         if resolution.error:
             yield _unresolved(view, module)
-        elif resolution.built.form != "unknown" and not isinstance(view.dialects[module.part], Failing):
+        elif resolution.built.form != "unknown":
             for member in module.members:
                 if not _is_made_over(view, module, member):
                     yield from _compare(view, module, member)
@@ -127,6 +129,26 @@ def block_size_is_found(view: SglangView) -> Iterator[Objection]:
                 cure="Keep kv_b_proj in BF16 or FP8_DYNAMIC, or make Linear the target of the blocks",
                 cause=f"{module.part} block",
             )
+
+
+def absorbed_weight_is_unpacked(view: SglangView) -> Iterator[Objection]:
+    """SGLang splits kv_b_proj after loading, and reads `weight` as rows of numbers (deepseek_weight_loader.py)."""
+    for module in view.modules:
+        built = module.resolution.built
+        if not module.name.endswith(".kv_b_proj") or built.form not in ("nvfp4", "nvfp4_modelopt", "int_packed"):
+            continue
+        for member in module.members:
+            if member.weight.form == built.form:
+                yield _found(
+                    rule="sglang-absorbed",
+                    severity="error",
+                    where=member.weight.weight.name,
+                    says=f"SGLang splits {module.name} after loading and reads its `weight` as one number an input; in "
+                    f"{built.form} there is none, or two a byte: it raises, or splits bytes that are no numbers "
+                    "(deepseek_weight_loader.py: post_load_weights)",
+                    cure="Keep kv_b_proj in BF16 or FP8_DYNAMIC",
+                    cause=f"{module.part} {built.form}",
+                )
 
 
 def block_is_whole(view: SglangView) -> Iterator[Objection]:
@@ -180,6 +202,7 @@ RULES: tuple[Callable[[SglangView], Iterator[Objection]], ...] = (
     block_is_whole,
     stored_form_is_what_is_built,
     block_size_is_found,
+    absorbed_weight_is_unpacked,
     cache_scheme_is_read,
 )
 
