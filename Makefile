@@ -6,7 +6,7 @@
 #   make quantize|plan|all ... TRUST_REMOTE_CODE=1   you have read the checkpoint's own Python: it may run, and is carried
 #   make check OUT=DIR [GPU="sm90 sm100"] [TP="1 4"]
 #   make validate [MODEL=...] [OUT=DIR] [SOURCE=...] [K=3]   real vLLM servers with and without MTP, and a report
-#   make validate EVAL=gsm8k ...                             GSM8K of source and checkpoint with MTP on, and the gates
+#   make validate EVAL=gsm8k ...                             a task of source and checkpoint (all: every one), and the gates
 #   make bench [MODEL=...] [OUT=DIR] [SOURCE=...] [K=0..4] [CONCURRENCY=1,8,32] [PROMPTS=FILE]   tokens a second by k
 #   make closeness [MODEL=...] [OUT=DIR] [SOURCE=...] [TEXT=FILE]   divergence from the source on held-out text, as served
 #   make card [MODEL=...] [OUT=DIR] [BASE_MODEL=ORG/NAME]    the model card, from the report; `all` takes BASE_MODEL too

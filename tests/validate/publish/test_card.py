@@ -387,6 +387,24 @@ def test_any_other_score_is_not_on_the_leaderboard_and_the_card_says_why(changed
     assert ("gsm8k form, flexible-extract" in shown) == ("file" in why), "other questions have no benchmark's name"
 
 
+def test_each_task_of_several_has_its_line_and_its_own_leaderboard(made):
+    answers = evaluations.Answers(both=9000, only_source=500, only_checkpoint=300, neither=2232)
+    asked = evaluations.several(("mmlu_pro", answers), ("gsm8k_platinum", answers))
+    judgement = judge(gates=Gates(), check=None, serve=None, evaluation=asked)
+    report = whole().model_copy(update={"evaluation": asked, "judgement": judgement})
+    entries = {name: parse_eval_result_entries(yaml.safe_load(text))[0] for name, text in eval_results(report).items()}
+    assert list(entries) == [".eval_results/gsm8k.yaml", ".eval_results/mmlu_pro.yaml"], "Platinum has no leaderboard"
+    entry = entries[".eval_results/mmlu_pro.yaml"]
+    assert (entry.dataset_id, entry.task_id, entry.value) == ("TIGER-Lab/MMLU-Pro", "mmlu_pro", 77.29)
+    assert set(entries) < set(card.FILES)
+    why = (f"gsm8k_platinum: {off_leaderboard(asked.tasks[1])}",)
+    text = page(cards.told(made, report, others_off_leaderboard=why))
+    assert ticked(why[0]) in " ".join(text.split())
+    (found,) = [table for table in tables(text) if table[0][:2] == ["task", "asked"]]
+    assert [row[0].partition(",")[0] for row in found[1:]] == ["gsm8k", "mmlu_pro", "gsm8k_platinum", "mean"]
+    assert found[2][2:5] == ["78.96 %", "77.29 % ± 0.38 %", "97.89 %"] and found[4][4] == "98.56 %"
+
+
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
