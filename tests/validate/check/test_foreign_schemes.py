@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from checkpoint_files import write
-from foreign_form import AUTOROUND, GPTQ, gptq, quark_nvfp4
-from keepmtp.recipes.family import VLLMName
+from foreign_form import AUTOROUND, AWQ, GPTQ, gptq, quark_nvfp4
+from keepmtp.recipes.family import Renames, VLLMName
 from keepmtp.recipes.renamer import Renamer
 from keepmtp.validate.check.check import check
 from keepmtp.validate.check.dialects.autoround import read_autoround
+from keepmtp.validate.check.dialects.awq import read_awq
 from keepmtp.validate.check.dialects.given import QuarkLayer
 from keepmtp.validate.check.dialects.gptq import read_gptq
 from keepmtp.validate.check.dialects.quark_schemes import scheme_of
@@ -30,6 +31,7 @@ import torch
 from vllm.model_executor.layers.quantization.inc import INCConfig
 from vllm.model_executor.layers.quantization.inc.schemes.factory import resolve_scheme
 from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config, is_layer_skipped_quant
 from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 from vllm.model_executor.layers.quantization.quark.quark_moe import QuarkMoEMethod
 from vllm.model_executor.layers.quantization.utils.marlin_utils import check_moe_marlin_supports_config
@@ -57,12 +59,18 @@ def ask_inc(raw, is_experts):
     except (AssertionError, NotImplementedError, ValueError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
 
+def skips(words):
+    config = MoeWNA16Config.from_config({"quant_method": "gptq", "bits": 4, "group_size": 256, "sym": True})
+    config.modules_to_not_convert = words
+    return is_layer_skipped_quant("model.layers.3.mlp.experts", config.modules_to_not_convert)
+
 def has_marlin(group_size):
     sizes = SimpleNamespace(hidden_dim=4096, intermediate_size_per_partition_unpadded=4096)
     return check_moe_marlin_supports_config(sizes, group_size, allow_tile_padding=True)
 
-quark, inc, groups = json.load(sys.stdin)
+quark, inc, groups, lists = json.load(sys.stdin)
 answers = [[ask(*each) for each in quark], [ask_inc(*each) for each in inc], [has_marlin(each) for each in groups]]
+answers.append([skips(words) for words in lists])
 print("ANSWERS" + json.dumps(answers))
 """
 CLASSES = {
@@ -158,6 +166,7 @@ INC_CHANGES: dict[str, tuple[Any, ...]] = {
     "act_dynamic": (True, False),
     "fmt": ("e4m3", "e5m2"),
 }
+LISTS = ([], ["lm_head"], ["layers.3"], ["experts.0"], ["model.layers.3.mlp.experts"], ["language_model.layers.3"])
 GROUPS = (-1, 8, 16, 32, 64, 128, 256, 512, 1024)
 INC_FORMS = {
     "INCFp8Scheme": ("fp8_block",),
@@ -189,14 +198,14 @@ def asked() -> Any:
     inc = [(raw, is_experts) for raw in some_autorounds(rng) for is_experts in (False, True)]
     done = subprocess.run(
         [VLLM_PYTHON, "-c", PEER],
-        input=json.dumps([quark, inc, GROUPS]),
+        input=json.dumps([quark, inc, GROUPS, LISTS]),
         capture_output=True,
         text=True,
         env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
     )
     assert "ANSWERS" in done.stdout, done.stderr[-3000:]
     answers = json.loads(done.stdout.rpartition("ANSWERS")[2])
-    questions = {"quark": quark, "inc": inc, "groups": GROUPS}
+    questions = {"quark": quark, "inc": inc, "groups": GROUPS, "lists": LISTS}
     return {
         name: [*zip(asked, given, strict=True)] for (name, asked), given in zip(questions.items(), answers, strict=True)
     }
@@ -240,6 +249,19 @@ def test_an_entry_for_one_projection_makes_all_experts_plain(tmp_path):
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
     assert finding.where == "model.layers.3.mlp.experts.0.down_proj.weight"
     assert "Narrow the entry 'model.layers.3.mlp.experts.0.gate_proj'" in finding.cure
+
+
+@pytest.mark.vllm
+def test_experts_of_awq_in_other_groups_have_the_list_as_it_is_written(asked):
+    """vLLM's mapper renames the list, and reads one from the headers where there is none; not for MoeWNA16."""
+    experts, rename = (
+        VLLMName("model.layers.3.mlp.experts"),
+        Renamer(renames=Renames(prefixes=(("language_model.", "model."),))),
+    )
+    for words, is_skipped in asked["lists"]:
+        raw = AWQ | {"group_size": 256, "modules_to_not_convert": words}
+        built = read_awq(raw, rename, floats=["model.layers.3"]).resolve(experts, shards=(), kind="experts").built
+        assert (built.form == "plain") == is_skipped, words
 
 
 @pytest.mark.vllm

@@ -4,9 +4,10 @@ In: quantization_config, and the modules on disk with and without integers. Out:
 
 Easy to get wrong: an entry is a part of a name. Without a list vLLM makes one of the headers: all modules that hold
 floating-point numbers alone. Its names are those on disk, so one expert's name is no part of the name of all.
+In groups that Marlin does not have, experts go to MoeWNA16, which takes the list as it is written, and makes none.
 
-Source: vLLM 0.32.0 quantization/auto_awq.py, quantization/utils/quant_utils.py (is_layer_skipped, substring); compared
-with the real functions by tests/validate/check/test_dialects.py.
+Source: vLLM 0.32.0 quantization/auto_awq.py, moe_wna16.py, quantization/utils/quant_utils.py (is_layer_skipped,
+substring); compared with the real functions by tests/validate/check/test_dialects.py and test_foreign_schemes.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import AwqGiven, read_given
-from .matching import Substrings, shards_agree
+from .matching import MARLIN_GROUPS, Substrings, shards_agree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,10 @@ class Awq:
             return Resolution(built=UNKNOWN, entry="quantization_config", error=self.error)
         if kind == "head" and not self.has_quantized_head:
             return Resolution(built=PLAIN)
-        if (entry := self.skipped.within(module)) is not None:
+        skipped = self.skipped
+        if kind == "experts" and self.group_size not in MARLIN_GROUPS:
+            skipped = Substrings(entry.written for entry in self.entries)
+        if (entry := skipped.within(module)) is not None:
             return Resolution(built=PLAIN, entry=entry)
         if shards and kind == "linear":
             is_skipped, error = shards_agree(module, shards, lambda name: self.skipped.within(name) is not None)

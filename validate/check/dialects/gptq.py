@@ -20,12 +20,10 @@ from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import GptqGiven, read_given
-from .matching import Substrings, shards_agree
+from .matching import MARLIN_GROUPS, Substrings, shards_agree
 from .patterns import matches_start
 
 _LOADED = ((4, True), (8, True))
-# The groups of Marlin's kernel for routed experts (check_moe_marlin_supports_config).
-_MARLIN_GROUPS = (-1, 32, 64, 128)
 _NEEDED = ("bits", "group_size", "desc_act", "sym")
 ACT_ORDER = "ValueError: GPTQ group activation ordering (desc_act=True) is no longer supported"
 
@@ -76,7 +74,7 @@ class Gptq:
     @property
     def is_blind_to_experts(self) -> bool:
         """Whether vLLM builds routed experts by MoeWNA16, which does not look at `dynamic`."""
-        return self.group_size not in _MARLIN_GROUPS
+        return self.group_size not in MARLIN_GROUPS
 
     def covered(self, entry: ConfigEntry, names: frozenset[str]) -> Sequence[str]:
         """The names that an expression matches from the start."""

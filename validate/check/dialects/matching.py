@@ -11,6 +11,8 @@ functions by tests/validate/check/test_dialects.py.
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
+# The groups of Marlin's kernel for routed experts (quantization/utils/marlin_utils.py).
+MARLIN_GROUPS = (-1, 32, 64, 128)
 _MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are quantized"
 
 
