@@ -28,6 +28,8 @@ LONG = (
     "validate/publish/test_faults.py",
     "validate/publish/test_upload.py",
     "vllm/test_tiny_models.py",
+    "vllm/test_serve_verb.py",
+    "cli/test_serve.py",
     "quantize/calibrate/test_ranks.py",
     "vllm/test_acceptance_without_server.py",
     "vllm/test_dry_names.py",
