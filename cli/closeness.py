@@ -93,7 +93,7 @@ def closeness(
     refuse_stray_words("closeness", context.args)
     refuse_words("closeness", context.args)
     require_extra("keepmtp closeness", "quantize")
-    from ..validate.closeness import measure  # numpy, once it is known to be there
+    from ..validate.closeness import measure, servers  # numpy, once it is known to be there
 
     opened, err = open_source(path), Console(stderr=True)
     compared_on = _held_out(opened, text)
@@ -107,11 +107,11 @@ def closeness(
     bars = None if as_json else download_lines(err)
     reading = None if as_json else bytes_bar(err, "reading")
 
-    def model(role: "Role", each: "Source") -> measure.ComparedModel:
+    def model(role: "Role", each: "Source") -> servers.ComparedModel:
         local = download(each, bars=bars)
         assert local.folder is not None
         identity = identify(local.folder, cache=out, watch=reading)
-        return measure.ComparedModel(role=role, source=local, identity=identity)
+        return servers.ComparedModel(role=role, source=local, identity=identity)
 
     before, judged = model("source", original), model("checkpoint", opened)
     if is_recorded:
@@ -120,7 +120,7 @@ def closeness(
         rule = "must be what the checkpoint was made from, not the checkpoint itself"
         raise RecipeError("--source", rule, got=f"the same bytes in {before.source.where}", cure=_CURE)
     with asking(err, as_json=as_json) as watch:
-        setup = measure.ClosenessSetup(
+        setup = servers.ClosenessSetup(
             out=out,
             tokens=tokens,
             window=window,

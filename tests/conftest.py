@@ -22,6 +22,7 @@ LONG = (
     "vllm/test_serve.py",
     "vllm/test_gsm8k.py",
     "vllm/test_bench.py",
+    "vllm/test_closeness.py",
     "vllm/test_dry_corpus.py",
     "vllm/test_matrix.py",
     "fuzz/test_fuzz.py",

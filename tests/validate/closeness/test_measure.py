@@ -16,9 +16,10 @@ import pytest
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
-from keepmtp.validate.closeness import measure
+from keepmtp.validate.closeness import measure, servers
 from keepmtp.validate.closeness.compared import FILE, read_compared
-from keepmtp.validate.closeness.measure import ClosenessSetup, ComparedModel, cut_windows
+from keepmtp.validate.closeness.measure import cut_windows
+from keepmtp.validate.closeness.servers import ClosenessSetup, ComparedModel
 from keepmtp.validate.closeness.stored import FOLDER
 from keepmtp.validate.closeness.texts import HeldOut
 from keepmtp.validate.report.recount_closeness import refuse_unproved_closeness
@@ -80,7 +81,7 @@ def toys(monkeypatch) -> dict[str, Toy]:
     def serving(vllm: VLLM, folder: Path, *, log: Path, **_: Any) -> Iterator[Toy]:
         yield found[log.suffixes[0].removeprefix(".")]
 
-    monkeypatch.setattr(measure, "serving", serving)
+    monkeypatch.setattr(servers, "serving", serving)
     return found
 
 
