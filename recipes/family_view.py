@@ -246,6 +246,11 @@ class FamilyView:
         mtp = shared | {row.path: row for row in self.family.mtp_block}
         return {"backbone": block, "linear": linear, "mtp": mtp}
 
+    @property
+    def has_linear_attention(self) -> bool:
+        """Whether a layer has linear attention, whose state is no cache of keys and values."""
+        return bool(self._linear_layers)
+
     @cached_property
     def _linear_layers(self) -> frozenset[int]:
         """Layers with linear attention: by `layer_types`, by Ling's groups, or by Kimi's list (counted from 1)."""

