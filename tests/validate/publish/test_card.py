@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import cards
+import closenesses
 import evaluations
 import measured
 import pytest
@@ -109,6 +110,16 @@ def test_an_fp8_cache_is_a_row(made):
     recipe = facts.record.recipe.model_copy(update={"whole": {**facts.record.recipe.whole, "kv_cache": "FP8"}})
     cached = replace(facts, record=facts.record.model_copy(update={"recipe": recipe}))
     assert "| KV cache | `FP8` with calibrated scales" in page(cached) and "KV cache" not in page(facts)
+
+
+def test_closeness_is_a_row_and_a_section(made, tmp_path):
+    text = page(cards.told(made, whole().model_copy(update={"closeness": closenesses.closeness(tmp_path)})))
+    assert (
+        "| Closeness | at least 0.01 ± 0.00023 nats a token from the source on 4,000 tokens of held-out text; the most "
+        "likely token differs at 1.98 % (1." in text
+    )
+    assert "## Quality: closeness to the source" in text and "so the divergence is a lower bound" in text
+    assert "loseness" not in page(cards.told(made, whole()))
 
 
 def test_an_older_card_is_replaced_whole(own):
