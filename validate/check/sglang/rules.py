@@ -23,6 +23,7 @@ from .words import cure_of, decided, manner, unresolved_cure
 SGLANG = "SGLang 0.5.23"
 _found = partial(objection, runtime="sglang")
 _ELSEWHERE = "Serve it with vLLM, or without a draft"
+_CONVERT = "Convert it: `keepmtp convert PATH --to compressed-tensors --out NEW`; or serve it with vLLM"
 # SGLang's classes whose loader asserts that there is one MTP layer; the others say so themselves.
 _COUNTED = frozenset(
     {
@@ -66,7 +67,7 @@ def config_is_read(view: SglangView) -> Iterator[Objection]:
             severity="error",
             where=where,
             says=f"{SGLANG} reads it as {dialect.method} and raises {dialect.error}",
-            cure="Write it in a form that SGLang reads: `keepmtp quantize` does in compressed-tensors' dialect",
+            cure=_ELSEWHERE if "Inkling" in dialect.error else _CONVERT,
         )
     elif isinstance(dialect, Unread):
         yield _found(
