@@ -9,6 +9,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.validate.check.check import check
 from keepmtp.validate.check.rules_stored import RULES
+from modelopt_form import modelopt
 from typer.testing import CliRunner
 from without_mtp import SAID, TWINS, broken, llama, said
 
@@ -83,3 +84,11 @@ def test_people_read_that_it_passed_in_part(tmp_path):
 
 def test_every_rule_says_what_it_holds():
     assert all(rule.__doc__ for rule in RULES)
+
+
+def test_an_entry_that_no_server_can_read_is_a_finding(tmp_path):
+    """SGLang makes a regular expression of each glob."""
+    checkpoint = modelopt("glm-4.7")
+    checkpoint.quantization["ignore"] = ["x["]
+    (finding,) = check(write(tmp_path / "checkpoint", checkpoint), runtimes=["sglang"]).findings
+    assert (finding.rule, finding.where) == ("config", "x[") and "SGLang raises" in finding.says

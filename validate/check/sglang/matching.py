@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 
+from ....recipes.errors import CheckpointError, shortened
 from .classes import Packed
 
 _FUSED: Packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -56,4 +57,8 @@ def _path_hit(name: str, entries: Sequence[str]) -> str:
 
 @cache
 def _glob(entry: str) -> re.Pattern[str]:
-    return re.compile(entry.replace(".", r"\.").replace("*", ".*"))
+    try:
+        return re.compile(entry.replace(".", r"\.").replace("*", ".*"))
+    except (re.error, OverflowError, RecursionError) as error:
+        rule = "must be a glob that SGLang can make a regular expression of, or SGLang raises"
+        raise CheckpointError(shortened(entry), rule, got=str(error), cure="Mend it") from error
