@@ -75,8 +75,10 @@ def fit_sglang(view: FamilyView, matrices: Iterable[Matrix]) -> SglangFit:
 
 
 def no_draft(view: FamilyView) -> str:
-    """Why SGLang has no draft for the model; "" where it has one."""
+    """Why SGLang has no draft for the model under any config of ours; "" where it has one."""
     model = sglang_model(view.config)
+    if model.own_config:
+        return f"its classes read a quantization config of their own form alone ({model.file})"
     return "" if model.draft is not None else f"{model.no_draft} ({model.file})"
 
 

@@ -18,11 +18,12 @@ from typing import Any
 
 from ..recipes.conventions import ALGORITHMS
 from ..recipes.family_view import FamilyView
-from ..recipes.runtimes.sglang import container, sglang_model, sglang_names, sglang_stem
-from .sglang_fit import SglangFit, SglangMatrix, clash, sglang_modules, unnamed
+from ..recipes.runtimes.sglang import SglangModel, container, sglang_model, sglang_names, sglang_stem
+from .sglang_fit import SglangFit, SglangMatrix, clash, no_draft, sglang_modules, unnamed
 from .spelled import Matrix, concrete
 
 _CONFIG = "layers/quantization/modelopt_quant.py"
+_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 _METHODS = "configs/model_config.py"
 
 
@@ -50,8 +51,8 @@ class ModeloptFit:
 def fit_modelopt(view: FamilyView, matrices: Iterable[Matrix], config: Mapping[str, Any]) -> ModeloptFit:
     """What a config in modelopt's dialect must add for SGLang, and what stands against it."""
     model = sglang_model(view.config)
-    if model.draft is None:
-        return ModeloptFit(obstacles=(f"{model.no_draft} ({model.file})",))
+    if obstacle := no_draft(view):
+        return ModeloptFit(obstacles=(obstacle,))
     modules = list(sglang_modules(view, matrices))
     method = _method(config)
     if not method:
@@ -65,18 +66,23 @@ def fit_modelopt(view: FamilyView, matrices: Iterable[Matrix], config: Mapping[s
     is_head_plain = not any(module.scheme for module in modules if module.place.role == "head")
     entries = _entries(view, asked, [*plain, *(heads if is_head_plain else ())])
     obstacles = [*clashes, *unnamed(view, model, modules), *_without_method(modules), *_reached(entries, modules)]
-    if method == "modelopt_fp4" and is_plain:
-        obstacles += _forced_plain(model.file, modules)
+    obstacles += _swallowed(view, asked, [*config["ignore"], *entries])
+    if method == "modelopt_fp4":
+        obstacles += _forced_plain(model, modules)
     if obstacles:
         return ModeloptFit(obstacles=tuple(dict.fromkeys(obstacles)))
     return ModeloptFit(ignore=tuple(dict.fromkeys(entries)), quantized_layers=rows)
 
 
-def _forced_plain(file: str, modules: list[SglangMatrix]) -> Iterator[str]:
+def _forced_plain(model: SglangModel, modules: list[SglangMatrix]) -> Iterator[str]:
+    """Quantized modules that SGLang builds plain where all is NVFP4."""
+    is_draft_plain = "modelopt_fp4" in model.plain_under
     for module in modules:
-        if module.scheme and module.place.part == "mtp":
-            what = f"{module.place.module} is in {module.scheme}"
-            yield f"where all is {module.scheme} it builds the MTP layer plain, and {what} ({file})"
+        place = module.place
+        is_forced = (is_draft_plain and place.part == "mtp") or place.runtime.endswith(model.plain_in_fp4 or ("\0",))
+        if module.scheme and is_forced:
+            what = f"{place.module} is in {module.scheme}"
+            yield f"it builds the module plain where all is NVFP4, and {what} ({model.file})"
 
 
 def _method(config: Mapping[str, Any]) -> str:
@@ -117,7 +123,19 @@ def _is_excluded(name: str, entries: Iterable[str]) -> bool:
         pattern = entry.replace(".", r"\.").replace("*", ".*")
         if any(re.fullmatch(pattern, spelled) for spelled in (name, bare)) or f".{entry}." in f".{name}.":
             return True
+        # A part of latent attention's projections names those of every layer.
+        last = entry.rpartition(".")[2]
+        if last in _PARTS and last in name.rpartition(".")[2]:
+            return True
     return False
+
+
+def _swallowed(view: FamilyView, modules: list[SglangMatrix], entries: list[str]) -> Iterator[str]:
+    """Quantized modules that SGLang's comparison takes away, though vLLM's does not."""
+    for module in modules:
+        for name in map(container, sglang_names(view, module.place)):
+            if module.scheme and _is_excluded(name, entries):
+                yield f"an entry for a plain module excludes {name} too, which is in {module.scheme} ({_CONFIG})"
 
 
 def _entries(view: FamilyView, asked: list[SglangMatrix], plain: list[str]) -> list[str]:

@@ -41,7 +41,9 @@ class SglangModel:
         unasked: paths, in SGLang's names, that it constructs without a quantization config.
         plain_draft: it constructs the MTP layer without a quantization config.
         plain_under: its names of quantization methods under which it does so.
+        plain_in_fp4: modules by vLLM's path that it constructs so where all is NVFP4 in modelopt's dialect.
         no_draft: why it has no draft for the model.
+        own_config: its classes read a quantization config of their own form alone.
     """
 
     file: str
@@ -56,7 +58,9 @@ class SglangModel:
     unasked: tuple[str, ...] = ()
     plain_draft: bool = False
     plain_under: tuple[str, ...] = ()
+    plain_in_fp4: tuple[str, ...] = ()
     no_draft: str = ""
+    own_config: bool = False
 
 
 _LATENT = (("self_attn.fused_qkv_a_proj", "self_attn.fused_qkv_a_proj_with_mqa"),)
@@ -74,6 +78,8 @@ _QWEN_VISION = SglangModel(
 _EXAONE = SglangModel(file="models/exaone_moe_mtp.py", draft="model.layers.0.", draft_head="lm_head")
 _MIMO_V2 = SglangModel(file="models/mimo_v2_nextn.py", draft_head="lm_head")
 _DEEPSEEK = SglangModel(file="models/deepseek_nextn.py", renames=_LATENT, plain_under=_FP4)
+# SGLang asks for three projections, also of experts that have no gate.
+_NO_GATE = {"mixer.experts.{e}.up_proj": ("mixer.experts.{e}.gate_proj",)}
 _NO_CLASS = "it has no class for the model"
 _NO_DRAFT = "it has the target's class and no draft class"
 
@@ -143,6 +149,7 @@ MODELS: Mapping[str, SglangModel] = {
         file="models/inkling.py", draft="model.", draft_head="lm_head", plain_draft=True,
         draft_renames=(("transformer_block.mlp.w13_dn", "transformer_block.mlp.gate_up_proj"),
                        ("transformer_block.mlp.w2_md", "transformer_block.mlp.down_proj")),
+        own_config=True,
     ),
     "KimiK3ForConditionalGeneration": SglangModel(
         file="models/kimi_k3.py", layers="language_model.model.layers.{i}.", draft=None, no_draft=_NO_DRAFT
@@ -160,16 +167,18 @@ MODELS: Mapping[str, SglangModel] = {
         file="models/minimax_m3_vl.py", layers="language_model.model.layers.{i}.", draft=None, no_draft=_NO_DRAFT
     ),
     "NemotronHForCausalLM": SglangModel(
-        file="models/nemotron_h_mtp.py", draft="mtp.layers.{i}.", draft_head="lm_head",
+        file="models/nemotron_h_mtp.py", draft="mtp.layers.{i}.", draft_head="lm_head", also=_NO_GATE,
         glue={"mtp.layers.0.eh_proj": "mtp.layers.0.eh_proj"},
     ),
     "NemotronH_Omni_Reasoning_V3": SglangModel(
         file="models/nemotron_h_mtp.py", layers="language_model.model.layers.{i}.", draft="mtp.layers.{i}.",
-        head="language_model.lm_head", draft_head="lm_head",
+        head="language_model.lm_head", draft_head="lm_head", also=_NO_GATE,
         glue={"language_model.mtp.layers.0.eh_proj": "mtp.layers.0.eh_proj"},
     ),
     "PanguUltraMoEForCausalLM": SglangModel(file="models", layers="", draft=None, no_draft=_NO_CLASS),
-    "Qwen3NextForCausalLM": SglangModel(file="models/qwen3_next_mtp.py", draft="model.layers.0."),
+    "Qwen3NextForCausalLM": SglangModel(
+        file="models/qwen3_next_mtp.py", draft="model.layers.0.", plain_in_fp4=("self_attn.qkv_proj",)
+    ),
     "Qwen3_5ForCausalLM": _QWEN,
     "Qwen3_5ForConditionalGeneration": _QWEN_VISION,
     "Qwen3_5MoeForCausalLM": _QWEN,
