@@ -137,7 +137,8 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             function="evaluate",
             how_to_go_on="The same command asks only the questions that have no answer yet",
             words="[-- VLLM_OPTIONS]",
-            help="Score a checkpoint and its source on GSM8K, served by vLLM with method=mtp, under one protocol.",
+            help="Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp, under one "
+            "protocol each.",
         ),
         "bench": Verb(
             module="bench",

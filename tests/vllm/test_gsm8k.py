@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from keepmtp.validate.serving.server import Server, ServerFailed, serving
 from keepmtp.validate.serving.vllm_env import find_vllm
 from keepmtp.validate.step import Step
 from safetensors.torch import load_file, save_file
+from task_rows import TASK_ROWS
 from wheel import stranger
 
 ROOT = Path(__file__).parent.parent.parent
@@ -210,20 +212,31 @@ def engines() -> list[int]:
 
 
 def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, monkeypatch):
-    """Its engine is killed after some answers to the first of two tasks. The next run ends as an undisturbed one."""
+    """Its engine is killed after some answers to the first of four tasks. The next run ends as an undisturbed one.
+
+    HumanEval's chat begins the answer, which the server has to continue; AIME is sampled in two runs.
+    """
     protocol = found["evaluation"]["protocol"]
     second = {"task": "gsm8k_platinum", "limit": 20, "max_tokens": 128}
     asked = [questions(Evaluation(**protocol)), questions(Evaluation(**(protocol | second)))]
+    for task, fields in {"humaneval": {}, "aime25": {"repeats": 2}}.items():
+        rows = tmp_path / f"{task}.jsonl"
+        rows.write_text("".join(json.dumps(row) + "\n" for row in TASK_ROWS[task].rows[:2]))
+        other = Evaluation(task=task, dataset=str(rows), k=protocol["k"], max_tokens=16, **fields)
+        asked.append(questions(other, runs_code=True))
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
     started = []
     source = open_source(GLM)
     model = gsm8k.Model(role="checkpoint", source=source, identity=identify(GLM))
     setup = gsm8k.Setup(out=tmp_path, confidence=0.95, timeout=400, has_plain=False)
+    setup = replace(setup, extra=("--chat-template", str(template)))
     prompts: list[str] = []
     real = Server.answer
 
     def answer(self, prompt, **settings):
         reply = real(self, prompt, **settings)
-        prompts.append(prompt)
+        prompts.append(prompt if isinstance(prompt, str) else json.dumps(prompt))
         return reply
 
     monkeypatch.setattr(Server, "answer", answer)
@@ -250,10 +263,15 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     fact = gsm8k.evaluate(model, None, asked, vllm=find_vllm(), setup=setup)
     wanted = sorted(item.prompt for each in asked for item in each.items)
     assert sorted(prompts) == wanted, "each was answered once"
-    assert len(started) == 2 and len(set(started)) == 1, "one server for both tasks, with room for the longer one"
+    assert len(started) == 2 and len(set(started)) == 1, "one server for all tasks, with room for the longest one"
     assert fact.tasks[0].checkpoint.num_questions == 20 and fact.tasks[0].checkpoint.sittings == 1
     undisturbed = found["evaluation"]["source"]
     assert fact.checkpoint.sittings == 2 and fact.checkpoint.num_questions == NUM
     assert [score.model_dump() for score in fact.checkpoint.scores] == undisturbed["scores"]
     assert fact.checkpoint.num_tokens == undisturbed["num_tokens"]
     assert fact.source is None and not fact.paired
+    code, sampled = fact.tasks[1:]
+    assert code.checkpoint.num_questions == 2 and [score.filter for score in code.checkpoint.scores] == ["pass@1"]
+    assert sampled.checkpoint.num_questions == 4 and sampled.protocol.temperature == 0.6
+    texts = [answer.text for answer in read_samples(tmp_path / "aime25.checkpoint.jsonl").answers.values()]
+    assert len(texts) == 4 and all(texts)
