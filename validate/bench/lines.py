@@ -8,18 +8,13 @@ file. An older file is set aside under the number of its first line, and taken b
 list of k and the list of loads are not in that line: a matrix that grows by a k measures that k alone.
 """
 
-import hashlib
 import json
-import os
 from pathlib import Path
-from typing import Literal, TypeVar
-
-from pydantic import ValidationError
+from typing import Literal
 
 from ...checkpoints.fact import Count, Fact, NumDrafts
-from ...checkpoints.json_file import read_bytes_of
-from ...checkpoints.kept_lines import append_lines, has_whole_lines
-from ...recipes.errors import CheckpointError, first_fault
+from ...checkpoints.kept_lines import KeptHeader, append_lines, open_kept, parse_line, read_kept
+from ...recipes.errors import CheckpointError
 from ..serving.served import AsServed, Role
 from .benched import Repetition, RequestForm
 
@@ -29,7 +24,7 @@ MatrixPlace = tuple[int, int, int, int]
 """k, concurrency, context, number of the repetition."""
 
 
-class BenchHeader(Fact):
+class BenchHeader(KeptHeader):
     """What was asked of what, how, by which vLLM and where; equal headers may share a file.
 
     Attributes:
@@ -53,11 +48,6 @@ class BenchHeader(Fact):
     max_num_seqs: Count
     max_model_len: Count
 
-    @property
-    def digits(self) -> str:
-        """Eight hexadecimal digits that tell headers apart."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
-
 
 class Measured(Fact):
     """One repetition, under which load and k, and whether the checkpoint's own bytes were served."""
@@ -73,9 +63,6 @@ class Measured(Fact):
     def place(self) -> MatrixPlace:
         """Where it belongs in the matrix."""
         return self.k, self.concurrency, self.context, self.repetition.number
-
-
-_Line = TypeVar("_Line", BenchHeader, Measured)
 
 
 class Lines:
@@ -105,19 +92,7 @@ def open_lines(path: Path, header: BenchHeader) -> tuple[Lines, Path | None]:
     Raises:
         CheckpointError: a file that cannot be read.
     """
-    aside = None
-    if has_whole_lines(path):
-        found = read_lines(path)
-        if found.header == header:
-            return found, None
-        aside = _aside(path, found.header)
-        os.replace(path, aside)
-    kept = _aside(path, header)
-    if kept.is_file():
-        os.replace(kept, path)
-        return read_lines(path), aside
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return Lines(path, header), aside
+    return open_kept(path, header, read=read_lines, make=lambda: Lines(path, header))
 
 
 def read_lines(path: Path) -> Lines:
@@ -126,12 +101,10 @@ def read_lines(path: Path) -> Lines:
     Raises:
         CheckpointError: no such file, a line of another kind, or a repetition that is there twice.
     """
-    lines = read_bytes_of(path, path, cure=_CURE).decode(errors="replace").split("\n")
-    if lines.pop():
-        raise CheckpointError(path, "must end with a line's end", got="a part of a line", cure=_CURE)
-    found = Lines(path, _read(BenchHeader, lines[0] if lines else "", f"{path}:1"))
-    for number, line in enumerate(lines[1:], 2):
-        measured = _read(Measured, line, f"{path}:{number}")
+    first, *others = read_kept(path, cure=_CURE)
+    found = Lines(path, parse_line(BenchHeader, first, f"{path}:1", rule="must be a header of repetitions", cure=_CURE))
+    for number, line in enumerate(others, 2):
+        measured = parse_line(Measured, line, f"{path}:{number}", rule="must be a repetition", cure=_CURE)
         if measured.place in found.measured:
             got = "k={}, {} at once, context {}, repetition {} again".format(*measured.place)
             raise CheckpointError(f"{path}:{number}", "must measure each repetition once", got=got, cure=_CURE)
@@ -139,18 +112,5 @@ def read_lines(path: Path) -> Lines:
     return found
 
 
-def _read(kind: type[_Line], line: str, where: str) -> _Line:
-    try:
-        return kind.model_validate_json(line)
-    except ValidationError as error:
-        raise CheckpointError(
-            where, f"must be a line of {kind.__name__}", got=first_fault(error), cure=_CURE
-        ) from error
-
-
 def _text(line: Fact) -> str:
     return json.dumps(line.model_dump(mode="json")) + "\n"
-
-
-def _aside(path: Path, header: BenchHeader) -> Path:
-    return path.with_name(f"{path.stem}.{header.digits}{path.suffix}")

@@ -16,24 +16,22 @@ again.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from ...checkpoints.fact import Count, Fact, Figure
-from ...checkpoints.json_file import read_bytes_of
-from ...checkpoints.kept_lines import append_lines, has_whole_lines
-from ...recipes.errors import CheckpointError, first_fault
+from ...checkpoints.kept_lines import KeptHeader, append_lines, open_kept, parse_line, read_kept
+from ...recipes.errors import CheckpointError
 from .facts import HISTOGRAM_EDGES, NUM_WORST, Asked, SourceSitting, WorstFact
 
 FILE = "closeness.jsonl"
 _CURE = "Move the file away, and the checkpoint is asked again"
 
 
-class ComparedHeader(Fact):
+class ComparedHeader(KeptHeader):
     """What was compared; equal headers may share a file.
 
     Attributes:
@@ -46,11 +44,6 @@ class ComparedHeader(Fact):
     windows_sha256: str
     num_windows: Annotated[int, Field(gt=0)]
     num_texts: Count
-
-    @property
-    def number(self) -> str:
-        """Eight hexadecimal digits that tell headers apart."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
 
 
 class ComparedWindow(Fact):
@@ -146,19 +139,7 @@ def open_compared(path: Path, header: ComparedHeader) -> tuple[ComparedFile, Pat
     Raises:
         CheckpointError: a file that cannot be read.
     """
-    aside = None
-    if has_whole_lines(path):
-        found = read_compared(path)
-        if found.header == header:
-            return found, None
-        aside = _aside(path, found.header)
-        os.replace(path, aside)
-    kept = _aside(path, header)
-    if kept.is_file():
-        os.replace(kept, path)
-        return read_compared(path), aside
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return ComparedFile(path, header), aside
+    return open_kept(path, header, read=read_compared, make=lambda: ComparedFile(path, header))
 
 
 def read_compared(path: Path) -> ComparedFile:
@@ -167,14 +148,9 @@ def read_compared(path: Path) -> ComparedFile:
     Raises:
         CheckpointError: no such file, a line that is none of the three kinds, or a window compared twice.
     """
-    try:
-        lines = read_bytes_of(path, path, cure=_CURE).decode().split("\n")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(path, "must be a file of windows", got=str(error), cure=_CURE) from error
-    if lines.pop():
-        raise CheckpointError(path, "must end with a line's end", got="a part of a line", cure=_CURE)
-    found = ComparedFile(path, _read(ComparedHeader, lines[0] if lines else "", f"{path}:1"))
-    for number, line in enumerate(lines[1:], 2):
+    first, *others = read_kept(path, cure=_CURE)
+    found = ComparedFile(path, _read(ComparedHeader, first, f"{path}:1"))
+    for number, line in enumerate(others, 2):
         where = f"{path}:{number}"
         if line.startswith('{"window"'):
             window = _read(ComparedWindow, line, where)
@@ -239,12 +215,4 @@ def _histogram(ordered: Sequence[float]) -> tuple[int, ...]:
 
 
 def _read(kind: type[_Line], line: str, where: str) -> _Line:
-    try:
-        return kind.model_validate_json(line)
-    except ValidationError as error:
-        rule = f"must be a line of {FILE} ({kind.__name__})"
-        raise CheckpointError(where, rule, got=first_fault(error), cure=_CURE) from error
-
-
-def _aside(path: Path, header: ComparedHeader) -> Path:
-    return path.with_name(f"{path.stem}.{header.number}{path.suffix}")
+    return parse_line(kind, line, where, rule=f"must be a line of {FILE} ({kind.__name__})", cure=_CURE)

@@ -14,21 +14,18 @@ Easy to get wrong: answers of another protocol, of other bytes or from another v
 file is set aside under the number of its first line, and taken back when the same is asked again.
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from ...checkpoints.fact import Count, Fact, Share
 from ...checkpoints.files import write_whole
-from ...checkpoints.json_file import read_bytes_of
-from ...checkpoints.kept_lines import append_lines, has_whole_lines
-from ...recipes.errors import CheckpointError, first_fault
+from ...checkpoints.kept_lines import KeptHeader, append_lines, open_kept, parse_line, read_kept
+from ...recipes.errors import CheckpointError
 from ...recipes.protocol import Evaluation
 from ..serving.served import AsServed, Drafts, total
 from .evaluated import Arm
@@ -38,7 +35,7 @@ FinishReason = Literal["stop", "length"]
 _CURE = "Move the file away, and its questions are asked again"
 
 
-class Header(Fact):
+class Header(KeptHeader):
     """What was asked of what, and by which vLLM; equal headers may share a file.
 
     Attributes:
@@ -58,11 +55,6 @@ class Header(Fact):
     vllm: str
     device: str
     words: tuple[str, ...] = ()
-
-    @property
-    def number(self) -> str:
-        """Eight hexadecimal digits that tell headers apart."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
 
 
 class Answer(Fact):
@@ -158,19 +150,7 @@ def open_samples(path: Path, header: Header) -> tuple[Samples, Path | None]:
     Raises:
         CheckpointError: a file that cannot be read as samples.
     """
-    aside = None
-    if has_whole_lines(path):
-        found = read_samples(path)
-        if found.header == header:
-            return found, None
-        aside = _aside(path, found.header)
-        os.replace(path, aside)
-    kept = _aside(path, header)
-    if kept.is_file():
-        os.replace(kept, path)
-        return read_samples(path), aside
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return Samples(path, header), aside
+    return open_kept(path, header, read=read_samples, make=lambda: Samples(path, header))
 
 
 def take_from_sibling(path: Path, header: Header) -> Path | None:
@@ -197,14 +177,9 @@ def read_samples(path: Path) -> Samples:
     Raises:
         CheckpointError: no such file, a line that is none of the three kinds, or a question answered twice.
     """
-    try:
-        lines = read_bytes_of(path, path, cure=_CURE).decode().split("\n")  # not splitlines, which knows other ends
-    except UnicodeDecodeError as error:
-        raise CheckpointError(path, "must be a file of answers", got=str(error), cure=_CURE) from error
-    if lines.pop():
-        raise CheckpointError(path, "must end with a line's end", got="a part of a line", cure=_CURE)
-    found = Samples(path, _read(Header, lines[0] if lines else "", f"{path}:1"))
-    for number, line in enumerate(lines[1:], 2):
+    first, *others = read_kept(path, cure=_CURE)
+    found = Samples(path, _read(Header, first, f"{path}:1"))
+    for number, line in enumerate(others, 2):
         where = f"{path}:{number}"
         if line.startswith('{"sitting"'):
             found._take(_read(Sitting, line, where))
@@ -218,11 +193,7 @@ def read_samples(path: Path) -> Samples:
 
 
 def _read(kind: type[_Kind], line: str, where: str) -> _Kind:
-    try:
-        return kind.model_validate_json(line)
-    except ValidationError as error:
-        rule = f"must be a line of answers ({kind.__name__.lower()})"
-        raise CheckpointError(where, rule, got=first_fault(error), cure=_CURE) from error
+    return parse_line(kind, line, where, rule=f"must be a line of answers ({kind.__name__.lower()})", cure=_CURE)
 
 
 def _text(line: Fact) -> str:
@@ -231,7 +202,3 @@ def _text(line: Fact) -> str:
     values = line.model_dump(mode="json", exclude=set(kind.model_computed_fields))
     own = [name for name in kind.__annotations__ if name in values]
     return json.dumps({name: values[name] for name in dict.fromkeys((*own, *values))}) + "\n"
-
-
-def _aside(path: Path, header: Header) -> Path:
-    return path.with_name(f"{path.stem}.{header.number}{path.suffix}")

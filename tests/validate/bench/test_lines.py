@@ -66,12 +66,12 @@ def test_a_file_that_is_none_is_named_by_its_line(tmp_path):
     lines.add(measured(0))
     whole = lines.path.read_text()
     for text, says in (
-        (whole + "{}\n", r"bench\.jsonl:3: must be a line of Measured; got k"),
+        (whole + "{}\n", r"bench\.jsonl:3: must be a repetition; got k"),
         (
             whole + whole.splitlines(keepends=True)[1],
             r"bench\.jsonl:3: must measure each repetition once; got k=0, 1 at",
         ),
-        ("{}\n", r"bench\.jsonl:1: must be a line of BenchHeader"),
+        ("{}\n", r"bench\.jsonl:1: must be a header of repetitions"),
     ):
         lines.path.write_text(text)
         with pytest.raises(CheckpointError, match=says):
