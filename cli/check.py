@@ -24,6 +24,7 @@ from .tables import escape
 
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
+    from ..validate.check.findings import Runtime
     from ..validate.dryload.facts import LoadAccount, Role
     from ..validate.report.results import CheckData
     from ..validate.values.reading import Level
@@ -131,7 +132,7 @@ def check(
         for number, found in enumerate(api.check_all(paths, **loads, progress=doing)):
             checked = found if values is None else _with_values(found, values, source, err)
             status = max(status, _status(checked))
-            _show(checked, as_json=as_json)
+            _show(checked, servers, as_json=as_json)
             if checked.refusal is not None:
                 continue
             if html is not None:
@@ -163,17 +164,18 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
         return with_values(checked, level, source=source, watch=watch)
 
 
-def _show(checked: "Checked", *, as_json: bool) -> None:
+def _show(checked: "Checked", servers: "Sequence[Runtime]", *, as_json: bool) -> None:
     from ..validate.check.other_readers import other_readers
 
     readers = other_readers(checked.runtime) if checked.runtime else ()
     if as_json:
         printed = check_json(checked.data, checked.accounts)
+        printed["runtimes"] = list(servers)
         tables.print_json(printed | ({"other_readers": readers} if readers else {}), indent=None)
     elif checked.refusal is not None:
         exits.say_refusal(checked.refusal)
     else:
-        findings.show(Console(), checked.data, readers)
+        findings.show(Console(), checked.data, readers, servers=servers)
 
 
 def _status(checked: "Checked") -> int:

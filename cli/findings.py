@@ -18,7 +18,7 @@ import re
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -27,7 +27,7 @@ from rich.text import Text
 from ..recipes.errors import printable, shortened
 
 if TYPE_CHECKING:
-    from ..validate.check.findings import CheckpointFacts, Finding
+    from ..validate.check.findings import CheckpointFacts, Finding, Runtime
     from ..validate.dryload.facts import DryLoad, LoadedModel
     from ..validate.report.results import CheckData
 
@@ -40,11 +40,22 @@ _QUOTED = re.compile(r"`(?P<command>[^`]+ [^`]+)`|'(?P<pattern>re:[^']+)'|(?P<js
 _PLACE = re.compile(r"(`keepmtp [^`]*)\bPATH\b")
 
 
-def show(console: Console, found: "CheckData", readers: Sequence[str] = (), *, path: str | None = None) -> None:
+def show(
+    console: Console,
+    found: "CheckData",
+    readers: Sequence[str] = (),
+    *,
+    path: str | None = None,
+    servers: "Sequence[Runtime]" = ("vllm",),
+) -> None:
     """Print the findings of one checkpoint, what vLLM did with it on every pretended GPU, and the verdict.
 
-    `readers` has lines on those besides vLLM that do not take it. `path` is what commands call the checkpoint; default
-    the name in `found`.
+    Args:
+        console: to print on.
+        found: what is shown.
+        readers: lines on those besides vLLM that do not take it.
+        path: what commands call the checkpoint; default the name in `found`.
+        servers: by whose rules it was judged; the verdict names them where they are not vLLM alone.
     """
     path = found.path if path is None else path
     for finding in found.findings:
@@ -57,7 +68,7 @@ def show(console: Console, found: "CheckData", readers: Sequence[str] = (), *, p
     if readers:
         lines = (Text(f"  {printable(with_path(line, path))}") for line in readers)
         _print(console, Text("other readers", style="italic"), *lines, Text())
-    _print(console, _verdict(found))
+    _print(console, _verdict(found).append(_judged_for(servers)))
 
 
 def with_path(words: str, path: str) -> str:
@@ -111,6 +122,21 @@ def _verdict(found: "CheckData") -> Text:
     passed = "check passed in part" if is_in_part else "check passed"
     verdict = (passed, "green") if found.ok else ("check failed", "red")
     return Text.assemble(verdict, f" {printable(found.path)}: {words or 'no findings'}")
+
+
+def _judged_for(servers: "Sequence[Runtime]") -> str:
+    """By whose rules, where they are not vLLM's alone."""
+    from ..recipes.runtimes.sglang import VERSION
+    from ..validate.serving.vllm_env import SUPPORTED
+
+    if tuple(servers) == ("vllm",):
+        return ""
+    names: Mapping[Runtime, str] = {
+        "vllm": f"vLLM {SUPPORTED}",
+        "sglang": f"SGLang {VERSION} (not run)",
+        "tensorrt-llm": "TensorRT-LLM (rules read in its source, not run)",
+    }
+    return f"; judged for {', '.join(names[each] for each in servers)}"
 
 
 def _dry_load(load: "DryLoad", facts: "CheckpointFacts") -> list[Text]:

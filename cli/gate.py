@@ -31,7 +31,7 @@ def gate(
     path: Annotated[Path, typer.Argument(help="Folder of the checkpoint, or its NAME.report.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of a table.")] = False,
 ) -> None:
-    """Judge a checkpoint by its recipe's gates: findings, loads, acceptance and GSM8K.
+    """Judge a checkpoint by its recipe's gates, from what was measured.
 
     The limits are those of the `gates` block in the recipe that the checkpoint was made by. A gate passes if its limit
     holds at the confidence named there; an estimate on the right side of the limit is not enough. Where something was

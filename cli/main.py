@@ -158,7 +158,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "gate": Verb(
             module="gate",
             function="gate",
-            help="Judge a checkpoint by its recipe's gates: findings, loads, acceptance and GSM8K.",
+            help="Judge a checkpoint by its recipe's gates, from what was measured.",
         ),
         "card": Verb(
             module="card",

@@ -274,7 +274,11 @@ def test_the_command_names_the_server(tmp_path):
     printed = json.loads(line)
     assert done.returncode == 1 and not printed["ok"]
     assert {finding["runtime"] for finding in printed["findings"]} == {"sglang"}
-    assert keepmtp("check", str(folder)).returncode == 0, "vLLM takes it"
+    assert printed["runtimes"] == ["sglang"]
+    both = keepmtp("check", str(folder), "--runtime", "vllm", "--runtime", "sglang")
+    assert both.stdout.rstrip().endswith("; judged for vLLM 0.32, SGLang 0.5.23 (not run)")
+    alone = keepmtp("check", str(folder))
+    assert alone.returncode == 0 and "judged for" not in alone.stdout, "vLLM takes it"
     unknown = keepmtp("check", str(folder), "--runtime", "tgi")
     assert unknown.returncode == 2 and "--runtime: must be one of vllm, sglang" in unknown.stderr
 
