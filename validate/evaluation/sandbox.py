@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryFile
 
 from ...recipes.errors import RecipeError
 from .sandboxed import CANNOT_CLOSE
@@ -76,9 +77,20 @@ def _run(word: str, program: str) -> subprocess.CompletedProcess[str] | None:
     words = [sys.executable, "-I", str(_CHILD)]
     given = f"{word}\n{program}".encode("utf-8", "replace").decode()
     environment = {"PATH": "", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-    try:
-        return subprocess.run(  # noqa: S603 - the words are ours
-            words, input=given, capture_output=True, text=True, env=environment, cwd="/", timeout=WALL_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return None
+    with TemporaryFile("w+", errors="replace") as out:  # a file has a limit of size in the child; a pipe has none
+        try:
+            done = subprocess.run(  # noqa: S603 - the words are ours
+                words,
+                input=given,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+                cwd="/",
+                timeout=WALL_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return None
+        out.seek(0)
+        done.stdout = out.read()
+        return done

@@ -17,6 +17,7 @@ import sys
 
 CPU_SECONDS = 3
 MEMORY_BYTES = 4 << 30
+OUTPUT_BYTES = 4096
 CANNOT_CLOSE = 3
 """Exit status where this machine cannot close the process."""
 
@@ -72,6 +73,7 @@ def _close() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (OUTPUT_BYTES, OUTPUT_BYTES))
     if platform.machine() not in _MACHINES:
         raise OSError(0, f"no filter for {platform.machine()}")
     architecture, capset, refused = _MACHINES[platform.machine()]

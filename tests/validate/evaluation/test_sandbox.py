@@ -43,6 +43,7 @@ def test_a_right_program_passes_and_a_wrong_one_does_not():
         "raise SystemExit(0)",
         "import ctypes; ctypes.string_at(0)",
         "print('FAILED'); exit()",
+        "import os\nfor a in range(3, 99):\n  try: [os.write(a, bytes(9999)) for _ in 'ab']\n  except OSError: pass",
     ],
 )
 def test_what_a_program_may_not_do(program):
