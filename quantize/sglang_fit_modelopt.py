@@ -67,6 +67,7 @@ def fit_modelopt(view: FamilyView, matrices: Iterable[Matrix], config: Mapping[s
     entries = _entries(view, asked, [*plain, *(heads if is_head_plain else ())])
     obstacles = [*clashes, *unnamed(view, model, modules), *_without_method(modules), *_reached(entries, modules)]
     obstacles += _swallowed(view, asked, [*config["ignore"], *entries])
+    obstacles += _without_a_stem(rows)
     if method == "modelopt_fp4":
         obstacles += _forced_plain(model, modules)
     if obstacles:
@@ -154,6 +155,15 @@ def _reached(entries: list[str], modules: list[SglangMatrix]) -> Iterator[str]:
     for entry in entries:
         if hit := next((name for name in names if entry.removesuffix("*") in name), None):
             yield f"an entry {entry} for its draft would exclude {hit} in vLLM"
+
+
+def _without_a_stem(rows: Iterable[str]) -> Iterator[str]:
+    """Rows that begin with a dot: to vLLM they are below the module with an empty prefix, a draft's head.
+
+    Source: vLLM 0.32.0, quantization/modelopt.py (ModelOptMixedPrecisionConfig._resolve_quant_algo).
+    """
+    if name := next((row for row in rows if row.startswith(".")), None):
+        yield f"it asks for {name}, and vLLM would quantize its draft's head by such a row ({_CONFIG})"
 
 
 def _without_method(modules: list[SglangMatrix]) -> Iterator[str]:
