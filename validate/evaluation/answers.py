@@ -96,6 +96,7 @@ class Samples:
     def __init__(self, path: Path, header: Header) -> None:
         self.path = path
         self.header = header
+        self._first = _text(header)
         self.answers: dict[int, Answer] = {}
         self.sittings: dict[int, Sitting] = {}
 
@@ -120,7 +121,7 @@ class Samples:
             CheckpointError: the disk does not take it. What it took before stays.
         """
         cure = "Make room: the same command goes on with what has no answer yet"
-        append_lines(self.path, _text(self.header), _text(line), cure=cure)
+        append_lines(self.path, self._first, _text(line), cure=cure)
         self._take(line)
 
     def finish(self, correct: Mapping[str, Sequence[float]]) -> None:
