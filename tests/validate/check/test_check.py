@@ -134,7 +134,8 @@ def test_a_dialect_that_is_not_reproduced_is_said_to_be(tmp_path):
 
 def test_a_form_that_is_not_reproduced_is_said_to_be(tmp_path):
     checkpoint = foreign_form.quark(exclude=[r"re:model\.layers\.3\."])
-    checkpoint.quantization["global_quant_config"] = {"weight": {"dtype": "fp6_e3m2", "qscheme": "per_group"}}
+    weight = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "symmetric": True}
+    checkpoint.quantization["global_quant_config"] = {"weight": weight}
     (finding,) = check(write(tmp_path / "one", checkpoint)).findings
     assert (finding.rule, finding.severity) == ("dialect", "warning")
     del checkpoint.quantization["export"]
