@@ -14,7 +14,8 @@
 #     VLLM_ARGS="--tensor-parallel-size 8"                   for validate, bench, all and serve: words for each vllm serve
 #   make serve [MODEL=...] [OUT=DIR] [K=3] [PORT=8000]       the card's serve line, run, with its acceptance watched
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
-#   make test         everything the project promises, on this machine
+#   make test         what the project promises, on this machine: 12 minutes on two cores
+#   make test-all     the rest of it: whole products, every kill point, each wheel environment, servers twice over
 #   make fuzz         an hour of hostile checkpoints, recipes and results; FUZZ_SECONDS=60 for a minute
 #   make lint         ruff, its format, pyright                    make measure  how readable the tree is, in numbers
 #   make gpu-test     this machine's GPU against its CPU: bits, one layer of true width, rates (docs/gpu.md); ONLY=casts
@@ -51,7 +52,7 @@ NEW_ENOUGH = @$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None 
 	"error: PYTHON: keepmtp needs Python 3.11 or newer; got %d.%d. Run make with PYTHON=python3.11 or newer." % v)'
 
 .DELETE_ON_ERROR:
-.PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test lint fuzz measure matrix \
+.PHONY: help quantize plan check validate bench closeness serve card all publish ls vllm test test-all lint fuzz measure matrix \
 	families quality picture benchmark dist clean
 
 help:
@@ -112,8 +113,10 @@ ls: $(VENV)/.base
 vllm: $(VENV_VLLM)/.vllm
 
 # A worker a core, each with whole files, in the order that tests/conftest.py gives. One process: TESTS="-n 0 PATH".
-test: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels build/sglang/.wheel
-	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
+test: SUITE := not full
+test-all: SUITE := full
+test test-all: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels build/sglang/.wheel
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "$(SUITE)" $(TESTS)
 
 # A failure prints a seed and a number: .venv/bin/python tests/fuzz/campaign.py --seed SEED --case NUMBER
 fuzz: $(VENV)/.test
