@@ -5,9 +5,11 @@ A file stays on one worker, since its fixtures are what takes long: `make test` 
 
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -62,11 +64,38 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(gib / WORKER_GIB)))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first where workers share the suite: one that starts last leaves the others idle."""
+    """Long files first where workers share the suite; and of a large product, what `make test` leaves out is marked."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {TESTS / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
+    products: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and any(map(item.get_closest_marker, ("few", "covering"))):
+            products[item.nodeid.partition("[")[0]].append(item)
+    for cases in products.values():
+        few, covering = cases[0].get_closest_marker("few"), cases[0].get_closest_marker("covering")
+        kept = spread(cases, *few.args) if few else cover(cases, *covering.args)
+        for case in cases:
+            if case not in kept:
+                case.add_marker(pytest.mark.full)
+
+
+def spread(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
+    """So many, at even distances."""
+    return [cases[place * len(cases) // number] for place in range(min(number, len(cases)))]
+
+
+def cover(cases: list[pytest.Function], ways: int) -> list[pytest.Function]:
+    """Few cases that have each value of each parameter (ways 1), or each pair of values (ways 2)."""
+    rows = {case: set(combinations(sorted(case.callspec.indices.items()), ways)) for case in cases}
+    kept, left = [], set().union(*rows.values())
+    while left:
+        best = max(rows, key=lambda case: len(rows[case] & left))
+        kept.append(best)
+        left -= rows[best]
+    return kept
 
 
 @pytest.fixture(scope="session")

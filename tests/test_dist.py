@@ -28,6 +28,7 @@ def description(built) -> str:
     return html
 
 
+@pytest.mark.full
 def test_the_sdist_holds_what_git_tracks(built):
     """Tests, models, docs and the Makefile too: who unpacks it can run `make test`."""
     with tarfile.open(sdist_of(built)) as archive:

@@ -47,6 +47,7 @@ def test_a_python_without_pytorch_is_one_sentence(tmp_path):
     )
 
 
+@pytest.mark.full
 def test_the_same_program_runs_on_a_cpu_with_what_such_a_machine_has(tmp_path):
     page = tmp_path / "gpu.md"
     page.write_text(PAGE.read_text())

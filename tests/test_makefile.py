@@ -67,6 +67,7 @@ def test_no_target_guesses_a_folder(target, checkout):
     assert "got only out/glm-4.7.fp8-dynamic, out/glm-4.7.nvfp4-fp8. Name one by SCHEME or OUT." in done.stderr
 
 
+@pytest.mark.full
 def test_the_line_of_a_fine_tune(checkout):
     """MODEL is a folder in every target; no other word names what was made."""
     words = (f"MODEL={ROOT}/models/tiny-glm4-moe", "SCHEME=NVFP4A16_fp8")

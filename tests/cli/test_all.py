@@ -53,6 +53,7 @@ def test_a_recipe_with_a_limit_on_speed_is_timed_and_judged(tmp_path):
     assert f"keepmtp bench {tmp_path / 'out'} -k 0..3 -- --max-model-len 512" in done.stdout.splitlines()
 
 
+@pytest.mark.full
 def test_closeness_runs_where_the_recipe_has_a_limit_or_a_text_is_named(tmp_path):
     """And a recipe with a limit is refused before anything runs, where no text is known for its model."""
     out, text = tmp_path / "out", tmp_path / "held_out.txt"
@@ -74,6 +75,7 @@ def test_the_place_of_the_mtp_block_reaches_quantize(tmp_path):
     assert f"keepmtp quantize minimax-m3 --mtp-source org/block --out {tmp_path / 'out'}" in done.stdout.splitlines()
 
 
+@pytest.mark.full
 def test_words_for_vllm_reach_every_server(tmp_path):
     out = tmp_path / "out"
     words = ["tiny-glm4-moe", "--out", str(out), "--any-vllm", "--dry-run", "--", "--tensor-parallel-size", "8"]
@@ -138,6 +140,7 @@ def test_other_gates_do_not_make_another_checkpoint(made, tmp_path):
     assert done.returncode == 2 and "whose backbone is" in " ".join(done.stderr.split())
 
 
+@pytest.mark.full
 def test_what_evaluates_is_asked_before_anything_is_quantized(tmp_path):
     """Neither a missing vLLM nor a dataset without answers is found out after hours."""
     out = tmp_path / "out"

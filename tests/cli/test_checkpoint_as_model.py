@@ -66,6 +66,7 @@ def test_a_recipes_name_comes_before_a_folder_of_that_name(tmp_path, monkeypatch
     assert model_word("glm-4.7").is_recipe and not model_word("./glm-4.7").is_recipe
 
 
+@pytest.mark.full
 def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path):
     done = keepmtp("quantize", str(fine_tune), "--scheme", "NVFP4A16_fp8", cwd=tmp_path)
     assert done.returncode == 0 and "check passed" in done.stdout, done.stderr
@@ -75,6 +76,7 @@ def test_a_fine_tune_is_planned_and_quantized_by_its_folder(fine_tune, tmp_path)
     assert record["recipe"]["family"] == "glm4_moe" and record["recipe"]["backbone"]["experts"] == "NVFP4A16"
 
 
+@pytest.mark.full
 def test_without_a_scheme_the_variants_that_fit_are_one_sentence(fine_tune):
     says = (
         "(glm4_moe): --scheme must choose a variant where MODEL is a checkpoint; got none. "
@@ -85,6 +87,7 @@ def test_without_a_scheme_the_variants_that_fit_are_one_sentence(fine_tune):
         refused(verb, str(fine_tune), says=says)
 
 
+@pytest.mark.full
 def test_a_variant_that_does_not_fit_is_not_offered(tmp_path):
     changes = {"moe_intermediate_size": 72}  # no multiple of 16
     folder = write_checkpoint(tmp_path / "odd", *source_layout("glm-4.7", size="tiny", changes=changes))
@@ -92,6 +95,7 @@ def test_a_variant_that_does_not_fit_is_not_offered(tmp_path):
     refused("plan", str(folder), "--scheme", "nvfp4a16-fp8", says="72")
 
 
+@pytest.mark.full
 def test_any_scheme_and_policy_can_be_named(fine_tune):
     plan, _ = plan_for(str(fine_tune), scheme="nvfp4", mtp="NVFP4")
     assert plan.recipe.name == "My-Tune-v1.2.nvfp4-mtp-nvfp4" and plan.needs_calibration == ["NVFP4"]
@@ -136,6 +140,7 @@ def test_names_of_outputs(tmp_path, monkeypatch):
     assert model_name(".") == "snapshots"
 
 
+@pytest.mark.full
 def test_an_unknown_family_says_what_would_have_to_be_written(tmp_path):
     config, tensors = source_layout("glm-4.7", size="tiny")
     folder = write_checkpoint(tmp_path / "new", config | {"model_type": "glm5_moe"}, tensors)

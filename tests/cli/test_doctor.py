@@ -119,6 +119,7 @@ def test_what_is_missing_is_said_with_its_cure():
     assert [ability.what for ability in abilities.values() if ability.can] == ["plan, static check"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "says"), [("HF_TOKEN", "HF_TOKEN"), ("HUGGING_FACE_HUB_TOKEN", "HUGGING_FACE"), ("", "hf auth login")]
 )

@@ -152,6 +152,7 @@ torch.save(torch.cat(logits), out)
 """
 
 
+@pytest.mark.full
 def test_nvfp4_experts_compute_what_the_source_computes(tmp_path_factory):
     """transformers' stacked experts cannot read NVFP4 (docs/log.md); llm-compressor's linearized ones can."""
     plan, out = make("tiny-glm4-moe", tmp_path_factory, scheme="nvfp4a16-fp8")
@@ -161,6 +162,7 @@ def test_nvfp4_experts_compute_what_the_source_computes(tmp_path_factory):
     assert similarity.min() > 0.85 and similarity.mean() > 0.98, similarity
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("mtp", ["source", "FP8_DYNAMIC", "W4A16", "NVFP4A16"])
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "W4A16", "W8A16", "MXFP4"])
 def test_every_scheme_and_policy_passes_its_check(scheme, mtp, tmp_path_factory):
@@ -201,6 +203,7 @@ def test_make_quantize_says_what_it_did(tmp_path):
         assert wanted in done.stdout
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "recipe",
     ["tiny-glm4-moe.w4a16-gptq", "tiny-glm4-moe.w4a16-awq", "tiny-glm4-moe.w8a8-smoothquant", "tiny-qwen3_5.fp8"],

@@ -39,6 +39,7 @@ def python(code: str, **kept) -> subprocess.CompletedProcess[str]:
 # --- what a person can mend: 2, and a sentence ------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "place", ["./nope", "foo/bar baz", "foo/bar/baz", "/nowhere/at/all", "..", "a" * 300, "-/-", "org/offline"]
 )
@@ -52,6 +53,7 @@ def test_a_source_that_is_not_there(verb, tmp_path):
     refused(verb, "glm-4.7", "--source", "./nope", says="./nope: a checkpoint is a folder", cwd=tmp_path)
 
 
+@pytest.mark.full
 def test_a_home_folder_in_an_option(tmp_path):
     """A shell leaves the `~` of `--source=~/x`, and of one in quotes."""
     (tmp_path / "home").mkdir()
@@ -71,6 +73,7 @@ def test_a_file_where_a_folder_is_needed(tmp_path):
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("verb", ["report", "gate", "card", "check", "publish"])
 def test_a_link_to_itself(verb, tmp_path):
     (tmp_path / "report.json").symlink_to(tmp_path / "report.json")
@@ -108,6 +111,7 @@ def test_a_library_that_is_not_reached(tmp_path):
     )
 
 
+@pytest.mark.full
 def test_one_hostile_folder_does_not_end_a_batch(tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(MODEL, broken)
@@ -121,6 +125,7 @@ def test_one_hostile_folder_does_not_end_a_batch(tmp_path):
     assert keepmtp("check", str(broken), MODEL).returncode == 1, "findings alone are 1"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "means"), [("H100", "sm90"), ("RTX 4090", "sm89"), ("RTX 5090", "sm120"), ("B200", "sm100")]
 )
@@ -183,6 +188,7 @@ def test_a_signal_while_python_leaves_is_not_an_error_of_a_library(number, tmp_p
     assert (running.returncode, said) == (-number, "")
 
 
+@pytest.mark.full
 def test_a_reader_that_went_away_is_no_error():
     for words in (["ls"], ["ls", "models"], ["plan", "tiny-glm4-moe"], ["check", MODEL]):
         reading, writing = os.pipe()

@@ -90,6 +90,7 @@ def test_a_stranger_moves_no_cursor():
     assert len(shown(found(long))) < 10_000
 
 
+@pytest.mark.full
 def test_a_strangers_folder_prints_no_escape(tmp_path):
     """Every verb that reads headers, end to end: a tensor, the folder and a file with escapes in their names."""
     config, tensors = source_layout("glm-4.7", size="tiny")

@@ -40,6 +40,7 @@ def test_a_good_checkpoint_passes(good):
     assert [reason["gate"] for reason in told["reasons"]] == ["findings", "loads", "acceptance", "gsm8k"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("answers", "status", "verdict"),
     [
@@ -72,6 +73,7 @@ def test_what_was_not_measured_is_infeasible(tmp_path):
         assert f"`{command}`" in done.stdout
 
 
+@pytest.mark.full
 def test_what_cannot_be_judged_is_refused(tmp_path):
     """Nothing measured, a number altered by hand, a byte changed since: one sentence, and no verdict."""
     checkpoint(tmp_path / "bare")

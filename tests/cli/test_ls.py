@@ -77,6 +77,7 @@ def test_a_model_or_one_of_its_recipes_is_asked_for_by_name():
     assert (only["model"], only["variant"], only["default"]) == ("mimo-7b", "w4a16", False)
 
 
+@pytest.mark.full
 def test_listings():
     listing = json.loads(keepmtp("ls", "--json").stdout)
     assert {"models", "schemes", "families"} == set(listing)

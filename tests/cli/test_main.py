@@ -36,6 +36,7 @@ def test_quantize_then_check(source, tmp_path):
     refused(*again, "--scheme", "FP8_BLOCK", says="never overwritten", cwd=tmp_path)
 
 
+@pytest.mark.full
 def test_check_writes_a_page_on_request(source, tmp_path):
     done = keepmtp("check", str(source), "--html", str(tmp_path / "page"))
     assert done.returncode == 0, done.stderr
@@ -112,6 +113,7 @@ def test_a_block_that_cannot_be_run_cannot_be_chosen(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 def test_what_is_not_installed_is_one_sentence(source, tmp_path):
     model = ("--source", str(ROOT / "models/tiny-glm4-moe"))
     heavy = ("datasets", "llmcompressor", "transformers")
@@ -129,6 +131,7 @@ def test_what_is_not_installed_is_one_sentence(source, tmp_path):
     assert done.returncode == 2 and "-m pip install 'keepmtp[quantize]'." in done.stderr
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -153,6 +156,7 @@ def without_free_memory(plan: str) -> str:
     return re.sub(r"[\d.]+ GiB free", "", plan)
 
 
+@pytest.mark.full
 def test_only_the_first_of_several_processes_speaks(tmp_path):
     words = ("quantize", AUTO, "--source", str(ROOT / "models/tiny-glm4-moe"), "--dry-run")
     quiet = keepmtp(*words, RANK="1", WORLD_SIZE="2")
@@ -163,6 +167,7 @@ def test_only_the_first_of_several_processes_speaks(tmp_path):
     assert wrong.stderr.startswith("rank 1 of 2: error: ") and wrong.stderr.count("\n") == 1
 
 
+@pytest.mark.full
 def test_which_extra_a_recipe_needs():
     """What the Makefile installs before a run."""
     calibrated = [(AUTO,), ("tiny-glm4-moe", "--scheme", "nvfp4"), ("tiny-glm4-moe.w4a16-gptq",)]
@@ -171,6 +176,7 @@ def test_which_extra_a_recipe_needs():
     assert {keepmtp("extra", *words).stdout for words in plain} == {"quantize\n"}
 
 
+@pytest.mark.full
 def test_a_back_end_has_an_extra_of_its_own(tmp_path):
     """Without it a run is one sentence, before any work; so is a sweep that several processes cannot share."""
     recipe = small_recipe(tmp_path, "tiny-glm4-moe.nvfp4", backend="modelopt", algorithm="local-hessian")
@@ -185,6 +191,7 @@ def test_a_back_end_has_an_extra_of_its_own(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [recipe.name]
 
 
+@pytest.mark.full
 def test_a_calibrated_run_for_machines(tmp_path):
     """A real one, short: progress as JSON lines, one JSON at the end, the same figures in report.json and the page."""
     text = find_recipe(AUTO)[1]
@@ -215,6 +222,7 @@ def test_a_calibrated_run_for_machines(tmp_path):
     assert "Candidates for the MTP block" in (tmp_path / "page" / "report.html").read_text()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -42,6 +42,7 @@ def test_a_broken_source_gives_no_output(name, source, tmp_path):
     assert not (tmp_path / "out").exists() and partial_path(tmp_path / "out").is_dir()
 
 
+@pytest.mark.full
 def test_a_run_that_is_resumed_is_read_too_and_a_mended_source_ends_it(source, tmp_path):
     words = ("quantize", "tiny-glm4-moe", "--source", str(source), "--scheme", "fp8-dynamic", "--out", "out")
     shard = source / opened(source).source.entries["model.norm.weight"].file

@@ -80,6 +80,7 @@ def test_a_repository_that_is_not_there(recipe, hub, tmp_path):
     assert recipe.read_text() == before
 
 
+@pytest.mark.full
 def test_a_run_prints_and_records_the_commits_that_it_read(recipe, hub, tmp_path):
     done = run("quantize", "mine.yaml", "--out", "out", hub=hub, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -93,6 +94,7 @@ def test_a_run_prints_and_records_the_commits_that_it_read(recipe, hub, tmp_path
     assert record["calibration"]["data"]["dataset_revision"] == dataset
 
 
+@pytest.mark.full
 def test_a_pinned_recipe_is_not_warned_about(recipe, hub, tmp_path):
     run("pin", "mine.yaml", hub=hub, cwd=tmp_path)
     done = run("quantize", "mine.yaml", "--scheme", "fp8-dynamic", "--out", "out", hub=hub, cwd=tmp_path)

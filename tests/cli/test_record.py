@@ -47,6 +47,7 @@ def test_a_check_is_kept_with_the_bytes_it_is_about(folder, tmp_path):
     assert read_json(evidence / JSON_FILE) == full
 
 
+@pytest.mark.full
 def test_what_make_check_keeps_is_enough_for_make_card(tmp_path):
     """The very command that `make check` runs, then a card."""
     folder = cards.checkpoint(tmp_path / "out" / "tiny")
@@ -73,6 +74,7 @@ def test_a_checkpoint_with_errors_has_a_record_too(folder):
     assert not full.verdict.ok and full.judgement is not None and full.judgement.verdict == "regression"
 
 
+@pytest.mark.full
 def test_results_of_other_bytes_are_refused_before_the_work(tmp_path):
     """A checkpoint that was made anew under its name."""
     folder = tmp_path / "glm"

@@ -111,6 +111,7 @@ def test_it_serves_until_ctrl_c(tmp_path, mark, port):
     assert served.process.returncode == 143, "the stub ends by SIGTERM; its status is ours"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_nothing_is_left_of_it(tmp_path, mark, port, number):
     served = Served(tmp_path, mark, port, "--json", "--log", str(tmp_path / "log")).wait().ask(2)
@@ -122,6 +123,7 @@ def test_nothing_is_left_of_it(tmp_path, mark, port, number):
         assert told["is_stopped"] and told["is_healthy"] and told["doubt"] == ""
 
 
+@pytest.mark.full
 def test_before_it_is_healthy(tmp_path, mark, port):
     served = Served(tmp_path, mark, port)
     deadline = time.monotonic() + 60
@@ -132,6 +134,7 @@ def test_before_it_is_healthy(tmp_path, mark, port):
     assert "nothing was drafted" in out
 
 
+@pytest.mark.full
 def test_a_draft_of_garbage_is_said(tmp_path, mark, port):
     """Nothing accepted: said once while it runs, and at the end with what to do."""
     served = Served(tmp_path, mark, port, accepted=0).wait().ask(ENOUGH_DRAFTS // 10)
@@ -141,6 +144,7 @@ def test_a_draft_of_garbage_is_said(tmp_path, mark, port):
     assert f"`keepmtp check {GLM} --values` reads the draft's tensors" in err
 
 
+@pytest.mark.full
 def test_a_server_that_ends_by_itself(tmp_path, mark, port):
     served = Served(tmp_path, mark, port, "--log", str(tmp_path / "log"), ends=1.0).wait()
     _, err = served.end(None)
@@ -151,6 +155,7 @@ def test_a_server_that_ends_by_itself(tmp_path, mark, port):
 # --- before it starts -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_second_checkpoint_and_no_vllm(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "no python"))
     refused("serve", str(GLM), str(GLM), says="takes one at a time")
@@ -182,6 +187,7 @@ def test_an_address_that_is_taken(port):
             refuse_taken(Address(host="127.0.0.1", port=port))
 
 
+@pytest.mark.full
 def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
     """The twin: layers that vLLM's draft counts and the files do not have."""
     folder = shutil.copytree(GLM, tmp_path / "glm")
@@ -193,6 +199,7 @@ def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
     assert first["where"] in done.stderr and first["cure"] in done.stderr
 
 
+@pytest.mark.full
 def test_a_scale_that_is_wrong_is_not_served(tmp_path):
     """The twin of the values: an infinite global scale, which headers do not show."""
     import torch
@@ -213,6 +220,7 @@ def test_a_scale_that_is_wrong_is_not_served(tmp_path):
     assert done.returncode == 1 and name and name in done.stderr, done.stderr
 
 
+@pytest.mark.full
 def test_the_commands(tmp_path):
     done = keepmtp("serve", str(GLM), "-k", "3", "--dry-run", "--", "--max-model-len", "2048")
     assert done.returncode == 0, done.stderr
@@ -250,6 +258,7 @@ def measured(tmp_path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_bench_recommends_it(measured):
     found = best_k(open_source(str(measured)), 1)
     assert found.k == 3 and found.measured_by == "keepmtp bench"

@@ -61,19 +61,20 @@ def start(tmp_path, mark) -> Start:
 
 def ended(process: subprocess.Popen[str], mark: str, words: str, number: signal.Signals, *, after: float = 0.0) -> str:
     """End it once a descendant with these words on its command line runs; returns what it said, with nothing left."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not any(words in said for said in marked(mark).values()):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
         time.sleep(0.01)
     time.sleep(after)
     process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=600)[1]
     assert process.returncode == STATUS[number], said
     assert "Traceback" not in said
     none_left(mark, seconds=10)
     return said
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("number", STATUS)
 @pytest.mark.parametrize("after", [0.0, 0.5, 1.2], ids=["a server starts", "it answers", "or the next one"])
 def test_serve_check(start, mark, tmp_path, number, after):
@@ -83,6 +84,7 @@ def test_serve_check(start, mark, tmp_path, number, after):
     assert not [path for path in tmp_path.glob("keepmtp-*") if number != signal.SIGKILL]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", STATUS)
 @pytest.mark.parametrize("after", [0.0, 1.0], ids=["a server starts", "it answers"])
 def test_eval(start, mark, tmp_path, number, after):
@@ -90,16 +92,19 @@ def test_eval(start, mark, tmp_path, number, after):
     ended(process, mark, SERVER, number, after=after)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_check_on_a_pretended_gpu(start, mark, number):
     ended(start("check", GLM, "--gpu", "sm90"), mark, "in_vllm", number, after=0.5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", STATUS)
 def test_all_while_it_quantizes(start, mark, tmp_path, number):
     ended(start("all", "tiny-glm4-moe", "--out", tmp_path / "out"), mark, "keepmtp quantize", number, after=1.0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("words", ["in_vllm", SERVER])
 def test_all_while_it_measures(start, mark, made, number, words):

@@ -38,12 +38,14 @@ def test_the_default_variant_is_meant_where_none_is_named(folder):
     refused("where", "mimo-7b", says="got no out/mimo-7b.*. Run make quantize", cwd=folder)
 
 
+@pytest.mark.full
 def test_the_words_of_the_run_find_its_folder(folder):
     assert where("glm-4.7", "--scheme", "W4A16_FP8", cwd=folder) == "out/glm-4.7.w4a16-fp8"
     assert where("glm-4.7.fp8-dynamic", cwd=folder) == "out/glm-4.7.fp8-dynamic"
     assert where("zai-org/GLM-4.7", "--scheme", "fp8-dynamic", cwd=folder) == "out/glm-4.7.fp8-dynamic"
 
 
+@pytest.mark.full
 def test_a_checkpoint_without_a_recipe(folder):
     for model in ("org/tune", "./tune", "https://huggingface.co/org/tune"):
         words = (model, "--scheme", "NVFP4A16-fp8", "--mtp", "W4A16")
@@ -52,6 +54,7 @@ def test_a_checkpoint_without_a_recipe(folder):
         refused("where", model, says=says, cwd=folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", [("--scheme", "nvfp4a16-fp8"), ("--scheme", "W8A16", "--mtp", "fp8-dynamic")])
 @pytest.mark.parametrize("model", ["tiny-glm4-moe", str(TINY)])
 def test_it_is_the_folder_that_quantize_writes(model, words, tmp_path):

@@ -175,6 +175,7 @@ FOREIGN = {name: build for name, build in GOOD.items() if "modelopt" in name or 
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", FOREIGN)
 def test_what_others_wrote(name, tmp_path):
     """There, with a check that has no word to say, and back."""
@@ -262,6 +263,7 @@ def test_the_command(twins, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.full
 @pytest.mark.vllm
 @pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up")
 def test_vllm_computes_the_same_logits_from_both(tmp_path):

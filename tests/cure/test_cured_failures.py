@@ -179,6 +179,7 @@ def fixed(tmp_path_factory) -> Callable[[Case], Mended]:
     return made
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("case", CURED, ids=lambda case: case.name)
 def test_fix_cures(case: Case, fixed):
     found, folder, changed = fixed(case)
@@ -191,6 +192,7 @@ def test_fix_cures(case: Case, fixed):
     assert changed == [], "the old folder stays"
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("case", GRAFTED, ids=lambda case: case.name)
 def test_graft_cures(case: Case, grafted, release_of):
     """`fix` names graft, and graft gives back what there was before: every name, dtype and shape."""
@@ -251,6 +253,7 @@ def test_what_has_no_cure_here_is_not_said_to_have_one(case: Case, tmp_path):
     assert left and {fix.cure_elsewhere(each, found) for each in left} == {""}
 
 
+@pytest.mark.full
 @pytest.mark.vllm
 def test_vllm_loads_what_was_cured(fixed, grafted):
     """One vLLM for all: everything that was grafted, and of the fixes the first of each number."""

@@ -186,6 +186,7 @@ def test_what_was_fetched_is_not_asked_for_again(hub, lost, tmp_path, monkeypatc
     assert len(asked) == made.num_requests - half
 
 
+@pytest.mark.full
 def test_of_a_repository_only_new_and_changed_files_are_written(hub, tmp_path):
     at = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     done = keepmtp("graft", "org/lost", "--from", "org/release", "--out", tmp_path / "new", "--json", **at)

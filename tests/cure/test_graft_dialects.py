@@ -46,6 +46,7 @@ def errors(made: Graft) -> list[tuple[str, str]]:
 # --- every family -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_block_that_was_dropped_is_as_the_config_says(model, tmp_path):
     """Entries for the lost block are there or not, names are whole or regexes: the result has no error."""
@@ -174,6 +175,7 @@ def peer(questions: str) -> list[list[bool]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.vllm
 def test_gptq_awq_autoround_and_quark_leave_the_block_plain_and_nothing_else(tmp_path):
     """vllm #36954, #48816, #49187, auto-round #1755: vLLM's own matching, on every module of both parts."""
@@ -222,6 +224,7 @@ def loaded(tmp_path_factory) -> dict[str, CheckData]:
     return {name: checked.data for name, checked in zip(folders, found, strict=True)}
 
 
+@pytest.mark.full
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", [name for name in KNOWN if not name.startswith("Step")])
 def test_vllm_loads_the_graft(loaded, name):
@@ -230,6 +233,7 @@ def test_vllm_loads_the_graft(loaded, name):
     assert load.failure is None and load.draft.num_params > 10
 
 
+@pytest.mark.full
 @pytest.mark.vllm
 @pytest.mark.parametrize("name", ["Step-3.5-Flash NVFP4", "Step-3.7-Flash NVFP4"])
 def test_step_flash_is_grafted_and_vllms_own_defect_is_named(loaded, name):

@@ -38,6 +38,7 @@ def plan(tmp_path_factory):
     return air(tmp_path_factory.mktemp("air"))
 
 
+@pytest.mark.full
 def test_bytes_are_those_of_the_headers(plan):
     found = {(term.station, term.name): term for term in estimate(plan, CARDS["H200"], batch_size=16).terms}
     layers = [f"model.layers.{index}." for index in range(46)]

@@ -35,6 +35,7 @@ def ends_of(folder: Path, number: int) -> tuple[dict[str, str], dict]:
     return {end["station"]: end["says"] for end in ends}, last
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not can_mount(), reason="no file system of its own can be mounted here")
 def test_a_full_disk_is_a_sentence_at_every_station_and_nothing_is_lost(tmp_path):
     said, last = ends_of(tmp_path, 0)
@@ -44,6 +45,7 @@ def test_a_full_disk_is_a_sentence_at_every_station_and_nothing_is_lost(tmp_path
         assert "run the same command again" in says, station
 
 
+@pytest.mark.full
 def test_a_dead_disk_is_a_sentence_at_every_station_and_nothing_is_lost(tmp_path):
     said, last = ends_of(tmp_path, errno.EIO)
     assert last == {"same": True, "never": []} and said.keys() == STATIONS.keys()

@@ -40,6 +40,7 @@ def plan(request, tmp_path_factory) -> Plan:
     return make_plan(recipe, open_source(folder))
 
 
+@pytest.mark.few(1)
 def test_fixture_is_as_large_as_the_release_and_takes_no_disk(plan):
     files = [path.stat() for path in plan.source.folder.iterdir()]
     assert sum(file.st_size for file in files) / 1e9 == pytest.approx(FULL_SIZE[plan.recipe.name][1], rel=0.005)
@@ -60,6 +61,7 @@ def test_every_source_tensor_is_consumed_once(plan):
     assert plan.num_bytes_before == sum(entry.num_bytes for entry in plan.entries.values())
 
 
+@pytest.mark.few(1)
 def test_every_output_is_written_once(plan):
     planned = Counter(output.name for tensor in plan.tensors for output in tensor.outputs)
     assert set(planned.values()) == {1}
@@ -111,6 +113,7 @@ def test_only_the_mtp_block_and_what_is_kept_stay_plain(plan):
     assert ("backbone", plan.recipe.backbone["experts"]) in experts and len(experts) == 2
 
 
+@pytest.mark.few(1)
 def test_release_and_result_check_green(plan, tmp_path):
     """The static check on the release as it is, and on what the plan will write, headers over holes."""
     tensors = {output.name: (output.dtype, output.shape) for tensor in plan.tensors for output in tensor.outputs}
@@ -142,6 +145,7 @@ print(json.dumps({"peak_kib": peak, "tensors": len(plan.tensors), "heavy": heavy
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("plan", ["dsv4-flash.nvfp4-fp8"], indirect=True)
 def test_planning_takes_little_memory(plan):
     """In a process of its own, as `keepmtp plan` runs: from files to plan, without torch. Seconds: benchmarks/."""

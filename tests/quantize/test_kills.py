@@ -47,6 +47,7 @@ main()
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("number", "status", "name"), [(signal.SIGTERM, 143, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
 )

@@ -44,6 +44,7 @@ def random_data(plan: Plan) -> CalibrationData:
     return CalibrationData(ids=ids[: calibration.samples], held_out_ids=held_out, provenance={"drawn": "by the test"})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "batch_size", "length"),
     [

@@ -30,6 +30,7 @@ def without(model: str, pattern: str) -> dict:
     return {name: spec for name, spec in source_layout(model, size="tiny")[1].items() if not re.match(pattern, name)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("words", ["keep", "overrides"])
 @pytest.mark.parametrize("pattern", ["re:([a-z0-9._]+)*!", "re:(.*.*.*.*.*.*.*.*.*.*)*_"])
 def test_a_regex_without_end_is_refused(words, pattern, tmp_path):

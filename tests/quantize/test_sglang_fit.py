@@ -27,6 +27,7 @@ def fit_of(model: str, scheme: str, mtp: str) -> tuple[Plan, SglangFit] | None:
     return plan, fit_sglang(plan.view, matrices_of(plan))
 
 
+@pytest.mark.few(12)
 @pytest.mark.skipif(not UTILS.is_file(), reason=MISSING)
 @pytest.mark.parametrize("model", releases.MODELS)
 def test_every_name_resolves_to_its_scheme_by_sglangs_functions(model):
@@ -56,11 +57,13 @@ def test_without_the_added_entries_sglang_raises():
         group_of(alone, name, FUSED)
 
 
+@pytest.mark.full
 def test_how_many_outputs_resolve_in_both():
     assert sglang_table.counted("compressed-tensors") == {"yes": 129, "no": 85, "-": 2}
     assert sglang_table.counted("modelopt") == {"yes": 76, "no": 62, "-": 6}
 
 
+@pytest.mark.full
 def test_the_check_for_sglang_finds_the_same(tmp_path):
     """Rules that were written by themselves: no error where an output resolves, one where it does not."""
     differ = []
@@ -84,6 +87,7 @@ def test_the_check_for_sglang_finds_the_same(tmp_path):
     assert differ == []
 
 
+@pytest.mark.full
 def test_the_page_says_which_and_why():
     assert sglang_table.DOCS.read_text() == sglang_table.text(), "run tests/helpers/sglang_table.py"
 

@@ -148,6 +148,7 @@ with claim(plan, out) as partial:
 """.replace("SHARD", str(SHARD))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("done_before_kill", [0, 1, 3])
 def test_kill_and_resume_gives_the_same_bytes(done_before_kill, tmp_path):
     """kill -9 with that many shards whole; the next run keeps them and ends byte-identical to an unbroken one."""
@@ -185,6 +186,7 @@ def test_resume_with_another_plan_is_refused(tmp_path):
         refuse_output(changed, out)
 
 
+@pytest.mark.full
 def test_two_runs_do_not_write_one_output(tmp_path):
     """A second run is refused while the first is at work, and not after it was killed."""
     run("dsv4-flash", "w4a16-fp8", tmp_path, name="first")
@@ -210,6 +212,7 @@ def test_output_is_never_overwritten_nor_inside_the_source(tmp_path):
         refuse_output(plan, tmp_path / "source" / "out")
 
 
+@pytest.mark.full
 def test_no_room_is_refused(tmp_path):
     """A 1.5 TB result on a smaller disk, from headers over holes."""
     config, tensors = source_layout("dsv4-pro", size="full")

@@ -48,6 +48,7 @@ def unused(extras: dict[str, list[str]], modules: set[str]) -> list[str]:
     return [where for where, name in named.items() if IMPORTED_AS.get(name, name.replace("-", "_")) not in known]
 
 
+@pytest.mark.full
 def test_what_no_module_imports_is_not_declared():
     extras = {name: lines for name, lines in EXTRAS.items() if name != NO_PART_OF_THE_PACKAGE}
     assert unused(extras | {"": DECLARED["dependencies"]}, imported()) == []

@@ -66,6 +66,7 @@ def is_weight(name: str) -> bool:
     return name.rpartition(".")[2] not in SCALE_LEAVES
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("size", ["tiny", "full"])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_tensor_has_a_place(model, size):

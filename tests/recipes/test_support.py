@@ -10,6 +10,7 @@ from releases import source_layout, write_checkpoint
 from support import PAGE, page, tried
 
 
+@pytest.mark.full
 def test_the_data_and_the_page_are_what_is_made_today(tmp_path):
     assert SUPPORT_FILE.read_text() == tried(tmp_path), "run `make families`"
     assert PAGE.read_text() == page(), "run `make families`"

@@ -107,6 +107,7 @@ def test_an_offline_child_gets_no_secret(monkeypatch):
     assert "hf_secret" in answer(words, environment=environment(reaches_hub=True), timeout=60)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up")
 def test_nothing_of_the_current_folder_is_run(monkeypatch, tmp_path):
     """A stranger's folder may hold modules with the names of the standard library's, and a .venv-vllm."""

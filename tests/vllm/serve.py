@@ -2,8 +2,8 @@
 
     python serve.py '{"folder": ..., "prompts": [...], "num_drafts": 1}' ...
 
-A line each, one engine at a time, all prompts at once. Prefix caching is off because Qwen3.5's delta nets cannot
-combine it with drafting on a CPU.
+A line each, one engine at a time, all prompts at once. Engines live in this process, so vLLM is imported once.
+Prefix caching is off because Qwen3.5's delta nets cannot combine it with drafting on a CPU.
 """
 
 import json
@@ -11,6 +11,7 @@ import os
 import sys
 
 os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",

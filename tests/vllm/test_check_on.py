@@ -95,10 +95,9 @@ def test_one_call_judges_all_checkpoints_on_all_gpus(good, silent):
         assert any("NvFp4" in kernel or "Marlin" in kernel for kernel in kernels), kernels
 
 
-def test_what_vllm_leaves_unsaid_is_found_by_the_account_alone(silent):
+def test_what_vllm_leaves_unsaid_is_found_by_the_account_alone(silent, dry_loader):
     """No rule of the static check is asked: parameters that keep their placeholder, weights cast into eight bits."""
-    with DryLoader(find_vllm(), gpu="sm100") as loader:
-        account = loader.load(silent)
+    account = dry_loader("sm100").load(silent)
     assert account.load.failure is None
     assert {fault.param for fault in account.draft.default} >= {
         "model.layers.3.mtp_block.self_attn.qkv_proj.weight_scale",

@@ -189,6 +189,7 @@ def test_the_same_again_starts_no_server(made, text, found):
     assert {path: path.stat().st_mtime_ns for path in evidence.glob("logs/*")} == logs and len(logs) == 2
 
 
+@pytest.mark.full
 def test_a_twin_with_one_damaged_tensor_fails_the_gate(made, text, found):
     """The scales of one linear are half again as large. The source is not served again."""
     twin = shutil.copytree(made, made.with_name("twin"))

@@ -1,7 +1,7 @@
 """Right both ways: every broken checkpoint is caught and its culprit named, every good one passes without a word.
 
-The whole of dry_corpus.py goes through the static check and through vLLM's own classes on a pretended GPU, in one
-warmed process; the score is printed as a table.
+The whole of dry_corpus.py goes through the static check and through vLLM's own classes on a pretended GPU; each
+part's score is printed as a table.
 """
 
 import re
@@ -15,10 +15,11 @@ from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.findings import Finding
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.serving.vllm_env import VLLM, find_vllm
 
 GPU = "sm100"
+PARTS = 6  # of every family and every kind of breakage something stands in each
 DRY_RULES = ("dry-load", "no-kernel")
 DEFECT = "vllm-defect"
 # Its sparse attention calls FlashAttention 3, which is for Hopper alone (vLLM 0.32.0 models/dots3_note/nvidia).
@@ -66,24 +67,23 @@ def vllm() -> VLLM:
 
 
 @pytest.mark.vllm
-def test_right_both_ways(vllm: VLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.few(1)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_right_both_ways(part: int, dry_loader, vllm: VLLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     score = Score()
-    with DryLoader(vllm, gpu=GPU) as loader:  # imports vLLM while the checkpoints are written
-        cases = [*good_cases(), *broken_cases()]
-        folders = [
-            write(tmp_path / f"{number:03} {_slug(case.name)}", case.build()) for number, case in enumerate(cases)
-        ]
-        examined = [examine(str(folder)) for folder in folders]
-        jobs = [
-            Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts)
-            for folder, case in zip(folders, cases, strict=True)
-        ]
-        accounts = loader.load_all(jobs)
+    loader = dry_loader(GPU)  # it imports vLLM while the checkpoints are written
+    cases = [*good_cases(), *broken_cases()][part::PARTS]
+    folders = [write(tmp_path / f"{number:03} {_slug(case.name)}", case.build()) for number, case in enumerate(cases)]
+    examined = [examine(str(folder)) for folder in folders]
+    jobs = [
+        Job(folder=folder, tp=case.tp, num_drafts=case.num_drafts) for folder, case in zip(folders, cases, strict=True)
+    ]
+    accounts = loader.load_all(jobs)
     for case, checked, account in zip(cases, examined, accounts, strict=True):
         found = with_loads(checked, [account], vllm.version).data.findings
         (_score_broken if case.by else _score_good)(score, case, found)
     with capsys.disabled():
-        print(f"\n\nchecked on {GPU}, vLLM {vllm.version}\n{score.table()}")
+        print(f"\n\npart {part + 1} of {PARTS}, checked on {GPU}, vLLM {vllm.version}\n{score.table()}")
     assert not score.wrong, "\n".join(["", *score.wrong])
 
 

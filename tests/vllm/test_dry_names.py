@@ -19,7 +19,7 @@ from keepmtp.recipes.family import HFName
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.validate.dryload.defects import known_defect
 from keepmtp.validate.dryload.facts import LoadAccount, Question
-from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.serving.vllm_env import find_vllm
 
 SCHEME = "FP8_DYNAMIC"  # the one that every family's modules take
@@ -33,13 +33,12 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory) -> dict[tuple[str, str], LoadAccount]:
+def accounts(tmp_path_factory, dry_loader) -> dict[tuple[str, str], LoadAccount]:
     """(model, MTP policy) -> what vLLM did with what keepmtp writes."""
     folder = tmp_path_factory.mktemp("names")
     wanted = [(model, mtp) for model in MODELS for mtp in MTP]
     jobs = [Job(folder=write(folder / f"{model}-{mtp}", ours(model, SCHEME, mtp))) for model, mtp in wanted]
-    with DryLoader(find_vllm(), gpu="sm100") as loader:
-        return dict(zip(wanted, loader.load_all(jobs), strict=True))
+    return dict(zip(wanted, dry_loader("sm100").load_all(jobs), strict=True))
 
 
 def questions(account: LoadAccount, part: str) -> list[Question]:

@@ -7,10 +7,9 @@ from good import ours
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.facts import LoadAccount
-from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.explain.explain import Explanation, explain
 from keepmtp.validate.explain.log import parse_log
-from keepmtp.validate.serving.vllm_env import find_vllm
 
 pytestmark = pytest.mark.vllm
 
@@ -26,13 +25,12 @@ NAMED = {
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory) -> dict[str, LoadAccount]:
+def accounts(tmp_path_factory, dry_loader) -> dict[str, LoadAccount]:
     place = tmp_path_factory.mktemp("broken")
     made = {case.name: case.build() for case in broken_cases() if case.name in NAMED}
     made["good"] = ours("glm-4.7", "NVFP4", "NVFP4")
     jobs = [Job(folder=write(place / str(at), checkpoint)) for at, checkpoint in enumerate(made.values())]
-    with DryLoader(find_vllm(), gpu="sm100") as loader:
-        return dict(zip(made, loader.load_all(jobs), strict=True))
+    return dict(zip(made, dry_loader("sm100").load_all(jobs), strict=True))
 
 
 def serve_log(account: LoadAccount) -> bytes:

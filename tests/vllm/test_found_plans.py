@@ -12,8 +12,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.loader import DryLoader, Job
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.dryload.loader import Job
 from passes import ROOT
 
 pytestmark = pytest.mark.vllm
@@ -29,11 +28,10 @@ def mixed(format: str) -> Plan:
     return found_plan(choices, turns, shard_bytes=10**9)
 
 
-def test_a_mix_by_layer_loads_in_both_dialects(tmp_path):
+def test_a_mix_by_layer_loads_in_both_dialects(tmp_path, dry_loader):
     plans = {format: mixed(format) for format in FORMATS}
     folders = {format: write(tmp_path / format, outputs_of(plan)) for format, plan in plans.items()}
-    with DryLoader(find_vllm(), gpu="sm100") as loader:
-        accounts = loader.load_all([Job(folder=folder) for folder in folders.values()])
+    accounts = dry_loader("sm100").load_all([Job(folder=folder) for folder in folders.values()])
     for plan, account in zip(plans.values(), accounts, strict=True):
         assert account.load.failure is None
         assert (

@@ -145,6 +145,7 @@ def run_all(keepmtp: Keepmtp, made: Path, cwd: Path = ROOT) -> subprocess.Comple
     return keepmtp("all", "tiny-glm4-moe", "--out", str(made), "--no-serve-check", "--gpu", "sm100", cwd=cwd)
 
 
+@pytest.mark.full
 def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, found):
     """As after a run that was cut off behind the evaluation: what is there is not done again."""
     logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
@@ -161,6 +162,7 @@ def test_all_goes_on_from_there_to_a_card_that_may_be_published(keepmtp, made, f
     assert ready.returncode == 0 and "model-00002-of-00002.safetensors" in ready.stdout, ready.stderr
 
 
+@pytest.mark.full
 def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
     """The same bytes, their BF16 MTP layer claimed by the FP8 group: the check is red, and no server is started.
 
@@ -183,6 +185,7 @@ def test_all_stops_at_the_first_red_gate(keepmtp, made, tmp_path):
     assert not (tmp_path / "twin.report" / "logs").exists() and not (tmp_path / "twin.card").exists()
 
 
+@pytest.mark.full
 def test_a_spoilt_twin_shows_a_drop(keepmtp, made, found):
     """Judged against the source's answers to the first checkpoint's questions, which lie beside it."""
     twin = spoilt(made, made.with_name("twin"))
@@ -211,6 +214,7 @@ def engines() -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, monkeypatch):
     """Its engine is killed after some answers to the first of four tasks. The next run ends as an undisturbed one.
 

@@ -15,7 +15,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.facts import LoadAccount
-from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.serving.vllm_env import find_vllm
 from safetensors.torch import load_file, save_file
 
@@ -54,12 +54,11 @@ def plans() -> dict[str, Plan]:
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory) -> dict[str, tuple[Plan, LoadAccount]]:
+def accounts(tmp_path_factory, dry_loader) -> dict[str, tuple[Plan, LoadAccount]]:
     """One process of vLLM loads all."""
     place, made = tmp_path_factory.mktemp("caches"), plans()
     folders = [write(place / name.replace(" ", "-"), outputs_of(plan)) for name, plan in made.items()]
-    with DryLoader(find_vllm(), gpu="sm100") as loader:
-        accounts = loader.load_all([Job(folder=folder) for folder in folders])
+    accounts = dry_loader("sm100").load_all([Job(folder=folder) for folder in folders])
     return {name: (made[name], account) for name, account in zip(made, accounts, strict=True)}
 
 

@@ -8,7 +8,7 @@ from keepmtp.validate.dryload.facts import GPU
 from matrix import DOCS, VARIANTS, Cell, plain, run
 
 BF16 = "compressed-tensors, MTP BF16"
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.full]  # docs/matrix.md; test_dry_corpus.py loads every family as well
 
 
 @pytest.fixture(scope="module")

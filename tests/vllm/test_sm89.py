@@ -7,8 +7,7 @@ from keepmtp.validate.check.check import examine
 from keepmtp.validate.check.findings import Finding
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.facts import LoadAccount
-from keepmtp.validate.dryload.loader import DryLoader, Job
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.dryload.loader import Job
 from modelopt_form import modelopt
 
 pytestmark = pytest.mark.vllm
@@ -40,7 +39,7 @@ def with_cache(checkpoint: Checkpoint, scale: str) -> Checkpoint:
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory) -> dict[str, LoadAccount]:
+def accounts(tmp_path_factory, dry_loader) -> dict[str, LoadAccount]:
     """One process of vLLM judges all."""
     place = tmp_path_factory.mktemp("sm89")
     made = {scheme: ours("glm-4.7", scheme, scheme) for scheme in PICKED if " " not in scheme}
@@ -51,8 +50,7 @@ def accounts(tmp_path_factory) -> dict[str, LoadAccount]:
     made["FP8 cache, MLA"] = with_cache(ours("deepseek-r1", "FP8_DYNAMIC"), "model.layers.3.self_attn.k_scale")
     made["own attention"] = released("dsv4-flash")
     jobs = [Job(folder=write(place / name.replace(" ", "-"), checkpoint)) for name, checkpoint in made.items()]
-    with DryLoader(find_vllm(), gpu="sm89") as loader:
-        return dict(zip(made, loader.load_all(jobs), strict=True))
+    return dict(zip(made, dry_loader("sm89").load_all(jobs), strict=True))
 
 
 def findings(account: LoadAccount) -> tuple[Finding, ...]:

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from asked import asked_values
 from keepmtp.cli.pipeline import plan_for, quantize
 
 ROOT = Path(__file__).parent.parent.parent
@@ -37,11 +38,12 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> dict[str, dict]:
+def served(request, tmp_path_factory) -> dict[str, dict]:
     """Results by checkpoint: the sources, the quantized ones, and one broken on purpose."""
     made = tmp_path_factory.mktemp("made")
     folders = {name: ROOT / "models" / name for name in SOURCES}
-    for name, (model, choices) in MADE.items():
+    for name in asked_values(request, "name") & {*MADE}:
+        model, choices = MADE[name]
         plan, text = plan_for(model, source=str(ROOT / "models" / model), **choices)
         folders[name] = quantize(plan, text, out=made / name).out
     jobs = [json.dumps({"folder": str(f), "prompts": PROMPTS, "num_drafts": 1}) for f in folders.values()]
@@ -68,7 +70,9 @@ def test_the_shipped_models_draft(served, name):
     assert answers(served[name]) == ANSWERS
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize(
+    "name", [name if "w8a8" in name else pytest.param(name, marks=pytest.mark.full) for name in MADE]
+)
 def test_quantized_models_keep_their_draft(served, name):
     """At least 97 % of the source's acceptance, and the same answers."""
     source = served[MADE[name][0]]

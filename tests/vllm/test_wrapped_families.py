@@ -9,7 +9,7 @@ from good import outputs_of, plan_of, released
 from keepmtp.quantize.quant_config import runtime_modules
 from keepmtp.validate.dryload.defects import known_defect
 from keepmtp.validate.dryload.facts import LoadAccount
-from keepmtp.validate.dryload.loader import DryLoader, Job
+from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.dryload.verdict_findings import objections
 from keepmtp.validate.serving.vllm_env import find_vllm
 from wrapped import WRAPPED, nemotron_omni
@@ -32,7 +32,7 @@ def with_audio_tokenizer(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def accounts(tmp_path_factory) -> Mapping[str, LoadAccount]:
+def accounts(tmp_path_factory, dry_loader) -> Mapping[str, LoadAccount]:
     """What vLLM did with what keepmtp writes, the MTP block quantized too."""
     folder = tmp_path_factory.mktemp("wrapped")
     plans = {name: plan_of(*make(), name, SCHEME, SCHEME) for name, make in WRAPPED.items()}
@@ -45,8 +45,7 @@ def accounts(tmp_path_factory) -> Mapping[str, LoadAccount]:
     sounds = released("mimo-v2.5")
     sounds.after = with_audio_tokenizer
     jobs.append(Job(folder=write(folder / SOUNDS, sounds)))
-    with DryLoader(find_vllm(), gpu="sm100") as loader:
-        return dict(zip([*plans, NATIVE, OUTSIDE, SOUNDS], loader.load_all(jobs), strict=True))
+    return dict(zip([*plans, NATIVE, OUTSIDE, SOUNDS], dry_loader("sm100").load_all(jobs), strict=True))
 
 
 @pytest.mark.parametrize("name", WRAPPED)

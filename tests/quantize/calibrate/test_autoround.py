@@ -49,6 +49,7 @@ def assert_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
         assert torch.equal(value, second[name]), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("folder", "scheme"), [(GLM, "W4A16"), (QWEN, "W8A16"), (GLM, "W4A16_ASYM")])
 def test_autoround_equals_the_sequential_pipelines(folder, scheme):
     from llmcompressor.modifiers.autoround import AutoRoundModifier

@@ -167,6 +167,7 @@ def test_minmax_runs_each_calibration_batch_once(tmp_path, monkeypatch):
     assert sum(calls) == 3 * (1 + 2 + 4 + 4 + 2)
 
 
+@pytest.mark.full
 def test_nothing_is_held_from_layer_to_layer(tmp_path, monkeypatch):
     """Between layers there is embedding, norm and no more than a batch of states, after the fifth as after the first.
 

@@ -211,6 +211,7 @@ def test_gptq_takes_experts_in_groups_that_fit(size, groups, matrices, room, pas
     assert passes == groups and max(most) == matrices
 
 
+@pytest.mark.full
 def test_two_layers_of_experts_at_once(room, passes):
     """As in an MTP block of two layers: the second reads what the first one computed."""
     results = []
@@ -228,6 +229,7 @@ def test_two_layers_of_experts_at_once(room, passes):
 PAIR = 3 * 64 * 128 * 2  # a down projection's BF16 inputs of three batches
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("spare", "groups"),
     [(0, [1, 1, 1, 1]), (2 * PAIR, [2]), (4 * PAIR, [])],
@@ -300,6 +302,7 @@ def test_awqs_caches_are_as_large_as_counted(monkeypatch):
 # --- routed tokens only ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_routed_experts_are_calibrated_as_llmcompressor_does_without_all_experts():
     ids = token_ids()
     model = sequential(GLM, ids, [GPTQModifier(targets="Linear", scheme="W4A16", ignore=IGNORE)], all_experts=False)
@@ -310,6 +313,7 @@ def test_routed_experts_are_calibrated_as_llmcompressor_does_without_all_experts
     assert not torch.equal(results[1].tensors[name], everything[1].tensors[name])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [None, 1], ids=["all at once", "one at a time"])
 def test_an_expert_without_a_token_takes_all_of_them(size, room, passes):
     """Its tensors are those of `all`, to the bit, and the other experts' those of their own tokens."""
@@ -413,6 +417,7 @@ def fallen_back_on_rank(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on_rank", [on_rank, groups_on_rank, fallen_back_on_rank])
 def test_ranks_agree(on_rank, tmp_path):
     processes = [get_context("fork").Process(target=on_rank, args=(rank, str(tmp_path / "store"))) for rank in range(2)]

@@ -34,6 +34,7 @@ RECIPES = {recipe.model: recipe for recipe in shipped_recipes() if recipe.varian
 IDS = torch.randint(3, 300, (6, 24), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("model", "scheme", "algorithm"),
     [

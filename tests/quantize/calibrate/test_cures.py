@@ -79,6 +79,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_the_cure_works(name, made, tmp_path):
     """Exactly what the cure names is removed; nothing else is needed."""

@@ -574,6 +574,7 @@ for changes in ({}, {"split": "test"}, {"column": "txt"}, {"subset": "small"}):
 """
 
 
+@pytest.mark.full
 def test_a_hub_dataset_is_streamed_and_gives_the_ids_of_a_local_copy(tmp_path, source):
     repository = tmp_path / "repository"
     (repository / "data").mkdir(parents=True)

@@ -160,6 +160,7 @@ def answers(tmp_path_factory) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["decorated", "with"])
 def test_llmcompressor_dies(answers, form):
     """The crash as reported, at the line that the guard's docstring blames, for either way to write it."""

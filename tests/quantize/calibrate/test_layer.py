@@ -39,6 +39,7 @@ def test_input_scales_equal_the_sequential_pipelines(folder, scheme):
             assert on_disk is None or torch.equal(value, on_disk), f"{name} was changed by calibration"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("folder", "scheme"),
     [(GLM, "W4A16"), (QWEN, "W4A16"), (GLM, "NVFP4"), (QWEN, "W8A8")],
@@ -55,6 +56,7 @@ def test_gptq_equals_the_sequential_pipelines(folder, scheme):
     assert all(not result.rounded for result in results)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("scheme", "algorithm"), [("W4A16_G32", "gptq"), ("W4A16_ASYM", "gptq"), ("W4A16_ASYM", "awq")]
 )
@@ -79,6 +81,7 @@ def test_small_groups_and_zero_points_equal_the_sequential_pipelines(scheme, alg
     assert bool(zeros) == (scheme == "W4A16_ASYM")
 
 
+@pytest.mark.full
 def test_gptqs_knobs_are_the_librarys():
     from llmcompressor.modifiers.gptq import GPTQModifier
 
@@ -122,6 +125,7 @@ def test_awqs_grid_is_the_librarys(knobs, monkeypatch):
     assert assert_same(results, model, all_tensors=True) > 100
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("folder", "scheme", "algorithm"),
     [(QWEN, "W4A16", "awq"), (GLM, "W4A16", "awq"), (QWEN, "W8A8", "smoothquant"), (GLM, "W8A8", "smoothquant")],

@@ -48,6 +48,7 @@ def tensors(results: list[Calibrated]) -> dict[str, Tensor]:
     return {name: value for result in results for name, value in result.tensors.items()}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("length", [32, 2])
 @pytest.mark.parametrize("scheme", ["NVFP4", "FP8"])
 @pytest.mark.parametrize(("folder", "routed"), [(GLM, False), (GLM, True), (QWEN, False)])
@@ -139,6 +140,7 @@ def exporters_rounding(groups: Tensor, amax: Tensor, global_amax: Tensor, larges
     return packed.dequantize(torch.float32, scale=scale.reshape(-1, 1), double_scale=common, block_sizes={-1: 16})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", sorted(SWEEPS))
 def test_block_scales_are_those_of_modelopts_calibrators(algorithm, swept):
     """Run on their own, with its exporter's rounding; then the file's tensors, decompressed by compressed-tensors."""
@@ -298,6 +300,7 @@ def written(tmp_path_factory) -> Iterator[dict[str, Path]]:
     yield {name: made(folder, name, algorithm="mse") for name in ("compressed-tensors", "modelopt")}
 
 
+@pytest.mark.full
 def test_either_dialect_has_the_same_bytes(written):
     """And the check, which reads every value, has nothing to say; nor has the record forgotten who calibrated."""
     of = {

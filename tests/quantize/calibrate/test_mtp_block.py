@@ -215,6 +215,7 @@ def test_the_layer_computes_as_it_would_in_a_backbone(model, block_of):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("model", ONCE)
 def test_no_slot_sees_what_comes_later(model, block_of):
     """Over two steps; and everything is real and finite."""

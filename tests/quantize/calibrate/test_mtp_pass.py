@@ -74,6 +74,7 @@ def files(backbone: Backbone) -> list[str]:
     return sorted(path.name for path in (backbone.folder / "statistics").iterdir())
 
 
+@pytest.mark.few(1)
 def test_a_quantized_block_leaves_what_the_writer_needs(made, tmp_path):
     plan, backbone, written = made
     backbone = fresh(backbone, tmp_path / "pass")
@@ -108,6 +109,7 @@ def test_a_run_without_its_statistics_is_refused(made, tmp_path):
         refuse_statistics(with_mtp(plan, "NVFP4"), Statistics.open(folder / "statistics"))
 
 
+@pytest.mark.full
 def test_another_policy_takes_the_place_of_the_first_ones_statistics(glm, tmp_path):
     plan, backbone, written = glm
     backbone = fresh(backbone, tmp_path / "pass")
@@ -335,6 +337,7 @@ def test_inputs_are_those_of_a_draft(made):
             torch.testing.assert_close(output, expected[:, : output.shape[1]], atol=0.0625, rtol=0.02)
 
 
+@pytest.mark.full
 def test_the_shipped_recipe_chooses(glm, tmp_path):
     """`tiny-glm4-moe.nvfp4-mtp-auto`: its seven candidates over a pass of its sibling, which has the same backbone."""
     plan, backbone, written = glm

@@ -54,6 +54,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.full
 def test_a_killed_command_goes_on_and_leaves_the_same_bytes(whole, tmp_path):
     out = tmp_path / "out"
     process = command(out, ONE)
@@ -69,6 +70,7 @@ def test_a_killed_command_goes_on_and_leaves_the_same_bytes(whole, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.full
 def test_ranks_share_the_work_and_survive_none_of_them(whole, tmp_path):
     """One is killed, and the other says so and ends; the same command then ends in what one process makes."""
     out = tmp_path / "out"

@@ -48,6 +48,7 @@ def swept(tmp_path_factory) -> tuple[_Search, object]:
     return own, own._sweeps().sensitivities()
 
 
+@pytest.mark.full
 def test_sensitivities_predict_what_one_unit_does_to_held_out_text(swept, tmp_path):
     """Each unit in 4 bits alone: predicted on calibration text, measured as divergence on held-out text.
 
@@ -134,6 +135,7 @@ def test_a_killed_search_goes_on_to_the_same_sums(stop, swept, tmp_path, monkeyp
     assert replace(own._sweeps(), place=tmp_path).sensitivities() == found
 
 
+@pytest.mark.full
 def test_the_whole_line(tmp_path, monkeypatch):
     """From a recipe with a budget to a checkpoint that passes its check, and the same again without a search."""
     monkeypatch.chdir(ROOT)

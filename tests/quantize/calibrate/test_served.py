@@ -142,6 +142,7 @@ def stored_in(scheme: str, folder: Path, model: str) -> Path:
     return out
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("form", FORMS)
 def test_served_weights_are_those_of_the_file(form, scheme, sources, tmp_path):

@@ -74,6 +74,7 @@ REFUSED = {
 ONLY_BOUND = ("qwen3.8-flash-next",)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("model", sorted(releases.MODELS.keys() & RECIPES))
 def test_every_family_computes_or_is_refused(model, tmp_path):
     recipe = RECIPES[model]

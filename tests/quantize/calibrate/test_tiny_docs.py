@@ -43,6 +43,7 @@ def accepted(backbone) -> Acceptance:
     return acceptance(backbone, "source", [block.requires_grad_(False)], target(backbone, "source"))
 
 
+@pytest.mark.full
 def test_it_is_what_its_training_said(backbone, accepted):
     """Another block and another loop over the layers than models/train has; both in BF16."""
     assert target(backbone, "source").perplexity == pytest.approx(TRAINED["perplexity"], rel=0.01)

@@ -88,6 +88,7 @@ def trained(weak, tmp_path_factory) -> tuple[Backbone, MtpPass]:
     return backbone, mtp_pass(plan, backbone, written=written)
 
 
+@pytest.mark.full
 def test_a_weak_block_is_trained_and_written(weak, trained, tmp_path):
     plan, _, _ = weak
     backbone, found = trained

@@ -23,6 +23,7 @@ def test_good_checkpoints_pass_without_a_word(name, tmp_path):
     assert report.ok
 
 
+@pytest.mark.few(280)
 @pytest.mark.parametrize("mtp", ["bf16", "source", "as backbone"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("model", releases.MODELS)
@@ -36,6 +37,7 @@ def test_whatever_keepmtp_writes_passes_without_a_word(model, scheme, mtp, tmp_p
     assert report.findings == ()
 
 
+@pytest.mark.few(54)
 @pytest.mark.parametrize("mtp", ["bf16", "as backbone"])
 @pytest.mark.parametrize("scheme", [scheme for scheme in ALGORITHMS if scheme not in LINEAR_ONLY])
 @pytest.mark.parametrize("model", releases.MODELS)
@@ -213,6 +215,7 @@ def test_layouts_that_depend_on_the_config(changes, tmp_path):
     assert check(write(tmp_path / "checkpoint", checkpoint)).findings == ()
 
 
+@pytest.mark.full
 def test_full_size_is_checked_in_seconds(tmp_path):
     try:
         checkpoint = ours("dsv4-flash", "NVFP4", size="full")

@@ -244,6 +244,7 @@ def test_entries_are_asked_about_all_names_as_about_each(model):
     assert compared > 100
 
 
+@pytest.mark.full
 @pytest.mark.vllm
 @pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment: make .venv-vllm, or set VLLM_PYTHON")
 def test_names_match_as_in_vllm():

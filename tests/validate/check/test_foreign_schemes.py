@@ -211,6 +211,7 @@ def asked() -> Any:
     }
 
 
+@pytest.mark.full
 @pytest.mark.vllm
 def test_a_layer_of_quark_has_the_scheme_that_vllm_says(asked):
     seen = Counter[str]()

@@ -92,6 +92,7 @@ def test_a_number_of_bits_is_one(tmp_path, key, value):
     assert [finding.rule for finding in report.findings] == ["config"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", [("ignore",), ("config_groups", "group_0", "targets")], ids=".".join)
 @pytest.mark.parametrize("entry", [EVIL, "re:(a*)*$|(([a-z.]+)+)+!", "re:(.*.*.*.*.*.*.*.*.*.*)*_"])
 def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
@@ -103,6 +104,7 @@ def test_a_regex_without_end_is_an_error_that_names_it(tmp_path, place, entry):
     assert "repeats inside of repeats" in report.findings[0].cure
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "words",
     [("graft", "checkpoint", "--from", "checkpoint", "--replace"), ("fix", "checkpoint"), ("explain", "checkpoint")],
@@ -117,6 +119,7 @@ def test_a_regex_without_end_ends_every_verb(tmp_path, words):
     assert "would hang" in " ".join((done.stdout + done.stderr).split()), done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_a_regex_outside_of_any_limit_ends_too():
     with pytest.raises(CheckpointError, match="would hang"):
         patterns.equal_or_regex("model.layers.0.mlp.experts.0.down_proj", EVIL)
@@ -222,6 +225,7 @@ def test_an_auto_map_without_files_says_nothing(tmp_path):
     assert not checked(tmp_path, "glm fp8", setting("auto_map", {"AutoConfig": "configuration_x.C"})).findings
 
 
+@pytest.mark.full
 def test_the_command_says_it_in_one_finding(tmp_path):
     checkpoint = GOOD["mimo fp8"]()
     checkpoint.quantization["ignore"] = [EVIL]

@@ -77,6 +77,7 @@ def written() -> Iterator[tuple[str, Checkpoint]]:
             yield model, released(model)
 
 
+@pytest.mark.full
 def test_each_module_is_built_as_by_sglangs_own_classes():
     checkpoints = list(written())
     parts = ("backbone", "mtp")
@@ -267,6 +268,7 @@ def test_both_servers_are_asked_at_once():
         named(check_source(as_source(checkpoint, NOWHERE)).findings, "sglang-form")
 
 
+@pytest.mark.full
 def test_the_command_names_the_server(tmp_path):
     folder = write(tmp_path / "checkpoint", ours("glm-4.7", "NVFP4", "NVFP4", format="modelopt"))
     done = keepmtp("check", str(folder), "--runtime", "sglang", "--json")
@@ -287,6 +289,7 @@ def test_the_command_names_the_server(tmp_path):
 NOT_JUDGED = {"ling-3.0-flash"}
 
 
+@pytest.mark.full
 def test_the_check_finds_what_the_plan_says():
     """Where the plan says that SGLang serves an output, the check finds no error in it, and the other way round."""
     differing, compared = [], 0

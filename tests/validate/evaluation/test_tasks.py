@@ -151,6 +151,7 @@ def lm_evals(tmp_path_factory) -> dict[str, tuple[dict, list[str]]]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task", REFERENCES)
 def test_prompts_and_scores_are_what_lm_eval_gives(task, tmp_path, lm_evals):
     found = asked(task, tmp_path, shots=0)

@@ -241,6 +241,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(tmp_path):
     assert done.returncode == 2 and b"model-1.safetensors" in done.stderr and not done.stdout
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("words", "says"),
     [

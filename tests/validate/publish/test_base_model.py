@@ -106,6 +106,7 @@ def quantized(folder: Path, source: Path) -> Path:
     return out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_large", [False, True])
 def test_a_folder_with_the_bytes_of_the_release_is_that_release(is_large, hub, tmp_path):
     """Compared once; the card is verified without the Hub afterwards."""
@@ -124,6 +125,7 @@ def test_a_folder_with_the_bytes_of_the_release_is_that_release(is_large, hub, t
         card.verify(out)
 
 
+@pytest.mark.full
 def test_a_finetune_with_the_headers_of_the_release_is_asked_for(hub, tmp_path):
     source = finetune(tmp_path, spoil=True)
     out = quantized(tmp_path, source)
@@ -145,6 +147,7 @@ def test_without_the_source_or_the_hub_it_is_asked_for(made, tmp_path):
     assert done.returncode == 2 and "a card names a base model that was read or is stated" in done.stderr
 
 
+@pytest.mark.full
 def test_all_asks_before_the_work(tmp_path):
     """Hours before the card: a local folder by a recipe whose release cannot be compared, or is none."""
     source = open_source(finetune(tmp_path, spoil=False))

@@ -122,6 +122,7 @@ def test_closeness_is_a_row_and_a_section(made, tmp_path):
     assert "loseness" not in page(cards.told(made, whole()))
 
 
+@pytest.mark.full
 def test_an_older_card_is_replaced_whole(own):
     folder = card.card_folder(own)
     (folder / "README.md").write_text("old")
@@ -178,6 +179,7 @@ def test_an_altered_number_makes_no_card(file, old, new, says, own):
             make(own)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("file", "old", "new", "says"),
     [
@@ -194,6 +196,7 @@ def test_a_card_altered_by_hand_is_refused(file, old, new, says, own):
         card.verify(own)
 
 
+@pytest.mark.full
 def test_a_card_with_another_picture_a_file_more_or_less_or_none_is_refused(own):
     folder = card.card_folder(own)
     picture = (folder / "gsm8k.png").read_bytes()
@@ -257,6 +260,7 @@ def test_without_the_report_extra_nothing_is_begun(own, monkeypatch):
             make(own)
 
 
+@pytest.mark.full
 def test_the_command(own, tmp_path):
     """JSON on standard output, words elsewhere, and a refusal in one line."""
     run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path)
@@ -276,6 +280,7 @@ def test_the_command(own, tmp_path):
 # --- front matter -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_front_matter_is_what_the_hub_reads(made, tmp_path):
     folder, _ = card.build(made, base_model="org/Big-Model", license_id="mit", out=tmp_path / "c")
     data = ModelCard.load(folder / "README.md").data.to_dict()
@@ -321,6 +326,7 @@ def test_without_a_base_model_the_card_says_so(own):
     )
 
 
+@pytest.mark.full
 def test_the_source_s_card_gives_license_language_and_task(made, tmp_path):
     text = (
         "---\nlicense: other\nlicense_name: glm-5\nlicense_link: LICENSE\nlanguage: [en, no]\nbase_model: a/b\n"
@@ -737,6 +743,7 @@ def test_code_and_quotes():
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_card_names_the_repository_that_it_is_published_to(own):
     """What is sent names it; the folder's card, which knows no repository, stays as it is."""
     folder = card.card_folder(own)

@@ -109,6 +109,7 @@ def publish(parcel: Parcel) -> None:
     main.main()
 
 
+@pytest.mark.few(36)
 @pytest.mark.parametrize(("step", "fault"), faults.CASES if os.environ.get("KEEPMTP_FAULTS") == "all" else SOME)
 def test_a_fault_ends_well(case, other, parcel, contents, step, fault):
     faults.spoil(case, step, fault)
@@ -127,6 +128,7 @@ def test_a_wait_that_is_long_is_told_with_the_time(case, parcel):
     assert f"Run the same command again after {tomorrow}" in said and "what has arrived is not sent twice" in said
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("fault", ["killed", "Ctrl-C", "cut", "503"])
 @pytest.mark.parametrize("step", ["create", "send", "commit", "read a header", "go public"])
 def test_the_next_run_goes_on(case, parcel, contents, step, fault):
@@ -138,6 +140,7 @@ def test_the_next_run_goes_on(case, parcel, contents, step, fault):
     assert len(case.hub.repos[faults.REPO].commits) == 2, "nothing is committed twice"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_does_not_wait_for_a_shard(case, parcel, number, monkeypatch):
     """The Hub takes the shards and says nothing, for a minute; the command ends at once."""
@@ -165,6 +168,7 @@ def own(parcel, tmp_path) -> Parcel:
     return replace(parcel, folder=folder, files=moved)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("step", ["ask how to send", "commit"])
 @pytest.mark.parametrize("name", ["config.json", "keepmtp.json", "README.md", "report.json"])
 def test_a_small_file_that_changes_is_sent_as_it_was_hashed(case, own, contents, name, step):
@@ -176,6 +180,7 @@ def test_a_small_file_that_changes_is_sent_as_it_was_hashed(case, own, contents,
     assert faults.holds(case.hub, contents)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", ["ask how to send", "send"])
 def test_a_shard_that_changes_is_not_sent(case, own, step):
     """All shards are another before the first is sent."""
@@ -195,6 +200,7 @@ def test_a_shard_that_changes_is_not_sent(case, own, step):
     assert repo.private and len(repo.commits) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["README.md", "config.json", faults.SHARD])
 def test_a_file_that_is_stored_otherwise_is_named(case, parcel, name):
     """The Hub's list of the commit has another hash of it."""

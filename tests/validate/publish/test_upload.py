@@ -171,6 +171,7 @@ SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("fault", SPOILT)
 def test_other_bytes_than_were_measured_are_refused_by_name(publish_here, hub, folder, fault):
     spoil, says = SPOILT[fault]
@@ -211,6 +212,7 @@ def test_a_checkpoint_that_does_not_pass_is_refused(publish_here, hub, folder, a
     assert hub.requests == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ending", "value", "says"),
     [
@@ -317,6 +319,7 @@ def test_a_link_is_not_followed(publish_here, hub, folder, name):
     assert hub.requests == []
 
 
+@pytest.mark.full
 def test_a_link_beside_the_folder_is_left_alone(publish_here, hub, folder, tmp_path):
     """The name that an older keepmtp gave a folder of its own."""
     (tmp_path / "mine").mkdir()
@@ -325,6 +328,7 @@ def test_a_link_beside_the_folder_is_left_alone(publish_here, hub, folder, tmp_p
     whole(hub, folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["notes.txt", "id_ed25519", "sub/.env.json", "token.json"])
 def test_a_file_that_no_checkpoint_has_is_not_published(publish_here, hub, folder, name):
     """It was there when the checkpoint was measured, so it is of the report."""
@@ -359,6 +363,7 @@ def test_a_token_is_not_sent_over_plain_http(publish_here, hub, hub_at):
 # --- Repositories that exist ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_repository_of_somebody_elses_is_only_added_to_on_request(publish_here, hub, folder):
     repo = hub.add(REPO)
     before = hub.commit(REPO, {"README.md": b"mine", "notes.txt": b"mine too"})
@@ -377,6 +382,7 @@ def test_a_repository_of_somebody_elses_is_only_added_to_on_request(publish_here
     assert set(again["kept_files"]) == {file["name"] for file in again["files"]}
 
 
+@pytest.mark.full
 def test_a_repository_that_is_public_already_asks(publish_here, hub):
     hub.add(REPO, private=False)
     ended = publish_here()
@@ -395,6 +401,7 @@ def test_somebody_who_writes_at_the_same_time_is_not_overwritten(publish_here, h
 # --- What does not arrive as it was sent ------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_shard_stored_otherwise_is_named_and_stays_private(publish_here, hub):
     hub.spoil(SHARD)
     ended = publish_here("--public", "--yes")
@@ -450,6 +457,7 @@ def test_faults_that_pass_lose_nothing(hub, folder):
     whole(hub, folder)
 
 
+@pytest.mark.full
 def test_a_hub_that_does_not_recover_is_given_up_and_nothing_is_sent_twice(publish_here, hub, folder):
     hub.faults = [Fault("POST .*/commit/", status=503, times=4, headers={"Retry-After": "0"})]
     ended = publish_here()
@@ -498,6 +506,7 @@ def until(happens: Callable[[], bool], *, seconds: float = 120) -> None:
 # --- Going public, and looking only -----------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("answer", ["n", "y"])
 def test_going_public_is_asked_before_and_done_after(hub, folder, answer):
     ours, theirs = pty.openpty()
@@ -542,6 +551,7 @@ def test_a_dry_run_shows_the_list_and_sends_nothing(publish_here, hub, folder):
     assert not any(line.startswith(("PUT", "POST")) for line in hub.requests)
 
 
+@pytest.mark.full
 @pytest.mark.vllm
 @pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment: make .venv-vllm, or set VLLM_PYTHON")
 def test_vllm_loads_what_the_repository_holds(hub, folder):

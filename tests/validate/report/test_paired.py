@@ -74,6 +74,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says(num, shares):
         assert plain < 0.9 < 0.95 < held
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("num", [200, 500, 1319])
 @pytest.mark.parametrize("gained", [0.0, 0.005, 0.02])
 def test_how_often_a_loss_at_the_limit_goes_through(num, gained, monkeypatch):

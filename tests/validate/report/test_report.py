@@ -69,6 +69,7 @@ def probed(html: str, folder: Path, *, extra: str = "") -> Path:
 # --- report.json ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", PAGES)
 def test_a_report_read_back_is_the_same_and_renders_the_same(name, pages, tmp_path):
     path = write_json(tmp_path / "deep" / "folder", pages[name])
@@ -330,6 +331,7 @@ def test_a_chart_says_in_words_what_it_shows(pages):
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "width", "is_dark"),
     [
@@ -566,6 +568,7 @@ def test_without_the_extra_it_is_one_sentence(name, pages, monkeypatch, tmp_path
 # --- from the command line, and in the wheel --------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_page_is_made_again_from_its_json(pages, tmp_path):
     path = write_json(tmp_path, pages["broken"])
     done = subprocess.run([KEEPMTP, "report", str(path)], capture_output=True, text=True)

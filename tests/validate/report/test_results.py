@@ -334,6 +334,7 @@ def test_a_result_gone_or_replaced_by_an_older_one_is_not_reported(station, evid
             make(evidence)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("station", STATIONS)
 def test_a_newer_result_makes_a_new_report(station, evidence):
     """A station was killed before it made the report; or a result is there for the first time."""

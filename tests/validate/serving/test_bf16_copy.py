@@ -127,6 +127,7 @@ def test_a_full_disk_is_refused_before_a_byte(tmp_path, monkeypatch):
     assert not (tmp_path / "copy").exists()
 
 
+@pytest.mark.full
 def test_memory_is_the_tensor_in_flight(tmp_path):
     """64 tensors of 4 MiB: what a run needs above its imports must not grow with the checkpoint."""
     size, count = 2048, 64

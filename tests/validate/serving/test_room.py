@@ -127,6 +127,7 @@ def test_what_nvidia_smi_says(monkeypatch, tmp_path):
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("verb", ["serve", "serve-check", "eval", "all"])
 def test_each_command_refuses_before_it_starts_a_server(monkeypatch, tmp_path, verb):
     smi = tmp_path / "nvidia-smi"
@@ -146,6 +147,7 @@ def test_each_command_refuses_before_it_starts_a_server(monkeypatch, tmp_path, v
     assert not out.exists() and "$ keepmtp" not in done.stderr
 
 
+@pytest.mark.full
 def test_another_vllm_needs_a_flag_and_is_named(monkeypatch, tmp_path):
     """--any-vllm: the server of another version is measured, and every result says which."""
     monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, vllm="0.33.1")))

@@ -180,6 +180,7 @@ def test_a_scale_that_is_wrong_is_named_in_a_real_output(written, tmp_path):
     assert {finding.where for finding in findings if finding.rule == "release"} == {name.replace("_scale", "")}
 
 
+@pytest.mark.full
 def test_the_command_reads_values_and_names_the_tensor(written, tmp_path):
     folder = shutil.copytree(written, tmp_path / "broken")
     name = next(name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale"))
@@ -193,6 +194,7 @@ def test_the_command_reads_values_and_names_the_tensor(written, tmp_path):
         assert done.returncode == 1 and f"error: {name}\n" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -205,6 +207,7 @@ def test_a_release_that_cannot_be_compared_is_refused(words, says, written):
     refused("check", str(written), *words, says=says)
 
 
+@pytest.mark.full
 def test_a_finding_of_values_is_a_red_gate(written, tmp_path):
     folder = shutil.copytree(written, tmp_path / "broken")
     name = next(name for name in opened(folder).source.entries if name.endswith("o_proj.weight_scale"))

@@ -110,6 +110,7 @@ def test_the_command_names_the_tensor_and_says_first_what_it_fetches(hub, quanti
     assert TOKEN not in told.out + told.err
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_command_while_it_waits_for_a_range(hub, tmp_path):
     folder = write(tmp_path / "checkpoint", GOOD["glm nvfp4"]())
     hub.mirror("org/model", folder)

@@ -33,6 +33,7 @@ def test_a_scale_of_the_cache_that_is_no_positive_number(name, value, rule, tmp_
     assert (finding.rule, finding.severity, finding.where) == (rule, "error", name)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", GOOD)
 def test_good_values_pass_without_a_word(name, tmp_path):
     folder = write(tmp_path / "checkpoint", GOOD[name]())

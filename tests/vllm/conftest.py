@@ -1,0 +1,26 @@
+"""Tests against real vLLM share what takes long to start."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from functools import cache
+
+import pytest
+from keepmtp.validate.dryload import check_on
+from keepmtp.validate.dryload.facts import GPU
+from keepmtp.validate.dryload.loader import DryLoader
+from keepmtp.validate.serving.vllm_env import find_vllm
+
+
+@pytest.fixture(scope="session")
+def dry_loader() -> Iterator[Callable[[GPU], DryLoader]]:
+    """vLLM's process for a pretended GPU, one for a worker: it takes 10 s to import vLLM."""
+    with ExitStack() as stack:
+        yield cache(lambda gpu: stack.enter_context(DryLoader(find_vllm(), gpu=gpu)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_loader(dry_loader) -> Iterator[None]:
+    """`check_on` loads with that process too."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(check_on, "DryLoader", lambda _vllm, *, gpu: nullcontext(dry_loader(gpu)))
+        yield
