@@ -30,8 +30,8 @@ def seen(room: Path) -> dict[str, object]:
             state = os.lstat(path)
             is_folder = name in folders and not os.path.islink(path)
             link = os.readlink(path) if os.path.islink(path) else ""
-            same = (state.st_mode, link) if is_folder else (state.st_mode, link, state.st_size, state.st_mtime_ns)
-            found[os.path.relpath(path, room)] = same
+            content = () if is_folder else (state.st_ino, state.st_size, state.st_mtime_ns)
+            found[os.path.relpath(path, room)] = (state.st_mode, link, *content)
     return found
 
 
