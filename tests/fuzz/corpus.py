@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent.parent
 REAL = ("tiny-glm4-moe", "tiny-qwen3_5")
 MODELOPT_FILE = "glm modelopt file"
 MEASURED, CARDED = "a measured checkpoint", "a checkpoint with its card"
+OTHER = "tiny-glm4-moe with another byte"
 RECIPES = ("the model file of tiny-glm4-moe", "a flat recipe", "a calibrated recipe")
 
 
@@ -57,6 +58,11 @@ def folder(name: str) -> Path:
         return _measured(path)
     if name == CARDED:
         return _carded(path)
+    if name == OTHER:
+        shutil.copytree(ROOT / "models" / "tiny-glm4-moe", path)
+        shard = max(path.glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
+        return path
     build = WHOLE[name] if name in WHOLE else BROKEN_NAMES[name].build
     return write(path, build())
 

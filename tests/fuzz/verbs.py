@@ -20,6 +20,7 @@ from case import Case, some
 from edits import Edit
 from task_rows import TASK_ROWS
 
+HELD_OUT = str(corpus.ROOT / "models" / "held_out.jsonl")
 Rows = list[dict[str, Any]]
 _case = partial(Case, reads_weights=False)
 GOOD_LOG = (
@@ -39,7 +40,7 @@ TEXTS: Rows = [
 PROMPTS: Rows = [
     {"prompt": "Go on:"},
     {"question": "1 + 1?", "answer": "#### 2"},
-    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]},
+    {"messages": [{"role": "user", "content": "Why?"}]},
     {"turns": ["Why?", "Shorter."]},
 ]
 RAW_LINES = (
@@ -139,8 +140,8 @@ def prompt_files(rng: random.Random, kind: str) -> Case:
 def texts(rng: random.Random, kind: str) -> Case:
     """Held-out texts of closeness."""
     file = f"held{_ending(rng, '.jsonl', '.txt')}"
-    words = ("closeness", "{}", "--source", "{}", "--text", f"{{}}/{file}", "--out", "{}.out")
-    return _case(kind=kind, base=rng.choice(corpus.REAL), edits=(_lines(rng, file, TEXTS),), words=words)
+    words = _near(("closeness", "{}", "--source", "OTHER", "--text", f"{{}}/{file}", "--out", "{}.out"))
+    return _case(kind=kind, base=corpus.REAL[0], edits=(_lines(rng, file, TEXTS),), words=words)
 
 
 def rows(rng: random.Random, kind: str) -> Case:
@@ -205,7 +206,7 @@ def names(rng: random.Random, kind: str) -> Case:
     base = rng.choice((*corpus.REAL, corpus.MEASURED))
     path = "{}/NAME" if base == corpus.MEASURED else "{}"
     made = tuple(_strange_file(rng) for _ in range(rng.choice((0, 0, 1, 2))))
-    words = rng.choice((*_READS, *_OF_A_FOLDER))
+    words = _near(rng.choice((*_READS, *_OF_A_FOLDER)))
     words = tuple(word.replace("{}", path, 1) if word.startswith("{}") else word for word in words)
     return _case(kind=kind, base=base, edits=made, words=words, name=rng.choice(FOLDERS)[:90])
 
@@ -220,7 +221,8 @@ _READS: tuple[tuple[str, ...], ...] = (
     ("report", "{}", "--out", "{}.page"),
     ("gate", "{}"),
     ("publish", "{}", "--repo", "org/name", "--dry-run"),
-    ("closeness", "{}", "--source", "{}", "--out", "{}.out"),
+    ("closeness", "{}", "--source", "OTHER", "--text", HELD_OUT, "--out", "{}.out"),
+    ("closeness", "{}", "--source", "OTHER", "--text", HELD_OUT),
     ("eval", "{}", "--source", "{}", "--out", "{}.out"),
     ("eval", "{}", "--source", "none"),
     ("bench", "{}", "-k", "0..1", "--source", "{}", "--repeat", "1"),
@@ -263,7 +265,11 @@ def companions(rng: random.Random, kind: str) -> Case:
         inner = edits.mangled(rng, file, len(content))
         return _written(file, inner.says, content, inner.do)
 
-    return _case(kind=kind, base=base, edits=some(rng, edit), words=rng.choice(_READS))
+    return _case(kind=kind, base=base, edits=some(rng, edit), words=_near(rng.choice(_READS)))
+
+
+def _near(words: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(str(corpus.folder(corpus.OTHER)) if word == "OTHER" else word for word in words)
 
 
 def evidence(rng: random.Random, kind: str) -> Case:
@@ -298,7 +304,7 @@ def _of_measured(rng: random.Random, kind: str, base: str) -> Case:
         return edits.mangled(rng, file, path.stat().st_size)
 
     published = (("publish", "{}", "--repo", "org/name", "--dry-run"), ("card", "{}", "--out", "{}.card"))
-    words = rng.choice(published if base == corpus.CARDED else _READS)
+    words = _near(rng.choice(published if base == corpus.CARDED else _READS))
     words = tuple(word.replace("{}", f"{{}}/{name}", 1) for word in words)
     return _case(kind=kind, base=base, edits=some(rng, edit), words=words)
 
