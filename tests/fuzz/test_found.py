@@ -31,7 +31,7 @@ from keepmtp.validate.report.best_k import BestK
 from keepmtp.validate.report.report import read_json, refresh
 from keepmtp.validate.report.results import read_result
 from keepmtp.validate.serving.prompts import read_prompts
-from keepmtp.validate.serving.serve_line import has_template
+from keepmtp.validate.serving.serve_check import has_template
 
 ROOT = Path(__file__).parent.parent.parent
 READERS: dict[str, Callable[[Path], object]] = {

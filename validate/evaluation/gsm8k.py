@@ -20,8 +20,7 @@ from ...recipes.families import find_view
 from ...recipes.protocol import Evaluation
 from ..report.paired import paired
 from ..serving.bf16_copy import why_no_kernel
-from ..serving.serve_check import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
-from ..serving.serve_line import has_template
+from ..serving.serve_check import COPY, UNTRIED, bf16_copy, has_template, ks_up_to, lack_of_kernel
 from ..serving.served import AsServed, counters
 from ..serving.server import ServerFailed, serving
 from ..serving.vllm_env import TIMEOUT_SECONDS, VLLM

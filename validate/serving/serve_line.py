@@ -7,17 +7,12 @@ And a container sees no folder of this machine that is not named with -v.
 """
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-
-from ...checkpoints.source import Source, small_bytes
 
 _IMAGE = "vllm/vllm-openai"
 _IN_IMAGE = "/model"
 _DOCKER = ("docker", "run", "--gpus", "all")
 _SHARED = ("-p", "8000:8000", "--ipc=host")  # the processes of one server share memory
-_TEMPLATES = {"chat_template.jinja", "chat_template.json"}
-_TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
 _DOWNLOADS = ("-v", "huggingface:/hub", "-e", "HF_HOME=/hub")  # a volume: the next container has them already
 
 
@@ -47,14 +42,3 @@ def docker_words(model: str, k: int, *further: str, version: str) -> tuple[str, 
         return *_DOCKER, *_DOWNLOADS, *_SHARED, image, model, *draft_words(k), *further
     name = ("--served-model-name", Path(model).name)
     return *_DOCKER, "-v", f"{model}:{_IN_IMAGE}:ro", *_SHARED, image, _IN_IMAGE, *name, *draft_words(k), *further
-
-
-def has_template(source: Source, further: Sequence[str]) -> bool:
-    """Whether the server has a chat template: the checkpoint's, or one that the further words name.
-
-    Raises:
-        CheckpointError: see `source.small_bytes`.
-    """
-    own = b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
-    named = any(word.partition("=")[0] in _TEMPLATE_WORDS for word in further)
-    return own or named or bool(_TEMPLATES & set(source.companions))
