@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ if __name__ == "__main__":
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100", "TERM": "dumb"}
 
 import canary  # noqa: E402
+import corpus  # noqa: E402
 import kinds  # noqa: E402
 import verbs  # noqa: E402
 import warm  # noqa: E402
@@ -40,27 +40,13 @@ from edits import UNEDITABLE  # noqa: E402
 from judged import Verdict, judged  # noqa: E402
 
 
-def copied(source: Path, target: Path) -> None:
-    """A copy of a base, by hard links."""
-    shutil.copytree(source, target, copy_function=_link)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copy(source, target)
-
-
 def tried(case: Case) -> Verdict:
     """Make the case's folder, and call the command on it."""
-    import corpus
-
     with tempfile.TemporaryDirectory(prefix="keepmtp-case-") as name:
         room = Path(name)
         folder = room / case.name
         canary.guard(room)
-        copied(corpus.folder(case.base), folder)
+        corpus.copied(corpus.folder(case.base), folder)
         for edit in case.edits:
             try:
                 edit.do(folder)

@@ -5,6 +5,7 @@ headers and holes.
 """
 
 import atexit
+import os
 import random
 import shutil
 import subprocess
@@ -77,6 +78,18 @@ def pick(rng: random.Random, *, quantized: bool = False) -> str:
     if quantized:
         return rng.choice([name for name in WHOLE if not name.startswith("released ")])
     return rng.choice((rng.choice(REAL), rng.choice(list(WHOLE)), rng.choice(list(BROKEN_NAMES))))
+
+
+def copied(source: Path, target: Path) -> None:
+    """A copy of a base, by hard links."""
+    shutil.copytree(source, target, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy(source, target)
 
 
 def model_of(name: str) -> str:
