@@ -52,11 +52,16 @@ def write_whole(path: Path, text: str) -> Path:
     """Write a text file so that a reader finds the old one or the new one, never a part; returns `path`.
 
     Raises:
-        CheckpointError: the folder cannot be written to.
+        CheckpointError: the folder cannot be written to, or the text has a name whose bytes are no UTF-8.
     """
     try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:
+        got, cure = ascii(text[error.start : error.end]), "Rename the folder or the file that is called so"
+        raise CheckpointError(path, "every name in it must be UTF-8", got=got, cure=cure) from error
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial_path(path).write_text(text, encoding="utf-8")
+        partial_path(path).write_bytes(raw)
         complete(path)
     except OSError as error:
         raise unwritable(path, error) from error

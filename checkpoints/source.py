@@ -24,7 +24,7 @@ from ..recipes.shipped import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
 from .hub import files_of, hub_errors, is_repo_id, read_remote_header
 from .hub_ranges import read_range
-from .json_file import read_config, read_index, read_object
+from .json_file import read_bytes_of, read_config, read_index, read_object
 from .safetensors_file import Entry, fill, read_header
 from .unchanged import FileStamp, states_of
 
@@ -137,9 +137,13 @@ def small_file(source: Source, name: str) -> Path | None:
 
 
 def small_bytes(source: Source, name: str) -> bytes | None:
-    """The bytes of such a file; None if there is none."""
+    """The bytes of such a file; None if there is none.
+
+    Raises:
+        CheckpointError: see `json_file.read_bytes_of`.
+    """
     path = small_file(source, name)
-    return None if path is None else path.read_bytes()
+    return None if path is None else read_bytes_of(path, f"{source.where}/{name}")
 
 
 def small_object(source: Source, name: str) -> dict[str, Any] | None:

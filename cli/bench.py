@@ -23,6 +23,7 @@ from ..validate.serving.vllm_env import TIMEOUT_SECONDS
 from .exits import FINDINGS
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, download_lines, measuring
+from .tables import say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -144,7 +145,7 @@ def bench(
         reports.refuse_stale(plan.out, checkpoint.identity, but=("bench",))
     compared = original and _model(download(original, bars=bars), "source", plan, err, as_json=as_json)
     with measuring(err, as_json=as_json) as watch:
-        fact = matrix.bench(checkpoint, compared, plan, vllm=vllm, say=partial(err.print, highlight=False), watch=watch)
+        fact = matrix.bench(checkpoint, compared, plan, vllm=vllm, say=partial(say, err), watch=watch)
     write_result(plan.out, "bench", fact, checkpoint=checkpoint.identity, vllm=vllm.version)
     if is_recorded:
         reports.refresh(plan.out, measured="bench")
@@ -154,7 +155,7 @@ def bench(
         for part in tables(fact):
             Console().print(part, highlight=False)
         where = f"Result: {file_of(plan.out, 'bench')}; repetitions beside it; logs: {plan.out / 'logs'}"
-        Console().print(where, highlight=False, soft_wrap=True)
+        say(Console(), where)
     if any(cell.error for each in fact.benched for cell in each.cells):
         raise typer.Exit(FINDINGS)
 

@@ -138,9 +138,9 @@ def check(
             if html is not None:
                 folder = html if len(paths) == 1 else html / f"{number + 1}-{Path(paths[number]).name}"
                 page = save(folder, checked.data, vllm=TESTED[0], opened=checked.source)
-                err.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+                tables.say(err, f"report: {page}")
             if notes is not None:
-                err.print(f"recorded: {notes.keep(checked)}", highlight=False, markup=False, soft_wrap=True)
+                tables.say(err, f"recorded: {notes.keep(checked)}")
     if status:
         raise typer.Exit(status)
 
@@ -157,7 +157,7 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
     def say(fetch: "Fetch") -> None:
         line = f"{fetch.where}: {fetch.num_tensors:,} tensors, {tables.size_in_words(fetch.num_bytes)} by "
         line += f"{fetch.num_requests:,} range requests"
-        err.print(line, highlight=False, markup=False, soft_wrap=True)
+        tables.say(err, line)
 
     watch = Watch(reading=bytes_bar(err, "reading values"), fetching=say)
     with stopped_by_signals():

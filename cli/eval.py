@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ from ..validate.serving.vllm_env import TIMEOUT_SECONDS
 from .gate import EXITS
 from .options import AnyVLLMOption, JsonOption, ModelCodeOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, download_lines
+from .tables import say
 
 if TYPE_CHECKING:
     from ..checkpoints.identity import Identity, ReadingBar
@@ -173,7 +175,7 @@ def evaluate(
         has_plain=plain,
         timeout=timeout,
         extra=extra,
-        say=lambda words: err.print(words, highlight=False),
+        say=partial(say, err),
     )
     with asking(err, as_json=as_json) as watch:
         fact = gsm8k.evaluate(judged, compared, asked, vllm=vllm, setup=setup, watch=watch)
@@ -195,9 +197,7 @@ def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json
         sys.stdout.write(json.dumps(found) + "\n")
     else:
         Console().print(table(fact, judged))
-        Console().print(
-            f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}", highlight=False, soft_wrap=True
-        )
+        say(Console(), f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}")
     if status := _status(judged, fact):
         raise typer.Exit(status)
 

@@ -166,7 +166,7 @@ def _answer(console: Console, answer: "Recognized") -> None:
     for row in filter(None, rows):
         _say(console, row, "  ")
     if answer.command:
-        line = Text(f"  keepmtp {' '.join(shlex.quote(word) for word in answer.command)}", style="bold")
+        line = Text(f"  keepmtp {printable(shlex.join(answer.command))}", style="bold")
         console.print(line, soft_wrap=True, highlight=False)
 
 

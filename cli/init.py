@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, printable
 from .options import ModelArgument
 
 
@@ -35,7 +35,7 @@ def init(
         raise RecipeError("--out", "the folder of the file must exist", got=out, cure="Make it, or choose another")
     text = _text(model, out)
     write_whole(out, text)
-    sys.stdout.write(f"{out}\n")
+    sys.stdout.write(f"{printable(str(out))}\n")
 
 
 def _text(model: str, out: Path) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ..recipes.errors import GateError, RecipeError, VLLMError
+from ..recipes.errors import GateError, RecipeError, VLLMError, printable
 from . import exits
 from .check import spinner
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm, refuse_stray_words
@@ -185,7 +185,8 @@ def _print_commands(opened: "Source", best: "BestK", further: Sequence[str], *, 
     if as_json:
         print_json({"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker})
         return
-    sys.stdout.write(f"# k={best.k}: {best.why}\n{shlex.join(line)}\n{shlex.join(docker)}\n")
+    for words in (f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)):
+        sys.stdout.write(f"{printable(words)}\n")
 
 
 def _address(host: str, port: int, extra: Sequence[str]) -> "Address":
@@ -266,4 +267,4 @@ def _report(path: str, best: "BestK", life: "ServerLife", err: Console, *, as_js
         print_json({"path": path, "why": best.why, **life.model_dump(mode="json")})
         return
     drafted = in_words(life) if life.k else "served without drafting"
-    sys.stdout.write(f"{path}: {life.seconds:,.0f} s with k={life.k}; {drafted}\n")
+    sys.stdout.write(f"{printable(path)}: {life.seconds:,.0f} s with k={life.k}; {drafted}\n")
