@@ -3,7 +3,7 @@
 In: a protocol and rows. Out: lm-eval's `ConfigurableTask`s, by name: one, or one for each sub-task that has rows.
 
 Easy to get wrong: files of tasks name Python functions, and to import those may download something. Each such module is
-listed here: IFEval's wants NLTK's data, HumanEval's a program from the Hub that runs code (`sandbox.py` is in its
+listed here: IFEval's wants NLTK's data, HumanEval's a program from the Hub that runs code (`model_code.py` is in its
 place), RULER's all that its generators need. `langdetect` guesses otherwise each time unless it is given a seed.
 """
 
@@ -29,7 +29,7 @@ from ...recipes.extras import install_command
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS, TaskRow
 from .dataset import Row, Rows, read_rows
-from .sandbox import CodeEval
+from .model_code import CodeEval
 
 Tasks = Mapping[str, ConfigurableTask]
 
@@ -50,10 +50,8 @@ def refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
     name, row = protocol.task, TASKS[protocol.task]
     if row.runs_code and not runs_code:
         rule = "runs the programs that the model writes, so it must be allowed on the command line"
-        cure = "Add --run-model-code: each runs in a closed process of its own (docs/usage.md)"
+        cure = "Add --run-model-code: only bubblewrap keeps them from your files and network (docs/tasks.md)"
         raise RecipeError(f"evaluation.task {name}", rule, got="no --run-model-code", cure=cure)
-    if row.runs_code:
-        CodeEval.refuse_machine(f"evaluation.task {name}")
     lacks = [package for package in row.packages if not _is_installed(package)]
     if lacks:
         rule, got = "needs all of keepmtp's `evaluate` extra", f"no {' and no '.join(lacks)}"
