@@ -135,7 +135,7 @@ def test_the_source_needs_a_template_too(checkpoint):
 def test_a_row_without_an_answer(checkpoint, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "1 + 2?"}\n')
     message = refusal(checkpoint, "--source", GLM, "--dataset", tmp_path / "rows.jsonl", "--shots", 0)
-    assert "rows.jsonl: row 2: must have the field answer; got question." in message
+    assert "rows.jsonl:2: must have the field answer; got question." in message
 
 
 def test_a_checkpoint_without_a_draft(checkpoint):

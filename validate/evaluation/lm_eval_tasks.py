@@ -28,8 +28,8 @@ from ...recipes.errors import RecipeError
 from ...recipes.extras import install_command
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS, TaskRow
+from . import model_code
 from .dataset import Row, Rows, read_rows
-from .model_code import CodeEval
 
 Tasks = Mapping[str, ConfigurableTask]
 
@@ -128,7 +128,7 @@ def _config(row: TaskRow, api: str, group: str = "") -> dict[str, Any]:
     if row.has_own_lengths:
         return _without_generator(load_yaml(path, resolve_func=False))
     if row.runs_code:
-        with mock.patch.object(evaluate, "load", CodeEval.load):  # its module loads one from the Hub as it is imported
+        with mock.patch.object(evaluate, "load", model_code.load):  # which its module does as it is imported
             return load_yaml(path)
     config = load_yaml(path)
     if "langdetect" in row.packages:
@@ -213,11 +213,14 @@ def _task(protocol: Evaluation, config: dict[str, Any], rows: Rows) -> Configura
 def _dataset(protocol: Evaluation, rows: Sequence[Row]) -> Dataset:
     try:
         return Dataset.from_list([dict(row) for row in rows])
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:
         where = f"evaluation.dataset {protocol.dataset_name}"
         cure = "Mend the rows, or name another dataset"
         raise RecipeError(
-            where, "each field must have one type in all rows", got=str(error).rstrip("."), cure=cure
+            where,
+            "each field must have one type in all rows, and numbers of 64 bits",
+            got=str(error).rstrip("."),
+            cure=cure,
         ) from error
 
 

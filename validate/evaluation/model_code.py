@@ -1,6 +1,6 @@
 """Programs that a model wrote, run and judged in processes of their own: in the place of Hugging Face's `code_eval`.
 
-In: programs and the tests that follow them. Out: the share that passes, in the form that lm-eval's humaneval asks for.
+In: a program and its test. Out: whether it passes, in the form that lm-eval's humaneval asks for.
 
 Easy to get wrong: `evaluate.load("code_eval")` fetches the module that runs the code from the Hub, and there the
 program itself could say that it passed. Here one process runs the program and another one its test
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 from ...recipes.errors import RecipeError
@@ -37,31 +37,17 @@ _FENCE = ("--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-sess
 _READ = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix, sys.prefix)
 
 
-class CodeEval:
-    """What lm-eval's humaneval uses of `evaluate`."""
+def load(name: str) -> SimpleNamespace:
+    """For `evaluate.load("code_eval")`, of which lm-eval's humaneval uses `compute` alone."""
+    return SimpleNamespace(compute=_compute)
 
-    @staticmethod
-    def load(name: str) -> "CodeEval":
-        """The one module that is asked for."""
-        assert name == "code_eval", name
-        return CodeEval()
 
-    def compute(
-        self, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]
-    ) -> tuple[dict[str, float], None]:
-        """The share of programs that pass their test.
-
-        Args:
-            references: a test for each question.
-            predictions: programs for each question.
-            k: (1,).
-        """
-        assert list(k) == [1], k
-        shares = [
-            fmean(passes(program, test, fence()) for program in programs)
-            for test, programs in zip(references, predictions, strict=True)
-        ]
-        return {"pass@1": fmean(shares)}, None
+def _compute(
+    references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]
+) -> tuple[dict[str, float], None]:
+    """The share of programs that pass their test; lm-eval gives one of each."""
+    (test,), ((program,),) = references, predictions
+    return {"pass@1": float(passes(program, test, fence()))}, None
 
 
 @cache

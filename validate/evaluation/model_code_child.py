@@ -15,13 +15,13 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TextIO
 
 _LIMITS = {"CORE": 0, "CPU": 3, "AS": 4 << 30, "FSIZE": 0, "NPROC": 0}
 _LONGEST = 1 << 20  # characters of an answer; a parsed one takes a hundred times their memory
-_PLAIN: tuple[type[Any], ...] = (bool, int, float, complex, str, bytes)
+_KINDS: Mapping[type, type] = {list: list, tuple: tuple, set: set, frozenset: set}
 
 
 class _Known(dict[str, Any]):
@@ -72,12 +72,10 @@ def _plain(value: Any) -> Any:
     """The equal value of a built-in type, for one of numpy's or a defaultdict."""
     if isinstance(value, dict):
         return {_plain(key): _plain(each) for key, each in value.items()}
-    for kind in (list, tuple, set, frozenset):
+    for kind, plain in _KINDS.items():
         if isinstance(value, kind):
-            return kind(map(_plain, value))
-    if hasattr(value, "item"):
-        return value.item()
-    return next((kind(value) for kind in _PLAIN if isinstance(value, kind)), value)
+            return plain(map(_plain, value))
+    return value.item() if hasattr(value, "item") else value
 
 
 main(int(sys.argv[1]))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.evaluation import model_code
-from keepmtp.validate.evaluation.model_code import CodeEval, fence, passes
+from keepmtp.validate.evaluation.model_code import fence, load, passes
 
 ROOT = Path(__file__).parent.parent.parent.parent
 FINE = "def f(a):\n    import math\n    return math.sqrt(a)\n"
@@ -36,15 +36,16 @@ def machine(monkeypatch):
 
 
 def test_a_right_program_passes_and_a_wrong_one_does_not(words):
-    helper = "from collections import defaultdict\ndef twice(a): return defaultdict(int, {'é': (a, a)}), {a}, None\n"
+    helper = "import collections\ndef twice(a): return collections.Counter({'é': (a, a)}), frozenset([a]), None\n"
     asks = "assert twice(a=f(9)) == ({'é': (3, 3)}, {3}, None)\n"
     assert passes(f"{helper}print('x'){chr(10)}{FINE}", TEST + asks, words)
     assert not passes("def f(a): return a", TEST, words)
 
 
-def test_the_share_of_programs_that_pass():
-    found, _ = CodeEval().compute([TEST, TEST], [[FINE], ["def f(a): retur"]], [1])
-    assert found == {"pass@1": 0.5}
+def test_what_lm_eval_asks_for():
+    code_eval = load("code_eval")
+    assert code_eval.compute([TEST], [[FINE]], [1]) == ({"pass@1": 1.0}, None)
+    assert code_eval.compute([TEST], [["def f(a): retur"]], [1]) == ({"pass@1": 0.0}, None)
 
 
 def test_numbers_of_numpy_are_numbers():
@@ -204,7 +205,7 @@ def test_a_machine_without_a_bubblewrap_that_works(machine, tmp_path):
     (tmp_path / "bwrap").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     fence.cache_clear()
-    assert fence() == () and CodeEval().compute([TEST], [[FINE]], [1])[0] == {"pass@1": 1.0}
+    assert fence() == ()
 
 
 def test_a_machine_that_starts_no_process_judges_nothing(machine):
