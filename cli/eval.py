@@ -130,7 +130,7 @@ def evaluate(
     refuse_words("eval", context.args)
     require_extra("keepmtp eval", "evaluate")
     extra, err = tuple(context.args), Console(stderr=True)
-    from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
+    from ..validate.evaluation import gsm8k, lm_eval_task, model_code  # lm-eval is known to be there
 
     opened = open_source(path)
     changed = {
@@ -147,6 +147,8 @@ def evaluate(
     }
     rules = _rules(opened, recipe)
     protocols = _protocols(rules.evaluations, {key: value for key, value in changed.items() if value is not None})
+    if run_model_code and any(TASKS[protocol.task].runs_code for protocol in protocols) and not model_code.fence():
+        err.print(model_code.OPEN, highlight=False)
     asked = [lm_eval_task.questions(protocol, runs_code=run_model_code) for protocol in protocols]
     original = original_of(opened, source, cure=_CURE)
     for protocol in protocols:

@@ -77,7 +77,8 @@ TimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds a server may 
 ModelCodeOption = Annotated[
     bool,
     typer.Option(
-        "--run-model-code", help="Tasks such as humaneval may run what the model writes, in closed processes."
+        "--run-model-code",
+        help="Tasks such as humaneval may run what the model writes: in bubblewrap, or with your rights without it.",
     ),
 ]
 AnyVLLMOption = Annotated[
