@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..checkpoints.companions import HF_QUANT_CONFIG
+from ..checkpoints.files import within
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source, small_bytes
 from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor, typed
@@ -131,14 +131,17 @@ def convert(planned: Conversion, out: Path, *, progress: Callable[[int], None] =
     def write(folder: Path) -> list[str]:
         return [
             write_shard(
-                folder / file, shard_again(planned.source, file, planned.changes), planned.source, written=progress
+                within(folder, file),
+                shard_again(planned.source, file, planned.changes),
+                planned.source,
+                written=progress,
             )
             for file in planned.shards
         ]
 
     wanted = Rewrite(
         source=planned.source,
-        made_by=f"keepmtp {__version__} convert --to {planned.to}",
+        made_by=f"convert --to {planned.to}",
         files=planned.files,
         left_out=planned.left_out,
         write_shards=write,
