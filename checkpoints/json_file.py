@@ -48,7 +48,11 @@ def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, An
     Raises:
         CheckpointError: no regular file, too large, not UTF-8, not JSON, too deep, half a character, or no object.
     """
-    raw = read_bytes_of(path, where, cure=cure)
+    return object_of(read_bytes_of(path, where, cure=cure), where, cure=cure)
+
+
+def object_of(raw: bytes, where: object, *, cure: str = _CURE) -> dict[str, Any]:
+    """The object of JSON that was read already; see `read_object`."""
     if raw.count(b",") > _MAX_COMMAS:
         raise CheckpointError(where, f"must have at most {_MAX_COMMAS} values", got="more", cure=cure)
     found = parsed(_decoded(raw, where, cure), where, cure=cure)

@@ -56,7 +56,8 @@ def tried(case: Case) -> Verdict:
         before = canary.seen(room)
         with chdir(room):
             verdict = judged(words, folder, reads_weights=case.reads_weights, call=warm.main)
-        return replace(verdict, faults=(*verdict.faults, *canary.left(case, room, before)))
+        beside = (*canary.left(case, room, before), *case.also(case, folder, verdict.status))
+        return replace(verdict, faults=(*verdict.faults, *beside))
 
 
 def shrunk(case: Case) -> Case:

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from edits import Edit
 
@@ -19,6 +20,7 @@ class Case:
         reads_weights: whether status 0 claims that the weights' files are good.
         name: of the copied folder.
         writes: files in the copied folder that the verb may change.
+        also: further faults, from the case, the folder and the exit status.
     """
 
     kind: str
@@ -28,6 +30,7 @@ class Case:
     reads_weights: bool = True
     name: str = "in"
     writes: tuple[str, ...] = ()
+    also: "Callable[[Case, Path, int], list[str]]" = lambda case, folder, status: []
 
     def without(self, number: int) -> "Case":
         return replace(self, edits=self.edits[:number] + self.edits[number + 1 :])

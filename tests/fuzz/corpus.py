@@ -17,6 +17,7 @@ from pathlib import Path
 
 import benches
 import closenesses
+import cures
 import measured
 import releases
 import reports
@@ -58,7 +59,9 @@ def folder(name: str) -> Path:
     if name == MEASURED:
         return _measured(path)
     if name == CARDED:
-        return _carded(path)
+        return _by_itself(path, "cards", "green")
+    if name in cures.BASES:
+        return _by_itself(path, "cured", "make", cures.BASES[name])
     if name == OTHER:
         shutil.copytree(ROOT / "models" / "tiny-glm4-moe", path)
         shard = max(path.glob("*.safetensors"))
@@ -129,11 +132,11 @@ def _measured(path: Path) -> Path:
     return path
 
 
-def _carded(path: Path) -> Path:
+def _by_itself(path: Path, module: str, function: str, *words: str) -> Path:
     """Made by a process of its own: quantizing starts threads, and this process is to be forked."""
-    helpers = ROOT / "tests" / "helpers"
-    made = f"import sys; sys.path[:0] = [{str(helpers)!r}]; import cards; from pathlib import Path; "
-    made += f"cards.green(Path({str(path)!r}))"
+    places = [str(ROOT / "tests" / "helpers"), str(Path(__file__).parent)]
+    made = f"import sys; sys.path[:0] = {places!r}; import {module}; from pathlib import Path; "
+    made += f"{module}.{function}(Path({str(path)!r}), *{words!r})"
     path.mkdir()
     subprocess.run([sys.executable, "-P", "-c", made], check=True, capture_output=True)
     return path

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import corpus
+import cures
 import edits
 import verbs
 import yaml
@@ -510,5 +511,9 @@ KINDS: Mapping[str, Callable[[random.Random, str], Case]] = MappingProxyType(
         "evidence": verbs.evidence,
         "init and pin": verbs.recipes,
         "publishing": verbs.publishing,
+        "broken for cures": cures.writing((header_tree, index, config, counts, quantization, regexes, files)),
+        "convert's record": cures.records,
+        "links for cures": cures.links,
+        "names for cures": cures.names,
     }
 )

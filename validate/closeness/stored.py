@@ -146,7 +146,7 @@ def take_store_from_sibling(evidence: Path, asked: Asked) -> Path | None:
             if found.asked == asked and found.is_finished:
                 partial = partial_path(evidence / FOLDER)
                 shutil.rmtree(partial, ignore_errors=True)
-                shutil.copytree(other, partial)
+                shutil.copytree(other, partial, symlinks=True)
                 shutil.rmtree(evidence / FOLDER, ignore_errors=True)
                 complete(evidence / FOLDER)
                 return other.parent
