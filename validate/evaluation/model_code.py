@@ -27,8 +27,8 @@ from ..child import Child
 WALL_SECONDS = 20.0
 OPEN = (
     "The model's programs run with your rights, files and network, because bubblewrap (bwrap) is not installed or may "
-    "not run here. Install it, or run keepmtp in a container that holds nothing else: docker run --network none "
-    "(docs/tasks.md)."
+    "not run here. Install it, or run the evaluation in a container that holds nothing else: docker run --network "
+    "none (docs/tasks.md)."
 )
 """For the user, where `fence` is empty."""
 _FLAG = "--run-model-code"
