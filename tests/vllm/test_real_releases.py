@@ -6,7 +6,7 @@ Each config.json has the release's own keys; where they come from stands at its 
 from pathlib import Path
 
 import pytest
-from checkpoint_files import Checkpoint, as_source, lose, write
+from checkpoint_files import Checkpoint, as_source, lose, write, write_single
 from good import released
 from keepmtp.checkpoints.mtp_source import with_mtp_of
 from keepmtp.quantize.output import output_config
@@ -21,6 +21,8 @@ from releases import source_layout
 pytestmark = pytest.mark.vllm
 
 QWEN38 = "qwen3.8-flash-next"
+# Rows of embedding and head at the tiny width of 256: 9.2 GB each.
+MANY_WORDS = 18_000_000
 
 
 def at_full_size(model: str) -> Checkpoint:
@@ -47,6 +49,14 @@ def joined_minimax(folder: Path) -> Checkpoint:
     return Checkpoint(config=dict(joined.config), tensors=tensors)
 
 
+def large(*lost: str) -> Checkpoint:
+    """Two shards of 9.2 GB, or one file of 18: the draft's loader opens each to see what is in it."""
+    checkpoint = released("qwen3.5-397b", text_config={"vocab_size": MANY_WORDS})
+    for pattern in lost:
+        lose(pattern)(checkpoint)
+    return checkpoint
+
+
 def with_a_strange_depth() -> Checkpoint:
     """A tensor in a depth that vLLM builds, under a name that it does not know."""
     checkpoint = released("inkling", mtp_config={"num_nextn_predict_layers": 8})
@@ -68,11 +78,14 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         ),
         "eight depths": released("inkling", mtp_config={"num_nextn_predict_layers": 8}),
         "a depth that no release has": with_a_strange_depth(),
+        "shards of 9 GB": large(),
+        "shards of 9 GB without a norm": large(r"mtp\.pre_fc_norm_hidden\.weight"),
     }
     place = tmp_path_factory.mktemp("releases")
     folders: list[Path] = [write(place / name, checkpoint) for name, checkpoint in made.items()]
+    folders.append(write_single(place / "one file of 18 GB", large()))
     found = check_on([str(folder) for folder in folders], vllm=find_vllm(), gpus=["sm100"])
-    return dict(zip(made, found, strict=True))
+    return {folder.name: checked for folder, checked in zip(folders, found, strict=True)}
 
 
 def errors(checked: Checked) -> list[str]:
@@ -129,3 +142,19 @@ def test_an_mtp_block_of_its_own_repository_is_drafted_with(judged):
     assert errors(checked) == []
     (load,) = checked.data.dry
     assert load.ok and load.draft.cls == "MiniMaxM3MTP" and load.draft.num_written == load.draft.num_params > 5
+
+
+@pytest.mark.parametrize("name", ["shards of 9 GB", "one file of 18 GB"])
+def test_a_file_may_be_larger_than_what_a_load_may_allocate(name, judged):
+    """What a load may allocate is 8 GiB, and a mapping of a file is not that: four much-read releases were refused."""
+    checked = judged[name]
+    assert max(path.stat().st_size for path in Path(checked.data.path).glob("*.safetensors")) > 9e9
+    assert errors(checked) == []
+    (load,) = checked.data.dry
+    assert load.ok and load.draft.num_written == load.draft.num_params > 5
+    assert load.peak_mib < 2048
+
+
+def test_a_large_file_is_judged_all_the_same(judged):
+    """The twin."""
+    assert any("mtp.pre_fc_norm_hidden" in error for error in errors(judged["shards of 9 GB without a norm"]))

@@ -37,7 +37,7 @@ _COUNT = "Set it to the number of MTP layers on disk; 0 does not switch MTP off"
 
 REFUSALS = (
     Refusal(
-        words=r"DefaultCPUAllocator|MemoryError",
+        words=r"DefaultCPUAllocator|MemoryError|Cannot allocate memory",
         cure="The dry load itself wanted this memory, which is no fault of the checkpoint: report it to keepmtp's "
         "authors, and check with --static-only until then",
     ),
