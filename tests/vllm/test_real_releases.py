@@ -5,6 +5,7 @@ Each config.json has the release's own keys; where they come from stands at its 
 
 from pathlib import Path
 
+import foreign_form
 import pytest
 from checkpoint_files import Checkpoint, as_source, lose, write, write_single
 from good import released
@@ -78,6 +79,7 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         ),
         "eight depths": released("inkling", mtp_config={"num_nextn_predict_layers": 8}),
         "a depth that no release has": with_a_strange_depth(),
+        "for AMD": foreign_form.quark_mxfp4(exclude=[r"re:model\.layers\.3\."]),
         "shards of 9 GB": large(),
         "shards of 9 GB without a norm": large(r"mtp\.pre_fc_norm_hidden\.weight"),
     }
@@ -158,3 +160,9 @@ def test_a_file_may_be_larger_than_what_a_load_may_allocate(name, judged):
 def test_a_large_file_is_judged_all_the_same(judged):
     """The twin."""
     assert any("mtp.pre_fc_norm_hidden" in error for error in errors(judged["shards of 9 GB without a norm"]))
+
+
+def test_a_build_for_another_makers_gpus_is_called_that(judged):
+    """vLLM 0.32.0 picks CUTLASS for these experts on sm100, and has no way to prepare Quark's for it."""
+    [error] = [finding for finding in judged["for AMD"].data.findings if finding.severity == "error"]
+    assert error.rule == "no-kernel" and "CUTLASS_MXFP4_MXFP4" in error.says and "AMD's GPUs" in error.cure
