@@ -36,8 +36,8 @@ _SIZES = "config.json's sizes are another model's, or the tensor was cut: compar
 _COUNT = "Set it to the number of MTP layers on disk; 0 does not switch MTP off"
 
 FOR_AMD = (
-    "It is a build for AMD's GPUs, and vLLM prepares such experts for their kernels alone: take a build in NVFP4 or FP8, "
-    "or quantize the release"
+    "It is a build for AMD's GPUs, and vLLM prepares such experts for their kernels alone: take a build in NVFP4 or "
+    "FP8, or quantize the release"
 )
 
 REFUSALS = (
