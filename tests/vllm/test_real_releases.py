@@ -16,7 +16,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import Checked
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.serving.vllm_env import find_vllm
-from real_releases import minimax_halves, nemotron_ultra, qwen38_fp8
+from real_releases import dspark_flash, minimax_halves, nemotron_ultra, qwen38_fp8
 from releases import source_layout
 
 pytestmark = pytest.mark.vllm
@@ -79,6 +79,7 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         ),
         "eight depths": released("inkling", mtp_config={"num_nextn_predict_layers": 8}),
         "a depth that no release has": with_a_strange_depth(),
+        "DSpark": dspark_flash(),
         "for AMD": foreign_form.quark_mxfp4(exclude=[r"re:model\.layers\.3\."]),
         "shards of 9 GB": large(),
         "shards of 9 GB without a norm": large(r"mtp\.pre_fc_norm_hidden\.weight"),
@@ -166,3 +167,10 @@ def test_a_build_for_another_makers_gpus_is_called_that(judged):
     """vLLM 0.32.0 picks CUTLASS for these experts on sm100, and has no way to prepare Quark's for it."""
     [error] = [finding for finding in judged["for AMD"].data.findings if finding.severity == "error"]
     assert error.rule == "no-kernel" and "CUTLASS_MXFP4_MXFP4" in error.says and "AMD's GPUs" in error.cure
+
+
+def test_stages_of_dspark_are_no_mtp_block(judged):
+    """DeepSeek-V4-Flash-0731 had 13 errors, eight of them with `graft` of the release onto itself."""
+    [finding] = judged["DSpark"].data.findings
+    assert (finding.rule, finding.severity) == ("family", "error") and "no MTP block" in finding.says
+    assert '"method": "dspark", "num_speculative_tokens": 5' in finding.cure and "graft" not in str(finding)

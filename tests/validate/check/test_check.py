@@ -14,6 +14,7 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import RULES, check, check_source
 from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
+from real_releases import dspark_flash
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -69,6 +70,15 @@ def test_zero_points_of_eight_bits_are_named(tmp_path):
     checkpoint.tensors[name] = (dtype, (2 * words, groups))
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
     assert (finding.rule, finding.where) == ("form", name) and "raises" in finding.says
+
+
+def test_stages_of_dspark_are_one_finding(tmp_path):
+    """And the twin: a classic block of the same model that lost a part is still one that lost a part."""
+    [finding] = check(write(tmp_path / "dspark", dspark_flash())).findings
+    assert finding.rule == "family" and '"method": "dspark"' in finding.cure
+    classic = dspark_flash()
+    del classic.config["dspark_target_layer_ids"]
+    assert {each.rule for each in check(write(tmp_path / "classic", classic)).findings} >= {"mtp-incomplete"}
 
 
 def test_every_rule_has_a_broken_checkpoint():
