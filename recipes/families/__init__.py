@@ -60,7 +60,7 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
     architecture = (config.get("architectures") or [""])[0]
     words = REFUSED.get(model_type)
     if has_dspark(config):
-        words = words or "its mtp.* tensors are stages of DSpark (dspark_target_layer_ids), and no MTP block"
+        words = words or "whose mtp.* tensors are stages of DSpark (dspark_target_layer_ids), no MTP block"
     elif family := families().get(architecture) or families().get(model_type):
         return family
     if words:
