@@ -16,6 +16,7 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import Checked
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.serving.vllm_env import find_vllm
+from modelopt_form import mixed_in_two_files
 from real_releases import dspark_flash, minimax_halves, nemotron_ultra, qwen38_fp8
 from releases import source_layout
 
@@ -80,6 +81,8 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         "eight depths": released("inkling", mtp_config={"num_nextn_predict_layers": 8}),
         "a depth that no release has": with_a_strange_depth(),
         "DSpark": dspark_flash(),
+        "the list that vLLM does not read is wrong": mixed_in_two_files(here=["*self_attn*"], there=["lm_head"]),
+        "the list that vLLM reads is wrong": mixed_in_two_files(here=["lm_head"], there=["*self_attn*"]),
         "for AMD": foreign_form.quark_mxfp4(exclude=[r"re:model\.layers\.3\."]),
         "shards of 9 GB": large(),
         "shards of 9 GB without a norm": large(r"mtp\.pre_fc_norm_hidden\.weight"),
@@ -174,3 +177,11 @@ def test_stages_of_dspark_are_no_mtp_block(judged):
     [finding] = judged["DSpark"].data.findings
     assert (finding.rule, finding.severity) == ("family", "error") and "no MTP block" in finding.says
     assert '"method": "dspark", "num_speculative_tokens": 5' in finding.cure and "graft" not in str(finding)
+
+
+def test_of_two_lists_the_check_and_vllm_read_the_same(judged):
+    """modelopt's MIXED_PRECISION without quantized_layers in config.json."""
+    good, broken = (judged[f"the list that vLLM {does} is wrong"] for does in ("does not read", "reads"))
+    assert errors(good) == [] and good.data.dry[0].ok
+    origins = {finding.origin for finding in broken.data.findings if finding.severity == "error"}
+    assert origins == {"static", "dry"}
