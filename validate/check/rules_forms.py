@@ -100,7 +100,7 @@ def stored_form_is_what_is_built(runtime: RuntimeView) -> Iterator[Objection]:
             )
         elif resolution.built.form != "unknown" and not _is_mixed(module):
             for member in module.members:
-                if not is_put_in_order(module, member):
+                if not is_put_in_order(module, member) and not _is_replaced(runtime.view, module, member):
                     yield from _compare(runtime, module, member)
 
 
@@ -112,6 +112,8 @@ def glue_is_plain(runtime: RuntimeView) -> Iterator[Objection]:
         for member in module.members:
             weight = member.weight
             if weight.form == "plain" or member.place.row.table_scale or _is_dequantized_on_load(runtime.view, member):
+                continue
+            if _is_replaced(runtime.view, module, member):
                 continue
             yield objection(
                 rule="glue",
@@ -259,6 +261,23 @@ def _is_dequantized_on_load(view: FamilyView, member: Member) -> bool:
     """vLLM turns the FP8 indexer.wk of DeepSeek-V3.2 and GLM-5 into BF16 as it loads it."""
     is_block = member.weight.weight.dtype in FP8 and "weight_scale_inv" in member.weight.parts
     return is_block and member.place.row.path.endswith("indexer.wk")
+
+
+def _is_replaced(view: FamilyView, module: Module, member: Member) -> bool:
+    """A draft gets the target's embedding and head once it is loaded, so its own may have any form that loads.
+
+    vLLM 0.32.0 v1/worker/gpu/spec_decode/eagle/utils.py, _should_share; v1/spec_decode/llm_base_proposer.py.
+    """
+    row, parts, loader = member.place.row, member.weight.parts, view.family.loader
+    if module.part != "mtp" or row.role not in ("embedding", "head") or row.is_drafts_own:
+        return False
+    rows, width = (view.text_config.get(key) for key in ("vocab_size", "hidden_size"))
+    if "weight" not in parts or parts["weight"].shape != (rows, width):
+        return False
+    if not module.resolution.built.form.startswith(("plain", "fp8")):
+        return False
+    others = parts.keys() - {"weight"}
+    return not others or not loader.unknown_name or (loader.drops_scales and others == {"weight_scale"})
 
 
 def _draft_heads(runtime: RuntimeView) -> Iterator[tuple[VLLMName, HFName]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.families import has_dspark
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.findings import Finding, Objection, Runtime, by_cause, errors_first
 from ..check.runtime_view import RuntimeView
@@ -60,7 +61,7 @@ def check_on(
         for path in paths:
             progress(f"{path}: static check")
             checked = examine(path, runtimes=runtimes)
-            if checked.source is None:
+            if checked.source is None or (separate is None and has_dspark(checked.source.config)):
                 yield checked
                 continue
             if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:

@@ -35,9 +35,14 @@ _SHARDS = "Put all parts of the fused module, or its fused name, on the same lis
 _SIZES = "config.json's sizes are another model's, or the tensor was cut: compare both with the release"
 _COUNT = "Set it to the number of MTP layers on disk; 0 does not switch MTP off"
 
+FOR_AMD = (
+    "It is a build for AMD's GPUs, and vLLM prepares such experts for their kernels alone: take a build in NVFP4 or "
+    "FP8, or quantize the release"
+)
+
 REFUSALS = (
     Refusal(
-        words=r"DefaultCPUAllocator|MemoryError",
+        words=r"DefaultCPUAllocator|MemoryError|Cannot allocate memory",
         cure="The dry load itself wanted this memory, which is no fault of the checkpoint: report it to keepmtp's "
         "authors, and check with --static-only until then",
     ),
@@ -130,6 +135,7 @@ REFUSALS = (
         where="config.json",
         cure="No attention kernel of this GPU fits the model, however it is quantized: serve it on a newer GPU",
     ),
+    Refusal(words=r"requires amd-quark package", cure=FOR_AMD),
     Refusal(
         words=r"[Ff]ailed to find a kernel|No \w+ .*backend|Unsupported .*backend",
         cure="Choose a scheme that this GPU has a kernel for",

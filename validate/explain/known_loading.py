@@ -46,13 +46,13 @@ LOADING: tuple[KnownFailure, ...] = (
         rules=("files", "unindexed"),
     ),
     KnownFailure(
-        name="names of the MTP block changed",
-        words=r"KeyError: '(?P<tensor>[\w.]{1,200}mtp_block\.main_norm\.weight)'",
-        sources="vllm #52111",
-        concerns="0.31 and older",
-        says="DeepSeek-V4-Flash-0731 names its MTP tensors as later vLLM versions read them",
-        cure="Use vLLM 0.32",
-        rules=("unknown-tensor",),
+        name="DSpark in place of an MTP block",
+        words=r"KeyError: '(?P<tensor>[\w.]{1,200}\.(?:main_norm|main_proj|markov_head|confidence_head)\.[\w.]{1,40})'",
+        sources="vllm #52111, #52165",
+        concerns=ALL_VERSIONS,
+        says="the mtp.* tensors of DeepSeek-V4-Flash-0731 and its like are stages of DSpark, no MTP block",
+        cure="""Serve with --speculative-config '{"method": "dspark", "num_speculative_tokens": 5}'""",
+        rules=("family",),
     ),
     # --- The MTP block is plain, and vLLM builds it quantized ---------------------------------------------------------
     KnownFailure(

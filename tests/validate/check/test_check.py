@@ -7,13 +7,14 @@ import foreign_form
 import pytest
 import releases
 from broken import BROKEN, GOOD, Case
-from checkpoint_files import as_source, ignoring, lose, quantization, write
+from checkpoint_files import as_source, hf_quant_config, ignoring, lose, quantization, write
 from good import ours, planned, released
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import RULES, check, check_source
-from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
+from modelopt_form import ALGORITHMS, LINEAR_ONLY, mixed_in_two_files, modelopt
+from real_releases import dspark_flash
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -69,6 +70,15 @@ def test_zero_points_of_eight_bits_are_named(tmp_path):
     checkpoint.tensors[name] = (dtype, (2 * words, groups))
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
     assert (finding.rule, finding.where) == ("form", name) and "raises" in finding.says
+
+
+def test_stages_of_dspark_are_one_finding(tmp_path):
+    """And the twin: a classic block of the same model that lost a part is still one that lost a part."""
+    [finding] = check(write(tmp_path / "dspark", dspark_flash())).findings
+    assert finding.rule == "family" and '"method": "dspark"' in finding.cure
+    classic = dspark_flash()
+    del classic.config["dspark_target_layer_ids"]
+    assert {each.rule for each in check(write(tmp_path / "classic", classic)).findings} >= {"mtp-incomplete"}
 
 
 def test_every_rule_has_a_broken_checkpoint():
@@ -159,6 +169,22 @@ def test_two_files_of_one_maker_need_not_be_removed(tmp_path):
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
     assert (finding.rule, finding.severity) == ("two-configs", "warning")
     assert finding.cure.startswith("Leave it if its maker wrote both")
+
+
+def test_of_two_lists_the_one_counts_that_vllm_reads(tmp_path):
+    """Without quantized_layers in config.json vLLM 0.32 reads all of hf_quant_config.json; with them, none of it."""
+    right, wrong = ["lm_head"], ["lm_head", "model.layers.1.self_attn*"]
+    findings = check(write(tmp_path / "good", mixed_in_two_files(here=wrong, there=right))).findings
+    assert {(each.rule, each.severity) for each in findings} == {("two-configs", "warning")}
+    assert "vLLM reads hf_quant_config.json" in findings[0].says
+    findings = check(write(tmp_path / "broken", mixed_in_two_files(here=right, there=wrong))).findings
+    assert any(each.rule == "form" and each.where.startswith("model.layers.1.self_attn") for each in findings)
+    for here, there, rules in ((right, wrong, {"two-configs"}), (wrong, right, {"two-configs", "form"})):
+        checkpoint = GOOD["glm modelopt"]()
+        checkpoint.quantization["ignore"] = checkpoint.quantization["ignore"] + here
+        hf_quant_config(exclude_modules=[*GOOD["glm modelopt"]().quantization["ignore"], *there])(checkpoint)
+        findings = check(write(tmp_path / f"{here}", checkpoint)).findings
+        assert {each.rule for each in findings} == rules and "vLLM reads config.json" in str(findings)
 
 
 def test_one_cause_is_one_finding(tmp_path):

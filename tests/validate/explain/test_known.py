@@ -22,7 +22,7 @@ SAID: list[tuple[str, str, str]] = [
      "ValueError: Following weights were not initialized from checkpoint: {'model.layers.78.shared_head.head.weight', "
      "'model.embed_tokens.weight'}"),
     ("shard missing", "vLLM", "RuntimeError: Weight files referenced in index but missing: model-3.safetensors"),
-    ("names of the MTP block changed", "vllm #52111", "KeyError: 'model.layers.43.mtp_block.main_norm.weight'"),
+    ("DSpark in place of an MTP block", "vllm #52111", "KeyError: 'model.layers.43.mtp_block.main_norm.weight'"),
     ("plain head built as NVFP4", "vllm #57532",
      "RuntimeError: NVFP4 weight_scale for layer 'parallel_lm_head' was never loaded (still NaN)."),
     ("head quantized by modelopt", "vllm #45102",
