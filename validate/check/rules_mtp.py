@@ -73,7 +73,7 @@ def _layers_without_tensors(runtime: RuntimeView) -> Iterator[Objection]:
         where, cure = f"{view.mtp_stem(index)}*", _way_to_a_block(runtime)
         if runtime.block_at is not None:
             where, cure = f"{view.disk_stem('backbone', runtime.block_at)}*", _right_depth(runtime)
-        elif runtime.found == frozenset(range(index)):
+        elif runtime.found and runtime.found == frozenset(range(index)):
             cure = f"Set {view.mtp_count_key} to {index // view.num_mtp_parts}, or put the release's whole block in"
         yield objection(
             rule="mtp-missing",

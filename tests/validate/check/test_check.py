@@ -9,6 +9,7 @@ import releases
 from broken import BROKEN, GOOD, Case
 from checkpoint_files import as_source, ignoring, lose, quantization, write
 from good import ours, planned, released
+from keepmtp import api
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
@@ -244,5 +245,5 @@ def test_a_dropped_block_is_grafted_from_the_release_that_the_card_names(card, t
     lose(r"model\.layers\.3\..*")(checkpoint)
     folder = write(tmp_path / "checkpoint", checkpoint)
     (folder / "README.md").write_text(card)
-    (cure,) = {finding.cure for finding in check(folder).findings if finding.rule == "mtp-missing"}
-    assert CARDS[card] in cure and ("which README.md names" in cure) == ("RELEASE" not in cure)
+    (cure,) = {finding.cure for finding in api.check(folder).findings if finding.rule == "mtp-missing"}
+    assert CARDS[card] in cure and ("README.md names" in cure) == ("RELEASE" not in cure)
