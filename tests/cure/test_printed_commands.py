@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory

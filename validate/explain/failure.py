@@ -30,7 +30,6 @@ class KnownFailure(Fact):
     command: Command = ""
     rules: tuple[str, ...] = ()
 
-
     @property
     def is_general(self) -> bool:
         """Whether other faults end in the same words."""

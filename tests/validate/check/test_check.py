@@ -171,6 +171,20 @@ def test_one_cause_is_one_finding(tmp_path):
     assert "re:^mtp\\.layers\\.0\\." in report.findings[0].cure
 
 
+def test_one_entry_for_a_part_of_every_layer_is_one_finding(tmp_path):
+    checkpoint = foreign_form.autoround(extra_config={r".*layers\.3\..*": {"bits": 16}, ".*q_proj": {"bits": 8}})
+    (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
+    assert (finding.rule, finding.where, finding.count) == ("config-group", ".*q_proj", 3)
+
+
+@pytest.mark.parametrize("name", ["Fp2 blocks of four dimensions under compressed-tensors", "M10 FP8 blocks without"])
+def test_one_cause_is_one_finding_for_each_part(name, tmp_path):
+    """Sizes and names in a sentence do not make another cause."""
+    case = next(case for case in BROKEN if case.name.startswith(name))
+    found = check(write(tmp_path / "checkpoint", case.build())).findings
+    assert len(found) <= 2 and sum(finding.count for finding in found) > 10
+
+
 def test_report_as_json(tmp_path):
     checkpoint = GOOD["glm fp8"]()
     checkpoint.take(r"model\.layers\.3\.hnorm\.weight")

@@ -128,10 +128,10 @@ SAID: list[tuple[str, str, str]] = [
 # What only the place of the exception tells from a fault of the checkpoint: the frame, and the exception.
 RAISED = [
     ("DeepSeek's target reads the MTP layer", "vllm #16450",
-     '  File "/usr/local/lib/python3.10/dist-packages/vllm/model_executor/models/deepseek_v2.py", line 1, in load_weights',
+     '  File "/usr/lib/python3.10/dist-packages/vllm/model_executor/models/deepseek_v2.py", line 1, in load_weights',
      "KeyError: 'layers.61.mlp.experts.w2_weight'"),
     ("no line for a module in vLLM Ascend", "vllm-ascend #5794",
-     '  File "/vllm-workspace/vllm-ascend/vllm_ascend/quantization/quant_config.py", line 1, in is_layer_skipped_ascend',
+     '  File "/vllm-workspace/vllm-ascend/vllm_ascend/quantization/quant_config.py", line 1, in is_layer_skipped',
      "(Worker_TP0 pid=367) ERROR 01-12 05:03:38 [multiproc_executor.py:751] KeyError: "
      "'model.layers.92.self_attn.q_proj.weight'"),
 ]  # fmt: skip
