@@ -132,7 +132,7 @@ def proposed(
 
 
 def with_commands(checked: Checked) -> Checked:
-    """A check whose findings end with the command that cures them, where there is one; PATH is the checkpoint.
+    """A check whose findings end with the command that cures them, where there is one.
 
     What fix would do decides, not a table: it is tried on headers, by the rules for vLLM.
     """
@@ -161,8 +161,8 @@ def _command_for(finding: Finding, outcome: Outcome) -> str:
     known = {(each.rule, each.where) for each in outcome.before.findings}
     is_better = all((each.rule, each.where) in known for each in outcome.left if each.severity == "error")
     if finding in outcome.cured and is_better:
-        return "keepmtp fix PATH --out NEW"
-    return cure_elsewhere(finding, outcome, "PATH")
+        return f"keepmtp fix {shlex.quote(outcome.source.where)} --out NEW"
+    return cure_elsewhere(finding, outcome)
 
 
 def _outcome(

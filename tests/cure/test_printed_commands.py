@@ -59,7 +59,10 @@ def _release(model: str, place: Path, *, is_filled: bool) -> Path:
 
 def release_of(folder: Path, place: Path) -> Path:
     """The release that a checkpoint was made from, by graft's own comparison."""
-    for model in (each for each in releases.MODELS if each not in TWINS):
+    of_type = open_source(folder).config["model_type"]
+    for model in (name for name, config in releases.MODELS.items() if config["model_type"] == of_type):
+        if model in TWINS:
+            continue
         try:
             refuse_another_model(open_source(folder), open_source(_release(model, place, is_filled=False)))
         except KeepMTPError:
