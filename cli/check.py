@@ -189,7 +189,10 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dic
     printed: dict[str, Any] = {
         "path": data.path,
         "ok": data.ok,
-        "findings": [finding.model_dump(exclude={"origin"}) for finding in data.findings],
+        "findings": [
+            finding.model_dump(exclude={"origin"}) | {"cure": findings.with_path(finding.cure, data.path)}
+            for finding in data.findings
+        ],
         "facts": data.facts.model_dump(),
     }
     if accounts:

@@ -19,6 +19,7 @@ from rich.console import Console
 from ..recipes.errors import GateError, RecipeError, VLLMError, printable
 from . import exits
 from .check import spinner
+from .findings import with_path
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm, refuse_stray_words
 from .progress import download_lines
 from .tables import print_json, say
@@ -110,12 +111,13 @@ def _checked(path: str, err: Console) -> "tuple[Source, int]":
         GateError: the check has an error; or, where the packages that read values are there, a scale is wrong.
         KeepMTPError: there is nothing to judge.
     """
+    from ..cure.fix import with_commands
     from ..recipes.extras import missing
     from ..validate.check.check import examine
     from ..validate.values.values import with_values
 
     checked = examine(path)
-    _refuse_errors(path, checked)
+    _refuse_errors(path, with_commands(checked))
     if Path(path).is_dir() and not missing("quantize"):
         checked = with_values(checked, "scalars")
         _refuse_errors(path, checked)
@@ -130,8 +132,8 @@ def _refuse_errors(path: str, checked: "Checked") -> None:
     errors = [finding for finding in checked.data.findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more: `keepmtp check {path}`)" if errors[1:] else ""
-        rule = "must pass the check before it is served"
-        raise GateError(path, rule, got=f"{errors[0].where}: {errors[0].says}{more}", cure=errors[0].cure)
+        rule, cure = "must pass the check before it is served", with_path(errors[0].cure, path)
+        raise GateError(path, rule, got=f"{errors[0].where}: {errors[0].says}{more}", cure=cure)
 
 
 def _load(path: str, gpus: Sequence[str], size: int, k: int, err: Console, *, any_vllm: bool) -> None:

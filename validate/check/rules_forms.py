@@ -7,6 +7,7 @@ weight in its place. An FP8 weight has the name `weight`, as a plain one has. So
 and never writes its scale.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -96,7 +97,7 @@ def stored_form_is_what_is_built(runtime: RuntimeView) -> Iterator[Objection]:
                 says=f"vLLM fails as it builds {module.name} ({module.members[0].weight.weight.name}): "
                 f"{resolution.error}",
                 cure=resolution_cure(resolution.error),
-                cause=f"{module.part} {resolution.entry} {resolution.error.partition(' of ')[0]}",
+                cause=_cause_of(module),
             )
         elif resolution.built.form != "unknown" and not _is_mixed(module):
             for member in module.members:
@@ -186,7 +187,7 @@ def _compare(runtime: RuntimeView, module: Module, member: Member) -> Iterator[O
         disk_leaf = next((name for name in weight.parts if built.renames.get(name, name) == leaf), "")
         where = weight.parts[disk_leaf].name if disk_leaf else HFName(f"{weight.module}.{leaf}")
         says = f"vLLM builds {module.name} as {built.form} ({by}); {said}"
-        cause = f"{module.part} {built.form} {leaf} {said}"
+        cause = f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}"
     else:
         yield from _scale_dtype(runtime, module, weight)
         return
@@ -234,6 +235,12 @@ def _scale_dtype(runtime: RuntimeView, module: Module, weight: StoredWeight) -> 
             cure="Store the scales as F32",
             cause=f"{module.part} {scale.dtype}",
         )
+
+
+def _cause_of(module: Module) -> str:
+    """What makes vLLM fail as it builds a module: an entry that reaches some of its parts, or what a group says."""
+    error = module.resolution.error.replace(module.name, "*")
+    return error if "activations" in error else f"{module.resolution.entry} {error}"
 
 
 def _is_mixed(module: Module) -> bool:

@@ -7,6 +7,7 @@ Easy to get wrong: a checkpoint with findings is loaded all the same, because pe
 checkpoint whose files cannot be read is not loaded. A model that never had an MTP block is loaded without a draft.
 """
 
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -121,7 +122,7 @@ def _has_nothing_to_draft_with(checked: Checked) -> bool:
 
 
 def _no_target(path: str) -> RecipeError:
-    cure = f"Check the target: keepmtp check TARGET --draft {path}"
+    cure = f"Check the target: `keepmtp check TARGET --draft {shlex.quote(path)}`"
     return RecipeError(path, "a draft is loaded beside its target", got="no target", cure=cure)
 
 

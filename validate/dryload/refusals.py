@@ -32,6 +32,7 @@ class Refusal:
 
 _UNNAMED = "Make config.json's ignore list and targets say what the files hold, in vLLM's runtime names"
 _SHARDS = "Put all parts of the fused module, or its fused name, on the same list"
+_GRAFT = "Bring the MTP block back from the release: `keepmtp graft PATH --from RELEASE --out NEW`"
 _SIZES = "config.json's sizes are another model's, or the tensor was cut: compare both with the release"
 _COUNT = "Set it to the number of MTP layers on disk; 0 does not switch MTP off"
 
@@ -101,11 +102,11 @@ REFUSALS = (
     ),
     Refusal(
         words=r"MTP speculative decoding layer \d+ weights missing",
-        cure="Bring the MTP block back from the release: `keepmtp quantize` keeps it",
+        cure=_GRAFT,
     ),
     Refusal(
         words=r"Following weights were not initialized from checkpoint",
-        cure="Bring them back from the release: `keepmtp quantize` keeps them",
+        cure=_GRAFT,
     ),
     Refusal(
         words=r"different quantization schemes for the shards of|some but not all shards of|"

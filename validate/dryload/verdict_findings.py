@@ -113,7 +113,7 @@ class _Case:
             RULE,
             where,
             f"vLLM {self.version} stops while {act}: {words}{at}",
-            self._static_cure(where) or cure or "Read vLLM's message; `keepmtp check` without --gpu may say more",
+            self._static_cure(where) or cure or "See what vLLM builds each module as: `keepmtp explain PATH`",
         )
 
     def silence(self) -> Iterator[Objection]:

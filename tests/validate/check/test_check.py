@@ -9,6 +9,7 @@ import releases
 from broken import BROKEN, GOOD, Case
 from checkpoint_files import as_source, hf_quant_config, ignoring, lose, quantization, write
 from good import ours, planned, released
+from keepmtp import api
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
@@ -196,6 +197,20 @@ def test_one_cause_is_one_finding(tmp_path):
     assert "re:^mtp\\.layers\\.0\\." in report.findings[0].cure
 
 
+def test_one_entry_for_a_part_of_every_layer_is_one_finding(tmp_path):
+    checkpoint = foreign_form.autoround(extra_config={r".*layers\.3\..*": {"bits": 16}, ".*q_proj": {"bits": 8}})
+    (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
+    assert (finding.rule, finding.where, finding.count) == ("config-group", ".*q_proj", 3)
+
+
+@pytest.mark.parametrize("name", ["Fp2 blocks of four dimensions under compressed-tensors", "M10 FP8 blocks without"])
+def test_one_cause_is_one_finding_for_each_part(name, tmp_path):
+    """Sizes and names in a sentence do not make another cause."""
+    case = next(case for case in BROKEN if case.name.startswith(name))
+    found = check(write(tmp_path / "checkpoint", case.build())).findings
+    assert len(found) <= 2 and sum(finding.count for finding in found) > 10
+
+
 def test_report_as_json(tmp_path):
     checkpoint = GOOD["glm fp8"]()
     checkpoint.take(r"model\.layers\.3\.hnorm\.weight")
@@ -270,5 +285,5 @@ def test_a_dropped_block_is_grafted_from_the_release_that_the_card_names(card, t
     lose(r"model\.layers\.3\..*")(checkpoint)
     folder = write(tmp_path / "checkpoint", checkpoint)
     (folder / "README.md").write_text(card)
-    (cure,) = {finding.cure for finding in check(folder).findings if finding.rule == "mtp-missing"}
-    assert CARDS[card] in cure and ("which README.md names" in cure) == ("RELEASE" not in cure)
+    (cure,) = {finding.cure for finding in api.check(folder).findings if finding.rule == "mtp-missing"}
+    assert CARDS[card] in cure and ("README.md names" in cure) == ("RELEASE" not in cure)
