@@ -91,7 +91,8 @@ def read(path: Path | None) -> Prompts:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(path, "must be a file with prompts", got=str(error), cure=_CURE) from error
+        got = getattr(error, "strerror", "") or str(error)
+        raise RecipeError(path, "must be a file with prompts", got=got, cure=_CURE) from error
     items = tuple(_item(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
     if not items:
         raise RecipeError(path, "must hold a prompt", got="an empty file", cure=_CURE)
