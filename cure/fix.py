@@ -17,7 +17,7 @@ from ..validate.check.check import Checked, examine
 from ..validate.check.findings import Finding, errors_first
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.report.results import CheckData
-from . import fixes_config, fixes_foreign, fixes_lists, fixes_scales, fixes_tensors
+from . import fixes_config, fixes_foreign, fixes_lists, fixes_tensors
 from .fixes_sglang import entries_for_sglang
 from .proposal import Edit, Proposal
 from .rewritten import Rewritten, rewrite
@@ -130,6 +130,8 @@ def proposed(
     source, runtime, before = checked.readable(), checked.runtime, checked.data
     proposal = Proposal(source)
     if with_scales:
+        from . import fixes_scales  # imports torch
+
         progress(f"{where}: reading scales")
         for edit in fixes_scales.fused_scales_are_one(checked, proposal):
             proposal.make(edit)
