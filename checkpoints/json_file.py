@@ -87,7 +87,7 @@ def read_text(path: Path, *, cure: str) -> str:
     Raises:
         CheckpointError: no regular file, or not UTF-8.
     """
-    with open_regular(path, path) as file:
+    with open_regular(path, path, cure=cure) as file:
         return _decoded(file.read(), path, cure)
 
 

@@ -202,7 +202,7 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
     from ..checkpoints.record import RECORD, read_record
     from ..validate.publish.provenance import other_decision
 
-    cure = "Choose another --out, or remove it"
+    cure = "Choose another --out"
     try:
         made = read_record(out / RECORD).recipe.whole
     except CheckpointError as error:

@@ -122,7 +122,7 @@ def bench(
         repeat=repeat,
         rounds=rounds,
         seed=seed,
-        out=folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(path).name}.report")),
+        out=folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(opened.where).name}.report")),
         timeout=timeout,
         words=tuple(context.args),
     )
@@ -167,7 +167,7 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
         RecipeError: no such list, or a number below `least`.
     """
     parts = [part.strip() for part in words.split(",")]
-    cure = f"Write {option} 1,8,32 or {option} 0..4"
+    cure = f"Write {option} 1,8,32 or {option} {least}..4"
     if not all(_NUMBERS.fullmatch(part) for part in parts):
         raise RecipeError(option, "must be numbers with commas, or two with dots", got=words, cure=cure)
     pairs = [(int(part.split("..")[0]), int(part.split("..")[-1])) for part in parts]

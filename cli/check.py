@@ -35,7 +35,9 @@ def check(
     paths: Annotated[list[str], typer.Argument(help="Checkpoints: folders or Hub ids, ours or anyone's.")],
     gpus: Annotated[
         list[str] | None,
-        typer.Option("--gpu", help="Also let vLLM load it, on a pretended sm89, sm90, sm100, sm120; may be repeated."),
+        typer.Option(
+            "--gpu", help="Also let vLLM load it, on a pretended H100 (sm90), sm89, sm100, sm120; repeatable."
+        ),
     ] = None,
     tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel size; may be repeated.")] = None,
     num_drafts: Annotated[int, typer.Option("-k", min=1, help="num_speculative_tokens.")] = 1,

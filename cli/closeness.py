@@ -103,7 +103,7 @@ def closeness(
         raise RecipeError("--source", "closeness is to a source", got="none", cure="Name the release")
     vllm, extra = chosen_vllm(any_vllm=any_vllm), tuple(context.args)
     is_recorded = folder is None and Path(path).is_dir()
-    out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(path).name}.report"))
+    out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(opened.where).name}.report"))
     refuse_no_room((opened, original), vllm, out=out, extra=extra)
     bars = None if as_json else download_lines(err)
     reading = None if as_json else bytes_bar(err, "reading")

@@ -28,9 +28,7 @@ def init(
     from ..checkpoints.files import write_whole
 
     if out.exists():
-        raise RecipeError(
-            "--out", "an existing file is never overwritten", got=out, cure="Choose another, or remove it"
-        )
+        raise RecipeError("--out", "an existing file is never overwritten", got=out, cure="Choose another --out")
     if not out.absolute().parent.is_dir():
         raise RecipeError("--out", "the folder of the file must exist", got=out, cure="Make it, or choose another")
     text = _text(model, out)

@@ -37,9 +37,7 @@ def pin(
         rule = "must name the copy of a recipe that ships with keepmtp"
         raise RecipeError("--out", rule, got="none", cure=f"Give --out {recipe.rpartition('/')[2]}.yaml")
     if out is not None and out.exists():
-        raise RecipeError(
-            "--out", "an existing file is never overwritten", got=out, cure="Choose another, or remove it"
-        )
+        raise RecipeError("--out", "an existing file is never overwritten", got=out, cure="Choose another --out")
 
     def commit_of(kind: str, name: str, revision: str) -> str:
         if kind == "model":

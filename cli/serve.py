@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..validate.serving.foreground import Address, ServerLife
     from ..validate.serving.vllm_env import VLLM
 
+_MOST_K = 16
 _CPU_WORDS = ("--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-caching")
 """On a CPU the gated delta net cannot combine prefix caching with drafting (vLLM 0.32)."""
 
@@ -86,6 +87,7 @@ def serve(
     extra = tuple(context.args)
     refuse_stray_words("serve", extra)
     refuse_our_words(extra)
+    address = None if dry_run else _address(host, port, extra)
     opened, num_mtp_layers = _checked(path, err)
     vllm = _found_vllm(any_vllm=any_vllm) if dry_run and not gpus else chosen_vllm(any_vllm=any_vllm)
     size = tensor_parallel_size(opened, vllm, extra) if vllm else 1
@@ -96,8 +98,7 @@ def serve(
     if dry_run:
         _print_commands(opened, best, (*further, *extra), as_json=as_json)
         return
-    assert vllm is not None
-    address = _address(host, port, extra)
+    assert vllm is not None and address is not None
     life = _run(opened, best, vllm, address, (*further, *extra), err, log=log, every=every)
     _report(path, best, life, err, as_json=as_json)
     if life.status:
@@ -114,11 +115,12 @@ def _checked(path: str, err: Console) -> "tuple[Source, int]":
     from ..cure.fix import with_commands
     from ..recipes.extras import missing
     from ..validate.check.check import examine
-    from ..validate.values.values import with_values
 
     checked = examine(path)
     _refuse_errors(path, with_commands(checked))
     if Path(path).is_dir() and not missing("quantize"):
+        from ..validate.values.values import with_values  # imports torch
+
         checked = with_values(checked, "scalars")
         _refuse_errors(path, checked)
     if warnings := len(checked.data.findings):
@@ -171,6 +173,9 @@ def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: st
             "Use -k 0, or `keepmtp graft` its release's block",
         )
         raise RecipeError("-k", rule, got=found.k, cure=cure)
+    if found.k > _MOST_K:
+        cure = "Use -k 4 or less; `keepmtp bench` finds the best"
+        raise RecipeError("-k", f"must be at most {_MOST_K}: later drafts build on guesses", got=found.k, cure=cure)
     if num_mtp_layers and found.k > num_mtp_layers and found.k % num_mtp_layers:
         rule = f"with {num_mtp_layers} MTP layers vLLM drafts a multiple of them"
         raise RecipeError("-k", rule, got=found.k, cure=f"Use -k {num_mtp_layers}")

@@ -215,7 +215,7 @@ def is_empty(out: Path) -> bool:
 def refuse_place(source: Source, out: Path) -> None:
     """Refuse a path that cannot become an output made from `source`, whatever the disk has room for."""
     if got := _found_at(out):
-        rule, cure = "an existing output is never overwritten", "Choose another OUT, or remove it"
+        rule, cure = "an existing output is never overwritten", "Choose another OUT"
         if got == _MOUNT:
             rule, cure = "an output gets its name when it is whole", "Choose a folder inside it"
         raise RecipeError(out, rule, got=got, cure=cure)

@@ -187,7 +187,7 @@ def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullRe
     """The report with shortened paths, if it is what its results make and the checkpoint still is those bytes."""
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(
-            checkpoint, "a card is made of a checkpoint's folder", got="no config.json", cure="Check PATH"
+            checkpoint, "a card is made of a checkpoint's folder", got="no config.json", cure="Name that folder"
         )
     evidence = report_folder(checkpoint)
     if not (evidence / reports.JSON_FILE).is_file():
