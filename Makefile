@@ -16,7 +16,7 @@
 #   make publish [MODEL=...] REPO=org/name [DRY_RUN=1] [PUBLIC=1] [UPDATE=1]
 #   make test         what the project promises, on this machine: 12 minutes on two cores
 #   make test-all     the rest of it: whole products, every kill point, each wheel environment, servers twice over
-#   make fuzz         an hour of hostile checkpoints, recipes and results; FUZZ_SECONDS=60 for a minute
+#   make fuzz         an hour of hostile files and names for every verb; FUZZ_SECONDS=60 for a minute
 #   make lint         ruff, its format, pyright                    make measure  how readable the tree is, in numbers
 #   make gpu-test     this machine's GPU against its CPU: bits, one layer of true width, rates (docs/gpu.md); ONLY=casts
 #   make gpu-wheels   what a machine with PyTorch and no network lacks for it, into build/gpu-wheels

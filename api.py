@@ -207,16 +207,17 @@ def check_all(
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
+    from .cure.fix import with_commands
     from .validate.check.check import examine
 
     paths = [str(place) for place in places]
     if not gpus:
-        yield from (examine(path, runtimes=runtimes) for path in paths)
+        yield from (with_commands(examine(path, runtimes=runtimes)) for path in paths)
         return
     from .validate.dryload.check_on import check_on
     from .validate.serving.vllm_env import find_vllm
 
-    yield from check_on(
+    loaded = check_on(
         paths,
         vllm=find_vllm(any_version=any_vllm),
         gpus=gpus,
@@ -226,6 +227,7 @@ def check_all(
         runtimes=runtimes,
         progress=progress or (lambda doing: None),
     )
+    yield from map(with_commands, loaded)
 
 
 def report(path: str | Path) -> "Report":

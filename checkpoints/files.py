@@ -40,6 +40,23 @@ def final_path(partial: Path) -> Path:
     return partial.with_name(partial.name.removesuffix(".partial"))
 
 
+def within(folder: Path, name: str) -> Path:
+    """The path for a file that is written into a folder, under a name that a stranger may have chosen.
+
+    Every name from a checkpoint, an index, a record or the Hub comes through here before a byte is written. The
+    folders that the name has in it are made.
+
+    Raises:
+        CheckpointError: the path would not be inside the folder, also by a link in it.
+    """
+    path, home = folder / name, Path(os.path.realpath(folder))
+    if "\0" in name or home not in Path(os.path.realpath(path)).parents:
+        rule, cure = "every file of an output must lie in its folder", "Check what names the file, and rename it"
+        raise CheckpointError(folder, rule, got=repr(name), cure=cure)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def complete(path: Path) -> None:
     """Give the file or folder at `partial_path(path)` its own name; an older file of that name is replaced."""
     partial = partial_path(path)
@@ -52,11 +69,16 @@ def write_whole(path: Path, text: str) -> Path:
     """Write a text file so that a reader finds the old one or the new one, never a part; returns `path`.
 
     Raises:
-        CheckpointError: the folder cannot be written to.
+        CheckpointError: the folder cannot be written to, or the text has a name whose bytes are no UTF-8.
     """
     try:
+        raw = text.encode()
+    except UnicodeEncodeError as error:
+        got, cure = ascii(text[error.start : error.end]), "Rename the folder or the file that is called so"
+        raise CheckpointError(path, "every name in it must be UTF-8", got=got, cure=cure) from error
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial_path(path).write_text(text, encoding="utf-8")
+        partial_path(path).write_bytes(raw)
         complete(path)
     except OSError as error:
         raise unwritable(path, error) from error

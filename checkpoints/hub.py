@@ -27,6 +27,10 @@ from ..recipes.errors import KeepMTPError, NoCheckpointError
 from .hub_client import HubError, install_once
 from .safetensors_file import LENGTH_BYTES, FileHeader, header_length, parse_header
 
+_PAGE = re.compile(
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)"
+    r"(?:/(?:tree|blob|resolve)/([^/?#]+)[^?#]*)?/?(?:[?#].*)?"
+)
 _FIRST_BYTES = 100_000  # of a shard; most headers are shorter, and then one request is enough
 _TIMEOUT_SECONDS = 10
 
@@ -66,6 +70,12 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         raise NoCheckpointError(repo, "the Hub must answer as it is documented", got=got, cure=cure) from error
 
 
+def page_of(address: str) -> tuple[str, str | None] | None:
+    """The Hub id and the revision that the address of a repository's page names; None for any other word."""
+    page = _PAGE.fullmatch(address)
+    return (page[1], page[2]) if page else None
+
+
 def is_repo_id(name: str) -> bool:
     """Whether the Hub can have a repository ORG/NAME of this name."""
     try:
@@ -86,6 +96,9 @@ def files_of(repo: str, revision: str) -> tuple[str, list[str]]:
         names = sorted(sibling.rfilename for sibling in info.siblings or ())
     if not all(isinstance(each, str) for each in (*names, info.sha or "")):
         raise NoCheckpointError(repo, "the Hub must list files by name", got="another answer", cure="Check HF_ENDPOINT")
+    if strange := [name for name in names if name.startswith("/") or ".." in name.split("/")]:
+        rule = "the Hub must list files of the repository"
+        raise NoCheckpointError(repo, rule, got=repr(strange[0]), cure="Check HF_ENDPOINT")
     return info.sha or revision, names
 
 

@@ -1,6 +1,6 @@
-"""A checkpoint's JSON files, parsed once: config.json, the index, what else is small.
+"""JSON of others, parsed once: a checkpoint's config.json, index and small files; and the lines of a user's file.
 
-In: a file. Out: its object, the config with the right types, or the index as tensor -> file.
+In: a file. Out: its object, the config with the right types, the index as tensor -> file, or a value for each line.
 
 Easy to get wrong: Python's JSON takes what vLLM does not (UTF-16, a byte order mark), and a deep value ends in a
 RecursionError only where somebody copies it. Both are refused here. Infinity is taken: configs of state-space models
@@ -9,7 +9,7 @@ have it.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +48,59 @@ def read_object(path: Path, where: object, *, cure: str = _CURE) -> dict[str, An
     Raises:
         CheckpointError: no regular file, too large, not UTF-8, not JSON, too deep, half a character, or no object.
     """
-    raw = read_bytes_of(path, where, cure=cure)
+    return object_of(read_bytes_of(path, where, cure=cure), where, cure=cure)
+
+
+def object_of(raw: bytes, where: object, *, cure: str = _CURE) -> dict[str, Any]:
+    """The object of JSON that was read already; see `read_object`."""
     if raw.count(b",") > _MAX_COMMAS:
         raise CheckpointError(where, f"must have at most {_MAX_COMMAS} values", got="more", cure=cure)
+    found = parsed(_decoded(raw, where, cure), where, cure=cure)
+    if not isinstance(found, dict):
+        raise CheckpointError(where, "must be a JSON object", got=_KINDS.get(type(found), "a number"), cure=cure)
+    return found
+
+
+def parsed(text: str, where: object, *, cure: str = _CURE) -> Any:
+    """The value of a stranger's JSON.
+
+    Raises:
+        CheckpointError: not JSON, too deep, or half a character.
+    """
     try:
-        found = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        got = f"{error.reason} at byte {error.start}"
-        raise CheckpointError(where, "must be text in UTF-8", got=got, cure=cure) from error
+        found = json.loads(text)
     except RecursionError as error:
         raise _too_deep(where, cure) from error
     except ValueError as error:
-        raise CheckpointError(where, "must be JSON", got=str(error) if raw else "an empty file", cure=cure) from error
-    if _has_half_a_character(raw, found):
-        got = "half of a surrogate pair"
-        raise CheckpointError(where, "every character must be one that UTF-8 can write", got=got, cure=cure)
-    if not isinstance(found, dict):
-        raise CheckpointError(where, "must be a JSON object", got=_KINDS.get(type(found), "a number"), cure=cure)
+        raise CheckpointError(where, "must be JSON", got=str(error) if text else "an empty file", cure=cure) from error
     if _is_deep(found):
         raise _too_deep(where, cure)
+    if _has_half_a_character(text, found):
+        got = "half of a surrogate pair"
+        raise CheckpointError(where, "every character must be one that UTF-8 can write", got=got, cure=cure)
     return found
+
+
+def read_text(path: Path, *, cure: str) -> str:
+    """The text of a file that a user names, however long it is.
+
+    Raises:
+        CheckpointError: no regular file, or not UTF-8.
+    """
+    with open_regular(path, path, cure=cure) as file:
+        return _decoded(file.read(), path, cure)
+
+
+def read_lines(path: Path, *, cure: str) -> Iterator[tuple[str, Any]]:
+    """Place (file:line) and value of each line of a .jsonl file that is not empty.
+
+    Raises:
+        CheckpointError: as `read_text` and `parsed`; names the line.
+    """
+    for number, line in enumerate(read_text(path, cure=cure).split("\n"), 1):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield where, parsed(line, where, cure=cure)
 
 
 def read_config(path: Path, where: object) -> Mapping[str, Any]:
@@ -97,9 +130,17 @@ def read_index(path: Path, where: object) -> Mapping[str, str]:
     return weight_map
 
 
-def _has_half_a_character(raw: bytes, found: Any) -> bool:
+def _decoded(raw: bytes, where: object, cure: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        got = f"{error.reason} at byte {error.start}"
+        raise CheckpointError(where, "must be text in UTF-8", got=got, cure=cure) from error
+
+
+def _has_half_a_character(text: str, found: Any) -> bool:
     """Whether a text has `\\ud800` without its other half: Python keeps it, and fails where it is written again."""
-    if b"\\ud" not in raw.lower():
+    if "\\ud" not in text.lower():
         return False
     try:
         json.dumps(found, ensure_ascii=False).encode("utf-8")
@@ -112,8 +153,8 @@ def _too_deep(where: object, cure: str) -> CheckpointError:
     return CheckpointError(where, f"values must be at most {_MAX_DEPTH} levels deep", got="more levels", cure=cure)
 
 
-def _is_deep(value: dict[str, Any]) -> bool:
-    level: list[Any] = [value]
+def _is_deep(value: Any) -> bool:
+    level: list[Any] = [value] if isinstance(value, dict | list) else []
     for _ in range(_MAX_DEPTH):
         level = [
             inner

@@ -133,7 +133,7 @@ def parse_header(raw: bytes, *, file: str, num_bytes: int, where: str) -> FileHe
     return FileHeader(entries=entries, metadata=metadata)
 
 
-def open_regular(path: Path, where: object) -> BinaryIO:
+def open_regular(path: Path, where: object, *, cure: str = "") -> BinaryIO:
     """Open a file to read it; a pipe, a socket, a device or a folder is refused and never waited for.
 
     Raises:
@@ -149,8 +149,8 @@ def open_regular(path: Path, where: object) -> BinaryIO:
             os.close(descriptor)
     except (OSError, ValueError) as error:
         got = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(where, "must be a readable file", got=got, cure="Check the file") from error
-    raise CheckpointError(where, "must be a regular file", got=kind, cure="Replace it by the file")
+        raise CheckpointError(where, "must be a readable file", got=got, cure=cure or "Check the file") from error
+    raise CheckpointError(where, "must be a regular file", got=kind, cure=cure or "Replace it by the file")
 
 
 def lay_out(

@@ -20,16 +20,18 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from ..recipes.errors import CheckpointError, NoCheckpointError
 from ..recipes.family import HFName
+from ..recipes.listing import model_files
 from ..recipes.shipped import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
-from .hub import files_of, hub_errors, is_repo_id, read_remote_header
+from .hub import files_of, hub_errors, is_repo_id, page_of, read_remote_header
 from .hub_ranges import read_range
-from .json_file import read_config, read_index, read_object
+from .json_file import read_bytes_of, read_config, read_index, read_object
 from .safetensors_file import Entry, fill, read_header
 from .unchanged import FileStamp, states_of
 
 SINGLE = "model.safetensors"
 MTP_FILES = "mtp_source/"
+_GGUF = "Name the safetensors release that the GGUF file was made of"
 _MAX_TENSORS = 1_000_000  # of a checkpoint; the largest that are known have less than half
 
 
@@ -82,9 +84,12 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
         return _open_folder(found, str(where))
     rule = "a checkpoint is a folder with config.json or a Hub id ORG/NAME"
     if found is not None:
-        raise NoCheckpointError(where, rule, got="a file", cure="Name its folder")
+        cure = _GGUF if found.suffix.lower() == ".gguf" else f"Name its folder, {found.parent}"
+        raise NoCheckpointError(where, rule, got="a file", cure=cure)
+    if page := page_of(str(where)):
+        return _open_hub(page[0], page[1] or revision)
     if revision == "local" or not is_repo_id(str(where)):
-        raise NoCheckpointError(where or "SOURCE", rule, got="no such folder", cure="Check its name")
+        raise NoCheckpointError(where or "SOURCE", rule, got="no such folder", cure=_cure_of_word(str(where)))
     return _open_hub(str(where), revision)
 
 
@@ -137,9 +142,13 @@ def small_file(source: Source, name: str) -> Path | None:
 
 
 def small_bytes(source: Source, name: str) -> bytes | None:
-    """The bytes of such a file; None if there is none."""
+    """The bytes of such a file; None if there is none.
+
+    Raises:
+        CheckpointError: see `json_file.read_bytes_of`.
+    """
     path = small_file(source, name)
-    return None if path is None else path.read_bytes()
+    return None if path is None else read_bytes_of(path, f"{source.where}/{name}")
 
 
 def small_object(source: Source, name: str) -> dict[str, Any] | None:
@@ -191,6 +200,8 @@ def _open_hub(repo: str, revision: str) -> Source:
         with hub_errors(repo, revision):
             return Path(HfApi().hf_hub_download(repo, name, revision=commit))
 
+    if "config.json" not in files:
+        raise _no_config(repo, files)
     config = read_config(small("config.json"), f"{repo}/config.json")
     weight_map = read_index(small(INDEX), f"{repo}/{INDEX}") if INDEX in files else None
     present = [file for file in files if file.endswith(".safetensors") and "/" not in file]
@@ -265,9 +276,8 @@ def _indexed_files(weight_map: Mapping[str, str] | None, present: list[str], whe
         return (SINGLE,)
     if len(present) == 1:
         return (present[0],)
-    raise CheckpointError(
-        where, f"must have {SINGLE} or {INDEX}", got=f"{len(present)} safetensors files", cure="Check the download"
-    )
+    cure = f"Download {INDEX} too" if present else "Download its weights; those in .bin or GGUF files are not read"
+    raise CheckpointError(where, f"must have {SINGLE} or {INDEX}", got=f"{len(present)} safetensors files", cure=cure)
 
 
 def _path_of(where: str | Path) -> Path | None:
@@ -280,8 +290,33 @@ def _path_of(where: str | Path) -> Path | None:
 
 def _config_of(path: Path, where: str) -> Mapping[str, Any]:
     if not os.path.lexists(path):
-        raise NoCheckpointError(where, "a checkpoint has a config.json", got="none", cure="Check its name")
+        raise _no_config(where, [*os.listdir(path.parent), *sorted(path.parent.glob("*/config.json"))])
     return read_config(path, path)
+
+
+def _no_config(where: str, found: Iterable[str | Path]) -> NoCheckpointError:
+    """The refusal of a place without config.json: what these files are instead, and what to do with them."""
+    names, got, cure = [str(name) for name in found], "none", "Check its name"
+    if "adapter_config.json" in names:
+        got, cure = "an adapter", "Merge it into its base model (PEFT: merge_and_unload), and name that folder"
+    elif any(name.lower().endswith(".gguf") for name in names):
+        got, cure = "a GGUF file", _GGUF
+    elif inner := next((name for name in names if name.endswith("/config.json")), ""):
+        cure = f"Name {Path(inner).parent}"
+    elif any(name.endswith(".safetensors") for name in names):
+        got, cure = "weights without it", "Copy config.json from the release that they were made of"
+    elif any(name.startswith("tokenizer") for name in names):
+        got, cure = "a tokenizer alone", "Save the model into this folder too, or name the folder that has it"
+    elif not names:
+        got, cure = "an empty folder", "Download the checkpoint into it, or name its Hub id"
+    return NoCheckpointError(where, "a checkpoint has a config.json", got=got, cure=cure)
+
+
+def _cure_of_word(word: str) -> str:
+    """What a word that is no checkpoint may have meant."""
+    if any(path.stem == word for path in model_files()):
+        return f"{word} is a model's name: run `keepmtp quantize {word}`, and name the folder that it writes"
+    return "Name a folder, ORG/NAME or the address of its page" if "://" in word else "Check its name"
 
 
 def file_sizes(source: Source) -> dict[str, int]:

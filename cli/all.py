@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..recipes.errors import CheckpointError, RecipeError
+from ..recipes.errors import CheckpointError, RecipeError, printable
 from ..recipes.extras import require_extra
 from ..validate.child import Child, environment
 from .gate import TOO_LITTLE
 from .options import AnyVLLMOption, ModelCodeOption, TrustOption, chosen_vllm, refuse_stray_words
+from .tables import escape
 
 if TYPE_CHECKING:
     from ..quantize.plan import Plan
@@ -127,7 +128,7 @@ def everything(
         _refuse_another(out, recipe)
     if dry_run:
         for words in filter(None, stations.values()):
-            sys.stdout.write(f"keepmtp {shlex.join(words)}\n")
+            sys.stdout.write(f"keepmtp {printable(shlex.join(words))}\n")
         return
     require_extra("keepmtp all", "evaluate")
     vllm = chosen_vllm(any_vllm=any_vllm)
@@ -148,7 +149,7 @@ def everything(
             continue
         if not words:
             continue
-        err.print(f"[bold]$ keepmtp {shlex.join(words)}[/]", highlight=False, soft_wrap=True)
+        err.print(f"[bold]$ keepmtp {escape(shlex.join(words))}[/]", highlight=False, soft_wrap=True)
         status = _run([*_interpreter(name, nproc), *words])
         if status and (name, status) != ("serve-check", TOO_LITTLE):
             raise typer.Exit(status if status > 0 else 128 - status)
@@ -201,7 +202,7 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
     from ..checkpoints.record import RECORD, read_record
     from ..validate.publish.provenance import other_decision
 
-    cure = "Choose another --out, or remove it"
+    cure = "Choose another --out"
     try:
         made = read_record(out / RECORD).recipe.whole
     except CheckpointError as error:

@@ -23,6 +23,7 @@ from ..validate.serving.vllm_env import TIMEOUT_SECONDS
 from .exits import FINDINGS
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, download_lines, measuring
+from .tables import say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -121,7 +122,7 @@ def bench(
         repeat=repeat,
         rounds=rounds,
         seed=seed,
-        out=folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(path).name}.report")),
+        out=folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(opened.where).name}.report")),
         timeout=timeout,
         words=tuple(context.args),
     )
@@ -144,7 +145,7 @@ def bench(
         reports.refuse_stale(plan.out, checkpoint.identity, but=("bench",))
     compared = original and _model(download(original, bars=bars), "source", plan, err, as_json=as_json)
     with measuring(err, as_json=as_json) as watch:
-        fact = matrix.bench(checkpoint, compared, plan, vllm=vllm, say=partial(err.print, highlight=False), watch=watch)
+        fact = matrix.bench(checkpoint, compared, plan, vllm=vllm, say=partial(say, err), watch=watch)
     write_result(plan.out, "bench", fact, checkpoint=checkpoint.identity, vllm=vllm.version)
     if is_recorded:
         reports.refresh(plan.out, measured="bench")
@@ -154,7 +155,7 @@ def bench(
         for part in tables(fact):
             Console().print(part, highlight=False)
         where = f"Result: {file_of(plan.out, 'bench')}; repetitions beside it; logs: {plan.out / 'logs'}"
-        Console().print(where, highlight=False, soft_wrap=True)
+        say(Console(), where)
     if any(cell.error for each in fact.benched for cell in each.cells):
         raise typer.Exit(FINDINGS)
 
@@ -166,7 +167,7 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
         RecipeError: no such list, or a number below `least`.
     """
     parts = [part.strip() for part in words.split(",")]
-    cure = f"Write {option} 1,8,32 or {option} 0..4"
+    cure = f"Write {option} 1,8,32 or {option} {least}..4"
     if not all(_NUMBERS.fullmatch(part) for part in parts):
         raise RecipeError(option, "must be numbers with commas, or two with dots", got=words, cure=cure)
     pairs = [(int(part.split("..")[0]), int(part.split("..")[-1])) for part in parts]

@@ -43,7 +43,7 @@ def planned(plan: "BenchPlan", num_checkpoints: int) -> Text:
         f"loads     {loads}\n"
         f"cells     {len(plan.ks) * len(plan.loads)} each, {plan.repeat * plan.rounds} repetitions a cell\n"
         f"requests  {requests:,} in all, at most {plan.output_tokens:,} tokens an answer\n"
-        f"prompts   {len(plan.prompts.items):,} of {plan.prompts.name}"
+        f"prompts   {len(plan.prompts.items):,} of {printable(plan.prompts.name)}"
     )
 
 
@@ -52,8 +52,8 @@ def tables(found: "BenchFact") -> Iterator[RenderableType]:
     for benched in found.benched:
         yield Text(f"bench {printable(benched.path)} ({benched.role}): generated tokens a second")
         yield _matrix(benched)
-        yield Text("\n".join(_recommendations(benched)) + "\n")
-    yield Text("\n".join(_notes(found)))
+        yield Text("\n".join(map(printable, _recommendations(benched))) + "\n")
+    yield Text("\n".join(map(printable, _notes(found))))
 
 
 def _matrix(benched: "Benched") -> Table:

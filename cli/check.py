@@ -35,7 +35,9 @@ def check(
     paths: Annotated[list[str], typer.Argument(help="Checkpoints: folders or Hub ids, ours or anyone's.")],
     gpus: Annotated[
         list[str] | None,
-        typer.Option("--gpu", help="Also let vLLM load it, on a pretended sm89, sm90, sm100, sm120; may be repeated."),
+        typer.Option(
+            "--gpu", help="Also let vLLM load it, on a pretended H100 (sm90), sm89, sm100, sm120; repeatable."
+        ),
     ] = None,
     tps: Annotated[list[int] | None, typer.Option("--tp", min=1, help="Tensor-parallel size; may be repeated.")] = None,
     num_drafts: Annotated[int, typer.Option("-k", min=1, help="num_speculative_tokens.")] = 1,
@@ -138,9 +140,9 @@ def check(
             if html is not None:
                 folder = html if len(paths) == 1 else html / f"{number + 1}-{Path(paths[number]).name}"
                 page = save(folder, checked.data, vllm=TESTED[0], opened=checked.source)
-                err.print(f"report: {page}", highlight=False, markup=False, soft_wrap=True)
+                tables.say(err, f"report: {page}")
             if notes is not None:
-                err.print(f"recorded: {notes.keep(checked)}", highlight=False, markup=False, soft_wrap=True)
+                tables.say(err, f"recorded: {notes.keep(checked)}")
     if status:
         raise typer.Exit(status)
 
@@ -157,7 +159,7 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
     def say(fetch: "Fetch") -> None:
         line = f"{fetch.where}: {fetch.num_tensors:,} tensors, {tables.size_in_words(fetch.num_bytes)} by "
         line += f"{fetch.num_requests:,} range requests"
-        err.print(line, highlight=False, markup=False, soft_wrap=True)
+        tables.say(err, line)
 
     watch = Watch(reading=bytes_bar(err, "reading values"), fetching=say)
     with stopped_by_signals():
@@ -189,7 +191,10 @@ def check_json(data: "CheckData", accounts: "Sequence[LoadAccount]" = ()) -> dic
     printed: dict[str, Any] = {
         "path": data.path,
         "ok": data.ok,
-        "findings": [finding.model_dump(exclude={"origin"}) for finding in data.findings],
+        "findings": [
+            finding.model_dump(exclude={"origin"}) | {"cure": findings.with_path(finding.cure, data.path)}
+            for finding in data.findings
+        ],
         "facts": data.facts.model_dump(),
     }
     if accounts:

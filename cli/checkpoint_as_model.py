@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.hub import page_of
 from ..checkpoints.mtp_source import with_mtp_of
 from ..checkpoints.source import Source, open_source
 from ..quantize.plan import make_plan
@@ -24,10 +25,13 @@ from ..recipes.schema import Recipe
 from ..recipes.shipped import find_path
 from .refusals import refuse_no_draft
 
-_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)(?:/tree/([^/?#]+))?/?")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _PATH_STARTS = ("/", "./", "../", "~")
 _CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
+
+
+class NoSchemeError(RecipeError):
+    """MODEL is a checkpoint, and nothing chooses among the variants that fit it; the cure names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +55,8 @@ def model_word(model: str) -> ModelWord:
     Raises:
         RecipeError: neither a recipe nor a checkpoint.
     """
-    if page := _PAGE.fullmatch(model):
-        return ModelWord(name=page[1], is_recipe=is_recipe_name(page[1]), revision=page[2])
+    if page := page_of(model):
+        return ModelWord(name=page[0], is_recipe=is_recipe_name(page[0]), revision=page[1])
     if is_recipe_name(model):
         return ModelWord(name=model, is_recipe=True)
     if model.startswith(_PATH_STARTS) or (model and find_path(model) is not None):
@@ -122,7 +126,7 @@ def model_name(where: str) -> str:
 def _refuse_without_scheme(source: Source, raw: dict[str, Any]) -> None:
     fits = list(fitting(source, raw))
     words = [name + " (calibrated)" * bool(raw["variants"][name]["calibration"]) for name in fits]
-    raise RecipeError(
+    raise (NoSchemeError if fits else RecipeError)(
         f"{source.where} ({raw['family']})",
         "--scheme must choose a variant where MODEL is a checkpoint",
         got="none",

@@ -8,6 +8,7 @@ source that is not found, results of other bytes in the same folder.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +16,13 @@ import typer
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, printable
 from ..recipes.extras import require_extra
 from ..validate.serving.vllm_env import TIMEOUT_SECONDS
 from .gate import EXITS
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, download_lines
-from .tables import VERDICT_COLOURS, escape, plain_table, print_json
+from .tables import VERDICT_COLOURS, escape, plain_table, print_json, say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -102,7 +103,7 @@ def closeness(
         raise RecipeError("--source", "closeness is to a source", got="none", cure="Name the release")
     vllm, extra = chosen_vllm(any_vllm=any_vllm), tuple(context.args)
     is_recorded = folder is None and Path(path).is_dir()
-    out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(path).name}.report"))
+    out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(opened.where).name}.report"))
     refuse_no_room((opened, original), vllm, out=out, extra=extra)
     bars = None if as_json else download_lines(err)
     reading = None if as_json else bytes_bar(err, "reading")
@@ -128,7 +129,7 @@ def closeness(
             concurrency=concurrency,
             timeout=timeout,
             extra=extra,
-            say=lambda words: err.print(words, highlight=False),
+            say=partial(say, err),
             watch=watch,
         )
         fact = measure.measure(judged, before, compared_on, vllm=vllm, setup=setup)
@@ -171,7 +172,7 @@ def _show(fact: "ClosenessFact", reason: "ReasonFact | None", out: Path, *, as_j
     else:
         Console().print(table(fact, reason))
         words = f"Result: {file_of(out, 'closeness')}; every position in {fact.samples}; logs: {out / 'logs'}"
-        Console().print(words, highlight=False, soft_wrap=True)
+        say(Console(), words)
     if reason is not None and reason.verdict != "pass":
         raise typer.Exit(EXITS[reason.verdict])
 
@@ -192,7 +193,7 @@ def table(fact: "ClosenessFact", reason: "ReasonFact | None") -> RenderableType:
     lines: list[RenderableType] = [rows, far]
     if reason is not None:
         lines.append(f"[{VERDICT_COLOURS[reason.verdict]}]{reason.gate}: {reason.title}[/]  {escape(reason.says)}")
-    return Group(*lines, Text("\n".join(_notes(fact))))
+    return Group(*lines, Text("\n".join(map(printable, _notes(fact)))))
 
 
 def _notes(fact: "ClosenessFact") -> Iterator[str]:

@@ -336,6 +336,6 @@ def _show(found: Diagnosis, out: Console) -> None:
     for command in dict.fromkeys(ability.command for ability in found.abilities if " && " in ability.command):
         out.print(f"This makes an environment of vLLM's own:\n{escape(command)}", highlight=False, soft_wrap=True)
     for sentence in found.broken:
-        out.print(f"[red]broken:[/] {sentence}", highlight=False, soft_wrap=True)
+        out.print(f"[red]broken:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
     if found.no_vllm and not found.broken:
         out.print(escape(found.no_vllm), highlight=False, soft_wrap=True)

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ from ..validate.serving.vllm_env import TIMEOUT_SECONDS
 from .gate import EXITS
 from .options import AnyVLLMOption, JsonOption, ModelCodeOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, download_lines
+from .tables import say
 
 if TYPE_CHECKING:
     from ..checkpoints.identity import Identity, ReadingBar
@@ -117,6 +119,7 @@ def evaluate(
     Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 -- --tensor-parallel-size 8`
     """
     from ..checkpoints.source import download, open_source
+    from ..recipes.find import did_you_mean
     from ..validate.report import report as reports
     from ..validate.report.gates import judge
     from ..validate.report.results import report_folder, write_result
@@ -126,11 +129,15 @@ def evaluate(
 
     refuse_stray_words("eval", context.args)
     refuse_words("eval", context.args)
+    if task is not None and task not in TASKS:
+        cure = did_you_mean(task, TASKS, otherwise="Name one; a recipe may list several")
+        raise RecipeError("--task", f"must be one of {', '.join(TASKS)}", got=repr(task), cure=cure)
     require_extra("keepmtp eval", "evaluate")
     extra, err = tuple(context.args), Console(stderr=True)
-    from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
-
     opened = open_source(path)
+    original = original_of(opened, source, cure=_CURE)
+    from ..validate.evaluation import gsm8k, lm_eval_task, model_code  # lm-eval is known to be there
+
     changed = {
         "task": task,
         "dataset": dataset,
@@ -145,8 +152,9 @@ def evaluate(
     }
     rules = _rules(opened, recipe)
     protocols = _protocols(rules.evaluations, {key: value for key, value in changed.items() if value is not None})
+    if run_model_code and any(TASKS[protocol.task].runs_code for protocol in protocols) and not model_code.fence():
+        err.print(model_code.OPEN, highlight=False)
     asked = [lm_eval_task.questions(protocol, runs_code=run_model_code) for protocol in protocols]
-    original = original_of(opened, source, cure=_CURE)
     for protocol in protocols:
         gsm8k.refuse_model(opened, protocol, extra)
         if original:
@@ -155,7 +163,7 @@ def evaluate(
     for protocol in protocols:
         gsm8k.refuse_prefix_caching(opened, protocol, vllm)
     is_recorded = folder is None and Path(path).is_dir()
-    out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(path).name}.report"))
+    out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(opened.where).name}.report"))
     refuse_no_room((opened, original), vllm, out=out, extra=extra)
     bars = None if as_json else download_lines(err)
     checkpoint, original = download(opened, bars=bars), original and download(original, bars=bars)
@@ -173,7 +181,7 @@ def evaluate(
         has_plain=plain,
         timeout=timeout,
         extra=extra,
-        say=lambda words: err.print(words, highlight=False),
+        say=partial(say, err),
     )
     with asking(err, as_json=as_json) as watch:
         fact = gsm8k.evaluate(judged, compared, asked, vllm=vllm, setup=setup, watch=watch)
@@ -195,9 +203,7 @@ def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json
         sys.stdout.write(json.dumps(found) + "\n")
     else:
         Console().print(table(fact, judged))
-        Console().print(
-            f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}", highlight=False, soft_wrap=True
-        )
+        say(Console(), f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}")
     if status := _status(judged, fact):
         raise typer.Exit(status)
 

@@ -8,9 +8,9 @@ end before anything is said.
 """
 
 import shlex
+import stat
 import sys
 from collections import defaultdict
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,9 +90,16 @@ def _checked(path: str, gpu: str | None, *, any_vllm: bool) -> "Checked":
 
 
 def _log(where: str) -> "Log":
-    from ..validate.explain.log import read_log
+    from ..validate.explain.log import MOST_BYTES, read_log
 
-    with nullcontext(sys.stdin.buffer) if where == "-" else Path(where).open("rb") as stream:
+    if where == "-":
+        return read_log(sys.stdin.buffer)
+    status = Path(where).stat()
+    if not stat.S_ISREG(status.st_mode):
+        cure = "Name the file that the server wrote, or pipe it: `vllm serve ... 2>&1 | keepmtp explain --log -`"
+        raise RecipeError("--log", "must be a file, or - for standard input", got=where, cure=cure)
+    with Path(where).open("rb") as stream:
+        stream.seek(max(0, status.st_size - MOST_BYTES - 1))
         return read_log(stream)
 
 
@@ -111,7 +118,7 @@ def _show(console: Console, found: "Explanation") -> None:
     if found.log_version:
         _say(console, f"The log is of vLLM {found.log_version}; what is said of versions was read up to 0.32.")
     for answer in found.answers:
-        _answer(console, answer)
+        _answer(console, found, answer)
     if found.log_lines is not None:
         _unknown(console, found)
 
@@ -152,7 +159,7 @@ def _verdict(found: "Explanation") -> list[str]:
     return [f"The check finds {count}; the first: {first.where}: {first.says}. Cure: {cure}."]
 
 
-def _answer(console: Console, answer: "Recognized") -> None:
+def _answer(console: Console, found: "Explanation", answer: "Recognized") -> None:
     known = answer.failure
     console.print(Text.assemble(("\nknown: ", "bold green"), printable(known.name)), highlight=False, soft_wrap=True)
     named = (
@@ -161,12 +168,15 @@ def _answer(console: Console, answer: "Recognized") -> None:
     here = [f"In this checkpoint: {each}." for each in answer.confirmed[:_MOST_CONFIRMED]]
     if (more := len(answer.confirmed) - _MOST_CONFIRMED) > 0:
         here.append(f"In this checkpoint: {more} more findings of this kind; `keepmtp check` has them all.")
-    rows = [f"The log says: {answer.line}", named, f"What it is: {known.says}.", *here]
+    what = "What it often is" if known.is_general else "What it is"
+    if known.is_general and found.path and not answer.confirmed:
+        here = ["In this checkpoint: the check finds nothing of this kind, so it may be a defect of that vLLM."]
+    rows = [f"The log says: {answer.line}", named, f"{what}: {known.says}.", *here]
     rows += [f"Versions: {known.concerns}. Sources: {known.sources}.", f"Cure: {known.cure}."]
     for row in filter(None, rows):
         _say(console, row, "  ")
     if answer.command:
-        line = Text(f"  keepmtp {' '.join(shlex.quote(word) for word in answer.command)}", style="bold")
+        line = Text(f"  keepmtp {printable(shlex.join(answer.command))}", style="bold")
         console.print(line, soft_wrap=True, highlight=False)
 
 

@@ -47,7 +47,7 @@ def gate(
     from ..validate.report.results import checkpoint_folder, report_folder
 
     if path.suffix != ".report" and not (path / "config.json").is_file():
-        raise CheckpointError(path, "gates judge a checkpoint's folder", got="no config.json", cure="Check PATH")
+        raise CheckpointError(path, "gates judge a checkpoint's folder", got="no config.json", cure="Name that folder")
     folder = path if path.suffix == ".report" else report_folder(path)
     if not (folder / JSON_FILE).is_file():
         checkpoint = folder.with_suffix("")

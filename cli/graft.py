@@ -84,7 +84,7 @@ def graft(
 
     fetching, reading, packing = (bytes_bar(err, label) for label in ("fetching", "reading values", "packing"))
     written = carry_out(made, out, fetching=fetching, reading=reading, packing=packing)
-    err.print(written.sentence, highlight=False, markup=False, soft_wrap=True)
+    tables.say(err, written.sentence)
     if made.quantized.folder is None:
         judged = Judged(checked=foresee(made))
     else:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, printable
 from .options import ModelArgument
 
 
@@ -28,14 +28,12 @@ def init(
     from ..checkpoints.files import write_whole
 
     if out.exists():
-        raise RecipeError(
-            "--out", "an existing file is never overwritten", got=out, cure="Choose another, or remove it"
-        )
+        raise RecipeError("--out", "an existing file is never overwritten", got=out, cure="Choose another --out")
     if not out.absolute().parent.is_dir():
         raise RecipeError("--out", "the folder of the file must exist", got=out, cure="Make it, or choose another")
     text = _text(model, out)
     write_whole(out, text)
-    sys.stdout.write(f"{out}\n")
+    sys.stdout.write(f"{printable(str(out))}\n")
 
 
 def _text(model: str, out: Path) -> str:

@@ -15,6 +15,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -246,8 +247,9 @@ class _Verbs(TyperGroup):
 
 
 def _complete(words: list[str], option: str, values: tuple[str, ...]) -> None:
-    """Give an option that stands alone its first value."""
-    if option in words and (words[words.index(option) + 1 :] or [""])[0] not in values:
+    """Give an option that stands alone its first value. A word that is nearly one, and no file, is a typo of it."""
+    follows = (words[words.index(option) + 1 :] or [""])[0] if option in words else values[0]
+    if follows not in values and (os.path.exists(follows) or not get_close_matches(follows, values)):
         words.insert(words.index(option) + 1, values[0])
 
 
@@ -309,6 +311,7 @@ def _common(
     # llm-compressor logs to standard output, also while it is imported. LLM_COMPRESSOR_LOG_DISABLED does not work: with
     # it, the package does not define its level METRIC, and GPTQ logs at that level (0.14.0.1 logger.py).
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; the refusal at the end says why
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("huggingface_hub").propagate = False  # it has its own handler, and every line would appear twice
 

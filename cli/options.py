@@ -1,5 +1,6 @@
 """The arguments and options that several verbs have, with their help."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -13,12 +14,13 @@ if TYPE_CHECKING:
     from ..validate.dryload.facts import GPU
     from ..validate.serving.vllm_env import VLLM
 
-# Names that people type instead of the one that vLLM's kernels go by.
+# Names that people type instead of the one that vLLM's kernels go by, without NVIDIA, RTX and signs.
 _GPU_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("l40s", "l40", "l4", "rtx4090", "rtx6000ada", "ada"), "sm89"),
+    **dict.fromkeys(("a100", "a800", "a30", "a10", "a10g", "a40", "a6000", "3090", "ampere", "sm86"), "sm80"),
+    **dict.fromkeys(("l40s", "l40", "l4", "4080", "4090", "6000ada", "ada"), "sm89"),
     **dict.fromkeys(("h100", "h200", "h800", "h20", "gh200", "hopper"), "sm90"),
-    **dict.fromkeys(("b100", "b200", "gb200", "b300", "gb300", "blackwell"), "sm100"),
-    **dict.fromkeys(("rtx5090", "rtxpro6000", "gb10"), "sm120"),
+    **dict.fromkeys(("b100", "b200", "gb200", "b300", "gb300", "blackwell", "sm103"), "sm100"),
+    **dict.fromkeys(("5080", "5090", "pro6000", "gb10", "sm121"), "sm120"),
 }
 
 ModelArgument = Annotated[
@@ -61,7 +63,9 @@ GpusOption = Annotated[
 GpuMemoryOption = Annotated[
     str | None,
     typer.Option(
-        "--gpu-memory", help="Say it for another machine: GiB of one GPU, or A100, L40S, H100, H200, B200, B300."
+        "--gpu-memory",
+        "--gpu",
+        help="Say it for another machine: GiB of one GPU, or its name, such as A100, H100, B200 or 5090.",
     ),
 ]
 CalibrationOption = Annotated[
@@ -77,7 +81,8 @@ TimeoutOption = Annotated[float, typer.Option(min=1, help="Seconds a server may 
 ModelCodeOption = Annotated[
     bool,
     typer.Option(
-        "--run-model-code", help="Tasks such as humaneval may run what the model writes, in closed processes."
+        "--run-model-code",
+        help="Tasks such as humaneval may run what the model writes: in bubblewrap, or with your rights without it.",
     ),
 ]
 AnyVLLMOption = Annotated[
@@ -108,16 +113,20 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
     """The GPUs to pretend, in keepmtp's order.
 
     Raises:
-        RecipeError: a name that is not among them; the cure says which one is meant.
+        RecipeError: a name that means none of them; the cure has the nearest.
     """
+    from ..recipes.find import did_you_mean
     from ..validate.dryload.facts import GPUS
 
-    for word in words:
-        if word not in GPUS:
-            meant = _GPU_NAMES.get(word.lower().replace(" ", "").replace("-", "").replace("_", ""))
-            cure = f"{word} is {meant}: write --gpu {meant}" if meant else "Take the nearest"
+    meant = {word: re.sub(r"nvidia|geforce|rtx|[\s_-]", "", word.lower()) for word in words}
+    meant = {word: _GPU_NAMES.get(name, name) for word, name in meant.items()}
+    for word, name in meant.items():
+        if name not in GPUS:
+            cure = did_you_mean(name, (*GPUS, *_GPU_NAMES), otherwise="Name the card, such as H100, or one of these")
+            if name in _GPU_NAMES.values():
+                cure = f"{word} is {name}, which is not judged: leave --gpu out"
             raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)
-    return [gpu for gpu in GPUS if gpu in words]
+    return [gpu for gpu in GPUS if gpu in meant.values()]
 
 
 def chosen_runtimes(words: Sequence[str]) -> "list[Runtime]":
@@ -126,11 +135,12 @@ def chosen_runtimes(words: Sequence[str]) -> "list[Runtime]":
     Raises:
         RecipeError: a name that is not among them.
     """
+    from ..recipes.find import did_you_mean
     from ..validate.check.check import RULES_OF
 
     for word in words:
         if word not in RULES_OF:
-            cure = "Name one of them; --runtime may be repeated"
+            cure = did_you_mean(word, RULES_OF, otherwise="Name one of them; --runtime may be repeated")
             raise RecipeError("--runtime", f"must be one of {', '.join(RULES_OF)}", got=word, cure=cure)
     return [server for server in RULES_OF if server in (words or ("vllm",))]
 

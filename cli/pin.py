@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, printable
 
 
 def pin(
@@ -37,9 +37,7 @@ def pin(
         rule = "must name the copy of a recipe that ships with keepmtp"
         raise RecipeError("--out", rule, got="none", cure=f"Give --out {recipe.rpartition('/')[2]}.yaml")
     if out is not None and out.exists():
-        raise RecipeError(
-            "--out", "an existing file is never overwritten", got=out, cure="Choose another, or remove it"
-        )
+        raise RecipeError("--out", "an existing file is never overwritten", got=out, cure="Choose another --out")
 
     def commit_of(kind: str, name: str, revision: str) -> str:
         if kind == "model":
@@ -51,6 +49,7 @@ def pin(
     target = out or file.path
     names = str(file.path), str(target)
     changes = difflib.unified_diff(text.splitlines(), pinned.splitlines(), *names, n=0, lineterm="")
-    sys.stdout.write("".join(f"{line}\n" for line in changes) or f"{file.path}: no revision moves\n")
+    for line in list(changes) or [f"{file.path}: no revision moves"]:
+        sys.stdout.write(f"{printable(line)}\n")
     if out is not None or pinned != text:
         write_whole(target, pinned)

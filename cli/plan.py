@@ -3,6 +3,8 @@
 In: a model and choices. Out: tables, or JSON. Nothing is written.
 """
 
+import sys
+
 from .options import (
     CalibrationOption,
     GpuMemoryOption,
@@ -42,9 +44,17 @@ def plan(
     Example: `keepmtp plan glm-4.5-air.nvfp4-fp8 --gpus 8 --gpu-memory H100`
     """
     from .. import api
+    from ..recipes.errors import printable
     from . import needs, plan_tables
+    from .checkpoint_as_model import NoSchemeError
 
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
-    made = api.plan(model, **words, trust_remote_code=trust_remote_code)
+    try:
+        made = api.plan(model, **words, trust_remote_code=trust_remote_code)
+    except NoSchemeError as unchosen:
+        if as_json:
+            raise
+        sys.stdout.write(f"{printable(str(unchosen.where))}. {unchosen.way_out} Choose one with --scheme.\n")
+        return
     found = needs.needs_of(made, needs.machine_of(gpus, gpu_memory))
     plan_tables.show(made, found, as_json=as_json)

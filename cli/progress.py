@@ -29,7 +29,7 @@ from rich.progress import (
 )
 
 from ..quantize.calibrate.processes import place_of_process
-from .tables import escape, size_in_words
+from .tables import escape, say, size_in_words
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm as HubBar
@@ -116,7 +116,7 @@ def _bytes_lines(console: Console, label: str) -> BytesBar:
             with lock:
                 done += num_bytes
                 if paced.is_due(done, total_bytes):
-                    _plain_line(console, f"{label}  {paced.in_words(done, total_bytes)}")
+                    say(console, f"{label}  {paced.in_words(done, total_bytes)}")
 
         yield advance
 
@@ -172,7 +172,7 @@ def download_lines(console: Console) -> "type[HubBar] | None":
             """Called by the Hub's client, now and then."""
             done, total = int(self.n), int(self.total or 0)
             if self.is_of_bytes and total and not console.file.closed and paced.is_due(done, total):
-                _plain_line(console, f"download  {paced.in_words(done, total)}")
+                say(console, f"download  {paced.in_words(done, total)}")
 
     return Lines
 
@@ -205,7 +205,7 @@ def measuring(console: Console, *, as_json: bool) -> "Iterator[Callable[[BenchSt
         if as_json:
             _json_line(step)
         else:
-            _plain_line(console, f"{step.role}  {words}")
+            say(console, f"{step.role}  {words}")
 
     try:
         yield show
@@ -227,10 +227,6 @@ def _json_line(step: "CalibrationStep | AskedStep | BenchStep") -> None:
     sys.stderr.flush()
 
 
-def _plain_line(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
 def _labelled_bars(console: Console) -> Progress:
     """Bars with words of their own after each."""
     return Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[words]}"), console=console)
@@ -242,7 +238,7 @@ def _bars(console: Console) -> Iterator[RunProgress]:
 
     def show(step: "CalibrationStep") -> None:
         if not console.is_terminal:
-            _plain_line(console, f"{step.step}  {in_words(step)}")
+            say(console, f"{step.step}  {in_words(step)}")
             return
         bars.start()
         if step.step not in tasks:
@@ -292,7 +288,7 @@ def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[Ask
         if as_json:
             _json_line(step)
         else:
-            _plain_line(console, f"{_whose(step)}  {step.doing or _asked_in_words(step)}")
+            say(console, f"{_whose(step)}  {step.doing or _asked_in_words(step)}")
 
     yield show
 

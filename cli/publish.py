@@ -269,4 +269,5 @@ def _counted(files: int) -> str:
 
 
 def _say(words: str) -> None:
-    err.print(words, highlight=False, markup=False, soft_wrap=True)
+    for line in words.splitlines():
+        tables.say(err, line)

@@ -91,7 +91,7 @@ def quantize(
     refusals.refuse(made, target)
     line = "" if rank else commits.commits_line(made)
     if line and not as_json:
-        Console(stderr=True).print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
+        tables.say(Console(stderr=True), line)
     if not (as_json or rank):
         tables.show_plan(out, made)
         out.print(plan_tables.companions(made), highlight=False, soft_wrap=True)
@@ -107,7 +107,6 @@ def quantize(
 
 
 def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
-    from ..recipes.errors import printable
     from ..validate.report.check_data import calibration_fact
     from . import calibration_tables, findings, plan_tables
     from .check import check_json
@@ -128,8 +127,7 @@ def _show_result(result: "FinishedRun", *, as_json: bool) -> None:
         return
     out = Console()
     if result.was_there:
-        said = f"{printable(str(result.out))}: finished before, with the same recipe, source and versions."
-        out.print(said, highlight=False, markup=False, soft_wrap=True)
+        tables.say(out, f"{result.out}: finished before, with the same recipe, source and versions.")
     if fact:
         out.print(calibration_tables.found(fact))
     findings.show(out, result.report)

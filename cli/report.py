@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..recipes.errors import printable
+
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
     from ..validate.report.results import CheckData
@@ -40,7 +42,7 @@ def page(
 
     require_extra()
     page = api.report_page(api.report(path), folder or results_of(path) or path.parent)
-    sys.stdout.write(f"{page}\n")
+    sys.stdout.write(f"{printable(str(page))}\n")
 
 
 def save(

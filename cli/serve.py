@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ..recipes.errors import GateError, RecipeError, VLLMError
+from ..recipes.errors import GateError, RecipeError, VLLMError, printable
 from . import exits
 from .check import spinner
+from .findings import with_path
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm, refuse_stray_words
 from .progress import download_lines
 from .tables import print_json, say
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ..validate.serving.foreground import Address, ServerLife
     from ..validate.serving.vllm_env import VLLM
 
+_MOST_K = 16
 _CPU_WORDS = ("--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-caching")
 """On a CPU the gated delta net cannot combine prefix caching with drafting (vLLM 0.32)."""
 
@@ -85,6 +87,7 @@ def serve(
     extra = tuple(context.args)
     refuse_stray_words("serve", extra)
     refuse_our_words(extra)
+    address = None if dry_run else _address(host, port, extra)
     opened, num_mtp_layers = _checked(path, err)
     vllm = _found_vllm(any_vllm=any_vllm) if dry_run and not gpus else chosen_vllm(any_vllm=any_vllm)
     size = tensor_parallel_size(opened, vllm, extra) if vllm else 1
@@ -95,8 +98,7 @@ def serve(
     if dry_run:
         _print_commands(opened, best, (*further, *extra), as_json=as_json)
         return
-    assert vllm is not None
-    address = _address(host, port, extra)
+    assert vllm is not None and address is not None
     life = _run(opened, best, vllm, address, (*further, *extra), err, log=log, every=every)
     _report(path, best, life, err, as_json=as_json)
     if life.status:
@@ -110,13 +112,15 @@ def _checked(path: str, err: Console) -> "tuple[Source, int]":
         GateError: the check has an error; or, where the packages that read values are there, a scale is wrong.
         KeepMTPError: there is nothing to judge.
     """
+    from ..cure.fix import with_commands
     from ..recipes.extras import missing
     from ..validate.check.check import examine
-    from ..validate.values.values import with_values
 
     checked = examine(path)
-    _refuse_errors(path, checked)
+    _refuse_errors(path, with_commands(checked))
     if Path(path).is_dir() and not missing("quantize"):
+        from ..validate.values.values import with_values  # imports torch
+
         checked = with_values(checked, "scalars")
         _refuse_errors(path, checked)
     if warnings := len(checked.data.findings):
@@ -130,8 +134,8 @@ def _refuse_errors(path: str, checked: "Checked") -> None:
     errors = [finding for finding in checked.data.findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more: `keepmtp check {path}`)" if errors[1:] else ""
-        rule = "must pass the check before it is served"
-        raise GateError(path, rule, got=f"{errors[0].where}: {errors[0].says}{more}", cure=errors[0].cure)
+        rule, cure = "must pass the check before it is served", with_path(errors[0].cure, path)
+        raise GateError(path, rule, got=f"{errors[0].where}: {errors[0].says}{more}", cure=cure)
 
 
 def _load(path: str, gpus: Sequence[str], size: int, k: int, err: Console, *, any_vllm: bool) -> None:
@@ -169,6 +173,9 @@ def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: st
             "Use -k 0, or `keepmtp graft` its release's block",
         )
         raise RecipeError("-k", rule, got=found.k, cure=cure)
+    if found.k > _MOST_K:
+        cure = "Use -k 4 or less; `keepmtp bench` finds the best"
+        raise RecipeError("-k", f"must be at most {_MOST_K}: later drafts build on guesses", got=found.k, cure=cure)
     if num_mtp_layers and found.k > num_mtp_layers and found.k % num_mtp_layers:
         rule = f"with {num_mtp_layers} MTP layers vLLM drafts a multiple of them"
         raise RecipeError("-k", rule, got=found.k, cure=f"Use -k {num_mtp_layers}")
@@ -185,7 +192,8 @@ def _print_commands(opened: "Source", best: "BestK", further: Sequence[str], *, 
     if as_json:
         print_json({"path": opened.where, "k": best.k, "why": best.why, "words": line, "docker": docker})
         return
-    sys.stdout.write(f"# k={best.k}: {best.why}\n{shlex.join(line)}\n{shlex.join(docker)}\n")
+    for words in (f"# k={best.k}: {best.why}", shlex.join(line), shlex.join(docker)):
+        sys.stdout.write(f"{printable(words)}\n")
 
 
 def _address(host: str, port: int, extra: Sequence[str]) -> "Address":
@@ -266,4 +274,4 @@ def _report(path: str, best: "BestK", life: "ServerLife", err: Console, *, as_js
         print_json({"path": path, "why": best.why, **life.model_dump(mode="json")})
         return
     drafted = in_words(life) if life.k else "served without drafting"
-    sys.stdout.write(f"{path}: {life.seconds:,.0f} s with k={life.k}; {drafted}\n")
+    sys.stdout.write(f"{printable(path)}: {life.seconds:,.0f} s with k={life.k}; {drafted}\n")

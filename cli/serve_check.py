@@ -29,7 +29,7 @@ from ..validate.serving.vllm_env import TIMEOUT_SECONDS
 from . import gate
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, download_lines
-from .tables import escape
+from .tables import escape, say
 
 if TYPE_CHECKING:
     from ..checkpoints.identity import Identity
@@ -149,7 +149,7 @@ def serve_check(
     else:
         Console().print(table(found, judged))
         written = next(out / name for name in (HTML_FILE, reports.JSON_FILE) if (out / name).is_file())
-        Console().print(f"Report: {written}; logs: {out / 'logs'}", highlight=False, soft_wrap=True)
+        say(Console(), f"Report: {written}; logs: {out / 'logs'}")
     if status := exit_status(judged, found):
         raise typer.Exit(status)
 
@@ -233,7 +233,7 @@ def _status() -> "Iterator[Watch]":
         label = words.rpartition(": ")[0] if "starting" not in words else words.partition(": ")[0]
         if label not in seen:
             seen.append(label)
-            console.print(label, highlight=False, markup=False)
+            say(console, label)
 
     yield once
 

@@ -190,8 +190,8 @@ def size_in_words(size: int) -> str:
 
 
 def say(console: Console, line: str) -> None:
-    """One line as it is, which the terminal may wrap."""
-    console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+    """One line as it is, fit for a terminal, which may wrap it."""
+    console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def print_json(value: object, indent: int | None = 2) -> None:

@@ -22,12 +22,12 @@ def where(
 ) -> None:
     """Print the folder that `keepmtp quantize` with the same words has written; the make targets ask this."""
     from ..checkpoints.record import RECORD
-    from ..recipes.errors import RecipeError
+    from ..recipes.errors import RecipeError, printable
 
     name, recipe = _names(model, scheme, mtp, calibration)
     wanted = Path("out") / recipe if recipe else None
     if wanted is not None and (wanted / "config.json").is_file():
-        sys.stdout.write(f"{wanted}\n")
+        sys.stdout.write(f"{printable(str(wanted))}\n")
         return
     there = sorted(str(path.parent) for path in Path("out").glob(f"{glob.escape(name)}.*/{RECORD}"))
     there = [path for path in there if not path.endswith(_NEXT_TO_IT)]

@@ -7,6 +7,7 @@ without a quantized weight are hard links.
 Easy to get wrong: both ways. What 1 / (1 / x) does not restore is kept in keepmtp-convert.json (`convert_record.py`).
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,8 +16,9 @@ from typing import Any
 
 import torch
 
-from .. import __version__
 from ..checkpoints.companions import HF_QUANT_CONFIG
+from ..checkpoints.files import within
+from ..checkpoints.json_file import object_of
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source, small_bytes
 from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor, typed
@@ -24,14 +26,22 @@ from ..quantize.output import with_quantization
 from ..quantize.quant_config import compressed_tensors_config, modules_of
 from ..quantize.quant_config_modelopt import hf_quant_config, modelopt_config
 from ..quantize.sglang_fit_modelopt import fit_modelopt
-from ..recipes.conventions import FP8_CACHE, Format, Spelling, in_compressed_tensors, in_modelopt
+from ..recipes.conventions import (
+    CACHE,
+    FP8_CACHE,
+    Format,
+    Spelling,
+    cache_scale_in,
+    in_compressed_tensors,
+    in_modelopt,
+)
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.family import HFName
 from ..validate.check.check import examine
 from ..validate.check.dialects.choose import quantization_of
 from ..validate.check.runtime_view import RuntimeView
 from .convert_forms import StoredMatrix, caches_in, dialect_of, matrices_in
-from .convert_record import CONVERTED, Converted, FirstTensor, read_converted, record_of
+from .convert_record import CONVERTED, WITHOUT_IT, Converted, FirstTensor, read_converted, record_of
 from .json_diff import in_form_of
 from .new_shards import NewTensor, shard_again, write_shard
 from .rewritten import Rewrite, Rewritten, rewrite
@@ -106,7 +116,7 @@ def plan_conversion(where: str, to: Format) -> Conversion:
         for leaf, entry in matrix.parts.items()
     }
     if kept is not None and kept.first == to and kept.restores(source):
-        files = {name: text.encode() for name, text in kept.configs.items() if text is not None}
+        files = _first_configs(runtime, kept)
         left_out = frozenset({CONVERTED} | {name for name, text in kept.configs.items() if text is None})
         return Conversion(source, first, to, files, left_out, changes, is_way_back=True)
     files = _configs(runtime, matrices, to)
@@ -131,14 +141,17 @@ def convert(planned: Conversion, out: Path, *, progress: Callable[[int], None] =
     def write(folder: Path) -> list[str]:
         return [
             write_shard(
-                folder / file, shard_again(planned.source, file, planned.changes), planned.source, written=progress
+                within(folder, file),
+                shard_again(planned.source, file, planned.changes),
+                planned.source,
+                written=progress,
             )
             for file in planned.shards
         ]
 
     wanted = Rewrite(
         source=planned.source,
-        made_by=f"keepmtp {__version__} convert --to {planned.to}",
+        made_by=f"convert --to {planned.to}",
         files=planned.files,
         left_out=planned.left_out,
         write_shards=write,
@@ -176,7 +189,7 @@ def _turned(
     was = kept.tensors.get(entry.name) if kept is not None and kept.first == to else None
     if was is not None and (restored := _restored(source, matrix, entry, was, to)) is not None:
         return restored
-    name = HFName(f"{matrix.module}.{other.leaf}")
+    name = _named(matrix, other)
     if other.change == "none":
         return NewTensor(name=name, dtype=other.dtype, shape=other.shape, data=entry)
     value = read_tensor(source, entry)
@@ -201,15 +214,33 @@ def _spelling(matrix: StoredMatrix, leaf: str, dtype: str, shape: tuple[int, ...
     return in_compressed_tensors(matrix.scheme, leaf, dtype, shape)
 
 
+def _named(matrix: StoredMatrix, spelling: Spelling) -> HFName:
+    return HFName(f"{matrix.module}.{spelling.leaf}")
+
+
 def _restored(source: Source, matrix: StoredMatrix, entry: Entry, was: FirstTensor, to: Format) -> NewTensor | None:
-    """The first checkpoint's tensor, unless this one is no longer what was made of it."""
-    data: bytes | Entry = bytes.fromhex(was.hex) if was.hex else entry
-    tensor = NewTensor(name=HFName(was.name), dtype=was.dtype, shape=was.shape, data=data)
-    if isinstance(data, Entry):
-        return tensor
-    there = _spelling(matrix, was.name.rpartition(".")[2], was.dtype, was.shape, _OTHER[to])
-    _, made = _in_words_of(there, _value(data, was.dtype, was.shape))
-    return tensor if made == _raw(read_tensor(source, entry)) else None
+    """The first checkpoint's tensor, unless this one is no longer what was made of it.
+
+    Raises:
+        CheckpointError: what the record calls the first one does not become this one.
+    """
+    module, _, leaf = was.name.rpartition(".")
+    there = _spelling(matrix, leaf, was.dtype, was.shape, _OTHER[to])
+    if matrix.scheme == CACHE:
+        module = cache_scale_in("compressed-tensors", was.name).rpartition(".")[0]
+    if module != matrix.module or _named(matrix, there) != entry.name:
+        where, rule = f"{source.where}/{CONVERTED}: tensors: {entry.name}", "must be a tensor of the same module"
+        raise CheckpointError(where, rule, got=was.name, cure=WITHOUT_IT)
+    if there.shape != entry.shape:
+        return None
+    if not was.hex:
+        tensor = NewTensor(name=HFName(was.name), dtype=was.dtype, shape=was.shape, data=entry)
+        return tensor if (there.change, there.dtype) == ("none", entry.dtype) else None
+    data = bytes.fromhex(was.hex)
+    made = _in_words_of(there, _value(data, was.dtype, was.shape))
+    if made != (entry.dtype, _raw(read_tensor(source, entry))):
+        return None
+    return NewTensor(name=HFName(was.name), dtype=was.dtype, shape=was.shape, data=data)
 
 
 def _not_restored(
@@ -225,8 +256,7 @@ def _not_restored(
             if not isinstance(new.data, Entry):
                 raw = _raw(read_tensor(source, entry))
                 dtype, again = _in_words_of(other, _value(new.data, new.dtype, new.shape))
-            name = f"{matrix.module}.{other.leaf}"
-            if (name, dtype, other.shape, again) != (entry.name, entry.dtype, entry.shape, raw):
+            if (_named(matrix, other), dtype, other.shape, again) != (entry.name, entry.dtype, entry.shape, raw):
                 found.append((new, FirstTensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, hex=raw.hex())))
     return found
 
@@ -257,6 +287,24 @@ def _configs(runtime: RuntimeView, matrices: list[StoredMatrix], to: Format) -> 
     if to == "modelopt":
         files[HF_QUANT_CONFIG] = in_form_of(None, hf_quant_config(made))
     return files
+
+
+def _first_configs(runtime: RuntimeView, kept: Converted) -> dict[str, bytes]:
+    """The files of the first checkpoint, which may say nothing else than this one but how it is quantized.
+
+    Raises:
+        CheckpointError: one is no JSON object, or names what else they say.
+    """
+    where = f"{runtime.source.where}/{CONVERTED}: configs: "
+    files = {name: text.encode() for name, text in kept.configs.items() if text is not None}
+    objects = {name: object_of(raw, f"{where}{name}", cure=WITHOUT_IT) for name, raw in files.items()}
+    both = objects.get("config.json", {}), runtime.source.config
+    was, now = (with_quantization(config, {}, runtime.view) for config in both)
+    for key in sorted(was.keys() | now.keys()):
+        if json.dumps(was.get(key), sort_keys=True) != json.dumps(now.get(key), sort_keys=True):
+            rule = "must be that of this checkpoint"
+            raise CheckpointError(f"{where}config.json", rule, got=f"another {key}", cure=WITHOUT_IT)
+    return {**files}
 
 
 def _cache_scheme(runtime: RuntimeView) -> Any:

@@ -5,22 +5,26 @@ converted checkpoint carries; and from the file, what the way back restores.
 
 Easy to get wrong: 1 / (1 / x) is not x for one F32 in seven, and a config has many spellings, so both are kept. But who
 has edited the converted checkpoint wants his own edits: what is kept counts only where what was written is still there.
+And the file may be a stranger's, so that no name and no value in it is taken that a conversion could not have written.
 """
 
 import hashlib
 from collections.abc import Mapping
+from typing import Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from .. import __version__
-from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.json_file import read_object
-from ..checkpoints.source import Source, small_bytes, small_file
+from ..checkpoints.source import Source, small_bytes, small_file, small_object
 from ..recipes.conventions import Format
 from ..recipes.errors import CheckpointError, first_fault
+from ..recipes.schemes import DTYPE_BITS, num_bytes
 
 CONVERTED = "keepmtp-convert.json"
-_CONFIGS = ("config.json", HF_QUANT_CONFIG)
+WITHOUT_IT = "Remove it: the checkpoint is then converted without it"
+_Config = Literal["config.json", "hf_quant_config.json"]
+_CONFIGS: tuple[_Config, ...] = get_args(_Config)
 
 
 class FirstTensor(BaseModel):
@@ -28,10 +32,18 @@ class FirstTensor(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: str = Field(pattern=r"[^.]$")
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     hex: str = ""
+
+    @model_validator(mode="after")
+    def _has_its_bytes(self) -> Self:
+        if self.dtype not in DTYPE_BITS:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPE_BITS)}")
+        if self.hex and len(bytes.fromhex(self.hex)) != num_bytes(self.dtype, self.shape):
+            raise ValueError("hex must have the bytes of its shape")
+        return self
 
 
 class Converted(BaseModel):
@@ -49,8 +61,8 @@ class Converted(BaseModel):
 
     keepmtp: str
     first: Format
-    configs: Mapping[str, str | None]
-    written: Mapping[str, str]
+    configs: Mapping[_Config, str | None]
+    written: Mapping[_Config, str]
     tensors: Mapping[str, FirstTensor]
 
     def restores(self, source: Source) -> bool:
@@ -60,11 +72,14 @@ class Converted(BaseModel):
 
 def record_of(source: Source, first: Format, files: Mapping[str, bytes], tensors: Mapping[str, FirstTensor]) -> bytes:
     """The file for a checkpoint that gets `files`, made from `source`."""
-    before = {name: small_bytes(source, name) for name in _CONFIGS}
+    before: dict[_Config, str | None] = dict.fromkeys(_CONFIGS)
+    for name in _CONFIGS:
+        if small_object(source, name) is not None:
+            before[name] = (small_bytes(source, name) or b"").decode()
     record = Converted(
         keepmtp=__version__,
         first=first,
-        configs={name: None if data is None else data.decode() for name, data in before.items()},
+        configs=before,
         written={name: _sum(files.get(name)) for name in _CONFIGS},
         tensors=dict(sorted(tensors.items())),
     )
@@ -81,12 +96,11 @@ def read_converted(source: Source) -> Converted | None:
     if path is None:
         return None
     where = f"{source.where}/{CONVERTED}"
-    cure = "Remove it: the checkpoint is then converted without it"
     try:
-        return Converted.model_validate(read_object(path, where, cure=cure))
+        return Converted.model_validate(read_object(path, where, cure=WITHOUT_IT))
     except (CheckpointError, ValidationError) as error:
         got = error.got if isinstance(error, CheckpointError) else first_fault(error)
-        raise CheckpointError(where, "must be what `keepmtp convert` wrote", got=got, cure=cure) from error
+        raise CheckpointError(where, "must be what `keepmtp convert` wrote", got=got, cure=WITHOUT_IT) from error
 
 
 def _sum(data: bytes | None) -> str:

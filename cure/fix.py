@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoints.source import Source
-from ..recipes.errors import RecipeError
+from ..recipes.errors import KeepMTPError, RecipeError
 from ..validate.check.check import Checked, examine
+from ..validate.check.dialects.patterns import time_limit
 from ..validate.check.findings import Finding, errors_first
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.report.results import CheckData
-from . import fixes_config, fixes_foreign, fixes_lists, fixes_scales, fixes_tensors
+from . import fixes_config, fixes_foreign, fixes_lists, fixes_tensors
 from .fixes_sglang import entries_for_sglang
 from .proposal import Edit, Proposal
 from .rewritten import Rewritten, rewrite
@@ -43,6 +44,7 @@ class Fix:
 FIXES: tuple[Fix, ...] = (
     Fix("unindexed", fixes_tensors.mtp_files_are_indexed, "the index lists the files with MTP tensors"),
     Fix("mtp-not-promised", fixes_config.mtp_count_is_what_is_there, "config.json counts the layers that are there"),
+    Fix("mtp-missing", fixes_config.mtp_count_is_what_is_there, "config.json counts the layers that are there"),
     Fix("config", fixes_config.layer_types_are_cut, "layer_types is cut to its length"),
     Fix("mtp-prefix", fixes_tensors.mtp_names_lose_a_prefix, "MTP tensors lose a prefix"),
     Fix("kv-scales", fixes_tensors.kv_scales_leave, "scales of the KV cache that have no place are left out"),
@@ -126,10 +128,56 @@ def proposed(
         KeepMTPError: there is nothing to judge, or its files cannot be read.
     """
     progress(f"{where}: static check")
-    checked = examine(where)
+    return _outcome(examine(where), with_scales=with_scales, for_sglang=for_sglang, progress=progress)
+
+
+def with_commands(checked: Checked) -> Checked:
+    """A check whose findings end with the command that cures them, where there is one.
+
+    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM.
+    """
+    data = checked.data
+    static = tuple(each for each in data.findings if each.origin == "static" and each.runtime == "vllm")
+    if not static or checked.source is None:
+        return checked
+    try:
+        with time_limit():
+            outcome = _outcome(checked._replace(data=data.model_copy(update={"findings": static})))
+    except KeepMTPError:  # a cure that cannot be tried is none
+        return checked
+    commands = {each: words for each in static if (words := _command_for(each, outcome))}
+    of_cures = {each.cure: words for each, words in commands.items()}
+    findings = []
+    for each in data.findings:
+        # A dry load has the static check's words for the same tensor.
+        words = of_cures.get(each.cure) if each.origin == "dry" else commands.get(each)
+        cure = f"{each.cure}. Run `{words}`" if words else each.cure
+        findings.append(each.model_copy(update={"cure": cure}))
+    return checked._replace(data=data.model_copy(update={"findings": tuple(findings)}))
+
+
+def _command_for(finding: Finding, outcome: Outcome) -> str:
+    """The command that cures it; "" for none. A fix that brings other errors is no cure."""
+    known = {(each.rule, each.where) for each in outcome.before.findings}
+    is_better = all((each.rule, each.where) in known for each in outcome.left if each.severity == "error")
+    if finding in outcome.cured and is_better:
+        return f"keepmtp fix {shlex.quote(outcome.source.where)} --out NEW"
+    return cure_elsewhere(finding, outcome)
+
+
+def _outcome(
+    checked: Checked,
+    *,
+    with_scales: bool = False,
+    for_sglang: bool = False,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Outcome:
     source, runtime, before = checked.readable(), checked.runtime, checked.data
+    where = source.where
     proposal = Proposal(source)
     if with_scales:
+        from . import fixes_scales  # it reads values, by torch
+
         progress(f"{where}: reading scales")
         for edit in fixes_scales.fused_scales_are_one(checked, proposal):
             proposal.make(edit)
@@ -190,9 +238,14 @@ def write(outcome: Outcome, out: Path) -> Rewritten:
 def cure_elsewhere(finding: Finding, outcome: Outcome, name: str = "") -> str:
     """The command for what needs new values, here or in the folder `name`; "" where the finding's own cure says all."""
     runtime = outcome.runtime
-    is_mtp = runtime is not None and runtime.is_mtp_name(finding.where)
-    if finding.rule in _OF_BLOCKS or (is_mtp and finding.rule in _OF_TENSORS and finding.severity == "error"):
-        return f"keepmtp graft {shlex.quote(name or outcome.source.where)} --from RELEASE --out NEW"
+    if runtime is None:
+        return ""
+    # What is wrong with the backbone as well is wrong in config.json, and a new block would be wrong there too.
+    of_rule = [each for each in outcome.left if (each.rule, each.severity) == (finding.rule, "error")]
+    is_of_block = finding in of_rule and all(runtime.is_mtp_name(each.where) for each in of_rule)
+    if finding.rule in _OF_BLOCKS or (finding.rule in _OF_TENSORS and is_of_block):
+        words = shlex.quote(name or outcome.source.where), runtime.base_model or "RELEASE"
+        return "keepmtp graft {} --from {} --out NEW".format(*words)
     return ""
 
 

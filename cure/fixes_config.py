@@ -28,13 +28,14 @@ _DYNAMIC_TOKENS = {"strategy": "token"}
 def mtp_count_is_what_is_there(checked: Checked, proposal: Proposal) -> Iterator[Edit]:
     """config.json counts the MTP layers that the files have: F9, M7; and the decoder layers: M9."""
     runtime = checked.runtime
-    if runtime is None or not runtime.found:
+    if runtime is None:
         return
     view = runtime.view
     found = len(runtime.found) // view.num_mtp_parts
-    if view.layout.mtp is None and runtime.promised and max(runtime.found) >= runtime.promised:
+    is_beyond = max(runtime.found, default=runtime.promised) >= runtime.promised
+    if view.layout.mtp is None and runtime.promised and is_beyond:
         yield from _decoder_layers(runtime, proposal)
-    elif runtime.found == frozenset(range(len(runtime.found))):
+    elif found and runtime.found == frozenset(range(len(runtime.found))):
         holder = _holder(proposal, view.mtp_count_key)
         why = f"the files have {found} MTP layers; without the right count vLLM builds no draft, or another one"
         yield SetValue(file=CONFIG, place=(*holder, view.mtp_count_key), value=found, why=why)
@@ -166,18 +167,10 @@ def two_configs_agree(checked: Checked, proposal: Proposal) -> Iterator[Edit]:
 
 def _decoder_layers(runtime: RuntimeView, proposal: Proposal) -> Iterator[Edit]:
     """num_hidden_layers, where the tensors that join embedding and hidden state show which layer is the MTP layer."""
-    view = runtime.view
-    glue = {row.path for row in view.family.mtp_block if row.role in ("glue", "norm")}
-    before = view.layout.layers.disk.partition("{i}")[0]
-    having = set()
-    for name in runtime.source.entries:
-        number, _, rest = name.removeprefix(before).partition(".")
-        if name.startswith(before) and number.isdecimal() and rest.rpartition(".")[0] in glue:
-            having.add(int(number))
-    if having and len(having) == runtime.promised:
-        why = f"layer {min(having)} has the modules of an MTP layer, so the decoder layers end before it"
-        key = view.family.num_layers_key
-        yield SetValue(file=CONFIG, place=(*_holder(proposal, key), key), value=min(having), why=why)
+    if runtime.block_at is not None:
+        why = f"layer {runtime.block_at} has the modules of an MTP layer, so the decoder layers end before it"
+        key = runtime.view.family.num_layers_key
+        yield SetValue(file=CONFIG, place=(*_holder(proposal, key), key), value=runtime.block_at, why=why)
 
 
 def _holder(proposal: Proposal, key: str) -> JSONPath:

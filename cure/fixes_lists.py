@@ -168,7 +168,8 @@ def _entries_for(runtime: RuntimeView, missed: Sequence[Module], kept: list[str]
             entry = _stem_entry(runtime, stem)
             if entry and not _reached(runtime, part, entry, packed):
                 found[entry] = None
-                continue
+                # vLLM looks for the parts of a fused module before it looks at modelopt's patterns.
+                modules = [m for m in modules if m.resolution.error and isinstance(runtime.dialect, ModelOpt)]
         for module in modules:
             found.update(dict.fromkeys(_names_for(runtime, module, packed)))
     return [entry for entry in _compacted(found, packed) if entry not in kept]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
-from ..checkpoints.files import write_at
+from ..checkpoints.files import within, write_at
 from ..checkpoints.hub_ranges import AT_A_TIME, GAP_BYTES, read_range
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
@@ -76,7 +76,7 @@ def fetch(source: Source, entries: Iterable[Entry], folder: Path, progress: Call
             into=memoryview(buffer),
             arrived=progress,
         )
-        descriptor = os.open(folder / piece.file, os.O_WRONLY | os.O_CREAT, 0o644)
+        descriptor = os.open(within(folder, piece.file), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             write_at(descriptor, buffer, piece.start)
         finally:

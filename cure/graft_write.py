@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ..checkpoints.files import WORK
+from ..checkpoints.files import WORK, within
 from ..checkpoints.unchanged import refuse_changed
 from ..quantize.plan import Plan
 from ..quantize.writer import write_shards
@@ -57,7 +57,8 @@ def carry_out(
     rewritten = sum(entry.num_bytes for entry in graft.added if entry.file in graft.again)
     wanted = Rewrite(
         source=graft.quantized,
-        made_by=f"graft {plan.recipe.mtp} from {source.where} {source.revision}",
+        made_by=f"graft {plan.recipe.mtp}",
+        also_read=source,
         files=graft.files,
         left_out=graft.left_out,
         write_shards=partial(
@@ -82,10 +83,11 @@ def _write(
         cure = "Run the same command again"
         refuse_changed(graft.plan.source.folder, graft.plan.source.states, cure=cure)
     for shard in plan.shards:
-        os.replace(work / shard.file, folder / shard.file)
+        os.replace(work / shard.file, within(folder, shard.file))
     gone: dict[HFName, None] = {entry.name: None for entry in graft.old}
     again = [
-        write_shard(folder / file, shard_again(graft.quantized, file, gone), graft.quantized) for file in graft.again
+        write_shard(within(folder, file), shard_again(graft.quantized, file, gone), graft.quantized)
+        for file in graft.again
     ]
     return [*(shard.file for shard in plan.shards), *again]
 

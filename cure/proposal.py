@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.companions import HF_QUANT_CONFIG, INDEX
+from ..checkpoints.files import within
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.scratch import ScratchFolder
 from ..checkpoints.source import Source, read, small_bytes, small_object
@@ -198,7 +199,7 @@ class Proposal:
         index = self._index()
 
         def write(partial: Path) -> Sequence[str]:
-            return [write_shard(partial / file, tensors, self.source) for file, tensors in shards.items()]
+            return [write_shard(within(partial, file), tensors, self.source) for file, tensors in shards.items()]
 
         return Rewrite(
             source=self.source,
@@ -216,13 +217,13 @@ class Proposal:
         with ScratchFolder("keepmtp-proposal-") as folder:
             small = {name: small_bytes(self.source, name) for name in SMALL_FILES if name not in self._docs}
             small |= {name: json.dumps(value).encode() for name, value in self._docs.items() if value is not None}
-            small |= {name: b"" for name in self.source.code if "/" not in name}
+            small |= dict.fromkeys(self.source.code, b"")
             small[INDEX] = self._index() or small_bytes(self.source, INDEX)
             for name, data in small.items():
                 if data is not None:
-                    (folder / name).write_bytes(data)
+                    within(folder, name).write_bytes(data)
             for file, entries in self._entries().items():
-                write_headers(folder / file, entries)
+                write_headers(within(folder, file), entries)
             yield folder
 
     def _set(self, change: SetValue) -> bool:

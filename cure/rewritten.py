@@ -3,6 +3,7 @@
 In: a `Rewrite`: the opened checkpoint, small files with their new bytes, names to leave out, and a function that writes
 new shards. Out: OUT, a checkpoint of its own. What did not change is a hard link, so it takes no room and no time; a
 copy where the file system cannot link. Of a Hub repository that is not here, OUT has the changed files alone.
+OUT/.keepmtp/cure.json stays there: by it the same command finds that it has finished before.
 
 Every regular file of the old folder is kept, its own Python too: it is a person's own copy on his own disk, nothing in
 it is run, and `publish` asks again what may travel. keepmtp.json and recipe.yaml are left out: they say how the old
@@ -19,22 +20,47 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .. import __version__
 from ..checkpoints.companions import INDEX, inside
-from ..checkpoints.files import WORK, complete, held, naming_file, partial_path, sync, two_sizes, write_whole
+from ..checkpoints.files import WORK, complete, held, naming_file, partial_path, sync, two_sizes, within, write_whole
 from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.safetensors_file import Entry, read_header
 from ..checkpoints.source import Source, small_object
-from ..checkpoints.unchanged import refuse_changed
+from ..checkpoints.unchanged import refuse_changed, states_of
 from ..quantize.output import refuse_place
 from ..recipes.errors import CheckpointError, RecipeError
 
-_STAMP = "cure.json"
+_STAMP = f"{WORK}/cure.json"
 # What a file system says that cannot make this link: another disk, links that are not allowed or too many.
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES})
 _CHANGED = "Run the same command again: it reads the checkpoint anew"
+
+
+class _Stamp(BaseModel):
+    """What OUT keeps of the command that writes it.
+
+    Attributes:
+        command: a sum over what the new folder depends on.
+        new, linked, copied: as in `Rewritten`, once all is written.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: str
+    new: tuple[str, ...] = ()
+    linked: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+
+    def describes(self, out: Path) -> bool:
+        """Whether all files are in OUT, and none was written to after this was."""
+        names = (*self.new, *self.linked, *self.copied)
+        states, made = states_of(out, (*names, _STAMP)), (out / _STAMP).stat().st_mtime_ns
+        return len(states) > len(names) and all(state.mtime_ns <= made for state in states.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +73,7 @@ class Rewrite:
         files: small files by name, new or changed. The index is made here, unless it is among them.
         left_out: names of files that the new folder does not get.
         indexed: safetensors files that the old index does not list and the new one does.
+        also_read: another checkpoint that the new shards are made from.
         write_shards: writes shards into the folder that it gets and returns their names; one with an old shard's name
             takes its place. What it keeps in the folder's `.keepmtp` is still there when a killed command runs again.
         num_shard_bytes: how much it will write.
@@ -57,6 +84,7 @@ class Rewrite:
     files: Mapping[str, bytes] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
     indexed: frozenset[str] = frozenset()
+    also_read: Source | None = None
     write_shards: Callable[[Path], Sequence[str]] = lambda folder: ()
     num_shard_bytes: int = 0
 
@@ -71,6 +99,7 @@ class Rewritten:
         linked: names of files that are one file with the old folder's.
         copied: names of files that could not be linked.
         copied_bytes: their size.
+        is_from_before: the same command had finished before, and this one wrote nothing.
     """
 
     folder: Path
@@ -78,10 +107,13 @@ class Rewritten:
     linked: tuple[str, ...]
     copied: tuple[str, ...]
     copied_bytes: int
+    is_from_before: bool = False
 
     @property
     def sentence(self) -> str:
         """What was written, for people."""
+        if self.is_from_before:
+            return f"{self.folder}: finished before, by the same command from the same files"
         parts = [f"{len(self.new)} new", f"{len(self.linked)} linked"]
         if self.copied:
             size, _ = two_sizes(self.copied_bytes, 0)
@@ -101,18 +133,19 @@ def rewrite(wanted: Rewrite, out: Path) -> Rewritten:
         CheckpointError: a link that leaves the old folder, one tensor in two files, or the old folder changed.
     """
     stamp = _stamp_of(wanted)
-    if _stamp_in(out) == stamp:  # a run was killed when all but tidying was done
-        return _tidied(out)
+    found = _stamp_in(out)
+    if found is not None and found.command == stamp and found.describes(out):
+        return replace(_tidied(out, found), is_from_before=True)
     refuse_place(wanted.source, out)
     _refuse_full_disk(wanted, out)
     partial = partial_path(out)
     with held(partial, "only one run may write an output"):
         refuse_place(wanted.source, out)  # another run may have finished since this one looked
         _begin(partial, stamp)
-        written = _fill(wanted, partial)
-        write_whole(partial / WORK / _STAMP, json.dumps({"command": stamp, "written": written}))
+        done = _fill(wanted, partial, stamp)
+        write_whole(partial / _STAMP, done.model_dump_json())
         complete(out)
-        return _tidied(out)
+        return _tidied(out, done)
 
 
 def new_index(
@@ -168,13 +201,13 @@ def kept_files(source: Source) -> tuple[str, ...]:
     """Names of the old folder's files that a new one gets, sorted; see the top of this file.
 
     Raises:
-        CheckpointError: one that is no shard is a link out of the folder, or to nowhere.
+        CheckpointError: one is a link out of the folder, or to nowhere. A shard may be one: its header was read.
     """
     if source.folder is None:
         return ()
     names = sorted(name for name in _files_in(source.folder) if name not in (RECORD, RECIPE))
     for name in names:
-        if not name.endswith(".safetensors"):  # a shard's header was read: it is a checkpoint's, wherever it is
+        if not name.endswith(".safetensors") or name not in source.states:
             inside(source.folder, name)
     return tuple(names)
 
@@ -195,17 +228,17 @@ def _begin(partial: Path, stamp: str) -> None:
         rule, cure = "an unfinished output can only be written by the command that began it", "Remove it"
         raise RecipeError(partial, rule, got="files of another command", cure=f"{cure}, or choose another OUT")
     for path in partial.iterdir():
-        if path.name != WORK or found not in (stamp, None):
+        if path.name != WORK or (found is not None and found.command != stamp):
             _remove(path)
-    write_whole(partial / WORK / _STAMP, json.dumps({"command": stamp}))
+    write_whole(partial / _STAMP, _Stamp(command=stamp).model_dump_json())
 
 
 def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _fill(wanted: Rewrite, partial: Path) -> dict[str, list[str]]:
-    """Write new shards, then new small files and the index, then link everything else; the names of each."""
+def _fill(wanted: Rewrite, partial: Path, stamp: str) -> _Stamp:
+    """Write new shards, then new small files and the index, then link everything else."""
     source = wanted.source
     with naming_file(partial):
         shards = tuple(wanted.write_shards(partial))
@@ -213,25 +246,26 @@ def _fill(wanted: Rewrite, partial: Path) -> dict[str, list[str]]:
         if INDEX not in files and (index := _index_with(wanted, partial, shards)) is not None:
             files[INDEX] = index
         for name, data in files.items():
-            _write(partial / name, data)
+            path = within(partial, name)
+            partial_path(path).write_bytes(data)
+            complete(path)
         names = _linked_names(wanted, {*files, *shards})
-        linked = [name for name in names if _is_linked(source, name, partial / name)]
+        linked = [name for name in names if _is_linked(source, name, within(partial, name))]
         if source.folder is not None:
             refuse_changed(source.folder, source.states, cure=_CHANGED, is_linked=True)
         for root, _, _ in os.walk(partial):
             sync(Path(root))
-    return {"new": sorted({*files, *shards}), "linked": linked, "copied": sorted({*names} - {*linked})}
+    new, copied = tuple(sorted({*files, *shards})), tuple(sorted({*names} - {*linked}))
+    return _Stamp(command=stamp, new=new, linked=tuple(linked), copied=copied)
 
 
-def _tidied(out: Path) -> Rewritten:
+def _tidied(out: Path, stamp: _Stamp) -> Rewritten:
     """What was written, once the folder has its name; what only an unfinished one needs is removed."""
-    written = json.loads((out / WORK / _STAMP).read_text())["written"]
     for path in (out / WORK).iterdir():
-        if path.name != _STAMP:  # it is last: a run that is killed here goes on
+        if path != out / _STAMP:
             _remove(path)
-    shutil.rmtree(out / WORK)
-    size = sum((out / name).stat().st_size for name in written["copied"])
-    return Rewritten(folder=out, copied_bytes=size, **{key: tuple(names) for key, names in written.items()})
+    size = sum((out / name).stat().st_size for name in stamp.copied)
+    return Rewritten(folder=out, new=stamp.new, linked=stamp.linked, copied=stamp.copied, copied_bytes=size)
 
 
 def _index_with(wanted: Rewrite, partial: Path, shards: Sequence[str]) -> bytes | None:
@@ -244,17 +278,10 @@ def _linked_names(wanted: Rewrite, written: set[str]) -> list[str]:
     return [name for name in kept_files(wanted.source) if name not in written and name not in wanted.left_out]
 
 
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path(path).write_bytes(data)
-    complete(path)
-
-
 def _is_linked(source: Source, name: str, path: Path) -> bool:
     """Give the old file a second name, or copy it where it can have none. A link of the Hub's cache: its blob."""
     assert source.folder is not None
     old = Path(os.path.realpath(source.folder / name))
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(old, path)
     except OSError as error:
@@ -282,16 +309,21 @@ def _refuse_full_disk(wanted: Rewrite, out: Path) -> None:
 
 def _stamp_of(wanted: Rewrite) -> str:
     """What the new folder depends on."""
-    source = wanted.source
-    digest = hashlib.sha256(f"{wanted.made_by}\0{source.where}\0{source.revision}\0".encode())
-    for name, state in sorted(source.states.items()):
-        digest.update(f"{name} {state.model_dump_json(exclude={'ctime_ns'})}\0".encode())  # a link changes the ctime
+    digest = hashlib.sha256(f"{__version__}\0{wanted.made_by}\0".encode())
+    for source in filter(None, (wanted.source, wanted.also_read)):
+        digest.update(f"{source.where}\0{source.revision}\0".encode())
+        for name, state in sorted(source.states.items()):
+            # A link changes the ctime.
+            digest.update(f"{name} {state.model_dump_json(exclude={'ctime_ns'})}\0".encode())
     for name, data in sorted(wanted.files.items()):
         digest.update(f"{name} {hashlib.sha256(data).hexdigest()}\0".encode())
     digest.update(json.dumps([sorted(wanted.left_out), sorted(wanted.indexed)]).encode())
     return digest.hexdigest()
 
 
-def _stamp_in(folder: Path) -> str | None:
-    path = folder / WORK / _STAMP
-    return json.loads(path.read_text())["command"] if path.is_file() else None
+def _stamp_in(folder: Path) -> _Stamp | None:
+    path = folder / _STAMP
+    try:
+        return _Stamp.model_validate_json(path.read_bytes()) if path.is_file() else None
+    except ValidationError:  # a stranger's
+        return None

@@ -7,10 +7,12 @@ Easy to get wrong: makers print rates with sparsity, which are twice these.
 Source: NVIDIA's datasheets of A100 80GB SXM, L40S, H100 SXM, H200 SXM, HGX B200 and HGX B300 (dense BF16).
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..recipes.errors import RecipeError
+from ..recipes.find import did_you_mean
 
 GB = 10**9
 
@@ -29,6 +31,8 @@ CARDS: Mapping[str, Card] = {
     card.name: card
     for card in (
         Card(name="A100", memory_bytes=80 * GB, flops=312e12, bandwidth=2.039e12),
+        Card(name="4090", memory_bytes=24 * GB),
+        Card(name="5090", memory_bytes=32 * GB),
         Card(name="L40S", memory_bytes=48 * GB, flops=362e12, bandwidth=0.864e12),
         Card(name="H100", memory_bytes=80 * GB, flops=989e12, bandwidth=3.35e12),
         Card(name="H200", memory_bytes=141 * GB, flops=989e12, bandwidth=4.8e12),
@@ -44,7 +48,7 @@ def card_of(word: str) -> Card:
     Raises:
         RecipeError: it is neither.
     """
-    named = next((card for name, card in CARDS.items() if name in word.upper().replace("-", "").split()), None)
+    named = next((card for name, card in CARDS.items() if name in re.split(r"[\s_-]|RTX", word.upper())), None)
     if named is not None:
         return named
     try:
@@ -54,5 +58,6 @@ def card_of(word: str) -> Card:
     if not 0 < gib < 10_000:
         names = ", ".join(CARDS)
         rule = f"must be a number of GiB, or one of {names}"
-        raise RecipeError("--gpu-memory", rule, got=repr(word), cure="Write 80 or H100, for example")
+        cure = did_you_mean(word, CARDS, otherwise="Write 80 or H100, for example")
+        raise RecipeError("--gpu-memory", rule, got=repr(word), cure=cure)
     return Card(name=f"GPUs of {gib:g} GiB", memory_bytes=int(gib * 2**30))

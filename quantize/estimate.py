@@ -165,8 +165,7 @@ def layer_work(
         routed: experts compute their own tokens only, as a server's do.
         squares: inputs of experts are squared, for their importance.
     """
-    text_config = plan.view.text_config
-    heads, hidden = int(text_config.get("num_attention_heads") or 0), int(text_config.get("hidden_size") or 0)
+    heads, hidden = plan.view.number("num_attention_heads"), plan.view.number("hidden_size")
     tokens = batch_size * length
     matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
     inner = max((t.shape[1] for t in matrices if t.role == "attention" and t.shape[0] == hidden), default=0)
@@ -380,11 +379,11 @@ def _link(station: str, count: float) -> TimeTerm:
 
 def _routed_share(plan: Plan, matrices: Iterable[TensorPlan]) -> float:
     """Of a layer's experts, those that compute a token."""
-    chosen = int(plan.view.text_config.get("num_experts_per_tok") or plan.view.text_config.get("moe_topk") or 1)
+    chosen = plan.view.number("num_experts_per_tok", "moe_topk") or 1
     routers = [tensor.shape for tensor in matrices if tensor.role == "router" and len(tensor.shape) == 2]
     experts = max((count for count, width in routers if width > chosen), default=chosen)
     return min(1.0, chosen / experts)
 
 
 def _hidden(plan: Plan) -> int:
-    return int(plan.view.text_config.get("hidden_size") or 1)
+    return plan.view.number("hidden_size") or 1

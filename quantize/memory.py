@@ -149,8 +149,8 @@ class _Count:
     @cached_property
     def hidden_size(self) -> int:
         """Channels of the residual stream, all streams together."""
-        text_config = self.plan.view.text_config
-        return int(text_config.get("hidden_size") or 0) * int(text_config.get("hc_mult") or 1)
+        view = self.plan.view
+        return view.number("hidden_size") * (view.number("hc_mult") or 1)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -269,7 +269,7 @@ class _Count:
             if len(tensor.shape) > 1 and not _is_expert(tensor)
         )
         states = self.hidden_size * (12 * BF16 + 4 * F32)
-        chosen = int(self.plan.view.text_config.get("num_experts_per_tok") or 1)
+        chosen = self.plan.view.number("num_experts_per_tok") or 1
         experts = [tensor.shape for tensor in tensors if _is_expert(tensor) and len(tensor.shape) > 1]
         inside = chosen * 6 * _narrowest(experts) if experts else 0
         return self.num_tokens * ((wide + inside) * 2 * BF16 + states) + self._scores(num_keys) * (2 * BF16 + F32)
@@ -290,7 +290,7 @@ class _Count:
         """Elements of one copy of the attention scores of a batch; PyTorch's own kernel keeps none."""
         if self.calibration.attention == "sdpa":
             return 0
-        heads = int(self.plan.view.text_config.get("num_attention_heads") or 0)
+        heads = self.plan.view.number("num_attention_heads")
         return self.batch_size * heads * self.calibration.sequence_length * num_keys
 
     def _projected(self, tensors: Sequence[TensorPlan], num_keys: int) -> int:
@@ -305,8 +305,7 @@ class _Count:
         matrices = [tensor.shape for tensor in tensors if tensor.role == "experts" and len(tensor.shape) > 1]
         if not matrices:
             return 0
-        text_config = self.plan.view.text_config
-        chosen = int(text_config.get("num_experts_per_tok") or text_config.get("moe_topk") or 1)
+        chosen = self.plan.view.number("num_experts_per_tok", "moe_topk") or 1
         routers = [tensor.shape for tensor in tensors if tensor.role == "router" and len(tensor.shape) == 2]
         # A table of experts by token has a row a token of the vocabulary.
         experts = max((count for count, width in routers if width > chosen), default=0)
@@ -344,7 +343,7 @@ class _Count:
             learned = sum(_numel(tensor) for tensor in tensors if tensor.calibrated == "weights")
             return {"offsets": _A_LEARNED_WEIGHT * learned, "a step": self._step(tensors)}
         if self.calibration.algorithm == "awq":
-            channels = int(self.plan.view.text_config.get("hidden_size") or 0)
+            channels = self.plan.view.number("hidden_size")
             return {"AWQ's outputs": self._all_tokens() * channels * BF16}
         routed = self.calibration.experts == "routed"
         hessians = hessian_bytes(tensors, routed=routed, one_turn=self.least)

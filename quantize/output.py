@@ -21,7 +21,7 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoints.companions import HF_QUANT_CONFIG, inside
-from ..checkpoints.files import WORK, complete, final_path, held, is_held, partial_path, write_whole
+from ..checkpoints.files import WORK, complete, final_path, held, is_held, partial_path, within, write_whole
 from ..checkpoints.identity import listed
 from ..checkpoints.record import RECIPE, RECORD, Record, read_record
 from ..checkpoints.source import INDEX, MTP_FILES, Source, file_sizes, mtp_file_sizes
@@ -106,8 +106,7 @@ def finish(plan: Plan, partial: Path, *, recipe_text: str, calibration: Mapping[
     write_whole(partial / INDEX, json.dumps(index, indent=2) + "\n")
     assert plan.source.folder is not None
     for name in plan.companions:
-        (partial / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(inside(plan.source.folder, name), partial / name)
+        shutil.copyfile(inside(plan.source.folder, name), within(partial, name))
     write_whole(partial / RECIPE, recipe_text)
     write_whole(partial / RECORD, record_of(plan, calibration).text())
     _refuse_strays(plan, partial, configs)
@@ -216,7 +215,7 @@ def is_empty(out: Path) -> bool:
 def refuse_place(source: Source, out: Path) -> None:
     """Refuse a path that cannot become an output made from `source`, whatever the disk has room for."""
     if got := _found_at(out):
-        rule, cure = "an existing output is never overwritten", "Choose another OUT, or remove it"
+        rule, cure = "an existing output is never overwritten", "Choose another OUT"
         if got == _MOUNT:
             rule, cure = "an output gets its name when it is whole", "Choose a folder inside it"
         raise RecipeError(out, rule, got=got, cure=cure)

@@ -64,8 +64,7 @@ def calibration_bytes(plan: Plan) -> int:
     is_auto = plan.recipe.measures_mtp or plan.recipe.is_searched
     if calibration is None or not (plan.needs_calibration or is_auto):
         return 0
-    text_config = plan.view.text_config
-    width = int(text_config.get("hidden_size") or 0) * int(text_config.get("hc_mult") or 1)
+    width = plan.view.number("hidden_size") * (plan.view.number("hc_mult") or 1)
     num_tokens = (
         calibration.samples * (1 + plan.may_calibrate_mtp) + 2 * calibration.held_out
     ) * calibration.sequence_length

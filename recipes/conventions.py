@@ -87,7 +87,7 @@ def in_modelopt(scheme: str, leaf: str, dtype: str, shape: tuple[int, ...], *, o
     if scheme == "FP8_BLOCK":
         if of_experts:
             return Spelling(leaf="weight_scale_inv", dtype="F32", shape=shape, change=change)
-        return Spelling(leaf=leaf, dtype="F32", shape=(shape[0], 1, shape[1], 1), change=change)
+        return Spelling(leaf=leaf, dtype="F32", shape=(*shape[:1], 1, *shape[1:], 1), change=change)
     return Spelling(leaf=leaf, dtype="F32", shape=shape[:1] if scheme == "FP8_DYNAMIC" else (), change=change)
 
 

@@ -66,6 +66,8 @@ class Row:
         takes_tensor_scale: False where vLLM's fused module cannot load one scale for a whole tensor.
         in_every_layer: False where only layers of one kind have the module; the others do not miss it.
         interleaved: the rows of q, k and v in it, where they are not in the order that vLLM computes with.
+        is_drafts_own: for an embedding or head of the MTP block: vLLM's draft keeps it. Other drafts get the target's
+            once they are loaded.
         table_scale: for a part of a table whose rows are looked up: path of the one scale that all parts share where
             they are stored in FP8.
     """
@@ -82,6 +84,7 @@ class Row:
     in_every_layer: bool = True
     interleaved: Interleaved | None = None
     table_scale: str = ""
+    is_drafts_own: bool = False
 
     @property
     def unstacked(self) -> tuple[str, ...]:

@@ -71,6 +71,19 @@ class FamilyView:
         """
         return self.config.get("text_config") or self.config.get("llm_config") or self.config
 
+    def number(self, *keys: str) -> int:
+        """The first of these keys that the language model's config has, a whole number; 0 where it has none.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        key = next((key for key in keys if self.text_config.get(key)), keys[0])
+        value = self.text_config.get(key) or 0
+        if type(value) is not int or not 0 <= value < 2**31:
+            rule, cure = f"{key} must be a whole number", "Take config.json from the original release"
+            raise CheckpointError("config.json", rule, got=repr(value), cure=cure)
+        return value
+
     @cached_property
     def num_layers(self) -> int:
         """Number of decoder layers; 0 where the checkpoint is only a draft.

@@ -248,6 +248,8 @@ def did_you_mean(word: str, known: Iterable[str], *, otherwise: str) -> str:
     """A cure that suggests the nearest known name, if there is one that is near."""
     names = {folded(name): name for name in known}
     near = difflib.get_close_matches(folded(word), names, n=1, cutoff=0.75)
+    near = near or [name for name in sorted(names, key=len) if word and folded(word).startswith(f"{name}-")][-1:]
+    near = near or [name for name in names if word and name.startswith(f"{folded(word)}-")][:1]
     return f"Did you mean {names[near[0]]}?" if near else otherwise
 
 

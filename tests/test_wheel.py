@@ -96,6 +96,8 @@ def test_what_needs_no_extra_needs_none(keepmtp):
     assert json.loads(good(keepmtp("plan", "mine.yaml", "--json")))["recipe"]["model"] == "tiny-glm4-moe"
     good(keepmtp("pin", "mine.yaml"))
     assert keepmtp("where", "tiny-glm4-moe").returncode == 2, "nothing was made yet"
+    assert "vllm serve" in good(keepmtp("serve", MODEL, "--dry-run"))
+    assert "MTP" in good(keepmtp("explain", MODEL)) and "nothing to change" in good(keepmtp("fix", MODEL))
 
 
 def test_the_python_api_needs_no_extra_to_plan_and_check(extra, installed, tmp_path):

@@ -7,6 +7,7 @@ numbers alone, not on how a dataset is cut into files, nor on a library's versio
 """
 
 import random
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from pyarrow import ArrowException
 
 from ...checkpoints.commits import dataset_commit
+from ...checkpoints.safetensors_file import open_regular
 from ...recipes.errors import RecipeError
 from ...recipes.schema import Texts
 from ...recipes.shipped import find_path
@@ -27,6 +29,7 @@ from .tokenize import Answered, DataRow
 SHUFFLED_ROWS = 10_000
 """Rows are drawn in a seeded order from this many first ones of the split, then from as many next ones, and so on, so
 that a Hub dataset is read only as far as needed. One that is sorted by topic should be shuffled beforehand."""
+_START_BYTES = 4096
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _UNREADABLE = (DatasetsError, ArrowException, HfHubHTTPError, HTTPError, OSError, ValueError, TypeError, RuntimeError)
 
@@ -46,6 +49,12 @@ def open_split(texts: Texts, where: str) -> tuple[IterableDataset, str]:
     if path is not None and path.is_file() and not is_file_name:
         got = path.suffix or "no suffix"
         raise RecipeError(where, f"a file must be one of {', '.join(_READERS)}", got=got, cure="Convert it")
+    if path is not None and path.is_file() and _READERS[path.suffix] == "json":
+        with open_regular(path, where) as file:
+            start = file.read(_START_BYTES).removeprefix(BOM_UTF8).lstrip()[:4]
+        if start and start[:1] not in b"{[":  # pyarrow 26 crashes on rows that are null
+            got = start.decode(errors="replace")
+            raise RecipeError(where, "must begin with an object, or a list of them", got=got, cure="Mend the file")
     revision = "local" if path is not None else dataset_commit(name, texts.dataset_revision, where)
     try:
         if path is not None and path.is_file():

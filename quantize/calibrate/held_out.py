@@ -192,5 +192,5 @@ def end_ids(plan: Plan) -> frozenset[int]:
     found: set[int] = set()
     for holder in holders:
         value = holder.get("eos_token_id")
-        found |= {*value} if isinstance(value, list) else {value} - {None}
+        found |= {each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int)}
     return frozenset(found)

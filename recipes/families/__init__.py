@@ -58,11 +58,16 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
     """
     model_type = config.get("model_type", "")
     architecture = (config.get("architectures") or [""])[0]
-    if family := families().get(architecture) or families().get(model_type):
+    words = REFUSED.get(model_type)
+    if has_dspark(config):
+        words = words or "whose mtp.* tensors are stages of DSpark (dspark_target_layer_ids), no MTP block"
+    elif family := families().get(architecture) or families().get(model_type):
         return family
-    if words := REFUSED.get(model_type):
-        got = f"{model_type!r}, of which vLLM 0.32.0 says: {words.removesuffix('.')}"
-        cure = "Serve the original release without method=mtp"
+    if words:
+        says = "of which vLLM 0.32.0 says: " if model_type in REFUSED else ""
+        got = f"{model_type!r}, {says}{words.removesuffix('.')}"
+        size = config.get("dspark_block_size", 5)
+        cure = f"""Serve it with --speculative-config '{{"method": "dspark", "num_speculative_tokens": {size}}}'"""
         raise RecipeError(f"{where}/config.json", "vLLM must have an MTP draft for the model", got=got, cure=cure)
     got = f"{model_type!r} (architectures {config.get('architectures')})"
     if why := WITHOUT_TABLE.get(model_type):
@@ -81,6 +86,11 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
         got=got,
         cure=_way_to(str(model_type), config),
     )
+
+
+def has_dspark(config: Mapping[str, Any]) -> bool:
+    """Whether the model drafts by DSpark, whose stages have the names of an MTP block (vLLM 0.32.0 deepseek_v4)."""
+    return bool(config.get("dspark_target_layer_ids"))
 
 
 def _way_to(model_type: str, config: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ FAMILY = Family(
             ))),
             mtp_top=(
                 Row(path="model.mtp.embed_tokens", role="embedding", runtime="model.embed_tokens",
-                    why_kept="rows are looked up, not multiplied", loads_quantized=False),
+                    why_kept="rows are looked up, not multiplied", loads_quantized=False, is_drafts_own=True),
             ),
             opaque=(("vision_encoder.", "visual.", "vision"), ("audio_encoder.", "audio_tower.", "vision")),
             renames=Renames(prefixes=(

@@ -83,7 +83,8 @@ FAMILY = Family(
     mtp_block=(
         *kept("glue", EH_PROJ_IS_NN_LINEAR, "eh_proj"),
         *kept("norm", NORM, "enorm", "hnorm", "transformer.shared_head.norm"),
-        Row(path="transformer.shared_head.output", role="head", runtime="shared_head.head", why_kept=OWN_HEAD),
+        Row(path="transformer.shared_head.output", role="head", runtime="shared_head.head", why_kept=OWN_HEAD,
+            is_drafts_own=True),
         *(replace(row, runtime=f"mtp_block.{row.runtime or row.path}") for row in (*ATTENTION, *DENSE, *NORMS)),
     ),
     layer_types_count_mtp=True,

@@ -105,11 +105,37 @@ def test_a_name_that_is_no_source(name, tmp_path, monkeypatch):
     """Neither a folder with a checkpoint nor a name that the Hub can have; nothing is asked of the Hub."""
     monkeypatch.chdir(tmp_path)
     message = refusal(name)
-    assert message.isprintable() and message.endswith("Check its name.") and len(message) < 6000
+    assert message.isprintable() and len(message) < 6000
+    assert "Check its name." in message or name in (".", "..", "/", "http://x/y")
 
 
 def test_a_file_is_no_source(folder):
-    assert "got a file. Name its folder." in refusal(folder / "config.json")
+    assert f"got a file. Name its folder, {folder}." in refusal(folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("", "got an empty folder. Download the checkpoint into it"),
+        ("adapter_config.json", "got an adapter. Merge it into its base model"),
+        ("model-Q4_K_M.gguf", "got a GGUF file. Name the safetensors release"),
+        ("tokenizer.json", "got a tokenizer alone. Save the model into this folder too"),
+        ("model.safetensors", "got weights without it. Copy config.json"),
+        ("inner/config.json", "Name {0}/inner."),
+        ("notes.txt", "got none. Check its name."),
+    ],
+)
+def test_what_is_there_instead_is_named(file, says, tmp_path):
+    if file:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_bytes(b"x")
+    assert says.format(tmp_path) in refusal(tmp_path)
+
+
+def test_a_gguf_file_and_a_models_name(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert "Name the safetensors release" in refusal(tmp_path / "model.gguf")
+    assert "run `keepmtp quantize glm-4.7`" in refusal("glm-4.7")
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])

@@ -152,5 +152,7 @@ def test_what_evaluates_is_asked_before_anything_is_quantized(tmp_path):
     text = find_recipe("tiny-glm4-moe.w4a16-fp8")[1]
     recipe.write_text(text.replace("models/held_out.jsonl", str(rows)))
     done = run_all(str(recipe), "--out", str(out))
-    assert done.returncode == 2 and "row 1: must have the field answer" in " ".join(done.stderr.split()), done.stderr
+    assert done.returncode == 2 and "rows.jsonl:1: must have the field answer" in " ".join(done.stderr.split()), (
+        done.stderr
+    )
     assert not out.exists() and not out.with_name("out.partial").exists()

@@ -39,7 +39,7 @@ def test_no_numbers(words):
             ("--context", "2000"),
             "--context: context and answer must fit max_position_embeddings, 2,048; got 2,000 and 256",
         ),
-        (("--prompts", "none.jsonl"), "none.jsonl: must be a file with prompts"),
+        (("--prompts", "none.jsonl"), "none.jsonl: must be a readable file"),
         (("--", "--port", "1"), "keepmtp alone talks to its servers"),
     ],
 )

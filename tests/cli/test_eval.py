@@ -135,7 +135,7 @@ def test_the_source_needs_a_template_too(checkpoint):
 def test_a_row_without_an_answer(checkpoint, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": "1 + 2?"}\n')
     message = refusal(checkpoint, "--source", GLM, "--dataset", tmp_path / "rows.jsonl", "--shots", 0)
-    assert "rows.jsonl: row 2: must have the field answer; got question." in message
+    assert "rows.jsonl:2: must have the field answer; got question." in message
 
 
 def test_a_checkpoint_without_a_draft(checkpoint):
@@ -175,6 +175,20 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, mon
     assert seen[:2] == [own, own.model_copy(update=changed)]
     assert seen[2] == own.model_copy(update={"dataset": None, "task": "gsm8k_platinum", "api": "chat"})
     assert seen[3] == Evaluation(task="humaneval", k=2), "another task is asked as that task is"
+
+
+@pytest.mark.parametrize(("words", "is_said"), [((), True), (("bwrap",), False)])
+def test_programs_that_nothing_contains_are_announced(words, is_said, checkpoint, monkeypatch):
+    """And only where some are run: GSM8K has none."""
+
+    def stop(protocol: Evaluation, *, runs_code: bool):
+        raise KeepMTPError("", "here", got="far enough", cure="Stop")
+
+    monkeypatch.setattr("keepmtp.validate.evaluation.lm_eval_task.questions", stop)
+    monkeypatch.setattr("keepmtp.validate.evaluation.model_code.fence", lambda: words)
+    for task, runs in (("humaneval", is_said), ("gsm8k", False)):
+        done = CliRunner().invoke(app, ["eval", str(checkpoint), "--task", task, "--run-model-code"])
+        assert ("with your rights, files and network" in " ".join(done.stderr.split())) == runs, done.output
 
 
 def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from keepmtp.cure.convert_record import CONVERTED
 from keepmtp.quantize.output import claim, publish
 from keepmtp.quantize.plan import make_plan
 from keepmtp.quantize.writer import write as write_shards
-from keepmtp.recipes.errors import KeepMTPError
+from keepmtp.recipes.errors import CheckpointError, KeepMTPError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
 from outputs import digests
@@ -149,6 +150,109 @@ def test_own_edits_are_not_undone(twins, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["mine"] == 1
 
 
+@pytest.fixture(scope="module")
+def there(twins, tmp_path_factory) -> Path:
+    """A converted checkpoint with its record; tests change copies."""
+    folder = tmp_path_factory.mktemp("converted") / "there"
+    converted(twins["compressed-tensors"], folder)
+    return folder
+
+
+def restated(record: dict, **values: object) -> None:
+    record["tensors"][next(iter(record["tensors"]))] |= values
+
+
+def swapped(record: dict) -> None:
+    one, other = list(record["tensors"])[:2]
+    record["tensors"][one], record["tensors"][other] = record["tensors"][other], record["tensors"][one]
+
+
+def moved(record: dict) -> None:
+    """Expert 0's packed weight is expert 1's."""
+    name = "model.layers.1.mlp.experts.{}.up_proj.weight"
+    for one, other in ((0, 1), (1, 0)):
+        told = {"name": f"{name.format(other)}_packed", "dtype": "U8", "shape": [32, 32]}
+        record["tensors"][name.format(one)] = told
+
+
+def otherwise(record: dict, **values: object) -> None:
+    config = json.loads(record["configs"]["config.json"]) | values
+    record["configs"]["config.json"] = json.dumps(config)
+
+
+HOSTILE = {
+    "a file above": (lambda record: record["configs"].update({"../victim": "theirs"}), "configs"),
+    "a file anywhere": (lambda record: record["configs"].update({"{tmp}/victim": "theirs"}), "configs"),
+    "Python": (lambda record: record["configs"].update({"modeling_evil.py": "boom"}), "configs"),
+    "a tokenizer": (lambda record: record["configs"].update({"tokenizer_config.json": "{}"}), "configs"),
+    "a shard": (lambda record: record["configs"].update({"model-00001-of-00001.safetensors": ""}), "configs"),
+    "no tokenizer": (lambda record: record["configs"].update({"tokenizer.json": None}), "configs"),
+    "no config": (lambda record: record["configs"].update({"config.json": None}), "must be that of this checkpoint"),
+    "a config that is no JSON": (lambda record: record["configs"].update({"config.json": "{"}), "must be JSON"),
+    "a config that is a list": (lambda record: record["configs"].update({"config.json": "[]"}), "a JSON object"),
+    "a config that is deep": (lambda record: otherwise(record, x=json.loads("[" * 70 + "]" * 70)), "levels deep"),
+    "another file that is no JSON": (
+        lambda record: record["configs"].update({"hf_quant_config.json": "x"}),
+        "must be JSON",
+    ),
+    "another model": (lambda record: otherwise(record, rms_norm_eps=1.0), "another rms_norm_eps"),
+    "code to run": (lambda record: otherwise(record, auto_map={"AutoModel": "evil.Model"}), "another auto_map"),
+    "two that are swapped": (swapped, "must be a tensor of the same module"),
+    "two weights that are swapped": (moved, "must be a tensor of the same module"),
+    "a name without a leaf": (lambda record: restated(record, name="model."), "name: "),
+    "no name": (lambda record: restated(record, name=""), "name: "),
+    "another's name": (lambda record: restated(record, name="lm_head.weight"), "must be a tensor of the same module"),
+    "a dtype that is none": (lambda record: restated(record, dtype="F33"), "dtype must be one of"),
+    "a shape below zero": (lambda record: restated(record, shape=[-1]), "shape.0: "),
+    "bytes that are none": (lambda record: restated(record, hex="zz"), "hexadecimal"),
+    "bytes for another shape": (lambda record: restated(record, hex="00"), "hex must have the bytes of its shape"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_strangers_record_is_refused_and_nothing_is_written(there, tmp_path, name):
+    edit, says = HOSTILE[name]
+    folder = tmp_path / "there"
+    shutil.copytree(there, folder)
+    (tmp_path / "victim").write_text("mine")
+    record = json.loads((folder / CONVERTED).read_text())
+    edit(record)
+    (folder / CONVERTED).write_text(json.dumps(record).replace("{tmp}", str(tmp_path)))
+    before = digests(tmp_path)
+    for words in (("--dry-run",), ("--out", str(tmp_path / "out"), "--static-only")):
+        done = CliRunner().invoke(app, ["convert", str(folder), "--to", "compressed-tensors", *words])
+        assert isinstance(done.exception, CheckpointError) and says in str(done.exception), done
+    assert digests(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"hex": ""}, {"hex": "0000803f"}, {"shape": [1, 1], "hex": ""}, {"dtype": "I32", "hex": "01000000"}],
+    ids=["the converted bytes", "one", "another shape", "another dtype"],
+)
+def test_a_value_that_does_not_become_what_is_stored_is_not_taken(there, twins, tmp_path, values):
+    folder = tmp_path / "there"
+    shutil.copytree(there, folder)
+    record = json.loads((folder / CONVERTED).read_text())
+    name = next(iter(record["tensors"]))
+    restated(record, **values)
+    (folder / CONVERTED).write_text(json.dumps(record))
+    converted(folder, tmp_path / "back")
+    first, back = tensors(twins["compressed-tensors"]), tensors(tmp_path / "back")
+    (lost,) = {each for each in first if first[each] != back[each]}
+    assert lost == json.loads((there / CONVERTED).read_text())["tensors"][name]["name"]
+    values = [torch.frombuffer(bytearray(each[lost][2]), dtype=torch.int32) for each in (first, back)]
+    assert (values[0] - values[1]).abs().max() == 1, "one step of F32, as without the record"
+
+
+def test_a_second_config_that_nobody_reads_must_be_json(twins, tmp_path):
+    folder = tmp_path / "first"
+    shutil.copytree(twins["compressed-tensors"], folder)
+    (folder / "hf_quant_config.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: must be text in UTF-8"):
+        plan_conversion(str(folder), "modelopt")
+
+
 def unsloth_mixed() -> Checkpoint:
     """As unsloth/Qwen3.6-27B-NVFP4 is published, its regexes: NVFP4 MLPs, FP8 attention, and an FP8 head."""
     mlp = r"model\.language_model\..*mlp\.(gate|up|down)_proj\..*"
@@ -258,6 +362,8 @@ def test_the_command(twins, tmp_path):
     found = json.loads(made.stdout)
     assert made.exit_code == 0 and found["check"]["ok"] and planned.items() <= found.items()
     assert found["tensors_changed"] > found["tensors_with_other_bytes"] > 0
+    repeated = run.invoke(app, ["convert", first, "--to", "modelopt", "--out", out, "--static-only"])
+    assert repeated.exit_code == 0 and "finished before, by the same command" in repeated.stdout
     again = run.invoke(app, ["convert", out, "--to", "modelopt", "--out", str(tmp_path / "b")])
     assert again.exit_code == 2 or "Use --to compressed-tensors" in str(again.exception)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

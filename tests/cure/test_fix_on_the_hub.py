@@ -51,7 +51,7 @@ def weights_read(hub: Hub) -> list[str]:
 def test_only_headers_are_read_and_only_changed_files_are_written(fix, hub, tmp_path):
     status, out, err = fix("F11", "--out", str(tmp_path / "new"))
     assert status == 0, err
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["config.json"]
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {".keepmtp", "config.json"}
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert "mtp.fc" in config["quantization_config"]["ignore"] and "check passed org/model" in out
     assert [line for line in weights_read(hub) if "index.json" not in line] == []

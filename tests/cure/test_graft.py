@@ -12,7 +12,7 @@ from checkpoint_files import Checkpoint, write
 from good import llmcompressor, ours, released
 from hub import Fault, Hub, serving
 from keepmtp.checkpoints import hub_ranges
-from keepmtp.checkpoints.files import partial_path
+from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
 from keepmtp.cli import pipeline
 from keepmtp.cure import graft_fetch
@@ -122,6 +122,17 @@ def test_a_kill_at_any_moment_and_the_same_command_give_the_same_bytes(lost, tmp
     if not (tmp_path / "new").exists():
         grafted(lost, tmp_path / "new", mtp="FP8_DYNAMIC")
     assert digests(tmp_path / "new") == wanted and not partial_path(tmp_path / "new").exists()
+    made = plan_graft(open_source(lost), open_source(RELEASE), mtp="FP8_DYNAMIC")
+    assert carry_out(made, tmp_path / "new").is_from_before
+
+
+def test_another_release_of_the_same_name_is_no_graft_from_before(lost, tmp_path):
+    release = tmp_path / "release"
+    shutil.copytree(RELEASE, release)
+    grafted(lost, tmp_path / "new", release)
+    (release / "config.json").write_text((release / "config.json").read_text() + "\n")
+    with pytest.raises(RecipeError, match="never overwritten"):
+        grafted(lost, tmp_path / "new", release)
 
 
 def test_a_broken_block_in_a_file_of_the_backbone_is_replaced(whole, tmp_path):
@@ -191,7 +202,7 @@ def test_of_a_repository_only_new_and_changed_files_are_written(hub, tmp_path):
     at = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     done = keepmtp("graft", "org/lost", "--from", "org/release", "--out", tmp_path / "new", "--json", **at)
     assert done.returncode == 0, done.stderr
-    files = {path.name for path in (tmp_path / "new").iterdir()}
+    files = {path.name for path in (tmp_path / "new").iterdir() if path.name != WORK}
     assert files == {INDEX, "model-mtp-00001-of-00001.safetensors"}, "config.json says all that is needed"
     said = json.loads(done.stdout)
     assert said["check"]["ok"] and said["requests"] == 1 and set(said["new"]) == files

@@ -6,6 +6,7 @@ import signal
 import struct
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,9 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
     written = rewrite(changed(old), out)
     assert written.new == ("a.safetensors", "config.json", INDEX, "new.safetensors")
     assert written.linked == ("modeling_x.py", "more/notes.txt", "mtp.safetensors") and not written.copied
-    assert digests(old) == before and not partial_path(out).exists() and not (out / WORK).exists()
-    assert sorted(digests(out)) == sorted({*written.new, *written.linked}), (
-        "no record, no hidden file, no b.safetensors"
+    assert digests(old) == before and not partial_path(out).exists()
+    assert sorted(digests(out)) == sorted({*written.new, *written.linked, f"{WORK}/cure.json"}), (
+        "no record, no hidden file of the old folder, no b.safetensors"
     )
     found = open_source(out)
     assert {name: entry.file for name, entry in found.entries.items()} == {
@@ -83,6 +84,51 @@ def test_what_did_not_change_is_linked_and_the_old_folder_stays(old, tmp_path):
     assert json.loads((out / INDEX).read_text())["metadata"] == {"by": "x", "total_size": 11}
     assert (out / "a.safetensors").read_bytes().endswith(b"1111abc")
     assert "4 new, 3 linked" in written.sentence
+
+
+def test_the_same_command_says_that_it_has_finished_before(old, tmp_path):
+    out = tmp_path / "out"
+    first = rewrite(changed(old), out)
+    whole = digests(out)
+    again = rewrite(changed(old), out)
+    assert again.is_from_before and "finished before" in again.sentence and again.new == first.new
+    assert digests(out) == whole
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda old, out: (out / "config.json").write_text("{}") and os.utime(out / "config.json", (2**32, 2**32)),
+        lambda old, out: (out / "a.safetensors").unlink(),
+        lambda old, out: (old / "config.json").write_text('{"model_type": "z"}'),
+        lambda old, out: (out / WORK / "cure.json").write_text('{"command": 7}'),
+        lambda old, out: (out / WORK / "cure.json").write_bytes(b"\xff"),
+    ],
+    ids=["a file of it was edited", "one is gone", "the old folder changed", "another's mark", "no mark"],
+)
+def test_a_folder_that_is_no_longer_what_it_wrote_is_never_overwritten(old, tmp_path, edit):
+    rewrite(changed(old), tmp_path / "out")
+    edit(old, tmp_path / "out")
+    left = digests(tmp_path / "out")
+    with pytest.raises(RecipeError, match="never overwritten"):
+        rewrite(changed(old), tmp_path / "out")
+    assert digests(tmp_path / "out") == left
+
+
+@pytest.mark.parametrize(
+    "name", ["../victim", "more/../../victim", "{}/victim", "", ".", "a/..", "link/victim", "a\0b"]
+)
+def test_no_name_leads_out_of_the_folder(old, tmp_path, name):
+    def write(partial: Path) -> list[str]:
+        (partial / "link").symlink_to(tmp_path)
+        return []
+
+    (tmp_path / "victim").write_text("mine")
+    wanted = replace(changed(old), files={name.format(tmp_path): b"theirs"}, write_shards=write)
+    with pytest.raises(CheckpointError, match="every file of an output must lie in its folder"):
+        rewrite(wanted, tmp_path / "out")
+    assert (tmp_path / "victim").read_text() == "mine" and not (tmp_path / "out").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"old", "out.partial", "victim"}
 
 
 def test_nothing_to_change_in_the_index_leaves_it(old):
@@ -177,7 +223,10 @@ def test_a_snapshot_of_the_hubs_cache_is_linked_to_its_blobs(old, tmp_path):
     for name in ("a.safetensors", "b.safetensors", "mtp.safetensors", INDEX, "config.json"):
         os.rename(old / name, blobs / name)
         (snapshot / name).symlink_to(f"../../blobs/{name}")
+    (snapshot / "original").mkdir()
+    (snapshot / "original" / "all.safetensors").symlink_to("../../../blobs/b.safetensors")
     rewrite(changed(snapshot), tmp_path / "out")
+    assert (tmp_path / "out" / "original" / "all.safetensors").samefile(blobs / "b.safetensors")
     linked = tmp_path / "out" / "mtp.safetensors"
     assert not linked.is_symlink() and linked.samefile(blobs / "mtp.safetensors")
 
@@ -188,9 +237,10 @@ def test_a_snapshot_of_the_hubs_cache_is_linked_to_its_blobs(old, tmp_path):
         (lambda old, out: out.mkdir() or (out / "x").write_text("x"), "never overwritten"),
         (lambda old, out: (old / "LICENSE").symlink_to("/etc/hostname"), "must be in its folder"),
         (lambda old, out: (old / "notes.md").symlink_to("/etc/hostname"), "must be in its folder"),
+        (lambda old, out: (old / "more/x.safetensors").symlink_to("/etc/hostname"), "must be in its folder"),
         (lambda old, out: partial_path(out).mkdir() or (partial_path(out) / "x").write_text("x"), "another command"),
     ],
-    ids=["there", "linked out", "a stray file linked out", "another run's"],
+    ids=["there", "linked out", "a stray file linked out", "a shard below", "another run's"],
 )
 def test_what_cannot_be_made_is_refused(old, tmp_path, breaks, message):
     wanted, out = changed(old), tmp_path / "out"

@@ -1,4 +1,4 @@
-"""The fuzzer: one changed checkpoint, recipe or result after the other, until the time is over.
+"""The fuzzer: one changed checkpoint, recipe, result, log, prompt or name after the other, until the time is over.
 
     python tests/fuzz/campaign.py --seconds 60            a fresh seed, printed
     python tests/fuzz/campaign.py --seed 7 --case 1234    one case again, with what it printed
@@ -7,19 +7,21 @@ In: seconds, a seed. Out: how many cases of each kind were tried and misbehaved,
 the fewest edits that still fail; exit status 1 if there is one.
 
 A case misbehaves if its exit status is not 0, 1, 2 or 3, if there is a traceback, if it takes more than ten seconds or
-a gigabyte, if it prints raw control characters, or if it passes what safetensors refuses.
+a gigabyte, if it prints raw control characters, if it passes what safetensors refuses, if a file other than its outputs
+changes, or if an output has a secret that lies beside.
 """
 
 import argparse
 import json
 import os
 import random
-import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -28,41 +30,34 @@ if __name__ == "__main__":
     # Before anything is imported: nothing outside this machine is asked, and one thread computes.
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100", "TERM": "dumb"}
 
+import canary  # noqa: E402
+import corpus  # noqa: E402
 import kinds  # noqa: E402
+import verbs  # noqa: E402
 import warm  # noqa: E402
+from case import Case  # noqa: E402
 from edits import UNEDITABLE  # noqa: E402
 from judged import Verdict, judged  # noqa: E402
-from kinds import Case  # noqa: E402
-
-
-def copied(source: Path, target: Path) -> None:
-    """A copy of a base, by hard links."""
-    shutil.copytree(source, target, copy_function=_link)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system
-        shutil.copy(source, target)
 
 
 def tried(case: Case) -> Verdict:
     """Make the case's folder, and call the command on it."""
-    import corpus
-
-    with tempfile.TemporaryDirectory(prefix="keepmtp-case-") as room:
-        folder = Path(room) / "in"
-        copied(corpus.folder(case.base), folder)
+    with tempfile.TemporaryDirectory(prefix="keepmtp-case-") as name:
+        room = Path(name)
+        folder = room / case.name
+        canary.guard(room)
+        corpus.copied(corpus.folder(case.base), folder)
         for edit in case.edits:
             try:
                 edit.do(folder)
             except UNEDITABLE:
                 continue
         words = tuple(word.replace("{}", str(folder)) for word in case.words)
+        before = canary.seen(room)
         with chdir(room):
             verdict = judged(words, folder, reads_weights=case.reads_weights, call=warm.main)
-    return verdict
+        beside = (*canary.left(case, room, before), *case.also(case, folder, verdict.status))
+        return replace(verdict, faults=(*verdict.faults, *beside))
 
 
 def shrunk(case: Case) -> Case:
@@ -74,26 +69,30 @@ def shrunk(case: Case) -> Case:
     return case
 
 
-def campaign(seconds: float, seed: int, *, first: int = 0, most: int = 10**9, log: Path | None = None) -> int:
-    """Run cases until the time is over; returns how many misbehaved."""
+def campaign(
+    seconds: float, seed: int, *, numbers: range, chosen: Collection[str] = tuple(kinds.KINDS), log: Path | None = None
+) -> int:
+    """Run the cases of these kinds until the time is over; returns how many misbehaved."""
     print(f"KEEPMTP_FUZZ_SEED={seed}", flush=True)
     counts: Counter[str] = Counter()
     bad: Counter[str] = Counter()
     start = time.monotonic()
-    number = first
-    while time.monotonic() - start < seconds and number - first < most:
+    for number in numbers:
+        if time.monotonic() - start >= seconds:
+            break
+        if kinds.kind_of(number) not in chosen:
+            continue
         case = kinds.make(seed, number)
         verdict = tried(case)
         counts[case.kind] += 1
         if verdict.faults:
             bad[case.kind] += 1
-            print(f"case {number}: {'; '.join(verdict.faults)}\n    {shrunk(case)}", flush=True)
+            _say(f"case {number}: {'; '.join(verdict.faults)}\n    {shrunk(case)}")
         if log is not None:
-            row = {"case": number, "kind": case.kind, "status": verdict.status, "faults": verdict.faults}
+            row = {"case": number, "kind": case.kind, "verb": case.words[0], "status": verdict.status}
             with log.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        number += 1
-    for kind in kinds.KINDS:
+                file.write(json.dumps(row | {"faults": verdict.faults}) + "\n")
+    for kind in counts:
         print(f"{kind:16} {counts[kind]:6} tried {bad[kind]:5} misbehaved")
     print(f"{'all':16} {counts.total():6} tried {bad.total():5} misbehaved in {time.monotonic() - start:.0f} s")
     return bad.total()
@@ -103,9 +102,13 @@ def repeat(seed: int, number: int) -> int:
     """One case again, with what it printed."""
     case = kinds.make(seed, number)
     verdict = tried(case)
-    print(f"{case}\nstatus {verdict.status}: {'; '.join(verdict.faults) or 'as promised'}\n")
-    print(verdict.printed.encode("ascii", "backslashreplace").decode())
+    ended = "; ".join(verdict.faults) or "as promised"
+    _say(f"{case}\nstatus {verdict.status}: {ended}\n\n{verdict.printed}")
     return bool(verdict.faults)
+
+
+def _say(words: str) -> None:
+    print(words.encode("ascii", "backslashreplace").decode(), flush=True)
 
 
 def main() -> None:
@@ -114,14 +117,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--case", type=int, default=None, help="run this one alone")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--most", type=int, default=10**9, help="stop after so many cases")
+    parser.add_argument("--most", type=int, default=10**9, help="stop before the number so many later")
+    parser.add_argument("--kinds", default=",".join(kinds.KINDS), help="these alone, with commas")
     parser.add_argument("--log", type=Path, default=None, help="a JSON line for each case")
     given = parser.parse_args()
     fresh = random.SystemRandom().randrange(2**32)
     seed = int(os.environ.get("KEEPMTP_FUZZ_SEED") or fresh) if given.seed is None else given.seed
-    if given.case is not None:
-        sys.exit(repeat(seed, given.case))
-    sys.exit(bool(campaign(given.seconds, seed, first=given.first, most=given.most, log=given.log)))
+    with tempfile.TemporaryDirectory(prefix="keepmtp-fuzz-") as scratch:
+        python = verbs.no_server(Path(scratch) / "python")
+        os.environ |= {"HOME": scratch, "TMPDIR": scratch, "VLLM_PYTHON": str(python)}
+        tempfile.tempdir = scratch
+        if given.case is not None:
+            sys.exit(repeat(seed, given.case))
+        numbers, chosen = range(given.first, given.first + given.most), given.kinds.split(",")
+        sys.exit(bool(campaign(given.seconds, seed, numbers=numbers, chosen=chosen, log=given.log)))
 
 
 if __name__ == "__main__":

@@ -5,24 +5,34 @@ headers and holes.
 """
 
 import atexit
+import os
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
+import benches
+import closenesses
+import cures
 import measured
 import releases
+import reports
 from broken import BROKEN, GOOD
 from checkpoint_files import Checkpoint, write
+from keepmtp.checkpoints.identity import identify
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.report.report import refresh
+from keepmtp.validate.report.results import write_result
 
 ROOT = Path(__file__).parent.parent.parent
 REAL = ("tiny-glm4-moe", "tiny-qwen3_5")
 MODELOPT_FILE = "glm modelopt file"
-MEASURED = "a measured checkpoint"
+MEASURED, CARDED = "a measured checkpoint", "a checkpoint with its card"
+OTHER = "tiny-glm4-moe with another byte"
 RECIPES = ("the model file of tiny-glm4-moe", "a flat recipe", "a calibrated recipe")
 
 
@@ -47,11 +57,23 @@ def folder(name: str) -> Path:
     if name in RECIPES:
         return _recipe(path, name)
     if name == MEASURED:
-        path.mkdir()
-        refresh(measured.measured(path / "NAME"))
+        return _measured(path)
+    if name == CARDED:
+        return _by_itself(path, "cards", "green")
+    if name in cures.BASES:
+        return _by_itself(path, "cured", "make", cures.BASES[name])
+    if name == OTHER:
+        shutil.copytree(ROOT / "models" / "tiny-glm4-moe", path)
+        shard = max(path.glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
         return path
     build = WHOLE[name] if name in WHOLE else BROKEN_NAMES[name].build
     return write(path, build())
+
+
+def checkpoint_in(name: str) -> str:
+    """The checkpoint's own folder where its results lie beside it."""
+    return {MEASURED: "NAME", CARDED: "tiny.nvfp4a16-fp8"}.get(name, ".")
 
 
 def pick(rng: random.Random, *, quantized: bool = False) -> str:
@@ -59,6 +81,18 @@ def pick(rng: random.Random, *, quantized: bool = False) -> str:
     if quantized:
         return rng.choice([name for name in WHOLE if not name.startswith("released ")])
     return rng.choice((rng.choice(REAL), rng.choice(list(WHOLE)), rng.choice(list(BROKEN_NAMES))))
+
+
+def copied(source: Path, target: Path) -> None:
+    """A copy of a base, by hard links."""
+    shutil.copytree(source, target, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy(source, target)
 
 
 def model_of(name: str) -> str:
@@ -81,4 +115,28 @@ def _recipe(path: Path, name: str) -> Path:
     variant = {"a flat recipe": "w4a16-fp8", "a calibrated recipe": "nvfp4-mtp-auto"}.get(name)
     text = find_recipe(f"tiny-glm4-moe.{variant}")[1] if variant else shipped.read_text()
     (path / "recipe.yaml").write_text(text)
+    return path
+
+
+def _measured(path: Path) -> Path:
+    """Check, server, evaluation, speed and closeness of one checkpoint."""
+    path.mkdir()
+    evidence = measured.measured(path / "NAME")
+    identity = identify(path / "NAME", cache=evidence)
+    bench = benches.bench_fact(with_source=False, sha256=identity.sha256)
+    benches.write_lines(evidence, bench)
+    write_result(evidence, "bench", bench, checkpoint=identity, vllm=reports.VLLM)
+    found = closenesses.closeness(evidence, checkpoint=identity.sha256)
+    write_result(evidence, "closeness", found, checkpoint=identity, vllm=reports.VLLM)
+    refresh(evidence)
+    return path
+
+
+def _by_itself(path: Path, module: str, function: str, *words: str) -> Path:
+    """Made by a process of its own: quantizing starts threads, and this process is to be forked."""
+    places = [str(ROOT / "tests" / "helpers"), str(Path(__file__).parent)]
+    made = f"import sys; sys.path[:0] = {places!r}; import {module}; from pathlib import Path; "
+    made += f"{module}.{function}(Path({str(path)!r}), *{words!r})"
+    path.mkdir()
+    subprocess.run([sys.executable, "-P", "-c", made], check=True, capture_output=True)
     return path

@@ -141,6 +141,8 @@ def no_file(rng: random.Random, file: str) -> Edit:
         "a link to nothing": lambda path: path.symlink_to("nothing"),
         "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
         "a link to the folder": lambda path: path.symlink_to("."),
+        "a link to a secret": lambda path: path.symlink_to(_secret(path)),
+        "a link to a secret in JSON": lambda path: path.symlink_to(_secret(path, ".json")),
         "a socket": _socket_at,
         "a file of 1.5 GiB of holes": lambda path: os.truncate(_made(path), 3 * 2**29),
     }
@@ -151,6 +153,12 @@ def no_file(rng: random.Random, file: str) -> Edit:
         ways[says](folder / file)
 
     return Edit(f"{file}: is {says}", do)
+
+
+def _secret(path: Path, suffix: str = "") -> str:
+    """The way to the secret that lies beside the case's folder."""
+    room = next((folder for folder in path.parents if (folder / "beside").is_dir()), path.parent)
+    return os.path.relpath(room / "beside" / f"secret{suffix}", path.parent)
 
 
 def _made(path: Path) -> Path:

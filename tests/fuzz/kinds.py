@@ -10,51 +10,30 @@ other cases did.
 import json
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import corpus
+import cures
 import edits
+import verbs
 import yaml
+from case import Case, some
 from edits import Edit
 
 INDEX = "model.safetensors.index.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One call of the command.
-
-    Attributes:
-        kind: a key of KINDS.
-        base: a name of corpus.py: the folder that is copied.
-        edits: what is changed in the copy.
-        words: the command line; {} is the copied folder.
-        reads_weights: whether status 0 claims that the weights' files are good.
-    """
-
-    kind: str
-    base: str
-    edits: tuple[Edit, ...]
-    words: tuple[str, ...]
-    reads_weights: bool = True
-
-    def without(self, number: int) -> "Case":
-        return replace(self, edits=self.edits[:number] + self.edits[number + 1 :])
-
-    def __str__(self) -> str:
-        """The case in words, enough to make it by hand."""
-        changes = "; ".join(edit.says for edit in self.edits) or "nothing changed"
-        return f"[{self.kind}] keepmtp {' '.join(self.words)} on {self.base!r} where {changes}"
-
-
 def make(seed: int, number: int) -> Case:
-    """The case of this number: kinds take turns."""
-    rng = random.Random(f"{seed} {number}")
-    kind = list(KINDS)[number % len(KINDS)]
+    """The case of this number."""
+    rng, kind = random.Random(f"{seed} {number}"), kind_of(number)
     return KINDS[kind](rng, kind)
+
+
+def kind_of(number: int) -> str:
+    """Kinds take turns."""
+    return list(KINDS)[number % len(KINDS)]
 
 
 def checkpoint_words(rng: random.Random, base: str) -> tuple[str, ...]:
@@ -70,11 +49,6 @@ def checkpoint_words(rng: random.Random, base: str) -> tuple[str, ...]:
     if base in corpus.REAL:
         ways += [("quantize", model, "--source", "{}", "--out", "{}.out")]
     return rng.choice(ways)
-
-
-def some(rng: random.Random, make_edit: Callable[[], Edit]) -> tuple[Edit, ...]:
-    """Mostly one edit, sometimes two or three."""
-    return tuple(make_edit() for _ in range(rng.choice((1, 1, 1, 2, 3))))
 
 
 def _on_checkpoint(rng: random.Random, kind: str, base: str, make_edit: Callable[[Path], Edit]) -> Case:
@@ -392,7 +366,7 @@ def record(rng: random.Random, kind: str) -> Case:
 
 def results(rng: random.Random, kind: str) -> Case:
     """report.json and the result of each station."""
-    stations = ("report", "check", "serve", "gsm8k")
+    stations = ("report", "check", "serve", "gsm8k", "bench", "closeness")
     return _evidence(rng, kind, tuple(f"NAME.report/{name}.json" for name in stations))
 
 
@@ -528,5 +502,18 @@ KINDS: Mapping[str, Callable[[random.Random, str], Case]] = MappingProxyType(
         "results": results,
         "files beside": beside,
         "command line": command_line,
+        "logs": verbs.logs,
+        "prompt files": verbs.prompt_files,
+        "texts": verbs.texts,
+        "rows": verbs.rows,
+        "names": verbs.names,
+        "companions": verbs.companions,
+        "evidence": verbs.evidence,
+        "init and pin": verbs.recipes,
+        "publishing": verbs.publishing,
+        "broken for cures": cures.writing((header_tree, index, config, counts, quantization, regexes, files)),
+        "convert's record": cures.records,
+        "links for cures": cures.links,
+        "names for cures": cures.names,
     }
 )

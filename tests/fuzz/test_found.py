@@ -1,30 +1,52 @@
 """What fuzzing found in files that several verbs read, each once."""
 
 import json
+import math
 import os
+import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import measured
 import pytest
 from broken import GOOD
 from checkpoint_files import write
+from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
+from keepmtp.checkpoints.record import Record
 from keepmtp.checkpoints.source import open_source
+from keepmtp.cli import init, serve
 from keepmtp.recipes.errors import CheckpointError
+from keepmtp.recipes.families import families
+from keepmtp.recipes.family_view import FamilyView
+from keepmtp.validate.bench import prompts
 from keepmtp.validate.check.check import check
+from keepmtp.validate.closeness.texts import held_out
 from keepmtp.validate.evaluation.answers import read_samples
+from keepmtp.validate.publish import base_model
 from keepmtp.validate.publish.card_metadata import read_front_matter
 from keepmtp.validate.publish.provenance import recipe_text
+from keepmtp.validate.report.best_k import BestK
 from keepmtp.validate.report.report import read_json, refresh
 from keepmtp.validate.report.results import read_result
+from keepmtp.validate.serving.prompts import read_prompts
+from keepmtp.validate.serving.serve_check import has_template
 
+ROOT = Path(__file__).parent.parent.parent
 READERS: dict[str, Callable[[Path], object]] = {
     "check.json": lambda path: read_result(path.parent, "check"),
     "report.json": read_json,
     "recipe.yaml": lambda path: recipe_text(path.parent),
     "answers.jsonl": read_samples,
+    "base_model.json": lambda path: base_model._kept(RECORD, path.parent),
+    "bench.jsonl": prompts.read,
+    "serve.jsonl": read_prompts,
+    "serve.txt": read_prompts,
+    "held_out.jsonl": lambda path: held_out(path, None),
+    "held_out.txt": lambda path: held_out(path, None),
 }
+RECORD = Record.model_validate(measured.recorded())
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -75,3 +97,38 @@ def test_modelopts_file_must_be_json_where_vllm_reads_it(raw, tmp_path):
         report = check(folder)
         assert report.ok is not is_read
         assert not is_read or "hf_quant_config.json" in report.findings[0].where
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "num_experts_per_tok", "hc_mult", "moe_topk"])
+@pytest.mark.parametrize("value", [[4], "4", 1.5, -1, 10**30, math.inf, math.nan, True, {"a": 1}], ids=str)
+def test_a_number_that_memory_is_counted_by(key, value):
+    view = FamilyView(family=families()["glm4_moe"], config={key: value})
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} must be a whole number; got"):
+        view.number(key)
+    assert [view.number("absent"), replace(view, config={key: 3}).number("absent", key)] == [0, 3]
+
+
+def test_a_name_that_is_no_utf_8_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"every name in it must be UTF-8; got '\\udcff'\. Rename the folder"):
+        write_whole(tmp_path / "report.html", "of a folder called \udcff")
+    assert not list(tmp_path.iterdir())
+
+
+ODD = [b'{"a": "\xc1", "chat_template": "x"}', '{"chat_template": 1}'.encode("utf-16"), b"\0"]
+
+
+@pytest.mark.parametrize("content", ODD)
+def test_a_tokenizers_file_of_other_bytes_is_asked_for_its_template(content, tmp_path):
+    folder = write(tmp_path / "NAME", GOOD["glm fp8"]())
+    (folder / "tokenizer_config.json").write_bytes(content)
+    assert has_template(open_source(folder), []) is (b'"chat_template"' in content)
+    assert has_template(open_source(folder), ["--chat-template=x.jinja"])
+
+
+def test_a_folders_name_moves_no_cursor(tmp_path, capsys):
+    folder = tmp_path / "\x1b[31m\u202ea\rb"
+    shutil.copytree(ROOT / "models" / "tiny-glm4-moe", folder)
+    serve._print_commands(open_source(folder), BestK(k=1, why="as you say"), (), as_json=False)
+    init.init(str(folder), out=Path(f"{folder}.yaml"))
+    said = capsys.readouterr().out
+    assert said.count(r"\x1b[31m\u202ea\rb") == 4 and not {*"\x1b\u202e\r"} & {*said}

@@ -86,6 +86,14 @@ def write(folder: Path, checkpoint: Checkpoint) -> Path:
     return folder
 
 
+def write_single(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint's headers in one file, without an index."""
+    folder.mkdir(parents=True)
+    _write_shard(folder / "model.safetensors", checkpoint.tensors)
+    (folder / "config.json").write_text(json.dumps(checkpoint.config))
+    return folder
+
+
 def as_source(checkpoint: Checkpoint, folder: Path) -> Source:
     """The checkpoint as it would be opened, without writing it. `folder` is where JSON files are looked for."""
     entries, end = {}, 0

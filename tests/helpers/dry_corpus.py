@@ -225,8 +225,6 @@ DRY: tuple[DryCase, ...] = (
           "mtp.layers.0.", "mtp.layers.1.", by="both"),
     _case("M9 draft counted from 1, V4", "dsv4 bf16", renaming(r"mtp\.0\.(.*)", r"mtp.1.\1"), "mtp.0.", "mtp.1.",
           by="both"),
-    _case("M9 two layers promised, one there", "glm fp8", setting("num_nextn_predict_layers", 2), "model.layers.4.",
-          by="both"),
     _case("F4 inline MTP in a file without index", "glm nvfp4",
           lambda c: setattr(c, "elsewhere", c.take(r"model\.layers\.3\..*")), "model.layers.3.", by="both"),
     _case("F4 head of the target in a file without index", "next fp8",

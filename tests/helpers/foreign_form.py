@@ -83,6 +83,16 @@ def quark_nvfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Ch
     return checkpoint
 
 
+def quark_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", *, element: str = "fp4", **entries: Any) -> Checkpoint:
+    """MXFP4 weights and inputs as Quark writes them for AMD's GPUs, such as amd/DeepSeek-R1-0528-MXFP4."""
+    checkpoint = ours(model, "MXFP4", mtp)
+    checkpoint.rename(r"(.*)\.weight_packed", r"\1.weight")
+    weight = {"dtype": element, "qscheme": "per_group", "group_size": 32, "is_dynamic": False, "scale_format": "e8m0"}
+    said = {"weight": weight, "input_tensors": weight | {"is_dynamic": True}}
+    checkpoint.config["quantization_config"] = QUARK | {"global_quant_config": said} | entries
+    return checkpoint
+
+
 def autoround_mxfp4(model: str = "glm-4.7", mtp: str = "bf16", **entries: Any) -> Checkpoint:
     """MXFP4 as AutoRound writes it: compressed-tensors' names and bytes."""
     checkpoint = ours(model, "MXFP4", mtp)

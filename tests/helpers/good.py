@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import releases
-from checkpoint_files import Checkpoint, as_source
+from checkpoint_files import Checkpoint, as_source, pack
 from keepmtp.quantize.output import config_files
 from keepmtp.quantize.plan import Plan, make_plan
 from keepmtp.quantize.quant_config import runtime_modules
@@ -284,6 +284,13 @@ def native_bf16_mtp() -> Checkpoint:
     return checkpoint
 
 
+def copies_in_fp8() -> Checkpoint:
+    """GLM-4.7 with all of the MTP layer in FP8, the embedding and head too in whose place vLLM puts the target's."""
+    checkpoint = llmcompressor("glm-4.7", "FP8_DYNAMIC")
+    pack(r"model\.layers\.3\.(embed_tokens|shared_head\.head)", "FP8_DYNAMIC")(checkpoint)
+    return checkpoint
+
+
 GOOD: dict[str, Callable[[], Checkpoint]] = {
     **{f"released {model}": (lambda model=model: released(model)) for model in releases.MODELS},
     "dsv4 bf16": lambda: ours("dsv4-flash", "NVFP4"),
@@ -295,6 +302,7 @@ GOOD: dict[str, Callable[[], Checkpoint]] = {
     "v3 block": lambda: ours("deepseek-r1", "FP8_BLOCK", "FP8_BLOCK"),
     "glm w4a16": lambda: ours("glm-4.7", "W4A16", "W4A16"),
     "glm fp8": lambda: llmcompressor("glm-4.7", "FP8_DYNAMIC"),
+    "glm fp8, the draft's copies too": copies_in_fp8,
     "glm fp8 static": lambda: ours("glm-4.7", "FP8", "FP8"),
     "glm nvfp4": lambda: ours("glm-4.7", "NVFP4", "NVFP4A16"),
     "glm-5 nvfp4": lambda: ours("glm-5", "NVFP4"),

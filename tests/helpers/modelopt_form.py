@@ -61,6 +61,16 @@ def mixed(model: str = "glm-4.7", scheme: str = "FP8", mtp: str = "bf16") -> Che
     return checkpoint
 
 
+def mixed_in_two_files(*, here: list[str], there: list[str]) -> Checkpoint:
+    """MIXED_PRECISION with quantized_layers in hf_quant_config.json alone, and a list of exceptions in each file."""
+    checkpoint = mixed()
+    layers = checkpoint.quantization.pop("quantized_layers")
+    checkpoint.quantization["ignore"] = here
+    said = {"quant_algo": "MIXED_PRECISION", "exclude_modules": there, "quantized_layers": layers}
+    checkpoint.json_files["hf_quant_config.json"] = {"producer": PRODUCER, "quantization": said}
+    return checkpoint
+
+
 def block_experts(model: str = "glm-4.7", algorithm: str = "FP8_PB_WO") -> Checkpoint:
     """MIXED_PRECISION with FP8 in blocks: experts by native FP8's names, the rest by modelopt's."""
     checkpoint = mixed(model, "FP8_BLOCK")

@@ -5,8 +5,9 @@ Each config.json has the release's own keys; where they come from stands at its 
 
 from pathlib import Path
 
+import foreign_form
 import pytest
-from checkpoint_files import Checkpoint, as_source, lose, write
+from checkpoint_files import Checkpoint, as_source, lose, write, write_single
 from good import released
 from keepmtp.checkpoints.mtp_source import with_mtp_of
 from keepmtp.quantize.output import output_config
@@ -15,12 +16,15 @@ from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import Checked
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.serving.vllm_env import find_vllm
-from real_releases import minimax_halves, nemotron_ultra, qwen38_fp8
+from modelopt_form import mixed_in_two_files
+from real_releases import dspark_flash, minimax_halves, nemotron_ultra, qwen38_fp8
 from releases import source_layout
 
 pytestmark = pytest.mark.vllm
 
 QWEN38 = "qwen3.8-flash-next"
+# Rows of embedding and head at the tiny width of 256: 9.2 GB each.
+MANY_WORDS = 18_000_000
 
 
 def at_full_size(model: str) -> Checkpoint:
@@ -47,6 +51,14 @@ def joined_minimax(folder: Path) -> Checkpoint:
     return Checkpoint(config=dict(joined.config), tensors=tensors)
 
 
+def large(*lost: str) -> Checkpoint:
+    """Two shards of 9.2 GB, or one file of 18: the draft's loader opens each to see what is in it."""
+    checkpoint = released("qwen3.5-397b", text_config={"vocab_size": MANY_WORDS})
+    for pattern in lost:
+        lose(pattern)(checkpoint)
+    return checkpoint
+
+
 def with_a_strange_depth() -> Checkpoint:
     """A tensor in a depth that vLLM builds, under a name that it does not know."""
     checkpoint = released("inkling", mtp_config={"num_nextn_predict_layers": 8})
@@ -68,11 +80,18 @@ def judged(tmp_path_factory) -> dict[str, Checked]:
         ),
         "eight depths": released("inkling", mtp_config={"num_nextn_predict_layers": 8}),
         "a depth that no release has": with_a_strange_depth(),
+        "DSpark": dspark_flash(),
+        "the list that vLLM does not read is wrong": mixed_in_two_files(here=["*self_attn*"], there=["lm_head"]),
+        "the list that vLLM reads is wrong": mixed_in_two_files(here=["lm_head"], there=["*self_attn*"]),
+        "for AMD": foreign_form.quark_mxfp4(exclude=[r"re:model\.layers\.3\."]),
+        "shards of 9 GB": large(),
+        "shards of 9 GB without a norm": large(r"mtp\.pre_fc_norm_hidden\.weight"),
     }
     place = tmp_path_factory.mktemp("releases")
     folders: list[Path] = [write(place / name, checkpoint) for name, checkpoint in made.items()]
+    folders.append(write_single(place / "one file of 18 GB", large()))
     found = check_on([str(folder) for folder in folders], vllm=find_vllm(), gpus=["sm100"])
-    return dict(zip(made, found, strict=True))
+    return {folder.name: checked for folder, checked in zip(folders, found, strict=True)}
 
 
 def errors(checked: Checked) -> list[str]:
@@ -129,3 +148,40 @@ def test_an_mtp_block_of_its_own_repository_is_drafted_with(judged):
     assert errors(checked) == []
     (load,) = checked.data.dry
     assert load.ok and load.draft.cls == "MiniMaxM3MTP" and load.draft.num_written == load.draft.num_params > 5
+
+
+@pytest.mark.parametrize("name", ["shards of 9 GB", "one file of 18 GB"])
+def test_a_file_may_be_larger_than_what_a_load_may_allocate(name, judged):
+    """What a load may allocate is 8 GiB, and a mapping of a file is not that: four much-read releases were refused."""
+    checked = judged[name]
+    assert max(path.stat().st_size for path in Path(checked.data.path).glob("*.safetensors")) > 9e9
+    assert errors(checked) == []
+    (load,) = checked.data.dry
+    assert load.ok and load.draft.num_written == load.draft.num_params > 5
+    assert load.peak_mib < 2048
+
+
+def test_a_large_file_is_judged_all_the_same(judged):
+    """The twin."""
+    assert any("mtp.pre_fc_norm_hidden" in error for error in errors(judged["shards of 9 GB without a norm"]))
+
+
+def test_a_build_for_another_makers_gpus_is_called_that(judged):
+    """vLLM 0.32.0 picks CUTLASS for these experts on sm100, and has no way to prepare Quark's for it."""
+    [error] = [finding for finding in judged["for AMD"].data.findings if finding.severity == "error"]
+    assert error.rule == "no-kernel" and "CUTLASS_MXFP4_MXFP4" in error.says and "AMD's GPUs" in error.cure
+
+
+def test_stages_of_dspark_are_no_mtp_block(judged):
+    """DeepSeek-V4-Flash-0731 had 13 errors, eight of them with `graft` of the release onto itself."""
+    [finding] = judged["DSpark"].data.findings
+    assert (finding.rule, finding.severity) == ("family", "error") and "no MTP block" in finding.says
+    assert '"method": "dspark", "num_speculative_tokens": 5' in finding.cure and "graft" not in str(finding)
+
+
+def test_of_two_lists_the_check_and_vllm_read_the_same(judged):
+    """modelopt's MIXED_PRECISION without quantized_layers in config.json."""
+    good, broken = (judged[f"the list that vLLM {does} is wrong"] for does in ("does not read", "reads"))
+    assert errors(good) == [] and good.data.dry[0].ok
+    origins = {finding.origin for finding in broken.data.findings if finding.severity == "error"}
+    assert origins == {"static", "dry"}

@@ -1,5 +1,6 @@
 """What vLLM picks on an L40S or an RTX 4090: no FP4 tensor cores, no Machete, no DeepGEMM, no grouped CUTLASS."""
 
+import foreign_form
 import pytest
 from checkpoint_files import Checkpoint, write
 from good import cached, ours, outputs_of, released
@@ -26,6 +27,7 @@ PICKED = {
     "W8A8": ("CutlassInt8ScaledMMLinearKernel", "TRITON"),
     "modelopt NVFP4": ("MarlinNvFp4LinearKernel", "MARLIN"),
     "modelopt FP8": ("CutlassFP8ScaledMMLinearKernel", "TRITON"),
+    "Quark MXFP4": ("MarlinMxFp4LinearKernel", "MARLIN"),
     "released FP8 blocks": ("MarlinFP8ScaledMMLinearKernel", "TRITON"),
 }
 
@@ -44,6 +46,7 @@ def accounts(tmp_path_factory, dry_loader) -> dict[str, LoadAccount]:
     place = tmp_path_factory.mktemp("sm89")
     made = {scheme: ours("glm-4.7", scheme, scheme) for scheme in PICKED if " " not in scheme}
     made |= {f"modelopt {scheme}": modelopt("glm-4.7", scheme, scheme) for scheme in ("NVFP4", "FP8")}
+    made["Quark MXFP4"] = foreign_form.quark_mxfp4(mtp="MXFP4")
     made["released FP8 blocks"] = released("deepseek-r1")
     made["sparse MLA"] = released("deepseek-v3.2")
     made["FP8 cache"] = outputs_of(cached("qwen3.5-27b"))

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from ...checkpoints.files import held
 from ...checkpoints.identity import Identity
-from ...checkpoints.source import Source, small_file
+from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ..serving.bf16_copy import why_no_kernel
-from ..serving.serve_check import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
+from ..serving.serve_check import COPY, UNTRIED, bf16_copy, has_template, ks_up_to, lack_of_kernel
 from ..serving.served import AsServed, Role
 from ..serving.server import ServerFailed, serving
 from ..serving.vllm_env import TIMEOUT_SECONDS, VLLM
@@ -32,7 +32,6 @@ from .prompts import Prompts, Request, longest, num_requests, requests, taken
 
 WARM_UP_TOKENS = 32
 """Of each answer before a load is measured: kernels are compiled and graphs captured for its number of requests."""
-_TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
 _SPEED_OF_A_COPY = "the speed of the copy is not the checkpoint's"
 
 Load = tuple[int, int]
@@ -127,11 +126,7 @@ Watch = Callable[[BenchStep], None]
 
 def form_of(source: Source, words: Sequence[str]) -> RequestForm:
     """Messages where the checkpoint or the user's words have a chat template; else texts."""
-    has_template = bool({"chat_template.jinja", "chat_template.json"} & set(source.companions))
-    tokenizer = small_file(source, "tokenizer_config.json")
-    has_template |= tokenizer is not None and '"chat_template"' in tokenizer.read_text(encoding="utf-8")
-    has_template |= any(word.partition("=")[0] in _TEMPLATE_WORDS for word in words)
-    return "chat" if has_template else "completions"
+    return "chat" if has_template(source, words) else "completions"
 
 
 def refuse_model(source: Source, plan: BenchPlan) -> None:

@@ -23,6 +23,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.json_file import read_lines
 from ...recipes.errors import RecipeError
 from ...recipes.shipped import find_path
 from ..serving.server import Server
@@ -82,56 +83,49 @@ def read(path: Path | None) -> Prompts:
     """Prompts of a file, or the shipped ones.
 
     Raises:
-        RecipeError: no such file, no prompt in it, or a line of another form; it names the line.
+        CheckpointError: no such file, or no JSON; see `json_file.read_lines`.
+        RecipeError: no prompt in it, or a line of another form; it names the line.
     """
     path = path or find_path(SHIPPED)
     assert path is not None, f"{SHIPPED} ships with keepmtp"
     if path.suffix != ".jsonl":
         raise RecipeError(path, "must be a .jsonl file with prompts", got=path.suffix or "no ending", cure=_CURE)
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(path, "must be a file with prompts", got=str(error), cure=_CURE) from error
-    items = tuple(_item(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
+    items = tuple(_item(row, where) for where, row in read_lines(path, cure=_CURE))
     if not items:
         raise RecipeError(path, "must hold a prompt", got="an empty file", cure=_CURE)
     digest = hashlib.sha256(json.dumps([[item.messages, item.text] for item in items]).encode()).hexdigest()
     return Prompts(name=path.name, sha256=digest, items=items)
 
 
-def _item(line: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise RecipeError(where, "must be one JSON object", got=line[:60], cure=_CURE) from error
-    row = row if isinstance(row, dict) else {}
+def _item(value: Any, where: str) -> Prompt:
+    row = value if isinstance(value, dict) else {}
     if isinstance(text := row.get("prompt"), str):
         item = Prompt(messages=(("user", text),), text=text)
     elif isinstance(question := row.get("question"), str):
         item = Prompt(messages=(("user", question),), text=f"Question: {question}\nAnswer:")
     else:
-        item = _conversation(row, where, line)
+        item = _conversation(row, where, json.dumps(value)[:60])
     if not item.last.strip() or _PLACEHOLDER in item.last:
         got = "an empty one" if not item.last.strip() else f"a placeholder: {item.last[:60]}"
         raise RecipeError(where, "must hold the prompt itself", got=got, cure="Fetch it with the dataset's prepare.py")
     return item
 
 
-def _conversation(row: Mapping[str, Any], where: str, line: str) -> Prompt:
-    """Up to the first message of the user that no answer follows."""
+def _conversation(row: Mapping[str, Any], where: str, got: str) -> Prompt:
+    """Up to the first message of the user that no answer follows; `got` is the line's beginning."""
     turns = row.get("turns")
     messages = row.get("messages", [{"role": "user", "content": turn} for turn in turns] if turns else None)
     try:
         pairs = [(message["role"], message["content"]) for message in messages or ()]
     except (TypeError, KeyError) as error:
-        raise RecipeError(where, 'each message has "role" and "content"', got=line[:60], cure=_CURE) from error
+        raise RecipeError(where, 'each message has "role" and "content"', got=got, cure=_CURE) from error
     if wrong := next((pair for pair in pairs if pair[0] not in _ROLES or not isinstance(pair[1], str)), None):
         rule = f"each message is a text of {', '.join(_ROLES)}"
         raise RecipeError(where, rule, got=str(wrong)[:60], cure=_CURE)
     roles = [role for role, _ in pairs]
     ends = [at for at, role in enumerate(roles) if role == "user" and roles[at + 1 : at + 2] != ["assistant"]]
     if not ends:
-        raise RecipeError(where, "must hold a prompt of the user", got=line[:60], cure=_CURE)
+        raise RecipeError(where, "must hold a prompt of the user", got=got, cure=_CURE)
     asked = tuple(pairs[: ends[0] + 1])
     return Prompt(messages=asked, text=asked[0][1] if len(asked) == 1 else None)
 

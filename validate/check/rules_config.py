@@ -14,7 +14,7 @@ from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...recipes.family import HFName
 from .dialects.choose import quantization_of, read_dialect
 from .dialects.compressed_tensors import CompressedTensors
-from .dialects.modelopt import ALGORITHMS, ModelOpt
+from .dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
 from .findings import Objection, objection
 from .runtime_view import RuntimeView
 from .stored_view import StoredView
@@ -103,7 +103,7 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
         return
     where = f"{HF_QUANT_CONFIG}: quantization"
     second = read_dialect(_without_quantization(runtime.source.config), other)
-    first = runtime.dialect
+    first = read_dialect(runtime.source.config, None, dtypes=runtime.dtypes)
     if not isinstance(first, ModelOpt) or not isinstance(second, ModelOpt):
         if first.name != second.name and not _says_the_same(given, other):
             yield objection(
@@ -115,13 +115,14 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
                 cure="Leave it if its maker wrote both; remove it if it is from another checkpoint",
             )
         return
+    read = HF_QUANT_CONFIG if reads_other_file(given) else "config.json"
     if first.algorithm != second.algorithm:
         yield objection(
             rule="two-configs",
             severity="error",
             where=f"{where}.quant_algo",
-            says=f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads config.json, other engines read "
-            "this one",
+            says=f"is {second.algorithm}, in config.json {first.algorithm}: vLLM reads {read}, other engines may read "
+            "the other",
             cure="Make both say what is on disk",
         )
     for entry in sorted(set(first.exclude) ^ set(second.exclude)):
@@ -129,8 +130,8 @@ def quantization_configs_agree(runtime: RuntimeView) -> Iterator[Objection]:
             rule="two-configs",
             severity="warning",
             where=entry,
-            says="is excluded in only one of config.json and hf_quant_config.json: vLLM reads config.json, other "
-            "engines read the other",
+            says=f"is excluded in {'config.json' if entry in first.exclude else HF_QUANT_CONFIG} alone: vLLM reads "
+            f"{read} and judges modules by it, other engines may read the other",
             cure="Make both lists equal",
         )
 

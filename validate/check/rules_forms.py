@@ -7,6 +7,7 @@ weight in its place. An FP8 weight has the name `weight`, as a plain one has. So
 and never writes its scale.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -96,11 +97,11 @@ def stored_form_is_what_is_built(runtime: RuntimeView) -> Iterator[Objection]:
                 says=f"vLLM fails as it builds {module.name} ({module.members[0].weight.weight.name}): "
                 f"{resolution.error}",
                 cure=resolution_cure(resolution.error),
-                cause=f"{module.part} {resolution.entry} {resolution.error.partition(' of ')[0]}",
+                cause=_cause_of(module),
             )
         elif resolution.built.form != "unknown" and not _is_mixed(module):
             for member in module.members:
-                if not is_put_in_order(module, member):
+                if not is_put_in_order(module, member) and not _is_replaced(runtime.view, module, member):
                     yield from _compare(runtime, module, member)
 
 
@@ -112,6 +113,8 @@ def glue_is_plain(runtime: RuntimeView) -> Iterator[Objection]:
         for member in module.members:
             weight = member.weight
             if weight.form == "plain" or member.place.row.table_scale or _is_dequantized_on_load(runtime.view, member):
+                continue
+            if _is_replaced(runtime.view, module, member):
                 continue
             yield objection(
                 rule="glue",
@@ -184,7 +187,7 @@ def _compare(runtime: RuntimeView, module: Module, member: Member) -> Iterator[O
         disk_leaf = next((name for name in weight.parts if built.renames.get(name, name) == leaf), "")
         where = weight.parts[disk_leaf].name if disk_leaf else HFName(f"{weight.module}.{leaf}")
         says = f"vLLM builds {module.name} as {built.form} ({by}); {said}"
-        cause = f"{module.part} {built.form} {leaf} {said}"
+        cause = f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}"
     else:
         yield from _scale_dtype(runtime, module, weight)
         return
@@ -234,6 +237,12 @@ def _scale_dtype(runtime: RuntimeView, module: Module, weight: StoredWeight) -> 
         )
 
 
+def _cause_of(module: Module) -> str:
+    """What makes vLLM fail as it builds a module: an entry that reaches some of its parts, or what a group says."""
+    error = module.resolution.error.replace(module.name, "*")
+    return error if "activations" in error else f"{module.resolution.entry} {error}"
+
+
 def _is_mixed(module: Module) -> bool:
     first = module.members[0].weight
     return any(
@@ -259,6 +268,23 @@ def _is_dequantized_on_load(view: FamilyView, member: Member) -> bool:
     """vLLM turns the FP8 indexer.wk of DeepSeek-V3.2 and GLM-5 into BF16 as it loads it."""
     is_block = member.weight.weight.dtype in FP8 and "weight_scale_inv" in member.weight.parts
     return is_block and member.place.row.path.endswith("indexer.wk")
+
+
+def _is_replaced(view: FamilyView, module: Module, member: Member) -> bool:
+    """A draft gets the target's embedding and head once it is loaded, so its own may have any form that loads.
+
+    vLLM 0.32.0 v1/worker/gpu/spec_decode/eagle/utils.py, _should_share; v1/spec_decode/llm_base_proposer.py.
+    """
+    row, parts, loader = member.place.row, member.weight.parts, view.family.loader
+    if module.part != "mtp" or row.role not in ("embedding", "head") or row.is_drafts_own:
+        return False
+    rows, width = (view.text_config.get(key) for key in ("vocab_size", "hidden_size"))
+    if "weight" not in parts or parts["weight"].shape != (rows, width):
+        return False
+    if not module.resolution.built.form.startswith(("plain", "fp8")):
+        return False
+    others = parts.keys() - {"weight"}
+    return not others or not loader.unknown_name or (loader.drops_scales and others == {"weight_scale"})
 
 
 def _draft_heads(runtime: RuntimeView) -> Iterator[tuple[VLLMName, HFName]]:

@@ -23,11 +23,11 @@ from .runtime_view import Module, RuntimeView
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 _NESTED_MTP = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?mtp\.|^model\.mtp\.")
 _RECOMPUTED = re.compile(r"rotary_(?:pos_)?emb\.(?:inv_freq|cos_cached|sin_cached)$")
-_GET_IT = "Put the release's block in: `keepmtp graft PATH --from RELEASE --out NEW`"
+_GET_IT = "Put the release's block in"
 # Of a checkpoint that nobody quantized and that has no MTP tensor: perhaps the release has none.
 _NAME_IT = (
     "If this is the original release, it has none, and `keepmtp quantize` needs --mtp-source with the place of a block "
-    "that is published apart; else put the release's in: `keepmtp graft PATH --from RELEASE --out NEW`"
+    "that is published apart; else put the release's in"
 )
 _FFN_ROLES = ("dense_mlp", "experts", "shared_experts", "router")
 
@@ -49,9 +49,9 @@ def promised_layers_exist(runtime: RuntimeView) -> Iterator[Objection]:
 
 
 def _get_it(runtime: RuntimeView) -> str:
-    """The command that brings the block back, with the release where README.md names one."""
+    """What brings the block back, with the release where README.md names one."""
     release = runtime.base_model
-    return _GET_IT.replace("RELEASE", release) + ", which README.md names as base_model" if release else _GET_IT
+    return f"{_GET_IT}: README.md names {release} as base_model" if release else _GET_IT
 
 
 def _way_to_a_block(runtime: RuntimeView) -> str:
@@ -70,14 +70,24 @@ def _layers_without_tensors(runtime: RuntimeView) -> Iterator[Objection]:
     else:
         effect = "quantized, vLLM loads this without a word and drafts from uninitialised memory"
     for index in sorted(set(range(promised)) - runtime.found - elsewhere):
+        where, cure = f"{view.mtp_stem(index)}*", _way_to_a_block(runtime)
+        if runtime.block_at is not None:
+            where, cure = f"{view.disk_stem('backbone', runtime.block_at)}*", _right_depth(runtime)
+        elif runtime.found and runtime.found == frozenset(range(index)):
+            cure = f"Set {view.mtp_count_key} to {index // view.num_mtp_parts}, or put the release's whole block in"
         yield objection(
             rule="mtp-missing",
             severity="error",
-            where=f"{view.mtp_stem(index)}*",
+            where=where,
             says=f"{view.mtp_count_key}={promised} promises MTP layer {index}, but no file has a tensor of it: "
             f"{effect}",
-            cure=_way_to_a_block(runtime),
+            cure=cure,
         )
+
+
+def _right_depth(runtime: RuntimeView) -> str:
+    key, at = runtime.view.family.num_layers_key, runtime.block_at
+    return f"Set {key} to {at}: layer {at} has the modules of an MTP layer, and is counted as a decoder layer"
 
 
 def _extra_layers(runtime: RuntimeView, extra: list[int]) -> Objection:
@@ -143,6 +153,7 @@ def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
     """Every layer has what other layers of its kind have: projections, norms, router: R1; E2, E7, E8; M1, M2, M8."""
     parts = _layer_parts(runtime)
     view = runtime.view
+    depth = 1 + max((index for part, index in parts if part == "backbone"), default=-1)
     for index in range(view.num_layers):
         if ("backbone", index) not in parts:
             yield objection(
@@ -150,7 +161,8 @@ def layers_are_complete(runtime: RuntimeView) -> Iterator[Objection]:
                 severity="error",
                 where=f"{view.disk_stem('backbone', index)}*",
                 says=f"num_hidden_layers={view.num_layers} promises this layer, but no file has a tensor of it",
-                cure="Download or quantize the checkpoint again",
+                cure="Download or quantize the checkpoint again"
+                + (f"; if the release has {depth} layers, set num_hidden_layers to {depth}" if index >= depth else ""),
             )
     for half in ("mixer", "ffn"):
         models = {halves[half] for (part, _), halves in parts.items() if part == "backbone" and halves[half]}
@@ -317,7 +329,8 @@ def _nested(runtime: RuntimeView, name: HFName) -> Objection:
 
 
 def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
-    is_mtp = runtime.is_mtp_name(name)
+    is_mtp, at = runtime.is_mtp_name(name), runtime.block_at
+    is_counted = at is not None and not is_mtp and name.startswith(runtime.view.disk_stem("backbone", at))
     return objection(
         rule="unknown-tensor",
         severity="error" if is_mtp else "warning",
@@ -329,7 +342,7 @@ def _unknown(runtime: RuntimeView, name: HFName) -> Objection:
             else "vLLM raises on it unless the model's loader skips unknown names"
         ),
         cure="Rename it to the original release's name, or remove it",
-        cause=f"{is_mtp} {re.sub(r'[0-9]+', '*', name)}",
+        cause="counted as a decoder layer" if is_counted else f"{is_mtp} {re.sub(r'[0-9]+', '*', name)}",
     )
 
 

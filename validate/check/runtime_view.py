@@ -127,6 +127,22 @@ class RuntimeView(StoredView):
         return frozenset(_mtp_layers(self.view, self.placed.values()))
 
     @cached_property
+    def block_at(self) -> int | None:
+        """The layer whose tensors show that the MTP block begins there; None where they do not, or it has own names."""
+        if self.view.layout.mtp is not None:
+            return None
+        glue = {row.path for row in self.view.family.mtp_block if row.role in ("glue", "norm")}
+        before = self.view.layout.layers.disk.partition("{i}")[0]
+        layers, having = set[int](), set[int]()
+        for name in self.source.entries:
+            number, _, rest = name.removeprefix(before).partition(".")
+            if name.startswith(before) and number.isdecimal():
+                layers.add(int(number))
+                having |= {int(number)} if rest.rpartition(".")[0] in glue else set()
+        is_last = having and len(having) == self.promised and layers == {*range(max(having) + 1)}
+        return min(having) if is_last else None
+
+    @cached_property
     def known_names(self) -> tuple[frozenset[str], frozenset[str]]:
         """Names that vLLM may ask about, and names of modules on disk; of the experts only number 0."""
         runtime: set[str] = set()

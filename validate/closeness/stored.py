@@ -11,7 +11,6 @@ for other text, of other bytes or from another vLLM never meet in one folder: an
 number, and taken back when the same is asked again.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -147,7 +146,7 @@ def take_store_from_sibling(evidence: Path, asked: Asked) -> Path | None:
             if found.asked == asked and found.is_finished:
                 partial = partial_path(evidence / FOLDER)
                 shutil.rmtree(partial, ignore_errors=True)
-                shutil.copytree(other, partial)
+                shutil.copytree(other, partial, symlinks=True)
                 shutil.rmtree(evidence / FOLDER, ignore_errors=True)
                 complete(evidence / FOLDER)
                 return other.parent
@@ -170,12 +169,9 @@ def read_store(folder: Path) -> SourceStore:
 
 def _read(kind: type[_Part], path: Path) -> _Part:
     try:
-        return kind.model_validate(json.loads(read_bytes_of(path, path, cure=_CURE)))
-    except (ValidationError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        got = first_fault(error) if isinstance(error, ValidationError) else error
-        raise CheckpointError(path, "must be as keepmtp wrote it", got=got, cure=_CURE) from error
+        return kind.model_validate_json(read_bytes_of(path, path, cure=_CURE))
+    except ValidationError as error:
+        raise CheckpointError(path, "must be as keepmtp wrote it", got=first_fault(error), cure=_CURE) from error
 
 
 def _aside(folder: Path, asked: Asked) -> Path:

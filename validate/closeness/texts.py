@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.json_file import read_lines, read_text
 from ...checkpoints.record import Record
 from ...recipes.errors import RecipeError
 from ...recipes.shipped import find_path
@@ -59,6 +60,7 @@ def held_out(path: Path | None, record: Record | None) -> HeldOut:
         record: the checkpoint's keepmtp.json, if it has one.
 
     Raises:
+        CheckpointError: no regular file, or no JSON; see `json_file.read_lines`.
         RecipeError: no file, no text in it, a line of another form, or a text that the checkpoint was calibrated on.
     """
     name, file = text_file(path, record.recipe.model if record else "")
@@ -80,36 +82,25 @@ def text_file(path: Path | None, model: str) -> tuple[str, Path]:
     if name is None:
         raise RecipeError("--text", "names the held-out text to compare on", got="none", cure=_CURE)
     file = find_path(name)
-    if file is None or not file.is_file():
+    if file is None:
         raise RecipeError(name, "must be a file of held-out text", got="no such file", cure=_CURE)
     return str(name), file
 
 
-def _rows(file: Path) -> Iterator[tuple[int, Text]]:
-    """(line, text)."""
+def _rows(file: Path) -> Iterator[tuple[str, Text]]:
+    """(file:line, text)."""
     if file.suffix not in (".txt", ".jsonl"):
         raise RecipeError(file, "must be a .jsonl or a .txt file", got=file.suffix or "no suffix", cure=_CURE)
-    try:
-        whole = file.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise RecipeError(file, "must be text in UTF-8", got=str(error), cure="Convert it") from error
     if file.suffix == ".txt":
-        yield from [(1, whole)] if whole.strip() else []
+        whole = read_text(file, cure="Convert it")
+        yield from [(f"{file}:1", whole)] if whole.strip() else []
         return
-    for number, line in enumerate(whole.split("\n"), 1):
-        if line.strip():
-            yield number, _row(line, f"{file}:{number}")
-
-
-def _row(line: str, where: str) -> Text:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise RecipeError(where, "must be a line of JSON", got=line[:60], cure=_CURE) from error
-    text = _text_of(row) if isinstance(row, dict) else None
-    if not text or (isinstance(text, str) and not text.strip()):
-        raise RecipeError(where, f"must be an object with {FORMS}", got=line[:60], cure="Mend the line")
-    return text
+    for where, row in read_lines(file, cure=_CURE):
+        text = _text_of(row) if isinstance(row, dict) else None
+        if not text or (isinstance(text, str) and not text.strip()):
+            got = json.dumps(row)[:60]
+            raise RecipeError(where, f"must be an object with {FORMS}", got=got, cure="Mend the line")
+        yield where, text
 
 
 def _text_of(row: Mapping[str, Any]) -> Text | None:
@@ -123,7 +114,7 @@ def _text_of(row: Mapping[str, Any]) -> Text | None:
             return f"Question: {question}\nAnswer: {answer}"
         case {"messages": [*turns]} if all(_is_turn(turn) for turn in turns):
             return tuple({"role": turn["role"], "content": turn["content"]} for turn in turns)
-        case {"tokens": [*ids]} if all(type(each) is int and each >= 0 for each in ids):
+        case {"tokens": [*ids]} if all(type(each) is int and 0 <= each < 2**31 for each in ids):
             return tuple(ids)
     return None
 
@@ -135,7 +126,7 @@ def _is_turn(turn: Any) -> bool:
 # --- calibration ------------------------------------------------------------------------------------------------------
 
 
-def _refuse_calibrated(file: Path, rows: Sequence[tuple[int, Text]], record: Record | None) -> str:
+def _refuse_calibrated(file: Path, rows: Sequence[tuple[str, Text]], record: Record | None) -> str:
     """Refuse a text of calibration; else a sentence on what was compared."""
     data = (record.calibration or {}).get("data") if record else None
     if not isinstance(data, dict):
@@ -151,17 +142,17 @@ def _refuse_calibrated(file: Path, rows: Sequence[tuple[int, Text]], record: Rec
     return " ".join(said)
 
 
-def _refuse_shared(file: Path, rows: Sequence[tuple[int, Text]], used: Path) -> None:
+def _refuse_shared(file: Path, rows: Sequence[tuple[str, Text]], used: Path) -> None:
     cure = "Name another --text"
     rule = "must be text that the checkpoint was not calibrated on"
     if file.samefile(used):
         raise RecipeError(file, rule, got="the very file that it was calibrated on", cure=cure)
-    known = {_sum(text): line for line, text in _rows(used)}
-    for line, text in rows:
+    known = {_sum(text): where for where, text in _rows(used)}
+    for where, text in rows:
         if (at := known.get(_sum(text))) is not None:
-            raise RecipeError(f"{file}:{line}", rule, got=f"the text of {used}:{at}", cure=cure)
+            raise RecipeError(where, rule, got=f"the text of {at}", cure=cure)
 
 
 def _sum(text: Text) -> bytes:
     content = text.strip() if isinstance(text, str) else json.dumps(text)
-    return hashlib.sha256(content.encode(errors="surrogatepass")).digest()
+    return hashlib.sha256(content.encode()).digest()

@@ -7,6 +7,7 @@ Easy to get wrong: a checkpoint with findings is loaded all the same, because pe
 checkpoint whose files cannot be read is not loaded. A model that never had an MTP block is loaded without a draft.
 """
 
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.families import has_dspark
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.findings import Finding, Objection, Runtime, by_cause, errors_first
 from ..check.runtime_view import RuntimeView
@@ -60,7 +62,7 @@ def check_on(
         for path in paths:
             progress(f"{path}: static check")
             checked = examine(path, runtimes=runtimes)
-            if checked.source is None:
+            if checked.source is None or (separate is None and has_dspark(checked.source.config)):
                 yield checked
                 continue
             if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:
@@ -120,7 +122,7 @@ def _has_nothing_to_draft_with(checked: Checked) -> bool:
 
 
 def _no_target(path: str) -> RecipeError:
-    cure = f"Check the target: keepmtp check TARGET --draft {path}"
+    cure = f"Check the target: `keepmtp check TARGET --draft {shlex.quote(path)}`"
     return RecipeError(path, "a draft is loaded beside its target", got="no target", cure=cure)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.files import within
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.scratch import ScratchFolder
 from ...checkpoints.source import INDEX, SINGLE, Source, small_bytes
@@ -37,7 +38,7 @@ def headers_of(source: Source) -> Iterator[Path]:
         for entry in source.entries.values():
             files[entry.file].append(entry)
         for file, entries in files.items():
-            write_headers(folder / file, entries)
+            write_headers(within(folder, file), entries)
         if set(files) != {SINGLE}:
             weight_map = {entry.name: entry.file for entry in source.entries.values()}
             (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -32,12 +32,18 @@ class Refusal:
 
 _UNNAMED = "Make config.json's ignore list and targets say what the files hold, in vLLM's runtime names"
 _SHARDS = "Put all parts of the fused module, or its fused name, on the same list"
+_GRAFT = "Bring the MTP block back from the release: `keepmtp graft PATH --from RELEASE --out NEW`"
 _SIZES = "config.json's sizes are another model's, or the tensor was cut: compare both with the release"
 _COUNT = "Set it to the number of MTP layers on disk; 0 does not switch MTP off"
 
+FOR_AMD = (
+    "It is a build for AMD's GPUs, and vLLM prepares such experts for their kernels alone: take a build in NVFP4 or "
+    "FP8, or quantize the release"
+)
+
 REFUSALS = (
     Refusal(
-        words=r"DefaultCPUAllocator|MemoryError",
+        words=r"DefaultCPUAllocator|MemoryError|Cannot allocate memory",
         cure="The dry load itself wanted this memory, which is no fault of the checkpoint: report it to keepmtp's "
         "authors, and check with --static-only until then",
     ),
@@ -96,11 +102,11 @@ REFUSALS = (
     ),
     Refusal(
         words=r"MTP speculative decoding layer \d+ weights missing",
-        cure="Bring the MTP block back from the release: `keepmtp quantize` keeps it",
+        cure=_GRAFT,
     ),
     Refusal(
         words=r"Following weights were not initialized from checkpoint",
-        cure="Bring them back from the release: `keepmtp quantize` keeps them",
+        cure=_GRAFT,
     ),
     Refusal(
         words=r"different quantization schemes for the shards of|some but not all shards of|"
@@ -130,6 +136,7 @@ REFUSALS = (
         where="config.json",
         cure="No attention kernel of this GPU fits the model, however it is quantized: serve it on a newer GPU",
     ),
+    Refusal(words=r"requires amd-quark package", cure=FOR_AMD),
     Refusal(
         words=r"[Ff]ailed to find a kernel|No \w+ .*backend|Unsupported .*backend",
         cure="Choose a scheme that this GPU has a kernel for",

@@ -19,7 +19,7 @@ from ..check.rules_kv import is_kv_scale
 from ..check.runtime_view import RuntimeView
 from .defects import NAMELESS_HEAD, known_defect
 from .facts import ROLES, Fault, KernelUse, LoadAccount, LoadedModel, LoadFailure, Misfit, ModelAccount, Role
-from .refusals import known_refusal
+from .refusals import FOR_AMD, known_refusal
 from .trace import Trace
 
 RULE = "dry-load"
@@ -113,7 +113,7 @@ class _Case:
             RULE,
             where,
             f"vLLM {self.version} stops while {act}: {words}{at}",
-            self._static_cure(where) or cure or "Read vLLM's message; `keepmtp check` without --gpu may say more",
+            self._static_cure(where) or cure or "See what vLLM builds each module as: `keepmtp explain PATH`",
         )
 
     def silence(self) -> Iterator[Objection]:
@@ -138,6 +138,8 @@ class _Case:
         kind = kernel.layer if is_attention or not kernel.method else kernel.method
         says = f"no kernel for {kind} in the {role} ({kernel.count}): {kernel.outcome[9:]}"
         cure = "Choose a scheme that this GPU has a kernel for"
+        if kernel.method == "QuarkOCP_MX_MoEMethod":
+            cure = FOR_AMD
         if is_attention:
             return self._objection("no-kernel", where, says, "Serve it on another GPU: its attention needs one")
         return self._objection("no-kernel", where, says, self._static_cure(where) or cure)

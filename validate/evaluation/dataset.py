@@ -6,7 +6,6 @@ Easy to get wrong: a row that lm-eval cannot read the answer of is never answere
 each row is read here first, and one that cannot be used is named.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from datasets.exceptions import DatasetsError
 from httpx import HTTPError
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError
 
+from ...checkpoints.json_file import parsed, read_lines, read_text
 from ...recipes.errors import RecipeError
 from ...recipes.protocol import Evaluation
 from ...recipes.shipped import find_path
@@ -110,49 +110,30 @@ def _file_rows(protocol: Evaluation) -> list[Row]:
     path, cure = find_path(name), f"Name a file of rows with the fields {_listed(task)}"
     if path is None or not path.is_file():
         raise RecipeError(f"evaluation.dataset {name}", "must be a file", got="no such file", cure=cure)
-    read = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet}[path.suffix]
+    read = {".jsonl": read_lines, ".json": _json_list, ".parquet": _parquet}[path.suffix]
     form = _FORMS[task] | ({"answer": _ends_with_a_number} if "####" in _listed(task) else {})
-    rows = [_row(row, f"{path}: row {number}", form) for number, row in read(path, cure)]
+    rows = [_row(row, where, form) for where, row in read(path, cure=cure)]
     if not rows:
         raise RecipeError(path, "must hold questions", got="none", cure=cure)
     return rows
 
 
-def _json_lines(path: Path, cure: str) -> list[tuple[int, object]]:
-    """Line and value of each line that is not empty."""
-    found = []
-    for number, line in enumerate(_text(path, cure).split("\n"), 1):
-        if line.strip():
-            try:
-                found.append((number, json.loads(line)))
-            except ValueError as error:
-                where = f"{path}: row {number}"
-                raise RecipeError(where, "must be a JSON object", got=str(error), cure=cure) from error
-    return found
-
-
-def _json_list(path: Path, cure: str) -> list[tuple[int, object]]:
-    try:
-        rows = json.loads(_text(path, cure))
-    except ValueError as error:
-        raise RecipeError(path, "must be a JSON list of objects", got=str(error), cure=cure) from error
+def _json_list(path: Path, *, cure: str) -> list[tuple[str, object]]:
+    rows = parsed(read_text(path, cure=cure), path, cure=cure)
     if not isinstance(rows, list):
         raise RecipeError(path, "must be a JSON list of objects", got=_short(rows), cure=cure)
-    return list(enumerate(rows, 1))
+    return _numbered(path, rows)
 
 
-def _parquet(path: Path, cure: str) -> list[tuple[int, object]]:
+def _parquet(path: Path, *, cure: str) -> list[tuple[str, object]]:
     try:
-        return list(enumerate(pyarrow.parquet.read_table(path).to_pylist(), 1))
+        return _numbered(path, pyarrow.parquet.read_table(path).to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         raise RecipeError(path, "must be a Parquet file", got=str(error), cure=cure) from error
 
 
-def _text(path: Path, cure: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(path, "must be a text file", got=str(error), cure=cure) from error
+def _numbered(path: Path, rows: list[object]) -> list[tuple[str, object]]:
+    return [(f"{path}: row {number}", row) for number, row in enumerate(rows, 1)]
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from ...checkpoints.files import held
 from ...checkpoints.identity import Identity, file_sha256
-from ...checkpoints.source import Source, small_file
+from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ...recipes.families import find_view
 from ...recipes.protocol import Evaluation
 from ..report.paired import paired
 from ..serving.bf16_copy import why_no_kernel
-from ..serving.serve_check import COPY, UNTRIED, bf16_copy, ks_up_to, lack_of_kernel
+from ..serving.serve_check import COPY, UNTRIED, bf16_copy, has_template, ks_up_to, lack_of_kernel
 from ..serving.served import AsServed, counters
 from ..serving.server import ServerFailed, serving
 from ..serving.vllm_env import TIMEOUT_SECONDS, VLLM
@@ -31,7 +31,6 @@ from .drafting import drafting
 from .evaluated import ARM_TITLES, Arm, EvaluatedFact, EvaluationFact, TaskFact
 from .lm_eval_task import VERSIONS, Questions, scores
 
-_TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
 # What a chat template adds to a message, and to a conversation (system prompts of releases), in tokens, at most.
 _TURN_TOKENS, _CHAT_TOKENS = 64, 2048
 
@@ -90,11 +89,7 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
     if protocol.k not in ks_up_to(protocol.k, num_layers):
         rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
         raise RecipeError("evaluation.k", rule, got=protocol.k, cure=f"Use -k {num_layers}")
-    has_template = bool({"chat_template.jinja", "chat_template.json"} & set(source.companions))
-    tokenizer = small_file(source, "tokenizer_config.json")
-    has_template |= tokenizer is not None and '"chat_template"' in tokenizer.read_text(encoding="utf-8")
-    is_given = any(word.partition("=")[0] in _TEMPLATE_WORDS for word in extra)
-    if protocol.api == "chat" and not (has_template or is_given):
+    if protocol.api == "chat" and not has_template(source, extra):
         rule, cure = "needs a chat template for evaluation.api chat", "Use --api completions or -- --chat-template FILE"
         raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
 

@@ -3,7 +3,7 @@
 In: a protocol and rows. Out: lm-eval's `ConfigurableTask`s, by name: one, or one for each sub-task that has rows.
 
 Easy to get wrong: files of tasks name Python functions, and to import those may download something. Each such module is
-listed here: IFEval's wants NLTK's data, HumanEval's a program from the Hub that runs code (`sandbox.py` is in its
+listed here: IFEval's wants NLTK's data, HumanEval's a program from the Hub that runs code (`model_code.py` is in its
 place), RULER's all that its generators need. `langdetect` guesses otherwise each time unless it is given a seed.
 """
 
@@ -28,8 +28,8 @@ from ...recipes.errors import RecipeError
 from ...recipes.extras import install_command
 from ...recipes.protocol import Evaluation
 from ...recipes.tasks import TASKS, TaskRow
+from . import model_code
 from .dataset import Row, Rows, read_rows
-from .sandbox import CodeEval
 
 Tasks = Mapping[str, ConfigurableTask]
 
@@ -50,10 +50,8 @@ def refuse_task(protocol: Evaluation, *, runs_code: bool) -> None:
     name, row = protocol.task, TASKS[protocol.task]
     if row.runs_code and not runs_code:
         rule = "runs the programs that the model writes, so it must be allowed on the command line"
-        cure = "Add --run-model-code: each runs in a closed process of its own (docs/usage.md)"
+        cure = "Add --run-model-code: only bubblewrap keeps them from your files and network (docs/tasks.md)"
         raise RecipeError(f"evaluation.task {name}", rule, got="no --run-model-code", cure=cure)
-    if row.runs_code:
-        CodeEval.refuse_machine(f"evaluation.task {name}")
     lacks = [package for package in row.packages if not _is_installed(package)]
     if lacks:
         rule, got = "needs all of keepmtp's `evaluate` extra", f"no {' and no '.join(lacks)}"
@@ -130,7 +128,7 @@ def _config(row: TaskRow, api: str, group: str = "") -> dict[str, Any]:
     if row.has_own_lengths:
         return _without_generator(load_yaml(path, resolve_func=False))
     if row.runs_code:
-        with mock.patch.object(evaluate, "load", CodeEval.load):  # its module loads one from the Hub as it is imported
+        with mock.patch.object(evaluate, "load", model_code.load):  # which its module does as it is imported
             return load_yaml(path)
     config = load_yaml(path)
     if "langdetect" in row.packages:
@@ -215,11 +213,14 @@ def _task(protocol: Evaluation, config: dict[str, Any], rows: Rows) -> Configura
 def _dataset(protocol: Evaluation, rows: Sequence[Row]) -> Dataset:
     try:
         return Dataset.from_list([dict(row) for row in rows])
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OverflowError) as error:
         where = f"evaluation.dataset {protocol.dataset_name}"
         cure = "Mend the rows, or name another dataset"
         raise RecipeError(
-            where, "each field must have one type in all rows", got=str(error).rstrip("."), cure=cure
+            where,
+            "each field must have one type in all rows, and numbers of 64 bits",
+            got=str(error).rstrip("."),
+            cure=cure,
         ) from error
 
 

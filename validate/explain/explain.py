@@ -159,8 +159,9 @@ def _of_log(log: Log, checked: Checked | None) -> dict[str, object]:
             answers.setdefault(answer.failure.name, answer)
         elif not _is_follow_up(raised):
             unknown.append(shortened(raised.line + (f" ({raised.at})" if raised.at else "")))
+    told = {raised.line for raised in log.raised}
     for line in log.lines:
-        if (found := known_failure(line)) is not None:
+        if line not in told and (found := known_failure(line)) is not None:
             answers.setdefault(found[0].name, _from_table(*found, line, "", checked))
     return {
         "answers": tuple(answers.values()),
@@ -180,7 +181,7 @@ def _is_follow_up(raised: Raised) -> bool:
 
 def _answer(raised: Raised, checked: Checked | None) -> Recognized | None:
     """By the table of failures, then by the defects and refusals that dry loads have met."""
-    if (found := known_failure(raised.line) or known_failure(f"{raised.line} [{raised.at}]")) is not None:
+    if (found := known_failure(f"{raised.line} [{raised.at}]")) is not None:
         return _from_table(*found, raised.line, raised.at, checked)
     failure = LoadFailure(stage="load", role="", type=raised.type, words=raised.words, at=raised.at)
     runtime = checked.runtime if checked else None

@@ -6,14 +6,73 @@ less.
 Easy to get wrong: no expression may repeat a group that repeats, or a stranger's line makes it slow.
 """
 
-from .failure import ALL_VERSIONS, KnownFailure
+from .failure import ALL_VERSIONS, GENERAL, KnownFailure
 
 _NAMED = r"'?(?P<tensor>[\w.]{1,300})'?"
 _BUILT_QUANTIZED = ("form", "entry-unmatched", "glue", "config-group")
 _MTP_NAME = r"(?:mtp_block|mtp\.|\.mtp_layers\.|shared_head|eh_proj|enorm|hnorm)"
+_OURS = "a defect of vLLM, not of the checkpoint"
+_NEWER = "Use vLLM 0.32"
 _W13 = r"experts\.(?:routed_experts\.)?w(?:13|2)_"
 
 LOADING: tuple[KnownFailure, ...] = (
+    # --- Defects of older vLLM, before the general words that they share with faults of a checkpoint ------------------
+    KnownFailure(
+        name="DeepSeek's draft without its fused projection",
+        words=r"KeyError: '(?P<tensor>[\w.]{0,200}mtp_block\.self_attn\.kv_a_proj_with_mqa\.weight)'",
+        sources="vllm #21874, #22934",
+        concerns="0.10.0; #22934 mended it",
+        says=_OURS + ": its draft looks for a fused projection where it built two",
+        cure=_NEWER,
+    ),
+    KnownFailure(
+        name="DeepSeek's target reads the MTP layer",
+        words=r"KeyError: '(?P<tensor>layers\.61\.mlp\.experts\.w(?:13|2)_weight)' "
+        r"\[vllm/model_executor/models/deepseek_v2",
+        sources="vllm #16450, #16453",
+        concerns="builds before 0.8.4; #16453 mended it",
+        says=_OURS + ": the target loads layer 61, which is the MTP layer, and has no place for it",
+        cure=_NEWER,
+    ),
+    KnownFailure(
+        name="shared experts that AITER fuses",
+        words=r"KeyError: '(?P<tensor>[\w.]{0,200}mtp_block\.mlp\.shared_experts\.[\w.]{1,60}weight_scale_inv)'",
+        sources="ROCm/vllm #777; vllm #27563",
+        concerns="builds for ROCm before #27563; elsewhere other words of the config than of the tensors",
+        says="on ROCm a defect of vLLM: AITER fuses shared experts into the routed ones, and the draft's loader did "
+        "not know it",
+        cure="On ROCm use vLLM 0.32, or set VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0; elsewhere check the names",
+        command="check",
+        rules=("form",),
+    ),
+    KnownFailure(
+        name="routed experts of DeepSeek's draft",
+        words=r"KeyError: '(?P<tensor>[\w.]{0,200}mtp_block\.mlp\.experts\.\d{1,4}\.[a-z]{2,4}_proj\.weight)'",
+        sources="vllm #29448, #29545",
+        concerns="builds from #27563 to #29545",
+        says=_OURS + ": the draft's loader lost its way to routed experts",
+        cure=_NEWER,
+        rules=("experts",),
+    ),
+    KnownFailure(
+        name="GLM-OCR's draft",
+        words=r"Following weights were not initialized from checkpoint: .{0,400}"
+        r"(?P<tensor>model\.layers\.16\.(?:mtp_block|eh_proj|enorm|hnorm|shared_head)\.[\w.]{1,100})",
+        sources="vllm #49856, #49869",
+        concerns="0.26 and 0.27; #49869 mended it",
+        says=_OURS + ": it does not recognize the MTP layer of GLM-OCR, whose names have a prefix",
+        cure=_NEWER,
+        rules=("mtp-missing", "mtp-incomplete"),
+    ),
+    KnownFailure(
+        name="no line for a module in vLLM Ascend",
+        words=r"KeyError: '(?P<tensor>[\w.]{1,300})' \[vllm_ascend/quantization/",
+        sources="vllm-ascend #5794, #3520; F47",
+        concerns="vLLM Ascend, which is a plugin with a dialect of its own; keepmtp was not read against it",
+        says="vLLM Ascend looks each module up in quant_model_description.json, and the checkpoint's has no line for "
+        "this one: often the tool that wrote it left the MTP layer out",
+        cure="Quantize it again with a tool that describes the MTP layer too, or serve without --speculative-config",
+    ),
     # --- The MTP block is not there -----------------------------------------------------------------------------------
     KnownFailure(
         name="MTP weights dropped",
@@ -28,9 +87,10 @@ LOADING: tuple[KnownFailure, ...] = (
     KnownFailure(
         name="weights of the draft not initialised",
         words=r"Following weights were not initialized from checkpoint: \{?" + _NAMED,
-        sources="vllm #25993, #28805, #49856; vllm-ascend #6754; F36",
-        concerns="plain checkpoints in all versions, quantized ones with enable_weights_track",
-        says="vLLM's draft has parameters that no tensor of the checkpoint fills, often its embedding and its head",
+        sources="vllm #25993, #28805; vllm-ascend #6754; F36",
+        concerns=GENERAL,
+        says="vLLM's draft has parameters that no tensor of the checkpoint fills, often its embedding and its head; "
+        "only plain checkpoints are asked so",
         cure="Bring the named tensors back from the release",
         command="graft",
         rules=("mtp-missing", "mtp-incomplete", "layer-incomplete", "alias", "unindexed"),
@@ -46,13 +106,13 @@ LOADING: tuple[KnownFailure, ...] = (
         rules=("files", "unindexed"),
     ),
     KnownFailure(
-        name="names of the MTP block changed",
-        words=r"KeyError: '(?P<tensor>[\w.]{1,200}mtp_block\.main_norm\.weight)'",
-        sources="vllm #52111",
-        concerns="0.31 and older",
-        says="DeepSeek-V4-Flash-0731 names its MTP tensors as later vLLM versions read them",
-        cure="Use vLLM 0.32",
-        rules=("unknown-tensor",),
+        name="DSpark in place of an MTP block",
+        words=r"KeyError: '(?P<tensor>[\w.]{1,200}\.(?:main_norm|main_proj|markov_head|confidence_head)\.[\w.]{1,40})'",
+        sources="vllm #52111, #52165",
+        concerns=ALL_VERSIONS,
+        says="the mtp.* tensors of DeepSeek-V4-Flash-0731 and its like are stages of DSpark, no MTP block",
+        cure="""Serve with --speculative-config '{"method": "dspark", "num_speculative_tokens": 5}'""",
+        rules=("family",),
     ),
     # --- The MTP block is plain, and vLLM builds it quantized ---------------------------------------------------------
     KnownFailure(
@@ -99,7 +159,7 @@ LOADING: tuple[KnownFailure, ...] = (
         name="stacked experts without a parameter",
         words=r"KeyError: '(?P<tensor>[\w.]{0,200}" + _W13 + r"weight)'",
         sources="vllm #41994, #36954, #39475, #44953; F14, F15, H1",
-        concerns=ALL_VERSIONS,
+        concerns=GENERAL,
         says="vLLM built these experts quantized, and the checkpoint has them plain: no entry excepts experts under "
         "vLLM's own name. Of a checkpoint without quantization it is a defect of 0.22 (#44953)",
         cure="Except the experts of the MTP block, e.g. 're:^mtp[.]' in ignore",
@@ -113,7 +173,7 @@ LOADING: tuple[KnownFailure, ...] = (
         + r"(?:weight_packed|weight_scale\w{0,6}|weight_global_scale|"
         r"input_(?:global_)?scale|qweight|scales)[\w.]{0,40})'",
         sources="vllm #43304, #43454; auto-round #1464; llm-compressor #2568; F18, M6",
-        concerns=ALL_VERSIONS,
+        concerns=GENERAL,
         says="the checkpoint has quantized experts, and vLLM built them plain or in another scheme: targets do not "
         "reach them, or the names are not the release's",
         cure="Make targets and ignore say what the files hold, in vLLM's names",
@@ -126,7 +186,7 @@ LOADING: tuple[KnownFailure, ...] = (
         r"'NoneType' object has no attribute 'startswith'|"
         r"no module or parameter named '(?P<tensor2>[\w.]{0,200}\.[kvq]_scale)'",
         sources="vllm #27227; F32",
-        concerns=ALL_VERSIONS + ", by family",
+        concerns="0.32, by family",
         says="the checkpoint has k_scale and v_scale in a layer whose loader does not know them",
         cure="Remove these scales: the cache then has scale 1.0 there",
         command="fix",
@@ -136,7 +196,7 @@ LOADING: tuple[KnownFailure, ...] = (
         name="scale without a parameter in the draft",
         words=r"KeyError: '(?P<tensor>[\w.]{0,200}" + _MTP_NAME + r"[\w.]{0,200}(?:weight_packed|scale\w{0,8}))'",
         sources="F18, F42, H7; G5",
-        concerns=ALL_VERSIONS,
+        concerns=GENERAL,
         says="the MTP block holds quantized weights or scales that vLLM's draft has no parameter for; eh_proj is a "
         "plain matrix in most families",
         cure="Bring that module back in BF16 from the release",
@@ -175,7 +235,7 @@ LOADING: tuple[KnownFailure, ...] = (
         r"AssertionError:? ?\[vllm/model_executor/(?:parameter|layers/linear|layers/vocab_parallel_embedding)\.py|"
         r"size mismatch \(?\d{1,9} vs|Attempted to load weight \(|Tried to load weights of size",
         sources="vllm #38832, #35031, #46316, #49187, #52649, #44087, #53387; sglang #36158; F11, F12, F13, F17, F20",
-        concerns=ALL_VERSIONS,
+        concerns=GENERAL,
         says="vLLM built a module for packed weights, and the checkpoint has it plain (twice as wide), or vice versa",
         cure="Except the MTP block from quantization in vLLM's names (mtp.fc is one that lists forget), or bring it in "
         "the form that the config promises",
@@ -197,7 +257,7 @@ LOADING: tuple[KnownFailure, ...] = (
         name="attribute of another form",
         words=r"'\w{0,40}Linear' object has no attribute '(?P<tensor>weight_scale(?:_inv)?|weight|qweight|data)'",
         sources="vllm #43304; TensorRT-LLM #6137; F18, F23, Fp5",
-        concerns=ALL_VERSIONS,
+        concerns=GENERAL,
         says="code of the model reads a scale or weight that the module does not have, because it was built in another "
         "form than the code expects",
         cure="Store that module in the form of its neighbours, or in BF16 with an ignore entry",
@@ -220,7 +280,7 @@ LOADING: tuple[KnownFailure, ...] = (
         words=r"There is no module or parameter named '(?P<tensor>[\w.]{1,300})'|Unexpected Inkling MTP weight: "
         r"(?P<tensor2>[\w.]{1,300})|KeyError: '(?P<tensor3>[\w.]{0,200}layers\.\d{1,5}\.[\w.]{1,200})'",
         sources="vllm #25797; F7, E7, E9, G2, G5, Fp5",
-        concerns=ALL_VERSIONS,
+        concerns=GENERAL,
         says="the checkpoint has a tensor for which vLLM's class has no parameter: another name than the release's, or "
         "a module that vLLM built in another form",
         cure="Give it the release's name; if it is a scale or packed weight, make the ignore list fit the files",

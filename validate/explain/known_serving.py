@@ -5,7 +5,7 @@ In: nothing. Out: `SERVING`, in the order in which they are tried.
 Easy to get wrong: as in known_loading.py.
 """
 
-from .failure import ALL_VERSIONS, KnownFailure
+from .failure import ALL_VERSIONS, GENERAL, KnownFailure
 
 SERVING: tuple[KnownFailure, ...] = (
     # --- Configs ------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ SERVING: tuple[KnownFailure, ...] = (
         name="key of config.json lost",
         words=r"'\w{0,60}Config' object has no attribute '(?P<tensor>\w{1,80})'|KeyError: '(?P<tensor2>scale_fmt)'",
         sources="vllm #43288; E6, Fp4",
-        concerns=ALL_VERSIONS + "; scale_fmt: before 0.32",
+        concerns=GENERAL,
         says="the tool wrote config.json by a class that does not know this key",
         cure="Start from the release's config.json and add the quantization config alone",
         command="fix",

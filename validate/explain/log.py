@@ -18,6 +18,7 @@ MOST_BYTES = 8 << 20
 _CHUNK = 1 << 20
 _LONGEST_LINE = 4000
 _MOST_LINES = 20_000
+_MOST_RAISED = 1_000
 _ESCAPES = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]|�\[[0-9;]{1,20}m")
 # What stands before the words: (Worker_TP0 pid=7), [rank0]:, a level with date, time and place, a date alone.
 _BEFORE = re.compile(
@@ -92,6 +93,8 @@ def parse_log(raw: bytes, *, is_cut: bool = False) -> Log:
         if found := _EXCEPTION.match(line):
             one = Raised(type=found[1].rpartition(".")[2], words=found[2] or "", at=at)
             raised.setdefault((one.type, one.words), one)
+            if len(raised) > _MOST_RAISED:  # what ended the server is at the end
+                del raised[next(iter(raised))]
             at = ""
         if len(lines) < _MOST_LINES and any(word in line for word in _TELLS):
             lines.setdefault(line)
@@ -106,7 +109,10 @@ def words_of(line: str) -> str:
 
 
 def _place(file: str, line: str) -> str:
-    """file:line below vLLM's package; "" for other files."""
+    """file:line below vLLM's package, or below vLLM Ascend's; "" for other files."""
+    _, is_ascend, rest = file.rpartition("/vllm_ascend/")
+    if is_ascend:
+        return f"vllm_ascend/{rest}:{line}"
     package, _, rest = file.replace("\\", "/").rpartition("vllm/")
     is_vllm = package.endswith(("packages/", "vllm/", "workspace/", "repos/vllm/")) or not package
     return f"vllm/{rest}:{line}" if rest and is_vllm else ""

@@ -9,6 +9,7 @@ comparison is kept in the evidence folder as base_model.json.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from ...checkpoints.fact import Fact
 from ...checkpoints.files import write_whole
 from ...checkpoints.hub import hub_errors, is_repo_id
 from ...checkpoints.identity import ReadingBar, identify
+from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import Record
 from ...checkpoints.source import Source, file_sizes, open_source
-from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.errors import CheckpointError, RecipeError, first_fault
 from ...recipes.shipped import shipped_path
 
 NONE = "none"
@@ -174,13 +176,13 @@ def _read_from_the_hub(record: Record) -> BaseModel | None:
 
 def _kept(record: Record, evidence: Path) -> BaseModel | None:
     """A comparison that was made before, if it is about the files of this record."""
-    try:
-        found = EqualRelease.model_validate_json((evidence / FILE).read_bytes())
-    except FileNotFoundError:
+    path = evidence / FILE
+    if not os.path.lexists(path):
         return None
-    except (OSError, ValidationError) as error:
-        got = type(error).__name__
-        raise CheckpointError(evidence / FILE, "must be a comparison", got=got, cure="Remove it") from error
+    try:
+        found = EqualRelease.model_validate_json(read_bytes_of(path, path))
+    except ValidationError as error:
+        raise CheckpointError(path, "must be a comparison", got=first_fault(error), cure="Remove it") from error
     is_same = dict(found.files) == dict(record.source.files) and record.source.revision == "local"
     return _of(found) if is_same and is_repo_id(found.name) else None
 

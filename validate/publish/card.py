@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
-from ...checkpoints.files import complete, partial_path, sync
+from ...checkpoints.files import complete, partial_path, sync, within
 from ...checkpoints.identity import ReadingBar, identify, refuse_other_bytes
 from ...checkpoints.record import RECORD, Record, read_record
 from ...checkpoints.source import Source, open_source
@@ -187,7 +187,7 @@ def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullRe
     """The report with shortened paths, if it is what its results make and the checkpoint still is those bytes."""
     if not (checkpoint / "config.json").is_file():
         raise CheckpointError(
-            checkpoint, "a card is made of a checkpoint's folder", got="no config.json", cure="Check PATH"
+            checkpoint, "a card is made of a checkpoint's folder", got="no config.json", cure="Name that folder"
         )
     evidence = report_folder(checkpoint)
     if not (evidence / reports.JSON_FILE).is_file():
@@ -287,9 +287,9 @@ def _write(folder: Path, files: Mapping[str, bytes]) -> None:
         if left.exists():
             shutil.rmtree(left)
     for name, content in files.items():
-        (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        (partial / name).write_bytes(content)
-        sync(partial / name)
+        path = within(partial, name)
+        path.write_bytes(content)
+        sync(path)
     if folder.exists():
         os.rename(folder, old)
     complete(folder)

@@ -84,7 +84,7 @@ def prepare(
         GateError: the report is red, or has no judgement; or a value is one that no model can compute with.
     """
     if not (folder / "config.json").is_file():
-        raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Check PATH")
+        raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Name its folder")
     _refuse_links(folder)
     card.refuse_no_record(folder)
     evidence = report_folder(folder)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoints.companions import inside
+from ...checkpoints.files import within
 from ...checkpoints.safetensors_file import Entry, lay_out
 from ...checkpoints.source import INDEX, Source, read
 from ...checkpoints.stored import KV_SCALE_LEAVES, NOT_COMPUTED, StoredWeight, stored_weights
@@ -88,14 +89,13 @@ def write_copy(source: Source, folder: Path, progress: Progress | None = None) -
     needed = refuse_full_disk(source, folder)
     folder.mkdir(parents=True)
     for file, outputs in shards.items():
-        _write_shard(source, folder / file, outputs, progress or _ignore)
+        _write_shard(source, within(folder, file), outputs, progress or _ignore)
     weight_map = {output.name: file for file, outputs in shards.items() for output in outputs}
     index = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (folder / "config.json").write_text(json.dumps(plain_config(source.config), indent=2) + "\n")
     for name in source.companions:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(inside(source.folder, name), folder / name)
+        shutil.copyfile(inside(source.folder, name), within(folder, name))
     return folder
 
 

@@ -6,7 +6,9 @@ out). Acceptance depends on the text: for a figure about your traffic, bring you
 
 import json
 from pathlib import Path
+from typing import Any
 
+from ...checkpoints.json_file import read_lines, read_text
 from ...recipes.errors import RecipeError
 
 _QUESTIONS = (
@@ -26,26 +28,22 @@ def read_prompts(path: Path) -> tuple[str, ...]:
     """Prompts from a file: one a line, or, in a .jsonl file, one object with "prompt" a line.
 
     Raises:
-        RecipeError: no such file, no prompt in it, or a line that is no such object.
+        CheckpointError: no such file, or no JSON; see `json_file.read_lines`.
+        RecipeError: no prompt in it, or a line that is no such object.
     """
     cure = 'Give one prompt a line, or a .jsonl file with {"prompt": ...} lines'
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(path, "must be a text file with prompts", got=str(error), cure=cure) from error
-    if not lines:
+    if path.suffix == ".jsonl":
+        prompts = [_prompt(row, where, cure) for where, row in read_lines(path, cure=cure)]
+    else:
+        prompts = [line for line in read_text(path, cure=cure).splitlines() if line.strip()]
+    if not prompts:
         raise RecipeError(path, "must hold a prompt", got="an empty file", cure=cure)
-    if path.suffix != ".jsonl":
-        return tuple(lines)
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        try:
-            prompt = json.loads(line)["prompt"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RecipeError(
-                f"{path}:{number}", 'must be an object with "prompt"', got=line[:60], cure=cure
-            ) from error
-        if not isinstance(prompt, str) or not prompt:
-            raise RecipeError(f"{path}:{number}", '"prompt" must be a text', got=repr(prompt), cure=cure)
-        prompts.append(prompt)
     return tuple(prompts)
+
+
+def _prompt(row: Any, where: str, cure: str) -> str:
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str) or not prompt:
+        rule = 'must be an object with "prompt", a text'
+        raise RecipeError(where, rule, got=json.dumps(row)[:60], cure=cure)
+    return prompt

@@ -11,13 +11,13 @@ second start measures what it does to acceptance.
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...checkpoints.scratch import ScratchFolder
-from ...checkpoints.source import Source
+from ...checkpoints.source import Source, small_bytes
 from ...checkpoints.stored import stored_weights
 from .bf16_copy import NO_KERNEL, why_no_kernel, write_copy
 from .prompts import PROMPTS
@@ -27,6 +27,8 @@ from .vllm_env import TIMEOUT_SECONDS, VLLM
 
 COPY: AsServed = "BF16 copy of the same weights"
 UNTRIED = "only the rounding of its weights was tried: no kernel, no quantized activations, no quantization config"
+_TEMPLATES = {"chat_template.jinja", "chat_template.json"}
+_TEMPLATE_WORDS = ("--chat-template", "--tokenizer-mode")
 _WARM_UP_TOKENS = 32
 # Parameters that no tensor writes in a good checkpoint; the first two only in a draft.
 _PLACEHOLDERS = (
@@ -275,3 +277,14 @@ def _forms(source: Source) -> str:
         name = weight.weight.dtype if weight.form == "plain" else weight.scheme or weight.form
         sizes[name] += sum(entry.num_bytes for entry in weight.parts.values())
     return ", ".join(name for name, _ in sizes.most_common()) or "no weights"
+
+
+def has_template(source: Source, further: Sequence[str]) -> bool:
+    """Whether the server has a chat template: the checkpoint's, or one that the further words for vLLM name.
+
+    Raises:
+        CheckpointError: see `source.small_bytes`.
+    """
+    own = b'"chat_template"' in (small_bytes(source, "tokenizer_config.json") or b"")
+    named = any(word.partition("=")[0] in _TEMPLATE_WORDS for word in further)
+    return own or named or bool(_TEMPLATES & set(source.companions))

@@ -269,21 +269,33 @@ def input_scales_are_measured(tensors: list[Tensor]) -> Iterator[Objection]:
 
 
 def weights_are_not_empty(runtime: RuntimeView, tensors: list[Tensor]) -> Iterator[Objection]:
-    """No matrix of the language model is all zeros or one repeated value."""
+    """No matrix of the language model is all zeros or one repeated value.
+
+    A release may hold a matrix of zeros. Packed, its block scales are all alike; scales that differ are those of other
+    values, which were lost.
+    """
+    varied = {
+        tensor.entry.name.rpartition(".")[0]
+        for tensor in tensors
+        if is_scale(tensor.entry.name)
+        and not (tensor.is_single or tensor.summary.is_zero or tensor.summary.is_constant)
+    }
     for tensor in tensors:
         if is_scale(tensor.entry.name) or len(tensor.entry.shape) < 2 or math.prod(tensor.entry.shape) < _MANY:
             continue
         if tensor.place.role not in ("state", "norm") and (tensor.summary.is_zero or tensor.summary.is_constant):
             in_draft = tensor.place.part == "mtp"
             what = "zeros" if tensor.summary.is_zero else "one repeated value"
+            is_lost = tensor.entry.name.rpartition(".")[0] in varied
+            happens = "its scales are those of other values, which were lost" if is_lost else "it was never trained"
             yield _objection(
                 rule="empty-weight",
-                severity="error" if in_draft else "warning",
+                severity="error" if in_draft or is_lost else "warning",
                 where=tensor.entry.name,
-                says=f"holds {what} only: it was never trained or never written"
+                says=f"holds {what} only: {happens}, or never written"
                 + (", so the draft guesses and nearly nothing is accepted" if in_draft else ""),
-                cure=_graft(runtime) if in_draft else "Take this tensor from the release",
-                cause=f"{tensor.cause} {what}",
+                cure=_graft(runtime) if in_draft else _REQUANTIZE if is_lost else "Take this tensor from the release",
+                cause=f"{tensor.cause} {what} {is_lost}",
             )
 
 

@@ -21,7 +21,7 @@ from ...recipes.family import HFName
 from ..check.check import Checked
 from ..check.findings import Finding, Objection, errors_first, grouped
 from ..check.runtime_view import RuntimeView
-from .against import compared
+from .against import bands_of, compared
 from .pairing import Pair, pairs
 from .reading import Level, chosen, gap_of, is_remote, joined, num_requests, summaries
 from .rules import (
@@ -153,14 +153,15 @@ def _fetches(
     """What is asked of each of the two, where it is a repository; `again` is read a second time, as matrices."""
     runs = list(joined(entries, gap=gap_of(runtime.source)))
     compared_bytes = [[entry.num_bytes for pair in found for entry in pair.entries[side]] for side in (0, 1)]
+    asked = [sum(len(pair.entries[side]) * len(list(bands_of(pair))) for pair in found) for side in (0, 1)]
     if is_remote(runtime.source):
         own, num_bytes = compared_bytes[0], sum(run.num_bytes for run in runs)
         own += [entry.num_bytes for entry in again]
-        num_tensors, requests = len(entries) + len(own), num_requests(runs) + len(own)
+        num_tensors, requests = len(entries) + len(own), num_requests(runs) + asked[0] + len(again)
         yield Fetch(runtime.source.where, num_tensors, num_bytes + sum(own), requests)
     if release is not None and is_remote(release.source):
         theirs = compared_bytes[1]
-        yield Fetch(release.source.where, len(theirs), sum(theirs), len(theirs))
+        yield Fetch(release.source.where, len(theirs), sum(theirs), asked[1])
 
 
 def objections(runtime: RuntimeView, read: Mapping[HFName, Summary]) -> Iterator[Objection]:

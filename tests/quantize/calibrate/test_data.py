@@ -496,6 +496,8 @@ def test_a_row_that_is_neither_a_text_nor_a_conversation(tmp_path, source, row):
         (".jsonl", b"\n\n", "got 0, from 0 different rows and 0 blank ones."),
         (".json", b"[]", "got 0, from 0 different rows and 0 blank ones."),
         (".jsonl", b'{"text": "w1', "row 0 must be readable; got "),
+        (".jsonl", b"null\n", "must begin with an object, or a list of them; got null. Mend the file."),
+        (".json", b"\xef\xbb\xbf 7", "must begin with an object, or a list of them; got 7. Mend the file."),
         (".parquet", b"PAR1", "must be a dataset that can be read; got "),
     ],
 )

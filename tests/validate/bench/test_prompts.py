@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.validate.bench.prompts import _brought, longest, num_requests, read, requests, taken
 
 USER = {"role": "user", "content": "Why is the sky blue?"}
@@ -54,7 +54,9 @@ def test_forms(row, messages, text, tmp_path):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ("not json", "must be one JSON object; got not json"),
+        ("not json", "must be JSON; got Expecting value"),
+        ("[" * 100_000, "at most 64 levels deep"),
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
         ([1], r"must hold a prompt of the user; got \[1\]"),
         ({"text": "x"}, "must hold a prompt of the user"),
         ({"messages": [{"role": "user"}]}, '"role" and "content"'),
@@ -69,7 +71,7 @@ def test_forms(row, messages, text, tmp_path):
     ],
 )
 def test_a_line_of_another_form_is_named(row, says, tmp_path):
-    with pytest.raises(RecipeError, match=rf"prompts\.jsonl:2: .*{says}"):
+    with pytest.raises(KeepMTPError, match=rf"prompts\.jsonl:2: .*{says}"):
         read(written(tmp_path, {"prompt": "good"}, row))
 
 
@@ -80,7 +82,7 @@ def test_a_file_without_prompts_is_refused(tmp_path):
         ("empty.jsonl", "empty"),
     ):
         (tmp_path / "empty.jsonl").write_text("\n")
-        with pytest.raises(RecipeError, match=says):
+        with pytest.raises(KeepMTPError, match=says):
             read(tmp_path / name)
 
 

@@ -7,13 +7,15 @@ import foreign_form
 import pytest
 import releases
 from broken import BROKEN, GOOD, Case
-from checkpoint_files import as_source, ignoring, lose, quantization, write
+from checkpoint_files import as_source, hf_quant_config, ignoring, lose, quantization, write
 from good import ours, planned, released
+from keepmtp import api
 from keepmtp.cli.check import check_json
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import RULES, check, check_source
-from modelopt_form import ALGORITHMS, LINEAR_ONLY, modelopt
+from modelopt_form import ALGORITHMS, LINEAR_ONLY, mixed_in_two_files, modelopt
+from real_releases import dspark_flash
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -71,6 +73,15 @@ def test_zero_points_of_eight_bits_are_named(tmp_path):
     checkpoint.tensors[name] = (dtype, (2 * words, groups))
     (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
     assert (finding.rule, finding.where) == ("form", name) and "raises" in finding.says
+
+
+def test_stages_of_dspark_are_one_finding(tmp_path):
+    """And the twin: a classic block of the same model that lost a part is still one that lost a part."""
+    [finding] = check(write(tmp_path / "dspark", dspark_flash())).findings
+    assert finding.rule == "family" and '"method": "dspark"' in finding.cure
+    classic = dspark_flash()
+    del classic.config["dspark_target_layer_ids"]
+    assert {each.rule for each in check(write(tmp_path / "classic", classic)).findings} >= {"mtp-incomplete"}
 
 
 def test_every_rule_has_a_broken_checkpoint():
@@ -163,6 +174,22 @@ def test_two_files_of_one_maker_need_not_be_removed(tmp_path):
     assert finding.cure.startswith("Leave it if its maker wrote both")
 
 
+def test_of_two_lists_the_one_counts_that_vllm_reads(tmp_path):
+    """Without quantized_layers in config.json vLLM 0.32 reads all of hf_quant_config.json; with them, none of it."""
+    right, wrong = ["lm_head"], ["lm_head", "model.layers.1.self_attn*"]
+    findings = check(write(tmp_path / "good", mixed_in_two_files(here=wrong, there=right))).findings
+    assert {(each.rule, each.severity) for each in findings} == {("two-configs", "warning")}
+    assert "vLLM reads hf_quant_config.json" in findings[0].says
+    findings = check(write(tmp_path / "broken", mixed_in_two_files(here=right, there=wrong))).findings
+    assert any(each.rule == "form" and each.where.startswith("model.layers.1.self_attn") for each in findings)
+    for here, there, rules in ((right, wrong, {"two-configs"}), (wrong, right, {"two-configs", "form"})):
+        checkpoint = GOOD["glm modelopt"]()
+        checkpoint.quantization["ignore"] = checkpoint.quantization["ignore"] + here
+        hf_quant_config(exclude_modules=[*GOOD["glm modelopt"]().quantization["ignore"], *there])(checkpoint)
+        findings = check(write(tmp_path / f"{here}", checkpoint)).findings
+        assert {each.rule for each in findings} == rules and "vLLM reads config.json" in str(findings)
+
+
 def test_one_cause_is_one_finding(tmp_path):
     checkpoint = GOOD["next nvfp4"]()
     checkpoint.quantization["ignore"] = [e for e in checkpoint.quantization["ignore"] if ".experts." not in e]
@@ -170,6 +197,20 @@ def test_one_cause_is_one_finding(tmp_path):
     assert [(f.rule, f.count) for f in report.findings] == [("form", 12)]
     assert report.findings[0].where.startswith("mtp.layers.0.mlp.experts.0.")
     assert "re:^mtp\\.layers\\.0\\." in report.findings[0].cure
+
+
+def test_one_entry_for_a_part_of_every_layer_is_one_finding(tmp_path):
+    checkpoint = foreign_form.autoround(extra_config={r".*layers\.3\..*": {"bits": 16}, ".*q_proj": {"bits": 8}})
+    (finding,) = check(write(tmp_path / "checkpoint", checkpoint)).findings
+    assert (finding.rule, finding.where, finding.count) == ("config-group", ".*q_proj", 3)
+
+
+@pytest.mark.parametrize("name", ["Fp2 blocks of four dimensions under compressed-tensors", "M10 FP8 blocks without"])
+def test_one_cause_is_one_finding_for_each_part(name, tmp_path):
+    """Sizes and names in a sentence do not make another cause."""
+    case = next(case for case in BROKEN if case.name.startswith(name))
+    found = check(write(tmp_path / "checkpoint", case.build())).findings
+    assert len(found) <= 2 and sum(finding.count for finding in found) > 10
 
 
 def test_report_as_json(tmp_path):
@@ -247,5 +288,5 @@ def test_a_dropped_block_is_grafted_from_the_release_that_the_card_names(card, t
     lose(r"model\.layers\.3\..*")(checkpoint)
     folder = write(tmp_path / "checkpoint", checkpoint)
     (folder / "README.md").write_text(card)
-    (cure,) = {finding.cure for finding in check(folder).findings if finding.rule == "mtp-missing"}
-    assert CARDS[card] in cure and ("which README.md names" in cure) == ("RELEASE" not in cure)
+    (cure,) = {finding.cure for finding in api.check(folder).findings if finding.rule == "mtp-missing"}
+    assert CARDS[card] in cure and ("README.md names" in cure) == ("RELEASE" not in cure)

@@ -6,7 +6,7 @@ from pathlib import Path
 import measured
 import pytest
 from keepmtp.checkpoints.record import Record
-from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.validate.closeness.texts import HELD_OUT, held_out
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +61,11 @@ def test_a_shipped_model_has_a_text_of_its_own(model):
     [
         ("a.jsonl", "{}\n", r"a\.jsonl:1: must be an object with .*got \{\}"),
         ("a.jsonl", '{"text": "fine"}\n\n{"text": 3}\n', r"a\.jsonl:3: must be an object"),
-        ("a.jsonl", '{"text": "fine"}\nfine\n', r"a\.jsonl:2: must be a line of JSON; got fine"),
+        ("a.jsonl", '{"text": "fine"}\nfine\n', r"a\.jsonl:2: must be JSON; got Expecting value"),
+        ("a.jsonl", "[" * 100_000, r"a\.jsonl:1: values must be at most 64 levels deep"),
+        ("a.jsonl", '{"text": "\\ud800"}', r"a\.jsonl:1: every character must be one that UTF-8 can write"),
+        ("a.jsonl", '{"tokens": [1e999]}', r"a\.jsonl:1: must be an object"),
+        ("a.jsonl", '{"tokens": [2147483648]}', r"a\.jsonl:1: must be an object"),
         ("a.jsonl", '{"text": "  "}\n', r"a\.jsonl:1: must be"),
         ("a.jsonl", '{"tokens": [1, -1]}\n', r"a\.jsonl:1: must be"),
         ("a.jsonl", "\n", "must hold a text; got an empty file"),
@@ -71,7 +75,7 @@ def test_a_shipped_model_has_a_text_of_its_own(model):
 )
 def test_another_form_is_refused_with_its_line(name, content, says, tmp_path):
     (tmp_path / name).write_text(content)
-    with pytest.raises(RecipeError, match=says):
+    with pytest.raises(KeepMTPError, match=says):
         held_out(tmp_path / name, None)
 
 

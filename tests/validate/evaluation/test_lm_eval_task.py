@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from hub import Fault, serving
-from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.recipes.tasks import TASKS
 from keepmtp.validate.evaluation.lm_eval_task import Questions, questions, scores
@@ -32,7 +32,7 @@ def asked(file: Path, **protocol) -> Questions:
 
 
 def refusal(file: Path, **protocol) -> str:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(KeepMTPError) as caught:
         asked(file, **protocol)
     message = str(caught.value)
     assert "; got " in message and message.endswith("."), message
@@ -101,20 +101,23 @@ def test_an_answer_to_another_prompt_is_no_answer(file):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"question": "How many?"}, "row 2: must have the field answer; got question."),
-        ({"problem": "How many?", "answer": "#### 1"}, "row 2: must have the field question; got problem, answer."),
-        ({"question": "How many?", "answer": 12}, "row 2: answer must be a text; got 12."),
-        ({"question": " ", "answer": "#### 1"}, "row 2: question must be a text; got ' '."),
-        ({"question": "How many?", "answer": "12"}, "row 2: answer must end with \"#### \" and a number; got '12'."),
-        ({"question": "How many?", "answer": "#### 12 "}, 'row 2: answer must end with "#### " and a number'),
-        ({"question": "How many?", "answer": "#### twelve"}, 'row 2: answer must end with "#### " and a number'),
-        (["How many?", "#### 1"], "row 2: must be an object with question and answer"),
-        ('{"question": "How', "row 2: must be a JSON object"),
+        ({"question": "How many?"}, ":2: must have the field answer; got question."),
+        ({"problem": "How many?", "answer": "#### 1"}, ":2: must have the field question; got problem, answer."),
+        ({"question": "How many?", "answer": 12}, ":2: answer must be a text; got 12."),
+        ({"question": " ", "answer": "#### 1"}, ":2: question must be a text; got ' '."),
+        ({"question": "How many?", "answer": "12"}, ":2: answer must end with \"#### \" and a number; got '12'."),
+        ({"question": "How many?", "answer": "#### 12 "}, ':2: answer must end with "#### " and a number'),
+        ({"question": "How many?", "answer": "#### twelve"}, ':2: answer must end with "#### " and a number'),
+        (["How many?", "#### 1"], ":2: must be an object with question and answer"),
+        ('{"question": "How', ":2: must be JSON; got Unterminated string"),
+        ('{"question": ' + "[" * 9999, ":2: values must be at most 64 levels deep"),
+        ('{"question": ' + "[" * 99 + "]" * 99 + "}", ":2: values must be at most 64 levels deep"),
+        ({"question": "\ud800", "answer": "#### 1"}, ":2: every character must be one that UTF-8 can write"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path, row, says):
     path = write(tmp_path / "rows.jsonl", [ROWS[0], row, ROWS[1]])
-    assert f"{path}: {says}" in refusal(path)
+    assert f"{path}{says}" in refusal(path)
 
 
 @pytest.mark.parametrize("answer", ["#### 1,200", "#### -3", "a\n#### $5.50", "#### 7."])
@@ -180,7 +183,7 @@ def test_platinum_draws_its_shots_from_the_questions(hub):
 def test_a_hub_dataset_without_the_fields(hub):
     rows = json.dumps({"question": "How many?", "solution": "1"}) + "\n"
     hub.commit("datasets/org/data", {f"main/{split}.jsonl": 4 * rows.encode() for split in ("train", "test")})
-    with pytest.raises(RecipeError, match="org/data test row 0: must have the field answer; got question, solution"):
+    with pytest.raises(KeepMTPError, match="org/data test row 0: must have the field answer; got question, solution"):
         questions(Evaluation(shots=3))
 
 
@@ -188,7 +191,7 @@ def test_a_gated_dataset_says_what_to_do(hub):
     """The Hub's own answer to who has not accepted the terms."""
     words = {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access to dataset org/data is restricted."}
     hub.faults.append(Fault(to="/datasets/org/data", status=403, times=99, headers=words))
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(KeepMTPError) as caught:
         questions(Evaluation(shots=3))
     message = str(caught.value)
     assert message.startswith("org/data: must be open to you, and its owner gives access only to those who accept")
@@ -197,7 +200,7 @@ def test_a_gated_dataset_says_what_to_do(hub):
 
 def test_an_absent_dataset_says_what_to_do(hub, monkeypatch):
     monkeypatch.setitem(TASKS, "gsm8k", replace(TASKS["gsm8k"], hub="org/none"))
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(KeepMTPError) as caught:
         questions(Evaluation(shots=3))
     message = str(caught.value)
     assert message.startswith("org/none: must be a dataset that can be read; got ")

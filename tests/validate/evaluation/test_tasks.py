@@ -15,7 +15,7 @@ import lm_eval.tasks
 import nltk
 import pytest
 import task_rows
-from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.recipes.tasks import TASKS
 from keepmtp.validate.evaluation import lm_eval_tasks
@@ -254,7 +254,7 @@ def test_the_documentation_lists_every_task_as_it_is_asked():
 
 def refusal(task: str, folder: Path, rows: Any = None, **protocol: Any) -> str:
     path = write(folder / "rows.jsonl", TASK_ROWS[task].rows if rows is None else rows)
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(KeepMTPError) as caught:
         questions(Evaluation(task=task, **({"dataset": str(path)} | protocol)))
     assert "; got " in str(caught.value)
     return str(caught.value)
@@ -269,13 +269,14 @@ def test_code_runs_only_where_the_command_line_says_so(tmp_path):
     [
         ("mmlu_pro", "category", "alchemy", "category must be a sub-task of lm-eval's mmlu_pro; got 'alchemy'"),
         ("mmlu_pro", "category", "../gsm8k", "category must be a sub-task of lm-eval's mmlu_pro"),
-        ("mmlu_pro", "answer", "K", "row 1: answer must be a letter from A to J; got 'K'"),
+        ("mmlu_pro", "answer", "K", ":1: answer must be a letter from A to J; got 'K'"),
         ("ifeval", "instruction_id_list", ["no:such"], "question 1 of ifeval: must be one that lm-eval can score"),
-        ("gpqa_diamond", "Correct Answer", "", "row 1: Correct Answer must be a text; got ''"),
-        ("math500", "solution", "2", r"row 1: solution must have its answer in \boxed{...}; got '2'"),
-        ("aime24", "Answer", 1.5, "row 1: Answer must be a text or a whole number; got 1.5"),
-        ("aime24", "Answer", "x" * 9, "each field must have one type in all rows; got"),
-        ("ruler", "outputs", [], "row 1: outputs must be a list of texts; got []"),
+        ("gpqa_diamond", "Correct Answer", "", ":1: Correct Answer must be a text; got ''"),
+        ("math500", "solution", "2", r":1: solution must have its answer in \boxed{...}; got '2'"),
+        ("aime24", "Answer", 1.5, ":1: Answer must be a text or a whole number; got 1.5"),
+        ("ifeval", "key", 10**30, "each field must have one type in all rows, and numbers of 64 bits; got"),
+        ("aime24", "Answer", "x" * 9, "each field must have one type in all rows, and numbers of 64 bits; got"),
+        ("ruler", "outputs", [], ":1: outputs must be a list of texts; got []"),
         ("ruler", "task", "niah", "task must be a sub-task of lm-eval's ruler; got 'niah'"),
     ],
 )
@@ -315,5 +316,5 @@ def test_other_files_hold_the_same_rows(suffix, tmp_path):
     found = questions(Evaluation(task="aime24", dataset=str(path)))
     assert found.dataset_sha256 == asked("aime24", tmp_path).dataset_sha256
     path.write_text("[1")
-    with pytest.raises(RecipeError, match=rf"{path}: must be a .* (file|objects); got "):
+    with pytest.raises(KeepMTPError, match=rf"{path}: must be (JSON|a Parquet file); got "):
         questions(Evaluation(task="aime24", dataset=str(path)))

@@ -1,8 +1,10 @@
 """`keepmtp explain`: groups of modules, logs, and the two together, as people use it."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -196,6 +198,38 @@ def test_only_the_end_of_a_long_log_counts(tmp_path):
     assert log.is_cut and MOST_BYTES == 8 << 20 and explain(None, log).is_explained
 
 
+def test_a_log_of_many_errors_costs_seconds_and_the_last_ones_count():
+    noise = "".join(f"KeyError: 'layers.{number}.no.such'\nFooError: {number}\n" for number in range(100_000))
+    began = time.process_time()
+    told = explain(None, parse_log(noise.encode() + MISSING))
+    assert time.process_time() - began < 5  # 2 s on a core; 9 s when each exception was judged
+    assert "MTP weights dropped" in [answer.failure.name for answer in told.answers]
+    assert told.unknown[-1] == "FooError: 99999"
+
+
+def test_a_pipe_with_a_name_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "log")
+    done = keepmtp("--log", str(tmp_path / "log"))
+    assert done.returncode == 2 and b"must be a file" in done.stderr
+
+
+def test_of_a_long_file_only_the_end_is_read(tmp_path):
+    with (log := tmp_path / "serve.log").open("wb") as file:
+        file.truncate(1 << 40)  # a hole: no room on the disk
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + MISSING)
+    done = keepmtp("--log", str(log))
+    assert done.returncode == 0 and b"known: MTP weights dropped" in done.stdout
+
+
+def test_general_words_say_that_they_are(silent):
+    line = b"KeyError: 'model.layers.3.mlp.shared_expert.no_proj.weight'\n"
+    done = keepmtp(str(silent), "--log", "-", stdin=line)
+    assert b"What it often is" in done.stdout and b"this is general" in done.stdout
+    done = keepmtp("--log", "-", stdin=b"Weight files referenced in index but missing: RuntimeError\n")
+    assert b"this is general" not in done.stdout
+
+
 def test_a_logs_version():
     banner = "(APIServer pid=1) INFO 05-09 00:05:01 [api_utils.py:339]        █▄█▀ █     █     █     █  version 0.25.1"
     assert parse_log(banner.encode()).version == "0.25.1"
@@ -246,6 +280,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused(tmp_path):
     ("words", "says"),
     [
         ((), b"needs a checkpoint, a log, or both"),
+        (("--log", "/dev/zero"), b"--log: must be a file, or - for standard input; got /dev/zero. Name the file"),
         (("--log", "-", "--gpu", "sm100"), b"--gpu loads a checkpoint"),
         (("--log", "/no/such/log"), b"/no/such/log"),
         (("/no/such/folder",), b"/no/such/folder"),

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from keepmtp.validate.explain.explain import explain
 from keepmtp.validate.explain.known import KNOWN, known_failure
 from keepmtp.validate.explain.log import parse_log
 
@@ -22,11 +23,21 @@ SAID: list[tuple[str, str, str]] = [
      "ValueError: Following weights were not initialized from checkpoint: {'model.layers.78.shared_head.head.weight', "
      "'model.embed_tokens.weight'}"),
     ("shard missing", "vLLM", "RuntimeError: Weight files referenced in index but missing: model-3.safetensors"),
-    ("names of the MTP block changed", "vllm #52111", "KeyError: 'model.layers.43.mtp_block.main_norm.weight'"),
+    ("DSpark in place of an MTP block", "vllm #52111", "KeyError: 'model.layers.43.mtp_block.main_norm.weight'"),
     ("plain head built as NVFP4", "vllm #57532",
      "RuntimeError: NVFP4 weight_scale for layer 'parallel_lm_head' was never loaded (still NaN)."),
     ("head quantized by modelopt", "vllm #45102",
      "ValueError: There is no module or parameter named 'lm_head.input_scale' in Qwen3_5MoeForCausalLM."),
+    ("DeepSeek's draft without its fused projection", "vllm #21874",
+     "(VllmWorker rank=6 pid=6132) ERROR 07-29 16:04:46 [multiproc_executor.py:557] KeyError: "
+     "'model.layers.61.mtp_block.self_attn.kv_a_proj_with_mqa.weight'"),
+    ("shared experts that AITER fuses", "ROCm/vllm #777",
+     "KeyError: 'model.layers.61.mtp_block.mlp.shared_experts.down_proj.weight_scale_inv'"),
+    ("routed experts of DeepSeek's draft", "vllm #29448",
+     "KeyError: 'model.layers.61.mtp_block.mlp.experts.195.down_proj.weight'"),
+    ("GLM-OCR's draft", "vllm #49856",
+     "ValueError: Following weights were not initialized from checkpoint: {'model.layers.16.enorm.weight', "
+     "'model.layers.16.hnorm.weight', 'model.layers.16.eh_proj.weight'}"),
     ("SGLang finds no target for a module", "SGLang",
      "ValueError: Unable to find matching target for model.decoder.self_attn.qkv_proj in the compressed-tensors "
      "config."),
@@ -114,6 +125,16 @@ SAID: list[tuple[str, str, str]] = [
      "Accepted throughput: 0.10 tokens/s, Drafted throughput: 19.20 tokens/s, Accepted: 1 tokens, Drafted: 500 tokens, "
      "Per-position acceptance rate: 0.004, 0.000, Avg Draft acceptance rate: 0.2%"),
 ]  # fmt: skip
+# What only the place of the exception tells from a fault of the checkpoint: the frame, and the exception.
+RAISED = [
+    ("DeepSeek's target reads the MTP layer", "vllm #16450",
+     '  File "/usr/lib/python3.10/dist-packages/vllm/model_executor/models/deepseek_v2.py", line 1, in load_weights',
+     "KeyError: 'layers.61.mlp.experts.w2_weight'"),
+    ("no line for a module in vLLM Ascend", "vllm-ascend #5794",
+     '  File "/vllm-workspace/vllm-ascend/vllm_ascend/quantization/quant_config.py", line 1, in is_layer_skipped',
+     "(Worker_TP0 pid=367) ERROR 01-12 05:03:38 [multiproc_executor.py:751] KeyError: "
+     "'model.layers.92.self_attn.q_proj.weight'"),
+]  # fmt: skip
 GOOD = [
     "(APIServer pid=1077249) INFO 04-23 00:30:06 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 2.62, "
     "Per-position acceptance rate: 0.885, 0.740, Avg Draft acceptance rate: 81.2%",
@@ -133,8 +154,22 @@ def test_the_words_of_a_thread_name_the_failure(name, origin, line):
     assert all((found[0].says, found[0].cure, found[0].concerns, found[0].sources))
 
 
+@pytest.mark.parametrize(("name", "origin", "frame", "line"), RAISED, ids=[origin for _, origin, *_ in RAISED])
+def test_the_place_of_an_exception_tells_a_defect_from_a_fault(name, origin, frame, line):
+    (answer,) = explain(None, parse_log(f"{frame}\n{line}\n".encode())).answers
+    assert answer.failure.name == name and not answer.failure.is_general
+    (answer,) = explain(None, parse_log(line.encode())).answers
+    assert answer.failure.is_general
+
+
+def test_what_is_said_of_versions_was_read_in_them():
+    """Older versions were not read, and words that many faults share say so."""
+    assert not [failure.name for failure in KNOWN if "all up to" in failure.concerns]
+    assert sum(failure.is_general for failure in KNOWN) > 5
+
+
 def test_every_entry_has_words_from_somewhere():
-    assert {failure.name for failure in KNOWN} == {name for name, _, _ in SAID}
+    assert {failure.name for failure in KNOWN} == {name for name, *_ in (*SAID, *RAISED)}
     assert len({failure.name for failure in KNOWN}) == len(KNOWN)
 
 
@@ -162,6 +197,7 @@ def test_the_rules_that_confirm_exist():
         'File "',
         "ERROR 02-27 16:21:24 [x] ",
         "\x1b[1",
+        "Following weights were not initialized from checkpoint: model.layers.16.",
     ],
 )
 def test_no_line_makes_the_table_slow(unit):

@@ -4,7 +4,7 @@ import json
 import signal
 
 import pytest
-from keepmtp.recipes.errors import RecipeError
+from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.validate.serving.prompts import PROMPTS, read_prompts
 from keepmtp.validate.serving.serve_check import explained, ks_up_to
 from keepmtp.validate.serving.served import Drafts, Output, Run, partings, total
@@ -109,12 +109,14 @@ def test_prompts(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "one\nline"}) + "\n")
     assert read_prompts(tmp_path / "a.txt") == ("one", "two") and read_prompts(tmp_path / "a.jsonl") == ("one\nline",)
     (tmp_path / "b.jsonl").write_text('{"prompt": "good"}\n{"text": "bad"}\n')
-    with pytest.raises(RecipeError, match=r'b\.jsonl:2: must be an object with "prompt"; got \{"text"'):
+    with pytest.raises(RecipeError, match=r'b\.jsonl:2: must be an object with "prompt", a text; got \{"text"'):
         read_prompts(tmp_path / "b.jsonl")
     (tmp_path / "empty").touch()
-    for path in (tmp_path / "empty", tmp_path / "nothing", tmp_path):
-        with pytest.raises(RecipeError):
-            read_prompts(path)
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud800"}')
+    for name in ("empty", "nothing", ".", "deep.jsonl", "half.jsonl"):
+        with pytest.raises(KeepMTPError):
+            read_prompts(tmp_path / name)
 
 
 @pytest.mark.parametrize("word", ["--port", "--host=::", "--uds=/tmp/x", "--served_model_name", "--api-key=x"])

@@ -1,7 +1,9 @@
 """Values against the release's: rounding passes in every scheme, and each way to write a weight wrong has its name."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,15 +12,18 @@ from checkpoint_files import write
 from commands import keepmtp, keepmtp_without, refused
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.safetensors_file import Entry
+from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import SCALE_LEAVES, stored_weights
 from keepmtp.cli.pipeline import plan_for, quantize
 from keepmtp.quantize.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.values.against import BOUND, difference, relative_error
-from keepmtp.validate.values.pairing import can_be_read
+from keepmtp.validate.values import against
+from keepmtp.validate.values.against import BOUND, bands_of, compared, difference, relative_error
+from keepmtp.validate.values.pairing import Pair, can_be_read, pairs
 from keepmtp.validate.values.values import check_values
+from safetensors.torch import save_file
 from written_values import fill, opened, poke
 
 MODELS = Path(__file__).parents[3] / "models"
@@ -140,6 +145,56 @@ def test_a_release_with_stacked_experts_is_compared_expert_by_expert(tmp_path):
     # And the other way round: a copy that has them stacked, of a release that has them one by one.
     (finding,) = check_values(opened(release), "all", release=opened(folder)).findings
     assert finding.where.endswith("experts.gate_up_proj") and "differs from the release" in finding.says
+
+
+def saved(folder, parts):
+    """A checkpoint of one weight, and that weight as it is stored."""
+    folder.mkdir()
+    save_file({f"m.{leaf}": part.contiguous() for leaf, part in parts.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    source = open_source(folder)
+    (stored,) = stored_weights(source.entries.values())[0].values()
+    return SimpleNamespace(source=source), stored
+
+
+@pytest.mark.parametrize("form", [*FORMS, "int_packed with zero points"])
+def test_the_error_by_bands_of_rows_is_that_of_the_whole(form, weight, tmp_path, monkeypatch):
+    """A vocabulary of 250,000 is never in memory as a whole; here a band is 8 rows, or those of a block."""
+    scheme, names = FORMS.get(form, ("W4A16_ASYM", {}))
+    parts = {names.get(leaf, leaf): part for leaf, part in pack(SCHEMES[scheme], [weight])[0].items()}
+    if form == "nvfp4_modelopt":
+        parts["weight_scale_2"] = 1 / parts["weight_scale_2"]
+    (runtime, ours), (release, theirs) = saved(tmp_path / "own", parts), saved(tmp_path / "release", {"weight": weight})
+    pair = Pair(ours, theirs, None)
+    [(whole, _)] = compared(runtime, release, [pair])
+    monkeypatch.setattr(against, "_BAND", 1)
+    assert ours.form == form.partition(" ")[0] and len(list(bands_of(pair))) == (2 if ours.block else N // 8)
+    [(result, objected)] = compared(runtime, release, [pair])
+    assert result.error == pytest.approx(whole.error, rel=1e-5) and objected is None and whole.error > 0
+
+
+def test_a_band_has_few_elements_whatever_the_vocabulary(written):
+    pair = pairs(*[opened(written)] * 2, whole=True)[0]
+    large = pair._replace(
+        **{side: replace(getattr(pair, side), shape=(248_320, 4096)) for side in ("weight", "theirs")}
+    )
+    bands = list(bands_of(large))
+    assert [band.first for band in bands[1:]] == [band.last for band in bands[:-1]] and bands[-1].last == 248_320
+    assert max(band.last - band.first for band in bands) * 4096 <= 4 * 2**20
+
+
+def test_bytes_that_are_the_releases_are_not_computed_with(written, tmp_path, monkeypatch):
+    """And the twin: a few rows of a tensor that is else the same are found."""
+    release, folder = opened(written), shutil.copytree(written, tmp_path / "changed")
+    monkeypatch.setattr(against, "_BAND", 1)
+    name = "model.embed_tokens.weight"
+    poke(folder, name, 3.0, at=slice(0, 4096))
+    found = [pair for pair in pairs(release, opened(folder), whole=True) if pair.weight.weight.name == name]
+    [(result, objected)] = compared(opened(folder), release, found)
+    assert objected is not None and objected.finding.where == name and result.error > result.bound
+    monkeypatch.setattr(against, "dequantize", None)
+    [(result, objected)] = compared(opened(written), release, found)
+    assert (result.error, objected) == (0.0, None)
 
 
 def test_groups_in_another_order_are_not_compared():

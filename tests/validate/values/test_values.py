@@ -320,7 +320,11 @@ def test_a_packed_weight_of_zeros_is_found_where_every_byte_is_read(tmp_path):
     poke(folder, f"{DOWN}.weight_packed", 0x80)
     assert check_values(opened(folder), "scales").findings == ()
     (finding,) = check_values(opened(folder), "all").findings
-    assert (finding.rule, finding.severity, finding.where) == ("empty-weight", "warning", f"{DOWN}.weight_packed")
+    assert (finding.rule, finding.severity, finding.where) == ("empty-weight", "error", f"{DOWN}.weight_packed")
+    assert "those of other values" in finding.says
+    poke(folder, f"{DOWN}.weight_scale", 1.0)  # as a release's own matrix of zeros is packed
+    of_zeros = [each for each in check_values(opened(folder), "all").findings if each.rule == "empty-weight"]
+    assert [(each.severity, each.where) for each in of_zeros] == [("warning", f"{DOWN}.weight_packed")]
 
 
 def test_a_level_reads_what_it_says(tmp_path):

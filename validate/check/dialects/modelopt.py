@@ -17,7 +17,7 @@ from typing import Any
 from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, UnknownDialect, VLLMModule
-from .given import ModelOptGiven, ModuleAlgorithm, read_given
+from .given import ModelOptGiven, read_given
 from .matching import experts_among, is_layer_skipped, joined
 
 
@@ -111,13 +111,15 @@ def read_modelopt(
     Raises:
         CheckpointError: a key has another type than vLLM reads.
     """
+    if reads_other_file(raw) and hf_quant_config:
+        raw = {"quant_method": "modelopt", **hf_quant_config}
     given = read_given(ModelOptGiven, raw)
     inner = given.quantization
     holder = inner or given
     listed = (holder.exclude_modules if inner else holder.ignore) or holder.ignored_layers or ()
     default = "MXFP8" if given.quant_method == "mxfp8" else ""
     algorithm = (holder.quant_algo or default).upper()
-    layers = holder.quantized_layers or _layers_of(hf_quant_config) or {}
+    layers = holder.quantized_layers or {}
     groups = (given.config_groups or {}).values()
     if algorithm == "NVFP4" and groups and all(group.input_activations is None for group in groups):
         algorithm = "W4A16_NVFP4"
@@ -144,10 +146,14 @@ def read_modelopt(
     )
 
 
-def _layers_of(hf_quant_config: Mapping[str, Any]) -> Mapping[str, ModuleAlgorithm] | None:
-    """The algorithm of each module in hf_quant_config.json, which vLLM asks where config.json has none."""
-    inner = read_given(ModelOptGiven, hf_quant_config).quantization
-    return inner.quantized_layers if inner else None
+def reads_other_file(raw: Mapping[str, Any]) -> bool:
+    """Whether vLLM reads hf_quant_config.json, its exclusions too, in place of config.json's quantization_config.
+
+    vLLM 0.32.0 model_loader/weight_utils.py, get_quant_config.
+    """
+    given = read_given(ModelOptGiven, raw)
+    algorithm = (given.quantization or given).quant_algo or ""
+    return algorithm.upper() == "MIXED_PRECISION" and "quantized_layers" not in raw
 
 
 _OF_MODULES = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MXFP8")

@@ -119,7 +119,7 @@ def _kernel(module: torch.nn.Module, method: Any) -> str:
     found: list[str] = []
     for owner in (method, getattr(module, "scheme", None)):
         for name, value in sorted(vars(owner).items()) if owner is not None else ():
-            is_kernel = "kernel" in name or "experts_cls" in name or name in ("linear", "fp8_linear")
+            is_kernel = "kernel" in name or "experts_cls" in name or name.endswith("linear")
             if is_kernel and value is not None and not isinstance(value, str | bool | int | float | dict | torch.dtype):
                 found.append(value.__name__ if isinstance(value, type) else type(value).__name__)
             elif "backend" in name and value is not None:

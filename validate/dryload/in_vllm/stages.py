@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import safetensors
 import torch
 
 from . import cuda, experts, kernels, world
@@ -179,7 +180,7 @@ class StagedLoad:
     def _load(self, role: str, model_config: Any) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.config.load import LoadConfig
-        from vllm.model_executor.model_loader import default_loader
+        from vllm.model_executor.model_loader import default_loader, weight_utils
 
         model = self._models[role]
         account = self._account = self._accounts[role] = Account(model, self._construction, demands_of(model))
@@ -187,6 +188,9 @@ class StagedLoad:
         default_loader.safetensors_weights_iterator = lambda files, *args, **kwargs: account.hand_over(
             meta_tensors(files)
         )
+        # For "pt", safe_open maps the whole file as memory that could be written: that counts like an allocation
+        # (server.py: limit_memory), and a shard may be larger than the limit. For "np" it maps the file to be read.
+        weight_utils.safe_open = lambda path, framework: safetensors.safe_open(path, framework="np")
         loader = default_loader.DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         loader.counter_before_loading_weights = time.perf_counter()
         try:

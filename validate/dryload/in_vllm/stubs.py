@@ -135,6 +135,8 @@ def _supports(name: str, capability: int) -> bool:
     """What vLLM's compiled support queries answer on a GPU of this capability, by csrc of vLLM 0.32.0 (CUDA 13)."""
     if "supports_fp4" in name:
         return 100 <= capability < 130
+    if "mxfp4_experts_quant_supported" in name:
+        return 100 <= capability < 120  # mxfp4_experts_quant.cu
     if "group_gemm_supported" in name:
         return 90 <= capability < 110
     if "sparse_scaled_mm_supported" in name:

@@ -1,0 +1,138 @@
+"""Each command that `keepmtp check` prints for a finding works as it is pasted, and cures that finding.
+
+In: every broken checkpoint that the static check flags. Out: the commands of its findings, run; RELEASE alone is
+filled in. `print_share` counts them: `python tests/cure/test_printed_commands.py` from the checkout.
+"""
+
+import json
+import os
+import shlex
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import pytest
+import releases
+from broken import BROKEN
+from checkpoint_files import write
+from curable import CURED, GRAFTED
+from dry_corpus import DRY, TWINS, DryCase
+from good import released
+from keepmtp.checkpoints.source import open_source
+from keepmtp.cli import main
+from keepmtp.cli.findings import pasted
+from keepmtp.cure.graft_refusals import refuse_another_model
+from keepmtp.recipes.errors import KeepMTPError
+from typer.testing import CliRunner, Result
+from written_values import fill
+
+STATIC = [case for case in DRY if "both" in case.by and (case.tp, case.num_drafts) == (1, 1)]
+CASES = {case.name: case for case in (*BROKEN, *STATIC)}
+VERBS = {case.name: "fix" for case in CURED} | {case.name: "graft" for case in GRAFTED}
+
+
+class Pasted(NamedTuple):
+    """A command that was printed: its verb, how it ended, and the findings that it was printed for and that stay."""
+
+    verb: str
+    ended: Result
+    stay: set[tuple[str, str]]
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main.app, words)
+
+
+def found(folder: Path) -> list[dict]:
+    return json.loads(run("check", str(folder), "--json").stdout)["findings"]
+
+
+@cache
+def _release(model: str, place: Path, *, is_filled: bool) -> Path:
+    if not is_filled:
+        return write(place / "releases" / model, released(model))
+    fill(_release(model, place, is_filled=False))
+    return _release(model, place, is_filled=False)
+
+
+def release_of(folder: Path, place: Path) -> Path:
+    """The release that a checkpoint was made from, by graft's own comparison."""
+    of_type = open_source(folder).config["model_type"]
+    for model in (name for name, config in releases.MODELS.items() if config["model_type"] == of_type):
+        if model in TWINS:
+            continue
+        try:
+            refuse_another_model(open_source(folder), open_source(_release(model, place, is_filled=False)))
+        except KeepMTPError:
+            continue
+        return _release(model, place, is_filled=True)
+    raise LookupError(folder)
+
+
+def paste_all(case: DryCase, place: Path) -> tuple[list[dict], list[Pasted]]:
+    """The findings of a case, and its commands, each run where NEW is not there yet."""
+    folder = write(place / f"case {sorted(CASES).index(case.name)}" / "it's", case.build())
+    findings = found(folder)
+    printed: dict[str, set[tuple[str, str]]] = {}
+    for finding in findings:
+        for command in pasted(finding["cure"]):
+            if command.startswith("keepmtp "):
+                printed.setdefault(command, set()).add((finding["rule"], finding["where"]))
+    done = []
+    for number, (command, meant) in enumerate(printed.items()):
+        new = folder.parent / f"NEW{number}"
+        words = {"NEW": str(new), "RELEASE": str(release_of(folder, place)) if "RELEASE" in command else ""}
+        _, verb, *rest = (words.get(word, word) for word in shlex.split(command))
+        ended = run(verb, *rest)
+        left = {(each["rule"], each["where"]) for each in found(new)} if new.is_dir() else meant
+        done.append(Pasted(verb, ended, meant & left))
+    return findings, done
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("pasted")
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm(monkeypatch):
+    monkeypatch.setenv("VLLM_PYTHON", "/nowhere")
+
+
+def _slow_twice() -> list[object]:
+    """The first case of each number at once; the others, which fill more releases, with all tests."""
+    first = {name.partition(" ")[0]: name for name in reversed(VERBS)}.values()
+    return [name if name in first else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+
+
+@pytest.mark.parametrize("name", _slow_twice())
+def test_what_is_printed_works_as_pasted(name: str, place: Path):
+    findings, done = paste_all(CASES[name], place)
+    errors = [each for each in findings if each["severity"] == "error"]
+    is_cured = len(done) == 1 and all("keepmtp " in each["cure"] for each in errors)
+    for each in done:
+        assert each.stay == set(), (each.verb, each.ended.output)
+        assert each.ended.exit_code == 0 or not is_cured, each.ended.output
+    if verb := VERBS.get(name):
+        assert verb in {each.verb for each in done}
+        assert [each for each in errors if "keepmtp " not in each["cure"]] == []
+
+
+def print_share() -> None:
+    """How many flagged cases there are, and for how many a printed command works as pasted."""
+    os.environ["VLLM_PYTHON"] = "/nowhere"
+    counts: Counter[str] = Counter()
+    with TemporaryDirectory() as folder:
+        for case in CASES.values():
+            findings, done = paste_all(case, Path(folder))
+            counts["flagged"] += bool(findings)
+            works = [each for each in done if not each.stay and each.ended.exit_code in (0, 1)]
+            counts["with a command"] += bool(done)
+            counts["works as pasted"] += bool(done) and len(works) == len(done)
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    print_share()

@@ -1,0 +1,47 @@
+"""One call of the command that the campaign makes: a folder, what is changed in it, and words."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edits import Edit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call of the command.
+
+    Attributes:
+        kind: a key of KINDS.
+        base: a name of corpus.py: the folder that is copied.
+        edits: what is changed in the copy.
+        words: the command line; {} is the copied folder.
+        reads_weights: whether status 0 claims that the weights' files are good.
+        name: of the copied folder.
+        writes: files in the copied folder that the verb may change.
+        also: further faults, from the case, the folder and the exit status.
+    """
+
+    kind: str
+    base: str
+    edits: tuple[Edit, ...]
+    words: tuple[str, ...]
+    reads_weights: bool = True
+    name: str = "in"
+    writes: tuple[str, ...] = ()
+    also: "Callable[[Case, Path, int], list[str]]" = lambda case, folder, status: []
+
+    def without(self, number: int) -> "Case":
+        return replace(self, edits=self.edits[:number] + self.edits[number + 1 :])
+
+    def __str__(self) -> str:
+        """The case in words, enough to make it by hand."""
+        changes = "; ".join(edit.says for edit in self.edits) or "nothing changed"
+        named = "" if self.name == "in" else f", called {self.name!a},"
+        return f"[{self.kind}] keepmtp {' '.join(self.words)} on {self.base!r}{named} where {changes}"
+
+
+def some(rng: random.Random, make_edit: Callable[[], Edit]) -> tuple[Edit, ...]:
+    """Mostly one edit, sometimes two or three."""
+    return tuple(make_edit() for _ in range(rng.choice((1, 1, 1, 2, 3))))

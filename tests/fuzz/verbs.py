@@ -1,0 +1,325 @@
+"""The kinds of fuzz cases whose input is no checkpoint: logs, prompts, texts, rows, names, and what lies beside one.
+
+In: a random generator. Out: a `Case`, as in kinds.py, which lists these too.
+
+Easy to get wrong: no case starts a real server. VLLM_PYTHON names `no_server`, which knows its versions and fails to
+serve, so that a verb reads all that it reads before one, and then says that none came up.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import corpus
+import edits
+import stub_vllm
+from case import Case, some
+from edits import Edit
+from task_rows import TASK_ROWS
+
+HELD_OUT = str(corpus.ROOT / "models" / "held_out.jsonl")
+Rows = list[dict[str, Any]]
+_case = partial(Case, reads_weights=False)
+GOOD_LOG = (
+    "INFO 11-02 03:04:05 [api_server.py:123] vLLM API server version 0.32.0\n"
+    '  File "/opt/venv/lib/python3.12/site-packages/vllm/model_executor/models/glm4_moe_mtp.py", line 300, in load\n'
+    "(EngineCore pid=7) KeyError: 'model.layers.46.mlp.experts.w13_weight_scale'\n"
+    "(Worker_TP0 pid=9) ValueError: All linears in qkv_proj must have the same quantization scheme\n"
+    "WARNING 11-02 03:04:06 [loader.py:1] Parameter model.layers.46.eh_proj.weight_packed not found in params_dict\n"
+    "SpecDecoding metrics: Mean acceptance length: 1.00, Avg Draft acceptance rate: 0.0%\n"
+)
+TEXTS: Rows = [
+    {"text": "One and two."},
+    {"prompt": "1 + 1?", "completion": " 2"},
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+    {"tokens": [5, 6, 7]},
+]
+PROMPTS: Rows = [
+    {"prompt": "Go on:"},
+    {"question": "1 + 1?", "answer": "#### 2"},
+    {"messages": [{"role": "user", "content": "Why?"}]},
+    {"turns": ["Why?", "Shorter."]},
+]
+RAW_LINES = (
+    "[" * 100_000,
+    '{"a":' * 100_000 + "1" + "}" * 100_000,
+    '{"prompt": ' + "[" * 900 + "]" * 900 + "}",
+    '{"prompt": "\\ud800", "text": "\\udfff"}',
+    '{"text": NaN, "prompt": Infinity}',
+    '{"tokens": [1e999]}',
+    '{"tokens": [' + "9" * 5000 + "]}",
+    '{"tokens": [' + "9" * 400 + "]}",
+    "null",
+    "[]",
+    '"text"',
+    "7",
+    "{}",
+    "{",
+    '{"prompt": "' + "x" * 3_000_000 + '"}',
+    '{"prompt": "\x1b[31m\u202e\x07", "text": "\x1b]0;t\x07"}',
+    '{"text": "a\u2028b\x85c"}',
+    "\n" * 500_000,
+    '{"prompt": "x"}\n' * 100_000,
+    '{"text": "x"}\n' * 100_000,
+)
+FOLDERS = (
+    *(name for name in edits.NAMES if name not in ("", ".", "..") and not {"/", "\x00", "\ud800"} & set(name)),
+    "\udcff\udcfe",
+    "-x",
+    "a b'c\"d",
+    "$(touch pwned)`touch pwned`",
+    ":smile:",
+    "a%sb{}",
+)
+
+
+def no_server(path: Path) -> Path:
+    """A Python for VLLM_PYTHON that tells versions and serves nothing."""
+    told = json.dumps(stub_vllm.VERSIONS)
+    path.write_text(f"#!/bin/sh\ncase \" $* \" in *' serve '*) exit 3;; esac\necho '{told}'\n")
+    path.chmod(0o755)
+    return path
+
+
+# --- files that a user names ------------------------------------------------------------------------------------------
+
+
+def _written(file: str, says: str, content: bytes, more: Callable[[Path], object] = lambda folder: None) -> Edit:
+    def do(folder: Path) -> None:
+        edits.replace(folder / file, content)
+        more(folder)
+
+    return Edit(f"{file}: {says}", do)
+
+
+def _lines(rng: random.Random, file: str, rows: Rows) -> Edit:
+    """A file of JSON lines with one thing wrong."""
+    good = [json.dumps(row) for row in rows]
+    whole = "\n".join(good).encode()
+    at, way = rng.randrange(len(rows)), rng.random()
+    if way < 0.15:
+        return edits.no_file(rng, file)
+    if way < 0.3:
+        inner = edits.mangled(rng, file, len(whole))
+        return _written(file, inner.says, whole, inner.do)
+    if way < 0.6:
+        line = rng.choice(RAW_LINES)
+        good.insert(at, line)
+        content = "\n".join(good).encode("utf-8", "surrogatepass")
+        return _written(file, f"line {at + 1} is {edits.shown(line)}", content)
+    inner = edits.grafted(rng, "row", rows[at])
+
+    def graft(folder: Path) -> None:
+        """The row in a file of its own, changed there."""
+        own = folder / "row"
+        own.write_text(good[at])
+        inner.do(folder)
+        lines = [line if number != at else own.read_text() for number, line in enumerate(good)]
+        own.unlink()
+        edits.replace(folder / file, "\n".join(lines).encode())
+
+    return Edit(f"{file}: line {at + 1}, {inner.says}", graft)
+
+
+def _ending(rng: random.Random, *usual: str) -> str:
+    return rng.choice((*usual * 4, "", ".csv", ".parquet", ".json", ".txt", ".jsonl"))
+
+
+def prompt_files(rng: random.Random, kind: str) -> Case:
+    """Prompts of bench and of serve-check."""
+    file = f"asked{_ending(rng, '.jsonl', '.txt')}"
+    words = rng.choice((("bench", "{}", "--dry-run"), ("bench", "{}", "--dry-run", "--json"), ("serve-check", "{}")))
+    edit = _lines(rng, file, PROMPTS)
+    words += ("--prompts", f"{{}}/{file}", *(() if "--dry-run" in words else ("--out", "{}.out")))
+    return _case(kind=kind, base=rng.choice(corpus.REAL), edits=(edit,), words=words)
+
+
+def texts(rng: random.Random, kind: str) -> Case:
+    """Held-out texts of closeness."""
+    file = f"held{_ending(rng, '.jsonl', '.txt')}"
+    words = _near(("closeness", "{}", "--source", "OTHER", "--text", f"{{}}/{file}", "--out", "{}.out"))
+    return _case(kind=kind, base=corpus.REAL[0], edits=(_lines(rng, file, TEXTS),), words=words)
+
+
+def rows(rng: random.Random, kind: str) -> Case:
+    """Rows of every task of eval."""
+    task, sample = rng.choice(sorted(TASK_ROWS.items()))
+    file = f"rows{_ending(rng, '.jsonl', '.json')}"
+    words = ("eval", "{}", "--source", "none", "--task", task, "--dataset", f"{{}}/{file}", "--out", "{}.out")
+    words += ("--shots", "0") if rng.random() < 0.7 else ()
+    made = [dict(row) for row in sample.rows]
+    return _case(kind=kind, base=corpus.REAL[0], edits=(_lines(rng, file, made),), words=words)
+
+
+def logs(rng: random.Random, kind: str) -> Case:
+    """Serve logs and tracebacks for explain."""
+    good = GOOD_LOG.encode()
+    odd = rng.choice(edits.NAMES).encode("utf-8", "surrogatepass")
+    ways: tuple[tuple[str, bytes], ...] = (
+        ("escapes", b"\x1b[31mERROR\x1b[0m \x1b]0;t\x07ValueError: \x9b2J\r\x08 error\n" + good),
+        ("words with an odd name", good.replace(b"model.layers.46", odd)),
+        ("an odd path", good.replace(b"glm4_moe_mtp.py", odd)),
+        ("a line of 9 MB", b"ValueError: " + b"error " * 1_500_000 + b"\n" + good),
+        ("20,000 different errors", b"".join(b"ValueError: error %d of %s\n" % (n, odd[:50]) for n in range(20_000))),
+        ("one error 200,000 times", b"KeyError: 'model.layers.46.eh_proj.weight'\n" * 200_000),
+        ("brackets", b"ValueError: " + b"(" * 4000 + b"[" * 4000 + b"\n" + good),
+        ("repeated words", b"KeyError: '" + b"model.layers." * 300 + b"'\n" + good),
+        ("digits", good.replace(b"46", b"9" * 3000).replace(b"0.32.0", b"9" * 300)),
+        ("NUL", good.replace(b" ", b"\x00")),
+        ("UTF-16", GOOD_LOG.encode("utf-16")),
+        ("bytes", bytes(range(256)) * 400 + good),
+        ("no line end", good * 3 + b"ValueError"),
+        ("other line ends", good.replace(b"\n", b"\x85\x0b\x0c\r")),
+        ("markup", good.replace(b"model", b"[bold red]model[/] [/]")),
+    )
+    says, content = rng.choice(ways)
+    edit = _written("serve.log", says, content)
+    if rng.random() < 0.2:
+        edit = edits.no_file(rng, "serve.log")
+    elif rng.random() < 0.2:
+        inner = edits.mangled(rng, "serve.log", len(good))
+        edit = _written("serve.log", inner.says, good, inner.do)
+    where = ("{}",) if rng.random() < 0.5 else ()
+    words = ("explain", *where, "--log", "{}/serve.log", *(("--json",) if rng.random() < 0.3 else ()))
+    return _case(kind=kind, base=rng.choice(corpus.REAL), edits=(edit,), words=words)
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _strange_file(rng: random.Random) -> Edit:
+    """One more file with an odd name: Python, weights, a tokenizer's, a folder."""
+    name = rng.choice(FOLDERS)[:90] + rng.choice(("", ".py", ".json", ".txt", ".safetensors", ".md"))
+
+    def do(folder: Path) -> None:
+        where = folder / "NAME" if (folder / "NAME").is_dir() else folder
+        (where / name).write_bytes(b"{}")
+
+    return Edit(f"a file called {edits.shown(name)}", do)
+
+
+def names(rng: random.Random, kind: str) -> Case:
+    """A checkpoint's folder, or a file in it, has an odd name; every verb that takes one."""
+    base = rng.choice((*corpus.REAL, corpus.MEASURED))
+    path = "{}/NAME" if base == corpus.MEASURED else "{}"
+    made = tuple(_strange_file(rng) for _ in range(rng.choice((0, 0, 1, 2))))
+    words = _near(rng.choice((*_READS, *_OF_A_FOLDER)))
+    words = tuple(word.replace("{}", path, 1) if word.startswith("{}") else word for word in words)
+    return _case(kind=kind, base=base, edits=made, words=words, name=rng.choice(FOLDERS)[:90])
+
+
+_READS: tuple[tuple[str, ...], ...] = (
+    ("serve", "{}", "--dry-run"),
+    ("serve", "{}", "--dry-run", "--json", "-k", "0"),
+    ("init", "{}", "--out", "{}.out"),
+    ("bench", "{}", "--dry-run"),
+    ("card", "{}", "--out", "{}.card"),
+    ("card", "{}", "--out", "{}.card", "--source", "{}", "--base-model", "none"),
+    ("report", "{}", "--out", "{}.page"),
+    ("gate", "{}"),
+    ("publish", "{}", "--repo", "org/name", "--dry-run"),
+    ("closeness", "{}", "--source", "OTHER", "--text", HELD_OUT, "--out", "{}.out"),
+    ("closeness", "{}", "--source", "OTHER", "--text", HELD_OUT),
+    ("eval", "{}", "--source", "{}", "--out", "{}.out"),
+    ("eval", "{}", "--source", "none"),
+    ("bench", "{}", "-k", "0..1", "--source", "{}", "--repeat", "1"),
+)
+"""Verbs that read a checkpoint and what was measured of it."""
+_OF_A_FOLDER: tuple[tuple[str, ...], ...] = (
+    ("check", "{}", "--html", "{}.page"),
+    ("check", "{}", "--record"),
+    ("explain", "{}"),
+    ("plan", "{}"),
+    ("plan", "{}", "--scheme", "w4a16-fp8"),
+    ("quantize", "{}", "--scheme", "w4a16-fp8", "--out", "{}.out", "--dry-run"),
+    ("all", "{}", "--scheme", "w4a16-fp8", "--out", "{}.out", "--dry-run"),
+    ("fix", "{}"),
+    ("where", "{}"),
+    ("check", "{}.missing"),
+    ("init", "{}", "--out", "{}/config.json"),
+    ("init", "{}/config.json", "--out", "{}.out"),
+)
+
+
+# --- what lies in a checkpoint, and beside it -------------------------------------------------------------------------
+
+
+def companions(rng: random.Random, kind: str) -> Case:
+    """The small files of a checkpoint that only serving, asking or a card reads; and its config for these verbs."""
+    base = rng.choice(corpus.REAL)
+    folder = corpus.folder(base)
+    own = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "README.md")
+    added = ("chat_template.jinja", "hf_quant_config.json", "keepmtp.json", "recipe.yaml")
+
+    def edit() -> Edit:
+        file = rng.choice((*own, *own, *added))
+        path = folder / file
+        if rng.random() < 0.2:
+            return edits.no_file(rng, file)
+        if path.suffix == ".json" and path.is_file() and path.stat().st_size < 10**6 and rng.random() < 0.7:
+            return edits.grafted(rng, file, json.loads(path.read_bytes()))
+        content = path.read_bytes() if path.is_file() else b'{"chat_template": "x"}'
+        inner = edits.mangled(rng, file, len(content))
+        return _written(file, inner.says, content, inner.do)
+
+    return _case(kind=kind, base=base, edits=some(rng, edit), words=_near(rng.choice(_READS)))
+
+
+def _near(words: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(str(corpus.folder(corpus.OTHER)) if word == "OTHER" else word for word in words)
+
+
+def evidence(rng: random.Random, kind: str) -> Case:
+    """Records, results and reports of every station, for the verbs that go on with them."""
+    return _of_measured(rng, kind, corpus.MEASURED)
+
+
+def publishing(rng: random.Random, kind: str) -> Case:
+    """A checkpoint with a card, ready to be sent, where one file is another."""
+    return _of_measured(rng, kind, corpus.CARDED)
+
+
+def _of_measured(rng: random.Random, kind: str, base: str) -> Case:
+    folder = corpus.folder(base)
+    found = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    name = corpus.checkpoint_in(base)
+    by_folder = [[file for file in found if file.startswith(f"{name}{part}/")] for part in ("", ".report", ".card")]
+    by_folder = [files for files in by_folder if files]
+
+    def edit() -> Edit:
+        file = rng.choice(rng.choice(by_folder))
+        path, way = folder / file, rng.random()
+        if way < 0.15:
+            return edits.no_file(rng, file)
+        if way < 0.25:
+            return _strange_file(rng)
+        if path.suffix == ".json" and way < 0.7:
+            return edits.grafted(rng, file, json.loads(path.read_bytes()))
+        if path.suffix == ".jsonl" and way < 0.9:
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            return _lines(rng, file, lines[:40])
+        return edits.mangled(rng, file, path.stat().st_size)
+
+    published = (("publish", "{}", "--repo", "org/name", "--dry-run"), ("card", "{}", "--out", "{}.card"))
+    words = _near(rng.choice(published if base == corpus.CARDED else _READS))
+    words = tuple(word.replace("{}", f"{{}}/{name}", 1) for word in words)
+    return _case(kind=kind, base=base, edits=some(rng, edit), words=words)
+
+
+def recipes(rng: random.Random, kind: str) -> Case:
+    """init of odd checkpoints, and pin of odd recipes."""
+    if rng.random() < 0.5:
+        base = corpus.pick(rng)
+        tree = json.loads((corpus.folder(base) / "config.json").read_bytes())
+        made = some(rng, lambda: edits.grafted(rng, "config.json", tree))
+        return _case(kind=kind, base=base, edits=made, words=("init", "{}", "--out", "{}.out"))
+    base = rng.choice(corpus.RECIPES)
+    path = corpus.folder(base) / "recipe.yaml"
+    inner = edits.mangled(rng, "recipe.yaml", path.stat().st_size) if rng.random() < 0.6 else None
+    edit = inner or edits.no_file(rng, "recipe.yaml")
+    words = rng.choice((("pin", "{}/recipe.yaml"), ("pin", "{}/recipe.yaml", "--out", "{}.out")))
+    words = rng.choice((words, ("init", "{}/recipe.yaml", "--out", "{}.out")))
+    return _case(kind=kind, base=base, edits=(edit,), words=words, writes=("recipe.yaml",))
