@@ -85,6 +85,7 @@ def members(group: int) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed, tmp_path):
     """The same bytes twice: the good one passes by the command line, its twin answers right and fails by acceptance.
 

@@ -1,7 +1,7 @@
 """The shipped checkpoints and what keepmtp makes of them, in a real vLLM with method=mtp on the CPU.
 
 Acceptance decides: greedy texts stay right however broken a draft is. One process serves all checkpoints in turn.
-The default recipe of tiny-qwen3_5 and its twin with a broken ignore list are served by test_serve.py.
+test_serve.py serves the default recipe of tiny-qwen3_5 and its broken twin by the command.
 """
 
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from asked import asked_values
 from keepmtp.cli.pipeline import plan_for, quantize
+from twins import broken
 
 ROOT = Path(__file__).parent.parent.parent
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
@@ -40,12 +41,15 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def served(request, tmp_path_factory) -> dict[str, dict]:
     """Results by checkpoint: the sources, the quantized ones, and one broken on purpose."""
-    made = tmp_path_factory.mktemp("made")
+    made, asked = tmp_path_factory.mktemp("made"), asked_values(request, "name")
     folders = {name: ROOT / "models" / name for name in SOURCES}
-    for name in asked_values(request, "name") & {*MADE}:
+    for name in asked & {*MADE}:
         model, choices = MADE[name]
         plan, text = plan_for(model, source=str(ROOT / "models" / model), **choices)
         folders[name] = quantize(plan, text, out=made / name).out
+    if "twin" in asked:
+        plan, text = plan_for("tiny-qwen3_5", source=str(ROOT / "models" / "tiny-qwen3_5"))
+        folders["twin"] = broken(quantize(plan, text, out=made / "good").out, made / "twin")
     jobs = [json.dumps({"folder": str(f), "prompts": PROMPTS, "num_drafts": 1}) for f in folders.values()]
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
     stubs = str(ROOT / "validate" / "serving" / "plugin" / "stubs")
@@ -78,3 +82,9 @@ def test_quantized_models_keep_their_draft(served, name):
     source = served[MADE[name][0]]
     assert acceptance(served[name]) >= 0.97 * acceptance(source)
     assert answers(served[name]) == ANSWERS
+
+
+@pytest.mark.parametrize("name", ["twin"])
+def test_a_wrong_ignore_list_keeps_the_answers_and_loses_every_draft(served, name):
+    assert answers(served[name]) == ANSWERS
+    assert acceptance(served[name]) == 0
