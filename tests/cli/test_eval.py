@@ -177,17 +177,18 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, mon
     assert seen[3] == Evaluation(task="humaneval", k=2), "another task is asked as that task is"
 
 
-@pytest.mark.parametrize(("words", "is_said"), [((), True), (("bwrap",), False)])
-def test_programs_that_nothing_contains_are_announced(words, is_said, checkpoint, monkeypatch):
+@pytest.mark.parametrize(("fence", "is_said"), [((), True), (("bwrap",), False)])
+def test_programs_that_nothing_contains_are_announced(fence, is_said, checkpoint, monkeypatch):
     """And only where some are run: GSM8K has none."""
 
     def stop(protocol: Evaluation, *, runs_code: bool):
         raise KeepMTPError("", "here", got="far enough", cure="Stop")
 
     monkeypatch.setattr("keepmtp.validate.evaluation.lm_eval_task.questions", stop)
-    monkeypatch.setattr("keepmtp.validate.evaluation.model_code.fence", lambda: words)
+    monkeypatch.setattr("keepmtp.validate.evaluation.model_code.fence", lambda: fence)
     for task, runs in (("humaneval", is_said), ("gsm8k", False)):
-        done = CliRunner().invoke(app, ["eval", str(checkpoint), "--task", task, "--run-model-code"])
+        words = ["eval", str(checkpoint), "--source", str(GLM), "--task", task, "--run-model-code"]
+        done = CliRunner().invoke(app, words)
         assert ("with your rights, files and network" in " ".join(done.stderr.split())) == runs, done.output
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import KEEPMTP
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.pipeline import plan_for, quantize
@@ -100,6 +101,19 @@ def reasons(found: dict) -> dict[str, dict]:
     return {reason["gate"]: reason for reason in found["judgement"]["reasons"]}
 
 
+def test_the_first_questions_of_the_release(tmp_path):
+    """One server: real prompts, answers, scores and draft counters. Without a source nothing is judged."""
+    words = [KEEPMTP, "eval", str(GLM), "--recipe", "tiny-glm4-moe", "--source", "none", "--no-plain"]
+    words += ["--limit", "40", "--json", "--out", str(tmp_path)]
+    environment = stranger(OMP_NUM_THREADS="1", VLLM_PYTHON=str(VLLM_PYTHON))
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    fact = json.loads(done.stdout)["evaluation"]
+    assert all(score["value"] > 0.8 for score in fact["checkpoint"]["scores"]) and fact["plain"] is None
+    assert fact["checkpoint"]["num_questions"] == 40 and fact["checkpoint"]["acceptance"] > 0.9
+
+
+@pytest.mark.full
 def test_source_and_checkpoint_score_well_above_zero(made, found):
     fact = found["evaluation"]
     source, checkpoint = fact["source"], fact["checkpoint"]
@@ -122,6 +136,7 @@ def test_source_and_checkpoint_score_well_above_zero(made, found):
     assert verify(made.with_name("glm.report")).evaluation is not None, "every figure follows from the answers"
 
 
+@pytest.mark.full
 def test_with_mtp_off_the_checkpoint_answers_the_same(found):
     """The third arm: the checkpoint's own bytes, greedy, with nothing drafted."""
     plain, checkpoint = found["evaluation"]["plain"], found["evaluation"]["checkpoint"]
@@ -133,6 +148,7 @@ def test_with_mtp_off_the_checkpoint_answers_the_same(found):
     assert reasons(found)["drafting"]["verdict"] == "pass"
 
 
+@pytest.mark.full
 def test_the_same_again_starts_no_server(keepmtp, made, found):
     logs = {path: path.stat().st_mtime_ns for path in made.with_name("glm.report").glob("logs/*")}
     assert len(logs) == 3
