@@ -185,7 +185,9 @@ def test_nothing_outside_is_in_reach_of_bubblewrap(tmp_path):
         given = f"KEPT, SECRET, PID, PORT = {str(kept)!r}, {str(tmp_path / 'secret')!r}, {other.pid}, {port}\n"
         try:
             assert passes(given + HARM, "assert done() == []", words)
-            assert other.poll() is None and os.getpriority(os.PRIO_PROCESS, other.pid) == 0
+            assert other.poll() is None and os.getpriority(os.PRIO_PROCESS, other.pid) == os.getpriority(
+                os.PRIO_PROCESS, 0
+            )
         finally:
             other.kill()
     after = os.stat(kept)
