@@ -13,8 +13,8 @@ from modelopt_form import modelopt
 from typer.testing import CliRunner
 from without_mtp import SAID, TWINS, broken, llama, said
 
-# vLLM has a quantization class for a model_type alone, which reads the experts otherwise; and only the family says that
-# vLLM puts the target's embedding and head in the draft's place, whatever their form on the disk.
+# vLLM has a quantization class for a model_type alone, which reads the experts otherwise; and the family alone says
+# that vLLM puts the target's embedding and head in the draft's place, whatever their form on the disk.
 OF_ONE_MODEL = ("dsv4 nvfp4 experts", "glm fp8, the draft's copies too")
 
 
