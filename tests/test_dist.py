@@ -36,6 +36,7 @@ def test_the_sdist_holds_what_git_tracks(built):
     assert {name for name in names if not name.startswith("keepmtp.egg-info/")} == set(tracked()) | GENERATED
 
 
+@pytest.mark.full
 def test_the_index_would_take_both(built):
     words = [sys.executable, "-m", "twine", "check", "--strict", str(built), str(sdist_of(built))]
     done = subprocess.run(words, capture_output=True, text=True)

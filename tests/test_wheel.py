@@ -26,7 +26,11 @@ NO_VLLM = "neither VLLM_PYTHON"
 Keepmtp = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module", params=EXTRAS, ids=lambda extra: extra or "no-extra")
+@pytest.fixture(
+    scope="module",
+    params=["", *(pytest.param(extra, marks=pytest.mark.full) for extra in EXTRAS[1:])],
+    ids=lambda extra: extra or "no-extra",
+)
 def extra(request) -> str:
     return request.param
 

@@ -47,6 +47,7 @@ def test_fixture_is_as_large_as_the_release_and_takes_no_disk(plan):
     assert sum(file.st_blocks * 512 for file in files) < 60e6
 
 
+@pytest.mark.few(1)
 def test_counts_and_bytes(plan):
     num_in, _, num_out, bytes_out = FULL_SIZE[plan.recipe.name]
     assert len(plan.entries) == num_in

@@ -182,6 +182,7 @@ def test_a_server_that_falls_silent_is_not_waited_for(monkeypatch, tmp_path):
             impatient.measure([Request(messages=None, text="1 + 1?")], **how)
 
 
+@pytest.mark.full
 def test_a_request_that_fails_leaves_a_sentence_and_no_figure(tmp_path):
     """The stub does not stream, so vLLM's benchmark gets no token from it."""
     words = ("-k", "0", "--concurrency", "1", "--requests", "2", "--repeat", "1", "--out", str(tmp_path / "out"))

@@ -74,6 +74,7 @@ def judged(silent, tmp_path_factory) -> dict[str, CheckData]:
     return {name: checked.data for name, checked in zip(folders, found, strict=True)}
 
 
+@pytest.mark.full
 def test_one_call_judges_all_checkpoints_on_all_gpus(good, silent):
     """JSON for machines, one line a checkpoint; a later one is judged although an earlier one failed."""
     words = ["--gpu", "sm100", "--gpu", "sm90", "--tp", "1", "--tp", "2", "--json"]

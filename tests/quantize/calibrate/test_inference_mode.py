@@ -170,6 +170,7 @@ def test_llmcompressor_dies(answers, form):
     assert line == "onloaded.copy_(value)"
 
 
+@pytest.mark.full
 def test_llmcompressor_does_not_warn_in_the_pipeline_that_dies(answers):
     """Why keepmtp looks for itself: the same function, asked before the forwards are replaced, does see it."""
     assert answers["warned in the pipeline"] == []

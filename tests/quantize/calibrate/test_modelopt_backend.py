@@ -322,6 +322,7 @@ def test_either_dialect_has_the_same_bytes(written):
         assert record.recipe.whole["calibration"]["backend"] == "modelopt"
 
 
+@pytest.mark.full
 def test_ranks_give_the_bits_of_one(written, tmp_path):
     """Each sees its own sequences; what a sweep sees of a weight is the same everywhere."""
     one = written["compressed-tensors"]

@@ -52,6 +52,7 @@ def test_it_is_what_its_training_said(backbone, accepted):
         assert accepted.by_position(int(k)) == pytest.approx(rates, abs=0.01)
 
 
+@pytest.mark.full
 def test_its_drafts_leave_room_on_both_sides(accepted):
     """A block that is always right, or never, cannot show which policy is better."""
     assert 0.60 <= accepted.by_position(1)[0] <= 0.85

@@ -227,6 +227,7 @@ def test_a_layer_of_quark_has_the_scheme_that_vllm_says(asked):
     assert set(CLASSES) < seen.keys() and seen["NotImplementedError"] > 100, seen
 
 
+@pytest.mark.full
 @pytest.mark.vllm
 def test_a_config_of_autoround_has_the_scheme_that_vllm_says(asked):
     seen = Counter[str]()
