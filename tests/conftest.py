@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -77,32 +76,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {TESTS / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
-    products: dict[str, list[pytest.Function]] = defaultdict(list)
+    products: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and any(map(item.get_closest_marker, ("few", "covering"))):
+        if item.get_closest_marker("few"):
             products[item.nodeid.partition("[")[0]].append(item)
     for cases in products.values():
-        few, covering = cases[0].get_closest_marker("few"), cases[0].get_closest_marker("covering")
-        kept = spread(cases, *few.args) if few else cover(cases, *covering.args)
-        for case in cases:
-            if case not in kept:
+        (number,) = cases[0].get_closest_marker("few").args
+        kept = {place * len(cases) // number for place in range(number)}
+        for place, case in enumerate(cases):
+            if place not in kept:
                 case.add_marker(pytest.mark.full)
-
-
-def spread(cases: list[pytest.Function], number: int) -> list[pytest.Function]:
-    """So many, at even distances."""
-    return [cases[place * len(cases) // number] for place in range(min(number, len(cases)))]
-
-
-def cover(cases: list[pytest.Function], ways: int) -> list[pytest.Function]:
-    """Few cases that have each value of each parameter (ways 1), or each pair of values (ways 2)."""
-    rows = {case: set(combinations(sorted(case.callspec.indices.items()), ways)) for case in cases}
-    kept, left = [], set().union(*rows.values())
-    while left:
-        best = max(rows, key=lambda case: len(rows[case] & left))
-        kept.append(best)
-        left -= rows[best]
-    return kept
 
 
 @pytest.fixture(scope="session")
