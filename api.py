@@ -22,16 +22,16 @@ from .recipes.errors import KeepMTPError
 
 if TYPE_CHECKING:
     from .checkpoints.identity import ReadingBar
-    from .cli.pipeline import FinishedRun
-    from .cli.progress import RunProgress
-    from .quantize.plan import Plan
+    from .pipeline import FinishedRun
+    from .quantize.plan.plan import Plan
+    from .quantize.run.progress import RunProgress
     from .recipes.schema import Recipe
     from .validate.check.check import Checked
-    from .validate.check.findings import Finding, Runtime
-    from .validate.dryload.facts import GPU
-    from .validate.report.results import CheckData
-    from .validate.report.schema import FullReport as Report
-    from .validate.values.reading import Level
+    from .validate.check.reading import Level
+    from .validate.facts.dry_load import GPU
+    from .validate.facts.findings import Finding, Runtime
+    from .validate.facts.results import CheckData
+    from .validate.facts.schema import FullReport as Report
 
 __all__ = [
     "CheckData",
@@ -53,13 +53,13 @@ __all__ = [
 ]
 # Type -> its module and its name there.
 _TYPES = {
-    "CheckData": (".validate.report.results", "CheckData"),
-    "Finding": (".validate.check.findings", "Finding"),
-    "FinishedRun": (".cli.pipeline", "FinishedRun"),
-    "Plan": (".quantize.plan", "Plan"),
+    "CheckData": (".validate.facts.results", "CheckData"),
+    "Finding": (".validate.facts.findings", "Finding"),
+    "FinishedRun": (".pipeline", "FinishedRun"),
+    "Plan": (".quantize.plan.plan", "Plan"),
     "Recipe": (".recipes.schema", "Recipe"),
-    "Report": (".validate.report.schema", "FullReport"),
-    "RunProgress": (".cli.progress", "RunProgress"),
+    "Report": (".validate.facts.schema", "FullReport"),
+    "RunProgress": (".quantize.run.progress", "RunProgress"),
 }
 
 
@@ -104,7 +104,7 @@ def plan(
     Raises:
         KeepMTPError: the recipe does not fit the checkpoint, or the checkpoint cannot be read.
     """
-    from .cli import pipeline
+    from . import pipeline
 
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     made, recipe_text = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
@@ -133,8 +133,8 @@ def quantize(
     Raises:
         KeepMTPError: before a byte is written; or the checkpoint does not pass its own check.
     """
-    from .cli import pipeline
-    from .cli.progress import SILENT
+    from . import pipeline
+    from .quantize.run.progress import SILENT
 
     return pipeline.quantize(
         planned,
@@ -185,7 +185,7 @@ def check(
     from .recipes.extras import require_extra
 
     require_extra("check", "quantize")
-    from .validate.values.values import with_values
+    from .validate.check.values import with_values
 
     return with_values(checked, values, source=None if source is None else str(source)).data
 
@@ -215,7 +215,7 @@ def check_all(
         yield from (with_commands(examine(path, runtimes=runtimes)) for path in paths)
         return
     from .validate.dryload.check_on import check_on
-    from .validate.serving.vllm_env import find_vllm
+    from .validate.facts.vllm_env import find_vllm
 
     loaded = check_on(
         paths,
@@ -240,8 +240,8 @@ def report(path: str | Path) -> "Report":
     Raises:
         KeepMTPError: there is none, or its numbers are not those of the result files.
     """
+    from .validate.facts.results import results_of
     from .validate.report.report import read_json, refresh
-    from .validate.report.results import results_of
 
     results = results_of(Path(path))
     return read_json(Path(path)) if results is None else refresh(results)
@@ -285,8 +285,8 @@ def card(
     Raises:
         KeepMTPError: the bytes or the numbers are not those that were measured, or something is not known.
     """
-    from .cli.source_of import folder_it_was_made_from
-    from .validate.publish import card as cards
+    from .checkpoints.source_of import folder_it_was_made_from
+    from .validate.report import card as cards
 
     return cards.build(
         Path(checkpoint),

@@ -78,7 +78,7 @@ import torch
 from llmcompressor import oneshot
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from keepmtp.quantize.calibrate.data import calibration_data
+from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.find import read_recipe
 from torch.utils.data import DataLoader
@@ -127,8 +127,8 @@ from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
-from keepmtp.quantize.calibrate.experts import linear_experts
-from keepmtp.quantize.calibrate.layer import calibrate
+from keepmtp.quantize.calibrate.model.experts import linear_experts
+from keepmtp.quantize.calibrate.layers.layer import calibrate
 config = Glm4MoeConfig(num_hidden_layers=1, first_k_dense_replace=0, hidden_size=64, moe_intermediate_size=32,
                        n_routed_experts=int(sys.argv[1]), num_attention_heads=4, num_key_value_heads=2, head_dim=16,
                        vocab_size=512, attn_implementation="eager")
@@ -167,8 +167,8 @@ import json, sys, tempfile, time
 from pathlib import Path
 import torch
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.pipeline import plan_before_measuring
-from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.pipeline import plan_before_measuring
+from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.quantize.calibrate.run import calibrate
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe

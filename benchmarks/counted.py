@@ -18,12 +18,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import torch
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.data import CalibrationData
-from keepmtp.quantize.cards import CARDS
-from keepmtp.quantize.estimate import Estimate, TimeTerm, estimate
-from keepmtp.quantize.memory import MAX_TOKENS, largest_batch_size
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.calibrate.data.data import CalibrationData
+from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
+from keepmtp.quantize.needs.cards import CARDS
+from keepmtp.quantize.needs.estimate import Estimate, TimeTerm, estimate
+from keepmtp.quantize.needs.memory import MAX_TOKENS, largest_batch_size
+from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.find import find_recipe
 from passes import ALONE
 from releases import source_layout, write_checkpoint

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import releases
 from checkpoint_files import Checkpoint, as_source
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.output import output_config
-from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.write.output import output_config
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check_source
 

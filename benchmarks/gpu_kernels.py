@@ -13,8 +13,8 @@ import torch.distributed as dist
 from compressed_tensors.distributed import as_broadcastable
 from gpu_row import GpuRow, seconds_of
 from keepmtp.checkpoints import dequantize
-from keepmtp.quantize.calibrate.inputs import InputRanges
-from keepmtp.quantize.pack import pack
+from keepmtp.quantize.calibrate.layers.inputs import InputRanges
+from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.schemes import SCHEMES, Scheme
 from torch import Tensor
 

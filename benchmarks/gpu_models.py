@@ -16,18 +16,18 @@ import torch
 from gpu_row import GpuRow, forget_peak, peak_bytes, wait_for
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import TORCH_DTYPES
-from keepmtp.cli.pipeline import plan_before_measuring
-from keepmtp.quantize import writer
-from keepmtp.quantize.calibrate.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.batch_size import num_in_batch, with_batch_size
-from keepmtp.quantize.calibrate.data import CalibrationData
-from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.pipeline import plan_before_measuring
+from keepmtp.quantize.calibrate.data.batch_size import num_in_batch, with_batch_size
+from keepmtp.quantize.calibrate.data.data import CalibrationData
+from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.run import calibrate
-from keepmtp.quantize.cards import card_of
-from keepmtp.quantize.estimate import estimate
-from keepmtp.quantize.memory import FRAGMENTS, stations
-from keepmtp.quantize.output import claim
-from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.needs.cards import card_of
+from keepmtp.quantize.needs.estimate import estimate
+from keepmtp.quantize.needs.memory import FRAGMENTS, stations
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.run.ranks import Ranks
+from keepmtp.quantize.write import writer
+from keepmtp.quantize.write.output import claim
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Calibration

@@ -36,7 +36,10 @@ VAGUE = {
 def sources() -> list[Path]:
     """The files of the package: what the wheel holds, without tests and scripts."""
     inside = (path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py")))
-    return [*(ROOT / name for name in ("__init__.py", "__main__.py", "api.py") if (ROOT / name).exists()), *inside]
+    return [
+        *(ROOT / name for name in ("__init__.py", "__main__.py", "api.py", "pipeline.py") if (ROOT / name).exists()),
+        *inside,
+    ]
 
 
 def parsed(path: Path) -> ast.Module:

@@ -29,18 +29,18 @@ from keepmtp.checkpoints.mtp_source import has_mtp, with_mtp_of
 from keepmtp.checkpoints.source import MTP_FILES, Source, open_source
 from keepmtp.checkpoints.stored import KV_SCALE_LEAVES, StoredWeight
 from keepmtp.checkpoints.values import read_tensor
-from keepmtp.quantize.calibrate.accepted import Acceptance
-from keepmtp.quantize.calibrate.backbone import Backbone
-from keepmtp.quantize.calibrate.binding import Binding
-from keepmtp.quantize.calibrate.caches import serve_cache
-from keepmtp.quantize.calibrate.data import CalibrationData
-from keepmtp.quantize.calibrate.held_out import acceptance
-from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block
-from keepmtp.quantize.calibrate.ranks import Ranks
-from keepmtp.quantize.calibrate.skeleton import Skeleton
-from keepmtp.quantize.calibrate.states import States
-from keepmtp.quantize.calibrate.target import Target, target
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.calibrate.data.data import CalibrationData
+from keepmtp.quantize.calibrate.layers.backbone import Backbone
+from keepmtp.quantize.calibrate.layers.caches import serve_cache
+from keepmtp.quantize.calibrate.model.binding import Binding
+from keepmtp.quantize.calibrate.model.skeleton import Skeleton
+from keepmtp.quantize.calibrate.model.states import States
+from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
+from keepmtp.quantize.calibrate.mtp.held_out import acceptance
+from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
+from keepmtp.quantize.calibrate.mtp.target import Target, target
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName

@@ -30,7 +30,7 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TQDM_DISABLE="1")
 os.environ.update(LLM_COMPRESSOR_LOG_DISABLED="true", COMPRESSED_TENSORS_LOG_DISABLED="true")
 
 import torch
-from keepmtp.quantize.pack import pack
+from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.schemes import SCHEMES, SEARCHES, Scheme
 from llmcompressor import model_free_ptq
 from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter

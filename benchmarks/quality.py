@@ -33,7 +33,7 @@ from judge import Judge, Reading
 from keepmtp import __version__
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
-from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from quality_page import write_page

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from keepmtp.quantize.calibrate.accepted import student_t, unseen
+from keepmtp.quantize.calibrate.mtp.accepted import student_t, unseen
 from quality_rows import rows_of
 from torch import Tensor
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.data import calibration_data
+from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.recipes.find import read_recipe
 from keepmtp.recipes.schema import Recipe
 from torch import Tensor

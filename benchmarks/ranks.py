@@ -37,8 +37,8 @@ MOST = 0.5
 CHILD = """
 import json, sys, time
 from pathlib import Path
-from keepmtp.cli.pipeline import plan_for, quantize
-import keepmtp.quantize.calibrate.run, keepmtp.quantize.writer
+from keepmtp.pipeline import plan_for, quantize
+import keepmtp.quantize.calibrate.run, keepmtp.quantize.write.writer
 recipe, source, out = sys.argv[1:]
 started, wall = time.process_time(), time.perf_counter()
 plan, text = plan_for(recipe, source=source)

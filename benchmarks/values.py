@@ -25,11 +25,11 @@ from good import ours, planned
 from huggingface_hub import constants
 from keepmtp.checkpoints.safetensors_file import lay_out
 from keepmtp.checkpoints.source import INDEX
-from keepmtp.cli.own_values import refuse_broken_values
-from keepmtp.cli.pipeline import plan_for, quantize
-from keepmtp.quantize.plan import Plan
+from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.plan.plan import Plan
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.values.reading import Stretch, chosen, gap_of, joined, num_requests, summaries
+from keepmtp.validate.check.own_values import refuse_broken_values
+from keepmtp.validate.check.reading import Stretch, chosen, gap_of, joined, num_requests, summaries
 from writing import synthetic
 from written_values import opened
 

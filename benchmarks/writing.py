@@ -30,8 +30,8 @@ import json, os, re, sys, time
 from pathlib import Path
 source, out, model, scheme, threads, num_cores = sys.argv[1:]
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(num_cores)])
-from keepmtp.quantize.output import claim
-from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.write.output import claim
+from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.find import find_recipe
 def peak():
@@ -43,7 +43,7 @@ plan = make_plan(recipe, open_source(source), shard_bytes=8_000_000)
 planned = time.perf_counter() - started
 seconds = 0.0
 if int(threads):
-    from keepmtp.quantize.writer import write
+    from keepmtp.quantize.write.writer import write
 before = peak()
 if int(threads):
     started = time.perf_counter()

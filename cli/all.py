@@ -19,13 +19,13 @@ from rich.console import Console
 
 from ..recipes.errors import CheckpointError, RecipeError, printable
 from ..recipes.extras import require_extra
-from ..validate.child import Child, environment
+from ..validate.facts.child import Child, environment
 from .gate import TOO_LITTLE
 from .options import AnyVLLMOption, ModelCodeOption, TrustOption, chosen_vllm, refuse_stray_words
 from .tables import escape
 
 if TYPE_CHECKING:
-    from ..quantize.plan import Plan
+    from ..quantize.plan.plan import Plan
     from ..recipes.schema import Recipe
 
 _STATION_SECONDS = 60.0  # it may have a server to end, which takes a third of that at most
@@ -85,14 +85,14 @@ def everything(
 
     Example: `keepmtp all glm-4.7 --source /data/GLM-4.7 --out /data/out -k 3 -- --tensor-parallel-size 8`
     """
-    from ..quantize.output import is_empty, tidy
-    from ..quantize.own_code import refuse_untrusted_code
-    from ..validate.closeness.texts import text_file
-    from ..validate.publish.base_model import refuse_no_id, refuse_unknown
-    from ..validate.report.results import report_folder
-    from ..validate.serving.room import refuse_no_room
-    from ..validate.serving.server import refuse_words
-    from . import pipeline as run
+    from .. import pipeline as run
+    from ..quantize.plan.own_code import refuse_untrusted_code
+    from ..quantize.write.output import is_empty, tidy
+    from ..validate.facts.results import report_folder
+    from ..validate.measure.room import refuse_no_room
+    from ..validate.measure.server import refuse_words
+    from ..validate.measure.texts import text_file
+    from ..validate.report.base_model import refuse_no_id, refuse_unknown
 
     refuse_stray_words("all", context.args)
     refuse_words("all", context.args)
@@ -189,7 +189,7 @@ def _each(name: str, values: list[Any]) -> list[str]:
 
 def _refuse_evaluation(plan: "Plan", k: int | None, extra: tuple[str, ...], *, runs_code: bool) -> None:
     """What would stop the evaluation, known before hours of quantizing."""
-    from ..validate.evaluation import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
+    from ..validate.measure import gsm8k, lm_eval_task  # lm-eval and datasets, once they are known to be there
 
     for own in plan.recipe.evaluations:
         protocol = own if k is None else own.model_copy(update={"k": k})
@@ -200,7 +200,7 @@ def _refuse_evaluation(plan: "Plan", k: int | None, extra: tuple[str, ...], *, r
 def _refuse_another(out: Path, recipe: "Recipe") -> None:
     """A finished folder is taken for this run's output only if the same decisions made it."""
     from ..checkpoints.record import RECORD, read_record
-    from ..validate.publish.provenance import other_decision
+    from ..validate.report.provenance import other_decision
 
     cure = "Choose another --out"
     try:
@@ -218,9 +218,9 @@ def _refuse_another(out: Path, recipe: "Recipe") -> None:
 def _is_served(out: Path, k: int) -> bool:
     """Whether real servers have served exactly these bytes at every k up to this one, without a regression."""
     from ..checkpoints.identity import identify
+    from ..validate.facts.results import read_result, report_folder
+    from ..validate.measure.serve_check import ks_up_to
     from ..validate.report.report import from_results
-    from ..validate.report.results import read_result, report_folder
-    from ..validate.serving.serve_check import ks_up_to
     from .serve_check import exit_status
 
     folder = report_folder(out)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
-from ..validate.serving.vllm_env import TIMEOUT_SECONDS
+from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .exits import FINDINGS
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, download_lines, measuring
@@ -27,8 +27,8 @@ from .tables import say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
-    from ..validate.bench.matrix import BenchModel, BenchPlan
-    from ..validate.serving.served import Role
+    from ..validate.facts.served import Role
+    from ..validate.measure.bench import BenchModel, BenchPlan
 
 _MOST_K = 4
 _LIMIT = 1 << 20
@@ -97,14 +97,14 @@ def bench(
     Example: `keepmtp bench /data/out -k 0..4 --concurrency 1,8,32 --prompts qualitative.jsonl -- -tp 8`
     """
     from ..checkpoints.source import download, open_source
-    from ..validate.bench import matrix
-    from ..validate.bench import prompts as asked
+    from ..checkpoints.source_of import original_of
+    from ..validate.facts.results import file_of, report_folder, write_result
+    from ..validate.measure import bench as matrix
+    from ..validate.measure import bench_prompts as asked
+    from ..validate.measure.room import refuse_no_room
+    from ..validate.measure.server import refuse_words
     from ..validate.report import report as reports
-    from ..validate.report.results import file_of, report_folder, write_result
-    from ..validate.serving.room import refuse_no_room
-    from ..validate.serving.server import refuse_words
     from .bench_tables import counted, planned, tables
-    from .source_of import original_of
 
     refuse_stray_words("bench", context.args)
     refuse_words("bench", context.args)
@@ -182,7 +182,7 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
 def _ks(words: str | None, checkpoint: "Source") -> tuple[int, ...]:
     """Those that the user names; else 0 to 4, as far as the MTP block can draft them."""
     from ..recipes.families import find_view
-    from ..validate.serving.serve_check import ks_up_to
+    from ..validate.measure.serve_check import ks_up_to
 
     if words is not None:
         return numbers("--k", words, least=0)
@@ -192,7 +192,7 @@ def _ks(words: str | None, checkpoint: "Source") -> tuple[int, ...]:
 
 def _model(source: "Source", role: "Role", plan: "BenchPlan", err: Console, *, as_json: bool) -> "BenchModel":
     from ..checkpoints.identity import identify
-    from ..validate.bench.matrix import BenchModel, form_of
+    from ..validate.measure.bench import BenchModel, form_of
 
     assert source.folder is not None, "download() gives a folder"
     reading = None if as_json else bytes_bar(err, "reading")

@@ -14,8 +14,8 @@ from ..recipes.errors import printable
 from .tables import escape, plain_table
 
 if TYPE_CHECKING:
-    from ..validate.bench.benched import BenchCell, Benched, BenchFact
-    from ..validate.bench.matrix import BenchPlan
+    from ..validate.facts.benched import BenchCell, Benched, BenchFact
+    from ..validate.measure.bench import BenchPlan
 
 
 def counted(plan: "BenchPlan", num_checkpoints: int) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _notes(found: "BenchFact") -> Iterator[str]:
 
 
 def _load(load: tuple[int, int]) -> str:
-    from ..validate.bench.benched import words_of
+    from ..validate.facts.benched import words_of
 
     return words_of(load)
 

@@ -10,14 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..quantize.calibrate.facts import CalibrationFact, CandidateFact, SearchFact
-from ..quantize.plan import Plan, TensorPlan
+from ..quantize.calibrate.mtp.facts import CalibrationFact, CandidateFact, SearchFact
+from ..quantize.plan.plan import Plan, TensorPlan
 from ..recipes.family import QUANTIZABLE_ROLES
 from ..recipes.find import calibration_name
 from ..recipes.listing import in_words
 from ..recipes.schema import AUTO, TextsOfMix, candidates_for
 from ..recipes.schemes import RESCALING, REWRITES, SCHEMES
-from .refusals import needs_calibration
 from .tables import escape, plain_table, size_in_words
 
 
@@ -82,7 +81,7 @@ def _texts(texts: TextsOfMix, *, is_alone: bool) -> str:
 def will_do_json(plan: Plan) -> dict[str, Any] | None:
     """The same for machines; None for a plan without calibration. The dataset is in the recipe."""
     recipe, family = plan.recipe, plan.view.family
-    if recipe.calibration is None or not needs_calibration(plan):
+    if recipe.calibration is None or not plan.needs_batches:
         return None
     weights = Counter(
         (tensor.part, tensor.role, _stored_as(tensor), _from_batches(tensor, recipe.calibration.algorithm))

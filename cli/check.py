@@ -16,19 +16,19 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..recipes.errors import RecipeError
-from ..validate.serving.vllm_env import TESTED
+from ..recipes.errors import RecipeError, size_in_words
+from ..validate.facts.vllm_env import TESTED
 from . import exits, findings, tables
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_runtimes, chosen_vllm
 from .tables import escape
 
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
-    from ..validate.check.findings import Runtime
-    from ..validate.dryload.facts import LoadAccount, Role
-    from ..validate.report.results import CheckData
-    from ..validate.values.reading import Level
-    from ..validate.values.values import Fetch
+    from ..validate.check.reading import Level
+    from ..validate.check.values import Fetch
+    from ..validate.facts.dry_load import LoadAccount, Role
+    from ..validate.facts.findings import Runtime
+    from ..validate.facts.results import CheckData
 
 
 def check(
@@ -152,12 +152,12 @@ def _with_values(checked: "Checked", level: "Level", source: str | None, err: Co
     from ..recipes.extras import require_extra
 
     require_extra("check --values", "quantize")
+    from ..validate.check.values import Watch, with_values
     from ..validate.publish.hub import stopped_by_signals
-    from ..validate.values.values import Watch, with_values
     from .progress import bytes_bar
 
     def say(fetch: "Fetch") -> None:
-        line = f"{fetch.where}: {fetch.num_tensors:,} tensors, {tables.size_in_words(fetch.num_bytes)} by "
+        line = f"{fetch.where}: {fetch.num_tensors:,} tensors, {size_in_words(fetch.num_bytes)} by "
         line += f"{fetch.num_requests:,} range requests"
         tables.say(err, line)
 

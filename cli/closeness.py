@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..recipes.errors import RecipeError, printable
 from ..recipes.extras import require_extra
-from ..validate.serving.vllm_env import TIMEOUT_SECONDS
+from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .gate import EXITS
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, download_lines
@@ -26,10 +26,10 @@ from .tables import VERDICT_COLOURS, escape, plain_table, print_json, say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
-    from ..validate.closeness.facts import ClosenessFact
-    from ..validate.closeness.texts import HeldOut
-    from ..validate.report.schema import ReasonFact
-    from ..validate.serving.served import Role
+    from ..validate.facts.closeness import ClosenessFact
+    from ..validate.facts.schema import ReasonFact
+    from ..validate.facts.served import Role
+    from ..validate.measure.texts import HeldOut
 
 _CURE = "Name it with --source"
 
@@ -85,16 +85,17 @@ def closeness(
     """
     from ..checkpoints.identity import identify
     from ..checkpoints.source import download, open_source
+    from ..checkpoints.source_of import original_of
+    from ..validate.facts.results import report_folder, write_result
+    from ..validate.measure.room import refuse_no_room
+    from ..validate.measure.server import refuse_words
     from ..validate.report import report as reports
-    from ..validate.report.results import report_folder, write_result
-    from ..validate.serving.room import refuse_no_room
-    from ..validate.serving.server import refuse_words
-    from .source_of import original_of
 
     refuse_stray_words("closeness", context.args)
     refuse_words("closeness", context.args)
     require_extra("keepmtp closeness", "quantize")
-    from ..validate.closeness import measure, servers  # numpy, once it is known to be there
+    from ..validate.measure import closeness as measure  # numpy, once it is known to be there
+    from ..validate.measure import closeness_servers as servers
 
     opened, err = open_source(path), Console(stderr=True)
     compared_on = _held_out(opened, text)
@@ -142,7 +143,7 @@ def closeness(
 def _held_out(opened: "Source", text: Path | None) -> "HeldOut":
     from ..checkpoints.record import RECORD, read_record
     from ..checkpoints.source import small_file
-    from ..validate.closeness.texts import held_out
+    from ..validate.measure.texts import held_out
 
     record = small_file(opened, RECORD)
     return held_out(text, None if record is None else read_record(record, where=f"{opened.where}: {RECORD}"))
@@ -164,7 +165,7 @@ def _own_reason(fact: "ClosenessFact", opened: "Source") -> "ReasonFact | None":
 
 def _show(fact: "ClosenessFact", reason: "ReasonFact | None", out: Path, *, as_json: bool) -> None:
     """Print what was found, and end with the status it comes to."""
-    from ..validate.report.results import file_of
+    from ..validate.facts.results import file_of
 
     if as_json:
         told = reason.model_dump(mode="json") if reason else None

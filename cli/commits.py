@@ -6,11 +6,10 @@ Easy to get wrong: this is also where an unreachable dataset is found, before ho
 """
 
 from ..checkpoints.commits import dataset_commit
-from ..quantize.plan import Plan
+from ..quantize.plan.plan import Plan
 from ..recipes.pinned import moves
 from ..recipes.schema import Texts
 from ..recipes.shipped import find_path
-from .refusals import needs_calibration
 
 _LOCAL = "local"
 
@@ -30,7 +29,7 @@ def commits_line(plan: Plan) -> str:
         known = plan.recipe.mtp_source
         branches += [known.revision] if known is not None and moves(known.revision) else []
     calibration = plan.recipe.calibration
-    mix = calibration.mix if calibration is not None and needs_calibration(plan) else ()
+    mix = calibration.mix if calibration is not None and plan.needs_batches else ()
     for texts in filter(_is_on_the_hub, mix):
         name, revision = texts.dataset, texts.dataset_revision
         parts.append(f"dataset {name} at commit {dataset_commit(name, revision, f'calibration.dataset {name}')}")

@@ -18,7 +18,7 @@ from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOptio
 
 if TYPE_CHECKING:
     from ..cure.convert import Conversion
-    from ..validate.dryload.facts import GPU
+    from ..validate.facts.dry_load import GPU
 
 
 def convert(

@@ -23,7 +23,7 @@ from rich.table import Table
 from .. import __version__
 from ..recipes.errors import VLLMError
 from ..recipes.extras import install_command, missing, requirements
-from ..validate.serving import vllm_env
+from ..validate.facts import vllm_env
 from .options import JsonOption
 from .tables import escape
 
@@ -141,7 +141,7 @@ def _abilities(
     gpus: tuple[vllm_env.GPU, ...],
     token: str,
 ) -> tuple[Ability, ...]:
-    from ..validate.dryload.facts import GPUS
+    from ..validate.facts.dry_load import GPUS
 
     return (
         Ability(

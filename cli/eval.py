@@ -21,7 +21,7 @@ from rich.console import Console
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..recipes.tasks import TASKS
-from ..validate.serving.vllm_env import TIMEOUT_SECONDS
+from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .gate import EXITS
 from .options import AnyVLLMOption, JsonOption, ModelCodeOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, download_lines
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ..checkpoints.identity import Identity, ReadingBar
     from ..checkpoints.source import Source
     from ..recipes.protocol import Evaluation, Gates
-    from ..validate.evaluation.evaluated import EvaluationFact
-    from ..validate.report.schema import JudgementFact
+    from ..validate.facts.evaluated import EvaluationFact
+    from ..validate.facts.schema import JudgementFact
 
 _CURE = "Name it with --source, or leave the drop unjudged with --source none"
 _HUB = "hub"
@@ -119,13 +119,13 @@ def evaluate(
     Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 -- --tensor-parallel-size 8`
     """
     from ..checkpoints.source import download, open_source
+    from ..checkpoints.source_of import original_of
     from ..recipes.find import did_you_mean
+    from ..validate.facts.results import report_folder, write_result
+    from ..validate.measure.room import refuse_no_room
+    from ..validate.measure.server import refuse_words
     from ..validate.report import report as reports
     from ..validate.report.gates import judge
-    from ..validate.report.results import report_folder, write_result
-    from ..validate.serving.room import refuse_no_room
-    from ..validate.serving.server import refuse_words
-    from .source_of import original_of
 
     refuse_stray_words("eval", context.args)
     refuse_words("eval", context.args)
@@ -136,7 +136,7 @@ def evaluate(
     extra, err = tuple(context.args), Console(stderr=True)
     opened = open_source(path)
     original = original_of(opened, source, cure=_CURE)
-    from ..validate.evaluation import gsm8k, lm_eval_task, model_code  # lm-eval is known to be there
+    from ..validate.measure import gsm8k, lm_eval_task, model_code  # lm-eval is known to be there
 
     changed = {
         "task": task,
@@ -195,7 +195,7 @@ def evaluate(
 
 def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json: bool) -> None:
     """Print what was found, and end with the status it comes to."""
-    from ..validate.report.results import file_of
+    from ..validate.facts.results import file_of
     from .eval_tables import table
 
     if as_json:

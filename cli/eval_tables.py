@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..recipes.protocol import Gates
-from ..validate.evaluation.evaluated import Arm, EvaluatedFact, EvaluationFact, PairedFact, TaskFact
+from ..validate.facts.evaluated import Arm, EvaluatedFact, EvaluationFact, PairedFact, TaskFact
+from ..validate.facts.schema import JudgementFact
 from ..validate.report.recovery import Recovery, mean_recovery, recovery
-from ..validate.report.schema import JudgementFact
 from .tables import VERDICT_COLOURS, escape
 
 _ROWS: Mapping[Arm, str] = {"source": "source", "checkpoint": "checkpoint", "plain": "MTP off"}

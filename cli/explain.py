@@ -25,8 +25,8 @@ from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm
 
 if TYPE_CHECKING:
     from ..validate.check.check import Checked
-    from ..validate.explain.explain import Explanation, Recognized
-    from ..validate.explain.log import Log
+    from ..validate.dryload.explain import Explanation, Recognized
+    from ..validate.dryload.log import Log
 
 _MOST_CONFIRMED = 3
 _TITLES = {"backbone": "the backbone: vLLM's target", "mtp": "the MTP block: vLLM's draft"}
@@ -60,7 +60,7 @@ def explain(
 
     Example: `vllm serve out/tiny-glm4-moe.w4a16-fp8 2>&1 | keepmtp explain out/tiny-glm4-moe.w4a16-fp8 --log -`
     """
-    from ..validate.explain.explain import explain as explanation_of
+    from ..validate.dryload.explain import explain as explanation_of
 
     if path is None and log is None:
         raise RecipeError(
@@ -90,7 +90,7 @@ def _checked(path: str, gpu: str | None, *, any_vllm: bool) -> "Checked":
 
 
 def _log(where: str) -> "Log":
-    from ..validate.explain.log import MOST_BYTES, read_log
+    from ..validate.dryload.log import MOST_BYTES, read_log
 
     if where == "-":
         return read_log(sys.stdin.buffer)

@@ -27,9 +27,9 @@ from rich.text import Text
 from ..recipes.errors import printable, shortened
 
 if TYPE_CHECKING:
-    from ..validate.check.findings import CheckpointFacts, Finding, Runtime
-    from ..validate.dryload.facts import DryLoad, LoadedModel
-    from ..validate.report.results import CheckData
+    from ..validate.facts.dry_load import DryLoad, LoadedModel
+    from ..validate.facts.findings import CheckpointFacts, Finding, Runtime
+    from ..validate.facts.results import CheckData
 
 _WIDEST = 120
 _LONGEST = 4000
@@ -127,7 +127,7 @@ def _verdict(found: "CheckData") -> Text:
 def _judged_for(servers: "Sequence[Runtime]") -> str:
     """By whose rules, where they are not vLLM's alone."""
     from ..recipes.runtimes.sglang import VERSION
-    from ..validate.serving.vllm_env import SUPPORTED
+    from ..validate.facts.vllm_env import SUPPORTED
 
     if tuple(servers) == ("vllm",):
         return ""

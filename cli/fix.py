@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..cure.fix import Outcome
     from ..cure.judged import Judged
     from ..cure.rewritten import Rewritten
-    from ..validate.report.results import CheckData
+    from ..validate.facts.results import CheckData
 
 _COLOURS = {"+": "green", "-": "red", "#": "bold", "@": "cyan", "~": "green"}
 
@@ -157,7 +157,7 @@ def _with_values(judged: "Judged") -> "Judged":
     """Also with what the value check finds in the scales of OUT."""
     from dataclasses import replace
 
-    from ..validate.values.values import with_values
+    from ..validate.check.values import with_values
 
     return replace(judged, checked=with_values(judged.checked, "scalars"))
 

@@ -21,7 +21,7 @@ from .progress import bytes_bar
 from .tables import VERDICT_COLOURS, escape
 
 if TYPE_CHECKING:
-    from ..validate.report.schema import FullReport, JudgementFact, JudgementWord
+    from ..validate.facts.schema import FullReport, JudgementFact, JudgementWord
 
 TOO_LITTLE = 3
 EXITS: "dict[JudgementWord, int]" = {"pass": 0, "regression": 1, "infeasible": TOO_LITTLE}
@@ -43,8 +43,8 @@ def gate(
     Example: `keepmtp gate out/tiny-glm4-moe.w4a16-fp8`
     """
     from ..checkpoints.identity import identify, refuse_other_bytes
+    from ..validate.facts.results import checkpoint_folder, report_folder
     from ..validate.report.report import JSON_FILE, verify
-    from ..validate.report.results import checkpoint_folder, report_folder
 
     if path.suffix != ".report" and not (path / "config.json").is_file():
         raise CheckpointError(path, "gates judge a checkpoint's folder", got="no config.json", cure="Name that folder")

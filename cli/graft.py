@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, size_in_words
 from . import exits, findings, tables
 from .options import AnyVLLMOption, JsonOption, PretendedOption, StaticOnlyOption, gpus_at_the_end
 from .tables import escape
@@ -95,7 +95,7 @@ def graft(
 
 def _say(err: Console, made: "Graft") -> None:
     """What will be read and written, before it is."""
-    plan, size = made.plan, tables.size_in_words
+    plan, size = made.plan, size_in_words
     source = plan.source
     asked = f" in {made.num_requests:,} range requests" if source.folder is None else ""
     forms = sorted({tensor.scheme or "plain" for tensor in plan.tensors if len(tensor.shape) >= 2})

@@ -38,9 +38,9 @@ def init(
 
 def _text(model: str, out: Path) -> str:
     from ..checkpoints.source import open_source
+    from ..quantize.plan.checkpoint_as_model import family_mapping, fitting, model_word
     from ..recipes.family_text import text_of
     from ..recipes.find import named_file
-    from .checkpoint_as_model import family_mapping, fitting, model_word
 
     word = model_word(model)
     if word.is_recipe:

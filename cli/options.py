@@ -10,9 +10,9 @@ import typer
 from ..recipes.errors import RecipeError
 
 if TYPE_CHECKING:
-    from ..validate.check.findings import Runtime
-    from ..validate.dryload.facts import GPU
-    from ..validate.serving.vllm_env import VLLM
+    from ..validate.facts.dry_load import GPU
+    from ..validate.facts.findings import Runtime
+    from ..validate.facts.vllm_env import VLLM
 
 # Names that people type instead of the one that vLLM's kernels go by, without NVIDIA, RTX and signs.
 _GPU_NAMES: Mapping[str, str] = {
@@ -116,7 +116,7 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
         RecipeError: a name that means none of them; the cure has the nearest.
     """
     from ..recipes.find import did_you_mean
-    from ..validate.dryload.facts import GPUS
+    from ..validate.facts.dry_load import GPUS
 
     meant = {word: re.sub(r"nvidia|geforce|rtx|[\s_-]", "", word.lower()) for word in words}
     meant = {word: _GPU_NAMES.get(name, name) for word, name in meant.items()}
@@ -168,7 +168,7 @@ def chosen_vllm(*, any_vllm: bool) -> "VLLM":
     Raises:
         VLLMError: there is none, or it is another version and `any_vllm` is false.
     """
-    from ..validate.serving.vllm_env import SUPPORTED, find_vllm, is_supported
+    from ..validate.facts.vllm_env import SUPPORTED, find_vllm, is_supported
 
     vllm = find_vllm(any_version=any_vllm)
     if not is_supported(vllm.version):

@@ -44,9 +44,11 @@ def plan(
     Example: `keepmtp plan glm-4.5-air.nvfp4-fp8 --gpus 8 --gpu-memory H100`
     """
     from .. import api
+    from ..quantize.needs import needs
+    from ..quantize.plan.checkpoint_as_model import NoSchemeError
     from ..recipes.errors import printable
-    from . import needs, plan_tables
-    from .checkpoint_as_model import NoSchemeError
+    from ..validate.facts.vllm_env import gpus_here
+    from . import plan_tables
 
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     try:
@@ -56,5 +58,5 @@ def plan(
             raise
         sys.stdout.write(f"{printable(str(unchosen.where))}. {unchosen.way_out} Choose one with --scheme.\n")
         return
-    found = needs.needs_of(made, needs.machine_of(gpus, gpu_memory))
+    found = needs.needs_of(made, needs.machine_of(gpus, gpu_memory, here=gpus_here()))
     plan_tables.show(made, found, as_json=as_json)

@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.text import Text
 
 from ..checkpoints.identity import listed
-from ..quantize.choices import choices_of
-from ..quantize.output import quantization_config, sglang_fit
-from ..quantize.own_code import code_left_out
-from ..quantize.plan import Plan
+from ..quantize.needs.needs import Needs, lines
+from ..quantize.plan.choices import choices_of
+from ..quantize.plan.own_code import code_left_out
+from ..quantize.plan.plan import Plan
+from ..quantize.write.output import quantization_config, sglang_fit
+from ..quantize.write.refusals import refusals
 from ..recipes.errors import printable
 from ..recipes.runtimes.sglang import VERSION
 from . import calibration_tables, tables
-from .needs import Needs, lines
-from .refusals import needs_calibration, refusals
 from .tables import escape
 
 
@@ -33,7 +33,7 @@ def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
     out.print(companions(made), highlight=False, soft_wrap=True)
     if made.recipe.is_searched:
         out.print(Text("\n".join([*budget_lines(made), ""])), soft_wrap=True)
-    if needs_calibration(made):
+    if made.needs_batches:
         out.print(calibration_tables.will_do(made))
     out.print(tables.config_listing(quantization_config(made)), highlight=False, soft_wrap=True)
     out.print(Text(f"served by: vLLM 0.32, {printable(sglang_fit(made).line)}\n"), soft_wrap=True)

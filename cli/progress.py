@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -28,45 +28,21 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from ..quantize.calibrate.processes import place_of_process
+from ..quantize.run.processes import place_of_process
+from ..quantize.run.progress import SILENT, BytesBar, CalibrationStep, RunProgress
 from .tables import escape, say, size_in_words
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm as HubBar
 
-    from ..quantize.calibrate.progress import CalibrationStep
-    from ..validate.bench.matrix import BenchStep
-    from ..validate.step import Step as AskedStep
+    from ..validate.facts.step import Step as AskedStep
+    from ..validate.measure.bench import BenchStep
 
 # The word for one step in each part of calibration.
 _STEP_WORDS = {"backbone": "layer", "mtp": "policy", "tuning": "training step"}
 _LINE_SECONDS = 10.0
 # A log gets a line for bytes at least, and at most, so often.
 _MOST_SECONDS, _LEAST_SECONDS = 30.0, 5.0
-
-
-BytesBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Called with the number of bytes in all. Returns a context, whose value is called with the bytes done since then."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunProgress:
-    """Who is called while a checkpoint is made; None for nobody.
-
-    Attributes:
-        calibration: called after each step.
-        packing: called with the number of source bytes when packing begins.
-        values: called with the number of bytes of the output whose values are read, before it gets its name.
-        download: the bars of the Hub's client; None for its own.
-    """
-
-    calibration: "Callable[[CalibrationStep], None] | None" = None
-    packing: BytesBar | None = None
-    values: BytesBar | None = None
-    download: "type[HubBar] | None" = None
-
-
-SILENT = RunProgress()
 
 
 def place_in_run() -> tuple[int, int]:

@@ -17,14 +17,14 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from ..recipes.errors import GateError, RecipeError, printable
+from ..recipes.errors import GateError, RecipeError, printable, size_in_words
 from . import findings, tables
 from .options import JsonOption, chosen_gpus
 from .progress import bytes_bar
 from .tables import escape
 
 if TYPE_CHECKING:
-    from ..validate.dryload.facts import GPU
+    from ..validate.facts.dry_load import GPU
     from ..validate.publish.hub import Hub, Remote
     from ..validate.publish.upload import Comparison, Sent
     from ..validate.publish.upload_set import Parcel
@@ -182,7 +182,7 @@ def _told(done: dict[str, Any]) -> str:
     count, kept = len(done["files"]), len(done["kept_files"])
     lines = [
         f"[green]published[/] {done['url']} ({'private' if done['private'] else 'public'}), commit {done['commit']}",
-        f"sent {_counted(count - kept)}, {tables.size_in_words(done['uploaded_bytes'])}; were there already: {kept}"
+        f"sent {_counted(count - kept)}, {size_in_words(done['uploaded_bytes'])}; were there already: {kept}"
         if count > kept
         else f"all {count} files were there already",
         f"checked there: sizes and hashes of {count} files; {done['loaded']}",
@@ -199,7 +199,7 @@ def _ask(parcel: "Parcel", repo: str, before: "Remote | None", *, public: bool, 
         RecipeError: nobody to ask, or the answer is no.
     """
     is_public = before is not None and not before.is_private
-    _say(f"to send     {_counted(len(parcel.files))}, {tables.size_in_words(parcel.num_bytes)}")
+    _say(f"to send     {_counted(len(parcel.files))}, {size_in_words(parcel.num_bytes)}")
     if not public and not is_public:
         return
     what = (
@@ -241,9 +241,9 @@ def _table(parcel: "Parcel", repo: str, found: "Comparison | None", there: str) 
     rows.add_column("on the Hub", no_wrap=True)
     for name, local in parcel.files.items():
         rows.add_row(
-            escape(printable(name)), tables.size_in_words(local.num_bytes), found.states[name] if found else "not asked"
+            escape(printable(name)), size_in_words(local.num_bytes), found.states[name] if found else "not asked"
         )
-    lines = [f"{len(parcel.files)} files, {tables.size_in_words(parcel.num_bytes)}. On the Hub: {there}."]
+    lines = [f"{len(parcel.files)} files, {size_in_words(parcel.num_bytes)}. On the Hub: {there}."]
     if found and found.others:
         lines.append(f"There and not of this checkpoint: {escape(printable(', '.join(found.others)))}.")
     return Group(rows, *lines)

@@ -27,7 +27,7 @@ from .options import (
 from .progress import place_in_run, run_progress
 
 if TYPE_CHECKING:
-    from .pipeline import FinishedRun
+    from ..pipeline import FinishedRun
 
 
 def quantize(
@@ -76,16 +76,20 @@ def quantize(
 
     Example: `torchrun --nproc-per-node 8 -m keepmtp quantize glm-4.7.nvfp4-fp8 --source /data/GLM-4.7`
     """
-    from .. import api
-    from . import calibration_tables, commits, needs, pipeline, plan_tables, refusals
+    from .. import api, pipeline
+    from ..quantize.needs import needs
+    from ..quantize.write import refusals
+    from ..validate.facts.vllm_env import gpus_here
+    from . import calibration_tables, commits, plan_tables
 
     out = Console()
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     made = api.plan(model, **words, trust_remote_code=trust_remote_code)
     rank, _ = place_in_run()
+    machine = needs.machine_of(here=gpus_here())
     if dry_run:
         if not rank:
-            plan_tables.show(made, needs.needs_of(made, needs.machine_of()), as_json=as_json)
+            plan_tables.show(made, needs.needs_of(made, machine), as_json=as_json)
         return
     target = folder or pipeline.default_out(made.recipe)
     refusals.refuse(made, target)
@@ -97,9 +101,9 @@ def quantize(
         out.print(plan_tables.companions(made), highlight=False, soft_wrap=True)
         if made.recipe.is_searched:
             out.print(Text("\n".join([*plan_tables.budget_lines(made), ""])), soft_wrap=True)
-        if refusals.needs_calibration(made):
+        if made.needs_batches:
             out.print(calibration_tables.will_do(made))
-            out.print(Text("\n".join([*needs.lines(needs.needs_of(made, needs.machine_of())), ""])), soft_wrap=True)
+            out.print(Text("\n".join([*needs.lines(needs.needs_of(made, machine)), ""])), soft_wrap=True)
     with run_progress(Console(stderr=True), as_json=as_json) as progress:
         result = api.quantize(made, target, threads=threads, keep_calibration=keep_calibration, progress=progress)
     if not rank:
@@ -144,12 +148,15 @@ def extra(
     mtp_source: MtpSourceOption = None,
 ) -> None:
     """Print which of keepmtp's extras `keepmtp quantize` needs for a recipe: quantize, calibrate or modelopt."""
-    from . import commits, pipeline, refusals
+    from .. import pipeline
+    from ..quantize.plan import own_code
+    from ..quantize.write import refusals
+    from . import commits
 
     # The whole plan: what would refuse it, or a Hub out of reach, is known before anything is installed.
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     made, _ = pipeline.plan_for(model, **words, trust_remote_code=trust_remote_code)
-    refusals.refuse_untrusted_code(made)
-    refusals.refuse_no_draft(made)
+    own_code.refuse_untrusted_code(made)
+    own_code.refuse_no_draft(made)
     commits.commits_line(made)
     sys.stdout.write(f"{refusals.extra_of(made)}\n")

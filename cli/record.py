@@ -14,14 +14,14 @@ from rich.console import Console
 
 from ..checkpoints.identity import Identity, identify
 from ..checkpoints.source import Source, open_source
+from ..checkpoints.source_of import recorded_source
 from ..recipes.errors import RecipeError
 from ..validate.check.check import Checked
+from ..validate.facts.results import report_folder, write_result
+from ..validate.facts.vllm_env import TESTED
 from ..validate.report import report as reports
 from ..validate.report.check_data import check_data
-from ..validate.report.results import report_folder, write_result
-from ..validate.serving.vllm_env import TESTED
 from .progress import bytes_bar
-from .source_of import recorded_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from ..recipes.errors import printable
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
-    from ..validate.report.results import CheckData
+    from ..validate.facts.results import CheckData
 
 
 def page(
@@ -37,8 +37,8 @@ def page(
     Example: `keepmtp report out/tiny-glm4-moe.w4a16-fp8`
     """
     from .. import api
+    from ..validate.facts.results import results_of
     from ..validate.report.html import require_extra
-    from ..validate.report.results import results_of
 
     require_extra()
     page = api.report_page(api.report(path), folder or results_of(path) or path.parent)
@@ -62,9 +62,9 @@ def save(
         opened: the checkpoint; None where it could not be read.
         source: what it was made from, for sizes before and after.
     """
+    from ..validate.facts.results import TIME
     from ..validate.report.check_data import check_data
     from ..validate.report.report import assemble, write
-    from ..validate.report.results import TIME
 
     data = check_data(found, opened=opened, source=source)
     return write(folder, assemble(data, vllm=vllm, made_at=datetime.now(UTC).strftime(TIME)))

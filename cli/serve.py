@@ -27,9 +27,9 @@ from .tables import print_json, say
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
     from ..validate.check.check import Checked
+    from ..validate.facts.vllm_env import VLLM
+    from ..validate.measure.foreground import Address, ServerLife
     from ..validate.report.best_k import BestK
-    from ..validate.serving.foreground import Address, ServerLife
-    from ..validate.serving.vllm_env import VLLM
 
 _MOST_K = 16
 _CPU_WORDS = ("--dtype", "bfloat16", "--enforce-eager", "--no-enable-prefix-caching")
@@ -80,8 +80,8 @@ def serve(
 
     Example: `keepmtp serve /data/GLM-4.7-NVFP4 --gpu sm100 --dry-run`
     """
-    from ..validate.serving.foreground import refuse_our_words
-    from ..validate.serving.room import tensor_parallel_size
+    from ..validate.measure.foreground import refuse_our_words
+    from ..validate.measure.room import tensor_parallel_size
 
     err = Console(stderr=True)
     extra = tuple(context.args)
@@ -119,7 +119,7 @@ def _checked(path: str, err: Console) -> "tuple[Source, int]":
     checked = examine(path)
     _refuse_errors(path, with_commands(checked))
     if Path(path).is_dir() and not missing("quantize"):
-        from ..validate.values.values import with_values  # imports torch
+        from ..validate.check.values import with_values  # imports torch
 
         checked = with_values(checked, "scalars")
         _refuse_errors(path, checked)
@@ -183,8 +183,8 @@ def _best_k(opened: "Source", asked: int | None, num_mtp_layers: int, device: st
 
 
 def _print_commands(opened: "Source", best: "BestK", further: Sequence[str], *, as_json: bool) -> None:
-    from ..validate.serving.serve_line import docker_words, serve_words
-    from ..validate.serving.vllm_env import TESTED
+    from ..validate.facts.vllm_env import TESTED
+    from ..validate.measure.serve_line import docker_words, serve_words
 
     model = str(opened.folder.absolute()) if opened.folder else opened.where
     line = serve_words(opened.where, best.k, *further)
@@ -197,8 +197,8 @@ def _print_commands(opened: "Source", best: "BestK", further: Sequence[str], *, 
 
 
 def _address(host: str, port: int, extra: Sequence[str]) -> "Address":
-    from ..validate.serving.foreground import Address, refuse_taken
-    from ..validate.serving.room import value_of
+    from ..validate.measure.foreground import Address, refuse_taken
+    from ..validate.measure.room import value_of
 
     address = Address(host=host, port=port, is_tls=bool(value_of(extra, "--ssl-certfile")))
     refuse_taken(address)
@@ -218,10 +218,10 @@ def _run(
 ) -> "ServerLife":
     """Run the server, once it is known to have room and kernels."""
     from ..checkpoints.source import download
-    from ..validate.serving import foreground
-    from ..validate.serving.bf16_copy import why_no_kernel
-    from ..validate.serving.room import refuse_full_gpus
-    from ..validate.serving.serve_line import serve_words
+    from ..validate.measure import foreground
+    from ..validate.measure.bf16_copy import why_no_kernel
+    from ..validate.measure.room import refuse_full_gpus
+    from ..validate.measure.serve_line import serve_words
 
     if lack := why_no_kernel(opened, vllm):
         cure = f"Serve it on a GPU; `keepmtp serve-check {opened.where}` measures a BF16 copy of it here"
@@ -254,7 +254,7 @@ def _run(
 
 def _failure(life: "ServerLife", log: Path | None) -> VLLMError:
     """Why a server ended by itself, in vLLM's words where a file has them."""
-    from ..validate.serving.server import last_error
+    from ..validate.measure.server import last_error
 
     rule = "must serve until it is stopped" if life.is_healthy else "must come up"
     got = f"exit status {life.status} after {life.seconds:.0f} s"
@@ -265,7 +265,7 @@ def _failure(life: "ServerLife", log: Path | None) -> VLLMError:
 
 def _report(path: str, best: "BestK", life: "ServerLife", err: Console, *, as_json: bool) -> None:
     """What the server accepted over its life."""
-    from ..validate.serving.foreground import in_words
+    from ..validate.measure.foreground import in_words
 
     if life.doubt:
         cures = f"`keepmtp check {path} --values` reads the draft's tensors, `keepmtp serve-check {path}` compares it"

@@ -24,8 +24,8 @@ from rich.text import Text
 from ..recipes.errors import RecipeError
 from ..recipes.extras import require_extra
 from ..recipes.families import find_view
-from ..validate.serving.prompts import PROMPTS, read_prompts
-from ..validate.serving.vllm_env import TIMEOUT_SECONDS
+from ..validate.facts.vllm_env import TIMEOUT_SECONDS
+from ..validate.measure.prompts import PROMPTS, read_prompts
 from . import gate
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, download_lines
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from ..checkpoints.identity import Identity
     from ..checkpoints.source import Source
     from ..recipes.protocol import Gates
-    from ..validate.report.schema import JudgementFact
-    from ..validate.serving.served import Run, ServeCheck
-    from ..validate.serving.server import Watch
+    from ..validate.facts.schema import JudgementFact
+    from ..validate.facts.served import Run, ServeCheck
+    from ..validate.measure.server import Watch
 
 _CURE = "Name it with --source, or leave acceptance unjudged with --source none"
 _OWN_GATES = ("findings", "loads", "acceptance")
@@ -93,14 +93,14 @@ def serve_check(
     from ..checkpoints.identity import identify
     from ..checkpoints.record import RECORD
     from ..checkpoints.source import download, open_source, small_file
+    from ..checkpoints.source_of import original_of
+    from ..validate.facts.results import report_folder
+    from ..validate.measure import serve_check as measure
+    from ..validate.measure.room import refuse_no_room
+    from ..validate.measure.server import refuse_words
     from ..validate.report import report as reports
     from ..validate.report.gates import limits_in
     from ..validate.report.html import HTML_FILE
-    from ..validate.report.results import report_folder
-    from ..validate.serving import serve_check as measure
-    from ..validate.serving.room import refuse_no_room
-    from ..validate.serving.server import refuse_words
-    from .source_of import original_of
 
     refuse_stray_words("serve-check", context.args)
     refuse_words("serve-check", context.args)
@@ -247,9 +247,9 @@ def _record(
     found: "ServeCheck", checkpoint: "Source", source: "Source | None", out: Path, identity: "Identity"
 ) -> "JudgementFact":
     """Write serve.json, and check.json if there is none of the same bytes; then the report of all results."""
+    from ..validate.facts.results import write_result
     from ..validate.report import report as reports
     from ..validate.report.check_data import record_static
-    from ..validate.report.results import write_result
 
     record_static(out, checkpoint, identity, source=source)
     write_result(out, "serve", found, checkpoint=identity, vllm=found.environment["vllm"])
@@ -263,10 +263,10 @@ def _write(
 ) -> "JudgementFact":
     """Write report.json with the static check, sizes and calibration, and the page if what it needs is installed."""
     from ..validate.check.check import check_source
+    from ..validate.facts.results import TIME
     from ..validate.report import report as reports
     from ..validate.report.check_data import check_data
     from ..validate.report.gates import judge
-    from ..validate.report.results import TIME
 
     vllm = found.environment["vllm"]
     data = check_data(

@@ -20,12 +20,12 @@ from rich.markup import escape as escaped_markup
 from rich.table import Table
 from rich.text import Text
 
-from ..recipes.errors import printable
-from ..validate.serving.serve_line import serve_words
+from ..recipes.errors import printable, size_in_words
+from ..validate.measure.serve_line import serve_words
 
 if TYPE_CHECKING:
-    from ..quantize.plan import Plan, TensorPlan
-    from ..validate.report.schema import JudgementWord
+    from ..quantize.plan.plan import Plan, TensorPlan
+    from ..validate.facts.schema import JudgementWord
 
 MIB = 2**20
 GIB = 2**30
@@ -176,17 +176,6 @@ def plan_rows(plan: "Plan") -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def size_in_words(size: int) -> str:
-    """Bytes for people: GiB, or MiB and KiB for small ones."""
-    if not size:
-        return "-"
-    if size >= GIB // 10:
-        return f"{size / GIB:,.1f} GiB"
-    if size >= MIB // 10:
-        return f"{size / MIB:,.1f} MiB"
-    return f"{size / 1024:,.1f} KiB"
 
 
 def say(console: Console, line: str) -> None:

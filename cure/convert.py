@@ -22,10 +22,10 @@ from ..checkpoints.json_file import object_of
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source, small_bytes
 from ..checkpoints.values import TORCH_DTYPES, changed, read_tensor, typed
-from ..quantize.output import with_quantization
-from ..quantize.quant_config import compressed_tensors_config, modules_of
-from ..quantize.quant_config_modelopt import hf_quant_config, modelopt_config
-from ..quantize.sglang_fit_modelopt import fit_modelopt
+from ..quantize.config.quant_config import compressed_tensors_config, modules_of
+from ..quantize.config.quant_config_modelopt import hf_quant_config, modelopt_config
+from ..quantize.config.sglang_fit_modelopt import fit_modelopt
+from ..quantize.write.output import with_quantization
 from ..recipes.conventions import (
     CACHE,
     FP8_CACHE,

@@ -15,9 +15,9 @@ from ..checkpoints.source import Source
 from ..recipes.errors import KeepMTPError, RecipeError
 from ..validate.check.check import Checked, examine
 from ..validate.check.dialects.patterns import time_limit
-from ..validate.check.findings import Finding, errors_first
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.report.results import CheckData
+from ..validate.facts.findings import Finding, errors_first
+from ..validate.facts.results import CheckData
 from . import fixes_config, fixes_foreign, fixes_lists, fixes_tensors
 from .fixes_sglang import entries_for_sglang
 from .proposal import Edit, Proposal

@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from ..checkpoints.safetensors_file import Entry
 from ..validate.check.check import Checked
-from ..validate.check.findings import Finding, Objection, errors_first, grouped
+from ..validate.check.reading import chosen as read_by
+from ..validate.check.reading import summaries
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.values.reading import chosen as read_by
-from ..validate.values.reading import summaries
-from ..validate.values.values import objections
+from ..validate.check.values import objections
+from ..validate.facts.findings import Finding, Objection, errors_first, grouped
 from .new_shards import NewTensor
 from .proposal import Edit, Proposal, Retensor
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoints.companions import HF_QUANT_CONFIG
-from ..quantize.sglang_fit import added_names, no_draft, sglang_modules, unnamed
-from ..quantize.sglang_fit_modelopt import fit_modelopt
-from ..quantize.spelled import Spellings, concrete, regexes
+from ..quantize.config.sglang_fit import added_names, no_draft, sglang_modules, unnamed
+from ..quantize.config.sglang_fit_modelopt import fit_modelopt
+from ..quantize.config.spelled import Spellings, concrete, regexes
 from ..recipes.errors import RecipeError
 from ..recipes.runtimes.sglang import VERSION, sglang_model
 from ..validate.check.check import Checked

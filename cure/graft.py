@@ -3,7 +3,7 @@
 In: the opened checkpoint, the opened release, and one word for the block. Out: a `Graft`: the plan of the block, both
 config files anew, and what leaves the checkpoint. `graft_write.py` writes it.
 
-The packing is that of `keepmtp quantize`: a plan with the block alone (`quantize/mtp_alone.py`). What the new
+The packing is that of `keepmtp quantize`: a plan with the block alone (`quantize/plan/mtp_alone.py`). What the new
 checkpoint will be is checked from headers before a byte is written.
 
 Easy to get wrong: vLLM reads whole files that the index names. So tensors of an old block must leave their files: a
@@ -23,14 +23,14 @@ from ..checkpoints.companions import HF_QUANT_CONFIG
 from ..checkpoints.json_file import read_object
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import INDEX, Source, small_bytes, small_object
-from ..quantize.mtp_alone import plan_mtp_alone
-from ..quantize.plan import Plan
+from ..quantize.plan.mtp_alone import plan_mtp_alone
+from ..quantize.plan.plan import Plan
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_view
 from ..recipes.family_view import FamilyView
 from ..validate.check.check import Checked, examine_source
-from ..validate.check.findings import Finding
 from ..validate.check.runtime_view import RuntimeView
+from ..validate.facts.findings import Finding
 from .graft_config import NATIVE_FP8, PLAIN_ONLY, Reasons, method_in, with_entries, with_mtp_keys
 from .graft_fetch import ranges_of
 from .graft_refusals import block_entries, refuse_another_model, refuse_untrained_release

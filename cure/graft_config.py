@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
-from ..quantize.plan import Plan
-from ..quantize.quant_config import compressed_tensors_config, matrices_of, runtime_modules
+from ..quantize.config.quant_config import compressed_tensors_config, matrices_of, runtime_modules
+from ..quantize.plan.plan import Plan
 from ..recipes.errors import CheckpointError
 from ..recipes.family import Family
 from ..recipes.family_view import FamilyView

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from ..checkpoints.safetensors_file import Entry
 from ..checkpoints.source import Source
 from ..checkpoints.stored import stored_weights
-from ..quantize.plan import Plan
+from ..quantize.plan.plan import Plan
 from ..recipes.errors import CheckpointError, RecipeError
 from ..recipes.families import find_view
 from ..recipes.family import HFName

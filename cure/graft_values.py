@@ -9,11 +9,11 @@ by whoever measures it; but nobody wants it put into another checkpoint.
 from dataclasses import replace
 
 from ..checkpoints.identity import ReadingBar
-from ..quantize.plan import Plan
+from ..quantize.plan.plan import Plan
 from ..recipes.errors import CheckpointError
 from ..recipes.families import find_view
 from ..validate.check.runtime_view import RuntimeView
-from ..validate.values.values import UNWATCHED, Watch, check_values
+from ..validate.check.values import UNWATCHED, Watch, check_values
 from .graft_refusals import block_entries
 
 _UNTRAINED = ("mtp-noise", "mtp-untrained")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ..checkpoints.files import WORK, within
 from ..checkpoints.unchanged import refuse_changed
-from ..quantize.plan import Plan
-from ..quantize.writer import write_shards
+from ..quantize.plan.plan import Plan
+from ..quantize.write.writer import write_shards
 from ..recipes.family import HFName
 from .graft import Graft
 from .graft_fetch import fetch

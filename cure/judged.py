@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..recipes.errors import VLLMError
 from ..validate.check.check import Checked, examine
-from ..validate.dryload.facts import GPU
+from ..validate.facts.dry_load import GPU
 
 GPUS: tuple[GPU, ...] = ("sm100",)
 """Where nobody names one: the GPU whose kernels take every scheme."""
@@ -56,7 +56,7 @@ def judge(
     no_vllm, checked = None, None
     if gpus:
         from ..validate.dryload.check_on import check_on
-        from ..validate.serving.vllm_env import find_vllm
+        from ..validate.facts.vllm_env import find_vllm
 
         try:
             (checked,) = check_on([str(folder)], vllm=find_vllm(any_version=any_vllm), gpus=gpus, progress=progress)

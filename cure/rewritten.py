@@ -32,7 +32,7 @@ from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.safetensors_file import Entry, read_header
 from ..checkpoints.source import Source, small_object
 from ..checkpoints.unchanged import refuse_changed, states_of
-from ..quantize.output import refuse_place
+from ..quantize.write.output import refuse_place
 from ..recipes.errors import CheckpointError, RecipeError
 
 _STAMP = f"{WORK}/cure.json"

@@ -1,1 +1,1 @@
-"""HOW: source, plan, pack, write. One file a station; `cli/pipeline.py` is the whole line on one screen."""
+"""HOW: plan, run, config, needs, pack, write, and calibrate, in this order. `pipeline.py` is the line on one screen."""

@@ -96,3 +96,14 @@ def first_fault(error: "ValidationError") -> str:
     fault = first.get("ctx", {}).get("error")
     says = fault.rule if isinstance(fault, KeepMTPError) else first["msg"]
     return f"{'.'.join(map(str, first['loc'])) or 'the whole'}: {says}"
+
+
+def size_in_words(size: int) -> str:
+    """Bytes for people: GiB, or MiB and KiB for small ones."""
+    if not size:
+        return "-"
+    if size >= 2**30 // 10:
+        return f"{size / 2**30:,.1f} GiB"
+    if size >= 2**20 // 10:
+        return f"{size / 2**20:,.1f} MiB"
+    return f"{size / 1024:,.1f} KiB"

@@ -1,7 +1,7 @@
 """What each quantization scheme stores: tensors, dtypes, shapes, and the widths it needs.
 
 In: a weight's logical shape [N, K] (N output channels, K input channels). Out: the tensors that replace `weight`, and
-the two argument blocks of compressed-tensors' `config_groups`. `quantize/pack.py` computes the numbers.
+the two argument blocks of compressed-tensors' `config_groups`. `quantize/pack/pack.py` computes the numbers.
 
 Easy to get wrong: a global scale of NVFP4 is a divisor (448 * 6 / amax) in compressed-tensors and a multiplier in
 modelopt. Modules that vLLM fuses must have the same one, because vLLM keeps one value for the fused module.

@@ -18,7 +18,7 @@ from gpu_kernels import casts, packing
 from gpu_models import compared, wide_layer
 from gpu_row import GpuRow
 from gpu_runs import in_a_child
-from keepmtp.quantize.memory import largest_batch_size
+from keepmtp.quantize.needs.memory import largest_batch_size
 from packaging.requirements import Requirement
 from pretended_gpu import pretended_gpu
 from safetensors.torch import save_file

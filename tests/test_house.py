@@ -31,7 +31,7 @@ TABLES = (
 # A fact is one pydantic model, which prints itself. These files are left; one that is done leaves the list.
 WITH_AS_DICT = {
     "cli/doctor.py",
-    "validate/serving/vllm_env.py",
+    "validate/facts/vllm_env.py",
 }
 # One word, one meaning. These names have a definition in more than one file. The list may only become shorter.
 HOMONYMS = {
@@ -66,8 +66,8 @@ def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def test_planning_and_checking_import_no_torch():
     """The base install has no model stack: ls, plan and check must run without one."""
     code = (
-        "import importlib, pkgutil, sys, keepmtp.cli.pipeline, keepmtp.validate.dryload.check_on;"
-        "import keepmtp.validate.publish.card, keepmtp.validate.serving.serve_check, keepmtp.validate.publish.upload;"
+        "import importlib, pkgutil, sys, keepmtp.pipeline, keepmtp.validate.dryload.check_on;"
+        "import keepmtp.validate.report.card, keepmtp.validate.measure.serve_check, keepmtp.validate.publish.upload;"
         "names = {module.name for module in pkgutil.iter_modules(keepmtp.cli.__path__)};"
         "[importlib.import_module(f'keepmtp.cli.{name}') for name in names];"
         "heavy = {'torch', 'transformers', 'llmcompressor', 'vllm', 'safetensors'} & set(sys.modules); print(heavy);"
@@ -176,8 +176,8 @@ def test_a_page_about_the_code_names_files_that_are_there(page):
 
 
 def test_the_whole_line_is_on_one_screen():
-    """The map at the top of cli/pipeline.py names files that are there, and `quantize` is no longer than a screen."""
-    tree = house.parsed(ROOT / "cli" / "pipeline.py")
+    """The map at the top of pipeline.py names files that are there, and `quantize` is no longer than a screen."""
+    tree = house.parsed(ROOT / "pipeline.py")
     screen = house.top_level(tree)["quantize"]
     assert (screen.end_lineno or 0) - screen.lineno < 60
     stages = re.findall(r"(\w[\w/]*/(?:\w+\.py)?)  ", ast.get_docstring(tree) or "")

@@ -9,11 +9,11 @@ import torch
 import yaml
 from judge import Judge
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.data import calibration_data
+from keepmtp.quantize.calibrate.data.data import calibration_data
+from keepmtp.quantize.calibrate.mtp.target import agreement
 from keepmtp.quantize.calibrate.run import calibrate
-from keepmtp.quantize.calibrate.target import agreement
-from keepmtp.quantize.output import claim, publish
-from keepmtp.quantize.writer import write
+from keepmtp.quantize.write.output import claim, publish
+from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe

@@ -75,7 +75,7 @@ def test_the_wheel_holds_one_package(built):
         "keepmtp/api.py",
         "keepmtp/py.typed",
         "keepmtp/cli/main.py",
-        "keepmtp/quantize/plan.py",
+        "keepmtp/quantize/plan/plan.py",
         "keepmtp/validate/check/check.py",
         "keepmtp/recipes/families/glm4_moe.py",
         "keepmtp/recipes/calibrations.yaml",

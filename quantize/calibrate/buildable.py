@@ -7,12 +7,12 @@ Easy to get wrong: a class that exists may still not fit the checkpoint. Only bi
 """
 
 from ...recipes.errors import CheckpointError, RecipeError
-from ..plan import Plan
-from ..tensor_plan import TensorPlan
-from .binding import Names, bind
-from .experts import linear_experts
-from .mtp_pass import cannot_run
-from .skeleton import decoder_layers, on_meta
+from ..plan.plan import Plan
+from ..plan.tensor_plan import TensorPlan
+from .model.binding import Names, bind
+from .model.experts import linear_experts
+from .model.skeleton import decoder_layers, on_meta
+from .mtp.mtp_pass import cannot_run
 
 
 def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:

@@ -17,20 +17,20 @@ import torch
 from ...checkpoints.files import held
 from ...recipes.errors import RecipeError
 from ...recipes.schema import TUNED
-from ..found_recipe import found_text
-from ..own_code import refuse_untrusted_code
-from ..plan import Plan
-from .backbone import Backbone, calibrate_backbone
-from .batch_size import num_in_batch, with_batch_size
-from .claim import fingerprint, refuse_shrunk_dataset
-from .data import CalibrationData, calibration_data
-from .mtp_pass import MtpPass, mtp_pass, refuse_mtp, refuse_too_little_text
-from .own_text import with_own_text
-from .progress import ProgressCallback
-from .ranks import Ranks
-from .search_pass import search
-from .statistics import Statistics, refuse_statistics
-from .tuned_choice import refuse_too_few_sequences
+from ..plan.found_recipe import found_text
+from ..plan.own_code import refuse_untrusted_code
+from ..plan.plan import Plan
+from ..run.progress import ProgressCallback
+from ..run.ranks import Ranks
+from ..run.statistics import Statistics, refuse_statistics
+from .data.batch_size import num_in_batch, with_batch_size
+from .data.claim import fingerprint, refuse_shrunk_dataset
+from .data.data import CalibrationData, calibration_data
+from .layers.backbone import Backbone, calibrate_backbone
+from .mtp.mtp_pass import MtpPass, mtp_pass, refuse_mtp, refuse_too_little_text
+from .mtp.own_text import with_own_text
+from .mtp.tuned_choice import refuse_too_few_sequences
+from .search.search_pass import search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

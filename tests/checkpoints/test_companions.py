@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from hub import FIRST_COMMIT
+from keepmtp import pipeline
 from keepmtp.checkpoints.companions import code_named_by, companions_among
 from keepmtp.checkpoints.source import download, open_source
-from keepmtp.cli import pipeline
-from keepmtp.quantize.own_code import code_left_out
+from keepmtp.quantize.plan.own_code import code_left_out
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
 
@@ -197,7 +197,7 @@ def test_a_recipe_that_runs_code_needs_the_flag(folder, tmp_path):
     raw = plan.recipe.model_dump(mode="json")
     raw["calibration"]["model_code"] = "checkpoint"
     recipe.write_text(json.dumps(raw))
-    from keepmtp.cli.refusals import refusals, refuse
+    from keepmtp.quantize.write.refusals import refusals, refuse
 
     plan, _ = pipeline.plan_for(str(recipe), source=str(folder))
     rule = r"needs --trust-remote-code; got calibration.model_code: checkpoint without it\. Read .*modeling_own\.py"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from keepmtp.checkpoints import dequantize
 from keepmtp.checkpoints import values as values_module
-from keepmtp.quantize.pack import pack
+from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
 

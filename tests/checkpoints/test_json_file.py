@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from keepmtp.checkpoints.json_file import read_config, read_index, read_object
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import families
 from keepmtp.recipes.find import find_recipe

@@ -12,11 +12,11 @@ from keepmtp.checkpoints.mtp_source import with_mtp_of
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.safetensors_file import FileLayout, lay_out
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.pipeline import plan_for, quantize
-from keepmtp.quantize.finished import fault_of
-from keepmtp.quantize.output import claim
-from keepmtp.quantize.plan import Shard
-from keepmtp.quantize.writer import write as write_shards
+from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.plan.plan import Shard
+from keepmtp.quantize.write.finished import fault_of
+from keepmtp.quantize.write.output import claim
+from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import flat_text

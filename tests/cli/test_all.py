@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.find import find_recipe
 
 ROOT = Path(__file__).parent.parent.parent

@@ -10,8 +10,8 @@ from commands import ROOT, keepmtp, refused
 from keepmtp.cli.bench import numbers
 from keepmtp.cli.bench_tables import counted, tables
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.bench.matrix import BenchPlan
-from keepmtp.validate.bench.prompts import read
+from keepmtp.validate.measure.bench import BenchPlan
+from keepmtp.validate.measure.bench_prompts import read
 from rich.console import Console
 
 GLM = str(ROOT / "models" / "tiny-glm4-moe")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from commands import keepmtp, refused
-from keepmtp.cli.checkpoint_as_model import ModelWord, model_name, model_word
-from keepmtp.cli.pipeline import plan_for
+from keepmtp.pipeline import plan_for
+from keepmtp.quantize.plan.checkpoint_as_model import ModelWord, model_name, model_word
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file, save_file

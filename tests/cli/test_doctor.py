@@ -11,7 +11,7 @@ import pytest
 from keepmtp.cli import doctor
 from keepmtp.recipes import extras
 from keepmtp.recipes.extras import install_command
-from keepmtp.validate.serving import vllm_env
+from keepmtp.validate.facts import vllm_env
 
 ROOT = Path(__file__).parent.parent.parent
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))

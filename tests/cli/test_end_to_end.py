@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.cli.pipeline import plan_for, quantize
-from keepmtp.quantize.plan import Plan
+from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.plan.plan import Plan
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent.parent

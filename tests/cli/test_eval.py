@@ -15,9 +15,9 @@ from keepmtp.cli.eval_tables import table
 from keepmtp.cli.main import app
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.recipes.protocol import Evaluation, Gates
-from keepmtp.validate.evaluation import gsm8k
+from keepmtp.validate.facts.vllm_env import VLLM
+from keepmtp.validate.measure import gsm8k
 from keepmtp.validate.report.gates import judge
-from keepmtp.validate.serving.vllm_env import VLLM
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -164,7 +164,7 @@ def test_the_recorded_protocol_and_what_the_command_line_changes(checkpoint, mon
         assert runs_code == (protocol.task == "humaneval")
         raise KeepMTPError("", "here", got="far enough", cure="Stop")
 
-    monkeypatch.setattr("keepmtp.validate.evaluation.lm_eval_task.questions", noted)
+    monkeypatch.setattr("keepmtp.validate.measure.lm_eval_task.questions", noted)
     own = Evaluation(dataset="models/held_out.jsonl", shots=0, k=2, max_tokens=96)
     record(checkpoint, evaluation=own.model_dump(), gates={"max_drop": 0.1})
     refusal(checkpoint)
@@ -184,8 +184,8 @@ def test_programs_that_nothing_contains_are_announced(fence, is_said, checkpoint
     def stop(protocol: Evaluation, *, runs_code: bool):
         raise KeepMTPError("", "here", got="far enough", cure="Stop")
 
-    monkeypatch.setattr("keepmtp.validate.evaluation.lm_eval_task.questions", stop)
-    monkeypatch.setattr("keepmtp.validate.evaluation.model_code.fence", lambda: fence)
+    monkeypatch.setattr("keepmtp.validate.measure.lm_eval_task.questions", stop)
+    monkeypatch.setattr("keepmtp.validate.measure.model_code.fence", lambda: fence)
     for task, runs in (("humaneval", is_said), ("gsm8k", False)):
         words = ["eval", str(checkpoint), "--source", str(GLM), "--task", task, "--run-model-code"]
         done = CliRunner().invoke(app, words)
@@ -202,7 +202,7 @@ def test_each_task_of_the_recipe_is_asked_or_the_one_that_is_named(checkpoint, m
     def stop(*_):
         raise KeepMTPError("", "here", got="far enough", cure="Stop")
 
-    monkeypatch.setattr("keepmtp.validate.evaluation.lm_eval_task.questions", noted)
+    monkeypatch.setattr("keepmtp.validate.measure.lm_eval_task.questions", noted)
     monkeypatch.setattr(gsm8k, "refuse_model", stop)
     first = Evaluation(dataset="models/held_out.jsonl", shots=0, k=2)
     second = Evaluation(task="gsm8k_platinum", shots=5, k=2, max_tokens=96)

@@ -9,10 +9,10 @@ import pytest
 from commands import keepmtp
 from keepmtp.cli.findings import pasted, show, with_path
 from keepmtp.cli.tables import escape
-from keepmtp.validate.check.findings import CheckpointFacts, Finding, objection
 from keepmtp.validate.dryload.check_on import _once
-from keepmtp.validate.dryload.facts import DryLoad, KernelUse, LoadedModel
-from keepmtp.validate.report.results import CheckData
+from keepmtp.validate.facts.dry_load import DryLoad, KernelUse, LoadedModel
+from keepmtp.validate.facts.findings import CheckpointFacts, Finding, objection
+from keepmtp.validate.facts.results import CheckData
 from releases import source_layout, write_checkpoint
 from rich.console import Console
 

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from keepmtp.validate.facts.results import file_of, report_folder
 from keepmtp.validate.report.report import refresh
-from keepmtp.validate.report.results import file_of, report_folder
 from measured import Answers, checkpoint, measured
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 from commands import keepmtp, refused
+from keepmtp import pipeline
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli import pipeline
-from keepmtp.cli.needs import Machine, lines, machine_of, needs_of, refuse_too_large
-from keepmtp.quantize.cards import card_of
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.needs.cards import card_of
+from keepmtp.quantize.needs.needs import Machine, lines, machine_of, needs_of, refuse_too_large
+from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from passes import ROOT

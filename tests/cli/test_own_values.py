@@ -9,7 +9,7 @@ from commands import keepmtp
 from keepmtp import api
 from keepmtp.checkpoints.files import partial_path
 from keepmtp.recipes.errors import GateError
-from keepmtp.validate.values.reading import chosen
+from keepmtp.validate.check.reading import chosen
 from written_values import opened, poke
 
 RELEASE = Path(__file__).parents[2] / "models" / "tiny-glm4-moe"

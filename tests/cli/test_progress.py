@@ -13,7 +13,7 @@ from rich.console import Console
 
 @dataclass(frozen=True)
 class Step:
-    """As `quantize/calibrate/backbone.py` reports it, without its torch."""
+    """As `quantize/calibrate/layers/backbone.py` reports it, without its torch."""
 
     step: str = "backbone"
     done: int = 12
@@ -32,7 +32,7 @@ def test_the_step_in_words():
 
 
 def test_the_fields_are_those_of_the_run():
-    from keepmtp.quantize.calibrate.progress import CalibrationStep
+    from keepmtp.quantize.run.progress import CalibrationStep
 
     assert set(CalibrationStep.__dataclass_fields__) == set(Step.__dataclass_fields__)
 
@@ -80,7 +80,7 @@ def test_other_processes_are_silent(monkeypatch):
 
 @dataclass(frozen=True)
 class Asked:
-    """As `validate/evaluation/ask.py` reports it, without its lm-eval."""
+    """As `validate/measure/ask.py` reports it, without its lm-eval."""
 
     role: str = "source"
     doing: str = ""
@@ -93,7 +93,7 @@ class Asked:
 
 
 def test_the_fields_are_those_of_the_evaluation():
-    from keepmtp.validate.step import Step as Real
+    from keepmtp.validate.facts.step import Step as Real
 
     assert set(Real.__dataclass_fields__) == set(Asked.__dataclass_fields__)
 

@@ -11,10 +11,10 @@ import measured
 import pytest
 from keepmtp.checkpoints.identity import CACHE, identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.source_of import recorded_source
+from keepmtp.checkpoints.source_of import recorded_source
 from keepmtp.recipes.errors import RecipeError
+from keepmtp.validate.facts.results import file_of, read_result, report_folder
 from keepmtp.validate.report.report import JSON_FILE, read_json, verify
-from keepmtp.validate.report.results import file_of, read_result, report_folder
 
 ROOT = Path(__file__).parents[2]
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))

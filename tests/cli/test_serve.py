@@ -22,10 +22,9 @@ from keepmtp.checkpoints.files import write_whole
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import RecipeError, VLLMError
-from keepmtp.validate.report.best_k import best_k
-from keepmtp.validate.report.report import refresh
-from keepmtp.validate.report.results import report_folder, write_result
-from keepmtp.validate.serving.foreground import (
+from keepmtp.validate.facts.results import report_folder, write_result
+from keepmtp.validate.facts.served import Drafts
+from keepmtp.validate.measure.foreground import (
     ENOUGH_DRAFTS,
     Address,
     Expected,
@@ -34,8 +33,9 @@ from keepmtp.validate.serving.foreground import (
     refuse_our_words,
     refuse_taken,
 )
-from keepmtp.validate.serving.serve_line import docker_words
-from keepmtp.validate.serving.served import Drafts
+from keepmtp.validate.measure.serve_line import docker_words
+from keepmtp.validate.report.best_k import best_k
+from keepmtp.validate.report.report import refresh
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left
 from wheel import stranger
@@ -203,7 +203,7 @@ def test_a_checkpoint_with_an_error_is_not_served(tmp_path):
 def test_a_scale_that_is_wrong_is_not_served(tmp_path):
     """The twin of the values: an infinite global scale, which headers do not show."""
     import torch
-    from keepmtp.cli.pipeline import plan_for, quantize
+    from keepmtp.pipeline import plan_for, quantize
     from safetensors.torch import load_file, save_file
 
     plan, text = plan_for("tiny-glm4-moe", source=str(GLM), scheme="nvfp4a16-fp8")

@@ -13,7 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.pipeline import plan_for, quantize
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left
 from wheel import stranger

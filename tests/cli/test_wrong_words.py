@@ -121,5 +121,5 @@ def test_a_busy_port_is_told_before_anything_is_read(refusal):
 
 
 def test_a_wrong_task_is_told_before_lm_eval_is_imported(refusal, monkeypatch):
-    monkeypatch.setitem(sys.modules, "keepmtp.validate.evaluation.lm_eval_task", None)
+    monkeypatch.setitem(sys.modules, "keepmtp.validate.measure.lm_eval_task", None)
     assert "Did you mean gsm8k?" in refusal("eval tiny --task gsm8")

@@ -17,9 +17,9 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
 from keepmtp.cure.convert import Conversion, convert, plan_conversion
 from keepmtp.cure.convert_record import CONVERTED
-from keepmtp.quantize.output import claim, publish
-from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.writer import write as write_shards
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.write.output import claim, publish
+from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check

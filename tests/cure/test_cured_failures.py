@@ -26,8 +26,8 @@ from keepmtp.cure.graft import plan_graft
 from keepmtp.cure.graft_write import carry_out
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.check.findings import Finding
-from keepmtp.validate.values.values import check_values
+from keepmtp.validate.check.values import check_values
+from keepmtp.validate.facts.findings import Finding
 from written_values import fill, opened, poke
 
 # By the base of a case: the release, and the word that gives the block its old form; None is what graft chooses.

@@ -10,7 +10,7 @@ from keepmtp.checkpoints.source import open_source, read
 from keepmtp.cure import fix
 from keepmtp.cure.fixes_scales import NUMBERS
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.values.values import check_values, with_values
+from keepmtp.validate.check.values import check_values, with_values
 from written_values import fill, poke
 
 UP = "model.layers.2.mlp.experts.1.up_proj"

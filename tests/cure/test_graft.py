@@ -11,17 +11,17 @@ import pytest
 from checkpoint_files import Checkpoint, write
 from good import llmcompressor, ours, released
 from hub import Fault, Hub, serving
+from keepmtp import pipeline
 from keepmtp.checkpoints import hub_ranges
 from keepmtp.checkpoints.files import WORK, partial_path
 from keepmtp.checkpoints.source import INDEX, open_source
-from keepmtp.cli import pipeline
 from keepmtp.cure import graft_fetch
 from keepmtp.cure.graft import foresee, plan_graft
 from keepmtp.cure.graft_write import carry_out
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.recipes.families import find_view
+from keepmtp.validate.check import untrained
 from keepmtp.validate.check.check import check
-from keepmtp.validate.values import untrained
 from outputs import digests, forks
 from releases import source_layout, write_checkpoint
 

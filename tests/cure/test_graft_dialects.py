@@ -14,13 +14,13 @@ from good import llmcompressor, native_bf16_mtp, ours, qwen_fp8, released
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cure.graft import Graft, foresee, plan_graft
 from keepmtp.cure.graft_write import carry_out
-from keepmtp.quantize.quant_config import runtime_modules
+from keepmtp.quantize.config.quant_config import runtime_modules
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.dryload.check_on import check_on
-from keepmtp.validate.report.results import CheckData
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.results import CheckData
+from keepmtp.validate.facts.vllm_env import find_vllm
 from modelopt_form import in_hf_quant_config, modelopt
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"))

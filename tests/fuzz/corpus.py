@@ -25,8 +25,8 @@ from broken import BROKEN, GOOD
 from checkpoint_files import Checkpoint, write
 from keepmtp.checkpoints.identity import identify
 from keepmtp.recipes.find import find_recipe
+from keepmtp.validate.facts.results import write_result
 from keepmtp.validate.report.report import refresh
-from keepmtp.validate.report.results import write_result
 
 ROOT = Path(__file__).parent.parent.parent
 REAL = ("tiny-glm4-moe", "tiny-qwen3_5")

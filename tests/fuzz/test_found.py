@@ -20,18 +20,18 @@ from keepmtp.cli import init, serve
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family_view import FamilyView
-from keepmtp.validate.bench import prompts
 from keepmtp.validate.check.check import check
-from keepmtp.validate.closeness.texts import held_out
-from keepmtp.validate.evaluation.answers import read_samples
-from keepmtp.validate.publish import base_model
-from keepmtp.validate.publish.card_metadata import read_front_matter
-from keepmtp.validate.publish.provenance import recipe_text
+from keepmtp.validate.facts.results import read_result
+from keepmtp.validate.measure import bench_prompts as prompts
+from keepmtp.validate.measure.answers import read_samples
+from keepmtp.validate.measure.prompts import read_prompts
+from keepmtp.validate.measure.serve_check import has_template
+from keepmtp.validate.measure.texts import held_out
+from keepmtp.validate.report import base_model
 from keepmtp.validate.report.best_k import BestK
+from keepmtp.validate.report.card_metadata import read_front_matter
+from keepmtp.validate.report.provenance import recipe_text
 from keepmtp.validate.report.report import read_json, refresh
-from keepmtp.validate.report.results import read_result
-from keepmtp.validate.serving.prompts import read_prompts
-from keepmtp.validate.serving.serve_check import has_template
 
 ROOT = Path(__file__).parent.parent.parent
 READERS: dict[str, Callable[[Path], object]] = {

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
-from keepmtp.validate.serving.server import Server
+from keepmtp.validate.measure.server import Server
 
 TOO_LONG = "This model's maximum context length is 64 tokens. However, your prompt contains 71 input tokens."
 OOM = "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from keepmtp.validate.bench.benched import BenchCell, Benched, BenchFact, Latency, Repetition
-from keepmtp.validate.bench.lines import BenchHeader, Measured, open_lines
-from keepmtp.validate.serving.served import Role
+from keepmtp.validate.facts.benched import BenchCell, Benched, BenchFact, Latency, Repetition
+from keepmtp.validate.facts.served import Role
+from keepmtp.validate.measure.bench_lines import BenchHeader, Measured, open_lines
 
 AT = "2030-01-02 03:04:05 UTC"
 _TOKENS = 10_000

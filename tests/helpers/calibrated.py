@@ -5,11 +5,11 @@ from typing import Literal
 
 import torch
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.statistics import Statistics, write_statistics
-from keepmtp.quantize.output import claim, publish, refuse_output
-from keepmtp.quantize.pack import pack
-from keepmtp.quantize.plan import Plan, TensorPlan, make_plan
-from keepmtp.quantize.writer import write
+from keepmtp.quantize.pack.pack import pack
+from keepmtp.quantize.plan.plan import Plan, TensorPlan, make_plan
+from keepmtp.quantize.run.statistics import Statistics, write_statistics
+from keepmtp.quantize.write.output import claim, publish, refuse_output
+from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.conventions import FORMATS
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe

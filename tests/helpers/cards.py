@@ -7,21 +7,21 @@ from typing import Any
 import measured
 import reports
 import yaml
+from keepmtp import pipeline
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import Source, open_source
-from keepmtp.cli import pipeline
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.publish import card
-from keepmtp.validate.publish.base_model import NO_BASE_MODEL
-from keepmtp.validate.publish.card_page import CardFacts
-from keepmtp.validate.publish.provenance import groups_of, recipe_text
+from keepmtp.validate.facts.results import CheckData, report_folder, write_result
+from keepmtp.validate.facts.schema import FullReport
+from keepmtp.validate.report import card
 from keepmtp.validate.report import report as full_reports
+from keepmtp.validate.report.base_model import NO_BASE_MODEL
+from keepmtp.validate.report.card_page import CardFacts
 from keepmtp.validate.report.check_data import check_data
-from keepmtp.validate.report.results import CheckData, report_folder, write_result
-from keepmtp.validate.report.schema import FullReport
+from keepmtp.validate.report.provenance import groups_of, recipe_text
 
 RECIPE = "tiny-glm4-moe.nvfp4a16-fp8"
 STATIONS = frozenset({"check", "serve", "gsm8k"})

@@ -5,9 +5,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from keepmtp.checkpoints.identity import file_sha256
-from keepmtp.validate.closeness.compared import FILE, ComparedFile, ComparedHeader, ComparedSitting, ComparedWindow
-from keepmtp.validate.closeness.facts import Asked, ClosenessFact, PredictedFact, SourceSitting, WorstFact
-from keepmtp.validate.serving.served import Role
+from keepmtp.validate.facts.closeness import Asked, ClosenessFact, PredictedFact, SourceSitting, WorstFact
+from keepmtp.validate.facts.served import Role
+from keepmtp.validate.measure.compared import FILE, ComparedFile, ComparedHeader, ComparedSitting, ComparedWindow
 
 VOCABULARY = 151_936
 

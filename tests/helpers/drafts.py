@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.binding import fill
-from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.calibrate.model.binding import fill
+from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
+from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.find import find_recipe
 from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file, save_file

@@ -8,7 +8,8 @@ import reports
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.recipes.protocol import Evaluation, Gates
 from keepmtp.validate.check.check import check
-from keepmtp.validate.evaluation.evaluated import (
+from keepmtp.validate.facts.binomial import sign_test
+from keepmtp.validate.facts.evaluated import (
     NOT_EMPTY,
     Arm,
     ChangedAnswer,
@@ -19,13 +20,12 @@ from keepmtp.validate.evaluation.evaluated import (
     SwitchFact,
     TaskFact,
 )
-from keepmtp.validate.report.binomial import sign_test
+from keepmtp.validate.facts.paired import paired
+from keepmtp.validate.facts.schema import FullReport
+from keepmtp.validate.facts.served import AsServed
 from keepmtp.validate.report.check_data import check_data
 from keepmtp.validate.report.gates import judge
-from keepmtp.validate.report.paired import paired
 from keepmtp.validate.report.report import assemble
-from keepmtp.validate.report.schema import FullReport
-from keepmtp.validate.serving.served import AsServed
 
 FILTERS = ("strict-match", "flexible-extract")
 COPY: AsServed = "BF16 copy of the same weights"

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from keepmtp import api
 from keepmtp.cli.exits import foreseen, refusal_of
-from keepmtp.quantize import room
+from keepmtp.quantize.needs import room
 from keepmtp.recipes.errors import KeepMTPError
 
 ROOT = Path(__file__).parent.parent.parent

@@ -12,9 +12,9 @@ from typing import Any
 
 import releases
 from checkpoint_files import Checkpoint, as_source, pack
-from keepmtp.quantize.output import config_files
-from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.quant_config import runtime_modules
+from keepmtp.quantize.config.quant_config import runtime_modules
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.write.output import config_files
 from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import QUANTIZABLE_ROLES, HFName

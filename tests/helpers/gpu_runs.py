@@ -15,12 +15,12 @@ from unittest.mock import patch
 
 import torch
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.pipeline import plan_before_measuring
-from keepmtp.quantize import writer
+from keepmtp.pipeline import plan_before_measuring
 from keepmtp.quantize.calibrate import run as calibration
-from keepmtp.quantize.calibrate.data import CalibrationData
-from keepmtp.quantize.calibrate.ranks import Ranks
-from keepmtp.quantize.output import claim
+from keepmtp.quantize.calibrate.data.data import CalibrationData
+from keepmtp.quantize.run.ranks import Ranks
+from keepmtp.quantize.write import writer
+from keepmtp.quantize.write.output import claim
 from keepmtp.recipes.schema import Calibration, Recipe
 from killed import forks
 from pretended_gpu import pretended_gpu

@@ -31,7 +31,7 @@ def small_recipe(folder: Path, name: str, *, search: str = "", **changes: Any) -
 
 def forks() -> ForkServerContext:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["killed", "keepmtp.cli.pipeline", "keepmtp.quantize.calibrate.backbone"])
+    context.set_forkserver_preload(["killed", "keepmtp.pipeline", "keepmtp.quantize.calibrate.layers.backbone"])
     return context
 
 
@@ -94,12 +94,12 @@ def backbone_pass(
     """
     os.environ.update({key: str(value) for key, value in environment.items()})
     import torch
-    from keepmtp.cli.pipeline import plan_for
-    from keepmtp.quantize.calibrate import backbone as calibrate
+    from keepmtp.pipeline import plan_for
     from keepmtp.quantize.calibrate import run
-    from keepmtp.quantize.calibrate import statistics as files_of_layers
-    from keepmtp.quantize.calibrate.data import calibration_data
-    from keepmtp.quantize.calibrate.ranks import joined
+    from keepmtp.quantize.calibrate.data.data import calibration_data
+    from keepmtp.quantize.calibrate.layers import backbone as calibrate
+    from keepmtp.quantize.run import statistics as files_of_layers
+    from keepmtp.quantize.run.ranks import joined
     from keepmtp.recipes.errors import KeepMTPError
 
     torch.set_num_threads(1)
@@ -174,7 +174,7 @@ def _after_statistics(calibrate: Any, layer: int) -> None:
 
 def _amid_states(_calibrate: Any, layer: int) -> None:
     """With one batch of `calibration` on disk, and half of the next."""
-    from keepmtp.quantize.calibrate import states
+    from keepmtp.quantize.calibrate.model import states
 
     real = states._write
 
@@ -202,7 +202,7 @@ def _amid_removal(_calibrate: Any, layer: int) -> None:
 
 def _amid_calibration(calibrate: Any, layer: int) -> None:
     """While llm-compressor's modifiers look at activations; other ranks wait for this one's sums."""
-    from keepmtp.quantize.calibrate import layer as one_layer
+    from keepmtp.quantize.calibrate.layers import layer as one_layer
 
     real, seen = one_layer._run_pipeline, []
 
@@ -218,7 +218,7 @@ def _amid_calibration(calibrate: Any, layer: int) -> None:
 def _gpu_fails(_calibrate: Any, layer: int) -> None:
     """What torch raises once a GPU has left its bus."""
     import torch
-    from keepmtp.quantize.calibrate import layer as one_layer
+    from keepmtp.quantize.calibrate.layers import layer as one_layer
 
     real, seen = one_layer._run_pipeline, []
 

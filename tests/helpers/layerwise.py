@@ -5,9 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from keepmtp.quantize.calibrate.experts import linear_experts
-from keepmtp.quantize.calibrate.forwards import propagating
-from keepmtp.quantize.calibrate.layer import Calibrated, calibrate
+from keepmtp.quantize.calibrate.layers.forwards import propagating
+from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
+from keepmtp.quantize.calibrate.model.experts import linear_experts
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM

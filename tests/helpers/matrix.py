@@ -21,10 +21,10 @@ from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.families import find_family
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.facts import GPU
 from keepmtp.validate.dryload.loader import DryLoader, Job
-from keepmtp.validate.report.results import CheckData
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.dry_load import GPU
+from keepmtp.validate.facts.results import CheckData
+from keepmtp.validate.facts.vllm_env import find_vllm
 from layouts import gemma4_assistant
 from modelopt_form import modelopt
 

@@ -9,12 +9,12 @@ import reports
 from evaluations import FILTERS, Answers, evaluation
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.validate.evaluation.answers import Answer, Header, Samples, Sitting
-from keepmtp.validate.evaluation.drafting import drafting
-from keepmtp.validate.evaluation.evaluated import Arm, EvaluationFact
+from keepmtp.validate.facts.evaluated import Arm, EvaluationFact
+from keepmtp.validate.facts.results import report_folder, write_result
+from keepmtp.validate.facts.served import counters
+from keepmtp.validate.measure.answers import Answer, Header, Samples, Sitting
+from keepmtp.validate.measure.drafting import drafting
 from keepmtp.validate.report.check_data import record_static
-from keepmtp.validate.report.results import report_folder, write_result
-from keepmtp.validate.serving.served import counters
 from releases import source_layout, write_checkpoint
 
 ANSWERS = Answers(both=50, only_source=2, only_checkpoint=3, neither=5)

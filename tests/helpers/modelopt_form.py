@@ -20,8 +20,8 @@ from typing import Any
 
 from checkpoint_files import Checkpoint
 from good import ours, planned
-from keepmtp.quantize.plan import Plan
-from keepmtp.quantize.quant_config import RuntimeModule, runtime_modules
+from keepmtp.quantize.config.quant_config import RuntimeModule, runtime_modules
+from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.recipes.renamer import renamer
 

@@ -18,7 +18,7 @@ MODEL = "tiny-glm4-moe"
 
 def forks() -> ForkServerContext:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["outputs", "keepmtp.cli.pipeline", "keepmtp.quantize.writer"])
+    context.set_forkserver_preload(["outputs", "keepmtp.pipeline", "keepmtp.quantize.write.writer"])
     return context
 
 
@@ -62,8 +62,8 @@ def quantize_into(source: Path, out: Path, recipe: str, *, at: float = 0.0, paus
     """
     import torch
     from keepmtp.checkpoints.source import open_source
-    from keepmtp.cli.pipeline import plan_before_measuring, quantize
-    from keepmtp.cli.progress import RunProgress
+    from keepmtp.pipeline import plan_before_measuring, quantize
+    from keepmtp.quantize.run.progress import RunProgress
     from keepmtp.recipes.errors import KeepMTPError
     from keepmtp.recipes.find import find_recipe
 

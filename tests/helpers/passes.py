@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.pipeline import plan_before_measuring
-from keepmtp.quantize.calibrate.backbone import Backbone, calibrate_backbone
-from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
-from keepmtp.quantize.calibrate.ranks import Ranks
-from keepmtp.quantize.plan import Plan
+from keepmtp.pipeline import plan_before_measuring
+from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from torch import Tensor

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family import Family
 from keepmtp.recipes.find import shipped_recipes

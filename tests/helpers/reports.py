@@ -8,11 +8,10 @@ from benches import bench_fact, cell
 from closenesses import hostile_closeness
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.bench.benched import BenchFact
 from keepmtp.validate.check.check import check, examine
-from keepmtp.validate.check.findings import CheckpointFacts, Finding
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.facts import (
+from keepmtp.validate.facts.benched import BenchFact
+from keepmtp.validate.facts.dry_load import (
     GPU,
     DryLoad,
     KernelUse,
@@ -22,12 +21,13 @@ from keepmtp.validate.dryload.facts import (
     Misfit,
     ModelAccount,
 )
+from keepmtp.validate.facts.findings import CheckpointFacts, Finding
+from keepmtp.validate.facts.results import CheckData
+from keepmtp.validate.facts.schema import FullReport
+from keepmtp.validate.facts.served import Drafts, Output, Parting, Run, ServeCheck, Served, counters
 from keepmtp.validate.report.check_data import calibration_fact, check_data, sizes_by_group
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
-from keepmtp.validate.report.results import CheckData
-from keepmtp.validate.report.schema import FullReport
-from keepmtp.validate.serving.served import Drafts, Output, Parting, Run, ServeCheck, Served, counters
 
 MODEL = Path(__file__).parent.parent.parent / "models" / "tiny-glm4-moe"
 AT = "2030-01-02 03:04:05 UTC"
@@ -201,7 +201,7 @@ def broken() -> FullReport:
 
 
 def accepted(*rates: float) -> dict[str, Any]:
-    """A figure as `quantize/calibrate/held_out.py` gives it: `rates` are of the drafts that reach a position."""
+    """A figure as `quantize/calibrate/mtp/held_out.py` gives it: `rates` are of the drafts that reach a position."""
     shares = [round(math.prod(rates[: step + 1]), 5) for step in range(len(rates))]
     ks = range(1, len(rates) + 1)
     return {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import good
 import releases
-from keepmtp.quantize.output import sglang_fit
+from keepmtp.quantize.write.output import sglang_fit
 from keepmtp.recipes.conventions import Format
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.runtimes.sglang import VERSION

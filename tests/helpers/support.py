@@ -12,7 +12,7 @@ from pathlib import Path
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.ls import rows
 from keepmtp.quantize.calibrate.buildable import backbone_refusal
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.find import shipped_recipes
 from keepmtp.recipes.support import SUPPORT_FILE

@@ -12,8 +12,8 @@ from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import TORCH_DTYPES, typed
 from keepmtp.recipes.families import find_view
+from keepmtp.validate.check.reading import is_scale
 from keepmtp.validate.check.runtime_view import RuntimeView
-from keepmtp.validate.values.reading import is_scale
 
 
 def opened(folder: Path) -> RuntimeView:

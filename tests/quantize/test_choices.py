@@ -6,9 +6,9 @@ import re
 import pytest
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.main import app
-from keepmtp.cli.pipeline import plan_before_measuring
-from keepmtp.quantize.choices import choices_of, narrowed, refuse_budget
-from keepmtp.quantize.plan import make_plan
+from keepmtp.pipeline import plan_before_measuring
+from keepmtp.quantize.plan.choices import choices_of, narrowed, refuse_budget
+from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.budget import read_budget
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.forwards import propagating
-from keepmtp.quantize.calibrate.skeleton import Batch, Skeleton
-from keepmtp.quantize.cards import CARDS
-from keepmtp.quantize.estimate import LINK_BYTES_A_SECOND, estimate, layer_work
+from keepmtp.quantize.calibrate.layers.forwards import propagating
+from keepmtp.quantize.calibrate.model.skeleton import Batch, Skeleton
+from keepmtp.quantize.needs.cards import CARDS
+from keepmtp.quantize.needs.estimate import LINK_BYTES_A_SECOND, estimate, layer_work
 from passes import ROOT, plan_over
 from torch.utils.flop_counter import FlopCounterMode
 

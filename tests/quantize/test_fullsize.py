@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import releases
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.output import output_config
-from keepmtp.quantize.plan import Plan, TensorPlan, filled, make_plan
+from keepmtp.quantize.plan.plan import Plan, TensorPlan, filled, make_plan
+from keepmtp.quantize.write.output import output_config
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check
 
@@ -136,7 +136,7 @@ def test_what_deepseek_v4_lacks_is_added(plan):
 MEASURED = """
 import json, re, sys
 from pathlib import Path
-from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.find import find_recipe
 plan = make_plan(find_recipe(sys.argv[1])[0], open_source(sys.argv[2]))

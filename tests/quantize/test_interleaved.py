@@ -9,9 +9,9 @@ from checkpoint_files import write
 from good import released
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import num_slices
-from keepmtp.quantize.output import claim, publish
-from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.writer import write as write_shards
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.write.output import claim, publish
+from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import find_view
 from keepmtp.recipes.family import HFName

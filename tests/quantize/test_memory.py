@@ -9,14 +9,14 @@ from contextlib import suppress
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.data import CalibrationData
-from keepmtp.quantize.calibrate.held_out import NothingCounts
-from keepmtp.quantize.calibrate.mtp_pass import mtp_pass
-from keepmtp.quantize.calibrate.mtp_policy import PolicyResults
-from keepmtp.quantize.calibrate.target import target
-from keepmtp.quantize.memory import FRAGMENTS, largest_batch_size, peak, stations
-from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.calibrate.data.data import CalibrationData
+from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
+from keepmtp.quantize.calibrate.mtp.held_out import NothingCounts
+from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
+from keepmtp.quantize.calibrate.mtp.mtp_policy import PolicyResults
+from keepmtp.quantize.calibrate.mtp.target import target
+from keepmtp.quantize.needs.memory import FRAGMENTS, largest_batch_size, peak, stations
+from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.knobs import AutoRoundKnobs
 from keepmtp.recipes.schema import MtpTuned

@@ -4,8 +4,8 @@ import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from keepmtp.checkpoints import dequantize
-from keepmtp.quantize.mxfp4_to_nvfp4 import mxfp4_as_nvfp4
-from keepmtp.quantize.pack import pack
+from keepmtp.quantize.pack.mxfp4_to_nvfp4 import mxfp4_as_nvfp4
+from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.schemes import SCHEMES
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import outputs
 import pytest
+from keepmtp import pipeline
 from keepmtp.checkpoints.files import WORK, partial_path, two_sizes
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli import pipeline
-from keepmtp.cli.pipeline import plan_for
-from keepmtp.quantize import room
-from keepmtp.quantize.output import claim, refuse_output
-from keepmtp.quantize.plan import Plan
+from keepmtp.pipeline import plan_for
+from keepmtp.quantize.needs import room
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.write.output import claim, refuse_output
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from outputs import MODEL, SHARD_BYTES, digests, end, overwrite, start
 
@@ -228,7 +228,7 @@ def beside(out: Path) -> list[str]:
 def test_a_run_that_was_killed_after_its_end_is_finished(tmp_path, source, unbroken, monkeypatch):
     """Between the final name and the removal of hashes; the same command cleans up and is content."""
     out = tmp_path / "out"
-    monkeypatch.setattr("keepmtp.quantize.output.tidy", lambda _, **__: None)
+    monkeypatch.setattr("keepmtp.quantize.write.output.tidy", lambda _, **__: None)
     quantized(source, out)
     monkeypatch.undo()
     (tmp_path / "out.calibration" / "states").mkdir(parents=True)
@@ -310,7 +310,7 @@ def test_room_counts_everything_that_is_written(tmp_path, source):
     plan, text = planned(source)
     out = tmp_path / "out"
     partial = partial_path(out)
-    from keepmtp.quantize.writer import write
+    from keepmtp.quantize.write.writer import write
 
     with claim(plan, out):
         write(plan, partial, recipe_text=text, threads=1)

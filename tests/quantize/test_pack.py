@@ -1,13 +1,13 @@
-"""quantize/pack.py against the programs whose bytes it promises: compressed-tensors and llm-compressor."""
+"""quantize/pack/pack.py against the programs whose bytes it promises: compressed-tensors and llm-compressor."""
 
 import json
 
 import pytest
 import torch
 from keepmtp.checkpoints import values as values_module
-from keepmtp.quantize import pack as pack_module
-from keepmtp.quantize.pack import pack
-from keepmtp.quantize.pack_shared import store_nibbles
+from keepmtp.quantize.pack.pack import pack
+from keepmtp.quantize.pack.pack import pack as pack_module
+from keepmtp.quantize.pack.pack_shared import store_nibbles
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from safetensors.torch import load_file, save_file

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.match_clock import MATCHING_SECONDS

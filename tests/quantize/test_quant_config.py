@@ -5,11 +5,11 @@ import re
 
 import pytest
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.output import quantization_config
-from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.quant_config import matrices_of, runtime_modules
-from keepmtp.quantize.sglang_fit import fit_sglang
-from keepmtp.quantize.spelled import concrete, number_regex
+from keepmtp.quantize.config.quant_config import matrices_of, runtime_modules
+from keepmtp.quantize.config.sglang_fit import fit_sglang
+from keepmtp.quantize.config.spelled import concrete, number_regex
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.write.output import quantization_config
 from keepmtp.recipes.find import find_recipe, shipped_recipes
 from releases import source_layout, write_checkpoint
 

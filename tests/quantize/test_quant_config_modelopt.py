@@ -19,9 +19,9 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import stored_weights
 from keepmtp.checkpoints.values import read_tensor
 from keepmtp.cli.main import app
-from keepmtp.quantize.output import claim, publish
-from keepmtp.quantize.plan import Plan
-from keepmtp.quantize.writer import write as write_shards
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.write.output import claim, publish
+from keepmtp.quantize.write.writer import write as write_shards
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.model_file import flat_text

@@ -7,9 +7,9 @@ from checkpoint_files import Checkpoint, as_source, lose, setting, write
 from good import released
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source, open_source, read
-from keepmtp.cli.pipeline import plan_for, quantize
-from keepmtp.quantize.output import output_config
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.write.output import output_config
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import check_source

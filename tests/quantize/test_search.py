@@ -1,4 +1,4 @@
-"""quantize/search.py against the sweeps of nvidia-modelopt and llm-compressor, and against trying every scale."""
+"""quantize/pack/search.py against the sweeps of nvidia-modelopt and llm-compressor, and against trying every scale."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,10 @@ import yaml
 from keepmtp.checkpoints import values as values_module
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.output import claim, publish
-from keepmtp.quantize.pack import pack
-from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.writer import write
+from keepmtp.quantize.pack.pack import pack
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.write.output import claim, publish
+from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import validated

@@ -5,10 +5,10 @@ import pytest
 import releases
 import sglang_table
 from checkpoint_files import write
-from keepmtp.quantize.output import quantization_config, sglang_fit
-from keepmtp.quantize.plan import Plan
-from keepmtp.quantize.quant_config import matrices_of
-from keepmtp.quantize.sglang_fit import SglangFit, fit_sglang
+from keepmtp.quantize.config.quant_config import matrices_of
+from keepmtp.quantize.config.sglang_fit import SglangFit, fit_sglang
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.write.output import quantization_config, sglang_fit
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.runtimes.sglang import sglang_names
 from keepmtp.recipes.schemes import SCHEMES

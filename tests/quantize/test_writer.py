@@ -14,10 +14,10 @@ import pytest
 import torch
 from keepmtp.checkpoints.files import partial_path
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.output import claim, output_config, publish, refuse_output
-from keepmtp.quantize.pack import pack
-from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.writer import write
+from keepmtp.quantize.pack.pack import pack
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.write.output import claim, output_config, publish, refuse_output
+from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
@@ -130,11 +130,11 @@ def test_threads_do_not_change_a_byte(tmp_path):
 CHILD = """
 import sys
 from pathlib import Path
-from keepmtp.quantize.pack import pack
-from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.pack.pack import pack
+from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.output import claim, publish, refuse_output
-from keepmtp.quantize.writer import write
+from keepmtp.quantize.write.output import claim, publish, refuse_output
+from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schemes import SCHEMES
 source, out, pause = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])

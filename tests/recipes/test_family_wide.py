@@ -6,8 +6,8 @@ import pytest
 import releases
 from checkpoint_files import Checkpoint, as_source
 from good import companions, released
-from keepmtp.quantize.output import output_config
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.write.output import output_config
 from keepmtp.recipes.families import families, find_view
 from keepmtp.recipes.family_wide import COMMON, model_mapping
 from keepmtp.recipes.find import find_recipe

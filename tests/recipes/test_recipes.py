@@ -10,7 +10,7 @@ import pytest
 import releases
 import yaml
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import calibration_name, data_free_alternative, find_recipe, read_recipe, shipped_recipes
 from keepmtp.recipes.model_file import calibrations

@@ -3,7 +3,7 @@
 import pytest
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.buildable import backbone_refusal, mtp_refusal
-from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.support import SUPPORT_FILE
 from releases import source_layout, write_checkpoint

@@ -10,7 +10,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from keepmtp.validate.child import Child, answer, environment
+from keepmtp.validate.facts.child import Child, answer, environment
 from survivors import MARK, marked, none_left
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ time.sleep(600)
 """
 OWNER = f"""
 import sys
-from keepmtp.validate.child import Child, environment
+from keepmtp.validate.facts.child import Child, environment
 with Child([sys.executable, "-c", {TREE!r}], environment=environment(is_ours=True)) as child:
     child.process.wait()
 """

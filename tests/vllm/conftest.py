@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 from keepmtp.validate.dryload import check_on
-from keepmtp.validate.dryload.facts import GPU
 from keepmtp.validate.dryload.loader import DryLoader
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.dry_load import GPU
+from keepmtp.validate.facts.vllm_env import find_vllm
 
 
 @pytest.fixture(scope="session")

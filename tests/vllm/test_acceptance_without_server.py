@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from asked import asked_values
-from keepmtp.cli.pipeline import plan_for, quantize
-from keepmtp.quantize.calibrate.mtp_pass import mtp_pass
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
+from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.schema import Recipe
 from passes import END, ROOT, finished, laid_out, plan_over, prompts
 from safetensors.torch import load_file, save_file

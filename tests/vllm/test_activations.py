@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.activations import fp8_groups, fp8_tensor, fp8_tokens, int8_tokens, nvfp4
-from keepmtp.quantize.calibrate.layer import calibrate
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.quantize.calibrate.layers.activations import fp8_groups, fp8_tensor, fp8_tokens, int8_tokens, nvfp4
+from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.validate.facts.vllm_env import find_vllm
 from layerwise import Skeleton
 from safetensors.torch import load_file, save_file
 

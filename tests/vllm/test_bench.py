@@ -16,12 +16,12 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from keepmtp.validate.bench.client import benchmarking
-from keepmtp.validate.bench.lines import read_lines
-from keepmtp.validate.bench.prompts import Request
+from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.measure.bench_client import benchmarking
+from keepmtp.validate.measure.bench_lines import read_lines
+from keepmtp.validate.measure.bench_prompts import Request
+from keepmtp.validate.measure.server import ServerFailed, serving
 from keepmtp.validate.report.report import verify
-from keepmtp.validate.serving.server import ServerFailed, serving
-from keepmtp.validate.serving.vllm_env import find_vllm
 from stub_vllm import stub_vllm
 from survivors import MARK, marked, none_left
 from wheel import stranger

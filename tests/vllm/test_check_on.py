@@ -13,8 +13,8 @@ from good import llmcompressor, ours, released
 from keepmtp.recipes.errors import RecipeError, VLLMError
 from keepmtp.validate.dryload.check_on import check_on
 from keepmtp.validate.dryload.loader import DryLoader
-from keepmtp.validate.report.results import CheckData
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.results import CheckData
+from keepmtp.validate.facts.vllm_env import find_vllm
 from layouts import gemma4_assistant
 from releases import source_layout, write_checkpoint
 

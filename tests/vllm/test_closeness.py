@@ -17,12 +17,12 @@ import yaml
 from decompressed import decompressed
 from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.pipeline import plan_for, quantize
-from keepmtp.quantize.calibrate.data import calibration_data
+from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.closeness.compared import FILE, read_compared
-from keepmtp.validate.closeness.divergence import Predicted, compare
-from keepmtp.validate.closeness.stored import FOLDER, SourceStore, read_store
+from keepmtp.validate.measure.closeness_stored import FOLDER, SourceStore, read_store
+from keepmtp.validate.measure.compared import FILE, read_compared
+from keepmtp.validate.measure.divergence import Predicted, compare
 from keepmtp.validate.report.report import verify
 from safetensors.torch import load_file, save_file
 

@@ -19,9 +19,9 @@ import torch
 from asked import asked_values
 from decorated_model import CONFIGURATION
 from drafts import changed, filled, lively, plan_over, weights_of
-from keepmtp.quantize.calibrate.draft_steps import draft_steps
-from keepmtp.quantize.calibrate.skeleton import on_meta
-from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.calibrate.model.skeleton import on_meta
+from keepmtp.quantize.calibrate.mtp.draft_steps import draft_steps
+from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.families import families
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -255,7 +255,7 @@ def test_a_wrong_table_parts_them(drafted, base, name, field):
 def test_a_step_at_the_wrong_place_parts_them(drafted, base, name, monkeypatch):
     """The twin of the positions: each step at the one before it."""
     arange = torch.arange
-    monkeypatch.setattr("keepmtp.quantize.calibrate.draft_steps._positions", lambda ids, step: arange(ids.shape[1]))
+    monkeypatch.setattr("keepmtp.quantize.calibrate.mtp.draft_steps._positions", lambda ids, step: arange(ids.shape[1]))
     apart = parted(drafted[name])[1]
     assert apart > LEEWAY * base[name][1][1]
 

@@ -13,10 +13,10 @@ from checkpoint_files import write
 from dry_corpus import DryCase, broken_cases, good_cases
 from keepmtp.recipes.errors import VLLMError
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.check.findings import Finding
 from keepmtp.validate.dryload.check_on import with_loads
 from keepmtp.validate.dryload.loader import Job
-from keepmtp.validate.serving.vllm_env import VLLM, find_vllm
+from keepmtp.validate.facts.findings import Finding
+from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 
 GPU = "sm100"
 PARTS = 6  # of every family and every kind of breakage something stands in each

@@ -13,14 +13,14 @@ import releases
 from checkpoint_files import write
 from dry_corpus import SEPARATE
 from good import ours, planned
-from keepmtp.quantize.quant_config import runtime_modules
+from keepmtp.quantize.config.quant_config import runtime_modules
 from keepmtp.recipes.families import find_family, find_view
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.family_view import FamilyView
 from keepmtp.validate.dryload.defects import known_defect
-from keepmtp.validate.dryload.facts import LoadAccount, Question
 from keepmtp.validate.dryload.loader import Job
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.dry_load import LoadAccount, Question
+from keepmtp.validate.facts.vllm_env import find_vllm
 
 SCHEME = "FP8_DYNAMIC"  # the one that every family's modules take
 MTP = ("bf16", SCHEME)

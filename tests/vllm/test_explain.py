@@ -6,10 +6,10 @@ from dry_corpus import broken_cases
 from good import ours
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.facts import LoadAccount
+from keepmtp.validate.dryload.explain import Explanation, explain
 from keepmtp.validate.dryload.loader import Job
-from keepmtp.validate.explain.explain import Explanation, explain
-from keepmtp.validate.explain.log import parse_log
+from keepmtp.validate.dryload.log import parse_log
+from keepmtp.validate.facts.dry_load import LoadAccount
 
 pytestmark = pytest.mark.vllm
 

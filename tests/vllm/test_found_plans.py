@@ -4,9 +4,9 @@ import pytest
 from checkpoint_files import write
 from good import outputs_of
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.choices import choices_of
-from keepmtp.quantize.found_recipe import found_plan
-from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.plan.choices import choices_of
+from keepmtp.quantize.plan.found_recipe import found_plan
+from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.conventions import FORMATS
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe

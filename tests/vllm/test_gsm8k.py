@@ -17,16 +17,16 @@ import torch
 from commands import KEEPMTP
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.evaluation import gsm8k
-from keepmtp.validate.evaluation.answers import read_samples
-from keepmtp.validate.evaluation.lm_eval_task import questions
+from keepmtp.validate.facts.step import Step
+from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.measure import gsm8k
+from keepmtp.validate.measure.answers import read_samples
+from keepmtp.validate.measure.lm_eval_task import questions
+from keepmtp.validate.measure.serve_check import COPY
+from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.report.report import verify
-from keepmtp.validate.serving.serve_check import COPY
-from keepmtp.validate.serving.server import Server, ServerFailed, serving
-from keepmtp.validate.serving.vllm_env import find_vllm
-from keepmtp.validate.step import Step
 from safetensors.torch import load_file, save_file
 from task_rows import TASK_ROWS
 from wheel import stranger

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.output import claim, publish
-from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.writer import write
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.write.output import claim, publish
+from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.find import find_recipe
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.vllm_env import find_vllm
 from releases import source_layout, write_checkpoint
 
 pytestmark = pytest.mark.vllm

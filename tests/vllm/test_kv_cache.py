@@ -8,15 +8,15 @@ import releases
 import torch
 from checkpoint_files import write
 from good import cached, outputs_of
-from keepmtp.quantize.calibrate.caches import e4m3_by
-from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.calibrate.layers.caches import e4m3_by
+from keepmtp.quantize.plan.plan import Plan
 from keepmtp.recipes.conventions import FORMATS
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.facts import LoadAccount
 from keepmtp.validate.dryload.loader import Job
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.dry_load import LoadAccount
+from keepmtp.validate.facts.vllm_env import find_vllm
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.vllm

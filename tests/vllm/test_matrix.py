@@ -4,7 +4,7 @@ import re
 
 import pytest
 import releases
-from keepmtp.validate.dryload.facts import GPU
+from keepmtp.validate.facts.dry_load import GPU
 from matrix import DOCS, VARIANTS, Cell, plain, run
 
 BF16 = "compressed-tensors, MTP BF16"

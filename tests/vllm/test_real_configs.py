@@ -3,7 +3,7 @@
 import pytest
 from checkpoint_files import write
 from keepmtp.validate.dryload.check_on import check_on
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.vllm_env import find_vllm
 from real_release import published, real_release
 
 # One of each dialect and producer: modelopt's two files, a mixture by names, experts of GPTQ, `+:` for a plain draft.

@@ -10,12 +10,12 @@ import pytest
 from checkpoint_files import Checkpoint, as_source, lose, write, write_single
 from good import released
 from keepmtp.checkpoints.mtp_source import with_mtp_of
-from keepmtp.quantize.output import output_config
-from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.write.output import output_config
 from keepmtp.recipes.find import find_recipe
 from keepmtp.validate.check.check import Checked
 from keepmtp.validate.dryload.check_on import check_on
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.vllm_env import find_vllm
 from modelopt_form import mixed_in_two_files
 from real_releases import dspark_flash, minimax_halves, nemotron_ultra, qwen38_fp8
 from releases import source_layout

@@ -15,16 +15,16 @@ import pytest
 import torch
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.check.check import examine
+from keepmtp.validate.facts.results import report_folder
+from keepmtp.validate.facts.served import ServeCheck
+from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.measure.prompts import PROMPTS
+from keepmtp.validate.measure.serve_check import COPY, Check, serve
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import read_json, verify
-from keepmtp.validate.report.results import report_folder
-from keepmtp.validate.serving.prompts import PROMPTS
-from keepmtp.validate.serving.serve_check import COPY, Check, serve
-from keepmtp.validate.serving.served import ServeCheck
-from keepmtp.validate.serving.vllm_env import find_vllm
 from readme import ACCEPTED
 from safetensors.torch import load_file, save_file
 from twins import broken

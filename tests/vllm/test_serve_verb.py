@@ -12,7 +12,7 @@ from uuid import uuid4
 import httpx
 import pytest
 from commands import KEEPMTP
-from keepmtp.validate.serving.prompts import PROMPTS
+from keepmtp.validate.measure.prompts import PROMPTS
 from survivors import MARK, none_left
 from wheel import stranger
 

@@ -5,10 +5,10 @@ import pytest
 from checkpoint_files import Checkpoint, write
 from good import cached, ours, outputs_of, released
 from keepmtp.validate.check.check import examine
-from keepmtp.validate.check.findings import Finding
 from keepmtp.validate.dryload.check_on import with_loads
-from keepmtp.validate.dryload.facts import LoadAccount
 from keepmtp.validate.dryload.loader import Job
+from keepmtp.validate.facts.dry_load import LoadAccount
+from keepmtp.validate.facts.findings import Finding
 from modelopt_form import modelopt
 
 pytestmark = pytest.mark.vllm

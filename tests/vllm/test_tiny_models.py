@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from asked import asked_values
-from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.pipeline import plan_for, quantize
 from twins import broken
 
 ROOT = Path(__file__).parent.parent.parent

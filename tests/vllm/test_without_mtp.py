@@ -3,8 +3,8 @@
 import pytest
 from checkpoint_files import write
 from keepmtp.validate.dryload.check_on import check_on
-from keepmtp.validate.report.results import CheckData
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.results import CheckData
+from keepmtp.validate.facts.vllm_env import find_vllm
 from without_mtp import SAID, TWINS, broken, llama
 
 pytestmark = pytest.mark.vllm

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from checkpoint_files import Checkpoint, write
 from good import outputs_of, plan_of, released
-from keepmtp.quantize.quant_config import runtime_modules
+from keepmtp.quantize.config.quant_config import runtime_modules
 from keepmtp.validate.dryload.defects import known_defect
-from keepmtp.validate.dryload.facts import LoadAccount
 from keepmtp.validate.dryload.loader import Job
 from keepmtp.validate.dryload.verdict_findings import objections
-from keepmtp.validate.serving.vllm_env import find_vllm
+from keepmtp.validate.facts.dry_load import LoadAccount
+from keepmtp.validate.facts.vllm_env import find_vllm
 from wrapped import WRAPPED, nemotron_omni
 from written_values import opened
 

@@ -1,1 +1,1 @@
-"""The static check: from headers alone, will vLLM load this checkpoint with method=mtp."""
+"""The static check: from headers and values, will vLLM load this checkpoint with method=mtp."""

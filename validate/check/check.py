@@ -16,13 +16,13 @@ from typing import NamedTuple
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError, KeepMTPError, NoCheckpointError, RecipeError, printable, shortened
 from ...recipes.families import find_view
-from ..dryload.facts import LoadAccount
-from ..report.results import CheckData
+from ..facts.dry_load import LoadAccount
+from ..facts.findings import CheckpointFacts, Finding, Objection, Runtime, errors_first, grouped, objection
+from ..facts.results import CheckData
 from . import rules_config, rules_dialect, rules_forms, rules_kv, rules_mtp, rules_rows, rules_source, rules_table
 from .dialects.choose import quantization_of
 from .dialects.methods import Unloadable, unloadable
 from .dialects.patterns import time_limit
-from .findings import CheckpointFacts, Finding, Objection, Runtime, errors_first, grouped, objection
 from .rules_tensorrt_llm import judge_for_tensorrt_llm
 from .runtime_view import RuntimeView
 from .sglang.rules import judge as judge_for_sglang

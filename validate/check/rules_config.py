@@ -12,10 +12,10 @@ from typing import Any
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...recipes.family import HFName
+from ..facts.findings import Objection, objection
 from .dialects.choose import quantization_of, read_dialect
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
-from .findings import Objection, objection
 from .runtime_view import RuntimeView
 from .stored_view import StoredView
 from .vllm_module import ConfigEntry, UnknownDialect

@@ -8,9 +8,9 @@ it must say so, or silence would read as good.
 
 from collections.abc import Iterator
 
+from ..facts.findings import Objection, objection
 from .dialects.autoround import AutoRound
 from .dialects.quark import Quark
-from .findings import Objection, objection
 from .runtime_view import Module, RuntimeView
 from .vllm_module import UnknownDialect
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from ...checkpoints.stored import FP8, StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView
+from ..facts.findings import Objection, objection
 from .dialects.compressed_tensors import CompressedTensors
-from .findings import Objection, objection
 from .layouts import Problem, layout_problem
 from .rules_rows import is_put_in_order
 from .runtime_view import Member, Module, RuntimeView

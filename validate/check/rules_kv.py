@@ -17,14 +17,14 @@ from typing import Any
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
 from ...checkpoints.stored import KV_SCALE_LEAVES
-from ...quantize.kv_cache import no_place, scale_names
+from ...quantize.plan.kv_cache import no_place, scale_names
 from ...recipes.conventions import CACHE_LEAVES, cache_scale_in
 from ...recipes.errors import shortened
 from ...recipes.family import HFName, Loader, Part
+from ..facts.findings import Objection, objection
 from .dialects.choose import quantization_of
 from .dialects.compressed_tensors import CompressedTensors
 from .dialects.modelopt import ModelOpt
-from .findings import Objection, objection
 from .runtime_view import RuntimeView
 
 _SCHEME = "config.json: quantization_config.kv_cache_scheme"

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ...checkpoints.stored import OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ...recipes.family import HFName, Part
 from ...recipes.family_view import Place
+from ..facts.findings import Objection, objection
 from .dialects.choose import Unquantized
 from .dialects.fp8 import Fp8
-from .findings import Objection, objection
 from .rules_kv import is_kv_scale
 from .runtime_view import Module, RuntimeView
 

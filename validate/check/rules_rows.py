@@ -9,7 +9,7 @@ reads such a matrix as [q; k; v]; its draft cuts it by rank, which is right for 
 from collections.abc import Iterator
 
 from ...checkpoints.stored import FP8
-from .findings import Objection, objection
+from ..facts.findings import Objection, objection
 from .runtime_view import Member, Module, RuntimeView
 
 _CURE = "Store q_proj, k_proj and v_proj in three tensors, as `keepmtp quantize` writes them from the release"

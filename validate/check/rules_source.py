@@ -12,7 +12,7 @@ from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import FLOATS, StoredWeight
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from .findings import Objection, objection
+from ..facts.findings import Objection, objection
 from .runtime_view import RuntimeView
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from ...checkpoints.stored import SCALE_LEAVES, TRANSPOSED_LEAVES, StoredWeight
 from ...recipes.family import HFName, VLLMName
-from .findings import Objection, objection
+from ..facts.findings import Objection, objection
 from .layouts import Problem, layout_problem
 from .rules_config import index_size_is_sane
 from .rules_kv import is_kv_scale

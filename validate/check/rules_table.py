@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from typing import Literal
 
 from ...recipes.family import HFName, VLLMName
+from ..facts.findings import Objection, objection
 from .dialects.fp8 import Fp8
 from .dialects.modelopt import ModelOpt
-from .findings import Objection, objection
 from .runtime_view import Member, Module, RuntimeView
 from .vllm_module import UnknownDialect
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..facts.findings import Objection, objection
 from .dialects.choose import quantization_of
 from .dialects.methods import method_of
 from .dialects.patterns import matches_start
-from .findings import Objection, objection
 from .runtime_view import Member, Module, RuntimeView
 
 READ: Mapping[str, str] = {

@@ -9,7 +9,7 @@ warning; a block that nobody drafts with, or that keepmtp cannot judge, is an er
 from ...recipes.errors import KeepMTPError, shortened
 from ...recipes.families import promises_mtp
 from ...recipes.families._drafted import is_drafted
-from .findings import CheckpointFacts, Objection, objection
+from ..facts.findings import CheckpointFacts, Objection, objection
 from .rules_stored import RULES, built_for, names_of_mtp
 from .stored_view import StoredView
 

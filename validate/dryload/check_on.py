@@ -17,11 +17,10 @@ from pathlib import Path
 from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import has_dspark
 from ..check.check import VLLM_ALONE, Checked, examine
-from ..check.findings import Finding, Objection, Runtime, by_cause, errors_first
 from ..check.runtime_view import RuntimeView
-from ..report.headline import places
-from ..serving.vllm_env import VLLM
-from .facts import GPU, DryLoad, LoadAccount
+from ..facts.dry_load import GPU, DryLoad, LoadAccount, places
+from ..facts.findings import Finding, Objection, Runtime, by_cause, errors_first
+from ..facts.vllm_env import VLLM
 from .hollow import headers_of
 from .loader import DryLoader, Job
 from .verdict_findings import objections

@@ -9,7 +9,7 @@ Easy to get wrong: a defect ends with a release. `versions` lists those that hav
 import re
 from dataclasses import dataclass
 
-from .facts import LoadFailure
+from ..facts.dry_load import LoadFailure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,9 @@ from types import TracebackType
 from ...checkpoints.fact import Fact
 from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import VLLMError
-from ..child import Child, environment
-from ..serving.vllm_env import VLLM
-from .facts import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
+from ..facts.child import Child, environment
+from ..facts.dry_load import GPU, DryLoad, LoadAccount, LoadedModel, LoadFailure
+from ..facts.vllm_env import VLLM
 
 _PACKAGE = Path(__file__).parent / "in_vllm"
 _LAUNCH = (

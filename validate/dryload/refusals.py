@@ -9,7 +9,7 @@ Source: met in vLLM 0.32.0, each by a broken checkpoint of tests/helpers/broken.
 import re
 from dataclasses import dataclass
 
-from .facts import LoadFailure
+from ..facts.dry_load import LoadFailure
 
 INDEX = "model.safetensors.index.json"
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from ...recipes.family import HFName
 from ..check.runtime_view import RuntimeView
-from .facts import Fault, Question
+from ..facts.dry_load import Fault, Question
 
 # The name of an experts' parameter says which half it is.
 _HALF = re.compile(r"^(w13|w2)_")

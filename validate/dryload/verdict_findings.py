@@ -14,11 +14,11 @@ from functools import cached_property
 
 from ...recipes.family import HFName
 from ...recipes.family_view import Place
-from ..check.findings import Finding, Objection, Severity, objection
 from ..check.rules_kv import is_kv_scale
 from ..check.runtime_view import RuntimeView
+from ..facts.dry_load import ROLES, Fault, KernelUse, LoadAccount, LoadedModel, LoadFailure, Misfit, ModelAccount, Role
+from ..facts.findings import Finding, Objection, Severity, objection
 from .defects import NAMELESS_HEAD, known_defect
-from .facts import ROLES, Fault, KernelUse, LoadAccount, LoadedModel, LoadFailure, Misfit, ModelAccount, Role
 from .refusals import FOR_AMD, known_refusal
 from .trace import Trace
 

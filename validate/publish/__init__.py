@@ -1,1 +1,1 @@
-"""The model card, and the upload of a checkpoint to the Hub."""
+"""The upload of a checkpoint to the Hub."""

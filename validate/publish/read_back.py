@@ -12,8 +12,8 @@ from ...checkpoints.hub_client import HubError
 from ...recipes.errors import VLLMError
 from ..check.check import Checked, examine
 from ..dryload.check_on import check_on
-from ..dryload.facts import GPU, GPUS
-from ..serving.vllm_env import VLLM, find_vllm
+from ..facts.dry_load import GPU, GPUS
+from ..facts.vllm_env import VLLM, find_vllm
 from .hub import AGAIN, WAITS_SECONDS, Remote
 from .upload_set import Parcel
 

@@ -20,10 +20,9 @@ from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, GateError
 from ...recipes.families import find_view
 from ..check.runtime_view import RuntimeView
-from ..report import report
-from ..report.results import report_folder
-from ..report.schema import FullReport
-from . import card
+from ..facts.results import report_folder
+from ..facts.schema import FullReport
+from ..report import card, report
 from .taken import Taken, take_all
 
 
@@ -152,7 +151,7 @@ def _refuse_red(told: FullReport, evidence: Path) -> None:
 
 def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
     """Read every scale, every weight that is not packed and the whole MTP block; whatever report.json says of them."""
-    from ..values.values import Watch, check_values  # imports torch
+    from ..check.values import Watch, check_values  # imports torch
 
     opened = open_source(folder)
     runtime = RuntimeView(source=opened, view=find_view(opened.config, opened.where))

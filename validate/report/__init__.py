@@ -1,1 +1,1 @@
-"""report.json and its page: what was measured of one checkpoint, and whether it is good enough."""
+"""report.json, its page and the model card: what was measured of one checkpoint, and whether it is good enough."""

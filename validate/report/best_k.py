@@ -12,12 +12,12 @@ from ...checkpoints.identity import remembered
 from ...checkpoints.record import RECORD, read_record
 from ...checkpoints.source import Source, small_file
 from ...recipes.errors import CheckpointError
-from ..bench.benched import BenchFact, words_of
-from ..serving.served import Drafts
+from ..facts.benched import BenchFact, words_of
+from ..facts.results import report_folder
+from ..facts.schema import FullReport
+from ..facts.served import Drafts
 from .headline import counts_bench, counts_speed
 from .report import JSON_FILE, read_json
-from .results import report_folder
-from .schema import FullReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,13 +16,13 @@ from pydantic import ValidationError
 from ...checkpoints.identity import Identity
 from ...checkpoints.record import RECORD, read_record
 from ...checkpoints.source import Source, small_file
-from ...quantize.calibrate.facts import CalibrationFact
+from ...quantize.calibrate.mtp.facts import CalibrationFact
 from ...recipes.errors import KeepMTPError, RecipeError, first_fault
 from ...recipes.families import find_view
 from ..check.check import examine
-from ..serving.vllm_env import TESTED
-from .results import CheckData, read_result, write_result
-from .schema import GroupSize
+from ..facts.results import CheckData, read_result, write_result
+from ..facts.schema import GroupSize
+from ..facts.vllm_env import TESTED
 
 
 def check_data(check: CheckData, *, opened: Source | None = None, source: Source | None = None) -> CheckData:

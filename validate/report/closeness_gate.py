@@ -11,11 +11,11 @@ reason says how much probability was not compared token by token.
 from collections.abc import Sequence
 
 from ...recipes.protocol import Gates
-from ..closeness.facts import ClosenessFact
-from .binomial import limits, student
+from ..facts.binomial import limits, student
+from ..facts.closeness import ClosenessFact
+from ..facts.schema import JudgementWord, ReasonFact
 from .numbers import limit, percent
 from .sampled_gates import not_its_own, settle, too_few
-from .schema import JudgementWord, ReasonFact
 
 _WORST_FIRST: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")
 _Settled = tuple[JudgementWord, int | None, str]

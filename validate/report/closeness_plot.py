@@ -10,7 +10,7 @@ from math import log10
 
 from matplotlib.axes import Axes
 
-from ..closeness.facts import HISTOGRAM_EDGES, ClosenessFact
+from ..facts.closeness import HISTOGRAM_EDGES, ClosenessFact
 from .svg import Drawing, Inks, legend
 
 _TICKS = (-6, -4, -2, 0)

@@ -7,8 +7,8 @@ Easy to get wrong: a figure without its error, its number of tokens, or whether 
 
 from collections.abc import Iterator
 
-from ..closeness.facts import ClosenessFact
-from .binomial import limits
+from ..facts.binomial import limits
+from ..facts.closeness import ClosenessFact
 from .numbers import percent
 
 _CONFIDENCE = 0.95

@@ -10,8 +10,8 @@ drafting does not compute what it computes without.
 
 from collections.abc import Iterator
 
-from ..evaluation.evaluated import NOT_EMPTY, DraftingFact, EvaluationFact, SwitchFact
-from .schema import ReasonFact
+from ..facts.evaluated import NOT_EMPTY, DraftingFact, EvaluationFact, SwitchFact
+from ..facts.schema import ReasonFact
 
 CHANCE = 0.001
 """A split is no chance if two equal servers come to it less often than this: one good checkpoint in a thousand fails.

@@ -17,19 +17,19 @@ from pydantic import TypeAdapter, ValidationError
 from ...checkpoints.record import read_record
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.protocol import Evaluation, Evaluations, Gates, listed
-from ..bench.benched import BenchFact
-from ..check.findings import Finding, Origin
-from ..closeness.facts import ClosenessFact
-from ..dryload.facts import DryLoad
-from ..evaluation.evaluated import EvaluationFact
-from ..serving.served import GAP_TOLERANCE, Parting, Run, ServeCheck
+from ..facts.benched import BenchFact
+from ..facts.closeness import ClosenessFact
+from ..facts.dry_load import DryLoad
+from ..facts.evaluated import EvaluationFact
+from ..facts.findings import Finding, Origin
+from ..facts.results import CheckData
+from ..facts.schema import JudgementFact, JudgementWord, ReasonFact
+from ..facts.served import GAP_TOLERANCE, Parting, Run, ServeCheck
 from .closeness_gate import closeness_reasons
 from .drafting_gate import drafting
 from .headline import places
 from .numbers import more
-from .results import CheckData
 from .sampled_gates import acceptance, score
-from .schema import JudgementFact, JudgementWord, ReasonFact
 from .speed_gate import speed
 from .task_gates import tasks_together
 

@@ -7,17 +7,16 @@ Easy to get wrong: a part that did not run did not pass. The sentence names what
 has too few samples. Servers and scores are good or bad only by the judgement: this module compares no figure.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from ..bench.benched import Benched, BenchFact, words_of
-from ..check.findings import Finding
-from ..dryload.facts import DryLoad, gpu_title
-from ..evaluation.evaluated import EvaluationFact
-from ..serving.served import ServeCheck, Served
+from ..facts.benched import Benched, BenchFact, words_of
+from ..facts.dry_load import DryLoad, places
+from ..facts.evaluated import EvaluationFact
+from ..facts.findings import Finding
+from ..facts.results import CheckData
+from ..facts.schema import JudgementFact, ReasonFact, VerdictFact
+from ..facts.served import ServeCheck, Served
 from .numbers import percent
-from .results import CheckData
-from .schema import JudgementFact, ReasonFact, VerdictFact
 
 ENOUGH_PROMPTS = 30
 """With fewer prompts a speed-up is in the tables alone: one prompt more or less would move it."""
@@ -56,21 +55,6 @@ def verdict_of(
     if measured:
         return VerdictFact(ok=True, label="Served", says=says)
     return VerdictFact(ok=True, label="Loads" if check.dry else "No fault found", says=says)
-
-
-def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
-    """`sm90 and sm100 at TP 1 and 4`, or `sm90 at TP 1 and sm120 at TP 4` where the TP sizes differ.
-
-    `is_named`: with the names that people know, `sm100 (B200)`.
-    """
-    by_gpu: dict[str, list[int]] = defaultdict(list)
-    for load in loads:
-        if load.tp not in by_gpu[load.gpu]:
-            by_gpu[load.gpu].append(load.tp)
-    together: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for gpu, sizes in by_gpu.items():
-        together[tuple(sizes)].append(gpu_title(gpu) if is_named else gpu)
-    return _listed([f"{_listed(gpus)} at TP {_listed(sizes)}" for sizes, gpus in together.items()])
 
 
 def _fault(check: CheckData, judgement: JudgementFact | None, vllm: str) -> str:
@@ -155,8 +139,3 @@ def _answers(evaluation: EvaluationFact, judgement: JudgementFact | None) -> str
 
 def _reasons(judgement: JudgementFact | None) -> tuple[ReasonFact, ...]:
     return judgement.reasons if judgement else ()
-
-
-def _listed(words: Iterable[object]) -> str:
-    *most, last = [str(word) for word in words]
-    return f"{', '.join(most)} and {last}" if most else last

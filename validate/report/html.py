@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 from ...checkpoints.files import write_whole
 from ...recipes import extras
 from ...recipes.errors import printable
-from ..bench.benched import words_of
-from ..dryload.facts import DryLoad, KernelUse, gpu_title
-from ..serving.served import Run
+from ..facts.benched import words_of
+from ..facts.dry_load import DryLoad, KernelUse, gpu_title
+from ..facts.schema import FullReport
+from ..facts.served import Run
 from . import closeness_words, speed_table
 from .headline import places
 from .numbers import percent, size
-from .schema import FullReport
 from .task_table import endless, task_lines
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from ...quantize.calibrate.facts import CalibrationFact, CandidateFact, Verdict
+from ...quantize.calibrate.mtp.facts import CalibrationFact, CandidateFact, Verdict
 from ...recipes.errors import printable
 from ...recipes.protocol import Gates
-from ..bench.benched import Benched
-from ..evaluation.evaluated import EvaluatedFact, EvaluationFact
-from ..serving.served import ServeCheck, Served
-from .paired import one_sided
-from .schema import FullReport, GroupSize
+from ..facts.benched import Benched
+from ..facts.evaluated import EvaluatedFact, EvaluationFact
+from ..facts.paired import one_sided
+from ..facts.schema import FullReport, GroupSize
+from ..facts.served import ServeCheck, Served
 from .svg import Drawing, Inks, Series, bars, legend, png
 
 _LABEL_LETTERS = 20

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from .schema import FullReport
+from ..facts.schema import FullReport
 
 # Not after a letter, which is a relative path, nor after a slash or colon, which is an address; not a server's /v1/.
 _PATH = re.compile(r"(?<![\w/:.~-])/(?!v1/)(?:[^\s/'\"`,;:()<>|]+/)+(?=[^\s/'\"`,;:()<>|])")

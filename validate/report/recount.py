@@ -1,6 +1,6 @@
 """Counts the answers on disk again, and refuses a report whose figures they do not give.
 
-In: a `TaskFact` and its files of answers in the same folder (validate/evaluation/answers.py). Out: nothing, or a
+In: a `TaskFact` and its files of answers in the same folder (validate/measure/answers.py). Out: nothing, or a
 refusal that names a figure.
 
 Easy to get wrong: the hash of a file of answers proves only that it is the named file. So every figure that follows
@@ -14,11 +14,11 @@ from pydantic import BaseModel
 
 from ...checkpoints.identity import file_sha256
 from ...recipes.errors import CheckpointError
-from ..evaluation.answers import Samples, read_samples
-from ..evaluation.drafting import drafting
-from ..evaluation.evaluated import EvaluatedFact, TaskFact, mean_of_questions
-from .paired import paired
-from .results import command, file_of
+from ..facts.evaluated import EvaluatedFact, TaskFact, mean_of_questions
+from ..facts.paired import paired
+from ..facts.results import command, file_of
+from ..measure.answers import Samples, read_samples
+from ..measure.drafting import drafting
 
 Figures = Iterator[tuple[str, object, object]]
 """Name, as the report has it, as the answers give it."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ...checkpoints.identity import file_sha256
 from ...recipes.errors import CheckpointError
-from ..closeness.compared import ComparedFile, read_compared
-from ..closeness.facts import ClosenessFact, SourceSitting
-from .results import command, file_of
+from ..facts.closeness import ClosenessFact, SourceSitting
+from ..facts.results import command, file_of
+from ..measure.compared import ComparedFile, read_compared
 
 Refigured = Iterator[tuple[str, object, object]]
 """Name, as the report has it, as the windows give it."""

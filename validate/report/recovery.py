@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist, fmean
 
-from ..evaluation.evaluated import TaskFact
+from ..facts.evaluated import TaskFact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

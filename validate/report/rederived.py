@@ -13,14 +13,14 @@ from typing import Any
 
 from ...checkpoints.identity import Identity
 from ...recipes.errors import CheckpointError
-from ..bench.benched import BenchCell, Benched, BenchFact, Repetition, words_of
-from ..bench.lines import BenchHeader, Lines, read_lines
 from ..check.check import examine
-from ..check.findings import Finding
-from ..serving.served import Drafts, Run, ServeCheck, partings
+from ..facts.benched import BenchCell, Benched, BenchFact, Repetition, words_of
+from ..facts.findings import Finding
+from ..facts.results import CheckData, Station, checkpoint_folder, command, file_of
+from ..facts.served import Drafts, Run, ServeCheck, partings
+from ..measure.bench_lines import BenchHeader, Lines, read_lines
 from .check_data import check_data
 from .recount import Figures
-from .results import CheckData, Station, checkpoint_folder, command, file_of
 
 _TOLERANCE = 1e-9
 

@@ -23,10 +23,12 @@ from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, first_fault
 from ...recipes.extras import missing
 from ...recipes.protocol import Gates
-from ..bench.benched import BenchFact
-from ..closeness.facts import ClosenessFact
-from ..evaluation.evaluated import EvaluationFact
-from ..serving.served import ServeCheck
+from ..facts.benched import BenchFact
+from ..facts.closeness import ClosenessFact
+from ..facts.evaluated import EvaluationFact
+from ..facts.results import STATIONS, CheckData, Result, Station, checkpoint_folder, command, file_of, read_result
+from ..facts.schema import FullReport, JudgementFact
+from ..facts.served import ServeCheck
 from .check_data import record_static
 from .gates import judge, limits_in, protocols_in
 from .headline import verdict_of
@@ -39,17 +41,6 @@ from .rederived import (
     refuse_contradicted_drafts,
     refuse_contradicted_serve,
 )
-from .results import (
-    STATIONS,
-    CheckData,
-    Result,
-    Station,
-    checkpoint_folder,
-    command,
-    file_of,
-    read_result,
-)
-from .schema import FullReport, JudgementFact
 
 JSON_FILE = "report.json"
 NOT_RUN = {

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...recipes.protocol import Gates
-from ..evaluation.evaluated import EvaluatedFact, EvaluationFact, PairedFact
-from ..serving.served import Drafts, ServeCheck
-from .binomial import ratio_limits
+from ..facts.binomial import ratio_limits
+from ..facts.evaluated import EvaluatedFact, EvaluationFact, PairedFact
+from ..facts.paired import one_sided
+from ..facts.schema import JudgementWord, ReasonFact
+from ..facts.served import Drafts, ServeCheck
 from .numbers import down, limit, percent, points, up
-from .paired import one_sided
-from .schema import JudgementWord, ReasonFact
 
 _ON_THE_LIMIT = 1e-9
 """An estimate nearer to its limit than this is equal to it: no number of samples tells."""

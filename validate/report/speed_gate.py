@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...recipes.protocol import Gates
-from ..bench.benched import BenchCell, Benched, BenchFact
+from ..facts.benched import BenchCell, Benched, BenchFact
+from ..facts.schema import ReasonFact
 from .headline import counts_bench
-from .schema import ReasonFact
 
 _ALONE = 1
 _MEASURE = "`keepmtp bench CHECKPOINT` measures it"

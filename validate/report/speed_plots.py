@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from ...recipes.protocol import Gates
-from ..bench.benched import BenchCell, Benched, BenchFact, words_of
+from ..facts.benched import BenchCell, Benched, BenchFact, words_of
 from .plots import by_position
 from .speed_table import ks_of
 from .svg import Drawing, Inks, legend, png

@@ -9,8 +9,8 @@ asked with, or whose server failed, has no figure there and says so.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..bench.benched import BenchCell, Benched, BenchFact, RecommendedK, words_of
-from ..serving.served import AsServed, Role
+from ..facts.benched import BenchCell, Benched, BenchFact, RecommendedK, words_of
+from ..facts.served import AsServed, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

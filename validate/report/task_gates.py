@@ -11,12 +11,12 @@ score of one task is, and the reason names it.
 from collections.abc import Collection, Iterator
 
 from ...recipes.protocol import Gates
-from ..evaluation.evaluated import EvaluationFact, TaskFact
+from ..facts.evaluated import EvaluationFact, TaskFact
+from ..facts.paired import one_sided
+from ..facts.schema import JudgementWord, ReasonFact
 from .numbers import down, limit, percent, points, up
-from .paired import one_sided
 from .recovery import mean_recovery, recovery
 from .sampled_gates import settle, too_few
-from .schema import JudgementWord, ReasonFact
 
 MEAN, WORST = "mean recovery", "worst task"
 _ORDER: tuple[JudgementWord, ...] = ("regression", "infeasible", "pass")

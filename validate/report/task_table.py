@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...recipes.protocol import Evaluation
-from ..evaluation.evaluated import EvaluatedFact, TaskFact
+from ..facts.evaluated import EvaluatedFact, TaskFact
+from ..facts.schema import FullReport
 from .numbers import percent
 from .recovery import Recovery, mean_recovery, recovery
-from .schema import FullReport
 
 MORE_CUT = 0.01
 """A checkpoint whose answers are cut more often than the source's by this share of all is said to end fewer."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.accepted import Acceptance, fewest_slots, student_t, unseen
+from keepmtp.quantize.calibrate.mtp.accepted import Acceptance, fewest_slots, student_t, unseen
 from scipy import stats
 
 LEAST = 0.97

@@ -14,12 +14,13 @@ from gpu_runs import in_a_child
 from keepmtp.checkpoints import values
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import Source
-from keepmtp.quantize import weights, writer
-from keepmtp.quantize.calibrate import ahead as module
-from keepmtp.quantize.calibrate.ahead import ReadAhead
-from keepmtp.quantize.calibrate.ranks import Ranks
-from keepmtp.quantize.calibrate.skeleton import Skeleton
-from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.calibrate.layers import ahead as module
+from keepmtp.quantize.calibrate.layers.ahead import ReadAhead
+from keepmtp.quantize.calibrate.model.skeleton import Skeleton
+from keepmtp.quantize.pack import weights
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.run.ranks import Ranks
+from keepmtp.quantize.write import writer
 from keepmtp.recipes.errors import CheckpointError
 from passes import plan_over
 from pretended_gpu import pretended_gpu

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 from calibrated import planned
-from keepmtp.cli.pipeline import plan_for
-from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.pipeline import plan_for
+from keepmtp.quantize.calibrate.model.skeleton import Skeleton
 from keepmtp.quantize.calibrate.run import calibrate
-from keepmtp.quantize.calibrate.skeleton import Skeleton
-from keepmtp.quantize.memory import peak, stations
+from keepmtp.quantize.needs.memory import peak, stations
+from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schema import Recipe
 from killed import small_recipe

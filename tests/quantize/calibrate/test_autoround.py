@@ -9,9 +9,9 @@ import random
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate import autoround
-from keepmtp.quantize.calibrate.autoround import tuned_layers
-from keepmtp.quantize.calibrate.layer import calibrate
+from keepmtp.quantize.calibrate.layers import autoround
+from keepmtp.quantize.calibrate.layers.autoround import tuned_layers
+from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.knobs import AutoRoundKnobs
 from keepmtp.recipes.schemes import SCHEMES

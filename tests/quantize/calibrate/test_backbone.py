@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated import planned
-from keepmtp.cli.pipeline import plan_for
-from keepmtp.quantize.calibrate import ahead, states
-from keepmtp.quantize.calibrate.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
-from keepmtp.quantize.calibrate.progress import CalibrationStep
-from keepmtp.quantize.calibrate.ranks import Ranks
-from keepmtp.quantize.plan import Plan
+from keepmtp.pipeline import plan_for
+from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.layers import ahead
+from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
+from keepmtp.quantize.calibrate.model import states
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.run.progress import CalibrationStep
+from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from killed import events, finished, small_recipe, start, statistics
 from releases import source_layout, write_checkpoint

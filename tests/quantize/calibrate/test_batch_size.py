@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from calibrated import planned
-from keepmtp.cli.pipeline import plan_for
-from keepmtp.quantize.calibrate import batch_size as module
-from keepmtp.quantize.calibrate.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.batch_size import num_in_batch, with_batch_size
-from keepmtp.quantize.calibrate.data import calibration_data
-from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.pipeline import plan_for
+from keepmtp.quantize.calibrate.data import batch_size as module
+from keepmtp.quantize.calibrate.data.batch_size import num_in_batch, with_batch_size
+from keepmtp.quantize.calibrate.data.data import calibration_data
+from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.run import calibrate
-from keepmtp.quantize.calibrate.statistics import Statistics
-from keepmtp.quantize.memory import peak, stations
-from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.needs.memory import peak, stations
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.run.ranks import Ranks
+from keepmtp.quantize.run.statistics import Statistics
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schema import Recipe, validated
 from killed import small_recipe

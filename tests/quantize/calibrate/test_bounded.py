@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from keepmtp.quantize.calibrate import hessians
-from keepmtp.quantize.calibrate.awq import _Cache
-from keepmtp.quantize.calibrate.expert_passes import ExpertPasses, StatisticsRoom
-from keepmtp.quantize.calibrate.hessians import Hessians
-from keepmtp.quantize.calibrate.layer import Calibrated, calibrate
-from keepmtp.quantize.statistics_bytes import awq_cache_bytes, hessian_bytes
-from keepmtp.quantize.tensor_plan import TensorPlan
+from keepmtp.quantize.calibrate.layers import hessians
+from keepmtp.quantize.calibrate.layers.awq import _Cache
+from keepmtp.quantize.calibrate.layers.expert_passes import ExpertPasses, StatisticsRoom
+from keepmtp.quantize.calibrate.layers.hessians import Hessians
+from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
+from keepmtp.quantize.needs.statistics_bytes import awq_cache_bytes, hessian_bytes
+from keepmtp.quantize.plan.tensor_plan import TensorPlan
 from layerwise import IGNORE, Skeleton, assert_same, layerwise, sequential
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian

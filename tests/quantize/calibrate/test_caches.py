@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from keepmtp.quantize.calibrate.caches import CacheRanges, e4m3_by, rounded_caches, serve_cache
-from keepmtp.quantize.calibrate.layer import calibrate
-from keepmtp.quantize.calibrate.mtp_pass import mtp_pass
-from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
+from keepmtp.quantize.calibrate.layers.caches import CacheRanges, e4m3_by, rounded_caches, serve_cache
+from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
+from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.conventions import CACHE_LEAVES, FP8_CACHE
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe

@@ -11,17 +11,18 @@ import pytest
 import torch
 from decompressed import decompressed
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate import backbone, mtp_policy
 from keepmtp.quantize.calibrate import run as calibration
-from keepmtp.quantize.calibrate.binding import Piece
-from keepmtp.quantize.calibrate.data import CalibrationData
-from keepmtp.quantize.calibrate.ranks import Ranks
-from keepmtp.quantize.calibrate.served import serve_weights
-from keepmtp.quantize.calibrate.skeleton import scheme_of
-from keepmtp.quantize.calibrate.statistics import Statistics
-from keepmtp.quantize.output import claim
-from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.writer import write
+from keepmtp.quantize.calibrate.data.data import CalibrationData
+from keepmtp.quantize.calibrate.layers import backbone
+from keepmtp.quantize.calibrate.layers.served import serve_weights
+from keepmtp.quantize.calibrate.model.binding import Piece
+from keepmtp.quantize.calibrate.model.skeleton import scheme_of
+from keepmtp.quantize.calibrate.mtp import mtp_policy
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.run.ranks import Ranks
+from keepmtp.quantize.run.statistics import Statistics
+from keepmtp.quantize.write.output import claim
+from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.find import shipped_recipes
 from keepmtp.recipes.schema import Calibration
 from keepmtp.validate.check.check import check

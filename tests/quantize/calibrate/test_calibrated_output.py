@@ -13,11 +13,11 @@ import torch
 from calibrated import made_up, planned, saved
 from keepmtp.checkpoints.files import WORK
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.statistics import Statistics
-from keepmtp.quantize.output import claim, publish, refuse_output
-from keepmtp.quantize.pack import pack
-from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.writer import write
+from keepmtp.quantize.pack.pack import pack
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.run.statistics import Statistics
+from keepmtp.quantize.write.output import claim, publish, refuse_output
+from keepmtp.quantize.write.writer import write
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
@@ -230,9 +230,9 @@ RANK = """
 import sys
 from pathlib import Path
 from calibrated import planned
-from keepmtp.quantize.calibrate.ranks import joined
-from keepmtp.quantize.calibrate.statistics import Statistics
-from keepmtp.quantize.writer import write
+from keepmtp.quantize.run.ranks import joined
+from keepmtp.quantize.run.statistics import Statistics
+from keepmtp.quantize.write.writer import write
 source, statistics, partial = map(Path, sys.argv[1:])
 seen = []
 with joined() as ranks:

@@ -12,15 +12,15 @@ import pytest
 import torch
 import yaml
 from calibrated import planned
-from keepmtp.cli.pipeline import plan_for
-from keepmtp.cli.refusals import refuse
-from keepmtp.quantize.calibrate import claim
-from keepmtp.quantize.calibrate.claim import claim_pass, fingerprint
-from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
-from keepmtp.quantize.calibrate.processes import refuse_idle_processes
-from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.pipeline import plan_for
+from keepmtp.quantize.calibrate.data import claim
+from keepmtp.quantize.calibrate.data.claim import claim_pass, fingerprint
+from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.run import calibrate
-from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.plan.plan import Plan
+from keepmtp.quantize.run.processes import refuse_idle_processes
+from keepmtp.quantize.run.ranks import Ranks
+from keepmtp.quantize.write.refusals import refuse
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe, shipped_recipes
 from killed import small_recipe

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from keepmtp.cli import pipeline
-from keepmtp.quantize.room import calibration_folder
+from keepmtp import pipeline
+from keepmtp.quantize.needs.room import calibration_folder
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from killed import small_recipe
 from outputs import digests

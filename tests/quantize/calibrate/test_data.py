@@ -14,9 +14,9 @@ import pytest
 import torch
 from hub import serving
 from keepmtp.checkpoints.source import Source, open_source
-from keepmtp.quantize.calibrate import dataset_rows
-from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data, portions
-from keepmtp.quantize.calibrate.facts import DataFact
+from keepmtp.quantize.calibrate.data import dataset_rows
+from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data, portions
+from keepmtp.quantize.calibrate.mtp.facts import DataFact
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Calibration
@@ -563,7 +563,7 @@ def test_a_dataset_that_the_hub_does_not_have(tmp_path, source, serve_hub):
 # Another process: datasets and huggingface_hub read where the Hub is when they are imported.
 IN_ANOTHER_PROCESS = """
 import json, sys
-from keepmtp.quantize.calibrate.data import calibration_data
+from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.schema import Calibration
 for changes in ({}, {"split": "test"}, {"column": "txt"}, {"subset": "small"}):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate import draft_loss as losses
-from keepmtp.quantize.calibrate.draft_loss import LOSSES, draft_loss, overlap
+from keepmtp.quantize.calibrate.mtp import draft_loss as losses
+from keepmtp.quantize.calibrate.mtp.draft_loss import LOSSES, draft_loss, overlap
 
 P = torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.05, 0.05]])
 Q = torch.tensor([[0.2, 0.3, 0.5], [0.05, 0.9, 0.05]])

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.experts import SortedExperts, linear_experts
-from keepmtp.quantize.calibrate.layer import calibrate
+from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.model.experts import SortedExperts, linear_experts
 from keepmtp.recipes.errors import CheckpointError
 from llmcompressor.modeling.moe.context import moe_calibration_context
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D

@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 import torch
 from gpu_runs import CPU, DATA, in_a_child, line, nvfp4_recipe
-from keepmtp.quantize import writer
-from keepmtp.quantize.calibrate import backbone, mtp_pass, mtp_policy
-from keepmtp.quantize.calibrate.ranks import Ranks, naming_lost_device
-from keepmtp.quantize.calibrate.skeleton import Skeleton
+from keepmtp.quantize.calibrate.layers import backbone
+from keepmtp.quantize.calibrate.model.skeleton import Skeleton
+from keepmtp.quantize.calibrate.mtp import mtp_pass, mtp_policy
+from keepmtp.quantize.run.ranks import Ranks, naming_lost_device
+from keepmtp.quantize.write import writer
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import shipped_recipes
 from pretended_gpu import GPU, pretended_gpu

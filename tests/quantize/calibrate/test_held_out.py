@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from drafts import changed
-from keepmtp.quantize.calibrate.accepted import Acceptance
-from keepmtp.quantize.calibrate.backbone import Backbone
-from keepmtp.quantize.calibrate.held_out import acceptance, end_ids, server_counts
-from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block
-from keepmtp.quantize.calibrate.ranks import Ranks
-from keepmtp.quantize.calibrate.states import States
-from keepmtp.quantize.calibrate.target import agreement, computed, divergence, sequences, target
+from keepmtp.quantize.calibrate.layers.backbone import Backbone
+from keepmtp.quantize.calibrate.model.states import States
+from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
+from keepmtp.quantize.calibrate.mtp.held_out import acceptance, end_ids, server_counts
+from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
+from keepmtp.quantize.calibrate.mtp.target import agreement, computed, divergence, sequences, target
+from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import RecipeError
 from passes import END, ROOT, finished, greedy_answers, laid_out, plan_over, prompts
 from torch import Tensor

@@ -8,16 +8,16 @@ import torch
 import yaml
 from calibrated import made_up, planned, saved
 from compressed_tensors.quantization import QuantizationArgs
-from keepmtp.quantize.calibrate import inputs
-from keepmtp.quantize.calibrate.layer import calibrate
-from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
-from keepmtp.quantize.cards import CARDS
-from keepmtp.quantize.estimate import estimate
-from keepmtp.quantize.memory import stations
-from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.room import calibration_bytes
-from keepmtp.quantize.statistics_bytes import squares_bytes
-from keepmtp.quantize.unit import packed_groups
+from keepmtp.quantize.calibrate.layers import inputs
+from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.needs.cards import CARDS
+from keepmtp.quantize.needs.estimate import estimate
+from keepmtp.quantize.needs.memory import stations
+from keepmtp.quantize.needs.room import calibration_bytes
+from keepmtp.quantize.needs.statistics_bytes import squares_bytes
+from keepmtp.quantize.pack.unit import packed_groups
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe, validated

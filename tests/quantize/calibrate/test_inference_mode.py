@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from decorated_model import write_foreign
-from keepmtp.quantize.calibrate.inference_mode import decorated_forwards, guard, probe, unwrap_forwards
+from keepmtp.quantize.calibrate.model.inference_mode import decorated_forwards, guard, probe, unwrap_forwards
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from torch import nn
@@ -32,11 +32,11 @@ import torch
 import yaml
 from compressed_tensors.offload import offload_module
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from keepmtp.quantize.calibrate.backbone import calibrate_backbone
-from keepmtp.quantize.calibrate.data import CalibrationData
-from keepmtp.quantize.calibrate.inference_mode import decorated_forwards, guard, unwrap_forwards
-from keepmtp.quantize.plan import make_plan
-from keepmtp.quantize.calibrate.ranks import Ranks
+from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
+from keepmtp.quantize.calibrate.data.data import CalibrationData
+from keepmtp.quantize.calibrate.model.inference_mode import decorated_forwards, guard, unwrap_forwards
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schema import Recipe

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.inputs import DistinctInputs, InputRanges
-from keepmtp.quantize.calibrate.layer import calibrate
+from keepmtp.quantize.calibrate.layers.inputs import DistinctInputs, InputRanges
+from keepmtp.quantize.calibrate.layers.layer import calibrate
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
 from torch import Tensor, nn

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from keepmtp.quantize.calibrate.knapsack import best_packing
+from keepmtp.quantize.calibrate.search.knapsack import best_packing
 
 
 def units_of(seed: int, count: int) -> list[list[tuple[int, float]]]:

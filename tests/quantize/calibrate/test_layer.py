@@ -10,11 +10,11 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
-from keepmtp.quantize.calibrate.expert_passes import ExpertPasses, StatisticsRoom
-from keepmtp.quantize.calibrate.forwards import plain_forwards, propagating, serving
-from keepmtp.quantize.calibrate.layer import calibrate, check_fused, rewrites
-from keepmtp.quantize.calibrate.modifiers import modifiers_for
-from keepmtp.quantize.calibrate.smoothing import Smoothing
+from keepmtp.quantize.calibrate.layers.expert_passes import ExpertPasses, StatisticsRoom
+from keepmtp.quantize.calibrate.layers.forwards import plain_forwards, propagating, serving
+from keepmtp.quantize.calibrate.layers.layer import calibrate, check_fused, rewrites
+from keepmtp.quantize.calibrate.layers.modifiers import modifiers_for
+from keepmtp.quantize.calibrate.layers.smoothing import Smoothing
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.knobs import AWQKnobs, GPTQKnobs
 from keepmtp.recipes.schemes import SCHEMES

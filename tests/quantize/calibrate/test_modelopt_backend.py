@@ -15,10 +15,10 @@ from compressed_tensors.quantization.utils import generate_gparam
 from keepmtp import api
 from keepmtp.checkpoints.record import read_record
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.forwards import calibrating
-from keepmtp.quantize.calibrate.layer import Calibrated, calibrate, rewrites
-from keepmtp.quantize.calibrate.modelopt_backend import ModeloptBackend
-from keepmtp.quantize.statistics_bytes import group_hessian_bytes
+from keepmtp.quantize.calibrate.layers.forwards import calibrating
+from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate, rewrites
+from keepmtp.quantize.calibrate.layers.modelopt_backend import ModeloptBackend
+from keepmtp.quantize.needs.statistics_bytes import group_hessian_bytes
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import REWRITES, SCHEMES, SWEEPS
 from keepmtp.validate.check.check import check
@@ -199,7 +199,7 @@ def hessian_error(name: str, shape: torch.Size):
 
 def test_a_sweep_ends_nearer_to_the_weights(swept):
     """By the error that it minimizes; the largest groups of one layer are not those of another."""
-    from keepmtp.quantize.pack import pack
+    from keepmtp.quantize.pack.pack import pack
 
     scheme = SCHEMES["NVFP4A16"]
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drafts import changed, filled, lively, plan_over, weights_of
-from keepmtp.quantize.calibrate.draft_steps import draft_steps, step_mask, step_targets
-from keepmtp.quantize.calibrate.experts import linear_experts
-from keepmtp.quantize.calibrate.layer import calibrate
-from keepmtp.quantize.calibrate.mtp_block import MtpBlock, bind_block, build_block
+from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.model.experts import linear_experts
+from keepmtp.quantize.calibrate.mtp.draft_steps import draft_steps, step_mask, step_targets
+from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.families import families, find_view
 from releases import MODELS, source_layout, write_checkpoint

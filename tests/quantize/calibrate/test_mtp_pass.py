@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate import backbone as calibrate
-from keepmtp.quantize.calibrate import held_out as evaluate
-from keepmtp.quantize.calibrate import mtp_pass as mtp
-from keepmtp.quantize.calibrate import mtp_policy as policy
-from keepmtp.quantize.calibrate.accepted import Acceptance
-from keepmtp.quantize.calibrate.backbone import Backbone
-from keepmtp.quantize.calibrate.draft_steps import draft_steps
-from keepmtp.quantize.calibrate.facts import AcceptanceFact
-from keepmtp.quantize.calibrate.mtp_block import bind_block, build_block
-from keepmtp.quantize.calibrate.mtp_pass import MtpPass, mtp_pass, refuse_mtp, refuse_too_little_text
-from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.calibrate.layers import backbone as calibrate
+from keepmtp.quantize.calibrate.layers.backbone import Backbone
+from keepmtp.quantize.calibrate.mtp import held_out as evaluate
+from keepmtp.quantize.calibrate.mtp import mtp_pass as mtp
+from keepmtp.quantize.calibrate.mtp import mtp_policy as policy
+from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
+from keepmtp.quantize.calibrate.mtp.draft_steps import draft_steps
+from keepmtp.quantize.calibrate.mtp.facts import AcceptanceFact
+from keepmtp.quantize.calibrate.mtp.mtp_block import bind_block, build_block
+from keepmtp.quantize.calibrate.mtp.mtp_pass import MtpPass, mtp_pass, refuse_mtp, refuse_too_little_text
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import MtpAuto

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.backbone import Backbone, calibrate_backbone
-from keepmtp.quantize.calibrate.claim import claim_pass
-from keepmtp.quantize.calibrate.data import CalibrationData
-from keepmtp.quantize.calibrate.mtp_pass import mtp_pass
-from keepmtp.quantize.calibrate.states import Stream
-from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.room import calibration_bytes
+from keepmtp.quantize.calibrate.data.claim import claim_pass
+from keepmtp.quantize.calibrate.data.data import CalibrationData
+from keepmtp.quantize.calibrate.layers.backbone import Backbone, calibrate_backbone
+from keepmtp.quantize.calibrate.model.states import Stream
+from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
+from keepmtp.quantize.needs.room import calibration_bytes
+from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.schema import MtpAuto
 from passes import ALONE, ROOT, plan_over

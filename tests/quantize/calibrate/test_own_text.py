@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate import own_text
-from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
-from keepmtp.quantize.calibrate.facts import DataFact
-from keepmtp.quantize.calibrate.own_text import with_own_text
-from keepmtp.quantize.plan import Plan
+from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.mtp import own_text
+from keepmtp.quantize.calibrate.mtp.facts import DataFact
+from keepmtp.quantize.calibrate.mtp.own_text import with_own_text
+from keepmtp.quantize.plan.plan import Plan
 from passes import END, ROOT, greedy_answers, plan_over
 from transformers import AutoTokenizer, PreTrainedModel
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from gpu_runs import both, family_run, in_a_child
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate import skeleton
-from keepmtp.quantize.calibrate.data import calibration_data
+from keepmtp.quantize.calibrate.data.data import calibration_data
+from keepmtp.quantize.calibrate.model import skeleton
 from keepmtp.recipes.find import find_recipe, shipped_recipes
 from passes import ROOT
 from pretended_gpu import MixedDevices, pretended_gpu

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from keepmtp.quantize.calibrate.processes import ProcessPlace, place_of_process
-from keepmtp.quantize.calibrate.ranks import Ranks, _device_of, _refuse_shared_gpu, joined
-from keepmtp.quantize.calibrate.statistics import Statistics, read_metadata
+from keepmtp.quantize.run.processes import ProcessPlace, place_of_process
+from keepmtp.quantize.run.ranks import Ranks, _device_of, _refuse_shared_gpu, joined
+from keepmtp.quantize.run.statistics import Statistics, read_metadata
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from killed import SMALL, error, events, finished, small_recipe, start, statistics, summary

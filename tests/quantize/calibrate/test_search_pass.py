@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from keepmtp import pipeline
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli import pipeline
 from keepmtp.cli.main import app
-from keepmtp.quantize.calibrate import search_pass
-from keepmtp.quantize.calibrate.data import CalibrationData, calibration_data
-from keepmtp.quantize.calibrate.measured_plans import PlanMeasuring
-from keepmtp.quantize.calibrate.search_pass import _Search, search
-from keepmtp.quantize.choices import choices_of
-from keepmtp.quantize.found_recipe import found_plan, found_recipe, found_text
-from keepmtp.quantize.plan import Plan, make_plan
+from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
+from keepmtp.quantize.calibrate.search import search_pass
+from keepmtp.quantize.calibrate.search.measured_plans import PlanMeasuring
+from keepmtp.quantize.calibrate.search.search_pass import _Search, search
+from keepmtp.quantize.plan.choices import choices_of
+from keepmtp.quantize.plan.found_recipe import found_plan, found_recipe, found_text
+from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.recipes.find import find_recipe, read_recipe
 from keepmtp.recipes.schema import Recipe
@@ -94,13 +94,13 @@ def test_what_is_found_is_a_recipe_that_gives_the_same_plan(swept):
 def _checked_against(choices, assignment, recipe) -> None:
     """`found_plan` where the recipe is of another assignment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("keepmtp.quantize.found_recipe.found_recipe", lambda *_: recipe)
+        patch.setattr("keepmtp.quantize.plan.found_recipe.found_recipe", lambda *_: recipe)
         found_plan(choices, assignment, shard_bytes=10**9)
 
 
 def test_overrides_are_few_where_layers_agree():
     """A full-size model: one line for all layers of a kind."""
-    from keepmtp.quantize import found_recipe as written
+    from keepmtp.quantize.plan.plan import found_recipe as written
 
     assert written._numbers([3]) == "3" and written._numbers([0, 1, 2]) == "[0-2]"
     assert written._numbers([1, 3, *range(10, 25)]) == "(?:[13]|1[0-9]|2[0-4])"
@@ -167,7 +167,7 @@ def test_the_whole_line(tmp_path, monkeypatch):
 
 
 def _another_budget(folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr("keepmtp.quantize.calibrate.sensitivity.Sweeps._forward", None)
+    monkeypatch.setattr("keepmtp.quantize.calibrate.search.sensitivity.Sweeps._forward", None)
     plan, data = plan_and_data(searched("16 bits", variant="small"))
     found = search(plan, data, folder, ranks=ALONE)
     # Everything fits: nothing is rounded, and nothing is left for batches.

@@ -12,17 +12,17 @@ import torch
 from calibrated import made_up, saved
 from decompressed import decompressed
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate import served
-from keepmtp.quantize.calibrate.binding import Binding
-from keepmtp.quantize.calibrate.mtp_block import bind_block, build_block
-from keepmtp.quantize.calibrate.served import serve_weights
-from keepmtp.quantize.calibrate.skeleton import Skeleton
-from keepmtp.quantize.calibrate.statistics import Statistics
-from keepmtp.quantize.output import claim, publish
-from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.tensor_plan import TensorPlan
-from keepmtp.quantize.unit import Calibrations, packed_groups
-from keepmtp.quantize.writer import write, write_shards
+from keepmtp.quantize.calibrate.layers import served
+from keepmtp.quantize.calibrate.layers.served import serve_weights
+from keepmtp.quantize.calibrate.model.binding import Binding
+from keepmtp.quantize.calibrate.model.skeleton import Skeleton
+from keepmtp.quantize.calibrate.mtp.mtp_block import bind_block, build_block
+from keepmtp.quantize.pack.unit import Calibrations, packed_groups
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.plan.tensor_plan import TensorPlan
+from keepmtp.quantize.run.statistics import Statistics
+from keepmtp.quantize.write.output import claim, publish
+from keepmtp.quantize.write.writer import write, write_shards
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES

@@ -7,9 +7,9 @@ import pytest
 import releases
 import torch
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.pipeline import plan_for
-from keepmtp.quantize.calibrate.skeleton import Batch, Skeleton, fused_in, schemes_in
-from keepmtp.quantize.plan import make_plan
+from keepmtp.pipeline import plan_for
+from keepmtp.quantize.calibrate.model.skeleton import Batch, Skeleton, fused_in, schemes_in
+from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.recipes.find import shipped_recipes
 from releases import source_layout, write_checkpoint

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from keepmtp.quantize import free_memory
-from keepmtp.quantize.calibrate import states as module
-from keepmtp.quantize.calibrate.ranks import Ranks
-from keepmtp.quantize.calibrate.states import States
-from keepmtp.quantize.free_memory import free_host_bytes
+from keepmtp.quantize.calibrate.model import states as module
+from keepmtp.quantize.calibrate.model.states import States
+from keepmtp.quantize.needs import free_memory
+from keepmtp.quantize.needs.free_memory import free_host_bytes
+from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.recipes.errors import CheckpointError
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from calibrated import made_up, planned, saved
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.statistics import Statistics, read_metadata, refuse_statistics, write_statistics
-from keepmtp.quantize.pack import pack
-from keepmtp.quantize.plan import make_plan
+from keepmtp.quantize.pack.pack import pack
+from keepmtp.quantize.plan.plan import make_plan
+from keepmtp.quantize.run.statistics import Statistics, read_metadata, refuse_statistics, write_statistics
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.find import find_recipe
@@ -73,7 +73,7 @@ def test_a_disk_that_is_full_is_told(tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("keepmtp.quantize.calibrate.statistics.save_file", full)
+    monkeypatch.setattr("keepmtp.quantize.run.statistics.save_file", full)
     with pytest.raises(CheckpointError, match=r"must be writable; got .*No space left.*Make room, and run the same"):
         write_statistics(tmp_path / "layer-0.safetensors", {HFName("a.input_scale"): torch.ones(1)}, {})
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from keepmtp.quantize.calibrate.accepted import Acceptance
-from keepmtp.quantize.calibrate.backbone import Backbone
-from keepmtp.quantize.calibrate.held_out import acceptance
-from keepmtp.quantize.calibrate.mtp_block import bind_block, build_block
-from keepmtp.quantize.calibrate.target import target
+from keepmtp.quantize.calibrate.layers.backbone import Backbone
+from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
+from keepmtp.quantize.calibrate.mtp.held_out import acceptance
+from keepmtp.quantize.calibrate.mtp.mtp_block import bind_block, build_block
+from keepmtp.quantize.calibrate.mtp.target import target
 from passes import ROOT, finished, plan_over
 from torch import Tensor
 from transformers import AutoTokenizer

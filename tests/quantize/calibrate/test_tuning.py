@@ -9,16 +9,16 @@ import pytest
 import torch
 from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.cli.calibration_tables import will_do_json
-from keepmtp.quantize.calibrate import mtp_policy, tuning
-from keepmtp.quantize.calibrate.accepted import Acceptance
-from keepmtp.quantize.calibrate.backbone import Backbone
-from keepmtp.quantize.calibrate.mtp_pass import MtpPass, mtp_pass, refuse_mtp
-from keepmtp.quantize.calibrate.statistics import Statistics, refuse_statistics
-from keepmtp.quantize.calibrate.tuned_choice import refuse_too_few_sequences, without_tuning
-from keepmtp.quantize.cards import card_of
-from keepmtp.quantize.estimate import estimate
-from keepmtp.quantize.plan import Plan, make_plan
-from keepmtp.quantize.writer import write_shards
+from keepmtp.quantize.calibrate.layers.backbone import Backbone
+from keepmtp.quantize.calibrate.mtp import mtp_policy, tuning
+from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
+from keepmtp.quantize.calibrate.mtp.mtp_pass import MtpPass, mtp_pass, refuse_mtp
+from keepmtp.quantize.calibrate.mtp.tuned_choice import refuse_too_few_sequences, without_tuning
+from keepmtp.quantize.needs.cards import card_of
+from keepmtp.quantize.needs.estimate import estimate
+from keepmtp.quantize.plan.plan import Plan, make_plan
+from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
+from keepmtp.quantize.write.writer import write_shards
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import MtpTuned, Recipe

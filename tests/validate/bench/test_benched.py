@@ -2,7 +2,7 @@
 
 import pytest
 from benches import FLASH, bench_fact, benched, cell
-from keepmtp.validate.bench.benched import BenchCell, BenchFact
+from keepmtp.validate.facts.benched import BenchCell, BenchFact
 from pydantic import ValidationError
 
 

@@ -1,8 +1,8 @@
 """What is said of requests that a server refuses."""
 
 from answering import TOO_LONG, answering
-from keepmtp.validate.bench.client import Client
-from keepmtp.validate.bench.prompts import Request
+from keepmtp.validate.measure.bench_client import Client
+from keepmtp.validate.measure.bench_prompts import Request
 
 
 def test_a_refusal_is_said_in_the_servers_own_words(tmp_path):

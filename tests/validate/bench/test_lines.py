@@ -3,7 +3,7 @@
 import pytest
 from benches import repetition
 from keepmtp.recipes.errors import CheckpointError
-from keepmtp.validate.bench.lines import BenchHeader, Measured, open_lines, read_lines
+from keepmtp.validate.measure.bench_lines import BenchHeader, Measured, open_lines, read_lines
 
 HEADER = BenchHeader(
     role="checkpoint",

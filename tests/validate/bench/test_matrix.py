@@ -8,11 +8,11 @@ from keepmtp.checkpoints.files import held
 from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.bench import matrix
-from keepmtp.validate.bench.benched import Repetition
-from keepmtp.validate.bench.lines import Measured
-from keepmtp.validate.bench.prompts import read
-from keepmtp.validate.serving.vllm_env import VLLM, find_vllm
+from keepmtp.validate.facts.benched import Repetition
+from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
+from keepmtp.validate.measure import bench as matrix
+from keepmtp.validate.measure.bench_lines import Measured
+from keepmtp.validate.measure.bench_prompts import read
 from stub_vllm import stub_vllm
 
 GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from keepmtp.recipes.errors import KeepMTPError
-from keepmtp.validate.bench.prompts import _brought, longest, num_requests, read, requests, taken
+from keepmtp.validate.measure.bench_prompts import _brought, longest, num_requests, read, requests, taken
 
 USER = {"role": "user", "content": "Why is the sky blue?"}
 # As SPEED-Bench's prepare.py writes its rows, and as the Hub has them.

@@ -19,7 +19,7 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.validate.check import check as checks
 from keepmtp.validate.check.check import check
 from keepmtp.validate.check.dialects import patterns
-from keepmtp.validate.report.results import CheckData
+from keepmtp.validate.facts.results import CheckData
 
 EVIL = "re:([a-z0-9._]+)*!"
 DEEP: Any = {"a": [{"b": {}}]}

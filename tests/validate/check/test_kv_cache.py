@@ -7,7 +7,7 @@ from checkpoint_files import Checkpoint, as_source
 from good import cached, ours, outputs_of
 from keepmtp.recipes.conventions import Format
 from keepmtp.validate.check.check import check_source
-from keepmtp.validate.check.findings import Finding
+from keepmtp.validate.facts.findings import Finding
 from modelopt_form import in_hf_quant_config, modelopt
 
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}

@@ -15,9 +15,9 @@ from good import ours, released
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import check, check_source
-from keepmtp.validate.check.findings import Finding
 from keepmtp.validate.check.runtime_view import RuntimeView
 from keepmtp.validate.check.sglang.view import SglangBuilt, SglangView
+from keepmtp.validate.facts.findings import Finding
 from real_release import NAMES, real_release
 
 NOWHERE = Path("/nonexistent")

@@ -9,9 +9,9 @@ from good import released
 from keepmtp.checkpoints.source import Source, open_source
 from keepmtp.cli.main import app
 from keepmtp.recipes.families import find_view
-from keepmtp.validate.check.findings import Finding, grouped
 from keepmtp.validate.check.rules_tensorrt_llm import ALGORITHMS, DRAFTED, READ, excluded, judge_for_tensorrt_llm
 from keepmtp.validate.check.runtime_view import RuntimeView
+from keepmtp.validate.facts.findings import Finding, grouped
 from modelopt_form import in_hf_quant_config, mixed, modelopt
 from real_release import real_release
 from typer.testing import CliRunner

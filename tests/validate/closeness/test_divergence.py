@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from keepmtp.validate.closeness.divergence import NO_TOKEN, Predicted, compare
+from keepmtp.validate.measure.divergence import NO_TOKEN, Predicted, compare
 from numpy.typing import NDArray
 from scipy.special import log_softmax, rel_entr
 

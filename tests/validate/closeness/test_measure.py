@@ -16,15 +16,16 @@ import pytest
 from keepmtp.checkpoints.identity import Identity
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
-from keepmtp.validate.closeness import measure, servers
-from keepmtp.validate.closeness.compared import FILE, read_compared
-from keepmtp.validate.closeness.measure import cut_windows
-from keepmtp.validate.closeness.servers import ClosenessSetup, ComparedModel
-from keepmtp.validate.closeness.stored import FOLDER
-from keepmtp.validate.closeness.texts import HeldOut
+from keepmtp.validate.facts.vllm_env import VLLM
+from keepmtp.validate.measure import closeness as measure
+from keepmtp.validate.measure import closeness_servers as servers
+from keepmtp.validate.measure.closeness import cut_windows
+from keepmtp.validate.measure.closeness_servers import ClosenessSetup, ComparedModel
+from keepmtp.validate.measure.closeness_stored import FOLDER
+from keepmtp.validate.measure.compared import FILE, read_compared
+from keepmtp.validate.measure.server import ServerFailed
+from keepmtp.validate.measure.texts import HeldOut
 from keepmtp.validate.report.recount_closeness import refuse_unproved_closeness
-from keepmtp.validate.serving.server import ServerFailed
-from keepmtp.validate.serving.vllm_env import VLLM
 from scipy.special import log_softmax
 
 ROOT = Path(__file__).parents[3]

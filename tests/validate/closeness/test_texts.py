@@ -7,7 +7,7 @@ import measured
 import pytest
 from keepmtp.checkpoints.record import Record
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
-from keepmtp.validate.closeness.texts import HELD_OUT, held_out
+from keepmtp.validate.measure.texts import HELD_OUT, held_out
 
 ROOT = Path(__file__).parents[3]
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]

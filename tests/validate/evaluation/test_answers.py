@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.evaluation.answers import (
+from keepmtp.validate.measure.answers import (
     Answer,
     Header,
     Samples,

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from answering import FAULTS, OOM, TOO_LONG, answering
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.evaluation.answers import Header, Samples, open_samples, read_samples
-from keepmtp.validate.evaluation.ask import ask, request_seconds
-from keepmtp.validate.evaluation.lm_eval_task import Questions, questions, scores
-from keepmtp.validate.serving.server import ServerFailed
-from keepmtp.validate.step import Step
+from keepmtp.validate.facts.step import Step
+from keepmtp.validate.measure.answers import Header, Samples, open_samples, read_samples
+from keepmtp.validate.measure.ask import ask, request_seconds
+from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
+from keepmtp.validate.measure.server import ServerFailed
 from task_rows import TASK_ROWS
 
 NUM = 30
@@ -151,7 +151,7 @@ def test_a_server_that_dies_is_quoted_from_its_log(asked, tmp_path):
 
 def test_counters_survive_a_server_that_cannot_be_asked_any_more(asked, tmp_path, monkeypatch):
     """Read while asking; the last ones that were read stand."""
-    monkeypatch.setattr("keepmtp.validate.evaluation.ask.COUNTERS_SECONDS", 0.0)
+    monkeypatch.setattr("keepmtp.validate.measure.ask.COUNTERS_SECONDS", 0.0)
     samples = opened(tmp_path, asked)
     with answering(ANSWERS, tmp_path / "log") as (server, requests):
         fault = ServerFailed("gone", tmp_path / "log")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from keepmtp.recipes.protocol import Evaluation
-from keepmtp.validate.evaluation.answers import Answer, Header, Samples
-from keepmtp.validate.evaluation.drafting import MOST_SHOWN, drafting
-from keepmtp.validate.evaluation.evaluated import Arm
-from keepmtp.validate.report.binomial import sign_test
+from keepmtp.validate.facts.binomial import sign_test
+from keepmtp.validate.facts.evaluated import Arm
+from keepmtp.validate.measure.answers import Answer, Header, Samples
+from keepmtp.validate.measure.drafting import MOST_SHOWN, drafting
 
 FILTER = "flexible-extract"
 

@@ -9,7 +9,7 @@ from hub import Fault, serving
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.recipes.tasks import TASKS
-from keepmtp.validate.evaluation.lm_eval_task import Questions, questions, scores
+from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 
 ROWS = [
     {"question": f"Tom has {n} coins and finds {n + 1} more. How many?", "answer": f"It is that.\n#### {2 * n + 1}"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.evaluation import model_code
-from keepmtp.validate.evaluation.model_code import fence, load, passes
+from keepmtp.validate.measure import model_code
+from keepmtp.validate.measure.model_code import fence, load, passes
 
 ROOT = Path(__file__).parent.parent.parent.parent
 FINE = "def f(a):\n    import math\n    return math.sqrt(a)\n"

@@ -18,10 +18,10 @@ import task_rows
 from keepmtp.recipes.errors import KeepMTPError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.recipes.tasks import TASKS
-from keepmtp.validate.evaluation import lm_eval_tasks
-from keepmtp.validate.evaluation.dataset import fields_of
-from keepmtp.validate.evaluation.lm_eval_task import Questions, questions, scores
-from keepmtp.validate.report.paired import one_sided, paired
+from keepmtp.validate.facts.paired import one_sided, paired
+from keepmtp.validate.measure import lm_eval_tasks
+from keepmtp.validate.measure.dataset import fields_of
+from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from lm_eval.api.model import LM
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager

@@ -15,10 +15,10 @@ from keepmtp.cli import main
 from keepmtp.recipes.families import find_view
 from keepmtp.validate.check.check import Checked, check_source
 from keepmtp.validate.check.runtime_view import RuntimeView
-from keepmtp.validate.explain.explain import Explanation, _command, explain
-from keepmtp.validate.explain.failure import Command
-from keepmtp.validate.explain.groups import BuiltGroup, groups_of
-from keepmtp.validate.explain.log import MOST_BYTES, parse_log, read_log
+from keepmtp.validate.dryload.explain import Explanation, _command, explain
+from keepmtp.validate.dryload.failure import Command
+from keepmtp.validate.dryload.groups import BuiltGroup, groups_of
+from keepmtp.validate.dryload.log import MOST_BYTES, parse_log, read_log
 from modelopt_form import mixed, modelopt
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))

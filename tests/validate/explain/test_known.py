@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from keepmtp.validate.explain.explain import explain
-from keepmtp.validate.explain.known import KNOWN, known_failure
-from keepmtp.validate.explain.log import parse_log
+from keepmtp.validate.dryload.explain import explain
+from keepmtp.validate.dryload.known import KNOWN, known_failure
+from keepmtp.validate.dryload.log import parse_log
 
 ROOT = Path(__file__).parent.parent.parent.parent
 SAID: list[tuple[str, str, str]] = [

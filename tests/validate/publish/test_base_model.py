@@ -13,9 +13,9 @@ from hub import serving
 from keepmtp.checkpoints.record import RECORD, Record, read_record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError, RecipeError
-from keepmtp.validate.publish import card
-from keepmtp.validate.publish.base_model import FILE, base_model_of, refuse_no_id, refuse_unknown
-from keepmtp.validate.report.results import report_folder
+from keepmtp.validate.facts.results import report_folder
+from keepmtp.validate.report import card
+from keepmtp.validate.report.base_model import FILE, base_model_of, refuse_no_id, refuse_unknown
 
 KEEPMTP = str(Path(sys.executable).with_name("keepmtp"))
 RELEASE = "org/Release"

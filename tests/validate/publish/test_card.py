@@ -26,9 +26,14 @@ from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.recipes.protocol import Gates
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.publish import card
-from keepmtp.validate.publish.card_limits import limitations
-from keepmtp.validate.publish.card_metadata import (
+from keepmtp.validate.facts.results import report_folder
+from keepmtp.validate.facts.schema import FullReport
+from keepmtp.validate.publish.upload_set import prepare
+from keepmtp.validate.report import card
+from keepmtp.validate.report import html as report_html
+from keepmtp.validate.report import report as full_reports
+from keepmtp.validate.report.card_limits import limitations
+from keepmtp.validate.report.card_metadata import (
     Metadata,
     eval_results,
     front_matter,
@@ -36,17 +41,12 @@ from keepmtp.validate.publish.card_metadata import (
     off_leaderboard,
     read_front_matter,
 )
-from keepmtp.validate.publish.card_page import page
-from keepmtp.validate.publish.hardware import HARDWARE, where_they_run
-from keepmtp.validate.publish.markdown import code, escaped, fenced, quoted, ticked
-from keepmtp.validate.publish.provenance import choices, groups_of
-from keepmtp.validate.publish.upload_set import prepare
-from keepmtp.validate.report import html as report_html
-from keepmtp.validate.report import report as full_reports
+from keepmtp.validate.report.card_page import page
 from keepmtp.validate.report.gates import judge
+from keepmtp.validate.report.hardware import HARDWARE, where_they_run
+from keepmtp.validate.report.markdown import code, escaped, fenced, quoted, ticked
 from keepmtp.validate.report.portable import portable, shortened
-from keepmtp.validate.report.results import report_folder
-from keepmtp.validate.report.schema import FullReport
+from keepmtp.validate.report.provenance import choices, groups_of
 from markdown_it import MarkdownIt
 
 HOSTILE = "</td><script>top()</script>![x](http://a.b/c)[y](http://a.b)|# ``` *z* \u202e\n- a\n\n# b"

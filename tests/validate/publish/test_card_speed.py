@@ -8,9 +8,9 @@ import cards
 import pytest
 import reports
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.bench.benched import BenchFact
-from keepmtp.validate.publish.card_limits import limitations
-from keepmtp.validate.publish.card_page import page
+from keepmtp.validate.facts.benched import BenchFact
+from keepmtp.validate.report.card_limits import limitations
+from keepmtp.validate.report.card_page import page
 
 COPY = {"as_served": "BF16 copy of the same weights", "reason": "no kernel"}
 DEVICE = "NVIDIA H200 (140 GiB)"

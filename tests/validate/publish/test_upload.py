@@ -23,10 +23,10 @@ from hub import FIRST_COMMIT, READ_ONLY, TOKEN, Fault, Hub
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.cli import main
 from keepmtp.recipes.errors import RecipeError
-from keepmtp.validate.publish import card
 from keepmtp.validate.publish import upload as publishing
 from keepmtp.validate.publish.hub import Hub as Client
 from keepmtp.validate.publish.upload_set import LocalFile, prepare, take
+from keepmtp.validate.report import card
 from written_values import poke
 
 REPO = "org/tiny-glm4-moe-MTP"

@@ -4,8 +4,8 @@ from functools import cache
 from math import exp, lgamma, log, log1p
 
 import pytest
-from keepmtp.validate.report import binomial
-from keepmtp.validate.report.binomial import difference_limits, limits, ratio_limits
+from keepmtp.validate.facts import binomial
+from keepmtp.validate.facts.binomial import difference_limits, limits, ratio_limits
 from scipy.stats import beta
 
 

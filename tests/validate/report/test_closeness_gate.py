@@ -4,7 +4,7 @@ import closenesses
 import numpy as np
 import pytest
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.report.binomial import student
+from keepmtp.validate.facts.binomial import student
 from keepmtp.validate.report.closeness_gate import closeness_reasons
 from keepmtp.validate.report.closeness_words import figures, notes, sentence
 from keepmtp.validate.report.gates import judge

@@ -6,11 +6,11 @@ import closenesses
 import pytest
 import reports
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.closeness.facts import HISTOGRAM_EDGES
+from keepmtp.validate.facts.closeness import HISTOGRAM_EDGES
+from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.report import closeness_plot, html, svg
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
-from keepmtp.validate.report.schema import FullReport
 
 
 @pytest.fixture(scope="module")

@@ -7,16 +7,13 @@ import pytest
 import reports
 from evaluations import COPY, Answers, evaluation
 from keepmtp.recipes.protocol import Evaluation, Gates
-from keepmtp.validate.check.findings import CheckpointFacts, Finding
-from keepmtp.validate.dryload.facts import DryLoad, LoadedModel, LoadFailure
-from keepmtp.validate.evaluation.evaluated import EvaluationFact
+from keepmtp.validate.facts.dry_load import DryLoad, LoadedModel, LoadFailure
+from keepmtp.validate.facts.evaluated import EvaluationFact
+from keepmtp.validate.facts.findings import CheckpointFacts, Finding
+from keepmtp.validate.facts.results import CheckData
+from keepmtp.validate.facts.schema import JudgementFact, ReasonFact
+from keepmtp.validate.facts.served import Drafts, Parting, ServeCheck, counters
 from keepmtp.validate.report.gates import judge
-from keepmtp.validate.report.results import CheckData
-from keepmtp.validate.report.schema import (
-    JudgementFact,
-    ReasonFact,
-)
-from keepmtp.validate.serving.served import Drafts, Parting, ServeCheck, counters
 
 GATES = Gates()
 SIDE = LoadedModel(cls="Glm4MoeMTP", num_params=12, num_written=12)

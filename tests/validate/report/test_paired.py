@@ -4,8 +4,8 @@ from functools import cache
 from math import exp, lgamma, log
 
 import pytest
-from keepmtp.validate.report import binomial
-from keepmtp.validate.report.paired import one_sided, paired
+from keepmtp.validate.facts import binomial
+from keepmtp.validate.facts.paired import one_sided, paired
 
 
 def fact(both: int, only_source: int, only_checkpoint: int, neither: int, *, confidence: float = 0.95):

@@ -20,17 +20,16 @@ from keepmtp.cli.report import save
 from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.validate.check.check import check, examine
-from keepmtp.validate.check.findings import CheckpointFacts
 from keepmtp.validate.dryload import verdict_findings
-from keepmtp.validate.dryload.facts import DryLoad, LoadedModel
+from keepmtp.validate.facts.dry_load import DryLoad, LoadedModel, places
+from keepmtp.validate.facts.findings import CheckpointFacts
+from keepmtp.validate.facts.results import CheckData
+from keepmtp.validate.facts.schema import FullReport
 from keepmtp.validate.report import html as report_html
 from keepmtp.validate.report import plots, svg
 from keepmtp.validate.report.check_data import calibration_of, check_data, sizes_by_group
-from keepmtp.validate.report.headline import places
 from keepmtp.validate.report.html import render, write_html
 from keepmtp.validate.report.report import assemble, read_json, write_json
-from keepmtp.validate.report.results import CheckData
-from keepmtp.validate.report.schema import FullReport
 from PIL import Image
 from releases import source_layout, write_checkpoint
 from rich.console import Console

@@ -23,9 +23,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.cli.serve_check import exit_status
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.report.check_data import record_static
-from keepmtp.validate.report.report import JSON_FILE, from_results, read_json, refresh, refuse_stale, verify, write_json
-from keepmtp.validate.report.results import (
+from keepmtp.validate.facts.results import (
     SCHEMAS,
     STATIONS,
     checkpoint_folder,
@@ -35,7 +33,9 @@ from keepmtp.validate.report.results import (
     seal_of,
     write_result,
 )
-from keepmtp.validate.report.schema import FullReport
+from keepmtp.validate.facts.schema import FullReport
+from keepmtp.validate.report.check_data import record_static
+from keepmtp.validate.report.report import JSON_FILE, from_results, read_json, refresh, refuse_stale, verify, write_json
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 from benches import bench_fact, benched, cell
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.bench.benched import BenchCell, BenchFact
+from keepmtp.validate.facts.benched import BenchCell, BenchFact
+from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.report.gates import judge
-from keepmtp.validate.report.schema import ReasonFact
 
 COPY = {"as_served": "BF16 copy of the same weights", "reason": "no kernel"}
 

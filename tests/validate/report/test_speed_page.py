@@ -6,7 +6,7 @@ import benches
 import pytest
 import reports
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.bench.benched import BenchFact
+from keepmtp.validate.facts.benched import BenchFact
 from keepmtp.validate.report import html, speed_plots, svg
 from keepmtp.validate.report.speed_table import ks_of, recommendation, speed_rows
 

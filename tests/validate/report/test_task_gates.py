@@ -6,11 +6,11 @@ import evaluations
 import pytest
 from evaluations import Answers, several
 from keepmtp.recipes.protocol import Gates
-from keepmtp.validate.evaluation.evaluated import EvaluationFact
+from keepmtp.validate.facts.evaluated import EvaluationFact
+from keepmtp.validate.facts.schema import ReasonFact
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.html import render
 from keepmtp.validate.report.recovery import mean_recovery, recovery
-from keepmtp.validate.report.schema import ReasonFact
 from keepmtp.validate.report.task_table import endless, task_lines
 
 LIMITS = Gates(min_mean_recovery=0.98, max_worst_drop=0.02)

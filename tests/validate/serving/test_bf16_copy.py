@@ -11,12 +11,12 @@ import torch
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import preset_name_to_scheme
 from keepmtp.checkpoints.source import open_source
-from keepmtp.cli.pipeline import plan_for, quantize
+from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.errors import CheckpointError, VLLMError
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.serving import bf16_copy
-from keepmtp.validate.serving.bf16_copy import why_no_kernel, write_copy
-from keepmtp.validate.serving.vllm_env import GPU, VLLM
+from keepmtp.validate.facts.vllm_env import GPU, VLLM
+from keepmtp.validate.measure import bf16_copy
+from keepmtp.validate.measure.bf16_copy import why_no_kernel, write_copy
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parents[3]
@@ -140,7 +140,7 @@ def test_memory_is_the_tensor_in_flight(tmp_path):
     code = (
         "import resource, sys, torch; from pathlib import Path;"
         "from keepmtp.checkpoints import dequantize; from keepmtp.checkpoints.source import open_source;"
-        "from keepmtp.validate.serving.bf16_copy import write_copy; torch.set_num_threads(1);"
+        "from keepmtp.validate.measure.bf16_copy import write_copy; torch.set_num_threads(1);"
         "source = open_source(sys.argv[1]); before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "write_copy(source, Path(sys.argv[2]));"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import VLLMError
-from keepmtp.validate.serving import bf16_copy
-from keepmtp.validate.serving.room import refuse_no_room, tensor_parallel_size, value_of
-from keepmtp.validate.serving.vllm_env import GPU, VLLM, find_vllm, gpus_here
+from keepmtp.validate.facts.vllm_env import GPU, VLLM, find_vllm, gpus_here
+from keepmtp.validate.measure import bf16_copy
+from keepmtp.validate.measure.room import refuse_no_room, tensor_parallel_size, value_of
 from stub_vllm import stub_vllm
 
 ROOT = Path(__file__).parents[3]

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
-from keepmtp.validate.serving.prompts import PROMPTS, read_prompts
-from keepmtp.validate.serving.serve_check import explained, ks_up_to
-from keepmtp.validate.serving.served import Drafts, Output, Run, partings, total
-from keepmtp.validate.serving.server import last_error, read_counters, refuse_words
+from keepmtp.validate.facts.served import Drafts, Output, Run, partings, total
+from keepmtp.validate.measure.prompts import PROMPTS, read_prompts
+from keepmtp.validate.measure.serve_check import explained, ks_up_to
+from keepmtp.validate.measure.server import last_error, read_counters, refuse_words
 
 METRICS = """\
 # TYPE vllm:spec_decode_num_drafts_total counter

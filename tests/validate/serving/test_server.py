@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from keepmtp.validate.serving.server import ServerFailed, serving
-from keepmtp.validate.serving.vllm_env import VLLM, find_vllm
+from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
+from keepmtp.validate.measure.server import ServerFailed, serving
 from stub_vllm import stub_vllm
 
 

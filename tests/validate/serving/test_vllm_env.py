@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from keepmtp.recipes.errors import VLLMError
-from keepmtp.validate.serving import vllm_env
-from keepmtp.validate.serving.vllm_env import GPU, find_vllm, is_supported
+from keepmtp.validate.facts import vllm_env
+from keepmtp.validate.facts.vllm_env import GPU, find_vllm, is_supported
 
 ROOT = Path(__file__).parents[3]
 H100 = GPU(name="H100", capability="9.0", memory_gib=80.0, free_gib=79.0)

@@ -14,15 +14,15 @@ from keepmtp.checkpoints.dequantize import dequantize
 from keepmtp.checkpoints.safetensors_file import Entry
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.stored import SCALE_LEAVES, stored_weights
-from keepmtp.cli.pipeline import plan_for, quantize
-from keepmtp.quantize.pack import pack
+from keepmtp.pipeline import plan_for, quantize
+from keepmtp.quantize.pack.pack import pack
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
 from keepmtp.recipes.schemes import SCHEMES
-from keepmtp.validate.values import against
-from keepmtp.validate.values.against import BOUND, bands_of, compared, difference, relative_error
-from keepmtp.validate.values.pairing import Pair, can_be_read, pairs
-from keepmtp.validate.values.values import check_values
+from keepmtp.validate.check import against
+from keepmtp.validate.check.against import BOUND, bands_of, compared, difference, relative_error
+from keepmtp.validate.check.pairing import Pair, can_be_read, pairs
+from keepmtp.validate.check.values import check_values
 from safetensors.torch import save_file
 from written_values import fill, opened, poke
 

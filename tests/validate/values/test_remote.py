@@ -18,7 +18,7 @@ from hub import TOKEN, Fault, Hub, serving
 from keepmtp import api
 from keepmtp.checkpoints import hub_ranges
 from keepmtp.cli import main
-from keepmtp.validate.values.values import Fetch, Watch, check_values
+from keepmtp.validate.check.values import Fetch, Watch, check_values
 from written_values import fill, opened, poke
 
 RELEASE = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"

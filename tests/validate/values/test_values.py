@@ -12,10 +12,10 @@ from good import cached, ours, outputs_of
 from keepmtp.checkpoints.values import read_tensor
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.family import HFName
-from keepmtp.validate.values.reading import chosen, joined
-from keepmtp.validate.values.summary import summary
-from keepmtp.validate.values.untrained import edge_share
-from keepmtp.validate.values.values import check_values
+from keepmtp.validate.check.reading import chosen, joined
+from keepmtp.validate.check.untrained import edge_share
+from keepmtp.validate.check.values import check_values
+from keepmtp.validate.check.values_summary import summary
 from written_values import fill, opened, poke
 
 MODELS = Path(__file__).parents[3] / "models"

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ....checkpoints.stored import StoredWeight
+from ...facts.findings import Objection, objection
 from .. import rules_mtp
-from ..findings import Objection, objection
 from ..layouts import layout_problem
 from ..runtime_view import Member, RuntimeView
 from ..vllm_module import VLLMModule

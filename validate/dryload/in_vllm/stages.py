@@ -1,7 +1,7 @@
 """One checkpoint on one pretended GPU: construct, load, share, process, and say what happened.
 
 In: a `Job`, in a process that `gpu.install` has prepared. Out: a JSON-able dictionary (`StagedLoad.account`), with the
-fields of `LoadAccount` in validate/dryload/facts.py, which reads it:
+fields of `LoadAccount` in validate/facts/dry_load.py, which reads it:
 
     path, quant_config
     load: {gpu, tp, k, ok, failure, target, draft, runner, seconds, peak_mib}

@@ -1,0 +1,96 @@
+"""Finds what a checkpoint was made from: the source that the user names, or the folder in its record.
+
+In: an opened checkpoint with keepmtp.json. Out: the source, opened and not downloaded.
+
+Easy to get wrong: the record has only the folder's name, and that folder may hold another release by now. It is taken
+only if its files have the recorded sizes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..recipes.errors import CheckpointError, RecipeError
+from ..recipes.families import find_view
+from ..recipes.shipped import find_path
+from .record import RECORD, read_record
+from .source import Source, open_source, small_file
+
+# In config.json, and the same before and after quantizing.
+_KEPT = ("vocab_size", "hidden_size", "num_hidden_layers")
+
+
+def original_of(checkpoint: Source, named: str | None, *, cure: str) -> Source | None:
+    """The source that a checkpoint is compared with, opened and not downloaded; None for `none`.
+
+    Args:
+        checkpoint: local, or named with its source.
+        named: by the user; None takes the record's.
+        cure: what to do if the record has none.
+
+    Raises:
+        RecipeError: it is not known, or the checkpoint cannot be made from it.
+        CheckpointError: the record is not keepmtp's.
+    """
+    if named == "none":
+        return None
+    original = open_source(named or recorded_source(checkpoint, cure=cure))
+    refuse_stranger(checkpoint, original)
+    return original
+
+
+def recorded_source(checkpoint: Source, *, cure: str) -> str:
+    """The source that keepmtp.json names, where it is a folder here with the recorded files.
+
+    Raises:
+        RecipeError: no record, a Hub repository (a download is the user's decision), or no such folder; `cure` says
+            what to do then.
+        CheckpointError: the record is not keepmtp's.
+    """
+    rule = "the source to compare with must be known"
+    path = small_file(checkpoint, RECORD)
+    if path is None:
+        raise RecipeError(checkpoint.where, rule, got=f"no {RECORD}", cure=cure)
+    record = read_record(path, cure=cure)
+    named = record.source
+    places = [Path(record.recipe.source), Path(named.name), Path("models") / named.name]
+    if checkpoint.folder is not None:
+        places.append(checkpoint.folder.parent / named.name)
+    if named.revision == "local":
+        for place in filter(None, map(find_path, places)):
+            if place.is_dir() and _has_files(place, named.files):
+                return str(place)
+    got = f"{named.name} ({named.revision}), which is no folder with the recorded files here"
+    raise RecipeError(path, rule, got=got, cure=cure)
+
+
+def folder_it_was_made_from(checkpoint: Path) -> Path | None:
+    """The folder that the checkpoint's record names, if it is still here."""
+    if not (checkpoint / "config.json").is_file():
+        return None
+    opened = open_source(checkpoint)
+    try:
+        return Path(recorded_source(opened, cure=""))
+    except (RecipeError, CheckpointError):  # whoever needs no source refuses a record that is not ours
+        return None
+
+
+def refuse_stranger(checkpoint: Source, source: Source) -> None:
+    """Refuse a source that the checkpoint cannot be made from: a comparison with it would mean nothing.
+
+    Raises:
+        RecipeError: another family, or another size of what quantizing never changes.
+    """
+    ours, theirs = _marks(checkpoint), _marks(source)
+    for name, value in ours.items():
+        if theirs[name] != value:
+            rule = f"must be what {checkpoint.where} was made from, whose {name} is {value}"
+            raise RecipeError(source.where, rule, got=theirs[name], cure="Name another --source")
+
+
+def _marks(opened: Source) -> Mapping[str, object]:
+    view = find_view(opened.config, opened.where)
+    return {"family": view.family.model_type} | {name: view.text_config.get(name) for name in _KEPT}
+
+
+def _has_files(folder: Path, files: Mapping[str, int]) -> bool:
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())

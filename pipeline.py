@@ -1,0 +1,309 @@
+"""The whole program on one screen: from a recipe to a checkpoint that vLLM serves with MTP.
+
+    recipe       recipes/find.py                           what a person decides, found by its name
+    family       recipes/families/                         what the modules are called, on disk and in vLLM
+    source       checkpoints/source.py                     config.json and headers, from a folder or from the Hub
+    plan         quantize/plan/plan.py                     one decision for every tensor, from headers alone
+    calibrate    quantize/calibrate/layers/backbone.py     statistics, one decoder layer at a time
+    MTP pass     quantize/calibrate/mtp/mtp_pass.py        the MTP block on the backbone's states; its acceptance
+    write        quantize/write/writer.py                  packed shards in <out>.partial
+    check        validate/check/check.py                   the static check
+    values       validate/check/own_values.py              scales and the MTP block; then the final name
+
+In: what a command line says. Out: a checkpoint under its final name, or a refusal before a byte is written.
+
+Easy to get wrong: under torchrun every process runs this, and only the first one does what is done once.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .checkpoints.files import partial_path
+from .checkpoints.mtp_source import has_mtp, with_mtp_of
+from .checkpoints.record import RECIPE, RECORD, read_record
+from .checkpoints.source import Source, download, open_source
+from .quantize.needs.needs import machine_of, refuse_too_large
+from .quantize.needs.room import calibration_folder
+from .quantize.plan.checkpoint_as_model import ModelWord, model_word, recipe_of_checkpoint
+from .quantize.plan.choices import choices_of, narrowed, refuse_budget
+from .quantize.plan.plan import SHARD_BYTES, Plan, make_plan
+from .quantize.run.progress import SILENT, RunProgress
+from .quantize.write.output import claim, is_finished, publish, refuse_output, tidy
+from .quantize.write.refusals import refuse
+from .recipes.errors import GateError, RecipeError
+from .recipes.find import find_recipe, read_recipe
+from .recipes.schema import AUTO, Recipe
+from .validate.check.check import examine
+from .validate.check.own_values import refuse_broken_values
+from .validate.facts.results import CheckData
+from .validate.facts.vllm_env import gpus_here
+
+if TYPE_CHECKING:  # these import torch and llm-compressor, which planning does not need
+    from .quantize.calibrate.run import CalibrationRun
+    from .quantize.run.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRun:
+    """A finished run.
+
+    Attributes:
+        plan: what was written. Its MTP policy is the one that `mtp: auto` chose.
+        out: the checkpoint's folder.
+        report: what its check found.
+        calibration: what the batches gave; None for a run without batches, or one that was there.
+        was_there: an earlier run had finished it.
+    """
+
+    plan: Plan
+    out: Path
+    report: CheckData
+    calibration: "CalibrationRun | None" = None
+    was_there: bool = False
+
+
+def plan_for(
+    model: str,
+    *,
+    source: str | None = None,
+    scheme: str | None = None,
+    mtp: str | None = None,
+    calibration: str | None = None,
+    mtp_source: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Plan, str]:
+    """Return the plan that a command line asks for, from headers alone, and the text of its recipe.
+
+    Args:
+        model: a recipe by its name or file, or a checkpoint by its folder, its Hub id or the address of its page.
+        source: another checkpoint than the recipe's.
+        scheme, mtp, calibration: see `find_recipe`.
+        mtp_source: another place of the MTP block than the recipe's, for a release that has none.
+        trust_remote_code: the checkpoint's own Python may run.
+
+    Raises:
+        RecipeError, CheckpointError: see `find_recipe`, `open_source` and `make_plan`.
+    """
+    word = model_word(model)
+    choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
+    if not word.is_recipe:
+        recipe, text, opened = _without_recipe(word, source, mtp_source=mtp_source, **choices)
+        return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
+    recipe, text = find_recipe(word.name, **choices)
+    where = source or recipe.source
+    # The recipe's revision belongs to the recipe's source. Another repository has a history of its own.
+    revision = "main" if where != recipe.source else word.revision or recipe.revision
+    opened = _with_mtp(open_source(where, revision=revision), recipe, mtp_source)
+    return plan_before_measuring(recipe, opened, trust_remote_code=trust_remote_code), text
+
+
+def recipe_for(
+    model: str,
+    *,
+    source: str | None = None,
+    scheme: str | None = None,
+    mtp: str | None = None,
+    calibration: str | None = None,
+) -> Recipe:
+    """Return the recipe of `plan_for`; the headers are read only where MODEL is a checkpoint.
+
+    Raises:
+        RecipeError, CheckpointError: as `plan_for`.
+    """
+    word = model_word(model)
+    choices = {"scheme": scheme, "mtp": mtp, "calibration": calibration}
+    if not word.is_recipe:
+        return _without_recipe(word, source, **choices)[0]
+    return find_recipe(word.name, **choices)[0]
+
+
+def _with_mtp(source: Source, recipe: Recipe, named: str | None) -> Source:
+    """The source with the MTP block that the user names, or else the recipe; a block of its own comes before that."""
+    if named is not None:
+        known = recipe.mtp_source
+        revision = known.revision if known is not None and known.source == named else "main"
+        return with_mtp_of(source, open_source(named, revision=revision))
+    if recipe.mtp_source is None or has_mtp(source):
+        return source
+    return with_mtp_of(source, open_source(recipe.mtp_source.source, revision=recipe.mtp_source.revision))
+
+
+def _without_recipe(
+    word: ModelWord, source: str | None, *, mtp_source: str | None = None, **choices: str | None
+) -> tuple[Recipe, str, Source]:
+    if source is not None:
+        rule, cure = "must be left out where MODEL is itself a checkpoint", "Remove it, or name a recipe as MODEL"
+        raise RecipeError("--source", rule, got=source, cure=cure)
+    return recipe_of_checkpoint(word, mtp_source=mtp_source, **choices)
+
+
+def quantize(
+    plan: Plan,
+    recipe_text: str,
+    *,
+    out: Path,
+    threads: int | None = None,
+    keep_calibration: bool = False,
+    progress: RunProgress = SILENT,
+) -> FinishedRun:
+    """Carry out a plan: download, calibrate, write, check, and give the folder its final name.
+
+    Args:
+        plan: from `plan_for`. The plan of a Hub repository is made again when its files are here.
+        recipe_text: is written into the checkpoint, unless a search finds another one.
+        out: the output folder; one that an earlier run with this plan has finished is kept. It is called
+            `<out>.partial` until it is whole and has passed its check, of headers and of values. Until then,
+            `<out>.calibration` holds what calibration wrote.
+        threads: how many shards are written at the same time; default one a core.
+        keep_calibration: keep `<out>.calibration`, for another run with another MTP policy.
+        progress: who is called while the run goes on.
+
+    Raises:
+        RecipeError, CheckpointError: before a byte is written.
+        GateError: no MTP policy of `mtp: auto` is good enough; or the written checkpoint does not pass its own check,
+            of headers and of values, and keeps its partial name.
+    """
+    from .quantize.run.ranks import joined  # imports torch, so only when there is work for it
+
+    refuse(plan, out)
+    if is_finished(plan, out):
+        return _found_finished(plan, out, keep_calibration=keep_calibration)
+    refuse_too_large(plan, machine_of(here=gpus_here()))
+    plan = _downloaded(plan, out, progress)
+    with joined() as ranks:
+        run = _calibrated(plan, out, ranks, progress)
+        plan = run.plan if run else plan
+        recipe_text = (run.recipe_text if run else "") or recipe_text
+        with _claimed(plan, out, run, ranks) as partial:
+            _write(plan, partial, recipe_text, run, ranks, threads=threads or _num_cores(), progress=progress)
+            report = _checked(partial, plan, reads=ranks.is_first, progress=progress)
+            ranks.wait()
+            if ranks.is_first:
+                publish(partial, out, keep_calibration=keep_calibration)
+        ranks.wait()
+    return FinishedRun(plan=plan, out=out, report=report.model_copy(update={"path": str(out)}), calibration=run)
+
+
+def plan_before_measuring(
+    recipe: Recipe, source: Source, *, shard_bytes: int = SHARD_BYTES, trust_remote_code: bool = False
+) -> Plan:
+    """Call `make_plan`. While `auto` has not chosen yet, plan BF16 and keep the word auto.
+
+    Raises:
+        RecipeError, CheckpointError: see `make_plan`; or nothing fits the recipe's budget.
+    """
+    if recipe.is_searched:
+        recipe = narrowed(recipe, source)
+        refuse_budget(choices_of(recipe, source, trust_remote_code=trust_remote_code))
+    made = make_plan(recipe.before_measuring, source, shard_bytes=shard_bytes, trust_remote_code=trust_remote_code)
+    return replace(made, recipe=recipe)
+
+
+def default_out(recipe: Recipe) -> Path:
+    """Return `out/<model>.<variant>`, the folder that is written where the command line names none."""
+    return Path("out") / recipe.name
+
+
+def _found_finished(plan: Plan, out: Path, *, keep_calibration: bool) -> FinishedRun:
+    """A run that an earlier one has finished. What that one had no time to remove is removed."""
+    tidy(out, keep_calibration=keep_calibration)
+    with suppress(OSError):
+        partial_path(out).rmdir()  # empty, or another run's
+    if plan.recipe.is_searched:
+        plan = make_plan(read_recipe(out / RECIPE), plan.source, trust_remote_code=plan.trust_remote_code)
+    elif plan.recipe.mtp == AUTO:
+        chosen = read_record(out / RECORD).recipe.whole["mtp"]
+        plan = make_plan(plan.recipe.resolved(chosen), plan.source, trust_remote_code=plan.trust_remote_code)
+    return FinishedRun(plan=plan, out=out, report=_checked(out, plan), was_there=True)
+
+
+def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
+    """The plan over files on this disk; what transformers cannot build is refused before it is downloaded."""
+    if plan.source.folder is None and plan.needs_batches:
+        from .quantize.calibrate.buildable import backbone_refusal
+
+        if refusal := backbone_refusal(plan):
+            raise refusal
+    local = download(plan.source, bars=progress.download)
+    if local is plan.source:
+        return plan
+    plan = plan_before_measuring(
+        plan.recipe, local, shard_bytes=plan.shard_bytes, trust_remote_code=plan.trust_remote_code
+    )
+    refuse(plan, out)
+    return plan
+
+
+def _calibrated(plan: Plan, out: Path, ranks: "Ranks", progress: RunProgress) -> "CalibrationRun | None":
+    if not plan.needs_batches:
+        return None
+    from .quantize.calibrate.run import calibrate
+
+    return calibrate(plan, calibration_folder(out), ranks=ranks, progress=progress.calibration)
+
+
+@contextmanager
+def _claimed(plan: Plan, out: Path, run: "CalibrationRun | None", ranks: "Ranks") -> Iterator[Path]:
+    """The partial folder. The first process holds it against other runs, for all processes of this one."""
+    salt = run.salt if run else ""
+    refuse_output(plan, out, calibration=salt)
+    with claim(plan, out, calibration=salt) if ranks.is_first else nullcontext(partial_path(out)) as partial:
+        ranks.wait()
+        yield partial
+
+
+def _write(
+    plan: Plan,
+    partial: Path,
+    recipe_text: str,
+    run: "CalibrationRun | None",
+    ranks: "Ranks",
+    *,
+    threads: int,
+    progress: RunProgress,
+) -> None:
+    from .quantize.write.writer import write
+
+    with _packing_bar(plan, ranks, progress) as packed:
+        write(
+            plan,
+            partial,
+            recipe_text=recipe_text,
+            threads=threads,
+            progress=packed,
+            statistics=run.statistics if run else None,
+            calibration=run.summary if run else None,
+            ranks=ranks,
+        )
+
+
+def _packing_bar(
+    plan: Plan, ranks: "Ranks", progress: RunProgress
+) -> AbstractContextManager[Callable[[int], None] | None]:
+    """The bar of the first process, over all source bytes that are read; the others have none."""
+    if progress.packing is None or not ranks.is_first:
+        return nullcontext()
+    written = [tensor for tensor in plan.tensors if tensor.outputs]
+    return progress.packing(sum(plan.entries[name].num_bytes for tensor in written for name in tensor.inputs))
+
+
+def _checked(folder: Path, plan: Plan, *, reads: bool = False, progress: RunProgress = SILENT) -> CheckData:
+    """The static check, and that of the values where this process reads them."""
+    checked = examine(folder, source=plan.source)
+    if not checked.data.ok:
+        first = checked.data.findings[0]
+        rule = "the written checkpoint must pass its own check"
+        raise GateError(folder, rule, got=f"{first.where} {first.says}", cure=first.cure)
+    if not reads:
+        return checked.data
+    findings = refuse_broken_values(plan, folder, checked, reading=progress.values)
+    return checked.data.model_copy(update={"findings": findings})
+
+
+def _num_cores() -> int:
+    """How many cores this process may use. A container or a batch system may give it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""Calibration text: datasets, tokens and batches."""

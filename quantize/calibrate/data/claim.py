@@ -1,0 +1,220 @@
+"""Which run a calibration folder belongs to: one recipe, source, dataset and set of versions.
+
+In: a plan, its batches and a folder. Out: a folder that is this run's, or a refusal that names what differs.
+
+Easy to get wrong: a run that is resumed with something else changed makes a checkpoint of two halves. So the
+fingerprint covers everything that a number depends on, and nothing else: each thing too much costs hours. The largest
+magnitudes that minmax and smoothquant look for are the same however the sequences are dealt out. GPTQ and AWQ add up
+numbers batch by batch and process by process, and a sum in another order has other last bits; so has what AutoRound
+learns from; and the importance of input channels is a sum.
+
+Source: transformers 5.17 integrations/hub_kernels.py (`use_kernel_func_from_hub_with_fallback`: a package that is
+installed replaces a model's own functions).
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .... import __version__
+from ....checkpoints.files import write_whole
+from ....recipes.errors import RecipeError
+from ....recipes.schema import Recipe
+from ...plan.plan import Plan
+from ...run.processes import refuse_idle_processes, refuse_unsummed_hessians
+from ...run.ranks import Ranks
+from .data import CalibrationData
+
+_PACKAGES = ("torch", "transformers", "llmcompressor", "compressed-tensors")
+# What the recipe says besides: the MTP policy may change without a new pass, the others change no number.
+_OF_THE_BLOCK = {"mtp", "mtp_auto", "mtp_tuned"}
+_PASSED_OVER = _OF_THE_BLOCK | {"variant", "default", "summary", "format", "evaluation", "gates", "calibration"}
+_OF_ANY_SPLIT = frozenset({"minmax", "smoothquant", "mse", "four-over-six"})
+_KERNELS = re.compile(r'use_kernel_func_from_hub_with_fallback\(\s*"[^"]+",\s*"([^"]+)"')
+_DISTRIBUTIONS = {"fla": "flash-linear-attention"}
+_STAMP, _PARTS = "fingerprint", "fingerprint.json"
+
+
+def fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
+    """SHA-256 over everything the statistics depend on; not the MTP policy, which may change without a new pass."""
+    return _sum(_parts(plan, data, size))
+
+
+def search_fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
+    """SHA-256 over everything the sensitivities of a search depend on; not its budget, nor what is asked of its plans.
+
+    Here batches and processes count always: sensitivities are sums.
+    """
+    parts = _parts(plan, data, size)
+    for key in ("budget", "backbone_auto"):
+        parts["recipe"].pop(key, None)
+    auto, calibration = plan.recipe.backbone_auto, plan.recipe.calibration
+    assert auto is not None and calibration is not None
+    own = auto.model_dump(mode="json", exclude={"min_acceptance"})
+    parts["search"] = {**own, "mtp": plan.recipe.mtp, "processes": size, "batch_size": calibration.batch_size}
+    return _sum(parts)
+
+
+def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) -> None:
+    """Mark the folder as this run's, or refuse one of another run.
+
+    Raises:
+        RecipeError: the folder is another run's, or is not the same for all ranks; or a rank has no sequence.
+    """
+    calibration = plan.recipe.calibration
+    assert calibration is not None
+    parts, stamp = _parts(plan, data, ranks.size), folder / _STAMP
+    wanted = _sum(parts)
+    has_states = any((folder / "states").glob("*"))
+    if stamp.read_text() != wanted if stamp.is_file() else has_states:
+        raise _another_run(folder, parts)
+    _refuse_another_device(folder, ranks)
+    if stamp.is_file() and plan.may_calibrate_mtp:
+        _refuse_without_mtp_stream(folder)
+    refuse_idle_processes(calibration, ranks.size, plan.recipe.name)
+    refuse_unsummed_hessians(calibration, ranks.size, plan.recipe.name)
+    ranks.wait()  # before the first writes: a rank that refuses must see what an earlier run wrote, not this one
+    if ranks.is_first and not stamp.is_file():
+        (folder / "states").mkdir(parents=True, exist_ok=True)
+        own = {"device": ranks.device.type, "mtp_stream": plan.may_calibrate_mtp}
+        write_whole(folder / _PARTS, json.dumps({**parts, **own}, indent=1))
+        write_whole(stamp, wanted)
+    ranks.wait()
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        raise RecipeError(
+            folder,
+            "all processes must see one folder and the same source",
+            got=f"another or none on {ranks}",
+            cure="Put the source and OUT where every node sees them, under the same path",
+        )
+
+
+def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, Any]]:
+    """What a number depends on, by the words that a refusal uses; JSON values only."""
+    calibration = plan.recipe.calibration
+    assert calibration is not None
+    settings = calibration.model_dump(mode="json")
+    batch_size = settings.pop("batch_size")
+    parts: dict[str, dict[str, Any]] = {
+        "recipe": plan.recipe.model_dump(mode="json", exclude=_PASSED_OVER),
+        "calibration": settings,
+        "source": {name: state.model_dump(mode="json") for name, state in plan.source.states.items()},
+        "config.json": dict(plan.source.config),
+        "dataset": dict(data.provenance),
+        "versions": {"keepmtp": __version__, **_versions(plan)},
+        "split": {} if _is_of_any_split(plan.recipe) else {"batch_size": batch_size, "processes": size},
+    }
+    return json.loads(json.dumps(parts, default=str))
+
+
+def _is_of_any_split(recipe: Recipe) -> bool:
+    """Whether results are largest values alone, which no order of batches changes; importance is a sum."""
+    assert recipe.calibration is not None
+    return recipe.calibration.algorithm in _OF_ANY_SPLIT and recipe.search != "imatrix"
+
+
+def _sum(parts: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _versions(plan: Plan) -> dict[str, str]:
+    """Of the packages that compute; kernels of others count where they are installed and the model calls them."""
+    calibration = plan.recipe.calibration
+    own = (
+        *(("nvidia-modelopt",) if calibration is not None and calibration.backend == "modelopt" else ()),
+        *(("auto-round",) if calibration is not None and calibration.algorithm == "autoround" else ()),
+    )
+    found = {name: version(name) for name in (*_PACKAGES, *own)}
+    for package in sorted({*_kernel_packages(plan)}):
+        name = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _kernel_packages(plan: Plan) -> Iterator[str]:
+    """Packages whose functions transformers takes for this model's own, if they are there (fla, causal_conv1d)."""
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    models = Path(spec.origin).parent / "models"
+    for config in (plan.source.config, plan.view.text_config):
+        name = str(config.get("model_type", "")).removesuffix("_text")
+        file = models / name / f"modeling_{name}.py"
+        if name.isidentifier() and file.is_file():
+            yield from _KERNELS.findall(file.read_text(encoding="utf-8"))
+
+
+def refuse_shrunk_dataset(error: RecipeError, folder: Path) -> RecipeError:
+    """The refusal of a dataset; where a pass was begun with it, the cure says what the dataset was then."""
+    before = _parts_of(folder).get("dataset")
+    if before is None:
+        return error
+    rows = before["rows"] + before["held_out_rows"]
+    return error.with_cure(
+        f"{folder} was begun with {rows} of its rows: restore the dataset to go on, or remove that folder to start anew"
+    )
+
+
+def _parts_of(folder: Path) -> dict[str, Any]:
+    """What the pass in a folder depends on; nothing where none was begun."""
+    path = folder / _PARTS
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _another_run(folder: Path, parts: Mapping[str, Mapping[str, Any]]) -> RecipeError:
+    """The refusal of a folder with another fingerprint; it names what differs."""
+    got, cure, before = "another run", f"Remove {folder}, or choose another OUT", _parts_of(folder)
+    differing = [name for name in parts if name in before and before[name] != parts[name]]
+    if differing:
+        name = differing[0]
+        got = f"another {name} ({_difference(before[name], parts[name])})"
+        cure = f"Undo this change to go on, or remove {folder} to start anew"
+    rule = "an unfinished calibration can only be resumed with the same recipe, source, dataset and versions"
+    if differing == ["split"]:
+        rule += (
+            f", and under {parts['calibration']['algorithm']} with the same batches and processes, whose sums it adds"
+        )
+    return RecipeError(folder, rule, got=got, cure=cure)
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first value that differs."""
+    for key in {**before, **now}:
+        if before.get(key) != now.get(key):
+            return f"{key} was {_short(before.get(key))} and is {_short(now.get(key))}"
+    return "in another order"
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def has_mtp_stream(folder: Path) -> bool:
+    """Whether the pass in a folder hands on the calibration text as a server computes it, for an MTP block."""
+    return bool(_parts_of(folder).get("mtp_stream"))
+
+
+def _refuse_without_mtp_stream(folder: Path) -> None:
+    """Refuse a pass that was begun for a block that needs no batches: its layers are gone, and so are these states."""
+    if not has_mtp_stream(folder):
+        rule = "the MTP block must be calibrated on what the quantized backbone computes"
+        cure = f"Keep to a `--mtp` word that needs no data, or remove {folder} to start anew"
+        got = "the calibration of a run whose block needed none, without these states"
+        raise RecipeError(folder, rule, got=got, cure=cure)
+
+
+def _refuse_another_device(folder: Path, ranks: Ranks) -> None:
+    """Refuse to go on where a GPU cannot be seen any more: on the CPU it would take days, and round elsewhere."""
+    before, now = _parts_of(folder).get("device"), ranks.device.type
+    if before is not None and before != now:
+        rule = f"a calibration that was begun on {before} must go on there"
+        cure = f"Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES, or remove {folder} to start anew"
+        raise RecipeError(folder, rule, got=f"{now} on {ranks}", cure=cure)

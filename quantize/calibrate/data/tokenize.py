@@ -1,0 +1,201 @@
+"""From a dataset's row to token ids, with the tokens that begin and end a text or a conversation for this model.
+
+In: the source checkpoint's tokenizer files. Out: an `Encoders`: a row's token ids, and which of them a model writes
+when it is asked what the row's user asked.
+
+Easy to get wrong: a chat template writes its own special tokens, so its text must not get the tokenizer's on top; and a
+model without a template may have its encoding as Python next to the weights, which runs only if the recipe allows it.
+Templates may show a turn differently once others follow it; a token that is not surely a model's counts as its user's.
+"""
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, cast
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ....checkpoints.source import Source
+from ....recipes.errors import CheckpointError, RecipeError
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "tekken.json",
+    "*.tiktoken",
+)
+
+Conversation = Sequence[Mapping[str, Any]]
+UNENCODABLE = (TemplateError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
+"""What chat templates and encodings raise on a conversation that they do not allow."""
+
+
+class Answered(NamedTuple):
+    """A text whose beginning a user wrote."""
+
+    prompt: str
+    text: str
+
+
+DataRow = str | Answered | Conversation
+_EncodeTurns = Callable[[Conversation, bool], list[int]]
+
+
+@dataclass(frozen=True)
+class Encoders:
+    """One model's ways to encode a row; the encoding of conversations is looked up at the first one."""
+
+    tokenizer: PreTrainedTokenizerBase
+    source: Source
+    may_run_code: bool
+
+    def of(self, row: DataRow) -> Callable[[], list[int]]:
+        """How to encode this row.
+
+        Raises: RecipeError or CheckpointError if it is a conversation and there is no way to encode one.
+        """
+        if isinstance(row, str | Answered):
+            return lambda: self._text("".join(row))
+        encode = self._conversation
+        return lambda: encode(row, False)
+
+    def written(self, row: DataRow, ids: Sequence[int]) -> list[bool] | None:
+        """Which tokens of a row a model writes; None where nothing marks them.
+
+        Args:
+            row: one that can be encoded.
+            ids: what it is encoded to.
+        """
+        if isinstance(row, str):
+            return None
+        return self._behind_prompt(row, ids) if isinstance(row, Answered) else self._answers(row, ids)
+
+    def _behind_prompt(self, row: Answered, ids: Sequence[int]) -> list[bool] | None:
+        if not self.tokenizer.is_fast:
+            return None
+        spans = self.tokenizer("".join(row), return_offsets_mapping=True, verbose=False)["offset_mapping"]
+        # Special tokens are at (0, 0), and a tokenizer that trims spaces leaves one of spaces alone without length.
+        first = len(row.prompt)
+        written = [start >= first and end > first for start, end in spans]
+        # The end belongs to the answer, whether the tokenizer or `_text` has added it.
+        if ids[-1] == self.tokenizer.eos_token_id:
+            written[len(ids) - 1 :] = [True]
+        return written
+
+    def _answers(self, row: Conversation, ids: Sequence[int]) -> list[bool]:
+        """The tokens of assistant turns.
+
+        A turn begins after the tokens that a server gets: the turns before it, and the beginning of an answer.
+        """
+        written = [False] * len(ids)
+        for index, turn in enumerate(row):
+            if turn["role"] != "assistant":
+                continue
+            try:
+                asked, answered = self._conversation(row[:index], True), self._conversation(row[: index + 1], False)
+            except UNENCODABLE:  # templates need not take a part of a conversation
+                continue
+            # After the answer there may be an end that only a whole conversation has.
+            end = _num_common(answered, ids)
+            if asked == answered[: len(asked)] and len(asked) <= end:
+                written[len(asked) : end] = [True] * (end - len(asked))
+        return written
+
+    def _text(self, row: str) -> list[int]:
+        ids = self.tokenizer.encode(row, add_special_tokens=True, verbose=False)
+        ends = self.tokenizer.eos_token_id
+        return [*ids, ends] if isinstance(ends, int) and ids[-1:] != [ends] else ids
+
+    @cached_property
+    def _conversation(self) -> _EncodeTurns:
+        """How to encode turns; its second argument adds the beginning of an answer."""
+        if not self.tokenizer.chat_template:
+            return self._own_conversation()
+
+        def encode(row: Conversation, is_asked: bool) -> list[int]:
+            ids = self.tokenizer.apply_chat_template(
+                _turns(row), tokenize=True, return_dict=False, add_generation_prompt=is_asked
+            )
+            return cast("list[int]", ids)
+
+        return encode
+
+    def _own_conversation(self) -> _EncodeTurns:
+        """DeepSeek-V3.2's and V4's way: `encode_messages` in `encoding/encoding_*.py` instead of a chat template.
+
+        Source: vllm 0.32.0 tokenizers/deepseek_v4.py, which adds no special tokens to the encoded text either.
+        A user's turn that comes last is followed by the beginning of an answer without being asked for it.
+        """
+        assert self.source.folder is not None
+        where, rule = self.source.where, "the tokenizer must have a chat template to calibrate on conversations"
+        files = sorted(self.source.folder.glob("encoding/encoding*.py"))
+        if not files:
+            cure = "Put the release's chat_template.jinja beside tokenizer.json, or name a column of texts"
+            raise CheckpointError(where, rule, got="none", cure=cure)
+        if not self.may_run_code:
+            cure = (
+                "Read it, set calibration.model_code: checkpoint and add --trust-remote-code to run it, "
+                "or name a column of texts"
+            )
+            raise RecipeError(where, rule, got=f"encoding/{files[0].name}, which is the checkpoint's code", cure=cure)
+        encode_messages = getattr(_imported(files[0]), "encode_messages", None)
+        if encode_messages is None:
+            cure = "Name a column of texts"
+            raise CheckpointError(files[0], "must have a function encode_messages", got="none", cure=cure)
+
+        def encode(row: Conversation, _: bool) -> list[int]:
+            written = encode_messages(_turns(row), thinking_mode="chat")
+            return self.tokenizer.encode(written, add_special_tokens=False, verbose=False)
+
+        return encode
+
+
+def encoders(source: Source, *, may_run_code: bool) -> Encoders:
+    """The source's own tokenizer.
+
+    Args:
+        source: its files must be on this machine.
+        may_run_code: whether Python that the checkpoint ships may be run.
+
+    Raises:
+        CheckpointError: there is no tokenizer next to the weights, or none that transformers can build.
+    """
+    assert source.folder is not None, "download() first"
+    rule = "a calibrated run needs the model's tokenizer beside the weights"
+    copy = "Copy the release's tokenizer files there"
+    if not any(path for pattern in _TOKENIZER_FILES for path in source.folder.glob(pattern)):
+        raise CheckpointError(source.where, rule, got="no tokenizer.json", cure=copy)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, local_files_only=True, trust_remote_code=may_run_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        got = " ".join(str(error).split()).rstrip(".")[:300]
+        cure = f"{copy}, or set calibration.model_code: checkpoint if it is code of the checkpoint"
+        raise CheckpointError(source.where, rule, got=got, cure=cure) from error
+    return Encoders(tokenizer=tokenizer, source=source, may_run_code=may_run_code)
+
+
+def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return min(len(one), len(other))
+
+
+def _turns(row: Conversation) -> list[dict[str, Any]]:
+    """Columns of files spell a missing key as None, which templates would print."""
+    return [{key: value for key, value in turn.items() if value is not None} for turn in row]
+
+
+def _imported(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"keepmtp_checkpoint_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,162 @@
+"""AutoRound on one decoder layer: rounding and clipping learned by gradient, as llm-compressor's modifier drives it.
+
+In: the modules of a model whose weights are to be rewritten, and the layer's own inputs, batch by batch. Out:
+`LayerAutoRound`, an AutoRoundModifier that leaves rounded weights and their scales in the modules.
+
+Each decoder layer is tuned on its own: its output with rounded weights is drawn to its output before, for `iters` steps
+of signed gradient descent. What is not within a decoder layer, such as the projection of an MTP block, is left to
+another modifier.
+
+Easy to get wrong: auto-round changes the process that it runs in. It seeds every generator and switches torch to
+deterministic algorithms for good; both are put back here, so that a resumed run computes what a whole one does. And
+its scales may be negative: the largest weight of a group, whatever its sign, gets the code -8.
+
+Source: llm-compressor 0.14.0.1 modifiers/autoround/base.py, auto-round 0.15.1 compressors/orchestrator.py
+(`quantize_block`).
+"""
+
+import gc
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from llmcompressor.modifiers.autoround import AutoRoundModifier
+from pydantic import PrivateAttr
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ....recipes.errors import CheckpointError
+
+# It logs several lines a layer.
+logging.getLogger("autoround").setLevel(logging.ERROR)
+# The layer's name in the model that llm-compressor wraps around it.
+_WRAPPED = "model.layers.0."
+
+
+def tuned_layers(model: nn.Module, modules: Sequence[str]) -> dict[str, list[str]]:
+    """Decoder layer -> those of the modules that are within it; a decoder layer is an entry of the outermost list."""
+    layers: dict[str, list[str]] = {}
+    for name in modules:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            if isinstance(model.get_submodule(".".join(parts[:end])), nn.ModuleList):
+                layers.setdefault(".".join(parts[: end + 1]), []).append(name)
+                break
+    return layers
+
+
+class LayerAutoRound(AutoRoundModifier):
+    """AutoRoundModifier for named modules of the layers that are there, with inputs of any batch size.
+
+    0.14.0.1 finds layers by their class, hands on modules that another modifier quantizes, and takes batches of one.
+    """
+
+    _layers: dict[nn.Module, dict[nn.Module, str]] = PrivateAttr(default_factory=dict)
+
+    def within(self, model: nn.Module, modules: Sequence[str]) -> "LayerAutoRound":
+        """Which modules are tuned."""
+        self._layers = {
+            model.get_submodule(layer): {model.get_submodule(name): name for name in names}
+            for layer, names in tuned_layers(model, modules).items()
+        }
+        return self
+
+    @property
+    def own(self) -> list[str]:
+        """The modules that are tuned."""
+        return [name for modules in self._layers.values() for name in modules.values()]
+
+    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+        return super().on_initialize(state, **(kwargs | {"sequential_targets": []}))  # they are named already
+
+    def _initialize_hooks(self, module: nn.Module) -> set[Any]:
+        return set()  # `coverage.TokenCounter` fills the observers of inputs
+
+    def _is_decoding_layer(self, module: nn.Module) -> bool:
+        return module in self._layers
+
+    def _match_autoround_targets(self, model: nn.Module) -> set[nn.Module]:
+        return {module for modules in self._layers.values() for module in modules}
+
+    def get_unquantized_layer_names(self, wrapped_model: nn.Module) -> list[str]:
+        """Every other linear layer, by its whole name: a part of one would match others."""
+        own = self._layers[wrapped_model]
+        linear = {name: module for name, module in wrapped_model.named_modules() if isinstance(module, nn.Linear)}
+        return [_WRAPPED + name for name, module in linear.items() if module not in own]
+
+    def input_capture_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Each sequence for itself, as llm-compressor's loader has them; what all have in common is kept once."""
+        values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim > 1]
+        size = values[0].shape[0]
+        found = self._all_module_input.setdefault(str(module._tmp_name), [])
+        for row in range(size):
+            one = tree_map(lambda value, row=row: _row(value, row, size), (args, dict(kwargs)))
+            found.append(_sharing(one, found[0]) if found else one)
+
+    def on_sequential_epoch_end(self, state: Any, event: Any, modules: list[nn.Module], **kwargs: Any) -> None:
+        # A model's name and config say which of auto-round's own models it is; a layer is none of them.
+        alone = SimpleNamespace(model=SimpleNamespace(name_or_path="", config=state.model.config))
+        for layer in self._layers:
+            with _process_as_it_was():
+                self.apply_autoround(alone, [layer])
+            self._q_input = None
+        self.post_autoround_cleanup()
+
+    def _postprocess_qparams(self, model: nn.Module, llmc_registered_qparams: dict[str, dict[str, Tensor]]) -> None:
+        for module, name in self._layers[model].items():
+            if not isinstance(getattr(module, "scale", None), Tensor):
+                rule = "AutoRound must tune every module that it is given"
+                cure = "Give this module another scheme in overrides, or another algorithm to all"
+                raise CheckpointError(name, rule, got="a module that auto-round passed over", cure=cure)
+        super()._postprocess_qparams(model, llmc_registered_qparams)
+
+
+def _row(value: Any, row: int, size: int) -> Any:
+    """One sequence's part of an argument, on the host; what is the same for all is not divided."""
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if size > 1 and value.ndim > 1 and value.shape[0] == size:
+        value = value[row : row + 1].clone()
+    return value.cpu()
+
+
+def _sharing(value: Any, first: Any) -> Any:
+    """The same arguments, with the first sequence's tensors where they are equal: masks and positions are."""
+    return tree_map(
+        lambda own, other: (
+            other
+            if isinstance(own, Tensor) and own.shape == other.shape and own.dtype == other.dtype and own.equal(other)
+            else own
+        ),
+        value,
+        first,
+    )
+
+
+@contextmanager
+def _process_as_it_was() -> Iterator[None]:
+    """Generators and torch's choice of algorithms as they were before.
+
+    auto-round collects garbage six times a layer; what was there before it began is passed over.
+    """
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    chosen = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+        torch.use_deterministic_algorithms(chosen[0], warn_only=chosen[1])
+        torch.set_printoptions(profile="default")

@@ -1,0 +1,147 @@
+"""An FP8 KV cache: the range of its keys and values during calibration, and their rounding as a server does it.
+
+In: attention modules of transformers, and batches that run through them. Out: the scales of each module's cache; or,
+for a measurement, modules that compute with rounded keys and values.
+
+An attention module hands its keys, after the rotary embedding, and its values to a cache. Here something stands between
+the two (compressed-tensors' `QuantizedKVCache` does the same). A server writes every key and value to its cache and
+reads all of them from there, the token's own too; so each one is rounded.
+
+Easy to get wrong: llm-compressor's default observer is a moving average, below the largest value of all batches. vLLM
+cuts off what is above 448 times the scale, so the largest value counts here: that is the observer `static_minmax`.
+
+Source: vLLM 0.32.0 v1/attention/ops/triton_reshape_and_cache_flash.py (a value is divided by its scale, then cast; its
+operator for CPUs cuts off digits instead of rounding: tests/vllm/test_kv_cache.py); compressed-tensors 0.19.0
+modeling/kvcache.py and quantization/utils/helpers.py.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_qparams
+from torch import Tensor
+
+from ....recipes.conventions import CACHE_LEAVES, FP8_CACHE
+from ....recipes.errors import CheckpointError
+from ...run.ranks import has_others
+from .activations import through
+
+_E4M3_MAX = 448.0
+_SCALES = "served_cache_scales"
+
+KeysValues = tuple[Tensor, Tensor]
+"""Both [B, heads, T, D], as an attention module hands them to its cache."""
+
+
+class CacheRanges:
+    """State: the largest magnitude of keys and of values of each attention module, over all batches."""
+
+    def __init__(self, model: Any, modules: Collection[str]):
+        self._modules = {name: model.get_submodule(name) for name in modules}
+        self._largest: dict[str, Tensor] = {}
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Looks at what goes into the caches."""
+        with _between({module: partial(self._see, name) for name, module in self._modules.items()}):
+            yield
+
+    def scales(self) -> dict[str, Tensor]:
+        """`<module>.k_scale` and `<module>.v_scale`, [1] in BF16, on the CPU; over all ranks.
+
+        Raises:
+            CheckpointError: naming the module that handed nothing to a cache, or NaN or infinity.
+        """
+        if not self._modules:
+            return {}
+        for name in self._modules:
+            if name not in self._largest:
+                rule, cure = "attention must hand its keys to a cache during calibration", "Remove kv_cache"
+                raise CheckpointError(name, rule, got="none", cure=f"{cure}: keepmtp cannot observe this class")
+        largest = torch.stack([self._largest[name] for name in self._modules])
+        if has_others():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        found = {}
+        for name, row in zip(self._modules, largest.cpu(), strict=True):
+            if not row.isfinite().all():
+                raise CheckpointError(
+                    name,
+                    "keys and values must be finite during calibration",
+                    got=f"{row.tolist()} as their largest magnitudes",
+                    cure="Look for a broken weight in this layer, or calibrate in BF16 instead of F16",
+                )
+            found |= {f"{name}.{leaf}": _scale(value) for leaf, value in zip(CACHE_LEAVES, row, strict=True)}
+        return found
+
+    def _see(self, name: str, keys: Tensor, values: Tensor) -> KeysValues:
+        extremes = [torch.stack(torch.aminmax(each)).abs().amax() for each in (keys, values)]
+        # BF16 would hold them as well; F32 is what every back-end reduces.
+        seen = torch.stack(extremes).float()
+        self._largest[name] = torch.maximum(self._largest[name], seen) if name in self._largest else seen
+        return keys, values
+
+
+def serve_cache(module: Any, scales: tuple[float, float]) -> None:
+    """Lets an attention module round its keys and values by these scales under `rounded_caches`."""
+    setattr(module, _SCALES, scales)
+
+
+@contextmanager
+def rounded_caches(model: Any) -> Iterator[None]:
+    """Keys and values as an FP8 cache gives them back, in the modules of `serve_cache`."""
+    given = {module: getattr(module, _SCALES) for module in model.modules() if hasattr(module, _SCALES)}
+    with _between({module: partial(_rounded, scales) for module, scales in given.items()}):
+        yield
+
+
+def e4m3_by(scale: float, value: Tensor) -> Tensor:
+    """What a cache in E4M3 makes of a value [...], in the value's dtype."""
+    common = torch.full((), scale, dtype=torch.float32, device=value.device)
+    scaled = (value.float() / common).clamp_(-_E4M3_MAX, _E4M3_MAX)
+    return (scaled.to(torch.float8_e4m3fn).float() * common).to(value.dtype)
+
+
+def _rounded(scales: tuple[float, float], keys: Tensor, values: Tensor) -> KeysValues:
+    return through(keys, partial(e4m3_by, scales[0])), through(values, partial(e4m3_by, scales[1]))
+
+
+def _scale(largest: Tensor) -> Tensor:
+    """As compressed-tensors computes it of BF16 keys: in BF16, and never 0."""
+    value = largest.bfloat16().reshape(1)
+    scale, _ = calculate_qparams(-value, value, QuantizationArgs.model_validate(dict(FP8_CACHE)))
+    return scale.reshape(1).contiguous()
+
+
+class _Between:
+    """Stands before an attention module's cache, or in its place where it has none."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], KeysValues], cache: Any):
+        self._change, self._cache = change, cache
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> KeysValues:
+        keys, values = self._change(keys, values)
+        return (keys, values) if self._cache is None else self._cache.update(keys, values, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+@contextmanager
+def _between(changes: Mapping[Any, Callable[[Tensor, Tensor], KeysValues]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module, change in changes.items():
+            stack.callback(module.register_forward_pre_hook(partial(_hand, change), with_kwargs=True).remove)
+        yield
+
+
+def _hand(change: Callable[[Tensor, Tensor], KeysValues], module: Any, args: tuple, kwargs: dict) -> tuple:
+    """The module's arguments, with something between it and its cache."""
+    parameters = inspect.signature(module.forward).parameters
+    name = "past_key_value" if "past_key_value" in parameters else "past_key_values"
+    return args, {**kwargs, name: _Between(change, kwargs.get(name))}

@@ -1,0 +1,241 @@
+"""llm-compressor's modifiers for a recipe: quantization, GPTQ, AWQ, SmoothQuant, AutoRound.
+
+In: schemes by module, an algorithm, and the smoothings that were found. Out: the modifiers in the order they act, and
+`share`, which gives every rank the weights that another rank computed.
+
+Easy to get wrong: a QuantizationModifier after a GPTQModifier in one recipe computes GPTQ's scales again, from the
+rewritten weights. Before it, it does no harm: both act on every quantized module at the end of the pass.
+
+Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+from compressed_tensors.distributed import greedy_bin_packing
+from compressed_tensors.offload.dist_utils import as_broadcastable
+from compressed_tensors.quantization import QuantizationScheme
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.gptq.base import _GPTQ_Q_PARAMS
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from llmcompressor.modifiers.quantization.calibration import observe as observe_weights
+from llmcompressor.modifiers.quantization.calibration import update_qparams
+from llmcompressor.modifiers.transform.awq import AWQMapping
+from llmcompressor.modifiers.transform.awq.base import get_lowest_common_ancestor_with_avoid
+from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+from llmcompressor.utils.dist import broadcast_qparams_and_cleanup
+from pydantic import PrivateAttr
+from torch import Tensor, nn
+
+from ....recipes.schemes import SCHEMES
+from ...run.ranks import has_others
+from .awq import BoundedAWQ
+from .expert_passes import ExpertPasses
+from .hessians import Hessians, factored_once
+from .smoothing import Smoothing
+
+
+def modifiers_for(
+    schemes: Mapping[str, str],
+    rewritten: Sequence[str],
+    algorithm: str,
+    smoothings: Sequence[Smoothing],
+    passes: ExpertPasses,
+    knobs: Mapping[str, Any] | None = None,
+) -> list[Any]:
+    """The modifiers of one layer, in the order they act.
+
+    Args:
+        schemes: module -> scheme that it is rounded to.
+        rewritten: those whose weights the algorithm rewrites.
+        algorithm: minmax, gptq, awq, smoothquant or autoround.
+        smoothings: what awq or smoothquant rescales; without any, modules are rounded to nearest.
+        passes: for what does not fit the memory for all experts at once.
+        knobs: arguments of the algorithm's modifier (`Calibration.knobs`); its defaults without them.
+    """
+    knobs = knobs or {}
+    if algorithm == "gptq":
+        own = {name: schemes[name] for name in rewritten}
+        rest = {name: scheme for name, scheme in schemes.items() if name not in own}
+        modifiers: list[Any] = [_Quantization(config_groups=_config_groups(rest))] if rest else []
+        return modifiers + ([_GPTQ(config_groups=_config_groups(own), **knobs).with_passes(passes)] if own else [])
+    if algorithm == "autoround" and rewritten:
+        return _learned(passes.model, schemes, rewritten, knobs)
+    quantization = _Quantization(config_groups=_config_groups(schemes))
+    if not smoothings:
+        return [quantization]
+    if algorithm == "awq":
+        mappings = [AWQMapping(_pattern((s.smooth,)), [_pattern(s.balance)]) for s in smoothings]
+        return [BoundedAWQ(mappings=mappings, **knobs).with_passes(passes), quantization]
+    pairs: list[Any] = [([_pattern(s.balance)], _pattern((s.smooth,))) for s in smoothings]
+    return [SmoothQuantModifier(mappings=pairs), quantization]
+
+
+def _learned(model: Any, schemes: Mapping[str, str], rewritten: Sequence[str], knobs: Mapping[str, Any]) -> list[Any]:
+    """AutoRound for what is within a decoder layer; all else is rounded to nearest."""
+    from .autoround import LayerAutoRound, tuned_layers
+
+    own = {name: schemes[name] for names in tuned_layers(model, rewritten).values() for name in names}
+    rest = {name: scheme for name, scheme in schemes.items() if name not in own}
+    modifiers: list[Any] = [_Quantization(config_groups=_config_groups(rest))] if rest else []
+    return modifiers + (
+        [LayerAutoRound(config_groups=_config_groups(own), **knobs).within(model, [*own])] if own else []
+    )
+
+
+def one_a_parent(model: Any, found: Sequence[Smoothing]) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:
+    """AWQ replays the module around what it balances, and keeps that module's arguments for one smoothing only.
+
+    Source: llm-compressor 0.14.0.1 modifiers/transform/awq/base.py (`_parent_args_cache`), a KeyError otherwise.
+    """
+    kept: list[Smoothing] = []
+    left_out: list[str] = []
+    parents: set[str] = set()
+    for smoothing in found:
+        parent, _ = get_lowest_common_ancestor_with_avoid(iter(smoothing.balance), model)
+        if parent in parents:
+            left_out.append(f"{smoothing.smooth}: another smoothing is judged by {parent} already")
+        else:
+            parents.add(parent)
+            kept.append(smoothing)
+    return tuple(kept), tuple(left_out)
+
+
+def rounded_to_nearest(modifiers: Iterable[Any]) -> tuple[str, ...]:
+    """Modules that GPTQ rounded to nearest because their Hessian could not be inverted, on whichever rank."""
+    own = [modifier.fell_back for modifier in modifiers if isinstance(modifier, _GPTQ)]
+    of_ranks: list[Any] = [own]
+    if own and has_others():
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, own)
+    return tuple(name for found in of_ranks for names in found for name in names)
+
+
+def share(model: Any, modifiers: Iterable[Any], schemes: Mapping[str, str]) -> None:
+    """Gives every rank what the owners of modules computed; llm-compressor 0.14.0.1 does so on GPUs only.
+
+    It takes modules on the CPU for offloaded ones in memory that the ranks share (utils/dist.py, skip_cpu).
+    """
+    if not has_others():
+        return
+    owned: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(owned, [name for m in modifiers if isinstance(m, _GPTQ) for name in m.own])
+    owner = {name: rank for rank, names in enumerate(owned) for name in names}
+    rounded = [model.get_submodule(name) for name in schemes if name not in owner]
+    observe_weights(rounded, "weight")
+    update_qparams(rounded, "weight")
+    for name in sorted(owner):
+        for key, value in model.get_submodule(name).named_parameters(recurse=False):
+            if key.startswith("weight"):
+                dist.broadcast(as_broadcastable(value.data), src=owner[name])
+
+
+class _InputsObserved:
+    """A modifier without hooks of its own on inputs: `coverage.TokenCounter` fills its observers."""
+
+    def _initialize_hooks(self, module: nn.Module) -> set[Any]:
+        return set()
+
+
+class _Quantization(_InputsObserved, QuantizationModifier):
+    """QuantizationModifier whose observers are filled by `coverage.TokenCounter`."""
+
+
+class _GPTQ(_InputsObserved, GPTQModifier):
+    """GPTQModifier with one Hessian for each distinct input. It reports what it rewrote here, and where in vain.
+
+    Modules are rewritten one at a time: in batches, as 0.14.0.1 does on GPUs, the bits depend on the free memory.
+    """
+
+    batched_quantization: Literal["auto"] | int | None = None
+    _own: list[str] = PrivateAttr(default_factory=list)
+    _fell_back: list[str] = PrivateAttr(default_factory=list)
+    _sums: Hessians = PrivateAttr()
+    _passes: ExpertPasses = PrivateAttr()
+
+    @property
+    def own(self) -> list[str]:
+        return self._own
+
+    @property
+    def fell_back(self) -> list[str]:
+        return self._fell_back
+
+    def with_passes(self, passes: ExpertPasses) -> "_GPTQ":
+        """Experts whose Hessians do not fit wait for further passes."""
+        self._passes, self._sums = passes, Hessians(passes.room.device, passes.expert_of)
+        return self
+
+    def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
+        self._sums.add(module, args[0])
+
+    def compress_modules(self) -> None:
+        later: dict[Any, Tensor] = {}
+        self._rewrite_waiting(later, every_token=not self._passes.routed)
+        # Experts that the router sent no token: what they would be if all of them computed every token.
+        self._sums.wait_for_uncalled(self._module_names, later)
+        self._rewrite_waiting(later, every_token=True)
+        self._compress([module for module in self._module_names if module not in later])
+        for module, weight in later.items():
+            module.weight.data.copy_(weight)
+        self._fell_back += self._rtn_fallback_module_names
+
+    def _rewrite_waiting(self, later: dict[Any, Tensor], *, every_token: bool) -> None:
+        """Further passes until nothing waits; what has made room for it will have the weights in `later`."""
+        while True:
+            self._sums.settle()
+            alone = self._sums.agree(self._module_names) if has_others() else self._sums.of_one_expert()
+            if not self._sums.waiting:
+                return
+            later |= self._rewritten(alone)
+            self._passes.run(self._sums.next_pass(), every_token=every_token)
+
+    def _rewritten(self, modules: Sequence[Any]) -> dict[Any, Tensor]:
+        """The weights that these modules will have, on the host; until then further passes need those they have."""
+        before = {module: module.weight.data.to("cpu", copy=True) for module in modules}
+        self._compress(modules)
+        after = {module: module.weight.data.to("cpu", copy=True) for module in modules}
+        for module, weight in before.items():
+            module.weight.data.copy_(weight)
+        return after
+
+    def _compress(self, modules: Sequence[nn.Module]) -> None:
+        """Of these modules those that were called, by the ranks together, with the Hessians of all ranks."""
+        if not has_others():
+            self.compress_module_list([module for module in modules if module in self._sums])
+            return
+        self._sums.sum_over_ranks({module: self._module_names[module] for module in modules})
+        modules, of_ranks, rank_of = greedy_bin_packing(
+            [module for module in modules if module in self._sums],
+            dist.get_world_size(),
+            item_weight_fn=lambda module: self._sums.matrix(module).shape[0],
+        )
+        self.compress_module_list(of_ranks[dist.get_rank()])
+        self._sums.drop([module for module in modules if module in self._sums])
+        broadcast_qparams_and_cleanup(modules, rank_of, _GPTQ_Q_PARAMS)
+
+    def compress_module_list(self, module_list: list[nn.Module]) -> None:
+        for modules in self._sums.groups(module_list):
+            self._own += [self._module_names[module] for module in modules]
+            self._hessians = {module: self._sums.matrix(module) for module in modules}
+            self._num_samples = {module: self._sums.samples(module) for module in modules}
+            with factored_once():
+                super().compress_module_list(modules)
+            self._sums.drop(modules)
+
+
+def _config_groups(schemes: Mapping[str, str]) -> dict[str, QuantizationScheme]:
+    by_scheme: dict[str, list[str]] = {}
+    for name, scheme in schemes.items():
+        by_scheme.setdefault(scheme, []).append(name)
+    return {
+        scheme: QuantizationScheme(targets=[_pattern(names)], **SCHEMES[scheme].config_group())
+        for scheme, names in by_scheme.items()
+    }
+
+
+def _pattern(names: Iterable[str]) -> str:
+    """One pattern for a group of modules: to match names one by one is quadratic in the experts."""
+    return f"re:^(?:{'|'.join(re.escape(name) for name in names)})$"

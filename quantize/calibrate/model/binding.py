@@ -1,0 +1,214 @@
+"""Which tensors on disk make up each parameter of a transformers module, and the other way round.
+
+In: a module on the meta device (a decoder layer, an embedding, a norm), and the plan's tensors that belong to it. Out:
+a `Binding`: parameter -> pieces on disk. Names follow transformers' own conversion rules for the model's class; experts
+are single linears on the module's side, one by one or stacked on disk.
+
+Easy to get wrong: a loader that skips what it does not know calibrates a layer of noise. Here every tensor is used
+exactly once and every parameter is filled, or the binding is refused and names the tensor.
+
+Source: transformers 5.17 conversion_mapping.py and core_model_loading.py (WeightRenaming, WeightConverter).
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, WeightConverter, WeightTransform
+
+from ....recipes.errors import CheckpointError
+from ....recipes.family import HFName
+from ...pack.weights import Ahead, load, load_expert
+from ...plan.plan import Plan
+from ...plan.tensor_plan import TensorPlan
+
+# What families call the projections of one expert, and what llm-compressor's linear experts do.
+_EXPERT_LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+EXPERT = re.compile(r"^(?P<stack>.*\bexperts)\.(?P<expert>\d+)\.(?P<linear>\w+)\.(?P<leaf>\w+)$")
+_IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A tensor of the plan, or a part of it.
+
+    Attributes:
+        tensor: what the plan says of it.
+        expert: index into the first dimension of a stacked parameter.
+        part: which of the stacked projections of that expert.
+    """
+
+    tensor: TensorPlan
+    expert: int | None = None
+    part: int = 0
+
+    @property
+    def module(self) -> HFName:
+        """The module's name on disk, in the finished checkpoint where it is quantized."""
+        if self.expert is None or self.tensor.fate != "quantize":
+            return self.tensor.module
+        outputs = self.tensor.outputs
+        per_matrix = len(outputs) // (self.tensor.shape[0] * len(self.tensor.stacked))
+        first = outputs[(self.expert * len(self.tensor.stacked) + self.part) * per_matrix]
+        return HFName(first.name.rpartition(".")[0])
+
+
+Binding = Mapping[str, tuple[Piece, ...]]
+"""Parameter or buffer of a module -> its pieces, to be concatenated along the first dimension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """How one model class renames what is on disk."""
+
+    transforms: tuple[WeightTransform, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Names":
+        return cls(transforms=tuple(get_model_conversion_mapping(model)))
+
+    def rename(self, name: str) -> tuple[str, int]:
+        """The parameter a tensor on disk goes to, and its turn where several are concatenated.
+
+        Raises:
+            CheckpointError: the class converts the values too, in a way that is not undone here.
+        """
+        for transform in self.transforms:
+            if not isinstance(transform, WeightConverter):
+                name, _ = transform.rename_source_key(name)
+        for transform in self.transforms:
+            if isinstance(transform, WeightConverter) and ".experts." not in name:
+                renamed, pattern = transform.rename_source_key(name)
+                if pattern is not None:
+                    if not all(isinstance(step, Concatenate) and step.dim == 0 for step in transform.operations):
+                        steps = " and ".join(type(step).__name__ for step in transform.operations)
+                        raise CheckpointError(
+                            name,
+                            "only concatenation can be undone after calibration",
+                            got=steps,
+                            cure="Use a data-free scheme for this model (`keepmtp ls models`)",
+                        )
+                    return renamed, transform.source_patterns.index(pattern)
+        return name, 0
+
+    def in_layer(self, name: str) -> tuple[str, int]:
+        """The same, as a path inside the decoder layer."""
+        renamed, turn = self.rename(name)
+        found = _IN_LAYER.search(renamed)
+        return (found[1] if found else renamed), turn
+
+
+def bind(
+    module: nn.Module, tensors: Iterable[TensorPlan], path_of: Callable[[TensorPlan], tuple[str, int]], where: str
+) -> Binding:
+    """Match a module's parameters with tensors on disk, one to one.
+
+    Args:
+        module: on any device; experts already single linears.
+        tensors: everything on disk that belongs to it.
+        path_of: a tensor's path inside the module, and its turn among tensors of the same path.
+        where: how messages name the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor without a parameter, or a parameter without a tensor, by name.
+    """
+    state = module.state_dict()
+    pieces: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    for tensor in tensors:
+        path, turn = path_of(tensor)
+        for target, piece in _targets(path, tensor, state):
+            if target not in state:
+                raise CheckpointError(
+                    where,
+                    f"transformers' {type(module).__name__} must have a parameter for {tensor.name}",
+                    got=f"none called {target}",
+                    cure="Use a data-free scheme for this model (`keepmtp ls models`)",
+                )
+            pieces[target].append((turn, piece))
+    if missing := sorted(set(state) - set(pieces)):
+        raise CheckpointError(
+            where,
+            f"every parameter of transformers' {type(module).__name__} must be on disk",
+            got=f"nothing for {missing[0]}",
+            cure="Check the download, or use a data-free scheme",
+        )
+    return {
+        target: tuple(piece for _, piece in sorted(found, key=lambda turned: turned[0]))
+        for target, found in pieces.items()
+    }
+
+
+def _targets(path: str, tensor: TensorPlan, state: Mapping[str, Tensor]) -> list[tuple[str, Piece]]:
+    """The parameters a tensor fills: many for stacked experts, one otherwise."""
+    if tensor.stacked:
+        # Whatever the parameter is called on disk, a layer has one stack of experts.
+        stack = next((found["stack"] for name in state if (found := EXPERT.match(name))), path)
+        return [
+            (f"{stack}.{expert}.{linear}.weight", Piece(tensor=tensor, expert=expert, part=part))
+            for expert in range(tensor.shape[0])
+            for part, linear in enumerate(tensor.stacked)
+        ]
+    if found := EXPERT.match(path):
+        linear = _EXPERT_LINEARS.get(found["linear"], found["linear"])
+        path = f"{found['stack']}.{found['expert']}.{linear}.{found['leaf']}"
+    return [(path, Piece(tensor=tensor))]
+
+
+def fill(
+    module: nn.Module,
+    binding: Binding,
+    plan: Plan,
+    *,
+    device: torch.device,
+    dtype_of: Callable[[str, Tensor, Tensor], torch.dtype],
+    ahead: Ahead | None = None,
+) -> None:
+    """Give a module its weights, dequantized, in place of its parameters.
+
+    Args:
+        module: what `binding` was made for.
+        binding: from `bind`.
+        plan: over a local source.
+        device: where the weights go.
+        dtype_of: the dtype a parameter is computed in, given its name, the parameter before, and the value on disk.
+        ahead: what has been read already.
+
+    Raises:
+        CheckpointError: a shape on disk is not the parameter's.
+    """
+    state, values = module.state_dict(), {}
+    value_of = _reader(plan, device, ahead)
+    for name, pieces in binding.items():
+        parts = [value_of(piece) for piece in pieces]
+        value = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if value.shape != state[name].shape:
+            raise CheckpointError(
+                plan.source.where,
+                f"{pieces[0].tensor.name} must have shape {list(state[name].shape)}",
+                got=list(value.shape),
+                cure="Check config.json",
+            )
+        values[name] = value.to(device=device, dtype=dtype_of(name, state[name], value))
+    module.load_state_dict(values, strict=True, assign=True)
+
+
+def _reader(plan: Plan, device: torch.device, ahead: Ahead | None) -> Callable[[Piece], Tensor]:
+    """Reads pieces. Those of one expert in a stack follow each other in a binding, and are read together."""
+    last: dict[tuple[HFName, int], tuple[Tensor, ...]] = {}
+
+    def value_of(piece: Piece) -> Tensor:
+        if piece.expert is None:
+            return load(plan, piece.tensor, device, ahead=ahead)
+        key = piece.tensor.name, piece.expert
+        if key not in last:
+            last.clear()
+            stack_NK = load_expert(plan, piece.tensor, piece.expert, device, ahead=ahead)
+            last[key] = stack_NK.chunk(len(piece.tensor.stacked))
+        return last[key][piece.part]
+
+    return value_of

@@ -1,0 +1,446 @@
+"""The backbone as transformers builds it, with the weights of one decoder layer at a time.
+
+In: a plan over a local source. Out: a `Skeleton`: the model's own class on the meta device, whose decoder layers are
+stand-ins without weights. One at a time is made real; the stand-in before it returns the hidden states that the layer
+before it computed, so the model's own forward computes everything around the layer: embedding, rotary embedding,
+masks, position ids.
+
+Easy to get wrong: llm-compressor's pipelines compute under eager attention. Any other implementation rounds elsewhere,
+and GPTQ then rounds other weights up. So there is another only where a recipe asks for it (`attention.py`).
+
+Source: transformers 5.17 modeling_utils.py (`_init_weights`, `_keep_in_fp32_modules`), llm-compressor 0.14.0.1
+utils/helpers.py (`calibration_forward_context`) and entrypoints/oneshot.py (reads config.json at `name_or_path`).
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from ....checkpoints.scratch import ScratchFolder
+from ....recipes.conventions import CACHE_LEAVES
+from ....recipes.errors import CheckpointError, RecipeError
+from ....recipes.family import HFName
+from ....recipes.schemes import SCHEMES
+from ...pack.weights import Ahead
+from ...plan.plan import Plan
+from ...plan.tensor_plan import TensorPlan
+from .attention import refuse_without_sdpa, use_sdpa
+from .binding import EXPERT, Binding, Names, Piece, bind, fill
+from .experts import linear_experts
+from .states import LayerState
+
+# Keys of config.json that say which Python builds the model.
+_NAMES_OF_CLASSES = frozenset({"model_type", "architectures", "auto_map"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Some sequences as inputs of a decoder layer.
+
+    Attributes:
+        ids: [B, S] int64.
+        state: what the layer before returned; None for the first layer.
+        first: the number of its first row in the data.
+    """
+
+    ids: Tensor
+    state: LayerState | None = None
+    first: int = 0
+
+
+class StandIn(nn.Module):
+    """A decoder layer without weights: it returns the states it was given, or its own input.
+
+    Args:
+        real: the layer that it replaces.
+        like: a list of one number: how many values a layer of this model returns, once one has run.
+    """
+
+    def __init__(self, real: nn.Module, like: list[int]):
+        super().__init__()
+        # Not a submodule: its parameters, all meta, must not be found among the model's.
+        self.__dict__.update(real=real, like=like, answer=None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Models read attributes of their layers (`attention_type`) to choose masks."""
+        return getattr(self.__dict__["real"], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = self.__dict__["answer"] or (hidden_states, *[None] * (self.__dict__["like"][0] - 1))
+        return answer[0] if len(answer) == 1 else answer
+
+
+class NoHead(nn.Identity):
+    """In place of the head while no logits are needed."""
+
+    weight = torch.empty(0, dtype=torch.bfloat16)  # some classes read its dtype
+
+
+class Skeleton:
+    """State: the model's class, and which decoder layer is real.
+
+    Attributes:
+        model: all but the decoder layers and the head have their weights.
+        device: where weights go.
+    """
+
+    def __init__(self, plan: Plan, *, device: torch.device):
+        """Build the class and load everything around the decoder layers.
+
+        Raises:
+            RecipeError: transformers has no class for this architecture.
+            CheckpointError: names or shapes on disk are not those of the class.
+        """
+        self.plan, self.device = plan, device
+        self.model, self._scratch = on_meta(plan)
+        linear_experts(self.model)
+        self.names = Names.of(self.model)
+        self._layers = decoder_layers(self.model, plan)
+        self.layer_path = next(name for name, module in self.model.named_modules() if module is self._layers)
+        self._real, self._like = list(self._layers), [1]
+        for index, layer in enumerate(self._real):
+            self._layers[index] = StandIn(layer, self._like)
+        self._head: Any = self.model.get_output_embeddings()
+        self.model.set_output_embeddings(NoHead())
+        self._fill_top()
+
+    def __len__(self) -> int:
+        """Number of decoder layers."""
+        return len(self._real)
+
+    def tensors_of(self, index: int) -> list[TensorPlan]:
+        """What decoder layer `index` is on disk; nothing after the last one."""
+        own = [t for t in self.plan.tensors if t.part == "backbone" and t.layer == index and t.fate != "drop"]
+        return [tensor for tensor in own if tensor.calibrated != "cache"]
+
+    def bind_layer(self, index: int) -> Binding:
+        """What fills decoder layer `index`."""
+        in_layer = self.names.in_layer
+        return bind(self._real[index], self.tensors_of(index), lambda t: in_layer(t.name), self.plan.source.where)
+
+    @contextmanager
+    def layer(self, index: int, ahead: Ahead | None = None) -> Iterator[nn.Module]:
+        """Decoder layer `index` in its place, with its weights; they are gone afterwards.
+
+        Args:
+            index: of the layer.
+            ahead: of its tensors, those that have been read already.
+        """
+        layer = self._real[index]
+        self.fill(layer, self.bind_layer(index), ahead)
+        del ahead
+        self._layers[index] = layer
+        handle = layer.register_forward_hook(lambda _module, _args, output: self._note(output))
+        try:
+            yield layer
+        finally:
+            handle.remove()
+            layer.to("meta")
+            self._layers[index] = StandIn(layer, self._like)
+
+    def _note(self, output: Any) -> None:
+        """A stand-in returns as many values as a layer: some layers return more than hidden states."""
+        self._like[0] = len(output) if isinstance(output, tuple) else 1
+
+    def fill(self, module: nn.Module, binding: Binding, ahead: Ahead | None = None) -> None:
+        """Weights for a module of this model or of one built like it, and its computed buffers."""
+        fill(module, binding, self.plan, device=self.device, dtype_of=self._dtype_of, ahead=ahead)
+        calibration = self.plan.recipe.calibration
+        if calibration is not None and calibration.attention == "sdpa":
+            use_sdpa(module)
+        for each in module.modules():
+            self._compute_buffers(each)
+
+    @contextmanager
+    def head(self) -> Iterator[None]:
+        """The model with its head; without it, "logits" are what the head would have multiplied."""
+        tensors = [t for t in _top(self.plan) if t.role == "head"]
+        if not tensors:  # tied
+            tensors = [t for t in _top(self.plan) if t.role == "embedding"]
+        binding = bind(self._head, tensors, lambda t: (t.name.rpartition(".")[2], 0), self.plan.source.where)
+        self.fill(self._head, binding)
+        self.model.set_output_embeddings(self._head)
+        try:
+            yield
+        finally:
+            self.model.set_output_embeddings(NoHead())
+            self._head.to("meta")
+
+    @contextmanager
+    def whole(self) -> Iterator[PreTrainedModel]:
+        """The model with all its weights, for a device that holds them; they are gone afterwards."""
+        with ExitStack() as stack:
+            for index in range(len(self)):
+                stack.enter_context(self.layer(index))
+            stack.enter_context(self.head())
+            yield self.model
+
+    def feed(self, index: int, batches: Iterable[Batch]) -> Iterator[dict[str, Tensor]]:
+        """The model's arguments for each batch as input of layer `index` (the number of layers: after the last one).
+
+        Use each before the next one is read: the stand-in before the layer holds the states of one batch.
+        """
+        before = self._layers[index - 1] if index else None
+        for batch in batches:
+            if before is not None:
+                assert batch.state is not None, f"layer {index} needs the states that layer {index - 1} left"
+                self._like[0] = len(batch.state)  # a resumed run has not seen a layer return it
+                before.__dict__["answer"] = tuple(None if t is None else t.to(self.device) for t in batch.state)
+            yield {"input_ids": batch.ids.to(self.device)}
+        if before is not None:
+            before.__dict__["answer"] = None
+
+    def _fill_top(self) -> None:
+        """Loads the language model without its layers and its head; a vision tower stays without weights."""
+        decoder = self.model.get_decoder()
+        inside = next(f"{name}." if name else "" for name, module in self.model.named_modules() if module is decoder)
+        for name, child in decoder.named_children():  # a checkpoint's own code may keep its MTP block in here
+            if any(self.plan.view.is_mtp(HFName(f"{inside}{name}.{path}")) for path, _ in child.named_parameters()):
+                setattr(decoder, name, nn.ModuleList())
+        state = decoder.state_dict()
+        stem = self.plan.view.layout.layers.disk.partition("layers.")[0]
+
+        def path_of(tensor: TensorPlan) -> tuple[str, int]:
+            found = [self.names.rename(name) for name in (tensor.name, tensor.name.removeprefix(stem))]
+            paths = [(name.removeprefix(inside), turn) for name, turn in found]
+            return next((path for path in paths if path[0] in state), paths[0])
+
+        tensors = [tensor for tensor in _top(self.plan) if tensor.role != "head"]
+        self.fill(decoder, bind(decoder, tensors, path_of, self.plan.source.where))
+
+    def _dtype_of(self, name: str, empty: Tensor, value: Tensor) -> torch.dtype:
+        """The dtype transformers computes in: that of the parameter it made, but for what the class keeps in F32.
+
+        DeepSeek-V4's class keeps its norms in F32 too, whose outputs its own BF16 linears then refuse: what is BF16 on
+        disk stays so.
+        """
+        kept = self.model._keep_in_fp32_modules_strict or ()
+        is_kept = value.dtype == torch.float32 and any(re.search(pattern, name) for pattern in kept)
+        return torch.float32 if is_kept else empty.dtype
+
+    def _compute_buffers(self, module: nn.Module) -> None:
+        """Buffers that are no part of a checkpoint (rotary frequencies), as `from_pretrained` makes them."""
+        missing = [name for name in module._non_persistent_buffers_set if getattr(module, name).is_meta]
+        for name in missing:
+            setattr(module, name, torch.empty_like(getattr(module, name), device=self.device))
+        if missing:
+            self.model._init_weights(module)
+
+
+def scheme_of(piece: Piece) -> str:
+    """The scheme a linear is rounded to by this run; "" for what is carried over."""
+    return piece.tensor.scheme if piece.tensor.fate == "quantize" else ""
+
+
+def schemes_in(binding: Binding, path: str) -> dict[str, str]:
+    """Module in the model -> scheme, for the linears under `path` that this run quantizes."""
+    return {
+        f"{path}{name.rpartition('.')[0]}": scheme
+        for name, pieces in binding.items()
+        if name.endswith("weight") and (scheme := scheme_of(pieces[0]))
+    }
+
+
+def weighted_in(binding: Binding, path: str) -> set[str]:
+    """Modules under `path` whose scales are searched by the importance of their input channels."""
+    return {
+        f"{path}{name.rpartition('.')[0]}"
+        for name, pieces in binding.items()
+        if name.endswith("weight") and pieces[0].tensor.weighted
+    }
+
+
+def frozen_in(binding: Binding, path: str) -> set[str]:
+    """Modules under `path` whose bytes come from the source whatever calibration finds."""
+    return {
+        f"{path}{name.rpartition('.')[0]}"
+        for name, pieces in binding.items()
+        # A rescaled expert could not be put back into its stack alone.
+        if not any(piece.tensor.calibrated or (piece.tensor.may_change and piece.expert is None) for piece in pieces)
+    }
+
+
+def fused_in(binding: Binding, path: str) -> list[tuple[str, ...]]:
+    """Modules in the model that share global scales: those that vLLM fuses."""
+    groups: dict[tuple[str, int | None], list[str]] = {}
+    for name, pieces in binding.items():
+        scheme = scheme_of(pieces[0])
+        if scheme and SCHEMES[scheme].shares_global_scale:
+            # Experts of one stack are fused expert by expert, and only gate with up.
+            key = (pieces[0].tensor.unit, pieces[0].expert)
+            groups.setdefault(key, []).append(f"{path}{name.rpartition('.')[0]}")
+    return [tuple(members) for members in groups.values() if len(members) > 1]
+
+
+def experts_in(binding: Binding, path: str) -> list[tuple[str, ...]]:
+    """Modules in the model that vLLM gives one input scale: the first projections of all experts, and the second ones.
+
+    Source: vLLM 0.32.0 fused_moe/oracle/nvfp4.py (FlashInfer and emulation take the largest of the experts; CUTLASS and
+    b12x keep one an expert, which may be the same) and quantization/utils/fp8_utils.py
+    (process_fp8_input_tensor_strategy_moe, all back-ends).
+    """
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for name, pieces in binding.items():
+        found, scheme = EXPERT.match(name), scheme_of(pieces[0])
+        if found and scheme and SCHEMES[scheme].extra:
+            key = (found["stack"], found["linear"] == "down_proj")
+            groups.setdefault(key, []).append(f"{path}{name.rpartition('.')[0]}")
+    return [tuple(members) for members in groups.values() if len(members) > 1]
+
+
+def caches_in(binding: Binding, path: str) -> dict[str, tuple[HFName, ...]]:
+    """Attention modules in the model, under `path`, whose cache a server has in FP8 -> its scales on disk; () for 1."""
+    return {
+        f"{path}{name.rsplit('.', 2)[0]}": piece.tensor.cache
+        for name, pieces in binding.items()
+        for piece in pieces
+        if name.endswith("weight") and piece.tensor.cache is not None
+    }
+
+
+def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[HFName, Tensor]:
+    """A layer's statistics, from names in the model to names on disk.
+
+    Args:
+        tensors: "<module>.<suffix>" or a parameter's own name, all under `path`.
+        binding: of that layer.
+        path: the layer's path in the model, with a dot.
+
+    Raises:
+        CheckpointError: the weight of a module was rewritten, and it is several tensors on disk.
+    """
+    found: dict[HFName, Tensor] = {}
+    caches = caches_in(binding, path)
+    for full, value in tensors.items():
+        attention, _, leaf = full.rpartition(".")
+        if leaf in CACHE_LEAVES:
+            found |= {scale: value for scale in caches[attention] if scale.endswith(leaf)}
+            continue
+        name = full.removeprefix(path)
+        module, _, suffix = name.rpartition(".")
+        if name in binding and not scheme_of(binding[name][0]):
+            found[binding[name][0].tensor.name] = value
+            continue
+        pieces = binding[f"{module}.weight"]
+        if len(pieces) > 1 and not suffix.startswith("input_"):
+            raise CheckpointError(
+                pieces[0].tensor.name,
+                "weights that transformers joins cannot be rewritten",
+                got=module,
+                cure="Set calibration.algorithm: minmax, or override this module",
+            )
+        for piece in pieces:
+            found[HFName(f"{piece.module}.{suffix}")] = value
+    return found
+
+
+def _top(plan: Plan) -> list[TensorPlan]:
+    """Tensors of the language model outside decoder layers and MTP block."""
+    return [
+        tensor
+        for tensor in plan.tensors
+        if tensor.part == "backbone"
+        and tensor.layer is None
+        and tensor.fate not in ("drop", "add")
+        and tensor.role != "vision"
+        and plan.view.place(tensor.name) is not None
+    ]
+
+
+def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
+    """The language model's class, without weights, and the folder its config says it comes from."""
+    _refuse_what_cannot_run(plan)
+    scratch = ScratchFolder("keepmtp-config-")
+    folder = plan.source.folder
+    if folder is None:  # headers from the Hub: its config.json says all but the weights
+        folder = scratch.path
+        (folder / "config.json").write_text(json.dumps(plan.source.config))
+    calibration = plan.recipe.calibration
+    is_foreign = calibration is not None and calibration.model_code == "checkpoint"
+    try:
+        config = _config(plan, folder, is_foreign=is_foreign)
+        for each in (config, config.get_text_config()):  # the weights will come dequantized
+            for key in ("quantization_config", "compression_config"):
+                if hasattr(each, key):
+                    delattr(each, key)
+        auto = (
+            AutoModelForCausalLM
+            if type(config) in AutoModelForCausalLM._model_mapping or is_foreign
+            else (AutoModelForImageTextToText)
+        )
+        with torch.device("meta"):
+            model = auto.from_config(
+                config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=is_foreign
+            )
+    except (ValueError, KeyError, ImportError, AttributeError) as error:
+        raise RecipeError(
+            plan.source.where,
+            "calibration needs a class in transformers for this architecture",
+            got=_why_no_class(str(error), plan.source.config),
+            cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model}), or "
+            "calibration.model_code: checkpoint if the checkpoint brings its own",
+        ) from error
+    config.save_pretrained(scratch.path)
+    model.config._name_or_path = model.name_or_path = str(scratch.path)
+    refuse_without_sdpa(model, plan)
+    return model.eval(), scratch
+
+
+def _refuse_what_cannot_run(plan: Plan) -> None:
+    calibration, reason = plan.recipe.calibration, plan.view.family.no_backbone
+    if reason and (calibration is None or calibration.model_code != "checkpoint"):
+        raise RecipeError(
+            plan.source.where,
+            "calibration must be able to run the backbone layer by layer",
+            got=f"{plan.view.family.model_type}: {reason}",
+            cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model})",
+        )
+
+
+def _config(plan: Plan, folder: Path, *, is_foreign: bool) -> PreTrainedConfig:
+    """transformers' config, under another model_type where the family's layers are those of a class it has."""
+    if not plan.view.family.built_as or is_foreign:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=is_foreign)
+    values = {key: value for key, value in plan.source.config.items() if key not in _NAMES_OF_CLASSES}
+    return CONFIG_MAPPING[plan.view.family.built_as].from_dict(values)
+
+
+def _why_no_class(error: str, config: Mapping[str, Any]) -> str:
+    """transformers' own words but where they are about folders, or about classes of Python."""
+    if "custom code" in error or "for this kind of AutoModel" in error or "does not recognize" in error:
+        code = ", only Python of the checkpoint's own" if "custom code" in error else ""
+        return f"no class for model_type {config.get('model_type')!r} in transformers{code}"
+    return next(iter(error.strip().splitlines()), "an error without words")
+
+
+def decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
+    """The list of decoder layers."""
+    if not plan.view.num_layers:
+        raise CheckpointError(
+            plan.source.where,
+            "calibration needs a checkpoint with a backbone",
+            got="a draft alone",
+            cure="Use a data-free scheme (`keepmtp ls models`)",
+        )
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == plan.view.num_layers:
+            return module
+    rule = f"transformers' {type(model).__name__} must have {plan.view.num_layers} decoder layers"
+    raise CheckpointError(
+        plan.source.where, rule, got="no such list", cure="Use a data-free scheme (`keepmtp ls models`)"
+    )

@@ -1,0 +1,1 @@
+"""The MTP block's own pass: calibrated, measured, kept or tuned."""

@@ -1,0 +1,328 @@
+"""What calibration measures: the data, the coverage, and the acceptance without a server.
+
+In: figures of a pass (`mtp_pass.py`), or the `calibration` block of a keepmtp.json. Out: the same fact for the record,
+report.json, the page and the card.
+
+Easy to get wrong: keepmtp.json may be anybody's. A number that nobody could have measured is refused before it is
+drawn.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ....checkpoints.fact import Count, Fact, Figure, Share
+from ....recipes.schema import TextsOfMix
+
+DIGITS = 5
+"""Of a share or a length in the record. What is decided is decided before rounding."""
+
+
+class DataFact(Fact):
+    """The batches: where they are from, and sums that are equal exactly when they are.
+
+    Attributes:
+        also: other datasets of a mix, at the revisions that were read.
+    """
+
+    dataset: str
+    dataset_revision: str
+    subset: str
+    split: str
+    column: str
+    prompt_column: str = ""
+    also: Annotated[tuple[TextsOfMix, ...], Field(max_length=100)] = ()
+    seed: Count
+    rows: Count
+    held_out_rows: Count
+    blank_rows: Count
+    tokens: Count
+    held_out_tokens: Count
+    held_out_written_tokens: Count | None = None
+    held_out_by: Literal["dataset", "model"] = "dataset"
+    row_numbers_sha256: str
+    ids_sha256: str
+    held_out_ids_sha256: str
+
+
+class FewestFact(Fact):
+    """The module that the fewest tokens reached."""
+
+    module: str
+    tokens: Count
+
+
+class CoverageFact(Fact):
+    """Modules that were calibrated.
+
+    Attributes:
+        never_routed: experts' modules that the router sent no token.
+        few_tokens: those whose statistics are of fewer tokens than they have input channels. Only where an expert's
+            are of its own tokens (`Calibration.experts`).
+    """
+
+    modules: Count
+    never_routed: tuple[str, ...]
+    fewest_tokens: FewestFact | None
+    few_tokens: tuple[str, ...] = ()
+
+
+class AcceptanceFact(Fact):
+    """Drafts that a server would accept, by the number of tokens it drafts a step ("1", "2", ...).
+
+    Attributes:
+        num_slots: slots of the text that count.
+        by_position: share accepted at each position of the draft.
+        mean_accepted_length: tokens a step of the target, its own included.
+    """
+
+    num_slots: Count
+    by_position: Annotated[Mapping[str, tuple[Share, ...]], Field(min_length=1, max_length=16)]
+    mean_accepted_length: Mapping[str, Figure]
+
+    @model_validator(mode="after")
+    def _has_a_share_a_position(self) -> "AcceptanceFact":
+        ks = [str(k) for k in range(1, len(self.by_position) + 1)]
+        if sorted(self.by_position) != sorted(ks) or sorted(self.mean_accepted_length) != sorted(ks):
+            raise ValueError("by_position and mean_accepted_length must be for 1 to k tokens a step")
+        if any(len(shares) != int(k) for k, shares in self.by_position.items()):
+            raise ValueError("by_position must have a share for each position")
+        return self
+
+    @property
+    def k(self) -> int:
+        """The most tokens a step that were tried."""
+        return len(self.by_position)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """By position, where the most are drafted."""
+        return self.by_position[str(self.k)]
+
+    @property
+    def length(self) -> float:
+        """Tokens a step of the target, where the most are drafted."""
+        return self.mean_accepted_length[str(self.k)]
+
+
+Side = Literal["source", "quantized", "tuned"]
+
+
+_BLOCKS = {
+    "source": "MTP block as released",
+    "quantized": "quantized MTP block",
+    "tuned": "tuned MTP block",
+}
+
+
+class MeasuredFact(Fact):
+    """One backbone with one MTP block on held-out text.
+
+    Attributes:
+        perplexity: the backbone's, per token.
+        divergence: Kullback-Leibler divergence of its predictions from the released model's, nats a slot; None for the
+            released model, and in older records.
+        flips: share of slots where its first choice is another than the released model's; None likewise.
+    """
+
+    backbone: Literal["source", "quantized"]
+    mtp: Side
+    perplexity: Figure
+    divergence: Figure | None = None
+    flips: Share | None = None
+    acceptance: AcceptanceFact | None
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        if self.backbone == "source":
+            return "released model"
+        return f"quantized backbone, {_BLOCKS[self.mtp]}"
+
+
+Verdict = Literal["keeps enough", "keeps too little", "too few slots to tell", "does not fit"]
+
+
+class CandidateFact(Fact):
+    """A policy for the MTP block that `mtp: auto` tried.
+
+    Attributes:
+        policy: as in a recipe.
+        bytes: of the block's tensors on disk; 0 where it was refused.
+        kept: part of the released model's acceptance, see `held_out.Acceptance.kept_of`.
+        kept_at_least: that share's lower limit, at the confidence of the recipe's gates; None where nobody asked.
+        needed_slots: about how many slots of held-out text would show that it keeps enough; None where these do, or
+            where the estimate is below.
+        refused: why there is no plan; "" if there is.
+        chosen: it is what is written.
+        acceptance: with the quantized backbone; None where it was refused.
+    """
+
+    policy: str | Mapping[str, str]
+    bytes: Count
+    kept: Figure
+    kept_at_least: Figure | None = None
+    needed_slots: Count | None = None
+    refused: str = ""
+    chosen: bool = False
+    acceptance: AcceptanceFact | None
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        if isinstance(self.policy, str):
+            return self.policy
+        return ", ".join(f"{group}: {word}" for group, word in self.policy.items())
+
+
+class TunedFact(Fact):
+    """An MTP block that was trained for the quantized backbone, and what it drafts on text that it has not seen.
+
+    Attributes:
+        policy, steps, batch_size, learning_rate, seed, loss, draft_steps: the recipe's; see `schema.MtpTuned`.
+        first_loss, last_loss: averages over the first and the last tenth of the steps.
+        before, after: with the same schemes, as rounded from the release and as trained.
+        gain: part of the untrained block's acceptance that the trained one has, the least of all numbers of tokens a
+            step; above 1 it is better.
+        gain_at_least: its lower limit, at `confidence`.
+        of_released, of_released_at_least: the same against the block as released, with the same backbone.
+        chosen: the trained block is what is written.
+    """
+
+    policy: str | Mapping[str, str]
+    steps: Count
+    batch_size: Count
+    learning_rate: Figure
+    seed: Count
+    loss: Literal["tv", "nla", "lk_hybrid", "kl_div", "ce"]
+    draft_steps: Count
+    first_loss: Figure
+    last_loss: Figure
+    before: AcceptanceFact
+    after: AcceptanceFact
+    gain: Figure
+    gain_at_least: Figure
+    of_released: Figure
+    of_released_at_least: Figure
+    confidence: Share
+    chosen: bool
+
+    @property
+    def says(self) -> str:
+        """What training did, in sentences for people."""
+        trained = (
+            f"The MTP block was trained for {self.steps:,} steps of {self.batch_size:,} sequences of the calibration "
+            f"text (loss {self.loss}, seed {self.seed}, {self.draft_steps} tokens ahead)."
+        )
+        drafts = (
+            f"On held-out text its drafts are accepted {self.gain:.3f} times as often as those of the same block "
+            f"untrained, at least {self.gain_at_least:.3f} times at {self.confidence:.0%} confidence, and "
+            f"{self.of_released:.3f} times as often as those of the block as released, at least "
+            f"{self.of_released_at_least:.3f} times"
+        )
+        end = "." if self.chosen else ": it is not shown to be better, and the untrained block is what is written."
+        return f"{trained} {drafts}{end}"
+
+
+class TriedPlanFact(Fact):
+    """A plan that a search measured on held-out text, before its weights were calibrated.
+
+    Attributes:
+        title: what it is.
+        bytes: of all files, a little more than they are.
+        bits: of weights and scales, for each weight that was searched.
+        predicted: nats a token by the sensitivities, of answers and weighted drafts.
+        divergence: of the answers from the released model's, nats a slot.
+        kept: part of the released model's acceptance; None where no block can be run.
+        kept_at_least: its lower limit at the confidence of the recipe's gates.
+        chosen: it is what was calibrated and written.
+    """
+
+    title: str
+    bytes: Count
+    bits: Figure
+    predicted: Figure
+    divergence: Figure
+    kept: Figure | None = None
+    kept_at_least: Figure | None = None
+    chosen: bool = False
+
+
+class SearchFact(Fact):
+    """What a search under a budget did.
+
+    Attributes:
+        budget: as in the recipe that asked for it.
+        candidates: likewise.
+        asked: a sum over all that this recipe left to the search.
+        units: whose words were searched.
+        tokens: of calibration text, on which sensitivities were measured.
+        gap: the part of the predicted loss that a better choice could save at most.
+        plans: that were measured, the one that the knapsack found first.
+    """
+
+    budget: str
+    candidates: tuple[str, ...]
+    asked: str
+    units: Count
+    tokens: Count
+    gap: Share
+    plans: Annotated[tuple[TriedPlanFact, ...], Field(min_length=1, max_length=20)]
+
+
+class CalibrationFact(Fact):
+    """What batches contributed to a checkpoint, and what they say of it without a server.
+
+    Attributes:
+        algorithm, sequence_length: the recipe's.
+        data: the batches.
+        processes: that shared them.
+        batch_size: sequences that were computed at a time, chosen where the recipe says auto; None in older records.
+        coverage: of the backbone's modules.
+        mtp: the policy for the MTP block, chosen where the recipe says auto.
+        min_acceptance: what `mtp: auto` had to keep; None where the recipe does not say auto.
+        confidence: of `kept_at_least`; None where the recipe does not say auto.
+        rows: released model first.
+        agreement: share of held-out slots where the quantized backbone chooses what the released one does.
+        candidates: of `mtp: auto`, in the order tried.
+        tuned: of `mtp: tuned`; None where the recipe does not say so.
+        unmeasured: why there is no acceptance; "" if there is.
+        search: how the schemes were found; None where the recipe names them.
+    """
+
+    algorithm: str
+    sequence_length: Annotated[int, Field(gt=0)]
+    data: DataFact
+    processes: Count
+    batch_size: Count | None = None
+    coverage: CoverageFact
+    mtp: str | Mapping[str, str]
+    min_acceptance: Share | None
+    confidence: Share | None = None
+    rows: Annotated[tuple[MeasuredFact, ...], Field(max_length=3)]
+    agreement: Share
+    candidates: Annotated[tuple[CandidateFact, ...], Field(max_length=100)]
+    tuned: TunedFact | None = None
+    unmeasured: str
+    search: SearchFact | None = None
+
+    def verdict_on(self, candidate: CandidateFact) -> Verdict:
+        """What the held-out text says of a candidate."""
+        if candidate.refused:
+            return "does not fit"
+        least = self.min_acceptance or 0.0
+        if candidate.kept < least:
+            return "keeps too little"
+        low = candidate.kept if candidate.kept_at_least is None else candidate.kept_at_least
+        return "keeps enough" if low >= least else "too few slots to tell"
+
+    @property
+    def measured(self) -> tuple[tuple[MeasuredFact, AcceptanceFact], ...]:
+        """The rows whose drafts were counted."""
+        return tuple((row, row.acceptance) for row in self.rows if row.acceptance)
+
+    @property
+    def k(self) -> int:
+        """The most tokens a step that were tried; 0 where none were."""
+        return max((acceptance.k for _, acceptance in self.measured), default=0)

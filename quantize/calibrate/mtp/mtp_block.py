@@ -1,0 +1,344 @@
+"""An MTP layer as a module of its own, built from the family's table: embedding and hidden state in, draft out.
+
+In: a family's view of a config.json. Out: an `MtpBlock` on the meta device, around transformers' own decoder layer, to
+be bound, filled and calibrated like a small model. `draft_steps.py` runs it over whole sequences.
+
+Easy to get wrong: a family's block may be built with another entry of config.json than the backbone's layers: its own
+kind of attention, its own number of heads, norms kept in float32.
+
+Source: the draft classes of vLLM 0.32.0 that the family files name.
+"""
+
+import importlib
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from ....recipes.errors import RecipeError
+from ....recipes.family import Draft, HFName
+from ....recipes.family_view import FamilyView
+from ...plan.plan import Plan
+from ...plan.tensor_plan import TensorPlan
+from ..model.binding import Binding, Names, bind
+from ..model.experts import linear_experts
+from .draft_steps import step_mask
+from .kept_choice import KeptChoice, keeps_choice
+
+# Keys of config.json that say nothing about the computation of a layer, or say it of other classes.
+_NOT_THE_LAYER = frozenset({"quantization_config", "architectures", "auto_map", "model_type"})
+# Attention of these kinds looks back `sliding_window` tokens.
+_SLIDING = frozenset({"sliding_attention"})
+
+
+class MtpBlock(PreTrainedModel):
+    """One MTP layer: norms, projection, decoder layer, final norm; without embedding, and mostly without a head.
+
+    Attributes:
+        view: names on disk.
+        draft: what it computes.
+        index: which MTP layer, counted from 0.
+        head: the draft's own head; None where it uses the target's.
+    """
+
+    _supports_sdpa = True
+    config_class = PreTrainedConfig
+
+    def __init__(self, view: FamilyView, draft: Draft, index: int, config: PreTrainedConfig, classes: ModuleType):
+        """Use `build_block`."""
+        super().__init__(config)
+        self.view, self.draft, self.index = view, draft, index
+        # Where config.json describes every MTP layer for itself, each is built by its own entry.
+        self._entry = index if getattr(config, "mtp_layer_types", None) else 0
+        hidden_size = config.hidden_size
+        streams = getattr(config, draft.streams) if draft.streams else 1
+        self.embedding_norm = self._norm(classes, hidden_size)
+        self.hidden_norm = self._norm(classes, hidden_size * (streams if draft.joint_norm else 1))
+        if len(draft.projections) == 1:
+            self.projection = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        else:
+            self.embedding_projection = nn.Linear(hidden_size, hidden_size, bias=False)
+            self.hidden_projection = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.layers = nn.ModuleList(self._layer(classes, part) for part in range(len(draft.layers)))
+        self.collapse = self._collapse(classes) if draft.collapse else None
+        self.final_norm = self._norm(classes, hidden_size) if draft.final_norm else None
+        self.head = nn.Linear(hidden_size, config.vocab_size, bias=False) if draft.head else None
+        self.rotary: nn.Module | None = None
+        self._kept = KeptChoice(self) if draft.can_keep_choice and keeps_choice(view.text_config) else None
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    def get_input_embeddings(self) -> Any:
+        """None: the target's embedding is applied before the block."""
+        return None
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The draft's own head, if it has one."""
+        return self.head
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        hidden: Tensor,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: DynamicCache | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """One draft step over whole sequences.
+
+        Args:
+            inputs_embeds: [B, T, H], embeddings of the next tokens.
+            hidden: [B, T, H], the target's hidden states at the same slots, or [B, T, C, H] where it has C streams.
+            position_ids: [T] int64, the same for all rows; 0, 1, ... by default.
+            mask: [T, S] bool, True where a slot may attend; causal by default, as in step 1.
+            cache: keys of the steps before; this step adds its own.
+
+        Returns: what the head multiplies [B, T, H], and the next step's `hidden`.
+        """
+        length = inputs_embeds.shape[1]
+        positions_T = torch.arange(length, device=inputs_embeds.device) if position_ids is None else position_ids
+        if mask is None:
+            mask = step_mask([positions_T], self.window)
+        if self._kept is not None:
+            self._kept.begin(mask)
+        if self.draft.zeroes_first:
+            inputs_embeds = inputs_embeds.masked_fill((positions_T == 0)[None, :, None], 0.0)
+        states = self._join(self.embedding_norm(inputs_embeds), hidden)
+        additive = torch.zeros(mask.shape, dtype=inputs_embeds.dtype, device=inputs_embeds.device)
+        additive = additive.masked_fill(~mask, torch.finfo(inputs_embeds.dtype).min)[None, None]
+        rotated = self._rotated(inputs_embeds, positions_T)
+        for layer in self.layers:
+            states = layer(
+                states,
+                attention_mask=additive,
+                position_embeddings=rotated,
+                position_ids=positions_T.expand(inputs_embeds.shape[0], -1),
+                past_key_values=cache,
+            )
+            # Layers with an indexer return the keys it chose, too.
+            states = states[0] if isinstance(states, tuple) else states
+        output = states if self.collapse is None else self.collapse(states)
+        if self.final_norm is not None:
+            output = self.final_norm(output)
+        return output, output if self.draft.chains_normed else states
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens back a slot attends, itself counted; None for all."""
+        return self.config.sliding_window if self.kind in _SLIDING else None
+
+    @property
+    def kind(self) -> str:
+        """The decoder layer's kind of attention, as config.json's `layer_types` has it."""
+        kinds = getattr(self.config, "layer_types", None) or ["full_attention"]
+        return kinds[self._entry]
+
+    def owns(self, tensor: TensorPlan) -> bool:
+        """Whether a tensor is one of this block's; copies of the target's embedding and head are not."""
+        if tensor.part != "mtp" or tensor.calibrated == "cache":
+            return False
+        if tensor.role in ("embedding", "head") and tensor.module != self._glue.get("head"):
+            return False
+        return tensor.layer is None or tensor.layer in self._layers_on_disk
+
+    def path_of(self, name: HFName) -> tuple[str, int]:
+        """The parameter that a tensor on disk goes to, and its turn where several are concatenated."""
+        for path, disk in self._glue.items():
+            # A module's name is followed by a dot; the parameters of `collapse` go on as they like.
+            if name.startswith(disk if path.startswith("collapse.") else f"{disk}."):
+                return path + name[len(disk) :], 0
+        part = next(i for i, layer in enumerate(self._layers_on_disk) if name.startswith(self._stem(layer)))
+        rest = name[len(self._stem(self._layers_on_disk[part])) :]
+        for backbone, disk in self.draft.renames:
+            if rest.startswith(disk):
+                rest = backbone + rest[len(disk) :]
+                break
+        path, turn = self._names.in_layer(self.view.layout.layers.disk.replace("{i}", "0") + rest)
+        return f"layers.{part}.{path}", turn
+
+    @cached_property
+    def _glue(self) -> dict[str, str]:
+        """Module outside the decoder layer -> its name on disk."""
+        draft = self.draft
+        joined = ("projection",) if len(draft.projections) == 1 else ("embedding_projection", "hidden_projection")
+        paths = {"embedding_norm": draft.embedding_norm, "hidden_norm": draft.hidden_norm}
+        paths |= dict(zip(joined, draft.projections, strict=True))
+        paths |= {"final_norm": draft.final_norm, "head": draft.head}
+        if draft.collapse:
+            paths[f"collapse.{draft.collapse[1]}"] = draft.collapse[2]
+        whole = [row.path for row in self.view.layout.mtp_top]
+        stem = self._stem(self._layers_on_disk[0])
+        return {
+            name: path if any(row.startswith(path) for row in whole) else stem + path
+            for name, path in paths.items()
+            if path
+        }
+
+    @cached_property
+    def _layers_on_disk(self) -> tuple[int, ...]:
+        """Indices on disk of the decoder layers that make up this MTP layer."""
+        parts = len(self.draft.layers)
+        first = (0 if self.view.layout.mtp else self.view.num_layers) + parts * self.index
+        return tuple(range(first, first + parts))
+
+    @cached_property
+    def _names(self) -> Names:
+        # The rules belong to the model's class; a text model's are sometimes kept with the whole model's type.
+        kinds = (self.draft.model_type, self.view.config.get("model_type", ""))
+        rules = next((found for kind in kinds if (found := get_checkpoint_conversion_mapping(kind))), [])
+        return Names(transforms=tuple(rules))
+
+    def _stem(self, layer: int) -> str:
+        return self.view.disk_stem("mtp", layer)
+
+    def _norm(self, classes: ModuleType, size: int) -> nn.Module:
+        eps = getattr(self.config, "rms_norm_eps", None) or self.config.layer_norm_epsilon
+        return getattr(classes, f"{self.draft.classes}RMSNorm")(size, eps=eps)
+
+    def _layer(self, classes: ModuleType, part: int) -> nn.Module:
+        for key, value in self.draft.layers[part].items():
+            setattr(self.config, key, value)
+        layer = getattr(classes, self.draft.decoder or f"{self.draft.classes}DecoderLayer")(self.config, self._entry)
+        # All parts share one cache, each under its own number.
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = part
+        return PlainResidual(layer) if self.draft.plain_residual else layer
+
+    def _collapse(self, classes: ModuleType) -> nn.Module:
+        assert self.draft.collapse is not None
+        kind = getattr(classes, self.draft.collapse[0])
+        # Of the hyper-connections' own class, the one after the last layer gives nothing back.
+        return kind(self.config, use_combine=False) if "Residual" in kind.__name__ else kind(self.config)
+
+    def _join(self, tokens_BTH: Tensor, hidden: Tensor) -> Tensor:
+        if not self.draft.streams:
+            states_BTH = self.hidden_norm(hidden)
+            if len(self.draft.projections) == 2:
+                return self.embedding_projection(tokens_BTH) + self.hidden_projection(states_BTH)
+            pair = (states_BTH, tokens_BTH) if self.draft.hidden_first else (tokens_BTH, states_BTH)
+            return self.projection(torch.cat(pair, dim=-1))
+        shape_BTCH = (*tokens_BTH.shape[:2], -1, tokens_BTH.shape[2])
+        states_BTCH = (
+            self.hidden_norm(hidden.flatten(2)).view(shape_BTCH)
+            if self.draft.joint_norm
+            else self.hidden_norm(hidden.view(shape_BTCH))
+        )
+        joined_BTCH = self.hidden_projection(states_BTCH) + self.embedding_projection(tokens_BTH).unsqueeze(-2)
+        return joined_BTCH.view(hidden.shape)
+
+    def _rotated(self, inputs_embeds: Tensor, positions_T: Tensor) -> Any:
+        if self.rotary is None:
+            return None
+        positions = positions_T.expand(inputs_embeds.shape[0], -1)
+        if self.draft.position_axes > 1:
+            positions = positions.expand(self.draft.position_axes, -1, -1)
+        if not self.draft.rope_types:
+            return self.rotary(inputs_embeds, position_ids=positions)
+        if self.draft.rope_types == ("own",):
+            return self.rotary(inputs_embeds, position_ids=positions, layer_type=self.kind)
+        return {
+            kind: self.rotary(inputs_embeds, position_ids=positions, layer_type=kind) for kind in self.draft.rope_types
+        }
+
+
+class PlainResidual(nn.Module):
+    """A decoder layer's attention and MLP without the hyper-connections around them."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
+        self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
+
+    def forward(self, states: Tensor, **kwargs: Any) -> Tensor:
+        states = states + self.self_attn(self.input_layernorm(states), **kwargs)[0]
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+def draft_of(view: FamilyView) -> Draft:
+    """What the family's MTP layer computes.
+
+    Raises:
+        RecipeError: it cannot be run here.
+    """
+    if view.family.draft is None:
+        raise RecipeError(
+            f"family {view.family.model_type}",
+            "keepmtp must be able to run an MTP block that it calibrates or measures",
+            got=f"one that it cannot: {view.family.no_draft}",
+            cure="Give `mtp` a word that needs no data (source, bf16, FP8_DYNAMIC, W4A16, ...)",
+        )
+    return view.family.draft
+
+
+def build_block(view: FamilyView, index: int = 0) -> MtpBlock:
+    """An MTP layer on the meta device, its experts single linears; only the rotary embedding is real, on the CPU.
+
+    Args:
+        view: the family's view of config.json.
+        index: which MTP layer, counted from 0.
+
+    Raises:
+        RecipeError: the family's block cannot be run here.
+    """
+    draft = draft_of(view)
+    # Only the language model's part of a vision-language model's config is read.
+    values = {key: value for key, value in view.text_config.items() if key not in _NOT_THE_LAYER}
+    config = CONFIG_MAPPING[draft.model_type].from_dict(values).get_text_config()
+    if getattr(config, "mtp_layer_types", None):
+        config = config.get_mtp_config()
+        if config.layer_types[index] in _SLIDING:  # which transformers knows of backbone layers alone
+            config.num_attention_heads = config.num_sliding_attention_heads
+    # Calibration computes under eager attention, like the backbone's.
+    config._attn_implementation = "eager"
+    classes = _classes(config, draft)
+    with torch.device("meta"):
+        block = MtpBlock(view, draft, index, config, classes).eval()
+    before = {name: vars(module) for name, module in block.named_modules()}
+    linear_experts(block)
+    for name, module in block.named_modules():
+        # Constants of an activation, which single experts are made without (MiniMax-M3's).
+        for key, value in before.get(name, {}).items():
+            if isinstance(value, float) and not hasattr(module, key):
+                setattr(module, key, value)
+    # On meta only: `Skeleton.fill` takes the dtype from these parameters.
+    nn.Module.to(block, dtype=config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16)
+    if draft.rotary is not None:
+        block.rotary = getattr(classes, draft.rotary or f"{draft.classes}RotaryEmbedding")(config=config)
+    _keep_float32(block, classes)
+    return block
+
+
+def bind_block(block: MtpBlock, plan: Plan) -> Binding:
+    """Match the block's parameters with the plan's tensors, one to one.
+
+    Raises:
+        CheckpointError: a tensor without a parameter, or a parameter without a tensor, by name.
+    """
+    tensors = [tensor for tensor in plan.tensors if block.owns(tensor)]
+    return bind(block, tensors, lambda tensor: block.path_of(tensor.name), str(plan.source.where))
+
+
+def _classes(config: PreTrainedConfig, draft: Draft) -> ModuleType:
+    """The module with transformers' classes for `draft.classes`."""
+    where = CONFIG_MAPPING[draft.model_type].__module__
+    return importlib.import_module(where.replace("configuration_", "modeling_"))
+
+
+def _keep_float32(block: MtpBlock, classes: ModuleType) -> None:
+    """What the backbone's class keeps in float32, the block keeps, too."""
+    for kind in vars(classes).values():
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == classes.__name__:
+            for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+                if found := getattr(kind, name, None):
+                    setattr(block, name, {*(getattr(block, name, None) or ()), *found})

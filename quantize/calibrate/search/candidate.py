@@ -1,0 +1,157 @@
+"""One candidate plan on a layer that was not calibrated for it: its weights, its rounded inputs, and back again.
+
+In: a layer or MTP block with the released weights, a plan of `Choices`, and the largest inputs that were seen. Out: the
+layer as a server would compute it under that plan, for as long as a context lasts.
+
+Easy to get wrong: a static input scale is the largest of the modules that run as one, and of all experts of a layer, as
+in a calibrated checkpoint. The inputs that were seen are those of the search's own text, which is a part of the
+calibration text: a scale of the final run may be a little larger.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStatus
+from torch import Tensor
+
+from ....recipes.family import HFName
+from ....recipes.schemes import SCHEMES
+from ...plan.plan import Plan
+from ..layers.activations import Rounding, rounding_of
+from ..layers.served import served_rows
+from ..model.binding import Binding
+from ..model.skeleton import schemes_in
+
+_E4M3_MAX, _E2M1_MAX = 448.0, 6.0
+_OWN = ("quantization_scheme", "quantization_status", "input_scale", "input_global_scale")
+
+LargestInputs = Mapping[str, float]
+"""Linear layer of a layer or block, by its path there -> the largest magnitude of its input."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputScales:
+    """The static input scales of a layer, by their names in the finished checkpoint."""
+
+    largest: Mapping[HFName, float]
+
+    @classmethod
+    def of(cls, binding: Binding, largest: LargestInputs) -> "InputScales":
+        """Those of the modules that the layer's linear layers are on disk."""
+        found = {}
+        for name, pieces in binding.items():
+            module = name.rpartition(".")[0]
+            if module in largest:
+                found |= {piece.module: largest[module] for piece in pieces}
+        return cls(found)
+
+    def __contains__(self, name: object) -> bool:
+        module, _, leaf = str(name).rpartition(".")
+        return leaf in ("input_scale", "input_global_scale") and HFName(module) in self.largest
+
+    def read(self, name: HFName) -> Tensor:
+        """One scale, [1]."""
+        module, _, leaf = name.rpartition(".")
+        return static_scale(leaf, self.largest[HFName(module)])
+
+
+def static_scale(leaf: str, largest: float) -> Tensor:
+    """The scale for inputs up to `largest`, [1]: a divisor for NVFP4, a multiplier for FP8."""
+    amax = torch.tensor([largest or 1.0], dtype=torch.float32)
+    return _E4M3_MAX * _E2M1_MAX / amax if leaf == "input_global_scale" else (amax / _E4M3_MAX).bfloat16()
+
+
+def merged(largest: LargestInputs, binding: Binding) -> dict[str, float]:
+    """The same for experts as for one another: all first projections of a layer, and all second ones."""
+    groups: dict[tuple[str, bool], float] = {}
+    keys = {}
+    for name, pieces in binding.items():
+        module = name.rpartition(".")[0]
+        if module in largest and pieces[0].tensor.role == "experts":
+            keys[module] = (pieces[0].tensor.part, module.endswith("down_proj"))
+            groups[keys[module]] = max(groups.get(keys[module], 0.0), largest[module])
+    return {module: groups[keys[module]] if module in keys else value for module, value in largest.items()}
+
+
+def rebound(binding: Binding, plan: Plan) -> Binding:
+    """The same binding with what another plan says of the same tensors."""
+    by_name = {tensor.name: tensor for tensor in plan.tensors}
+    return {
+        name: tuple(replace(piece, tensor=by_name[piece.tensor.name]) for piece in pieces)
+        for name, pieces in binding.items()
+    }
+
+
+def rounding_for(scheme: str, largest: float) -> Rounding:
+    """How a server rounds the input of a linear layer with this scheme."""
+    (leaf,) = (spec.suffix for spec in SCHEMES[scheme].extra) if SCHEMES[scheme].extra else ("",)
+    holder = SimpleNamespace(quantization_scheme=_for_ct(scheme))
+    return rounding_of(holder, float(static_scale(leaf, largest)) if leaf else 0.0)
+
+
+class LastServed:
+    """State: the served weights of the plan before, by linear layer, with their scheme: units that the next plan has
+    in the same scheme are not packed again. There are never more than one plan's.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[str, tuple[str, Tensor]] = {}
+
+    def take(self, schemes: Mapping[str, str]) -> dict[str, Tensor]:
+        """The weights that a plan has in the same scheme; the others are forgotten."""
+        same = {name: weight for name, (scheme, weight) in self._weights.items() if schemes.get(name) == scheme}
+        self._weights = {}
+        return same
+
+    def keep(self, model: Any, schemes: Mapping[str, str]) -> None:
+        """What the model has now."""
+        self._weights = {name: (scheme, model.get_submodule(name).weight.data) for name, scheme in schemes.items()}
+
+
+@contextmanager
+def as_candidate(
+    model: Any, plan: Plan, binding: Binding, path: str, largest: LargestInputs, last: LastServed
+) -> Iterator[None]:
+    """A layer with the served weights of a plan and rounded inputs; afterwards with its weights as they were.
+
+    Args:
+        model: with the released weights.
+        plan: of `Choices`.
+        binding: of the layer or block, for this plan.
+        path: its path in the model, with a dot; "" for the model itself.
+        largest: of its inputs.
+        last: of the same layer or block.
+    """
+    schemes = schemes_in(binding, path)
+    same = last.take(schemes)
+    before = {name: model.get_submodule(name).weight.data for name in schemes}
+    try:
+        for name, scheme in schemes.items():
+            module = model.get_submodule(name)
+            module.weight.data = same[name] if name in same else module.weight.data.clone()
+            module.quantization_scheme = _for_ct(scheme)
+            module.quantization_status = QuantizationStatus.COMPRESSED  # so that its weight is not rounded again
+            for spec in SCHEMES[scheme].extra:
+                scale = static_scale(spec.suffix, largest[name.removeprefix(path)])
+                setattr(module, spec.suffix, torch.nn.Parameter(scale.to(module.weight.device), requires_grad=False))
+        others = {name: own for name, own in binding.items() if f"{path}{name.rpartition('.')[0]}" not in same}
+        for served in served_rows(model, plan, others, path, InputScales.of(binding, largest)):
+            model.get_submodule(f"{path}{served.module}").weight.data[served.rows].copy_(served.values)
+        last.keep(model, schemes)
+        yield
+    finally:
+        for name, weight in before.items():
+            module = model.get_submodule(name)
+            module.weight.data = weight
+            for own in _OWN:
+                if hasattr(module, own):
+                    delattr(module, own)
+
+
+def _for_ct(scheme: str) -> QuantizationScheme:
+    """The scheme as compressed-tensors has it."""
+    return QuantizationScheme(targets=["Linear"], **SCHEMES[scheme].config_group())

@@ -1,0 +1,1 @@
+"""What a run needs: memory, disk and GPUs."""

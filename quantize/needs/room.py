@@ -1,0 +1,89 @@
+"""How much room an output needs on its disk: weights, other files, hashes, and what calibration keeps until the end.
+
+In: a plan and a folder. Out: a number of bytes, or a refusal.
+
+Easy to get wrong: what a killed run left is counted once: it is on the disk already, and is written over or kept.
+"""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from ...checkpoints.files import partial_path, two_sizes
+from ...recipes.errors import RecipeError
+from ..plan.plan import Plan
+
+# A line of the index and, in the files of hashes, one for each tensor that is read: name, 64 digits and quotes.
+_BYTES_A_NAME = 200
+_FIXED_BYTES = 1_000_000  # recipe, record, headers of shards
+
+
+def calibration_folder(out: Path) -> Path:
+    """Return the folder that keeps statistics and hidden states until the output is whole."""
+    return out.with_name(f"{out.name}.calibration")
+
+
+def refuse_full_disk(plan: Plan, out: Path, *, with_calibration: bool) -> None:
+    """Refuse a disk on which the output cannot be written.
+
+    Args:
+        plan: what will be written.
+        out: where; its nearest folder that exists is asked.
+        with_calibration: whether calibration is still to come.
+
+    Raises:
+        RecipeError: says how much is needed and how much is free.
+    """
+    needed = output_bytes(plan) - _bytes_in(partial_path(out))
+    if with_calibration:
+        needed += max(0, calibration_bytes(plan) - _bytes_in(calibration_folder(out)))
+    parent = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(parent).free
+    if needed > free:
+        wanted, there = two_sizes(needed, free)
+        rule = f"{wanted} must be free on its disk"
+        raise RecipeError(out, rule, got=there, cure="Choose another OUT, or make room")
+
+
+def output_bytes(plan: Plan) -> int:
+    """Of the finished folder, and of the hashes that an unfinished one has; a little more than it will be."""
+    states = plan.source.states
+    others = sum(states[name].num_bytes for name in (*plan.companions, "config.json") if name in states)
+    num_names = sum(len(tensor.inputs) + len(tensor.outputs) for tensor in plan.tensors)
+    return plan.num_bytes_after + others + num_names * _BYTES_A_NAME + _FIXED_BYTES
+
+
+def calibration_bytes(plan: Plan) -> int:
+    """Of statistics, and of the hidden states before and after a layer; 0 for a plan without batches.
+
+    There are three streams of BF16 states: the calibration text, and the held-out text twice. Where batches decide
+    something about the MTP block, there is the calibration text as a server computes it, too.
+    """
+    calibration = plan.recipe.calibration
+    is_auto = plan.recipe.measures_mtp or plan.recipe.is_searched
+    if calibration is None or not (plan.needs_calibration or is_auto):
+        return 0
+    width = plan.view.number("hidden_size") * (plan.view.number("hc_mult") or 1)
+    num_tokens = (
+        calibration.samples * (1 + plan.may_calibrate_mtp) + 2 * calibration.held_out
+    ) * calibration.sequence_length
+    rewritten = [
+        tensor for tensor in plan.tensors if tensor.calibrated == "weights" or tensor.may_change or tensor.tuned
+    ]
+    # A search keeps what every layer returns for a part of the text, and then four plans on the held-out text.
+    searched = calibration.samples // 4 * plan.view.num_layers + 10 * calibration.held_out
+    num_tokens += plan.recipe.is_searched * searched * calibration.sequence_length
+    statistics = sum(output.num_bytes for tensor in rewritten for output in tensor.outputs)
+    importances = sum(output.num_bytes for tensor in plan.tensors for output in tensor.importances)
+    return 2 * num_tokens * width * 2 + statistics + importances
+
+
+def _bytes_in(folder: Path) -> int:
+    """Bytes on the disk; a shard that is being written has its full length before it has its bytes."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # another run has given the file its final name
+                total += os.lstat(Path(root, name)).st_blocks * 512
+    return total

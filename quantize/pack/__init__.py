@@ -1,0 +1,1 @@
+"""Values into stored tensors: a file for each format."""

@@ -1,0 +1,1 @@
+"""One decision for each tensor, taken from headers before any work."""

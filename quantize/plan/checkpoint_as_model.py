@@ -1,0 +1,134 @@
+"""MODEL where it is no recipe but a checkpoint: a folder, a Hub id, or the address of its page.
+
+In: the word on the command line. Out: the opened checkpoint, and the variants of its family as a recipe file.
+
+Easy to get wrong: `keepmtp plan glm-4.7` means the recipe also where the current folder has a folder of this name. A
+recipe's name comes first, and `./glm-4.7` names the folder.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints.hub import page_of
+from ...checkpoints.mtp_source import with_mtp_of
+from ...checkpoints.source import Source, open_source
+from ...recipes.errors import RecipeError
+from ...recipes.families import find_view
+from ...recipes.family_wide import model_mapping
+from ...recipes.find import RecipeFile, choose, is_recipe_name, unknown_model
+from ...recipes.model_file import flat_recipes
+from ...recipes.schema import Recipe
+from ...recipes.shipped import find_path
+from .own_code import refuse_no_draft
+from .plan import make_plan
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_PATH_STARTS = ("/", "./", "../", "~")
+_CACHED = re.compile(r"models--[^/]+--([^/]+)/snapshots/[0-9a-f]{40}$")
+
+
+class NoSchemeError(RecipeError):
+    """MODEL is a checkpoint, and nothing chooses among the variants that fit it; the cure names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWord:
+    """What MODEL means.
+
+    Attributes:
+        name: a recipe's name or file, or a checkpoint's folder or Hub id.
+        is_recipe: which of the two.
+        revision: what the address of a page says; else None.
+    """
+
+    name: str
+    is_recipe: bool
+    revision: str | None = None
+
+
+def model_word(model: str) -> ModelWord:
+    """What MODEL on a command line means.
+
+    Raises:
+        RecipeError: neither a recipe nor a checkpoint.
+    """
+    if page := page_of(model):
+        return ModelWord(name=page[0], is_recipe=is_recipe_name(page[0]), revision=page[1])
+    if is_recipe_name(model):
+        return ModelWord(name=model, is_recipe=True)
+    if model.startswith(_PATH_STARTS) or (model and find_path(model) is not None):
+        return ModelWord(name=str(Path(model).expanduser()), is_recipe=False)
+    if _HUB_ID.fullmatch(model):
+        return ModelWord(name=model, is_recipe=False)
+    raise unknown_model(model)
+
+
+def recipe_of_checkpoint(
+    word: ModelWord,
+    *,
+    scheme: str | None = None,
+    mtp: str | None = None,
+    calibration: str | None = None,
+    mtp_source: str | None = None,
+) -> tuple[Recipe, str, Source]:
+    """The recipe that --scheme chooses for a checkpoint, its text, and the opened checkpoint.
+
+    Raises:
+        RecipeError: no family, no --scheme, or one that there is not.
+        CheckpointError: see `open_source`.
+    """
+    source = open_source(word.name, revision=word.revision or "main")
+    if mtp_source is not None:
+        source = with_mtp_of(source, open_source(mtp_source))
+    raw = family_mapping(source)
+    if scheme is None:
+        _refuse_without_scheme(source, raw)
+    raw["default"] = next(fitting(source, raw), raw["default"])
+    file = RecipeFile(path=Path(source.where), default=raw["default"], flat=flat_recipes(raw, source.where), text=None)
+    return *choose(file, file.default, scheme=scheme, mtp=mtp, calibration=calibration), source
+
+
+def family_mapping(source: Source) -> dict[str, Any]:
+    """The model file of a checkpoint; its source is the commit that was read.
+
+    Raises:
+        RecipeError: config.json names no family of keepmtp.
+    """
+    view = find_view(source.config, source.where)
+    return model_mapping(
+        view, source.entries, model=model_name(source.where), source=source.where, revision=source.revision
+    )
+
+
+def fitting(source: Source, raw: dict[str, Any]) -> Iterator[str]:
+    """The variants of a model file that can be made of this checkpoint."""
+    flat = flat_recipes(raw, source.where)
+    file = RecipeFile(path=Path(source.where), default=raw["default"], flat=flat, text=None)
+    for variant in flat:
+        try:
+            refuse_no_draft(make_plan(file.recipe(variant).before_measuring, source))
+        except RecipeError:
+            continue
+        yield variant
+
+
+def model_name(where: str) -> str:
+    """The name that outputs of a checkpoint get: its folder's, or the second part of its Hub id."""
+    path = Path(where)
+    folder = path.resolve() if path.is_dir() else path
+    cached = _CACHED.search(folder.as_posix())
+    return re.sub(r"[^\w.-]+", "-", cached[1] if cached else folder.name, flags=re.ASCII).strip("-.") or "model"
+
+
+def _refuse_without_scheme(source: Source, raw: dict[str, Any]) -> None:
+    fits = list(fitting(source, raw))
+    words = [name + " (calibrated)" * bool(raw["variants"][name]["calibration"]) for name in fits]
+    raise (NoSchemeError if fits else RecipeError)(
+        f"{source.where} ({raw['family']})",
+        "--scheme must choose a variant where MODEL is a checkpoint",
+        got="none",
+        cure=f"These fit: {', '.join(words)}" if fits else "None fits: see `keepmtp ls schemes`",
+    )

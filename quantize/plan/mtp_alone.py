@@ -1,0 +1,103 @@
+"""The plan of an MTP block alone, for a checkpoint that lacks it.
+
+In: the headers of a release, the config.json of the checkpoint that gets the block, and one word for it. Out: a `Plan`
+with the tensors of the block and no others. Decisions, packing and shards are those of a whole checkpoint.
+
+Easy to get wrong: which config.json. Tensors come from the release, but vLLM names modules by the config.json of the
+checkpoint that it serves. Both must call the same tensors the MTP block.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...checkpoints.source import Source
+from ...checkpoints.stored import stored_weights
+from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.families import find_view
+from ...recipes.family_view import FamilyView
+from ...recipes.schema import AUTO, Recipe, validated
+from ...recipes.schemes import SCHEMES
+from .decide import Given, Patterns, added_aliases, decide_other, decide_weight
+from .plan import (
+    Plan,
+    plan_order,
+    refuse_calibration,
+    refuse_disagreeing_fusions,
+    refuse_missing_mtp,
+    with_separate_mtp,
+)
+from .tensor_plan import TensorPlan, same_output
+
+FILE_STEM = "model-mtp"
+"""How the names of the block's files start; with `model-` in front, as tools expect that download a model's files."""
+
+
+def plan_mtp_alone(source: Source, view: FamilyView, word: str, *, as_released: bool = False) -> Plan:
+    """Decide what becomes of each tensor of a release's MTP block.
+
+    Args:
+        source: the release's headers.
+        view: the names of the checkpoint that gets the block.
+        word: `source`, `bf16` or a scheme that needs no data.
+        as_released: every tensor keeps its bytes and its name, scales too.
+
+    Raises:
+        RecipeError: another word, or a scheme that a module of the block cannot take.
+        CheckpointError: the release has no whole MTP block, or the two name it differently.
+    """
+    released = find_view(source.config, source.where)
+    entries = with_separate_mtp(source, released)
+    refuse_missing_mtp(released, source, entries)
+    block = {name: entry for name, entry in entries.items() if released.is_mtp(name)}
+    for name in block:
+        if not view.is_mtp(name):
+            rule = f"both must call {name} a tensor of the MTP block"
+            cure = "Name the release that the checkpoint was made from"
+            raise CheckpointError(source.where, rule, got="another name in the checkpoint", cure=cure)
+    recipe = _recipe(source, view, "bf16" if as_released else word)
+    weights, others = stored_weights(block.values())
+    given = Given(recipe=recipe, source=source, view=view, patterns=Patterns(recipe))
+    tensors = [decide_weight(weight, given) for weight in weights.values()]
+    tensors += [decide_other(entry, given) for entry in others]
+    if as_released:
+        tensors = [_with_its_bytes(tensor, entries) for tensor in tensors]
+    tensors += added_aliases(view, entries)
+    refuse_disagreeing_fusions(recipe, tensors)
+    plan = Plan(
+        recipe=recipe, source=source, view=view, tensors=tuple(sorted(tensors, key=plan_order)), file_stem=FILE_STEM
+    )
+    refuse_calibration(plan)
+    return plan
+
+
+def _recipe(source: Source, view: FamilyView, word: str) -> Recipe:
+    """What is decided, in a recipe's words."""
+    if word == AUTO:
+        cure = "Say source, bf16 or a scheme; `keepmtp quantize` measures"
+        raise RecipeError("--mtp", "graft measures nothing", got=word, cure=cure)
+    if word in SCHEMES and SCHEMES[word].needs_calibration:
+        rule = f"{word} has input scales that only batches give, and graft runs none"
+        cure = f"Use {SCHEMES[word].data_free}, which needs no data, or bf16"
+        raise RecipeError("--mtp", rule, got=word, cure=cure)
+    raw: Mapping[str, Any] = {
+        "model": "graft",
+        "variant": "mtp",
+        "default": False,
+        "summary": "",
+        "family": view.family.model_type,
+        "source": source.where,
+        "revision": source.revision,
+        "backbone": {},
+        "mtp": word,
+        "calibration": None,
+    }
+    return validated(raw, "--mtp")
+
+
+def _with_its_bytes(tensor: TensorPlan, entries: Mapping[Any, Any]) -> TensorPlan:
+    """A tensor that is stored packed and stays so, under its own names."""
+    if tensor.fate != "dequantize":
+        return tensor
+    outputs = tuple(same_output(entries[name]) for name in tensor.inputs)
+    return replace(tensor, fate="keep", reason="as released", outputs=outputs)

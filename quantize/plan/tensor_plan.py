@@ -1,0 +1,180 @@
+"""What happens to one tensor: the values that a plan is made of.
+
+In: a weight as it is stored, and the scheme it will have. Out: `TensorPlan`, and the `Output`s that a scheme puts on
+disk for it.
+
+Easy to get wrong: the outputs of a 3-D expert parameter. Where it is quantized, it becomes one set of tensors for each
+expert and each projection, under the names of single experts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ...checkpoints.source import Entry
+from ...checkpoints.stored import Form, StoredWeight
+from ...recipes.conventions import Change, cache_scale_in, in_modelopt
+from ...recipes.family import HFName, Part, Role, VLLMName
+from ...recipes.family_view import Place
+from ...recipes.schemes import SCHEMES, Scheme, num_bytes
+
+Fate = Literal["quantize", "keep", "dequantize", "add", "drop"]
+IMPORTANCE = "input_importance"
+FromBatches = Literal["", "scales", "weights", "cache"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """One tensor to be written."""
+
+    name: HFName
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spelled:
+    """An output as another convention writes it, and what becomes of its values."""
+
+    output: Output
+    change: Change
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """What happens to one weight with its scales, or to one other tensor.
+
+    Attributes:
+        name: the weight's or tensor's name on disk, without a packed form's suffix (`....weight`).
+        inputs: every source tensor this consumes; across a plan each source tensor is consumed once.
+        fate: quantize to `scheme`; keep the bytes; dequantize to BF16; add a copy of `inputs`; drop.
+        scheme: the form at run time: a scheme's name, or "" for plain tensors.
+        reason: why, for people.
+        form: how the source stores it.
+        shape: logical shape.
+        unit: tensors with the same unit are computed together and are written to one shard.
+        stacked: projections in a 3-D expert tensor, which becomes one tensor an expert where it is quantized.
+        block: rows and columns per scale of the stored form, for block forms.
+        slices: for a matrix whose rows are interleaved, the rows of each output in one of its slices.
+        calibrated: which outputs need batches. "scales": the static input scales, while the weight is packed from the
+            source; where `weighted`, packing needs them, too. "weights": every output, because an algorithm rewrites
+            the weight. "cache": a scale of the KV cache, which no source tensor is the origin of.
+        cache: of the projection of keys, where the attention has an FP8 cache: the names of its scales, of keys and of
+            values; () where no loader takes them, and they are 1. None for all other tensors.
+        weighted: the scales of the weight are searched by the importance of its input channels.
+        may_change: the algorithm moves scale between the modules of this layer, so batches may also give all outputs of
+            this one, unit by unit.
+        tuned: training gives every output of this tensor of the MTP block.
+    """
+
+    name: HFName
+    inputs: tuple[HFName, ...]
+    fate: Fate
+    scheme: str
+    reason: str
+    form: Form
+    shape: tuple[int, ...]
+    outputs: tuple[Output, ...]
+    unit: str
+    role: Role
+    part: Part
+    layer: int | None
+    module: HFName
+    runtime: VLLMName
+    stacked: tuple[str, ...] = ()
+    block: tuple[int, int] | None = None
+    slices: tuple[int, ...] = ()
+    calibrated: FromBatches = ""
+    cache: tuple[HFName, ...] | None = None
+    weighted: bool = False
+    may_change: bool = False
+    tuned: bool = False
+
+    @property
+    def calibrated_outputs(self) -> tuple[Output, ...]:
+        """The outputs that need batches."""
+        if self.calibrated in ("weights", "cache") or self.tuned:
+            return self.outputs
+        suffixes = {spec.suffix for spec in SCHEMES[self.scheme].extra} if self.calibrated else set()
+        return tuple(output for output in self.outputs if output.name.rpartition(".")[2] in suffixes)
+
+    @property
+    def importances(self) -> tuple[Output, ...]:
+        """What calibration gives the packer, and no checkpoint has: the importance of each module's input channels."""
+        if not self.weighted:
+            return ()
+        modules = dict.fromkeys(output.name.rpartition(".")[0] for output in self.outputs)
+        return tuple(Output(name=importance_of(HFName(name)), dtype="F32", shape=self.shape[-1:]) for name in modules)
+
+
+def importance_of(module: HFName) -> HFName:
+    """The name in the statistics of how much each input channel of a module counts."""
+    return HFName(f"{module}.{IMPORTANCE}")
+
+
+def modelopt_outputs(tensor: TensorPlan) -> Iterator[tuple[HFName, Spelled]]:
+    """The outputs of a quantized tensor in modelopt's convention, by their names in compressed-tensors'."""
+    if tensor.calibrated == "cache":
+        name = HFName(cache_scale_in("modelopt", tensor.name))
+        yield tensor.name, Spelled(output=Output(name=name, dtype="F32", shape=()), change="dtype")
+        return
+    for output in tensor.outputs:
+        module, _, leaf = output.name.rpartition(".")
+        other = in_modelopt(tensor.scheme, leaf, output.dtype, output.shape, of_experts=tensor.role == "experts")
+        written = Output(name=HFName(f"{module}.{other.leaf}"), dtype=other.dtype, shape=other.shape)
+        yield output.name, Spelled(output=written, change=other.change)
+
+
+def same_output(entry: Entry) -> Output:
+    """The output for a tensor that keeps its bytes and its name."""
+    return Output(name=entry.name, dtype=entry.dtype, shape=entry.shape)
+
+
+def packed_outputs(place: Place, scheme: Scheme, shape: tuple[int, ...]) -> tuple[Output, ...]:
+    """The outputs for a weight that is quantized: one set of tensors, or one a projection of each stacked expert."""
+    if not place.row.stacked:
+        return _outputs_of(place.module, scheme, shape)
+    return tuple(_unstacked_outputs(place, scheme, shape))
+
+
+def separated_outputs(weight: StoredWeight, place: Place, slices: tuple[int, ...]) -> tuple[Output, ...]:
+    """The outputs for a matrix with interleaved rows: a plain one for each of q, k and v."""
+    assert place.row.interleaved is not None
+    num_rows, num_columns = weight.shape
+    stem, count = place.module.removesuffix(place.row.path), num_rows // sum(slices)
+    dtype = weight.weight.dtype if weight.form == "plain" else "BF16"
+    return tuple(
+        Output(name=HFName(f"{stem}{path}.weight"), dtype=dtype, shape=(count * rows, num_columns))
+        for path, rows in zip(place.row.interleaved.into, slices, strict=True)
+    )
+
+
+def renamed_outputs(weight: StoredWeight, scheme: Scheme) -> tuple[Output, ...]:
+    """The outputs for a weight that keeps its bytes under the scheme's names; float scales keep their precision."""
+    scale = weight.parts.get("weight_scale")
+    outputs = _outputs_of(weight.module, scheme, weight.shape)
+    if scale is None or scale.dtype not in ("F32", "F16"):
+        return outputs
+    return tuple(replace(output, dtype=scale.dtype) if output.dtype == "BF16" else output for output in outputs)
+
+
+def _outputs_of(module: HFName, scheme: Scheme, shape: tuple[int, ...]) -> tuple[Output, ...]:
+    return tuple(
+        Output(name=HFName(f"{module}.{spec.suffix}"), dtype=spec.dtype, shape=spec.shape)
+        for spec in scheme.tensors(*shape)
+    )
+
+
+def _unstacked_outputs(place: Place, scheme: Scheme, shape: tuple[int, ...]) -> Iterator[Output]:
+    """The tensors that a stacked expert parameter [E, projections * N, K] becomes, expert by expert."""
+    num_experts, rows, columns = shape
+    shape_of_one = (rows // len(place.row.stacked), columns)
+    stem = place.module.removesuffix(place.row.path)
+    for expert in range(num_experts):
+        for path in place.row.unstacked:
+            module = HFName(stem + path.replace("{e}", str(expert)))
+            yield from _outputs_of(module, scheme, shape_of_one)

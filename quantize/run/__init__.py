@@ -1,0 +1,1 @@
+"""What the writer and the calibration share: processes, ranks, progress, statistics."""

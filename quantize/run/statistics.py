@@ -1,0 +1,313 @@
+"""The results of calibration: a folder of safetensors files, one a layer, in the names of the finished checkpoint.
+
+In: tensors that depend on data. Static input scales; every tensor of a module whose weight an algorithm rewrote, packed
+already; plain tensors that were rescaled; the importance of input channels, which the packer reads. Out: a `Statistics`
+from which the writer copies them. A plan says which of its outputs come from here, and both sides are compared before
+anything is written.
+
+Easy to get wrong: with a scale that is missing, or one too many, the checkpoint still loads, but drafts and answers are
+noise.
+"""
+
+import hashlib
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...checkpoints.files import complete, partial_path, unwritable
+from ...checkpoints.safetensors_file import Entry, FileHeader, fill, read_header, sort_metadata
+from ...checkpoints.values import typed
+from ...recipes.conventions import CACHE_LEAVES
+from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.family import HFName
+from ...recipes.schemes import SCHEMES
+from ..plan.plan import Plan
+from ..plan.tensor_plan import Output, TensorPlan
+
+_TENSOR_SCALES = ("input_scale", "input_global_scale", "weight_global_scale", *CACHE_LEAVES)
+_PART_BYTES = 2**28
+_SUMS = "sha256"  # in a file's metadata: of every tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """The headers of a folder of statistics; no tensor is held in memory.
+
+    Attributes:
+        folder: the folder of the files.
+        entries: every tensor, by its name in the finished checkpoint.
+        sums: SHA-256 of their bytes, as calibration wrote them.
+    """
+
+    folder: Path
+    entries: Mapping[HFName, Entry]
+    sums: Mapping[HFName, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, *, fingerprint: str | None = None) -> "Statistics":
+        """Read the headers of all files in `folder`.
+
+        Args:
+            folder: holds files that `write_statistics` wrote, and no other safetensors.
+            fingerprint: what `fingerprint` in every file's metadata has to be; None for anything.
+
+        Raises:
+            CheckpointError: a file is damaged, belongs to another run, or repeats a tensor of another file.
+        """
+        entries: dict[HFName, Entry] = {}
+        sums: dict[HFName, str] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            header = _read(path)
+            if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
+                raise CheckpointError(
+                    path,
+                    "must come from this recipe, source and dataset",
+                    got="statistics of another run",
+                    cure=_cure(path),
+                )
+            for name, entry in header.entries.items():
+                if name in entries:
+                    raise CheckpointError(
+                        path, f"{name} must be in one file only", got=f"also in {entries[name].file}", cure=_cure(path)
+                    )
+                entries[name] = entry
+            sums |= json.loads(header.metadata.get(_SUMS, "{}"))
+        return cls(folder=folder, entries=entries, sums=sums)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[HFName]:
+        return iter(self.entries)
+
+    def read(self, name: HFName) -> Tensor:
+        """One tensor, on the CPU.
+
+        Raises:
+            CheckpointError: the file has become shorter since it was opened, or has other bytes than were written.
+        """
+        return next(value for _, value in self.read_all([name]))
+
+    def read_all(self, names: Iterable[HFName]) -> Iterator[tuple[HFName, Tensor]]:
+        """Many tensors, one at a time, in the order of the files; each file is opened once."""
+        by_file: dict[str, list[Entry]] = defaultdict(list)
+        for name in names:
+            by_file[self.entries[name].file].append(self.entries[name])
+        for file_name, entries in by_file.items():
+            with open(self.folder / file_name, "rb", buffering=0) as file:
+                for entry in sorted(entries, key=lambda entry: entry.start):
+                    yield entry.name, self._read_from(file, entry)
+
+    def _read_from(self, file: FileIO, entry: Entry) -> Tensor:
+        raw, path = torch.empty(entry.num_bytes, dtype=torch.uint8), self.folder / entry.file
+        fill(raw.numpy().data, file, entry, where=path, cure=_cure(path))
+        if entry.name in self.sums and self.sums[entry.name] != _sum(raw):
+            rule = f"{entry.name} must have the bytes that calibration wrote"
+            raise CheckpointError(path, rule, got="others", cure=_cure(path))
+        return typed(raw, entry.dtype, entry.shape)
+
+
+def write_statistics(path: Path, tensors: Mapping[HFName, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write one file, whole or not at all; it survives a power cut once this returns.
+
+    Args:
+        path: `<anything>.safetensors`; its folder is made if need be.
+        tensors: any device; by name in the finished checkpoint.
+        metadata: `fingerprint` says what the values depend on; further keys are the caller's.
+
+    Raises:
+        CheckpointError: the disk is full, or cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    apart = _apart(tensors)
+    sums = {name: _sum(value.reshape(-1).view(torch.uint8)) for name, value in apart.items()}
+    save(apart, partial_path(path), {**metadata, _SUMS: json.dumps(sums, sort_keys=True)})
+    sort_metadata(partial_path(path))
+    complete(path)
+
+
+def num_parts_of(tensors: Mapping[str, Tensor]) -> int:
+    """How many processes are worth their while to write them: hashing and writing take a second for each GB."""
+    return max(1, sum(value.nbytes for value in tensors.values()) // _PART_BYTES)
+
+
+def part_of(tensors: Mapping[HFName, Tensor], part: int, num_parts: int) -> dict[HFName, Tensor]:
+    """One of several parts with about as many bytes each; a tensor is in exactly one."""
+    total, place, found = sum(value.nbytes for value in tensors.values()), 0, {}
+    for name, value in tensors.items():
+        if place * num_parts // max(1, total) == part:
+            found[name] = value
+        place += value.nbytes
+    return found
+
+
+def read_metadata(path: Path) -> Mapping[str, str]:
+    """The metadata of one file, once its header and size have been checked.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    return {key: value for key, value in _read(path).metadata.items() if key != _SUMS}
+
+
+def save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        CheckpointError: the library cannot, such as on a full disk.
+    """
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:
+        raise unwritable(path, error) from error
+
+
+def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
+    """Compare what a plan takes from calibration with what is there, both ways, and check the scales of whole tensors.
+
+    Raises:
+        RecipeError: the plan needs statistics, and there are none.
+        CheckpointError: a tensor is missing, unknown, or not of the planned dtype and shape; a scale is no positive
+            number; modules that are one at run time have different global scales.
+    """
+    if statistics is None:
+        if plan.needs_calibration:
+            raise RecipeError(
+                plan.recipe.name,
+                f"{', '.join(plan.needs_calibration)} must be calibrated before it is written",
+                got="no statistics",
+                cure="Run `keepmtp quantize`, which calibrates first, or use a data-free scheme",
+            )
+        return
+    allowed: dict[HFName, Output] = {}
+    for unit in plan.units:
+        changeable = [tensor for tensor in unit if tensor.calibrated or tensor.may_change or tensor.tuned]
+        if changeable:
+            allowed |= _of_unit(tuple(changeable), statistics)
+    for name in statistics:
+        if name not in allowed:
+            raise CheckpointError(
+                statistics.folder / statistics.entries[name].file,
+                "every tensor must be one that the plan takes from calibration",
+                got=name,
+                cure=_cure(statistics.folder / statistics.entries[name].file),
+            )
+    for name, output in allowed.items():
+        entry = statistics.entries.get(name)
+        if entry is not None and (entry.dtype, entry.shape) != (output.dtype, output.shape):
+            raise CheckpointError(
+                statistics.folder / entry.file,
+                f"{name} must be {output.dtype}{list(output.shape)}",
+                got=f"{entry.dtype}{list(entry.shape)}",
+                cure=_cure(statistics.folder / entry.file),
+            )
+    _refuse_scales(plan, statistics)
+
+
+def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
+    """NaN activations end up here; and vLLM keeps one global scale where modules are fused."""
+    names = [name for name in statistics if _leaf(name) in _TENSOR_SCALES]
+    scales = {name: value.item() for name, value in statistics.read_all(names)}
+    for name, value in scales.items():
+        if not 0 < value < math.inf:
+            raise CheckpointError(
+                statistics.folder / statistics.entries[name].file,
+                f"{name} must be a positive number",
+                got=value,
+                cure="The activations or weights of this module are not finite: choose a data-free scheme for it",
+            )
+    for unit in plan.units:
+        if unit[0].scheme and SCHEMES[unit[0].scheme].shares_global_scale:
+            names = [output.name for tensor in unit for output in tensor.outputs if output.name in scales]
+            file_of = {name: statistics.entries[name].file for name in names}
+            _refuse_unequal(names, scales, statistics.folder, file_of)
+
+
+def _refuse_unequal(
+    names: Iterable[HFName], scales: Mapping[HFName, float], folder: Path, file_of: Mapping[HFName, str]
+) -> None:
+    """Scales of one unit must be equal within each fused group."""
+    first: dict[tuple[str, str], HFName] = {}
+    for name in names:
+        # Members of a fused group have one parent; a stacked unit holds one group an expert.
+        group = name.rpartition(".")[0].rpartition(".")[0], _leaf(name)
+        other = first.setdefault(group, name)
+        if scales[other] != scales[name]:
+            raise CheckpointError(
+                folder,
+                f"{other} and {name} must be equal: vLLM fuses their modules",
+                got=f"{scales[other]} and {scales[name]}",
+                cure=_cure(folder / file_of[name]),
+            )
+
+
+def _leaf(name: HFName) -> str:
+    return name.rpartition(".")[2]
+
+
+def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFName, Output]:
+    """What one unit may take from the statistics, once what it must take is found there."""
+    required: set[HFName] = set()
+    optional: set[HFName] = set()
+    for tensor in unit:
+        required |= {output.name for output in tensor.calibrated_outputs}
+        if tensor.may_change:
+            optional |= {output.name for output in tensor.outputs}
+    if any(name in statistics for name in optional - required):  # modules that share a global scale change together
+        required |= optional
+    given = {output.name: output for tensor in unit for output in (*tensor.outputs, *tensor.importances)}
+    required |= {output.name for tensor in unit for output in tensor.importances}
+    for name in sorted(required):
+        if name not in statistics:
+            raise CheckpointError(
+                statistics.folder,
+                f"calibration must give {name}",
+                got="no such tensor",
+                cure=_cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-")),
+            )
+    return {name: output for name, output in given.items() if name in required}
+
+
+def _read(path: Path) -> FileHeader:
+    try:
+        return read_header(path, str(path))
+    except CheckpointError as error:
+        # The same finding as for a source, with another cure: this file can be made again.
+        raise error.with_cure(_cure(path)) from error
+
+
+def _cure(path: Path) -> str:
+    """What to do about a file of statistics. A layer's inputs are gone once the next one is done, so all start anew."""
+    again = "and run the same command again"
+    if path.parent.name == "mtp":
+        return f"Remove {path.parent}, {again}: the MTP block is trained anew"
+    if path.name.startswith("mtp-"):
+        return f"Remove {path.parent.parent / 'mtp'}, {again}: the MTP block is calibrated anew"
+    return f"Remove {path.parent.parent}, {again}: calibration starts anew"
+
+
+def _sum(raw: Tensor) -> str:
+    """SHA-256 of a tensor's bytes, as U8 in one dimension on the CPU."""
+    return hashlib.sha256(raw.numpy().data).hexdigest()
+
+
+def _apart(tensors: Mapping[HFName, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous, none sharing memory with another: safetensors refuses those."""
+    apart: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        if value.untyped_storage().data_ptr() in seen:
+            value = value.clone()
+        seen.add(value.untyped_storage().data_ptr())
+        apart[name] = value
+    return apart

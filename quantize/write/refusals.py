@@ -1,0 +1,67 @@
+"""What stops a run before a byte is written or downloaded.
+
+In: a plan and an output folder. Out: nothing, or a refusal in one sentence. torch is not needed.
+
+Easy to get wrong: a refusal must be known from the plan alone. A run over a large checkpoint takes hours, and what can
+be refused at its start is refused there.
+"""
+
+from pathlib import Path
+
+from ...recipes.errors import RecipeError
+from ...recipes.extras import require_extra
+from ...recipes.find import data_free_alternative
+from ..plan.own_code import refuse_no_draft, refuse_untrusted_code
+from ..plan.plan import Plan
+from ..run.processes import place_of_process, refuse_idle_processes, refuse_unsummed_hessians
+from .output import is_finished, refuse_output
+
+
+def refuse(plan: Plan, out: Path) -> None:
+    """Refuse a run that cannot succeed here. One that has succeeded is not refused.
+
+    Raises:
+        RecipeError: the output folder cannot be used; or the checkpoint's own Python is needed and not trusted; or the
+            MTP block must be run and cannot be; or a package that packs or calibrates is not installed; or there are
+            more processes than sequences.
+    """
+    if not is_finished(plan, out):
+        refuse_output(plan, out, calibration=None if plan.needs_batches else "")
+    refuse_untrusted_code(plan)
+    refuse_no_draft(plan)
+    refuse_missing_extra(plan)
+    if plan.recipe.calibration is not None and plan.needs_batches:
+        size = place_of_process().size
+        refuse_idle_processes(plan.recipe.calibration, size, plan.recipe.name)
+        refuse_unsummed_hessians(plan.recipe.calibration, size, plan.recipe.name)
+
+
+def refuse_missing_extra(plan: Plan) -> None:
+    """Refuse to run without the packages that pack and, where the plan needs batches, calibrate.
+
+    Raises:
+        RecipeError: names the packages, and a data-free variant of the recipe.
+    """
+    if plan.needs_batches:
+        otherwise = f"use --scheme {data_free_alternative(plan.recipe)}, which needs no batches"
+        require_extra(f"calibration for {plan.recipe.name}", extra_of(plan), otherwise=otherwise)
+    require_extra("packing weights", "quantize")
+
+
+def extra_of(plan: Plan) -> str:
+    """The extra that a run needs: of the back-end that calibrates, where anything is calibrated."""
+    if not plan.needs_batches:
+        return "quantize"
+    calibration = plan.recipe.calibration
+    return "modelopt" if calibration is not None and calibration.backend == "modelopt" else "calibrate"
+
+
+def refusals(plan: Plan) -> list[str]:
+    """Every sentence that would stop this plan here, whatever its output folder."""
+    found = []
+    for refuse_plan in (refuse_untrusted_code, refuse_no_draft, refuse_missing_extra):
+        try:
+            refuse_plan(plan)
+        except RecipeError as error:
+            found.append(str(error))
+    return found

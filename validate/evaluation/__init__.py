@@ -1,1 +1,0 @@
-"""GSM8K through real servers: questions asked, answers kept and scored."""

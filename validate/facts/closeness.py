@@ -1,0 +1,202 @@
+"""How close a checkpoint is to its source on held-out text, as two real servers predict it.
+
+In: windows of text with the divergence at each position (`compared.py`). Out: a `ClosenessFact`. closeness.json and
+report.json hold it, field by field.
+
+Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these figures are good enough.
+And positions of one window are not independent, so errors are taken over windows: `stderr` is a cluster's, and
+`effective_tokens` is how many independent positions would tell the share of flips as well.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field, computed_field
+
+from ...checkpoints.fact import Count, Fact, Figure, Share
+from .served import AsServed, Role
+
+HISTOGRAM_EDGES = tuple(10.0 ** (half / 2) for half in range(-14, 5))
+"""Nats, half a power of ten each: from 1e-7 to 100. The first bin has all below, the last all above."""
+NUM_WORST = 10
+
+
+class Asked(Fact):
+    """What a source is asked, of which bytes, and by which vLLM; equal ones have the same predictions.
+
+    Attributes:
+        text_sha256: of the file with the texts.
+        tokens: at most; no window begins after so many.
+        window: tokens of a window, at most.
+        top: likeliest tokens at each position.
+        vocabulary: of the model.
+        source_sha256: as `Identity.sha256`.
+        words: further words for `vllm serve`.
+    """
+
+    closeness: Annotated[int, Field(ge=1, le=1)] = 1
+    text_sha256: str
+    tokens: Annotated[int, Field(gt=0)]
+    window: Annotated[int, Field(gt=1)]
+    top: Annotated[int, Field(gt=0)]
+    vocabulary: Annotated[int, Field(gt=0)]
+    source_sha256: str
+    vllm: str
+    device: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def number(self) -> str:
+        """Eight hexadecimal digits that tell questions apart."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:8]
+
+
+class Windows(Fact):
+    """The windows of a text, as token ids."""
+
+    asked: Asked
+    windows: tuple[tuple[Count, ...], ...]
+
+
+class SourceSitting(Fact):
+    """One server of a model whose predictions were read.
+
+    Attributes:
+        seconds: of asking.
+        repeated: nats a token between its predictions for its first window, asked with others in flight and again
+            alone: what a kernel's rounding differs by with the batch. None where it ended before.
+    """
+
+    as_served: AsServed
+    reason: str
+    seconds: Figure
+    repeated: Figure | None = None
+
+
+class SourceSittings(Fact):
+    """All of them, in order."""
+
+    sittings: tuple[SourceSitting, ...]
+
+
+class WorstFact(Fact):
+    """A position where the checkpoint predicts something else.
+
+    Attributes:
+        window: number of the window, from 0.
+        at: index in the window of the token that is predicted.
+        nats: divergence.
+        context: the end of the text before it.
+        token: that follows in the text.
+        source, checkpoint: what each predicts first.
+    """
+
+    window: Count
+    at: Count
+    nats: Figure
+    context: str
+    token: str
+    source: str
+    checkpoint: str
+
+
+class PredictedFact(Fact):
+    """One model on the text.
+
+    Attributes:
+        sha256: of the checkpoint's bytes, as `Identity.sha256`.
+        perplexity: per token of the text.
+        servers: that were started for it; more than one where a run was resumed.
+    """
+
+    role: Role
+    path: str
+    sha256: str
+    perplexity: Figure
+    servers: Annotated[tuple[SourceSitting, ...], Field(min_length=1)]
+
+    @property
+    def as_served(self) -> AsServed:
+        """The files themselves, or a BF16 copy of the same weights."""
+        return self.servers[-1].as_served
+
+    @property
+    def reason(self) -> str:
+        """Why a copy was served; "" for native."""
+        return self.servers[-1].reason
+
+    @property
+    def seconds(self) -> float:
+        """Of asking, over all servers."""
+        return sum(server.seconds for server in self.servers)
+
+    @property
+    def repeated(self) -> float | None:
+        """The most that a server was away from itself, nats a token; None where none was asked again."""
+        return max((server.repeated for server in self.servers if server.repeated is not None), default=None)
+
+
+class ClosenessFact(Fact):
+    """Everything that `keepmtp closeness` measured.
+
+    Attributes:
+        text, text_sha256: the file with the texts.
+        against: whether the texts were compared with those of calibration, in a sentence; "" where it had none.
+        texts: in the file; the last ones may be more than was asked for.
+        windows, window: how many, and tokens of one at most. Each begins a text, or goes on in it without what was
+            before.
+        tokens: positions that were compared: all but the first of each window.
+        top, vocabulary: likeliest tokens that were asked for at each position, and how many there are.
+        outside: the source's probability of tokens that were not compared one by one, mean over positions.
+        divergence: Kullback-Leibler divergence of the checkpoint's predictions from the source's, nats a token; a lower
+            bound where `top` is less than `vocabulary`.
+        stderr: of `divergence`, over windows; None with one window.
+        median, percentile_99: of the divergence over positions.
+        flips: positions where the first choice is another.
+        effective_tokens: independent positions that would tell the share of flips as well, at most `tokens`.
+        histogram: positions by divergence, see HISTOGRAM_EDGES.
+        worst: the position that is farthest off in each of the worst windows, the largest divergence first.
+        samples: file in the report's folder with every position, and its SHA-256.
+        environment: versions and device.
+    """
+
+    text: str
+    text_sha256: str
+    against: str
+    texts: Count
+    windows: Annotated[int, Field(gt=0)]
+    window: Annotated[int, Field(gt=1)]
+    tokens: Annotated[int, Field(gt=0)]
+    top: Annotated[int, Field(gt=0)]
+    vocabulary: Annotated[int, Field(gt=0)]
+    outside: Share
+    divergence: Figure
+    stderr: Figure | None
+    median: Figure
+    percentile_99: Figure
+    flips: Count
+    effective_tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    histogram: Annotated[tuple[Count, ...], Field(min_length=len(HISTOGRAM_EDGES) + 1, max_length=20)]
+    worst: Annotated[tuple[WorstFact, ...], Field(max_length=NUM_WORST)]
+    source: PredictedFact
+    checkpoint: PredictedFact
+    samples: str
+    samples_sha256: str
+    environment: Mapping[str, str]
+
+    @computed_field
+    @property
+    def flip_rate(self) -> float:
+        """Share of positions where the first choice is another."""
+        return self.flips / self.tokens
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the whole vocabulary was compared; else `divergence` is a lower bound."""
+        return self.top >= self.vocabulary
+
+    @property
+    def predicted(self) -> tuple[PredictedFact, PredictedFact]:
+        """Source first, then the checkpoint."""
+        return self.source, self.checkpoint

@@ -1,0 +1,226 @@
+"""The facts of a dry load, from vLLM's process to report.json.
+
+In: the JSON that validate/dryload/in_vllm prints for one checkpoint. Out: a `LoadAccount`. Its `load` is what
+report.json, the page and the card hold; the rest is what the findings are made from.
+
+Easy to get wrong: vLLM may raise nothing and still hold something else than the files. So `ok` is False where the
+account has an error, also without a failure (check_on.py counts the errors).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
+
+from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+
+GPU = Literal["sm89", "sm90", "sm100", "sm120"]
+GPUS: tuple[GPU, ...] = get_args(GPU)
+GPU_NAMES: Mapping[str, str] = {
+    "sm89": "L40S, RTX 4090",
+    "sm90": "H100, H200",
+    "sm100": "B200",
+    "sm120": "RTX PRO 6000, RTX 5090",
+}
+"""What people call the GPUs of a compute capability."""
+Role = Literal["target", "draft"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+def gpu_title(gpu: str) -> str:
+    """A GPU as both the dry load and people call it: `sm100 (B200)`."""
+    return f"{gpu} ({GPU_NAMES[gpu]})" if gpu in GPU_NAMES else gpu
+
+
+class KernelUse(Fact):
+    """Layers of one kind, and the kernel that vLLM would run them with.
+
+    Attributes:
+        layer, method, kernel: classes, or names of back-ends.
+        count: layers.
+        where: prefix of the first.
+        outcome: "ok", "refused: ...", or "not judged: ..." where values or compiled operators decide.
+    """
+
+    layer: str
+    method: str
+    kernel: str
+    count: Count
+    where: str
+    outcome: str
+
+
+class LoadedModel(Fact):
+    """A target or a draft after loading.
+
+    Attributes:
+        cls: vLLM's class; "" where vLLM stopped before it.
+        num_params: parameters that a checkpoint must fill.
+        num_written: parameters that this one filled.
+        shared: parameters that vLLM replaces by the target's after loading.
+    """
+
+    cls: str = ""
+    num_params: Count = 0
+    num_written: Count = 0
+    shared: tuple[str, ...] = ()
+    kernels: tuple[KernelUse, ...] = ()
+
+
+class LoadFailure(Fact):
+    """vLLM's exception.
+
+    Attributes:
+        stage: config, world, construct, load, share or process; "crash" if the process died.
+        role: target, draft or "".
+        type, words, at: the exception's class, message, and file:line in vLLM.
+        tensor: the tensor on disk that the loader was reading; "" outside loading.
+    """
+
+    stage: str
+    role: str
+    type: str
+    words: str
+    at: str = ""
+    tensor: str = ""
+
+
+class DryLoad(Fact):
+    """One checkpoint on one pretended GPU.
+
+    Attributes:
+        k: draft tokens a step; 0 where the target was loaded alone.
+        ok: no error, neither vLLM's nor one in the account.
+        num_errors: findings of this dry load that are errors.
+        runner: vLLM's model runner, v1 or v2.
+        seconds: of all stages together.
+        peak_mib: of the process that loaded.
+    """
+
+    gpu: str
+    tp: Count
+    k: NumDrafts
+    ok: bool
+    num_errors: Count = 0
+    failure: LoadFailure | None = None
+    target: LoadedModel
+    draft: LoadedModel
+    runner: str = ""
+    seconds: Figure = 0.0
+    peak_mib: Count = 0
+
+
+class Fault(Fact):
+    """A runtime parameter that was not written over all its elements.
+
+    Attributes:
+        param: its name in vLLM.
+        num_written, num_expected: elements.
+        dtype: the parameter's.
+        sources: the tensors on disk that it was written from, each with the elements written.
+    """
+
+    param: str
+    num_written: int
+    num_expected: int
+    dtype: str
+    sources: dict[str, int]
+
+
+class Misfit(Fact):
+    """A write that changed what it wrote: numbers cast between packed and wide formats, or one value spread over many.
+
+    Attributes:
+        param: the parameter's name in vLLM.
+        tensor: the tensors on disk, comma-separated.
+        given, wanted: dtype or shape on disk, and that of the parameter.
+    """
+
+    param: str
+    tensor: str
+    given: str
+    wanted: str
+
+
+class Question(Fact):
+    """What vLLM asked a quantization config while it built a layer, and the answer ("" for none).
+
+    Attributes:
+        prefix: the name that it asked about.
+        layer: class of the layer.
+        path: the layer's place in the model, which its parameters are named after.
+    """
+
+    prefix: str
+    layer: str
+    method: str
+    scheme: str
+    path: str
+
+
+class ModelAccount(Fact):
+    """How the parameters of a target or a draft were written.
+
+    Attributes:
+        unwritten: parameters that are uninitialised memory.
+        default: parameters that keep the value of their construction.
+        partial: parameters that were filled in part.
+        padded: parameters that were filled as far as the checkpoint goes; the rest is padding on purpose.
+        asked: what the quantization config was asked, in the order of construction.
+    """
+
+    unwritten: tuple[Fault, ...] = ()
+    default: tuple[Fault, ...] = ()
+    partial: tuple[Fault, ...] = ()
+    padded: tuple[Fault, ...] = ()
+    casts: tuple[Misfit, ...] = ()
+    broadcasts: tuple[Misfit, ...] = ()
+    asked: tuple[Question, ...] = ()
+
+
+class LoadAccount(Fact):
+    """A dry load, and everything that was seen of it.
+
+    Attributes:
+        path: the checkpoint.
+        unconsumed: tensors on disk that neither target nor draft used.
+        truncated: (tensor, elements used, elements) of those used in part; known at TP 1 only.
+        quant_config: vLLM's class; "" for none.
+    """
+
+    path: str
+    load: DryLoad
+    target: ModelAccount = ModelAccount()
+    draft: ModelAccount = ModelAccount()
+    unconsumed: tuple[str, ...] = ()
+    truncated: tuple[tuple[str, int, int], ...] = ()
+    quant_config: str = ""
+
+    def of(self, role: Role) -> tuple[LoadedModel, ModelAccount]:
+        """What was loaded as target or draft, and how its parameters were written."""
+        return (self.load.target, self.target) if role == "target" else (self.load.draft, self.draft)
+
+    def counted(self, num_errors: int) -> "LoadAccount":
+        """The same with the number of its findings that are errors."""
+        load = self.load.model_copy(update={"ok": not num_errors, "num_errors": num_errors})
+        return self.model_copy(update={"load": load})
+
+
+def places(loads: Iterable[DryLoad], *, is_named: bool = False) -> str:
+    """`sm90 and sm100 at TP 1 and 4`, or `sm90 at TP 1 and sm120 at TP 4` where the TP sizes differ.
+
+    `is_named`: with the names that people know, `sm100 (B200)`.
+    """
+    by_gpu: dict[str, list[int]] = defaultdict(list)
+    for load in loads:
+        if load.tp not in by_gpu[load.gpu]:
+            by_gpu[load.gpu].append(load.tp)
+    together: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for gpu, sizes in by_gpu.items():
+        together[tuple(sizes)].append(gpu_title(gpu) if is_named else gpu)
+    return listed([f"{listed(gpus)} at TP {listed(sizes)}" for sizes, gpus in together.items()])
+
+
+def listed(words: Iterable[object]) -> str:
+    """`a, b and c`."""
+    *most, last = [str(word) for word in words]
+    return f"{', '.join(most)} and {last}" if most else last

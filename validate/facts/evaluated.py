@@ -1,0 +1,239 @@
+"""What GSM8K gave: scores of source and checkpoint under one protocol, their difference, and the draft counters.
+
+In: lm-eval's scores (`lm_eval_task.py`), pairs of answers (`validate/facts/paired.py`) and vLLM's counters.
+Out: an `EvaluationFact`. gsm8k.json and report.json hold it, field by field.
+
+Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these figures are good enough.
+And the third arm, `plain`, is no third model: it is the checkpoint's own bytes, served without method=mtp.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from ...checkpoints.fact import Count, Fact, Figure, Share
+from ...recipes.protocol import Evaluation
+from ...recipes.tasks import TASKS
+from .served import AsServed, Drafts
+
+Arm = Literal["source", "checkpoint", "plain"]
+"""Who is asked. `plain` is the checkpoint once more, with MTP off."""
+ARM_TITLES: Mapping[Arm, str] = {"source": "source", "checkpoint": "checkpoint", "plain": "checkpoint, MTP off"}
+NOT_EMPTY = "not empty"
+"""Reads an answer as right where there is any text in it."""
+
+
+def mean_of_questions(values: Sequence[float], num_questions: int) -> tuple[float, float]:
+    """Mean and standard error of a score.
+
+    Args:
+        values: what each answer gets, from 0 to 1; run after run, each with all questions in one order.
+        num_questions: of one run.
+
+    Returns: the mean over all, and its standard error over questions, each with the mean of its runs: the runs of one
+        question are no further questions.
+    """
+    means = [fmean(values[number::num_questions]) for number in range(num_questions)]
+    return fmean(means), stdev(means) / sqrt(num_questions) if num_questions > 1 else 0.0
+
+
+class ScoreFact(Fact):
+    """Share of questions answered right, as one of lm-eval's filters or metrics reads the answers.
+
+    Attributes:
+        filter: strict-match wants "#### 12", flexible-extract takes the last number; recipes/tasks.py has the others.
+        value: from 0 to 1.
+        stderr: of the mean over questions.
+    """
+
+    filter: str
+    value: Share
+    stderr: Figure
+
+
+class PairedFact(Fact):
+    """One filter's answers of source and checkpoint, question by question.
+
+    Attributes:
+        difference: checkpoint less source, as a share of all questions; negative is a loss.
+        stderr: of `difference`, from the pairs.
+        low, high: two-sided confidence interval of `difference` at `confidence`.
+        both, only_source, only_checkpoint, neither: questions that they answer right.
+    """
+
+    filter: str
+    difference: Annotated[float, Field(ge=-1, le=1)]
+    stderr: Figure
+    low: Annotated[float, Field(ge=-1, le=1)]
+    high: Annotated[float, Field(ge=-1, le=1)]
+    confidence: Share
+    both: Count
+    only_source: Count
+    only_checkpoint: Count
+    neither: Count
+
+
+class EvaluatedFact(Drafts):
+    """One checkpoint's answers, and vLLM's counters over the same questions.
+
+    The counters lack the steps that were in flight when a sitting was cut off.
+
+    Attributes:
+        sha256: of the checkpoint's bytes, as `Identity.sha256`.
+        num_questions: that were asked and answered.
+        num_truncated: answers cut at max_tokens.
+        num_empty: answers without any text.
+        num_tokens: generated.
+        seconds: of asking, over all sittings if it was interrupted.
+        sittings: servers that were started; more than one where a run was resumed.
+        samples: file in the report's folder with a line for each question, and its SHA-256.
+    """
+
+    role: Arm
+    path: str
+    sha256: str
+    as_served: AsServed
+    reason: str
+    scores: Annotated[tuple[ScoreFact, ...], Field(min_length=1)]
+    num_questions: Annotated[int, Field(gt=0)]
+    num_truncated: Count
+    num_empty: Count
+    num_tokens: Count
+    seconds: Figure
+    sittings: Count
+    samples: str
+    samples_sha256: str
+
+    def score(self, name: str) -> ScoreFact:
+        """The score that one filter gives."""
+        return next(score for score in self.scores if score.filter == name)
+
+    @property
+    def title(self) -> str:
+        """The role for people."""
+        return ARM_TITLES[self.role]
+
+
+class SwitchFact(Fact):
+    """Questions on which drafting and not drafting come to another result, as one reading of the answers sees them.
+
+    Attributes:
+        reads: one of lm-eval's filters, or `not empty`.
+        both, only_plain, only_drafting, neither: questions that are right with MTP off and on, with one of them, never.
+        chance: how often two equal servers would split at least as unevenly (exact two-sided sign test: McNemar's).
+        questions: the first few that only one of them gets right, numbered from 0, as in the files of answers.
+    """
+
+    reads: str
+    both: Count
+    only_plain: Count
+    only_drafting: Count
+    neither: Count
+    chance: Share
+    questions: tuple[Count, ...] = ()
+
+
+class ChangedAnswer(Fact):
+    """One answer that is another text with drafting: both texts around the first character that differs."""
+
+    question: Count
+    plain: str
+    drafting: str
+
+
+class DraftingFact(Fact):
+    """What drafting changes: the checkpoint's greedy answers with MTP on against those with MTP off.
+
+    Attributes:
+        switches: a row for each filter, then `not empty`.
+        num_changed: answers whose text is another.
+        changed: the first few of them.
+    """
+
+    switches: tuple[SwitchFact, ...]
+    num_changed: Count
+    changed: tuple[ChangedAnswer, ...]
+
+
+class TaskFact(Fact):
+    """One task through real servers with method=mtp.
+
+    Attributes:
+        protocol: the recipe's `evaluation` block, defaults filled in.
+        dataset_sha256: of the questions and answers that were asked, in order.
+        source: what the checkpoint was made from; None where it was not evaluated.
+        paired: a row for each filter; empty without a source.
+        plain: the checkpoint without method=mtp; None where it was not asked so.
+        drafting: `checkpoint` against `plain`.
+        environment: versions of lm-eval, vLLM, torch, transformers, and the device.
+    """
+
+    protocol: Evaluation
+    dataset_sha256: str
+    source: EvaluatedFact | None
+    checkpoint: EvaluatedFact
+    paired: tuple[PairedFact, ...]
+    environment: Mapping[str, str]
+    plain: EvaluatedFact | None = None
+    drafting: DraftingFact | None = None
+
+    def judged_filter(self, wanted: str) -> str:
+        """The filter whose score counts: the recipe's for GSM8K, and for a task that has it; else the task's own."""
+        names = [score.filter for score in self.checkpoint.scores]
+        return (
+            wanted if wanted in names or self.protocol.task.startswith("gsm8k") else TASKS[self.protocol.task].headline
+        )
+
+    def pair(self, wanted: str) -> PairedFact | None:
+        """The pairs of the filter that counts; None without a source."""
+        name = self.judged_filter(wanted)
+        return next((pair for pair in self.paired if pair.filter == name), None)
+
+    @property
+    def evaluated(self) -> tuple[EvaluatedFact, ...]:
+        """Those that draft: source first, then the checkpoint."""
+        return (self.checkpoint,) if self.source is None else (self.source, self.checkpoint)
+
+    @property
+    def arms(self) -> tuple[EvaluatedFact, ...]:
+        """All that were asked: the same, then the checkpoint with MTP off."""
+        return self.evaluated if self.plain is None else (*self.evaluated, self.plain)
+
+    @model_validator(mode="after")
+    def _has_the_same_filters(self) -> "TaskFact":
+        names = [score.filter for score in self.checkpoint.scores]
+        if len(set(names)) != len(names):
+            raise ValueError("scores must be of different filters")
+        if any([score.filter for score in arm.scores] != names for arm in self.arms):
+            raise ValueError("all must be scored by the same filters")
+        if [pair.filter for pair in self.paired] != (names if self.source else []):
+            raise ValueError("paired must have a row for each filter where there is a source")
+        switches = [switch.reads for switch in self.drafting.switches] if self.drafting else []
+        if switches != ([*names, NOT_EMPTY] if self.plain else []):
+            raise ValueError("drafting must have a row for each filter, and one more, where there are plain answers")
+        return self
+
+
+class EvaluationFact(TaskFact):
+    """What `keepmtp eval` measured: the recipe's first task, and the others that it lists.
+
+    Attributes:
+        tasks: the others, each with a protocol of its own.
+    """
+
+    tasks: tuple[TaskFact, ...] = ()
+
+    @property
+    def by_task(self) -> tuple[TaskFact, ...]:
+        """All tasks, the recipe's first one first."""
+        return (self, *self.tasks)
+
+    @model_validator(mode="after")
+    def _names_each_task_once(self) -> "EvaluationFact":
+        names = [one.protocol.task for one in self.by_task]
+        if len(set(names)) != len(names):
+            raise ValueError("tasks must be different tasks")
+        return self

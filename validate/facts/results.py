@@ -1,0 +1,274 @@
+"""The result files of one checkpoint: what each station measured, with the bytes it measured it on.
+
+In: a station's values and the checkpoint's identity. Out: `check.json`, `serve.json`, `gsm8k.json`, `bench.json` and
+`closeness.json` in the evidence folder, `NAME.report` next to the checkpoint NAME. `report.py` reads them and makes
+report.json of them.
+
+    station, schema                 check, serve, gsm8k, bench or closeness; the form of its data, a number of SCHEMAS
+    keepmtp, vllm, made_at          what measured, and when (UTC)
+    checkpoint                      `Identity`: the bytes, file by file
+    data                            `CheckData`, `ServeCheck`, `EvaluationFact`, `BenchFact` or `ClosenessFact`
+    seal                            SHA-256 of all of that; a file that was edited is refused, and measured again
+
+Easy to get wrong: a result says nothing about a checkpoint whose bytes have changed since. The identity is taken before
+the measurement, and the same file holds both. And a seal is no signature: it finds an edited number, and nobody who
+computes it anew. So what can be computed again from other facts is (rederived.py, recount.py).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, TypeVar, overload
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+
+from ... import __version__
+from ...checkpoints.fact import Fact
+from ...checkpoints.files import write_whole
+from ...checkpoints.identity import Identity
+from ...checkpoints.json_file import read_bytes_of
+from ...quantize.calibrate.mtp.facts import CalibrationFact
+from ...recipes.errors import CheckpointError, first_fault
+from .benched import BenchFact
+from .closeness import ClosenessFact
+from .dry_load import DryLoad
+from .evaluated import EvaluationFact
+from .findings import CheckpointFacts, Finding
+from .schema import GroupSize
+from .served import ServeCheck
+
+Station = Literal["check", "serve", "gsm8k", "bench", "closeness"]
+STATIONS: tuple[Station, ...] = ("check", "serve", "gsm8k", "bench", "closeness")
+COMMANDS: Mapping[Station, str] = {
+    "check": "keepmtp check {} --record",
+    "serve": "keepmtp serve-check {}",
+    "gsm8k": "keepmtp eval {}",
+    "bench": "keepmtp bench {}",
+    "closeness": "keepmtp closeness {}",
+}
+"""What measures, with the checkpoint's place left open."""
+SCHEMAS: Mapping[Station, int] = {"check": 2, "serve": 3, "gsm8k": 3, "bench": 1, "closeness": 1}
+"""The form of each station's data; another number is refused."""
+TIME = "%Y-%m-%d %H:%M:%S UTC"
+
+
+class CheckData(Fact):
+    """The static check and the dry loads; `absent` says why sizes, dry or calibration is empty, where that is known."""
+
+    path: str
+    facts: CheckpointFacts
+    findings: tuple[Finding, ...]
+    sizes: tuple[GroupSize, ...] = ()
+    dry: tuple[DryLoad, ...] = ()
+    calibration: CalibrationFact | None = None
+    absent: Mapping[str, str] = Field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """No errors; warnings do not count."""
+        return all(finding.severity != "error" for finding in self.findings)
+
+
+Data = TypeVar("Data", CheckData, ServeCheck, EvaluationFact, BenchFact, ClosenessFact)
+
+
+class Result(BaseModel, Generic[Data]):
+    """One result file; see the module's docstring."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+
+    station: Station
+    version: int = Field(alias="schema")
+    keepmtp: str
+    vllm: str
+    made_at: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$")]
+    checkpoint: Identity
+    data: Data
+    seal: str = ""
+
+    @field_validator("version")
+    @classmethod
+    def _is_the_stations(cls, version: int, info: ValidationInfo) -> int:
+        """A file that is read must have the number of the station that its name says: the context."""
+        if info.context and version != SCHEMAS[info.context]:
+            raise ValueError(f"Input should be {SCHEMAS[info.context]}")
+        return version
+
+
+def report_folder(checkpoint: Path) -> Path:
+    """The evidence folder of a checkpoint folder: `NAME.report` beside NAME."""
+    whole = Path(os.path.realpath(checkpoint))  # `resolve` raises on a link to itself
+    return whole.with_name(f"{whole.name}.report")
+
+
+def results_of(path: Path) -> Path | None:
+    """The folder of results that a person means by a checkpoint's folder or by NAME.report; None for a file."""
+    if path.suffix == ".report" or not (path.is_dir() or report_folder(path).is_dir()):
+        return path if path.is_dir() else None
+    return report_folder(path)
+
+
+def checkpoint_folder(evidence: Path) -> Path:
+    """The checkpoint of an evidence folder; the folder itself need not be there.
+
+    Raises:
+        CheckpointError: the name does not end in .report.
+    """
+    whole = Path(os.path.realpath(evidence))
+    if whole.suffix != ".report":
+        raise CheckpointError(
+            evidence,
+            "an evidence folder is NAME.report, beside the checkpoint NAME",
+            got=whole.name,
+            cure="Name the checkpoint's",
+        )
+    return whole.with_suffix("")
+
+
+def command(station: Station, folder: Path) -> str:
+    """What a person types to measure again what an evidence folder holds."""
+    name = folder.with_suffix("") if folder.suffix == ".report" else "CHECKPOINT"
+    return COMMANDS[station].format(name)
+
+
+def file_of(folder: Path, station: Station) -> Path:
+    """The file of a station's result in an evidence folder."""
+    return folder / f"{station}.json"
+
+
+@overload
+def write_result(
+    folder: Path,
+    station: Literal["check"],
+    data: CheckData,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path: ...
+@overload
+def write_result(
+    folder: Path,
+    station: Literal["serve"],
+    data: ServeCheck,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path: ...
+@overload
+def write_result(
+    folder: Path,
+    station: Literal["gsm8k"],
+    data: EvaluationFact,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path: ...
+@overload
+def write_result(
+    folder: Path,
+    station: Literal["bench"],
+    data: BenchFact,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path: ...
+@overload
+def write_result(
+    folder: Path,
+    station: Literal["closeness"],
+    data: ClosenessFact,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path: ...
+def write_result(
+    folder: Path,
+    station: Station,
+    data: CheckData | ServeCheck | EvaluationFact | BenchFact | ClosenessFact,
+    *,
+    checkpoint: Identity,
+    vllm: str,
+    made_at: datetime | None = None,
+) -> Path:
+    """Write a station's result over an older one; returns the file's path.
+
+    Args:
+        folder: evidence folder, from `report_folder`; made if need be.
+        station: which file.
+        data: what was measured.
+        checkpoint: the bytes it was measured on, from `identity.identify`.
+        vllm: the version that judged or served.
+        made_at: default now.
+    """
+    when = (made_at or datetime.now(UTC)).strftime(TIME)
+    result = _FORMS[station](
+        station=station,
+        schema=SCHEMAS[station],
+        keepmtp=__version__,
+        vllm=vllm,
+        made_at=when,
+        checkpoint=checkpoint,
+        data=data,
+    )
+    content = result.model_dump(mode="json", by_alias=True)
+    sealed = content | {"seal": seal_of(content)}
+    return write_whole(file_of(folder, station), json.dumps(sealed, indent=2, ensure_ascii=False) + "\n")
+
+
+def seal_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a result file's content without its seal, whatever the layout of the file."""
+    told = {key: value for key, value in content.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+@overload
+def read_result(folder: Path, station: Literal["check"]) -> Result[CheckData] | None: ...
+@overload
+def read_result(folder: Path, station: Literal["serve"]) -> Result[ServeCheck] | None: ...
+@overload
+def read_result(folder: Path, station: Literal["gsm8k"]) -> Result[EvaluationFact] | None: ...
+@overload
+def read_result(folder: Path, station: Literal["bench"]) -> Result[BenchFact] | None: ...
+@overload
+def read_result(folder: Path, station: Literal["closeness"]) -> Result[ClosenessFact] | None: ...
+def read_result(folder: Path, station: Station) -> Result[Any] | None:
+    """A station's result, or None if it left none.
+
+    Raises:
+        CheckpointError: no JSON, another version or station, a figure that could not have been measured, or a file that
+            was edited since.
+    """
+    path = file_of(folder, station)
+    cure = f"Run `{command(station, folder)}` again"
+    if not path.exists():
+        return None
+    text = read_bytes_of(path, path, cure=cure)
+    try:
+        result = _FORMS[station].model_validate_json(text, context=station)
+    except ValidationError as error:
+        rule = f"must be a result of version {SCHEMAS[station]}"
+        raise CheckpointError(path, rule, got=first_fault(error), cure=cure) from error
+    if result.station != station:
+        raise CheckpointError(path, f"must be a result of {station}", got=result.station, cure=cure)
+    # The file itself, not what was read of it: computed figures are not read.
+    if (seal := seal_of(json.loads(text))) != result.seal:
+        rule = f"must be as its station wrote it, with the SHA-256 {result.seal or 'that it has to name'}"
+        raise CheckpointError(path, rule, got=f"{seal}: it was edited", cure=cure)
+    return result
+
+
+_FORMS: Mapping[Station, type[Result[Any]]] = {
+    "check": Result[CheckData],
+    "serve": Result[ServeCheck],
+    "gsm8k": Result[EvaluationFact],
+    "bench": Result[BenchFact],
+    "closeness": Result[ClosenessFact],
+}

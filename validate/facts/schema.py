@@ -1,0 +1,142 @@
+"""report.json, version 6: everything that was found about one checkpoint.
+
+In and out: the file itself. `report.py` fills it, `html.py` makes the page and `validate/report/card.py` the model
+card from it and from nothing else.
+
+    schema, keepmtp, vllm, made_at      6, what wrote it, the vLLM that judged, when (UTC)
+    path, verdict {ok, label, says}     the checkpoint, and the sentence on top of the page
+    facts                               family, dialect, counts, bytes, forms of the MTP block
+    findings [...]                      origin (static, dry, values), severity, where, says, cure, rule, count
+    sizes [...]                         part, group, num_tensors, num_bytes, num_bytes_before
+    dry [...]                           gpu, tp, k, ok, failure, target, draft, seconds, ...: a pretended GPU each
+    calibration {...}                   what keepmtp.json says: data, coverage, acceptance by rows, candidates
+    serve {...}                         what real servers did: source, checkpoint, runs by k
+    evaluation {...}                    GSM8K of source and checkpoint under one protocol, paired, with draft counters
+    bench {...}                         tokens a second by k and load, and the k that is recommended for each load
+    closeness {...}                     divergence and flips between the served source and checkpoint on held-out text
+    judgement {...}                     the recipe's gates: pass, regression or infeasible, with a reason each
+    identity {...}                      the bytes that all of this was measured on, file by file
+    results {file: sha256}              result files in the same folder with the same numbers
+    absent {part: sentence}             why sizes, dry, calibration, serve, evaluation or identity is empty
+
+Easy to get wrong: a field that is added, renamed or read otherwise is a new version; unknown fields are refused, so
+that a page never leaves out what it does not know.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from ...checkpoints.fact import Count, Fact
+from ...checkpoints.identity import Identity
+from ...quantize.calibrate.mtp.facts import CalibrationFact
+from ...recipes.protocol import Gates
+from .benched import BenchFact
+from .closeness import ClosenessFact
+from .dry_load import DryLoad
+from .evaluated import EvaluationFact
+from .findings import CheckpointFacts, Finding
+from .served import ServeCheck
+
+JudgementWord = Literal["pass", "regression", "infeasible"]
+
+
+class GroupSize(Fact):
+    """Bytes of one module group, scales included; `num_bytes_before` is the source's, None if none was given."""
+
+    part: str
+    group: str
+    num_tensors: Count
+    num_bytes: Count
+    num_bytes_before: Count | None = None
+
+
+class ReasonFact(Fact):
+    """One gate's answer.
+
+    Attributes:
+        gate: findings, loads, acceptance, the first task's name, mean recovery, worst task, drafting, speed or
+            closeness.
+        says: a sentence with the figures.
+        needed: samples (questions or drafted tokens) that would settle it; None where it is not a matter of samples.
+    """
+
+    gate: str
+    verdict: JudgementWord
+    says: str
+    needed: Annotated[int, Field(gt=0)] | None = None
+
+    @property
+    def title(self) -> str:
+        """The verdict for people, who read what is missing and not that a verdict is infeasible."""
+        if self.verdict != "infeasible":
+            return self.verdict
+        return "too few samples" if self.needed else "not measured"
+
+
+class JudgementFact(Fact):
+    """The recipe's gates together: the worst of the reasons, regression before infeasible before pass."""
+
+    verdict: JudgementWord
+    gates: Gates
+    reasons: Annotated[tuple[ReasonFact, ...], Field(min_length=1)]
+
+    @property
+    def title(self) -> str:
+        """The verdict for people: that of the reasons which it comes from."""
+        titles = [reason.title for reason in self.reasons if reason.verdict == self.verdict]
+        return "not measured" if "not measured" in titles else next(iter(titles), self.verdict)
+
+
+class VerdictFact(Fact):
+    """The sentence on top, and how far the checkpoint came in a word or three."""
+
+    ok: bool
+    label: Literal["No fault found", "Loads", "Served", "Loads and drafts", "Not ready"]
+    says: str
+
+
+class FullReport(Fact):
+    """The file; see the module's docstring."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_by_name=True, validate_by_alias=True)
+
+    version: Literal[6] = Field(default=6, alias="schema")
+    keepmtp: str
+    vllm: str
+    made_at: str
+    path: str
+    verdict: VerdictFact
+    facts: CheckpointFacts
+    findings: tuple[Finding, ...]
+    sizes: tuple[GroupSize, ...] = ()
+    dry: tuple[DryLoad, ...] = ()
+    calibration: CalibrationFact | None = None
+    serve: ServeCheck | None = None
+    evaluation: EvaluationFact | None = None
+    bench: BenchFact | None = None
+    closeness: ClosenessFact | None = None
+    judgement: JudgementFact | None = None
+    identity: Identity | None = None
+    results: Mapping[str, str] = Field(default_factory=dict)
+    absent: Mapping[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _says_what_is_absent(self) -> Self:
+        """The page shows the reason where it would show the part."""
+        for part in ("sizes", "dry", "calibration", "serve", "evaluation", "identity"):
+            if not getattr(self, part) and part not in self.absent:
+                raise ValueError(f"absent.{part} must say why there is no {part}")
+        return self
+
+    @model_validator(mode="after")
+    def _judges_a_score_that_is_there(self) -> "FullReport":
+        scores = self.evaluation.checkpoint.scores if self.evaluation else ()
+        names = {score.filter for score in scores}
+        wanted = (
+            self.evaluation.judged_filter(self.judgement.gates.filter) if self.evaluation and self.judgement else ""
+        )
+        if wanted and wanted not in names:
+            raise ValueError(f"judgement.gates.filter must be one of the evaluation's, {', '.join(sorted(names))}")
+        return self

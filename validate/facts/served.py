@@ -1,0 +1,248 @@
+"""What real vLLM servers did with a checkpoint and its source, with and without method=mtp.
+
+In: outputs, vLLM's draft counters and times, which `validate/measure/serve_check.py` measures.
+Out: a `ServeCheck`: every server of both checkpoints. serve.json and report.json hold it, field by field.
+
+Easy to get wrong: nothing is judged here. `validate/report/gates.py` alone says whether these figures are good enough,
+by the recipe's limits.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, computed_field
+
+from ...checkpoints.fact import Count, Fact, Figure, NumDrafts
+
+Role = Literal["source", "checkpoint"]
+AsServed = Literal["native", "BF16 copy of the same weights"]
+
+GAP_TOLERANCE = 0.25
+"""Largest log-probability gap, in nats, at which two greedy runs may part without a fault.
+
+BF16 logits near 16 are 0.0625 or 0.125 apart, and two of them decide; vLLM's CPU kernels were seen to part at 0.156.
+"""
+
+
+class Output(Fact):
+    """What one server wrote after one prompt, greedily.
+
+    Attributes:
+        token_ids: the tokens, up to the end of text or the limit.
+        text: the same as text.
+        top_logprobs: for each token, log-probability by token id of the likeliest few; empty where nobody asked for
+            them. No file holds them.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    top_logprobs: tuple[Mapping[int, float], ...] = Field(default=(), exclude=True, repr=False)
+
+
+class Parting(Fact):
+    """Where the output of one prompt parts from that of k=0.
+
+    Attributes:
+        prompt: number of the prompt, from 0.
+        at: index of the first token that differs.
+        plain_token: token id without drafting; None where that output had ended.
+        token: token id with drafting; None where this output had ended.
+        gap: log-probability without drafting of `plain_token` less that of `token`, in nats; None where it is unknown,
+            because `token` was not among the likeliest few.
+    """
+
+    prompt: Count
+    at: Count
+    plain_token: int | None
+    token: int | None
+    gap: Annotated[float, Field(allow_inf_nan=False)] | None
+
+    @computed_field
+    @property
+    def is_near_tie(self) -> bool:
+        """The two tokens were so close that rounding may have chosen."""
+        return self.gap is not None and self.gap <= GAP_TOLERANCE
+
+
+class Drafts(Fact):
+    """vLLM's draft counters over some prompts.
+
+    Attributes:
+        drafts: speculative steps (`vllm:spec_decode_num_drafts_total`).
+        draft_tokens: tokens that were drafted.
+        accepted_tokens: drafted tokens that the target kept.
+        accepted_per_position: the same by position in the draft, k values.
+    """
+
+    drafts: Count = 0
+    draft_tokens: Count = 0
+    accepted_tokens: Count = 0
+    accepted_per_position: Annotated[tuple[Count, ...], Field(max_length=1024)] = ()
+
+    @computed_field
+    @property
+    def acceptance(self) -> float | None:
+        """Share of drafted tokens that were kept; None where nothing was drafted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
+
+    @computed_field
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...]:
+        """Share of drafts whose token at each position was kept."""
+        return tuple(count / self.drafts for count in self.accepted_per_position) if self.drafts else ()
+
+    @computed_field
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """Tokens a step of the target: the accepted ones and the target's own; None where nothing was drafted."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
+
+    def since(self, earlier: "Drafts") -> "Drafts":
+        """These counters less earlier ones of the same server."""
+        zeros = (0,) * (len(self.accepted_per_position) - len(earlier.accepted_per_position))
+        pairs = zip(self.accepted_per_position, (*earlier.accepted_per_position, *zeros), strict=True)
+        return Drafts(
+            drafts=self.drafts - earlier.drafts,
+            draft_tokens=self.draft_tokens - earlier.draft_tokens,
+            accepted_tokens=self.accepted_tokens - earlier.accepted_tokens,
+            accepted_per_position=tuple(now - before for now, before in pairs),
+        )
+
+
+class Run(Drafts):
+    """One server, for one checkpoint with k speculative tokens (0: without method=mtp), and its counters.
+
+    Attributes:
+        loaded: the server came up and answered every prompt.
+        seconds_to_health: process start to a healthy server; None if it never was.
+        tokens_per_second: generated tokens over wall time, one request at a time, prompts and log-probabilities
+            included; None if not loaded.
+        speed_up: tokens a second over those of k=0 of the same checkpoint; None where there is nothing to compare with
+            (k=0 itself, or it did not load).
+        outputs: one for each prompt; empty if not loaded.
+        partings: prompts whose output differs from that of k=0 of the same checkpoint; None as for `speed_up`.
+        is_repeatable: the first prompt, which is asked twice, got the same tokens both times.
+        unwritten: runtime parameters that vLLM's weight tracking found without a tensor in the checkpoint and that
+            no rule explains; the run was then repeated without tracking.
+        notes: what a reader should know, a sentence each.
+        error: vLLM's last error words; "" if loaded.
+        log: path of the server's log.
+    """
+
+    k: NumDrafts
+    loaded: bool
+    seconds_to_health: Figure | None = None
+    tokens_per_second: Figure | None = None
+    speed_up: Figure | None = None
+    outputs: tuple[Output, ...] = ()
+    partings: tuple[Parting, ...] | None = None
+    is_repeatable: bool = True
+    unwritten: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    error: str = ""
+    log: str = ""
+
+
+class Served(Fact):
+    """One checkpoint and every server that was started for it.
+
+    Attributes:
+        role: the checkpoint that is judged, or the source that it is compared with.
+        path: what the user named.
+        as_served: the files themselves, or a BF16 copy of the same weights where this CPU has no kernel for them.
+        reason: why a copy was served, and what that leaves unjudged; "" for native.
+        dtype: what its weights are stored as, largest share first ("fp8_channel, plain").
+        num_bytes: of its safetensors entries, before any copy.
+        runs: by k, ascending.
+    """
+
+    role: Role
+    path: str
+    as_served: AsServed
+    reason: str
+    dtype: str
+    num_bytes: Count
+    runs: tuple[Run, ...]
+
+    def run(self, k: int) -> Run | None:
+        """The server with k speculative tokens, if one came up."""
+        return next((run for run in self.runs if run.k == k and run.loaded), None)
+
+    @property
+    def drafting(self) -> tuple[Run, ...]:
+        """The servers that came up with method=mtp, by k."""
+        return tuple(run for run in self.runs if run.k and run.loaded)
+
+
+class ServeCheck(Fact):
+    """Everything that `keepmtp serve-check` measured.
+
+    Attributes:
+        source: what the checkpoint is compared with; None where the user had none.
+        checkpoint: the checkpoint that is judged.
+        prompts: what was asked.
+        max_tokens: limit of tokens a prompt.
+        environment: versions and device, words by name ("vllm": "0.32.0", "device": "CPU ...").
+        seconds: wall time of the whole check.
+    """
+
+    source: Served | None
+    checkpoint: Served
+    prompts: tuple[str, ...]
+    max_tokens: Count
+    environment: Mapping[str, str]
+    seconds: Figure
+
+    @property
+    def served(self) -> tuple[Served, ...]:
+        """Source first, then the checkpoint."""
+        return (self.checkpoint,) if self.source is None else (self.source, self.checkpoint)
+
+
+def total(counted: Sequence[Drafts]) -> Drafts:
+    """The counters of several servers together."""
+    positions = max((len(one.accepted_per_position) for one in counted), default=0)
+    sums = [0] * positions
+    for one in counted:
+        for position, accepted in enumerate(one.accepted_per_position):
+            sums[position] += accepted
+    return Drafts(
+        drafts=sum(one.drafts for one in counted),
+        draft_tokens=sum(one.draft_tokens for one in counted),
+        accepted_tokens=sum(one.accepted_tokens for one in counted),
+        accepted_per_position=tuple(sums),
+    )
+
+
+def counters(counted: Drafts) -> dict[str, Any]:
+    """The four counts alone, by name: fields of a fact that has them among others."""
+    return {name: getattr(counted, name) for name in Drafts.model_fields}
+
+
+def partings(plain: Sequence[Output], drafted: Sequence[Output]) -> tuple[Parting, ...]:
+    """The prompts whose greedy output is not that of k=0, each at its first token that differs.
+
+    Args:
+        plain: outputs of k=0, with log-probabilities.
+        drafted: outputs of k>0 for the same prompts.
+    """
+    return tuple(
+        _parting(prompt, before, after)
+        for prompt, (before, after) in enumerate(zip(plain, drafted, strict=True))
+        if before.token_ids != after.token_ids
+    )
+
+
+def _parting(prompt: int, plain: Output, drafted: Output) -> Parting:
+    shorter = min(len(plain.token_ids), len(drafted.token_ids))
+    at = next((i for i in range(shorter) if plain.token_ids[i] != drafted.token_ids[i]), shorter)
+    plain_token, token = _at(plain.token_ids, at), _at(drafted.token_ids, at)
+    likeliest = plain.top_logprobs[at] if at < len(plain.top_logprobs) else {}
+    gap = None
+    if plain_token is not None and token is not None and plain_token in likeliest and token in likeliest:
+        gap = likeliest[plain_token] - likeliest[token]
+    return Parting(prompt=prompt, at=at, plain_token=plain_token, token=token, gap=gap)
+
+
+def _at(ids: Sequence[int], index: int) -> int | None:
+    return ids[index] if index < len(ids) else None

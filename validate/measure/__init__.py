@@ -1,0 +1,1 @@
+"""Real vLLM servers, started, asked and measured: acceptance, tasks, closeness and speed."""

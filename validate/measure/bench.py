@@ -1,0 +1,402 @@
+"""Measures a matrix: a checkpoint and its source, each with every k, under every load, several times.
+
+In: local checkpoints, a `BenchPlan` and a `VLLM`. Out: a `BenchFact`, and the file of each checkpoint's repetitions.
+
+The order: a server for each k; with it every load once, then every load again. So a machine that becomes slower shows
+in the spread of a cell. What changes from one server to the next shows only with a second round, which starts every
+server again, in the other direction.
+
+Easy to get wrong: the same requests in the same order for every k, greedily, so that all do the same work. And answers
+end by themselves: a model that is made to write on after its end repeats itself, and a draft guesses that too easily.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...checkpoints.files import held
+from ...checkpoints.identity import Identity
+from ...checkpoints.source import Source
+from ...recipes.errors import RecipeError
+from ...recipes.families import find_view
+from ..facts.benched import BenchCell, Benched, BenchFact, RequestForm, words_of
+from ..facts.served import AsServed, Role
+from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
+from .bench_client import Client, RequestsFailed, benchmarking
+from .bench_lines import BenchHeader, Lines, MatrixPlace, Measured, open_lines
+from .bench_prompts import Prompts, Request, longest, num_requests, requests, taken
+from .bf16_copy import why_no_kernel
+from .serve_check import COPY, UNTRIED, bf16_copy, has_template, ks_up_to, lack_of_kernel
+from .server import ServerFailed, serving
+
+WARM_UP_TOKENS = 32
+"""Of each answer before a load is measured: kernels are compiled and graphs captured for its number of requests."""
+_SPEED_OF_A_COPY = "the speed of the copy is not the checkpoint's"
+
+Load = tuple[int, int]
+"""Requests in flight, and context."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchStep:
+    """How far one checkpoint is.
+
+    Attributes:
+        role: which one.
+        doing: what is going on.
+        there, left: repetitions.
+        eta_seconds: at this run's rate, with its server starts; None where there is none yet.
+    """
+
+    role: Role
+    doing: str
+    there: int
+    left: int
+    eta_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchPlan:
+    """What to measure, and where to write.
+
+    Attributes:
+        ks: tokens drafted a step, ascending.
+        concurrency: requests in flight, ascending.
+        contexts: tokens that prompts are brought to; 0 leaves them as they are.
+        requests: for each load; 0 takes as many as the load needs.
+        output_tokens: limit of an answer.
+        repeat, rounds: repetitions with each server, and how often each server is started.
+        seed: of the order in which prompts are taken.
+        out: evidence folder.
+        words: further ones for `vllm serve`.
+    """
+
+    ks: tuple[int, ...]
+    concurrency: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prompts: Prompts
+    requests: int
+    output_tokens: int
+    repeat: int
+    rounds: int
+    seed: int
+    out: Path
+    timeout: float = TIMEOUT_SECONDS
+    words: tuple[str, ...] = ()
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """Every load, by context."""
+        return tuple((concurrency, context) for context in self.contexts for concurrency in self.concurrency)
+
+    @property
+    def places(self) -> tuple[MatrixPlace, ...]:
+        """Every repetition of the matrix, in the order of the run."""
+        found = []
+        for turn in range(self.rounds):
+            for k in self.ks if turn % 2 == 0 else reversed(self.ks):
+                for number in range(turn * self.repeat, (turn + 1) * self.repeat):
+                    found += [(k, *load, number) for load in self.loads]
+        return tuple(found)
+
+    def num_requests(self, load: Load) -> int:
+        """Of one repetition."""
+        return num_requests(load[0], self.requests or None)
+
+    def max_model_len(self, model: "BenchModel") -> int:
+        """Tokens of the longest prompt and its answer, at most."""
+        items = taken(self.prompts, max(map(self.num_requests, self.loads)), self.seed)
+        room = longest(items, form=model.form, contexts=self.contexts) + self.output_tokens + 16
+        return min(room, _most_tokens(model.source) or room)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchModel:
+    """One checkpoint: its files on this machine, their identity, and how it is asked."""
+
+    role: Role
+    source: Source
+    identity: Identity
+    form: RequestForm
+
+
+Watch = Callable[[BenchStep], None]
+
+
+def form_of(source: Source, words: Sequence[str]) -> RequestForm:
+    """Messages where the checkpoint or the user's words have a chat template; else texts."""
+    return "chat" if has_template(source, words) else "completions"
+
+
+def refuse_model(source: Source, plan: BenchPlan) -> None:
+    """Refuse before anything is read at length or started.
+
+    Raises:
+        RecipeError: a k that the MTP block cannot draft, a conversation without a template, or a context beyond what
+            the model was made for.
+    """
+    num_layers = find_view(source.config, source.where).num_mtp_layers
+    if not num_layers and max(plan.ks):
+        raise RecipeError(source.where, "must have an MTP block to draft with", got="none", cure="Use --k 0")
+    for k in plan.ks:
+        if k not in ks_up_to(k, num_layers):
+            rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
+            raise RecipeError("--k", rule, got=k, cure=f"Use --k 0,{num_layers}")
+    if plan.prompts.needs_template and form_of(source, plan.words) != "chat":
+        rule, cure = "conversations need a chat template", "Name prompts of one message, or add -- --chat-template FILE"
+        raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
+    most = _most_tokens(source)
+    asked = max(plan.contexts) + plan.output_tokens
+    if most is not None and asked > most:
+        rule = f"context and answer must fit max_position_embeddings, {most:,}"
+        got = f"{max(plan.contexts):,} and {plan.output_tokens:,}"
+        raise RecipeError("--context", rule, got=got, cure=f"Use --context {max(1, most - plan.output_tokens)} or less")
+
+
+def bench(
+    checkpoint: BenchModel,
+    source: BenchModel | None,
+    plan: BenchPlan,
+    *,
+    vllm: VLLM,
+    say: Callable[[str], None] | None = None,
+    watch: Watch | None = None,
+) -> BenchFact:
+    """Measure what is missing of the source's matrix, then of the checkpoint's.
+
+    Args:
+        checkpoint: what is judged.
+        source: what it was made from; None leaves it out.
+        plan: what to measure.
+        vllm: where vLLM lives.
+        say: called with a sentence on a file that is set aside.
+        watch: called with each step of progress.
+
+    Raises:
+        RecipeError: another run is at work there.
+        ServerFailed: a server did not come up, or died. What was measured is kept.
+        VLLMError: no room for a BF16 copy.
+        CheckpointError: repetitions that cannot be read, or weights that cannot be copied.
+    """
+    plan.out.mkdir(parents=True, exist_ok=True)
+    with held(plan.out, "only one run may measure into a folder"):
+        found = [_Run(model, plan, vllm, say, watch).benched() for model in (source, checkpoint) if model]
+    return BenchFact(
+        checkpoint=found[-1],
+        source=found[0] if source is not None else None,
+        prompts=plan.prompts.name,
+        prompts_sha256=plan.prompts.sha256,
+        num_prompts=len(plan.prompts.items),
+        output_tokens=plan.output_tokens,
+        rounds=plan.rounds,
+        seed=plan.seed,
+        environment={
+            "vllm": vllm.version,
+            "torch": vllm.torch,
+            "transformers": vllm.transformers,
+            "compressed_tensors": vllm.compressed_tensors,
+            "build": vllm.build,
+            "device": vllm.device,
+            "words": " ".join(plan.words),
+        },
+    )
+
+
+class _Run:
+    """One checkpoint's part: what is there, what is missing, and what failed."""
+
+    def __init__(
+        self,
+        model: BenchModel,
+        plan: BenchPlan,
+        vllm: VLLM,
+        say: Callable[[str], None] | None,
+        watch: Watch | None,
+    ) -> None:
+        self.model, self.plan, self.vllm, self.say, self.watch = model, plan, vllm, say, watch
+        self.max_model_len = plan.max_model_len(model)
+        self.lines = self._opened()
+        self.failed: dict[tuple[int, Load], str] = {}
+        self.asked: dict[Load, list[Request]] = {}
+        self.served: tuple[AsServed, str] = ("native", "")
+        self.began, self.known = time.monotonic(), len(self._there())
+
+    def benched(self) -> Benched:
+        """The whole matrix; servers are started only for what is missing."""
+        if self._missing():
+            self._serve()
+        return self._fact()
+
+    def _opened(self) -> Lines:
+        header = BenchHeader(
+            role=self.model.role,
+            checkpoint_sha256=self.model.identity.sha256,
+            vllm=self.vllm.version,
+            device=self.vllm.device,
+            words=self.plan.words,
+            form=self.model.form,
+            prompts_sha256=self.plan.prompts.sha256,
+            requests=self.plan.requests,
+            output_tokens=self.plan.output_tokens,
+            seed=self.plan.seed,
+            max_num_seqs=max(self.plan.concurrency),
+            max_model_len=self.max_model_len,
+        )
+        lines, aside = open_lines(self.plan.out / f"bench.{self.model.role}.jsonl", header)
+        if aside is not None and self.say is not None:
+            self.say(f"Repetitions of another matrix or other bytes are kept in {aside.name}.")
+        return lines
+
+    def _there(self) -> list[MatrixPlace]:
+        return [place for place in self.plan.places if place in self.lines.measured]
+
+    def _missing(self) -> list[MatrixPlace]:
+        """What is to be measured, in the order of the run."""
+        return [
+            place
+            for place in self.plan.places
+            if place not in self.lines.measured and (place[0], place[1:3]) not in self.failed
+        ]
+
+    def _serve(self) -> None:
+        """As it is, or as a BF16 copy where this CPU has no kernel for it."""
+        source = self.model.source
+        assert source.folder is not None, "download() first"
+        reason = why_no_kernel(source, self.vllm)
+        if not reason:
+            try:
+                return self._sit_all(source.folder.absolute(), "native", "")
+            except ServerFailed as failure:
+                reason = lack_of_kernel(self.vllm, failure.words)
+                if not reason:
+                    raise
+        with bf16_copy(source, self.model.role, out=self.plan.out, watch=self._tell) as copy:
+            self._sit_all(copy, COPY, f"{reason}; {UNTRIED}; {_SPEED_OF_A_COPY}")
+
+    def _sit_all(self, folder: Path, as_served: AsServed, reason: str) -> None:
+        """A server after the other, until nothing is missing."""
+        self.served = as_served, reason
+        while missing := self._missing():
+            k, turn = missing[0][0], missing[0][3] // self.plan.repeat
+            mine = [place for place in missing if (place[0], place[3] // self.plan.repeat) == (k, turn)]
+            try:
+                self._sit(folder, mine, as_served, reason)
+            except ServerFailed as failure:
+                left = (
+                    f"nothing is lost: the same command measures the {len(self._missing())} repetitions that are left"
+                )
+                asked = f"with k={k} for the {self.model.role}"
+                raise ServerFailed(failure.words, failure.log, asked=asked, cure=left) from failure
+
+    def _sit(self, folder: Path, places: list[MatrixPlace], as_served: AsServed, reason: str) -> None:
+        k, logs = places[0][0], (self.plan.out / "logs").absolute()
+        name = f"bench.{self.model.role}.k{k}"
+        with (
+            serving(
+                self.vllm,
+                folder,
+                k=k,
+                log=logs / f"{name}.log",
+                is_tracked=False,
+                max_model_len=self.max_model_len,
+                max_num_seqs=max(self.plan.concurrency),
+                timeout=self.plan.timeout,
+                extra=self.plan.words,
+                watch=lambda words: self._tell(f"k={k}: {words}"),
+            ) as server,
+            benchmarking(self.vllm, server, logs / f"{name}.client.log") as client,
+        ):
+            for load in dict.fromkeys(place[1:3] for place in places):
+                self._warm_up(client, k, load)
+            for place in places:
+                self._measure(client, place, as_served, reason)
+
+    def _warm_up(self, client: Client, k: int, load: Load) -> None:
+        """As many requests as are in flight, short; they are not counted."""
+        if load not in self.asked:
+            items = taken(self.plan.prompts, self.plan.num_requests(load), self.plan.seed)
+            form, context = self.model.form, load[1]
+            self.asked[load] = requests(items, form=form, context=context, server=client.server)
+        try:
+            client.measure(
+                self.asked[load][: load[0]],
+                number=0,
+                form=self.model.form,
+                concurrency=load[0],
+                output_tokens=min(WARM_UP_TOKENS, self.plan.output_tokens),
+                seed=self.plan.seed,
+                watch=lambda _: self._tell(f"k={k}, {words_of(load)}: warming up"),
+            )
+        except RequestsFailed as failure:
+            self.failed[k, load] = failure.words
+
+    def _measure(self, client: Client, place: MatrixPlace, as_served: AsServed, reason: str) -> None:
+        k, load, number = place[0], place[1:3], place[3]
+        if (k, load) in self.failed:
+            return
+        label = f"k={k}, {words_of(load)}, repetition {number + 1} of {self.plan.repeat * self.plan.rounds}"
+        self._tell(label)
+        try:
+            repetition = client.measure(
+                self.asked[load],
+                number=number,
+                form=self.model.form,
+                concurrency=load[0],
+                output_tokens=self.plan.output_tokens,
+                seed=self.plan.seed,
+                watch=lambda _: self._tell(label),
+            )
+        except RequestsFailed as failure:
+            self.failed[k, load] = failure.words
+            return
+        self.lines.add(
+            Measured(
+                k=k,
+                concurrency=load[0],
+                context=load[1],
+                as_served=as_served,
+                reason=reason,
+                repetition=repetition,
+            )
+        )
+        self._tell(label)
+
+    def _tell(self, words: str) -> None:
+        if self.watch is None:
+            return
+        there = len(self._there())
+        new, left = there - self.known, len(self.plan.places) - there
+        eta = (time.monotonic() - self.began) / new * left if new else None
+        words = words.removeprefix(f"{self.model.role}: ")
+        self.watch(BenchStep(role=self.model.role, doing=words, there=there, left=left, eta_seconds=eta))
+
+    def _fact(self) -> Benched:
+        of_plan = [self.lines.measured[place] for place in self._there()]
+        as_served, reason = (of_plan[-1].as_served, of_plan[-1].reason) if of_plan else self.served
+        return Benched(
+            role=self.model.role,
+            path=self.model.source.where,
+            sha256=self.model.identity.sha256,
+            as_served=as_served,
+            reason=reason,
+            form=self.model.form,
+            max_num_seqs=max(self.plan.concurrency),
+            max_model_len=self.max_model_len,
+            cells=tuple(self._cells()),
+        )
+
+    def _cells(self) -> Iterator[BenchCell]:
+        for load in self.plan.loads:
+            for k in self.plan.ks:
+                error = self.failed.get((k, load), "")
+                places = [(k, *load, number) for number in range(self.plan.repeat * self.plan.rounds)]
+                done = () if error else tuple(self.lines.measured[place].repetition for place in places)
+                yield BenchCell(k=k, concurrency=load[0], context=load[1], repetitions=done, error=error)
+
+
+def _most_tokens(source: Source) -> int | None:
+    """max_position_embeddings, where config.json says it."""
+    config = source.config.get("text_config") or source.config
+    most = config.get("max_position_embeddings")
+    return most if isinstance(most, int) else None

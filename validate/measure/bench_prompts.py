@@ -1,0 +1,207 @@
+"""What servers are asked when their speed is measured: prompts from a file, put in an order and brought to a length.
+
+In: a .jsonl file, or the problems that ship with keepmtp. Each line is one object in one of these forms:
+
+    {"prompt": "..."}                               a text
+    {"messages": [{"role": ..., "content": ...}]}   a conversation; SPEED-Bench as its prepare.py writes it
+    {"turns": ["...", ...]}                         user messages; SPEED-Bench's and MT-Bench's own rows on the Hub
+    {"question": "..."}                             a problem; GSM8K's rows
+
+Out: `Prompt`s, and for each load a list of `Request`s, the same for every k.
+
+Easy to get wrong: random tokens as prompts overstate the speed of drafting, and so does one prompt that is asked again
+and again. Only what a user would write is asked, and of a conversation only up to the first message that has no answer
+in the file, since an answer must be the model's own.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints.json_file import read_lines
+from ...recipes.errors import RecipeError
+from ...recipes.shipped import find_path
+from ..facts.benched import RequestForm
+from .server import Server
+
+SHIPPED = "models/held_out.jsonl"
+"""Word problems that the shipped models were not trained on: short, and easy to draft."""
+
+_CURE = 'Give a .jsonl file, each line an object with "prompt", "messages", "turns" or "question"'
+_ROLES = ("system", "developer", "user", "assistant")
+_LEAST_REQUESTS, _REQUESTS_A_SLOT = 16, 4
+# SPEED-Bench's rows on the Hub have these words where a licence keeps the text elsewhere; its prepare.py fetches it.
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+# What a chat template adds to a message, and to a conversation (system prompts of releases), in tokens, at most.
+_TURN_TOKENS, _CHAT_TOKENS = 64, 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One prompt: as (role, content) of each message, and as a text; None where only messages can say it."""
+
+    messages: tuple[tuple[str, str], ...]
+    text: str | None
+
+    @property
+    def last(self) -> str:
+        """What the user says last."""
+        return self.messages[-1][1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """All prompts of a file; `sha256` of them in its order."""
+
+    name: str
+    sha256: str
+    items: tuple[Prompt, ...]
+
+    @property
+    def needs_template(self) -> bool:
+        """One of them is a conversation, which no text can say."""
+        return any(item.text is None for item in self.items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is sent: messages through the chat template, or a text."""
+
+    messages: tuple[Mapping[str, str], ...] | None
+    text: str
+
+    def as_json(self) -> dict[str, Any]:
+        return {"text": self.text} if self.messages is None else {"messages": list(self.messages)}
+
+
+def read(path: Path | None) -> Prompts:
+    """Prompts of a file, or the shipped ones.
+
+    Raises:
+        CheckpointError: no such file, or no JSON; see `json_file.read_lines`.
+        RecipeError: no prompt in it, or a line of another form; it names the line.
+    """
+    path = path or find_path(SHIPPED)
+    assert path is not None, f"{SHIPPED} ships with keepmtp"
+    if path.suffix != ".jsonl":
+        raise RecipeError(path, "must be a .jsonl file with prompts", got=path.suffix or "no ending", cure=_CURE)
+    items = tuple(_item(row, where) for where, row in read_lines(path, cure=_CURE))
+    if not items:
+        raise RecipeError(path, "must hold a prompt", got="an empty file", cure=_CURE)
+    digest = hashlib.sha256(json.dumps([[item.messages, item.text] for item in items]).encode()).hexdigest()
+    return Prompts(name=path.name, sha256=digest, items=items)
+
+
+def _item(value: Any, where: str) -> Prompt:
+    row = value if isinstance(value, dict) else {}
+    if isinstance(text := row.get("prompt"), str):
+        item = Prompt(messages=(("user", text),), text=text)
+    elif isinstance(question := row.get("question"), str):
+        item = Prompt(messages=(("user", question),), text=f"Question: {question}\nAnswer:")
+    else:
+        item = _conversation(row, where, json.dumps(value)[:60])
+    if not item.last.strip() or _PLACEHOLDER in item.last:
+        got = "an empty one" if not item.last.strip() else f"a placeholder: {item.last[:60]}"
+        raise RecipeError(where, "must hold the prompt itself", got=got, cure="Fetch it with the dataset's prepare.py")
+    return item
+
+
+def _conversation(row: Mapping[str, Any], where: str, got: str) -> Prompt:
+    """Up to the first message of the user that no answer follows; `got` is the line's beginning."""
+    turns = row.get("turns")
+    messages = row.get("messages", [{"role": "user", "content": turn} for turn in turns] if turns else None)
+    try:
+        pairs = [(message["role"], message["content"]) for message in messages or ()]
+    except (TypeError, KeyError) as error:
+        raise RecipeError(where, 'each message has "role" and "content"', got=got, cure=_CURE) from error
+    if wrong := next((pair for pair in pairs if pair[0] not in _ROLES or not isinstance(pair[1], str)), None):
+        rule = f"each message is a text of {', '.join(_ROLES)}"
+        raise RecipeError(where, rule, got=str(wrong)[:60], cure=_CURE)
+    roles = [role for role, _ in pairs]
+    ends = [at for at, role in enumerate(roles) if role == "user" and roles[at + 1 : at + 2] != ["assistant"]]
+    if not ends:
+        raise RecipeError(where, "must hold a prompt of the user", got=got, cure=_CURE)
+    asked = tuple(pairs[: ends[0] + 1])
+    return Prompt(messages=asked, text=asked[0][1] if len(asked) == 1 else None)
+
+
+# --- requests of a load -----------------------------------------------------------------------------------------------
+
+
+def num_requests(concurrency: int, named: int | None) -> int:
+    """How many a load has: what the user named, or four for each that is in flight, and sixteen at least."""
+    return named or max(_LEAST_REQUESTS, _REQUESTS_A_SLOT * concurrency)
+
+
+def taken(prompts: Prompts, number: int, seed: int) -> tuple[Prompt, ...]:
+    """So many prompts in an order that the seed gives; from the first again where the file has fewer."""
+    order = list(prompts.items)
+    random.Random(seed).shuffle(order)  # noqa: S311 - an order, not a secret
+    return tuple(islice(cycle(order), number))
+
+
+def requests(items: Sequence[Prompt], *, form: RequestForm, context: int, server: Server) -> list[Request]:
+    """What is sent for some prompts.
+
+    Args:
+        items: from `taken`.
+        form: messages or text.
+        context: tokens that a prompt is brought to; 0 leaves it as it is.
+        server: counts tokens.
+
+    Returns: a request for each prompt, in their order.
+
+    A prompt that is too short gets other prompts of the list before it, until there are enough tokens; then, as of one
+    that is too long, the last `context` tokens are kept. So its own words stay the last, and no text is made up.
+    """
+    if not context:
+        return [_request(item.messages, item.text or "", form) for item in items]
+    said = [_said(item, form) for item in items]
+    before = [server.tokens_of(f"{text}\n\n") for text in said]
+    made = []
+    for at, text in enumerate(said):
+        tokens = _brought(server.tokens_of(text), before[at + 1 :] + before[: at + 1], context)
+        if tokens is not None:
+            text = server.text_of(tokens).lstrip("\ufffd")
+        made.append(_request((("user", text),), text, form))
+    return made
+
+
+def _brought(own: list[int], before: Sequence[list[int]], context: int) -> list[int] | None:
+    """The last tokens of a prompt with others before it; None where it has as many by itself."""
+    if len(own) == context:
+        return None
+    pieces, number = [own], len(own)
+    for piece in cycle(before):
+        if number >= context:
+            break
+        pieces.append(piece)
+        number += len(piece)
+    return [token for piece in reversed(pieces) for token in piece][-context:]
+
+
+def longest(items: Sequence[Prompt], *, form: RequestForm, contexts: Sequence[int]) -> int:
+    """Tokens of the longest prompt, at most: a token has at least one byte."""
+    if form == "chat":
+        added = _CHAT_TOKENS + _TURN_TOKENS * max(len(item.messages) for item in items)
+        whole = ["".join(content for _, content in item.messages) for item in items]
+    else:
+        added, whole = 0, [_said(item, form) for item in items]
+    as_they_are = max(len(text.encode()) for text in whole)
+    return added + max(context or as_they_are for context in contexts)
+
+
+def _said(item: Prompt, form: RequestForm) -> str:
+    """What is brought to a length: of a conversation, its last message."""
+    return item.last if form == "chat" or item.text is None else item.text
+
+
+def _request(messages: Sequence[tuple[str, str]], text: str, form: RequestForm) -> Request:
+    if form == "completions":
+        return Request(messages=None, text=text)
+    return Request(messages=tuple({"role": role, "content": content} for role, content in messages), text="")

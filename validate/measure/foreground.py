@@ -1,0 +1,302 @@
+"""A `vllm serve` for its user: on a port, until it is stopped, with its acceptance watched.
+
+In: the words of the server, its address, and what was measured of its drafts before. Out: a `ServerLife`.
+
+Easy to get wrong: the counters are gone with the server, so they are read before it is stopped. And acceptance depends
+on what is asked: a server is doubted only where the first drafted token of each draft is accepted far less often than
+it was. That share hardly depends on k, and a draft of garbage has next to none.
+"""
+
+import errno
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
+
+import httpx
+
+from ...checkpoints.fact import Figure, NumDrafts
+from ...recipes.errors import RecipeError, VLLMError
+from ..facts.child import Child
+from ..facts.served import Drafts, counters
+from ..facts.vllm_env import VLLM
+from .room import value_of
+from .server import private_folder, read_counters, server_environment
+
+_POLL_SECONDS = 5.0
+_WAIT_SECONDS = 0.2
+_STOP_SECONDS = 60.0
+ENOUGH_DRAFTS = 200
+"""With fewer drafts, one odd answer may be all of them."""
+_LEAST = 0.1
+"""The least share of first tokens that is no reason for doubt, where nothing was measured before."""
+_OURS = {
+    "--host": "Name it before `--`",
+    "--port": "Name it before `--`",
+    "--uds": "Leave it out: the server listens on --host and --port",
+    **dict.fromkeys(
+        ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
+        "Leave it out, and say the number of drafted tokens with -k; -k 0 serves without drafting",
+    ),
+    "--headless": "Leave it out: such a server answers nobody",
+    "--disable-log-stats": "Leave it out: acceptance is read from these figures",
+}
+
+Tell = Callable[[str], None]
+"""Called with a line for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a server listens."""
+
+    host: str
+    port: int
+    is_tls: bool = False
+
+    @property
+    def url(self) -> str:
+        """For a client on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104 - a name, no socket
+        return f"http{'s' * self.is_tls}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+class ServerLife(Drafts):
+    """A server from its start to its end, with vLLM's counters over that time.
+
+    Attributes:
+        k: tokens drafted a step.
+        is_healthy: it came up.
+        is_stopped: it ended because it was asked to.
+        seconds: from start to end.
+        status: exit status of its process, as a shell has it.
+        doubt: why its draft may be broken; "" where nothing says so.
+    """
+
+    k: NumDrafts
+    is_healthy: bool
+    is_stopped: bool
+    seconds: Figure
+    status: int
+    doubt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """Draft counters that were measured before, and the command that did so."""
+
+    drafts: Drafts
+    measured_by: str
+
+
+def refuse_our_words(extra: Sequence[str]) -> None:
+    """Refuse words for `vllm serve` that keepmtp serve says itself.
+
+    Raises:
+        RecipeError: names the first such word.
+    """
+    for word in extra:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in _OURS:
+            rule = "keepmtp serve says this to vLLM itself, or needs it"
+            raise RecipeError("keepmtp serve", rule, got=name, cure=_OURS[name])
+
+
+def refuse_taken(address: Address) -> None:
+    """Refuse an address on which no server of ours can listen.
+
+    Raises:
+        VLLMError: another program listens there, or this machine does not have that address.
+    """
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server that has just ended is no reason
+        try:
+            tried.bind((address.host, address.port))
+        except OSError as error:
+            where, got = f"{address.host}:{address.port}", error.strerror or str(error)
+            cure = "Name an address of this machine with --host"
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                cure = f"Choose another --port, such as {address.port % 60_000 + 1024}"
+            raise VLLMError(where, "must be free for the server", got=got, cure=cure) from error
+
+
+def serve_until_stopped(
+    vllm: VLLM,
+    words: Sequence[str],
+    *,
+    k: int,
+    address: Address,
+    expected: Expected | None,
+    every: float,
+    log: IO[bytes] | int,
+    tell: Tell,
+) -> ServerLife:
+    """Run the server until it ends, or until Ctrl-C, SIGTERM or SIGHUP ends it.
+
+    Args:
+        vllm: where vLLM lives.
+        words: of the server, from "serve" on.
+        k: tokens drafted a step, as `words` say it.
+        address: where it listens, as `words` say it.
+        expected: what its drafts are compared with.
+        every: seconds between two lines of acceptance.
+        log: where everything goes that the server prints.
+        tell: called when it is healthy, and with its acceptance where that has changed.
+    """
+    start = time.monotonic()
+    with private_folder() as private:
+        environment = server_environment(vllm, private)
+        if key := os.environ.get("VLLM_API_KEY"):
+            environment["VLLM_API_KEY"] = key  # without it, the server would answer everybody
+        with (
+            Child(
+                [vllm.python, "-m", "vllm.entrypoints.cli.main", *words],
+                environment=environment,
+                grace_seconds=_STOP_SECONDS + _number(value_of(words, "--shutdown-timeout")),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            ) as child,
+            httpx.Client(base_url=address.url, timeout=5.0, trust_env=False, verify=False) as client,  # noqa: S501 - ours
+        ):
+            watched = _Watched(client, child.process, k=k, expected=expected, every=every, tell=tell)
+            with _stop_asked() as stop:
+                watched.until(stop)
+            child.end()
+    status = child.process.returncode
+    return ServerLife(
+        k=k,
+        is_healthy=watched.is_healthy,
+        is_stopped=stop.is_set(),
+        seconds=time.monotonic() - start,
+        status=status if status >= 0 else 128 - status,
+        doubt=doubt(watched.drafts, expected),
+        **counters(watched.drafts),
+    )
+
+
+def doubt(drafts: Drafts, expected: Expected | None) -> str:
+    """Why a draft may be broken; "" where too little was drafted, or enough is accepted."""
+    share = first_share(drafts)
+    usual = first_share(expected.drafts) if expected else None
+    if share is None or drafts.drafts < ENOUGH_DRAFTS:
+        return ""
+    if share >= (_LEAST if usual is None else usual / 2):
+        return ""
+    found = f"only {share:.1%} of first drafted tokens are accepted, over {drafts.drafts:,} drafts"
+    against = f"; {expected.measured_by} measured {usual:.1%}" if expected and usual is not None else ""
+    return f"{found}{against}. Other texts are drafted otherwise, but a broken draft also looks like this"
+
+
+def first_share(drafts: Drafts) -> float | None:
+    """The share of drafts whose first token was accepted; None where nothing was drafted."""
+    return drafts.acceptance_per_position[0] if drafts.acceptance_per_position else drafts.acceptance
+
+
+def in_words(drafts: Drafts) -> str:
+    """`1,234 drafts, 71.2 % accepted, 3.14 tokens a step; by position 81.0, 70.2, 62.3 %`."""
+    if not drafts.drafts or drafts.acceptance is None:
+        return "nothing was drafted"
+    shares = ", ".join(f"{100 * share:.1f}" for share in drafts.acceptance_per_position)
+    says = f"{drafts.drafts:,} drafts, {100 * drafts.acceptance:.1f} % of their tokens accepted"
+    says += f", {drafts.mean_accepted_length:.2f} tokens a step"
+    return f"{says}; by position {shares} %" if shares else says
+
+
+class _Watched:
+    """A server that is asked for its health, then for its counters.
+
+    Attributes:
+        is_healthy: it came up.
+        drafts: the newest counters.
+    """
+
+    def __init__(
+        self,
+        client: httpx.Client,
+        process: subprocess.Popen[bytes],
+        *,
+        k: int,
+        expected: Expected | None,
+        every: float,
+        tell: Tell,
+    ) -> None:
+        self.is_healthy, self.drafts = False, Drafts()
+        self._client, self._process, self._k = client, process, k
+        self._expected, self._every, self._tell = expected, every, tell
+        self._start = self._said_at = self._asked_at = time.monotonic()
+        self._said, self._is_doubted = Drafts(), False
+
+    def until(self, stop: threading.Event) -> None:
+        """Watch until the server ends or somebody asks it to; the counters are then the last ones."""
+        while self._process.poll() is None and not stop.wait(_WAIT_SECONDS):
+            now = time.monotonic()
+            if not self.is_healthy:
+                self._ask_health()
+            elif now - self._asked_at >= min(_POLL_SECONDS, self._every):
+                self._asked_at = now
+                self._ask_counters()
+                if now - self._said_at >= self._every:
+                    self._say(now)
+        self.is_healthy = self.is_healthy or self._get("/health") is not None
+        if self.is_healthy:
+            self._ask_counters()
+
+    def _ask_health(self) -> None:
+        self.is_healthy = self._get("/health") is not None
+        if self.is_healthy:
+            self._said_at = time.monotonic()
+            seconds = self._said_at - self._start
+            self._tell(f"serves {self._client.base_url} after {seconds:.0f} s; Ctrl-C stops it")
+
+    def _ask_counters(self) -> None:
+        """A server that is dying answers nothing, and the last counters stay."""
+        text = self._get("/metrics") if self._k else None
+        if text is not None:
+            self.drafts = read_counters(text)
+
+    def _get(self, path: str) -> str | None:
+        try:
+            answer = self._client.get(path)
+        except httpx.HTTPError:
+            return None
+        return answer.text if answer.is_success else None
+
+    def _say(self, now: float) -> None:
+        """A line, where anything was drafted since the last one; the doubt is said once."""
+        if self.drafts == self._said:
+            return
+        seconds, newest = now - self._said_at, self.drafts.since(self._said)
+        self._said, self._said_at = self.drafts, now
+        self._tell(f"last {seconds:.0f} s: {in_words(newest)}")
+        found = doubt(self.drafts, self._expected)
+        if found and not self._is_doubted:
+            self._is_doubted = True
+            self._tell(f"warning: {found}")
+
+
+@contextmanager
+def _stop_asked() -> Iterator[threading.Event]:
+    """An event that Ctrl-C, SIGTERM and SIGHUP set, instead of what they do otherwise. A second Ctrl-C is usual again
+    once the context is left, and then ends by force."""
+    asked = threading.Event()
+    usual = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            usual[number] = signal.signal(number, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+
+
+def _number(word: str) -> float:
+    """Seconds; what is no number is for vLLM to refuse."""
+    return float(word) if word.replace(".", "", 1).isdigit() else 0.0

