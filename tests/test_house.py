@@ -66,7 +66,7 @@ def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 def test_planning_and_checking_import_no_torch():
     """The base install has no model stack: ls, plan and check must run without one."""
     code = (
-        "import importlib, pkgutil, sys, keepmtp.pipeline, keepmtp.validate.dryload.check_on;"
+        "import importlib, pkgutil, sys, keepmtp.cli, keepmtp.pipeline, keepmtp.validate.dryload.check_on;"
         "import keepmtp.validate.report.card, keepmtp.validate.measure.serve_check, keepmtp.validate.publish.upload;"
         "names = {module.name for module in pkgutil.iter_modules(keepmtp.cli.__path__)};"
         "[importlib.import_module(f'keepmtp.cli.{name}') for name in names];"
