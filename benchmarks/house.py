@@ -14,6 +14,7 @@ import re
 import statistics
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -21,6 +22,14 @@ ROOT = Path(__file__).parent.parent
 FLOORS = ("recipes", "checkpoints", "quantize", "validate", "cure", "cli")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 # Words of docstrings and comments that have a plainer one, which comes after the colon.
 VAGUE = {
     r"\btold\b": "called with, reported, told apart: by what",
@@ -42,6 +51,7 @@ def sources() -> list[Path]:
     ]
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     """A file's syntax tree."""
     return ast.parse(path.read_text(), filename=str(path))
@@ -150,29 +160,72 @@ def percentile(values: list[int], part: float) -> int:
     return sorted(values)[int(part * (len(values) - 1))]
 
 
-def measures() -> dict[str, object]:
+def code_tokens(path: Path) -> int:
+    """Tokens that are code: no comment, docstring, line end or indentation, so that no formatter moves the number."""
+    text = path.read_text()
+    holders = (ast.Module, ast.ClassDef, *FUNCTIONS)
+    docs = {
+        (node.body[0].lineno, node.body[0].col_offset)
+        for node in ast.walk(parsed(path))
+        if isinstance(node, holders) and ast.get_docstring(node, clean=False) is not None
+    }
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return sum(token.type not in NO_CODE and token.start not in docs for token in tokens)
+
+
+def tokens_by_room() -> dict[str, int]:
+    """Code tokens by folder, the largest first."""
+    found: dict[str, int] = {}
+    for path in sources():
+        folder = path.relative_to(ROOT).parent.as_posix()
+        found[folder] = found.get(folder, 0) + code_tokens(path)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def with_one_caller(tree: ast.Module) -> list[str]:
+    """Private functions of a file that the file names once."""
+    names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    private = [node.name for node in ast.walk(tree) if isinstance(node, FUNCTIONS) and node.name.startswith("_")]
+    return [name for name in private if not name.startswith("__") and names.count(name) == 1]
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many values a caller may hand in."""
+    words = function.args
+    return len(words.posonlyargs) + len(words.args) + len(words.kwonlyargs)
+
+
+def is_verb(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether the parameters are the options of a verb of the command line."""
+    return any("typer" in ast.unparse(each) or "Annotated" in ast.unparse(each) for each in ast.walk(function.args))
+
+
+def measures() -> dict[str, float]:
     """Every figure by name."""
     trees = [parsed(path) for path in sources()]
     nodes = [node for tree in trees for node in ast.walk(tree)]
-    files = [len(path.read_text().splitlines()) for path in sources()]
-    functions = [(node.end_lineno or 0) - node.lineno + 1 for node in nodes if isinstance(node, FUNCTIONS)]
-    per_100_lines = 100 / sum(files)
+    functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
+    lengths = [(node.end_lineno or 0) - node.lineno + 1 for node in functions]
+    tokens = sum(tokens_by_room().values())
+    lines = sum(len(path.read_text().splitlines()) for path in sources())
+    one_caller = sum(len(with_one_caller(tree)) for tree in trees)
     return {
-        "files": len(files),
-        "lines": sum(files),
-        "file length, median": round(statistics.median(files)),
-        "file length, p90": percentile(files, 0.9),
-        "file length, longest": max(files),
+        "files": len(trees),
+        "code tokens": tokens,
+        "code tokens in a line": round(tokens / lines, 2),
         "functions": len(functions),
-        "function length, median": round(statistics.median(functions)),
-        "function length, p90": percentile(functions, 0.9),
-        "function length, longest": max(functions),
-        "ternaries in 100 lines": round(per_100_lines * sum(isinstance(node, ast.IfExp) for node in nodes), 2),
-        "comprehensions in 100 lines": round(
-            per_100_lines * sum(isinstance(node, COMPREHENSIONS) for node in nodes), 2
+        "private functions with one caller, %": round(100 * one_caller / len(functions), 1),
+        "function length, median": round(statistics.median(lengths)),
+        "function length, p90": percentile(lengths, 0.9),
+        "functions over 100 lines": sum(length > 100 for length in lengths),
+        "functions with over 8 parameters": sum(parameters(each) > 8 and not is_verb(each) for each in functions),
+        "ternaries in 1,000 tokens": round(1000 * sum(isinstance(node, ast.IfExp) for node in nodes) / tokens, 2),
+        "comprehensions in 1,000 tokens": round(
+            1000 * sum(isinstance(node, COMPREHENSIONS) for node in nodes) / tokens, 2
         ),
         "lines with fmt: skip": lines_with("# fmt: skip"),
-        "functions as_dict": sum(isinstance(node, FUNCTIONS) and node.name == "as_dict" for node in nodes),
+        "functions as_dict": sum(each.name == "as_dict" for each in functions),
         "unresolved relative imports": len(unresolved_imports()),
         "pairs of types with the same fields": len(twins()),
         "type names with several definitions": len(homonyms()),
@@ -191,8 +244,11 @@ def main() -> None:
         print(json.dumps(found, indent=2))
         return
     for name, value in found.items():
-        print(f"{value:>8,}  {name}")
+        print(f"{value:>9,}  {name}")
     if words.places:
+        print("\ncode tokens by folder")
+        for folder, tokens in tokens_by_room().items():
+            print(f"  {tokens:>7,}  {folder}")
         print("\ntypes with the same fields")
         for first, second in twins():
             print(f"  {first}  {second}")
