@@ -154,7 +154,7 @@ torch.save(torch.cat(logits), out)
 
 @pytest.mark.full
 def test_nvfp4_experts_compute_what_the_source_computes(tmp_path_factory):
-    """transformers' stacked experts cannot read NVFP4 (docs/log.md); llm-compressor's linearized ones can."""
+    """transformers' stacked experts cannot read NVFP4; llm-compressor's linearized ones can."""
     plan, out = make("tiny-glm4-moe", tmp_path_factory, scheme="nvfp4a16-fp8")
     saved = out.with_name("logits.pt")
     subprocess.run([sys.executable, "-c", LINEARIZED, str(out), str(saved), *PROMPTS], check=True, capture_output=True)
