@@ -228,7 +228,7 @@ def _downloaded(plan: Plan, out: Path, progress: RunProgress) -> Plan:
 
         if refusal := backbone_refusal(plan):
             raise refusal
-    local = download(plan.source, bars=progress.download)
+    local = (progress.download or download)(plan.source)
     if local is plan.source:
         return plan
     plan = plan_before_measuring(

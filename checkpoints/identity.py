@@ -10,6 +10,7 @@ that changed just before it was read may change again within the clock's step, s
 import hashlib
 import json
 import os
+import shlex
 import stat
 import threading
 import time
@@ -157,6 +158,11 @@ def identity_of(files: Mapping[str, FileFact]) -> Identity:
     return Identity(sha256=hashlib.sha256(lines.encode()).hexdigest(), files=ordered)
 
 
+def measured_anew(folder: Path) -> str:
+    """The commands that measure a checkpoint again from the beginning."""
+    return f"`keepmtp check {shlex.quote(str(folder))} --record`, serve-check, eval and card"
+
+
 def refuse_other_bytes(folder: Path, measured: Identity, found: Identity) -> None:
     """Refuse a checkpoint whose bytes are not those of its report.
 
@@ -175,7 +181,7 @@ def refuse_other_bytes(folder: Path, measured: Identity, found: Identity) -> Non
         folder,
         "must be the bytes that its report is about",
         got=listed(wrong),
-        cure=f"Restore them, or measure these: `keepmtp check {folder} --record`, serve-check, eval and card",
+        cure=f"Restore them, or measure these: {measured_anew(folder)}",
     )
 
 

@@ -22,7 +22,7 @@ from ..recipes.extras import require_extra
 from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .exits import FINDINGS
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
-from .progress import bytes_bar, download_lines, measuring
+from .progress import bytes_bar, downloaded, measuring
 from .tables import say
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def bench(
 
     Example: `keepmtp bench /data/out -k 0..4 --concurrency 1,8,32 --prompts qualitative.jsonl -- -tp 8`
     """
-    from ..checkpoints.source import download, open_source
+    from ..checkpoints.source import open_source
     from ..checkpoints.source_of import original_of
     from ..validate.facts.results import file_of, report_folder, write_result
     from ..validate.measure import bench as matrix
@@ -139,11 +139,10 @@ def bench(
     if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them
         require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
     refuse_no_room((opened, original), vllm, out=plan.out, extra=plan.words)
-    bars = None if as_json else download_lines(err)
-    checkpoint = _model(download(opened, bars=bars), "checkpoint", plan, err, as_json=as_json)
+    checkpoint = _model(opened, "checkpoint", plan, err, as_json=as_json)
     if is_recorded:
         reports.refuse_stale(plan.out, checkpoint.identity, but=("bench",))
-    compared = original and _model(download(original, bars=bars), "source", plan, err, as_json=as_json)
+    compared = original and _model(original, "source", plan, err, as_json=as_json)
     with measuring(err, as_json=as_json) as watch:
         fact = matrix.bench(checkpoint, compared, plan, vllm=vllm, say=partial(say, err), watch=watch)
     write_result(plan.out, "bench", fact, checkpoint=checkpoint.identity, vllm=vllm.version)
@@ -194,7 +193,8 @@ def _model(source: "Source", role: "Role", plan: "BenchPlan", err: Console, *, a
     from ..checkpoints.identity import identify
     from ..validate.measure.bench import BenchModel, form_of
 
-    assert source.folder is not None, "download() gives a folder"
+    source = downloaded(source, err, is_shown=not as_json)
+    assert source.folder is not None
     reading = None if as_json else bytes_bar(err, "reading")
     identity = identify(source.folder, cache=plan.out, watch=reading)
     return BenchModel(role=role, source=source, identity=identity, form=form_of(source, plan.words))

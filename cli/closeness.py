@@ -21,7 +21,7 @@ from ..recipes.extras import require_extra
 from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .gate import EXITS
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
-from .progress import asking, bytes_bar, download_lines
+from .progress import asking, bytes_bar, downloaded
 from .tables import VERDICT_COLOURS, escape, plain_table, print_json, say
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def closeness(
     Example: `keepmtp closeness /data/out --source /data/GLM-4.7 --text held_out.jsonl -- --tensor-parallel-size 8`
     """
     from ..checkpoints.identity import identify
-    from ..checkpoints.source import download, open_source
+    from ..checkpoints.source import open_source
     from ..checkpoints.source_of import original_of
     from ..validate.facts.results import report_folder, write_result
     from ..validate.measure.room import refuse_no_room
@@ -106,11 +106,10 @@ def closeness(
     is_recorded = folder is None and Path(path).is_dir()
     out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(opened.where).name}.report"))
     refuse_no_room((opened, original), vllm, out=out, extra=extra)
-    bars = None if as_json else download_lines(err)
     reading = None if as_json else bytes_bar(err, "reading")
 
     def model(role: "Role", each: "Source") -> servers.ComparedModel:
-        local = download(each, bars=bars)
+        local = downloaded(each, err, is_shown=not as_json)
         assert local.folder is not None
         identity = identify(local.folder, cache=out, watch=reading)
         return servers.ComparedModel(role=role, source=local, identity=identity)

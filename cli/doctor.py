@@ -11,29 +11,28 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from .. import __version__
 from ..recipes.errors import VLLMError
 from ..recipes.extras import install_command, missing, requirements
 from ..validate.facts import vllm_env
 from .options import JsonOption
-from .tables import escape
+from .tables import escape, say
 
-# Extra -> what keepmtp cannot do without it. A package that several need is listed with the first.
+# Extra -> what needs it. A package that several need is listed with the first.
 EXTRAS = {
-    "quantize": "packing weights",
-    "report": "the HTML report",
-    "calibrate": "calibrated recipes",
-    "modelopt": "backend: modelopt",
-    "evaluate": "GSM8K",
+    "quantize": "packing weights needs it",
+    "report": "the HTML report needs it",
+    "calibrate": "calibrated recipes need it",
+    "modelopt": "`backend: modelopt` needs it",
+    "evaluate": "evaluating needs it",
 }
 _TOKEN_NAMES = ("HF_OIDC_RESOURCE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _GET_QUANTIZE = install_command("quantize")
@@ -297,45 +296,34 @@ def _version(package: str) -> str:
 
 
 def _show(found: Diagnosis, out: Console) -> None:
-    """Two tables: what was found, and what can be done with it."""
-    table = Table(title="found", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("what", no_wrap=True)
-    table.add_column("version")
-    table.add_row("keepmtp", found.keepmtp)
-    table.add_row("Python", escape(found.python))
-    for name, number in found.packages.items():
-        table.add_row(name, number or f"[yellow]not installed:[/] no {_use(name)}")
-    table.add_section()
+    """What was found, and what can be done with it: a row on a line, so that paths and commands stay whole."""
     supported = f"supported: {vllm_env.SUPPORTED}.*, tested: {', '.join(vllm_env.TESTED)}"
+    rows = {"keepmtp": found.keepmtp, "Python": found.python}
+    rows |= {name: number or f"not installed: {_use(name)}" for name, number in found.packages.items()}
     if found.vllm:
-        colour = "red" if found.no_vllm else "green"
-        table.add_row("vLLM", f"[{colour}]{found.vllm.version}[/], {found.vllm.build.upper()} build ({supported})")
-        table.add_row("  Python", escape(str(found.vllm.python)))
+        rows |= {"vLLM": f"{found.vllm.version}, {found.vllm.build.upper()} build ({supported})"}
+        rows |= {"  Python": str(found.vllm.python)}
         for name in ("torch", "transformers", "compressed_tensors"):
-            table.add_row(f"  {name.replace('_', '-')}", getattr(found.vllm, name) or "not installed")
+            rows[f"  {name.replace('_', '-')}"] = getattr(found.vllm, name) or "not installed"
     else:
-        table.add_row("vLLM", f"[yellow]none[/] ({supported})")
-    table.add_section()
-    table.add_row("Hub token", f"from {found.token}" if found.token else "none")
-    table.add_row(
-        "GPU",
-        ", ".join(f"{gpu.name}, sm{gpu.capability.replace('.', '')}, {gpu.memory_gib:.0f} GiB" for gpu in found.gpus)
-        or "none",
-    )
-    table.add_row("CPU", escape(found.cpu or "unknown"))
-    table.add_row("  features", ", ".join(found.cpu_features) or "none that vLLM's CPU kernels ask for")
-    out.print(table)
-    table = Table(title="what can be done here", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("", "what", "why", "command"):
-        table.add_column(column, overflow="fold", no_wrap=column == "")
+        rows["vLLM"] = f"none ({supported})"
+    rows["Hub token"] = f"from {found.token}" if found.token else "none"
+    gpus = [f"{gpu.name}, sm{gpu.capability.replace('.', '')}, {gpu.memory_gib:.0f} GiB" for gpu in found.gpus]
+    rows |= {"GPU": ", ".join(gpus) or "none", "CPU": found.cpu or "unknown"}
+    rows["  features"] = ", ".join(found.cpu_features) or "none that vLLM's CPU kernels ask for"
+    width = max(map(len, rows)) + 2
+    _lines(out, ["found", *(f"  {name:<{width}}{value}" for name, value in rows.items()), "", "what can be done here"])
+    told = set[str]()
     for ability in found.abilities:
-        sign = "[green]yes[/]" if ability.can else "[yellow]no[/]"
-        command = "see below" if " && " in ability.command else ability.command
-        table.add_row(sign, ability.what, escape(ability.why), escape(command) or "-")
-    out.print(table)
-    for command in dict.fromkeys(ability.command for ability in found.abilities if " && " in ability.command):
-        out.print(f"This makes an environment of vLLM's own:\n{escape(command)}", highlight=False, soft_wrap=True)
-    for sentence in found.broken:
-        out.print(f"[red]broken:[/] {escape(sentence)}", highlight=False, soft_wrap=True)
-    if found.no_vllm and not found.broken:
-        out.print(escape(found.no_vllm), highlight=False, soft_wrap=True)
+        sign = "[green]yes[/]" if ability.can else "[yellow]no[/] "
+        out.print(f"  {sign}  {ability.what}: {escape(ability.why)}", highlight=False, soft_wrap=True)
+        if ability.command and ability.command not in told:
+            _lines(out, [f"         {ability.command}"])
+        told.add(ability.command)
+    if found.no_vllm:
+        out.print(f"{'[red]broken:[/] ' * bool(found.broken)}{escape(found.no_vllm)}", highlight=False, soft_wrap=True)
+
+
+def _lines(out: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        say(out, line)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.extras import require_extra
 from ..recipes.tasks import TASKS
 from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .gate import EXITS
 from .options import AnyVLLMOption, JsonOption, ModelCodeOption, TimeoutOption, chosen_vllm, refuse_stray_words
-from .progress import asking, bytes_bar, download_lines
+from .progress import asking, bytes_bar, downloaded
 from .tables import say
 
 if TYPE_CHECKING:
@@ -118,9 +118,8 @@ def evaluate(
 
     Example: `keepmtp eval /data/out --source /data/GLM-4.7 --api chat --max-tokens 8192 -- --tensor-parallel-size 8`
     """
-    from ..checkpoints.source import download, open_source
+    from ..checkpoints.source import open_source
     from ..checkpoints.source_of import original_of
-    from ..recipes.find import did_you_mean
     from ..validate.facts.results import report_folder, write_result
     from ..validate.measure.room import refuse_no_room
     from ..validate.measure.server import refuse_words
@@ -165,8 +164,8 @@ def evaluate(
     is_recorded = folder is None and Path(path).is_dir()
     out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(opened.where).name}.report"))
     refuse_no_room((opened, original), vllm, out=out, extra=extra)
-    bars = None if as_json else download_lines(err)
-    checkpoint, original = download(opened, bars=bars), original and download(original, bars=bars)
+    checkpoint = downloaded(opened, err, is_shown=not as_json)
+    original = original and downloaded(original, err, is_shown=not as_json)
     reading = None if as_json else bytes_bar(err, "reading")
     judged = gsm8k.Model(role="checkpoint", source=checkpoint, identity=_identity(checkpoint, out, reading))
     if is_recorded:

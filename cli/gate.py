@@ -7,6 +7,7 @@ refused, with exit status 2, before anything is judged.
 """
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -50,8 +51,8 @@ def gate(
         raise CheckpointError(path, "gates judge a checkpoint's folder", got="no config.json", cure="Name that folder")
     folder = path if path.suffix == ".report" else report_folder(path)
     if not (folder / JSON_FILE).is_file():
-        checkpoint = folder.with_suffix("")
-        cure = f"Run `keepmtp check {checkpoint} --record` and `keepmtp eval {checkpoint}`"
+        named = shlex.quote(str(folder.with_suffix("")))
+        cure = f"Run `keepmtp check {named} --record` and `keepmtp eval {named}`"
         raise CheckpointError(folder, "gates judge what was measured", got=f"no {JSON_FILE}", cure=cure)
     full = verify(folder)
     bar = bytes_bar(Console(stderr=True), "reading")

@@ -6,7 +6,6 @@ Easy to get wrong: people type this command first, so it must answer at once. It
 and reads its argument itself: typer 0.29 loads pydantic for an argument.
 """
 
-import difflib
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -15,7 +14,7 @@ from typing import Any
 
 import typer
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, did_you_mean
 from ..recipes.extras import install_command
 from ..recipes.listing import Listed, listed
 from .options import JsonOption
@@ -199,9 +198,8 @@ def _one_word(words: Sequence[str]) -> str:
 
 def _unknown(what: str, recipes: Iterable[Listed]) -> RecipeError:
     names = [*COLUMNS, *dict.fromkeys(recipe.model for recipe in recipes)]
-    near = difflib.get_close_matches(what, names, n=1, cutoff=0.75)
     rule = f"must be one of {', '.join(COLUMNS)}, or a model's name"
-    return RecipeError("ls", rule, got=repr(what), cure=f"Did you mean {near[0]}?" if near else "Run keepmtp ls")
+    return RecipeError("ls", rule, got=repr(what), cure=did_you_mean(what, names, otherwise="Run `keepmtp ls`"))
 
 
 def _wrapped(text: str, width: int, first: str = "", then: str = "") -> list[str]:

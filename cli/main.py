@@ -11,9 +11,10 @@ must be there at once: a verb's file is imported only when somebody asks for tha
 
 import logging
 import os
+import re
 import sys
-import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -21,6 +22,7 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
+from typer._click.exceptions import NoArgsIsHelpError, UsageError
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
@@ -48,6 +50,8 @@ class Verb:
     how_to_go_on: str = "The same command starts again"
     lone: tuple[str, tuple[str, ...]] | None = None
 
+
+_FOR_VLLM = "[-- VLLM_OPTIONS]"
 
 VERBS: Mapping[str, Verb] = MappingProxyType(
     {
@@ -123,21 +127,21 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "serve": Verb(
             module="serve",
             function="serve",
-            words="[-- VLLM_OPTIONS]",
+            words=_FOR_VLLM,
             help="Serve a checkpoint with vLLM and MTP: checked before, and with its acceptance watched until it is "
             "stopped.",
         ),
         "serve-check": Verb(
             module="serve_check",
             function="serve_check",
-            words="[-- VLLM_OPTIONS]",
+            words=_FOR_VLLM,
             help="Serve a checkpoint and its source with vLLM, with and without MTP, and compare what is accepted.",
         ),
         "eval": Verb(
             module="eval",
             function="evaluate",
             how_to_go_on="The same command asks only the questions that have no answer yet",
-            words="[-- VLLM_OPTIONS]",
+            words=_FOR_VLLM,
             help="Score a checkpoint and its source on the recipe's tasks, served by vLLM with method=mtp, under one "
             "protocol each.",
         ),
@@ -145,14 +149,14 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
             module="bench",
             function="bench",
             how_to_go_on="The same command measures only what is missing",
-            words="[-- VLLM_OPTIONS]",
+            words=_FOR_VLLM,
             help="Measure how fast vLLM serves a checkpoint with and without MTP, for each k and load; recommend a k.",
         ),
         "closeness": Verb(
             module="closeness",
             function="closeness",
             how_to_go_on="The same command asks only the windows that are missing",
-            words="[-- VLLM_OPTIONS]",
+            words=_FOR_VLLM,
             help="Compare what a served checkpoint and its served source predict on held-out text: divergence and "
             "flips.",
         ),
@@ -175,7 +179,7 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
         "all": Verb(
             module="all",
             function="everything",
-            words="[-- VLLM_OPTIONS]",
+            words=_FOR_VLLM,
             how_to_go_on="The same command goes on: what was finished is not done again",
             help="Quantize, check, serve, evaluate and write the card, in one go; stops at the first red gate.",
         ),
@@ -194,6 +198,11 @@ VERBS: Mapping[str, Verb] = MappingProxyType(
 )
 
 
+_QUOTED = re.compile(r"`[^`]+`|\S-\S")
+_WHOLE = str.maketrans(" \n-", "\0\0\1")  # signs at which no line is broken
+_BROKEN = str.maketrans("\0\1", " -")
+
+
 class _Command(TyperCommand):
     """One verb."""
 
@@ -210,11 +219,13 @@ class _Command(TyperCommand):
         """The words after the verb in its usage."""
         return [*super().collect_usage_pieces(ctx), *filter(None, [VERBS[str(self.name)].words])]
 
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """The docstring, broken between words only, so that an example with hyphens can be copied."""
-        for paragraph in (self.help or "").split("\n\n"):
-            formatter.write_paragraph()
-            formatter.write(_filled(paragraph, formatter.width) + "\n")
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Everything, with the commands in backticks whole: they are pasted."""
+        super().format_help(ctx, formatter)
+        shown = "".join(formatter.buffer)
+        # What is longer than a line was cut.
+        shown = re.sub(r"`[^`]+`", lambda quoted: re.sub(r"\n *", "", quoted[0]), shown)
+        formatter.buffer[:] = [shown.translate(_BROKEN)]
 
     def get_help_option(self, ctx: Any) -> Any:
         """--help, with the default False."""
@@ -233,10 +244,17 @@ class _Verbs(TyperGroup):
         """--help, with the default False."""
         return _with_default_false(super().get_help_option(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words before the verb."""
+        with _in_our_form(args):
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the verb. Ctrl-C at a question is Ctrl-C."""
+        words = [*ctx._protected_args, *ctx.args]
         try:
-            return super().invoke(ctx)
+            with _in_our_form(words):
+                return super().invoke(ctx)
         except typer.Abort as aborted:
             raise KeyboardInterrupt from aborted
 
@@ -244,6 +262,20 @@ class _Verbs(TyperGroup):
         """The verb that the first word names, with its options, and the words after it."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, name and _load(name), rest
+
+
+@contextmanager
+def _in_our_form(words: list[str]) -> Iterator[None]:
+    """What typer says of a command line, as a refusal."""
+    try:
+        yield
+    except NoArgsIsHelpError:
+        raise
+    except UsageError as error:
+        from .usage import refusal_of_usage
+
+        verb = VERBS.get(error.ctx.info_name or "") if error.ctx else None
+        raise refusal_of_usage(error, words, is_for_vllm=verb is not None and verb.words == _FOR_VLLM) from error
 
 
 def _complete(words: list[str], option: str, values: tuple[str, ...]) -> None:
@@ -259,15 +291,9 @@ def _at_home(word: str) -> str:
     return f"{option}{equals}{os.path.expanduser(value)}"
 
 
-def _filled(paragraph: str, width: int) -> str:
-    return textwrap.fill(
-        " ".join(paragraph.split()),
-        width,
-        initial_indent="  ",
-        subsequent_indent="  ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+def _whole(text: str | None) -> str | None:
+    """A help text in which no line can be broken at a hyphen, nor inside of backticks."""
+    return text and _QUOTED.sub(lambda quoted: quoted[0].translate(_WHOLE), text)
 
 
 def _with_default_false(option: Any) -> Any:
@@ -283,7 +309,10 @@ def _load(name: str) -> Any:
     settings = {"allow_extra_args": bool(verb.words)}
     called = getattr(import_module(f".{verb.module}", __package__), verb.function)
     alone.command(name, cls=_Command, hidden=verb.is_hidden, context_settings=settings)(called)
-    return typer.main.get_command(alone)
+    command: Any = typer.main.get_command(alone)
+    for shown in (command, *command.params):
+        shown.help = _whole(shown.help)
+    return command
 
 
 app = typer.Typer(
@@ -312,6 +341,7 @@ def _common(
     # it, the package does not define its level METRIC, and GPTQ logs at that level (0.14.0.1 logger.py).
     os.environ.setdefault("LLM_COMPRESSOR_LOG_LEVEL", "CRITICAL")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries; the refusal at the end says why
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they would mix with ours
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("huggingface_hub").propagate = False  # it has its own handler, and every line would appear twice
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..recipes.errors import RecipeError
+from ..recipes.errors import RecipeError, did_you_mean
 
 if TYPE_CHECKING:
     from ..validate.facts.dry_load import GPU
@@ -115,7 +115,6 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
     Raises:
         RecipeError: a name that means none of them; the cure has the nearest.
     """
-    from ..recipes.find import did_you_mean
     from ..validate.facts.dry_load import GPUS
 
     meant = {word: re.sub(r"nvidia|geforce|rtx|[\s_-]", "", word.lower()) for word in words}
@@ -135,7 +134,6 @@ def chosen_runtimes(words: Sequence[str]) -> "list[Runtime]":
     Raises:
         RecipeError: a name that is not among them.
     """
-    from ..recipes.find import did_you_mean
     from ..validate.check.check import RULES_OF
 
     for word in words:

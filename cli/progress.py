@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +34,13 @@ from ..quantize.run.progress import SILENT, BytesBar, CalibrationStep, RunProgre
 from .tables import escape, say, size_in_words
 
 if TYPE_CHECKING:
-    from huggingface_hub.utils import tqdm as HubBar
-
+    from ..checkpoints.source import Source
     from ..validate.facts.step import Step as AskedStep
     from ..validate.measure.bench import BenchStep
 
 # The word for one step in each part of calibration.
 _STEP_WORDS = {"backbone": "layer", "mtp": "policy", "tuning": "training step"}
-_LINE_SECONDS = 10.0
-# A log gets a line for bytes at least, and at most, so often.
-_MOST_SECONDS, _LEAST_SECONDS = 30.0, 5.0
+_LINE_SECONDS = 30.0
 
 
 def place_in_run() -> tuple[int, int]:
@@ -68,24 +66,28 @@ def bytes_bar(console: Console, label: str) -> BytesBar:
 def _bytes_bar(console: Console, label: str) -> BytesBar:
     @contextmanager
     def bar(total_bytes: int) -> Iterator[Callable[[int], None]]:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=console) as progress:
+        with _bytes_progress(console) as progress:
             task = progress.add_task(label, total=total_bytes)
             yield lambda done: progress.advance(task, done)
 
     return bar
 
 
+def _bytes_progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
+
+
 def _bytes_lines(console: Console, label: str) -> BytesBar:
     @contextmanager
     def lines(total_bytes: int) -> Iterator[Callable[[int], None]]:
-        paced, lock, done = Paced(), Lock(), 0
+        paced, lock, done = Paced(first_after=_LINE_SECONDS), Lock(), 0
 
         def advance(num_bytes: int) -> None:
             nonlocal done
@@ -100,24 +102,26 @@ def _bytes_lines(console: Console, label: str) -> BytesBar:
 
 
 class Paced:
-    """When a log gets its next line, and what the line says of bytes.
+    """When a log gets its next line: every half a minute, and when a part of the work has ended.
 
-    A line is due every half a minute; sooner, but not sooner than five seconds, after each twentieth; and at the end.
+    Args:
+        clock: in seconds.
+        first_after: seconds until the first line.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._began = self._shown_at = clock()
-        self._shown = 0
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, first_after: float = 0.0) -> None:
+        self._clock, self._began = clock, clock()
+        self._shown_at = self._began + first_after - _LINE_SECONDS
+        self._ended = set[str]()
 
-    def is_due(self, done: int, total: int) -> bool:
+    def is_due(self, done: int, total: int, part: str = "") -> bool:
         """Whether to print a line now. The caller prints it."""
-        now = self._clock()
-        waited = now - self._shown_at
-        is_twentieth = waited >= _LEAST_SECONDS and 20 * done // max(1, total) > 20 * self._shown // max(1, total)
-        if not (waited >= _MOST_SECONDS or is_twentieth or done >= total > self._shown):
+        now, is_end = self._clock(), done >= total and part not in self._ended
+        if now - self._shown_at < _LINE_SECONDS and not is_end:
             return False
-        self._shown_at, self._shown = now, done
+        self._shown_at = now
+        if is_end:
+            self._ended.add(part)
         return True
 
     def in_words(self, done: int, total: int) -> str:
@@ -129,39 +133,48 @@ class Paced:
         return f"{share}  {rate / 2**20:,.1f} MiB/s  ETA {left}"
 
 
-def download_lines(console: Console) -> "type[HubBar] | None":
-    """The Hub's bars for a log, which are lines; None on a terminal, where the Hub shows its own."""
-    if console.is_terminal:
-        return None
+def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> "Source":
+    """The same source with its files on this machine, as `download`: a bar on a terminal, else lines."""
     from huggingface_hub.utils import tqdm
 
-    paced = Paced()
+    paced, bar = Paced(first_after=_LINE_SECONDS), _bytes_progress(console)
+    task = bar.add_task("download", total=None)
 
-    class Lines(tqdm):
-        """The bar of the bytes on disk prints lines; the others print nothing."""
+    class Bar(tqdm):
+        """Of the Hub client's bars, the one of the bytes on disk is shown, in our manner."""
 
         def __init__(self, *words: Any, **settings: Any) -> None:
-            self.is_of_bytes = settings.get("name") == "huggingface_hub.snapshot_download"
-            super().__init__(*words, **settings | {"disable": False, "file": io.StringIO()})
+            self.is_of_bytes = settings.pop("name", "") == "huggingface_hub.snapshot_download"
+            # The client's own class is silent: see `_common` in main.py.
+            super(tqdm, self).__init__(*words, **settings | {"disable": not is_shown, "file": io.StringIO()})
 
         def display(self, msg: str | None = None, pos: int | None = None) -> None:
             """Called by the Hub's client, now and then."""
             done, total = int(self.n), int(self.total or 0)
-            if self.is_of_bytes and total and not console.file.closed and paced.is_due(done, total):
+            if not (self.is_of_bytes and total) or console.file.closed:
+                return
+            if console.is_terminal:
+                bar.start()
+                bar.update(task, completed=done, total=total)
+            elif paced.is_due(done, total):
                 say(console, f"download  {paced.in_words(done, total)}")
 
-    return Lines
+    try:
+        return download(source, bars=Bar)
+    finally:
+        if console.is_terminal:
+            bar.stop()
 
 
 def asking(console: Console, *, as_json: bool) -> "AbstractContextManager[Callable[[AskedStep], None]]":
-    """The progress of an evaluation or of closeness: a bar a checkpoint, or lines, at most one in ten seconds."""
+    """The progress of an evaluation or of closeness: a bar a checkpoint, or lines."""
     return _asking_bars(console) if console.is_terminal and not as_json else _asking_lines(console, as_json=as_json)
 
 
 @contextmanager
 def measuring(console: Console, *, as_json: bool) -> "Iterator[Callable[[BenchStep], None]]":
-    """The progress of a speed matrix: a bar for each checkpoint, or a line for each repetition and server start."""
-    seen, tasks = set[tuple[str, str, int]](), dict[str, TaskID]()
+    """The progress of a speed matrix: a bar for each checkpoint, or lines."""
+    paced, tasks = Paced(), dict[str, TaskID]()
     bars = _labelled_bars(console)
 
     def show(step: "BenchStep") -> None:
@@ -174,10 +187,8 @@ def measuring(console: Console, *, as_json: bool) -> "Iterator[Callable[[BenchSt
                 tasks[step.role] = bars.add_task(step.role, total=total, words="")
             bars.update(tasks[step.role], completed=step.there, words=escape(words))
             return
-        kind = (step.role, step.doing.partition(": ")[0], step.there)
-        if kind in seen:
+        if not paced.is_due(step.there, total, step.role):
             return
-        seen.add(kind)
         if as_json:
             _json_line(step)
         else:
@@ -210,11 +221,12 @@ def _labelled_bars(console: Console) -> Progress:
 
 @contextmanager
 def _bars(console: Console) -> Iterator[RunProgress]:
-    bars, tasks = _labelled_bars(console), dict[str, TaskID]()
+    bars, tasks, paced = _labelled_bars(console), dict[str, TaskID](), Paced()
 
     def show(step: "CalibrationStep") -> None:
         if not console.is_terminal:
-            say(console, f"{step.step}  {in_words(step)}")
+            if paced.is_due(step.done, step.total, step.step):
+                say(console, f"{step.step}  {in_words(step)}")
             return
         bars.start()
         if step.step not in tasks:
@@ -231,7 +243,8 @@ def _bars(console: Console) -> Iterator[RunProgress]:
 
     try:
         values = bytes_bar(console, "reading values")
-        yield RunProgress(calibration=show, packing=packing, values=values, download=download_lines(console))
+        download = partial(downloaded, console=console)
+        yield RunProgress(calibration=show, packing=packing, values=values, download=download)
     finally:
         stop()
 
@@ -252,15 +265,11 @@ def _asking_bars(console: Console) -> "Iterator[Callable[[AskedStep], None]]":
 
 @contextmanager
 def _asking_lines(console: Console, *, as_json: bool) -> "Iterator[Callable[[AskedStep], None]]":
-    """A line for each kind of step, not sooner than ten seconds after the last one, and one for the last step."""
-    shown_at: dict[tuple[str, bool], float] = {}
+    paced = Paced()
 
     def show(step: "AskedStep") -> None:
-        kind, now = (_whose(step), bool(step.doing)), time.monotonic()
-        is_last = step.done >= step.total
-        if not is_last and now - shown_at.get(kind, -_LINE_SECONDS) < _LINE_SECONDS:
+        if not paced.is_due(step.done, step.total, _whose(step)):
             return
-        shown_at[kind] = now
         if as_json:
             _json_line(step)
         else:

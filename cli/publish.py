@@ -71,11 +71,12 @@ def publish(
     from ..recipes.extras import require_extra
     from ..validate.publish import upload as publishing
     from ..validate.publish.hub import Hub, stopped_by_signals
-    from ..validate.publish.upload_set import prepare, take
+    from ..validate.publish.upload_set import prepare, ready_report, take
 
     publishing.check_name(repo)
     _say(f"folder      {printable(os.path.realpath(path))}\nrepository  {constants.ENDPOINT}/{repo}")
     chosen = next(iter(chosen_gpus([gpu] if gpu else [])), None)
+    ready_report(path)
     token = get_token()
     if token is None and not dry_run:
         raise RecipeError(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from . import tables
 from .options import (
@@ -80,9 +79,8 @@ def quantize(
     from ..quantize.needs import needs
     from ..quantize.write import refusals
     from ..validate.facts.vllm_env import gpus_here
-    from . import calibration_tables, commits, plan_tables
+    from . import commits, plan_tables
 
-    out = Console()
     words = {"source": source, "scheme": scheme, "mtp": mtp, "calibration": calibration, "mtp_source": mtp_source}
     made = api.plan(model, **words, trust_remote_code=trust_remote_code)
     rank, _ = place_in_run()
@@ -93,18 +91,12 @@ def quantize(
         return
     target = folder or pipeline.default_out(made.recipe)
     refusals.refuse(made, target)
-    line = "" if rank else commits.commits_line(made)
-    if line and not as_json:
-        tables.say(Console(stderr=True), line)
+    err = Console(stderr=True)
+    commits_line = "" if rank else commits.commits_line(made)  # which refuses a dataset that is out of reach
     if not (as_json or rank):
-        tables.show_plan(out, made)
-        out.print(plan_tables.companions(made), highlight=False, soft_wrap=True)
-        if made.recipe.is_searched:
-            out.print(Text("\n".join([*plan_tables.budget_lines(made), ""])), soft_wrap=True)
-        if made.needs_batches:
-            out.print(calibration_tables.will_do(made))
-            out.print(Text("\n".join([*needs.lines(needs.needs_of(made, machine)), ""])), soft_wrap=True)
-    with run_progress(Console(stderr=True), as_json=as_json) as progress:
+        for line in filter(None, (commits_line, f"{made.recipe.name}: {tables.totals(made)}")):
+            tables.say(err, line)
+    with run_progress(err, as_json=as_json) as progress:
         result = api.quantize(made, target, threads=threads, keep_calibration=keep_calibration, progress=progress)
     if not rank:
         _show_result(result, as_json=as_json)

@@ -21,7 +21,7 @@ from . import exits
 from .check import spinner
 from .findings import with_path
 from .options import AnyVLLMOption, JsonOption, chosen_gpus, chosen_vllm, refuse_stray_words
-from .progress import download_lines
+from .progress import downloaded
 from .tables import print_json, say
 
 if TYPE_CHECKING:
@@ -124,8 +124,12 @@ def _checked(path: str, err: Console) -> "tuple[Source, int]":
         checked = with_values(checked, "scalars")
         _refuse_errors(path, checked)
     if warnings := len(checked.data.findings):
-        say(err, f"check: no errors, {warnings} warning{'s' * (warnings > 1)}: `keepmtp check {path}` has them")
+        say(err, f"check: no errors, {warnings} warning{'s' * (warnings > 1)}: `{_check(path)}` has them")
     return checked.readable(), checked.data.facts.num_mtp_layers
+
+
+def _check(path: str) -> str:
+    return shlex.join(["keepmtp", "check", path])
 
 
 def _refuse_errors(path: str, checked: "Checked") -> None:
@@ -133,7 +137,7 @@ def _refuse_errors(path: str, checked: "Checked") -> None:
         raise checked.refusal
     errors = [finding for finding in checked.data.findings if finding.severity == "error"]
     if errors:
-        more = f" (and {len(errors) - 1} more: `keepmtp check {path}`)" if errors[1:] else ""
+        more = f" (and {len(errors) - 1} more: `{_check(path)}`)" if errors[1:] else ""
         rule, cure = "must pass the check before it is served", with_path(errors[0].cure, path)
         raise GateError(path, rule, got=f"{errors[0].where}: {errors[0].says}{more}", cure=cure)
 
@@ -217,18 +221,17 @@ def _run(
     every: float,
 ) -> "ServerLife":
     """Run the server, once it is known to have room and kernels."""
-    from ..checkpoints.source import download
     from ..validate.measure import foreground
     from ..validate.measure.bf16_copy import why_no_kernel
     from ..validate.measure.room import refuse_full_gpus
     from ..validate.measure.serve_line import serve_words
 
     if lack := why_no_kernel(opened, vllm):
-        cure = f"Serve it on a GPU; `keepmtp serve-check {opened.where}` measures a BF16 copy of it here"
+        cure = f"Serve it on a GPU; `keepmtp serve-check {shlex.quote(opened.where)}` measures a BF16 copy of it here"
         raise VLLMError(opened.where, "must have kernels on this machine", got=lack, cure=cure)
     refuse_full_gpus(opened, vllm, further)
     named = () if opened.folder else ("--served-model-name", opened.where)
-    local = download(opened, bars=download_lines(err))
+    local = downloaded(opened, err)
     assert local.folder is not None
     machine = _CPU_WORDS if vllm.build == "cpu" else ()
     listens = ("--host", address.host, "--port", str(address.port))
@@ -268,7 +271,9 @@ def _report(path: str, best: "BestK", life: "ServerLife", err: Console, *, as_js
     from ..validate.measure.foreground import in_words
 
     if life.doubt:
-        cures = f"`keepmtp check {path} --values` reads the draft's tensors, `keepmtp serve-check {path}` compares it"
+        cures = (
+            f"`{_check(path)} --values` reads the draft's tensors, `keepmtp serve-check {shlex.quote(path)}` compares"
+        )
         say(err, f"warning: {life.doubt}: {cures}")
     if as_json:
         print_json({"path": path, "why": best.why, **life.model_dump(mode="json")})

@@ -28,7 +28,7 @@ from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from ..validate.measure.prompts import PROMPTS, read_prompts
 from . import gate
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
-from .progress import bytes_bar, download_lines
+from .progress import Paced, bytes_bar, downloaded
 from .tables import escape, say
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def serve_check(
     """
     from ..checkpoints.identity import identify
     from ..checkpoints.record import RECORD
-    from ..checkpoints.source import download, open_source, small_file
+    from ..checkpoints.source import open_source, small_file
     from ..checkpoints.source_of import original_of
     from ..validate.facts.results import report_folder
     from ..validate.measure import serve_check as measure
@@ -114,8 +114,8 @@ def serve_check(
     is_local = Path(path).is_dir()
     out = folder or (report_folder(Path(path)) if is_local else _named(opened))
     refuse_no_room((opened, original), vllm, out=out, extra=context.args)
-    bars = download_lines(Console(stderr=True))
-    checkpoint, original = download(opened, bars=bars), original and download(original, bars=bars)
+    err = Console(stderr=True)
+    checkpoint, original = downloaded(opened, err), original and downloaded(original, err)
     assert checkpoint.folder is not None
     view = find_view(checkpoint.config, checkpoint.where)
     check = measure.Check(
@@ -135,7 +135,7 @@ def serve_check(
         )
     identity = None
     if folder is None and is_local:
-        identity = identify(checkpoint.folder, cache=out, watch=bytes_bar(Console(stderr=True), "reading"))
+        identity = identify(checkpoint.folder, cache=out, watch=bytes_bar(err, "reading"))
         reports.refuse_stale(out, identity, but=("check", "serve"))
     with _status() as watch:
         found = measure.serve_check(checkpoint, original, vllm=vllm, check=check, watch=watch)
@@ -221,21 +221,18 @@ def _notes(found: "ServeCheck") -> Iterator[str]:
 
 @contextmanager
 def _status() -> "Iterator[Watch]":
-    """One changing line on a terminal's standard error; in a log, a line for each new server."""
-    console = Console(stderr=True)
+    """One changing line on a terminal's standard error; in a log, a line for each new server, and now and then."""
+    console, paced = Console(stderr=True), Paced()
     if console.is_terminal:
         with console.status("starting") as status:
             yield lambda words: status.update(escape(words))
         return
-    seen: list[str] = []
 
-    def once(words: str) -> None:
-        label = words.rpartition(": ")[0] if "starting" not in words else words.partition(": ")[0]
-        if label not in seen:
-            seen.append(label)
-            say(console, label)
+    def tell(words: str) -> None:
+        if paced.is_due(1, 1, words.partition(":")[0]):
+            say(console, words)
 
-    yield once
+    yield tell
 
 
 def _named(checkpoint: "Source") -> Path:

@@ -37,7 +37,7 @@ def show_plan(console: Console, plan: "Plan") -> None:
     rows = plan_rows(plan)
     console.print(_fates(plan, rows))
     console.print(_reasons(rows))
-    console.print(Text(_totals(plan)), highlight=False, soft_wrap=True)
+    console.print(Text(f"{totals(plan)}\n"), highlight=False, soft_wrap=True)
 
 
 def _fates(plan: "Plan", rows: list[dict[str, Any]]) -> Table:
@@ -73,14 +73,15 @@ def _reasons(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _totals(plan: "Plan") -> str:
+def totals(plan: "Plan") -> str:
+    """A plan in one line: its source, tensors, bytes, shards and MTP layers."""
     num_out = sum(len(tensor.outputs) for tensor in plan.tensors)
     num_shards, num_mtp_layers = len(plan.shards), plan.view.num_mtp_layers
     return (
         f"{printable(plan.source.where)} ({plan.source.revision}): {len(plan.entries):,} tensors in, {num_out:,} out; "
         f"{size_in_words(plan.num_bytes_before)} -> {size_in_words(plan.num_bytes_after)} in "
         f"{num_shards} shard{_s(num_shards)}; {num_mtp_layers} MTP layer{_s(num_mtp_layers)}"
-        f"{_from_elsewhere(plan)}\n"
+        f"{_from_elsewhere(plan)}"
     )
 
 

@@ -42,7 +42,8 @@ def where(
 def _names(model: str, scheme: str | None, mtp: str | None, calibration: str | None) -> tuple[str, str]:
     """The model's part of the folder's name, and the whole; "" where no scheme says which variant is meant."""
     from ..quantize.plan.checkpoint_as_model import model_name, model_word
-    from ..recipes.find import find_recipe, folded
+    from ..recipes.errors import folded
+    from ..recipes.find import find_recipe
 
     word = model_word(model)
     if word.is_recipe:

@@ -105,7 +105,7 @@ def plan_conversion(where: str, to: Format) -> Conversion:
     source, first = runtime.source, dialect_of(runtime)
     if first == to:
         rule = "a checkpoint is converted into the other dialect"
-        raise RecipeError(where, rule, got=f"one in {to} already", cure=f"Use --to {_OTHER[to]}")
+        raise RecipeError(where, rule, got=f"one in {to} already", cure="There is nothing to do")
     kept = read_converted(source)
     matrices = matrices_in(runtime, to)
     scaled = [*matrices, *caches_in(runtime)]

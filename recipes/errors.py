@@ -7,6 +7,8 @@ Easy to get wrong: the message is for people. Code reads the fields, never the s
 the message is cut and `printable`, because a name or a value may be a stranger's.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:  # the callers import it; a refusal alone does not need it
@@ -88,6 +90,20 @@ class VLLMError(KeepMTPError):
 
 class GateError(KeepMTPError):
     """A result did not pass its gate."""
+
+
+def folded(name: str) -> str:
+    """A name without the differences that do not count on the command line, as folders have it."""
+    return name.casefold().replace("_", "-")
+
+
+def did_you_mean(word: object, known: Iterable[str], *, otherwise: str) -> str:
+    """A cure that suggests the nearest known name, if there is one that is near."""
+    said, names = folded(str(word)), {folded(str(name)): name for name in known}
+    near = get_close_matches(said, names, n=1, cutoff=0.75)
+    near = near or [name for name in sorted(names, key=len) if said and said.startswith(f"{name}-")][-1:]
+    near = near or [name for name in names if said and name.startswith(f"{said}-")][:1]
+    return f"Did you mean {names[near[0]]}?" if near else otherwise
 
 
 def first_fault(error: "ValidationError") -> str:

@@ -10,14 +10,13 @@ Easy to get wrong: `--scheme` names a variant first, and a scheme only where the
 command line, case does not count and `-` is `_`; in a file they do.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .errors import RecipeError
+from .errors import RecipeError, did_you_mean, folded
 from .listing import model_files
 from .model_file import calibrations, flat_recipes, flat_text, is_model_file
 from .schema import AUTO, KEEP_WORDS, TUNED, Calibration, Recipe, validated
@@ -182,11 +181,6 @@ def _spelled(word: str, known: Iterable[str]) -> str | None:
     return next((name for name in names if folded(name) == folded(word)), None)
 
 
-def folded(name: str) -> str:
-    """A name without the differences that do not count on the command line, as folders have it."""
-    return name.casefold().replace("_", "-")
-
-
 def _scheme(word: str, model: str, file: RecipeFile) -> str:
     if scheme := _spelled(word, SCHEMES):
         return scheme
@@ -242,15 +236,6 @@ def unknown_model(name: str) -> RecipeError:
         got=repr(name),
         cure=did_you_mean(name, _shipped_files(), otherwise="See `keepmtp ls`"),
     )
-
-
-def did_you_mean(word: str, known: Iterable[str], *, otherwise: str) -> str:
-    """A cure that suggests the nearest known name, if there is one that is near."""
-    names = {folded(name): name for name in known}
-    near = difflib.get_close_matches(folded(word), names, n=1, cutoff=0.75)
-    near = near or [name for name in sorted(names, key=len) if word and folded(word).startswith(f"{name}-")][-1:]
-    near = near or [name for name in names if word and name.startswith(f"{folded(word)}-")][:1]
-    return f"Did you mean {names[near[0]]}?" if near else otherwise
 
 
 def _lookup(name: str) -> tuple[Path, str | None] | None:

@@ -19,7 +19,6 @@ Easy to get wrong: a block in a variant replaces the file's block of the same na
 `mtp_tuned` is only for those with `mtp: tuned`, and must be there.
 """
 
-import difflib
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from .errors import RecipeError
+from .errors import RecipeError, did_you_mean
 from .family import QUANTIZABLE_ROLES
 from .yaml_file import load_shipped
 
@@ -184,7 +183,7 @@ def _calibration(named: object, where: str) -> object:
 def _refuse_unknown(where: object, raw: Mapping[str, Any], known: Collection[str], what: str) -> None:
     for key, value in raw.items():
         if key not in known:
-            cure = f"Did you mean {_nearest(key, known)}?"
+            cure = did_you_mean(key, known, otherwise=f"The keys are {', '.join(known)}")
             raise RecipeError(where, f"{key} is not a key of {what}", got=repr(value), cure=cure)
 
 
@@ -196,11 +195,7 @@ def _refuse_missing(where: object, raw: Mapping[str, Any], needed: Collection[st
 
 
 def _unknown(where: str, rule: str, got: object, known: Collection[str]) -> RecipeError:
-    return RecipeError(where, rule, got=repr(got), cure=f"Did you mean {_nearest(got, known)}?")
-
-
-def _nearest(word: object, known: Collection[str]) -> str:
-    return difflib.get_close_matches(str(word), map(str, known), n=1, cutoff=0.0)[0]
+    return RecipeError(where, rule, got=repr(got), cure=did_you_mean(got, known, otherwise="Name one of them"))
 
 
 class _Inline(dict[str, Any]):

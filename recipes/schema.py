@@ -6,7 +6,6 @@ changes numbers has a default: a recipe that does not say what happens to a modu
 Easy to get wrong: `source` means "as the released checkpoint stores it". For an FP8 release that is FP8, not BF16.
 """
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, Self
@@ -27,7 +26,7 @@ from pydantic import (
 
 from .budget import Budget, read_budget
 from .conventions import ALGORITHMS, Format
-from .errors import RecipeError
+from .errors import RecipeError, did_you_mean
 from .family import QUANTIZABLE_ROLES
 from .knobs import KNOBS, AutoRoundKnobs, AWQKnobs, GPTQKnobs
 from .model_file import USUAL_AUTO
@@ -49,12 +48,11 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def _known_decision(word: str, *, besides: tuple[str, ...] = ()) -> str:
-    known = {each.lower(): each for each in (*KEEP_WORDS, *SCHEMES, *besides)}
-    if word in known.values():
+    known = (*KEEP_WORDS, *SCHEMES, *besides)
+    if word in known:
         return word
-    near = difflib.get_close_matches(word.lower(), known, n=1)
-    cure = f"Did you mean {known[near[0]]}?" if near else "See `keepmtp ls schemes`"
-    raise RecipeError("", f"must be one of {', '.join(known.values())}", got=repr(word), cure=cure)
+    cure = did_you_mean(word, known, otherwise="See `keepmtp ls schemes`")
+    raise RecipeError("", f"must be one of {', '.join(known)}", got=repr(word), cure=cure)
 
 
 def _known_policy(word: str) -> str:
@@ -64,10 +62,10 @@ def _known_policy(word: str) -> str:
 def _known_role(word: str) -> str:
     if word in QUANTIZABLE_ROLES:
         return word
-    nearest = difflib.get_close_matches(word, QUANTIZABLE_ROLES, n=1, cutoff=0.0)[0]
-    groups = ", ".join(QUANTIZABLE_ROLES)
-    rule = f"must be one of the module groups {groups}"
-    raise RecipeError("", rule, got=repr(word), cure=f"Did you mean {nearest}?")
+    rule = f"must be one of the module groups {', '.join(QUANTIZABLE_ROLES)}"
+    raise RecipeError(
+        "", rule, got=repr(word), cure=did_you_mean(word, QUANTIZABLE_ROLES, otherwise="Name one of them")
+    )
 
 
 def _plain_name(name: str) -> str:
@@ -716,7 +714,7 @@ def _refusal(error: ValidationError, where: object) -> RecipeError:
     first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "number", "[key]")) or "recipe"
     if first["type"] == "extra_forbidden":
-        cure = f"Did you mean {_nearest_key([str(part) for part in first['loc']])}?"
+        cure = _cure_of_key([str(part) for part in first["loc"]])
         return RecipeError(where, f"{key} is not a key of a recipe", got=repr(first["input"]), cure=cure)
     if first["type"] == "missing":
         cure = "Nothing that changes numbers has a default"
@@ -726,8 +724,10 @@ def _refusal(error: ValidationError, where: object) -> RecipeError:
     return RecipeError(where, f"{key}: {first['msg']}", got=repr(first["input"]), cure="Correct it")
 
 
-def _nearest_key(place: list[str]) -> str:
-    """The key that the last part of `place` is probably a misspelling of."""
+def _cure_of_key(place: list[str]) -> str:
+    """The key that the last part of `place` is probably a misspelling of, or the parts of a recipe that have it."""
     *parents, last = place
     known = next((_PARTS[part] for part in reversed(parents) if part in _PARTS), Recipe).model_fields
-    return difflib.get_close_matches(last, known, n=1, cutoff=0.0)[0]
+    parts = [part for part, has in _PARTS.items() if last in has.model_fields]
+    otherwise = f"It is a key of {' and of '.join(parts)}" if parts else f"The keys are {', '.join(known)}"
+    return did_you_mean(last, known, otherwise=otherwise)

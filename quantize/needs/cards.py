@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...recipes.errors import RecipeError
+from ...recipes.errors import RecipeError, did_you_mean
 
 GB = 10**9
 
@@ -57,8 +57,6 @@ def card_of(word: str) -> Card:
     Raises:
         RecipeError: it is neither.
     """
-    from ...recipes.find import did_you_mean  # reads recipes; only an unknown name needs it
-
     named = next((card for name, card in CARDS.items() if name in re.split(r"[\s_-]|RTX", word.upper())), None)
     if named is not None:
         return named

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from huggingface_hub.utils import tqdm as HubBar
+
+    from ...checkpoints.source import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +45,13 @@ class RunProgress:
         calibration: called after each step.
         packing: called with the number of source bytes when packing begins.
         values: called with the number of bytes of the output whose values are read, before it gets its name.
-        download: the bars of the Hub's client; None for its own.
+        download: brings a source to this machine, and shows how far it is.
     """
 
     calibration: ProgressCallback | None = None
     packing: BytesBar | None = None
     values: BytesBar | None = None
-    download: "type[HubBar] | None" = None
+    download: "Callable[[Source], Source] | None" = None
 
 
 SILENT = RunProgress()

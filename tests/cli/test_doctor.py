@@ -58,7 +58,10 @@ def test_this_machine():
 
 
 def test_people_get_tables():
-    done = run()
+    done = run(COLUMNS="80")
+    lines = {line.strip() for line in done.stdout.splitlines()}
+    commands = {ability["command"] for ability in json.loads(run("--json").stdout)["abilities"]}
+    assert commands - {""} <= lines, "whole, to be pasted"
     for word in ("what can be done here", "plan, static check", "vLLM", "sm120", "keepmtp check"):
         assert word in " ".join(done.stdout.split()), done.stdout
 

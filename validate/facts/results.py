@@ -18,6 +18,7 @@ computes it anew. So what can be computed again from other facts is (rederived.p
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -131,7 +132,7 @@ def checkpoint_folder(evidence: Path) -> Path:
 def command(station: Station, folder: Path) -> str:
     """What a person types to measure again what an evidence folder holds."""
     name = folder.with_suffix("") if folder.suffix == ".report" else "CHECKPOINT"
-    return COMMANDS[station].format(name)
+    return COMMANDS[station].format(shlex.quote(str(name)))
 
 
 def file_of(folder: Path, station: Station) -> Path:

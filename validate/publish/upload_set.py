@@ -10,12 +10,13 @@ every byte is read again before it is sent.
 
 import hashlib
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...checkpoints.companions import companions_among
-from ...checkpoints.identity import ReadingBar, identify, listed, refuse_other_bytes
+from ...checkpoints.identity import ReadingBar, identify, listed, measured_anew, refuse_other_bytes
 from ...checkpoints.source import open_source
 from ...recipes.errors import CheckpointError, GateError
 from ...recipes.families import find_view
@@ -82,30 +83,9 @@ def prepare(
         CheckpointError: no checkpoint, report or card; one of them was altered; or the bytes are not the report's.
         GateError: the report is red, or has no judgement; or a value is one that no model can compute with.
     """
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Name its folder")
-    _refuse_links(folder)
-    card.refuse_no_record(folder)
-    evidence = report_folder(folder)
-    if not (evidence / report.JSON_FILE).is_file():
-        raise CheckpointError(
-            evidence,
-            "must hold the checkpoint's report",
-            got=f"no {report.JSON_FILE}",
-            cure=f"Run `keepmtp check {folder} --record`, serve-check, eval and card",
-        )
-    told = report.verify(evidence)
-    _refuse_red(told, evidence)
-    card.refuse_none(card.card_folder(folder), folder)  # before every byte is read
-    if told.identity is None:
-        raise CheckpointError(
-            evidence / report.JSON_FILE,
-            "must say which bytes it is about",
-            got="no identity",
-            cure=f"Run `keepmtp check {folder} --record`",
-        )
-    _refuse_unknown(folder, told.identity.files)
-    refuse_other_bytes(folder, told.identity, identify(folder, cache=evidence, watch=watch))
+    told = ready_report(folder)
+    assert told.identity is not None
+    refuse_other_bytes(folder, told.identity, identify(folder, cache=report_folder(folder), watch=watch))
     _refuse_broken_values(folder, reading)
     files = {
         name: LocalFile(name=name, path=folder / name, num_bytes=fact.num_bytes, sha256=fact.sha256)
@@ -123,6 +103,38 @@ def prepare(
     return Parcel(folder=folder, report=told, files=dict(sorted(files.items())))
 
 
+def ready_report(folder: Path) -> FullReport:
+    """The report of a checkpoint that may be sent, as far as small files say.
+
+    Raises:
+        CheckpointError, GateError: as `prepare`.
+    """
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(folder, "what is published is a checkpoint", got="no config.json", cure="Name its folder")
+    _refuse_links(folder)
+    card.refuse_no_record(folder)
+    evidence = report_folder(folder)
+    if not (evidence / report.JSON_FILE).is_file():
+        raise CheckpointError(
+            evidence,
+            "must hold the checkpoint's report",
+            got=f"no {report.JSON_FILE}",
+            cure=f"Run {measured_anew(folder)}",
+        )
+    told = report.verify(evidence)
+    _refuse_red(told, evidence)
+    card.refuse_none(card.card_folder(folder), folder)  # before every byte is read
+    if told.identity is None:
+        raise CheckpointError(
+            evidence / report.JSON_FILE,
+            "must say which bytes it is about",
+            got="no identity",
+            cure=f"Run `keepmtp check {shlex.quote(str(folder))} --record`",
+        )
+    _refuse_unknown(folder, told.identity.files)
+    return told
+
+
 def take(parcel: Parcel, *, watch: ReadingBar | None = None) -> Parcel:
     """Read every byte, whether a file's time of change differs or not, and keep what is needed to send these bytes.
 
@@ -138,7 +150,10 @@ def total_bytes(files: Iterable[LocalFile]) -> int:
 
 
 def _refuse_red(told: FullReport, evidence: Path) -> None:
-    where, cure = evidence / report.JSON_FILE, f"Run `keepmtp gate {evidence.with_suffix('')}` for the whole story"
+    where, cure = (
+        evidence / report.JSON_FILE,
+        f"Run `keepmtp gate {shlex.quote(str(evidence.with_suffix('')))}` for the whole story",
+    )
     rule = "only a checkpoint that passes is published"
     if told.judgement is None:
         raise GateError(where, rule, got="no judgement", cure=cure)
@@ -190,5 +205,5 @@ def _refuse_unknown(folder: Path, names: Iterable[str]) -> None:
         CheckpointError: a name that is not known.
     """
     if unknown := companions_among(names).left:
-        cure = f"Move it away, and measure again: `keepmtp check {folder} --record`, serve-check, eval and card"
+        cure = f"Move it away, and measure again: {measured_anew(folder)}"
         raise CheckpointError(folder, "only known files of a checkpoint are published", got=listed(unknown), cure=cure)

@@ -14,6 +14,7 @@ card, and a card that differs from what its report makes is refused.
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -124,7 +125,7 @@ def refuse_none(folder: Path, checkpoint: Path) -> None:
         CheckpointError: no README.md in it.
     """
     if not (folder / README).is_file():
-        cure = f"Run `keepmtp card {checkpoint}`"
+        cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}`"
         raise CheckpointError(folder, "must hold the checkpoint's card", got=f"no {README}", cure=cure)
 
 
@@ -150,7 +151,7 @@ def verified_files(checkpoint: Path, *, repository: str = "", out: Path | None =
     """
     require_extra("keepmtp card", "report")
     folder = out or card_folder(checkpoint)
-    cure = f"Run `keepmtp card {checkpoint}` again"
+    cure = f"Run `keepmtp card {shlex.quote(str(checkpoint))}` again"
     refuse_none(folder, checkpoint)
     facts, metadata = _stated(checkpoint, folder)
     wanted = _files(facts, metadata)
@@ -195,7 +196,7 @@ def _verified(checkpoint: Path, watch: ReadingBar | None = None) -> tuple[FullRe
             evidence,
             "a card is made from the checkpoint's report",
             got=f"no {reports.JSON_FILE}",
-            cure=f"Run `keepmtp check {checkpoint} --record`",
+            cure=f"Run `keepmtp check {shlex.quote(str(checkpoint))} --record`",
         )
     told = reports.verify(evidence)
     if told.identity is not None:

@@ -8,6 +8,7 @@ so a number that was changed in one of them, or in report.json, is a difference 
 """
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,7 @@ def verify(folder: Path) -> FullReport:
     """
     path = folder / JSON_FILE
     claimed = read_json(path)
-    again = f"Run `keepmtp report {folder}`"
+    again = f"Run `keepmtp report {shlex.quote(str(folder))}`"
     for station in STATIONS:
         name = file_of(folder, station).name
         if name not in claimed.results and file_of(folder, station).is_file():
@@ -310,7 +311,7 @@ def _refuse_another_file(folder: Path, station: Station, claimed: FullReport, *,
     is_new = found is not None and found.made_at >= claimed.made_at
     if is_new and is_new_good:
         return
-    cure = f"Run `keepmtp report {folder}`" if is_new else f"Run `{command(station, folder)}` again"
+    cure = f"Run `keepmtp report {shlex.quote(str(folder))}`" if is_new else f"Run `{command(station, folder)}` again"
     raise CheckpointError(path, f"must be the file that {JSON_FILE} was made from, {wanted}", got=got, cure=cure)
 
 
