@@ -84,7 +84,11 @@ def open_source(where: str | Path, *, revision: str = "main") -> Source:
         return _open_folder(found, str(where))
     rule = "a checkpoint is a folder with config.json or a Hub id ORG/NAME"
     if found is not None:
-        cure = _GGUF if found.suffix.lower() == ".gguf" else f"Name its folder, {found.parent}"
+        cure = "Name a checkpoint's folder, or ORG/NAME"
+        if found.suffix.lower() == ".gguf":
+            cure = _GGUF
+        elif (found.parent / "config.json").is_file():
+            cure = f"Name its folder, {found.parent}"
         raise NoCheckpointError(where, rule, got="a file", cure=cure)
     if page := page_of(str(where)):
         return _open_hub(page[0], page[1] or revision)

@@ -170,7 +170,9 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
     if not all(_NUMBERS.fullmatch(part) for part in parts):
         raise RecipeError(option, "must be numbers with commas, or two with dots", got=words, cure=cure)
     pairs = [(int(part.split("..")[0]), int(part.split("..")[-1])) for part in parts]
-    wrong = next((f"{low}..{high}" for low, high in pairs if low > high or high > _LIMIT or high - low > 64), "")
+    if wrong := next((f"{low}..{high}" for low, high in pairs if low > high or high - low > 64), ""):
+        raise RecipeError(option, "must go up, by 64 at most", got=wrong, cure=cure)
+    wrong = next((str(high) for _, high in pairs if high > _LIMIT), "")
     wrong = wrong or next((str(low) for low, _ in pairs if low < least), "")
     if wrong:
         rule = f"must be {least} or more, and at most {_LIMIT:,}"

@@ -8,6 +8,7 @@ the dataset, a chat template that is not there, a source that is not found, resu
 """
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -270,7 +271,9 @@ def _protocol(recipe: "Evaluation", changed: Mapping[str, Any]) -> "Evaluation":
         if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
             fault.where = f"--{fault.where}"
             raise fault from error
-        raise RecipeError(option, first["msg"], got=repr(first["input"]), cure="See `keepmtp eval --help`") from error
+        rule, names = first["msg"].replace("Input should", "must"), re.findall("'([^']+)'", first["msg"])
+        cure = did_you_mean(first["input"], names, otherwise="See `keepmtp eval --help`")
+        raise RecipeError(option, rule, got=repr(first["input"]), cure=cure) from error
 
 
 def _status(judged: "JudgementFact", fact: "EvaluationFact") -> int:

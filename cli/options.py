@@ -122,6 +122,8 @@ def chosen_gpus(words: Sequence[str]) -> "list[GPU]":
     for word, name in meant.items():
         if name not in GPUS:
             cure = did_you_mean(name, (*GPUS, *_GPU_NAMES), otherwise="Name the card, such as H100, or one of these")
+            if "," in word:
+                cure = f"Repeat it: {' '.join(f'--gpu {each}' for each in word.split(','))}"
             if name in _GPU_NAMES.values():
                 cure = f"{word} is {name}, which is not judged: leave --gpu out"
             raise RecipeError("--gpu", f"must be one of {', '.join(GPUS)}", got=word, cure=cure)

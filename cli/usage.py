@@ -32,12 +32,12 @@ def refusal_of_usage(error: UsageError, words: Sequence[str], *, is_for_vllm: bo
     otherwise = f"See `{where} --help`"
     if isinstance(error, NoSuchOption):
         name = error.option_name
-        known = [each for param in context.command.params for each in param.opts]
+        known = [each for param in context.command.params for each in param.opts if each.startswith("-")]
         if is_for_vllm and not get_close_matches(name, known):
             otherwise = f"Words for `vllm serve` stand last, after `--`: `keepmtp {_with_last(name, words)}`"
         return KeepMTPError(where, "has no such option", got=name, cure=did_you_mean(name, known, otherwise=otherwise))
     if isinstance(error, typer.BadParameter) and error.param is not None:
-        where = error.param.get_error_hint().strip("'")
+        where = "/".join(error.param.opts)
         if isinstance(error, MissingParameter):
             return KeepMTPError(context.command_path, f"needs {where}", got="none", cure=otherwise)
         fault: Any = error.__cause__

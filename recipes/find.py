@@ -10,6 +10,7 @@ Easy to get wrong: `--scheme` names a variant first, and a scheme only where the
 command line, case does not count and `-` is `_`; in a file they do.
 """
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -225,7 +226,10 @@ def _shipped(name: str) -> tuple[Path, str | None]:
     """The file of a model's name, of a recipe's full name or of a Hub id, and the variant if the name says one."""
     if found := _lookup(name):
         return found
-    raise unknown_model(name)
+    rule, cure = "must be a model's name, a recipe's full name or a recipe file", "See `keepmtp ls`"
+    if Path(name).is_dir():
+        cure = f"`keepmtp init {shlex.quote(name)} --out NEW.yaml` writes one for a checkpoint"
+    raise RecipeError("MODEL", rule, got=repr(name), cure=did_you_mean(name, _shipped_files(), otherwise=cure))
 
 
 def unknown_model(name: str) -> RecipeError:
@@ -234,7 +238,9 @@ def unknown_model(name: str) -> RecipeError:
         "MODEL",
         "must be a model's name, a recipe file, a folder with config.json, or a Hub id ORG/NAME",
         got=repr(name),
-        cure=did_you_mean(name, _shipped_files(), otherwise="See `keepmtp ls`"),
+        cure="Name the address of a repository's page"
+        if "://" in name
+        else did_you_mean(name, _shipped_files(), otherwise="See `keepmtp ls`"),
     )
 
 

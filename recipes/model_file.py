@@ -183,14 +183,16 @@ def _calibration(named: object, where: str) -> object:
 def _refuse_unknown(where: object, raw: Mapping[str, Any], known: Collection[str], what: str) -> None:
     for key, value in raw.items():
         if key not in known:
-            cure = did_you_mean(key, known, otherwise=f"The keys are {', '.join(known)}")
+            from .schema import cure_of_key  # which imports this file
+
+            cure = cure_of_key(key, known)
             raise RecipeError(where, f"{key} is not a key of {what}", got=repr(value), cure=cure)
 
 
 def _refuse_missing(where: object, raw: Mapping[str, Any], needed: Collection[str]) -> None:
     for key in needed:
         if key not in raw:
-            cure = "Nothing that changes numbers has a default"
+            cure = "Add it: nothing that changes numbers has a default"
             raise RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
 
 

@@ -714,20 +714,20 @@ def _refusal(error: ValidationError, where: object) -> RecipeError:
     first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"] if part not in ("word", "groups", "number", "[key]")) or "recipe"
     if first["type"] == "extra_forbidden":
-        cure = _cure_of_key([str(part) for part in first["loc"]])
+        *parents, last = map(str, first["loc"])
+        known = next((_PARTS[part] for part in reversed(parents) if part in _PARTS), Recipe).model_fields
+        cure = cure_of_key(last, known)
         return RecipeError(where, f"{key} is not a key of a recipe", got=repr(first["input"]), cure=cure)
     if first["type"] == "missing":
-        cure = "Nothing that changes numbers has a default"
+        cure = "Add it: nothing that changes numbers has a default"
         return RecipeError(where, f"{key} must be given", got="nothing", cure=cure)
     if isinstance(fault := first.get("ctx", {}).get("error"), RecipeError):
         return fault.at(f"{where}: {key}")
     return RecipeError(where, f"{key}: {first['msg']}", got=repr(first["input"]), cure="Correct it")
 
 
-def _cure_of_key(place: list[str]) -> str:
-    """The key that the last part of `place` is probably a misspelling of, or the parts of a recipe that have it."""
-    *parents, last = place
-    known = next((_PARTS[part] for part in reversed(parents) if part in _PARTS), Recipe).model_fields
-    parts = [part for part, has in _PARTS.items() if last in has.model_fields]
+def cure_of_key(key: str, known: Collection[str]) -> str:
+    """The key that an unknown one is probably a misspelling of, or the parts of a recipe that have it."""
+    parts = [part for part, model in _PARTS.items() if key in model.model_fields]
     otherwise = f"It is a key of {' and of '.join(parts)}" if parts else f"The keys are {', '.join(known)}"
-    return did_you_mean(last, known, otherwise=otherwise)
+    return did_you_mean(key, known, otherwise=otherwise)

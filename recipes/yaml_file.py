@@ -41,10 +41,11 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], str]:
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, RecipeError):
             raise
-        raise RecipeError(path, _RULE, got=" ".join(str(error).split()), cure="Mend it") from error
+        cure = "Indent with spaces, not with tabs" if "\t" in text else "Mend that line"
+        raise RecipeError(path, _RULE, got=" ".join(str(error).split()), cure=cure) from error
     if not isinstance(found, dict):
         got = "nothing" if found is None else type(found).__name__
-        raise RecipeError(path, _RULE, got=got, cure="See recipes/models/")
+        raise RecipeError(path, _RULE, got=got, cure="`keepmtp init MODEL --out NEW.yaml` writes one to edit")
     _refuse_other_types(found, "", path)
     return found, text
 

@@ -185,7 +185,7 @@ def test_a_download_is_shown_in_our_manner_alone(is_terminal, serve_hub, capfd):
     assert capfd.readouterr().err == "" and "Fetching" not in file.getvalue()
     if is_terminal:
         assert not console._live_stack if hasattr(console, "_live_stack") else console._live is None
-        assert "download" in file.getvalue() and "/s" in file.getvalue()
+        assert "download" in file.getvalue() and "MiB" in file.getvalue()
     else:
         (line,) = file.getvalue().splitlines()
         assert line.startswith("download  ") and "(100 %)" in line and "/s  ETA " in line

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from keepmtp.cli import main
+from keepmtp.recipes import find
 from keepmtp.recipes.errors import KeepMTPError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -70,7 +71,89 @@ WRONG = [
     ("bench tiny --prompts nothere.jsonl", "got No such file or directory. Give a .jsonl file"),
     ("publish tiny --repo name", "Name it as on the Hub."),
     ("card empty", "Name that folder."),
+    # words that typer reads: verbs, options, arguments
+    ("quantise tiny-glm4-moe", "keepmtp: has no such command; got quantise. Did you mean quantize?"),
+    ("chek tiny", "Did you mean check?"),
+    ("--vers", "Did you mean --version?"),
+    ("plan", "keepmtp plan: needs model; got none. See `keepmtp plan --help`."),
+    ("check", "keepmtp check: needs paths; got none."),
+    ("convert tiny", "keepmtp convert: needs --to; got none."),
+    ("graft tiny", "keepmtp graft: needs --from; got none."),
+    ("publish tiny", "keepmtp publish: needs --repo; got none."),
+    ("plan tiny-glm4-moe extra", "takes no more words; got extra."),
+    ("check tiny --gpus sm90", "Did you mean --gpu?"),
+    ("quantize tiny-glm4-moe --output x", "Did you mean --out?"),
+    ("quantize tiny-glm4-moe --dry", "Did you mean --dry-run?"),
+    ("quantize tiny-glm4-moe --model x", "See `keepmtp quantize --help`."),
+    ("doctor --gpu", "See `keepmtp doctor --help`."),
+    ("check tiny --tp 0", "--tp: must be greater than or equal to 1; got 0."),
+    ("check tiny --tp two", "--tp: must be a valid integer; got two."),
+    ("check tiny --tp", "--tp: needs a value; got none."),
+    ("check tiny --json=yes", "--json: takes no value; got one."),
+    ("serve tiny -k -1", "-k/--num-speculative-tokens: must be greater than or equal to 0; got -1."),
+    ("serve tiny --port 99999", "--port: must be less than or equal to 65535; got 99999."),
+    ("serve tiny --prot 8001", "Did you mean --port?"),
+    ("convert tiny --to gguf", "--to: must be one of compressed-tensors, modelopt; got gguf. Name one."),
+    ("convert tiny --to model-opt", "Did you mean modelopt?"),
+    # words for `vllm serve`
+    ("serve tiny --tensor-parallel-size 2", "after `--`: `keepmtp serve tiny -- --tensor-parallel-size 2`."),
+    ("serve --max-model-len=2048 'my model'", "`keepmtp serve 'my model' -- --max-model-len=2048`."),
+    ("bench --enforce-eager tiny", "`keepmtp bench tiny -- --enforce-eager`."),
+    ("serve tiny -- --port 8001", "got --port. Name it before `--`."),
+    ("serve tiny -- -tp 2 --dry-run", "got --dry-run. Name it before `--`."),
+    ("serve tiny -- --speculative-config {}", "-k 0 serves without drafting."),
+    # recipes
+    ("plan seed.yaml", "seed is not a key of a model file; got 1. It is a key of calibration and of"),
+    ("plan modle.yaml", "Did you mean model?"),
+    ("plan colour.yaml", "The keys are model, family, source,"),
+    ("plan nogroups.yaml", "groups must be given; got nothing. Add it"),
+    ("plan default.yaml", "Did you mean w4a16-fp8?"),
+    ("plan tab.yaml", "Indent with spaces, not with tabs."),
+    ("plan list.yaml", "got list. `keepmtp init MODEL --out NEW.yaml` writes one to edit."),
+    ("plan none.yaml", "got nothing. `keepmtp init MODEL --out NEW.yaml` writes one to edit."),
+    ("pin nothere.yaml", "See `keepmtp ls models`."),
+    ("pin ./tiny", "`keepmtp init ./tiny --out NEW.yaml` writes one for a checkpoint."),
+    ("init tiny-glm4-moe --out nodir/x.yaml", "Make it, or choose another."),
+    ("eval tiny --source none --recipe glm4.7", "Did you mean glm-4.7?"),
+    ("eval tiny --source none --api chats", "Did you mean chat?"),
+    ("quantize tiny-glm4-moe --mtp int4", "See `keepmtp ls schemes`."),
+    ("quantize tiny --source tiny --scheme w4a16-fp8", "Remove it, or name a recipe as MODEL."),
+    ("quantize tiny-glm4-moe --source qwen", "Choose another MODEL"),
+    ("plan tiny-glm4-moe --calibration mix-512x2048", "Remove it."),
+    # paths
+    ("plan notes.txt", "Name a checkpoint's folder, or ORG/NAME."),
+    ("plan https://huggingface.co/zai-org", "Name the address of a repository's page."),
+    ("plan glm-4.7 --source nothere", "Check its name."),
+    ("plan tiny-glm4-moe --mtp-source nothere", "Check its name."),
+    ("quantize ./alone --scheme w4a16-fp8", "Download its weights; those in .bin or GGUF files are not read."),
+    ("gate 'my model'", "Run `keepmtp check '"),
+    ("publish empty --repo a/b", "got no config.json. Name its folder."),
+    ("publish tiny --repo a/b", "let `keepmtp check ORG/NAME` judge it there."),
+    ("publish tiny --repo https://huggingface.co/a/b", "Name it a/b."),
+    ("explain tiny --log tiny", "or pipe it"),
+    ("explain", "Name a folder, or --log."),
+    ("graft tiny --from qwen --out new", "Name the release that the checkpoint was made from."),
+    ("graft tiny --from tiny --out new", "say --replace"),
+    ("closeness tiny --source tiny", "Give a .txt file"),
+    ("serve-check tiny --source qwen", "Name another --source."),
+    ("check tiny --draft nothere --gpu sm90", "--draft: nothere: a checkpoint is a folder"),
+    ("check tiny --gpu sm90,sm100", "Repeat it: --gpu sm90 --gpu sm100."),
+    ("bench tiny -k 9..1", "must go up, by 64 at most; got 9..1."),
+    ("bench tiny --prompts notes.txt", "Give a .jsonl file"),
+    ("all tiny", "These fit: nvfp4a16-fp8, "),
+    ("all tiny-glm4-moe --out tiny --dry-run", "Choose another --out."),
 ]
+MODEL_FILE = find.named_file("tiny-glm4-moe")[0].path.read_text()
+MISTAKES = {
+    "seed": MODEL_FILE + "seed: 1\n",
+    "modle": MODEL_FILE.replace("model:", "modle:", 1),
+    "colour": MODEL_FILE + "colour: red\n",
+    "nogroups": MODEL_FILE.replace("groups:", "keep:", 1),
+    "default": MODEL_FILE.replace("default: ", "default: x", 1),
+    "tab": MODEL_FILE.replace("variants:", "\tvariants:", 1),
+    "list": "- a\n- b\n",
+    "none": "",
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +161,13 @@ def places(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("places")
     shutil.copytree(TINY, folder / "tiny")
     shutil.copytree(TINY, folder / "parent" / "tiny")
+    shutil.copytree(TINY, folder / "my model")
+    shutil.copytree(TINY.with_name("tiny-qwen3_5"), folder / "qwen")
+    (folder / "alone").mkdir()
+    shutil.copy(TINY / "config.json", folder / "alone")
+    (folder / "notes.txt").write_text("hello\n")
+    for name, text in MISTAKES.items():
+        (folder / f"{name}.yaml").write_text(text)
     files = {"gguf": "model-Q4_K_M.gguf", "adapter": "adapter_config.json", "tok": "tokenizer.json", "empty": ""}
     for name, file in files.items():
         (folder / name).mkdir()

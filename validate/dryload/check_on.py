@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...recipes.errors import CheckpointError, RecipeError
+from ...recipes.errors import RecipeError
 from ...recipes.families import has_dspark
 from ..check.check import VLLM_ALONE, Checked, examine
 from ..check.runtime_view import RuntimeView
@@ -136,8 +136,8 @@ class _Draft:
     def read(cls, where: str, stack: ExitStack) -> "_Draft":
         checked = examine(where)
         if checked.source is None:
-            got = checked.data.findings[0].says
-            raise CheckpointError(where, "the draft must be readable", got=got, cure="Check --draft")
+            assert checked.refusal is not None
+            raise checked.refusal.at("--draft")
         return cls(folder=stack.enter_context(headers_of(checked.source)), checked=checked)
 
     def joined(self, target: Checked) -> Checked:

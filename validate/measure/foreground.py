@@ -37,8 +37,7 @@ ENOUGH_DRAFTS = 200
 _LEAST = 0.1
 """The least share of first tokens that is no reason for doubt, where nothing was measured before."""
 _OURS = {
-    "--host": "Name it before `--`",
-    "--port": "Name it before `--`",
+    **dict.fromkeys(("--host", "--port", "--dry-run", "--gpu", "--log", "--any-vllm"), "Name it before `--`"),
     "--uds": "Leave it out: the server listens on --host and --port",
     **dict.fromkeys(
         ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),

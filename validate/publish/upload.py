@@ -16,6 +16,7 @@ from typing import Literal
 from huggingface_hub.hf_api import RepoFile
 
 from ...checkpoints.files import held
+from ...checkpoints.hub import page_of
 from ...checkpoints.hub_client import PATIENCE, HubError
 from ...checkpoints.identity import ReadingBar, listed
 from ...recipes.errors import GateError, RecipeError
@@ -69,7 +70,7 @@ def check_name(repo: str) -> None:
             "--repo",
             "must be ORG/NAME with letters, digits, and single - _ . between them",
             got=repr(repo),
-            cure="Name it as on the Hub",
+            cure=f"Name it {page[0]}" if (page := page_of(repo)) else "Name it as on the Hub",
         )
     if Path(repo).is_dir():
         raise RecipeError(
