@@ -207,12 +207,11 @@ def check_all(
 
     Yields: for each place in order `data`, or a `refusal` if there is nothing to judge.
     """
-    from .cure.fix import with_commands
     from .validate.check.check import examine
 
     paths = [str(place) for place in places]
     if not gpus:
-        yield from (with_commands(examine(path, runtimes=runtimes)) for path in paths)
+        yield from (_with_commands(examine(path, runtimes=runtimes)) for path in paths)
         return
     from .validate.dryload.check_on import check_on
     from .validate.facts.vllm_env import find_vllm
@@ -227,7 +226,15 @@ def check_all(
         runtimes=runtimes,
         progress=progress or (lambda doing: None),
     )
-    yield from map(with_commands, loaded)
+    yield from map(_with_commands, loaded)
+
+
+def _with_commands(checked: "Checked") -> "Checked":
+    if not checked.data.findings:
+        return checked
+    from .cure.fix import with_commands
+
+    return with_commands(checked)
 
 
 def report(path: str | Path) -> "Report":

@@ -16,21 +16,16 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
-    HFValidationError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status, validate_repo_id
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from ..recipes.errors import KeepMTPError, NoCheckpointError
 from .hub_client import HubError, install_once
 from .safetensors_file import LENGTH_BYTES, FileHeader, header_length, parse_header
 
-_PAGE = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([^/?#]+/[^/?#]+)"
-    r"(?:/(?:tree|blob|resolve)/([^/?#]+)[^?#]*)?/?(?:[?#].*)?"
-)
 _FIRST_BYTES = 100_000  # of a shard; most headers are shorter, and then one request is enough
 _TIMEOUT_SECONDS = 10
 
@@ -68,21 +63,6 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         got = f"another answer ({type(error).__name__})"
         cure = "Run it again, or check HF_ENDPOINT"
         raise NoCheckpointError(repo, "the Hub must answer as it is documented", got=got, cure=cure) from error
-
-
-def page_of(address: str) -> tuple[str, str | None] | None:
-    """The Hub id and the revision that the address of a repository's page names; None for any other word."""
-    page = _PAGE.fullmatch(address)
-    return (page[1], page[2]) if page else None
-
-
-def is_repo_id(name: str) -> bool:
-    """Whether the Hub can have a repository ORG/NAME of this name."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return name.count("/") == 1
 
 
 def files_of(repo: str, revision: str) -> tuple[str, list[str]]:

@@ -3,6 +3,8 @@
 In: a folder or a Hub id. Out: a `Source`: config.json, and for every tensor its file, dtype, shape and byte range.
 `read` then reads one tensor's bytes at a time.
 
+The Hub's client is loaded where a repository is read: it takes a quarter of a second.
+
 Easy to get wrong: an MTP block may be in a file that the index does not list (`mtp.safetensors`), and a file may be
 shorter than its header says. Both are found here, before anything is planned.
 """
@@ -15,16 +17,12 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import EntryNotFoundError
-
 from ..recipes.errors import CheckpointError, NoCheckpointError
 from ..recipes.family import HFName
 from ..recipes.listing import model_files
 from ..recipes.shipped import find_path
 from .companions import INDEX, REWRITTEN, Companions, companions_among, companions_in, inside
-from .hub import files_of, hub_errors, is_repo_id, page_of, read_remote_header
-from .hub_ranges import read_range
+from .hub_names import is_repo_id, page_of
 from .json_file import read_bytes_of, read_config, read_index, read_object
 from .safetensors_file import Entry, fill, read_header
 from .unchanged import FileStamp, states_of
@@ -115,6 +113,10 @@ def download(source: Source, *, to: Path | None = None, bars: type[Any] | None =
         return replace(source, folder=own.folder, states={**own.states, **stamps}, mtp_source=held)
     if source.folder is not None:
         return source
+    from huggingface_hub import snapshot_download
+
+    from .hub import hub_errors
+
     wanted = ["*.safetensors", *REWRITTEN, *map(escape, (*source.companions, *source.code))]
     with hub_errors(source.where, source.revision):
         folder = snapshot_download(
@@ -127,6 +129,10 @@ def _with_files(source: Source, files: tuple[str, ...], bars: type[Any] | None) 
     """The same source with these files on this machine, and no others."""
     if source.folder is not None:
         return source
+    from huggingface_hub import snapshot_download
+
+    from .hub import hub_errors
+
     with hub_errors(source.where, source.revision):
         wanted = [*map(escape, files)]
         found = snapshot_download(source.where, revision=source.revision, allow_patterns=wanted, tqdm_class=bars)
@@ -138,6 +144,11 @@ def small_file(source: Source, name: str) -> Path | None:
     if source.folder is not None:
         path = source.folder / name
         return path if path.is_file() else None
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import EntryNotFoundError
+
+    from .hub import hub_errors
+
     with hub_errors(source.where, source.revision):
         try:
             return Path(HfApi().hf_hub_download(source.where, name, revision=source.revision))
@@ -175,6 +186,8 @@ def read(source: Source, entry: Entry, into: memoryview, *, offset: int = 0) -> 
         theirs = replace(entry, file=entry.file.removeprefix(MTP_FILES))
         return read(source.mtp_source, theirs, into, offset=offset)
     if source.folder is None:
+        from .hub_ranges import read_range
+
         start = entry.start + offset
         return read_range(source.where, entry.file, commit=source.revision, start=start, into=into)
     with open(source.folder / entry.file, "rb", buffering=0) as file:
@@ -198,6 +211,10 @@ def _open_folder(folder: Path, where: str) -> Source:
 
 
 def _open_hub(repo: str, revision: str) -> Source:
+    from huggingface_hub import HfApi
+
+    from .hub import files_of, hub_errors, read_remote_header
+
     commit, files = files_of(repo, revision)
 
     def small(name: str) -> Path:

@@ -106,14 +106,14 @@ def check(
     Example: `keepmtp check zai-org/GLM-4.7-FP8 --runtime vllm --runtime sglang`
     """
     from .. import api
-    from ..validate.report.html import require_extra
-    from .record import begin
     from .report import save
 
     err = Console(stderr=True)
     if not gpus and not static_only and (tps or num_drafts != 1 or draft):
         raise RecipeError("check", "--tp, -k and --draft need a GPU to pretend", got="no --gpu", cure="Add --gpu sm100")
     if html is not None:
+        from ..validate.report.html import require_extra
+
         require_extra()
     is_dry = bool(gpus) and not static_only
     chosen = chosen_gpus(gpus or []) if is_dry else []
@@ -126,8 +126,11 @@ def check(
         chosen_vllm(any_vllm=any_vllm)
     if source is not None and values is None:
         raise RecipeError("check", "--source is what values are compared with", got="no --values", cure="Add --values")
-    notes = begin(paths) if record else None
-    status = 0
+    notes, status = None, 0
+    if record:
+        from .record import begin
+
+        notes = begin(paths)
     with spinner(err, is_shown=is_dry) as doing:
         loads = {"gpus": chosen, "tps": tps or [1], "num_drafts": num_drafts, "draft": draft, "any_vllm": any_vllm}
         loads["runtimes"] = servers

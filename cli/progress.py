@@ -137,6 +137,8 @@ def downloaded(source: "Source", console: Console, *, is_shown: bool = True) -> 
     """The same source with its files on this machine, as `download`: a bar on a terminal, else lines."""
     from huggingface_hub.utils import tqdm
 
+    from ..checkpoints.source import download
+
     paced, bar = Paced(first_after=_LINE_SECONDS), _bytes_progress(console)
     task = bar.add_task("download", total=None)
 

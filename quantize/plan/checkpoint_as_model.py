@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.hub import page_of
+from ...checkpoints.hub_names import page_of
 from ...checkpoints.mtp_source import with_mtp_of
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import RecipeError

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
-from ...checkpoints.hub import is_repo_id
+from ...checkpoints.hub_names import is_repo_id
 from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.source import INDEX, Source, small_bytes, small_object
 from ...checkpoints.stored import StoredWeight, stored_weights, transposed_weights

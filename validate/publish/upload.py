@@ -16,8 +16,8 @@ from typing import Literal
 from huggingface_hub.hf_api import RepoFile
 
 from ...checkpoints.files import held
-from ...checkpoints.hub import page_of
 from ...checkpoints.hub_client import PATIENCE, HubError
+from ...checkpoints.hub_names import page_of
 from ...checkpoints.identity import ReadingBar, listed
 from ...recipes.errors import GateError, RecipeError
 from .hub import AGAIN, Hub, Remote

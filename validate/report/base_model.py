@@ -21,7 +21,8 @@ from pydantic import ValidationError
 
 from ...checkpoints.fact import Fact
 from ...checkpoints.files import write_whole
-from ...checkpoints.hub import hub_errors, is_repo_id
+from ...checkpoints.hub import hub_errors
+from ...checkpoints.hub_names import is_repo_id
 from ...checkpoints.identity import ReadingBar, identify
 from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import Record
