@@ -8,6 +8,7 @@ only `--trust-remote-code` says that the user has read it.
 
 from ...checkpoints.companions import code_named_by
 from ...recipes.errors import RecipeError
+from ...recipes.find import data_free_alternative
 from .plan import Plan
 
 FLAG = "--trust-remote-code"
@@ -21,12 +22,13 @@ def refuse_untrusted_code(plan: Plan) -> None:
     """
     calibration = plan.recipe.calibration
     if calibration is not None and calibration.model_code == "checkpoint" and not plan.trust_remote_code:
-        raise RecipeError(
-            plan.recipe.name,
-            f"a recipe that runs the checkpoint's own Python needs {FLAG}",
-            got="calibration.model_code: checkpoint without it",
-            cure=f"Read {', '.join(plan.source.code) or 'the code'} of {plan.source.where}, then add {FLAG}",
-        )
+        where, rule = plan.recipe.name, f"a recipe that runs the checkpoint's own Python needs {FLAG}"
+        if not plan.source.code:
+            rule = "a recipe that runs the checkpoint's own Python needs one that has it"
+            cure = f"Copy the release's into it, or use --scheme {data_free_alternative(plan.recipe)}"
+            raise RecipeError(where, rule, got=f"no .py file in {plan.source.where}", cure=cure)
+        cure = f"Read {', '.join(plan.source.code)} of {plan.source.where}, then add {FLAG}"
+        raise RecipeError(where, rule, got="calibration.model_code: checkpoint without it", cure=cure)
 
 
 def refuse_no_draft(plan: Plan) -> None:

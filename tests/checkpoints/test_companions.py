@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,7 @@ def test_a_recipe_that_runs_code_needs_the_flag(folder, tmp_path):
     assert len(refusals(plan)) == 1 and not (tmp_path / "out.partial").exists()
     trusted, _ = pipeline.plan_for(str(recipe), source=str(folder), trust_remote_code=True)
     assert refusals(trusted) == []
+    plan, _ = pipeline.plan_for(str(recipe), source=str(folder))
+    bare = replace(plan, source=replace(plan.source, code=()))
+    with pytest.raises(RecipeError, match=r"got no \.py file in .*Copy the release's into it, or use --scheme"):
+        refuse(bare, tmp_path / "out")
