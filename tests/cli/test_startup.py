@@ -83,7 +83,7 @@ def test_the_help_of_a_verb_loads_no_station(verb):
     assert said.startswith(f"Usage: -c {verb} [OPTIONS]") and slow(modules) <= {"rich"}
     words = " ".join(said.split())
     assert words.count(VERBS[verb].help) == 1, "what `keepmtp --help` says of it"
-    assert max(map(len, said.splitlines())) <= 80
+    assert all(len(line) <= 80 for line in said.splitlines() if "`" not in line), "but commands, which stay whole"
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -147,7 +147,7 @@ def plain(**changes: object) -> dict:
 
 
 AT = "variants.plain"
-NO_DEFAULT = "Nothing that changes numbers has a default"
+NO_DEFAULT = "Add it: nothing that changes numbers has a default"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ NO_DEFAULT = "Nothing that changes numbers has a default"
     [
         (MINE | {"familly": "x"}, "familly is not a key of a model file; got 'x'. Did you mean family?"),
         (MINE | {"default": "plan"}, "default: must be a variant; got 'plan'. Did you mean plain?"),
-        (MINE | {"default": ["plain"]}, "default: must be a variant; got ['plain']. Did you mean plain?"),
+        (MINE | {"default": ["plain"]}, "default: must be a variant; got ['plain']. Name one of them."),
         (MINE | {"variants": {}}, "variants: must be a mapping of names; got {}. Name one variant or more."),
         (
             MINE | {"variants": ["plain"]},
@@ -177,7 +177,7 @@ NO_DEFAULT = "Nothing that changes numbers has a default"
         (plain(expets="bf16"), f"{AT}: expets is not a key of a variant; got 'bf16'. Did you mean experts?"),
         (
             plain(shared_experts="bf16"),
-            f"{AT}: shared_experts is not a key of a variant; got 'bf16'. Did you mean experts?",
+            f"{AT}: shared_experts is not a key of a variant; got 'bf16'. The keys are ",
         ),
         (
             plain(attention="bf16", dense_mlp="bf16"),

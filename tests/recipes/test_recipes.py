@@ -472,7 +472,7 @@ def test_a_block_of_ones_own_has_no_name():
 @pytest.mark.parametrize(
     ("model", "choices", "says"),
     [
-        ("dsv4-flsh", {}, "or a Hub id ORG/NAME; got 'dsv4-flsh'. Did you mean dsv4-flash?"),
+        ("dsv4-flsh", {}, "or a recipe file; got 'dsv4-flsh'. Did you mean dsv4-flash?"),
         ("something-else", {}, "got 'something-else'. See `keepmtp ls`."),
         (
             "glm-4.7",
