@@ -112,11 +112,11 @@ ls: $(VENV)/.base
 
 vllm: $(VENV_VLLM)/.vllm
 
-# A worker a core, each with whole files, in the order that tests/conftest.py gives. One process: TESTS="-n 0 PATH".
+# A worker a core, each with whole files, in the order and the groups that tests/conftest.py gives. One process: TESTS="-n 0 PATH".
 test: SUITE := not full
 test-all: SUITE := full
 test test-all: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels build/sglang/.wheel
-	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "$(SUITE)" $(TESTS)
+	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder -m "$(SUITE)" $(TESTS)
 
 # A failure prints a seed and a number: .venv/bin/python tests/fuzz/campaign.py --seed SEED --case NUMBER
 fuzz: $(VENV)/.test

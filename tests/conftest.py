@@ -1,6 +1,7 @@
 """How the suite is shared among worker processes; and a Hub on loopback (hub.py) for tests that read a repository.
 
-A file stays on one worker, since its fixtures are what takes long: `make test` says --dist loadfile.
+A file stays on one worker, since its fixtures are what takes long, and so do all files that use vLLM's dry loaders:
+`make test` says --dist loadgroup.
 """
 
 import os
@@ -20,25 +21,18 @@ TESTS = Path(__file__).parent
 WORKER_GIB = 5
 # What takes half a minute and more, longest first; the rest follows in order.
 LONG = (
+    "vllm/test_dry_corpus.py",
+    "vllm/test_gsm8k.py",
     "vllm/test_closeness.py",
     "vllm/test_bench.py",
     "vllm/test_serve.py",
-    "vllm/test_gsm8k.py",
-    "vllm/test_dry_corpus.py",
-    "vllm/test_real_releases.py",
-    "vllm/test_matrix.py",
     "fuzz/test_fuzz.py",
     "validate/publish/test_faults.py",
     "validate/publish/test_upload.py",
     "test_wheel.py",
     "vllm/test_tiny_models.py",
     "vllm/test_serve_verb.py",
-    "vllm/test_check_on.py",
-    "vllm/test_dry_names.py",
     "vllm/test_sm89.py",
-    "vllm/test_kv_cache.py",
-    "vllm/test_wrapped_families.py",
-    "vllm/test_without_mtp.py",
     "vllm/test_acceptance_without_server.py",
     "vllm/test_draft_logits.py",
     "cli/test_survivors.py",
@@ -52,6 +46,19 @@ LONG = (
     "quantize/calibrate/test_mtp_pass.py",
     "quantize/calibrate/test_held_out.py",
     "validate/check/test_check.py",
+)
+
+# They share vLLM's dry loaders (vllm/conftest.py), a process for each GPU.
+DRY = (
+    "check_on",
+    "dry_corpus",
+    "dry_names",
+    "explain",
+    "kv_cache",
+    "matrix",
+    "real_releases",
+    "without_mtp",
+    "wrapped_families",
 )
 
 # A shell ignores them in what it starts in the background, and what tests start would inherit that.
@@ -76,6 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {TESTS / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
+        dry = {TESTS / "vllm" / f"test_{name}.py" for name in DRY}
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group("dry loads" if item.path in dry else str(item.path)))
     products: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few"):

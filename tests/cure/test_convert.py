@@ -386,7 +386,7 @@ def test_vllm_computes_the_same_logits_from_both(tmp_path):
         for folder in (first, other)
     ]
     words = [str(VLLM_PYTHON), str(ROOT / "tests" / "vllm" / "dump_drafts.py"), *jobs]
-    stubs = str(ROOT / "validate" / "serving" / "plugin" / "stubs")
+    stubs = str(ROOT / "validate" / "measure" / "plugin" / "stubs")
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
     assert done.stdout.count("DUMPED ") == 2, done.stdout[-2000:] + done.stderr[-6000:]
     one, two = (load_file(f"{folder}.st") for folder in (first, other))

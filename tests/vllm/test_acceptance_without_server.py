@@ -21,7 +21,7 @@ from passes import END, ROOT, finished, laid_out, plan_over, prompts
 from safetensors.torch import load_file, save_file
 
 VLLM_PYTHON = Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
-PLUGIN = ROOT / "validate" / "serving" / "plugin"  # without it vLLM has no NVFP4 on CPUs
+PLUGIN = ROOT / "validate" / "measure" / "plugin"  # without it vLLM has no NVFP4 on CPUs
 ASKED = prompts(60)
 TOLERANCE = 0.03
 # What is served, tokens drafted a step, and which row of the MTP pass that is.

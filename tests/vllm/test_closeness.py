@@ -36,6 +36,7 @@ DAMAGED = "model.layers.1.mlp.down_proj.weight_scale"
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.full,
     pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
 ]
 

@@ -123,7 +123,7 @@ def drafted(request, tmp_path_factory) -> dict[str, Drafted]:
         for name, folder in folders.items()
     ]
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("dump_drafts.py")), *jobs]
-    stubs = str(ROOT / "validate" / "serving" / "plugin" / "stubs")
+    stubs = str(ROOT / "validate" / "measure" / "plugin" / "stubs")
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
     assert done.stdout.count("DUMPED ") == len(jobs), done.stdout[-2000:] + done.stderr[-6000:]
     found = {}

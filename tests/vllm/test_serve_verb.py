@@ -22,6 +22,7 @@ GLM = ROOT / "models" / "tiny-glm4-moe"
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.full,
     pytest.mark.skipif(not VLLM_PYTHON.is_file(), reason="no vLLM environment; `make test` sets one up"),
 ]
 

@@ -11,7 +11,7 @@ from keepmtp.validate.facts.dry_load import LoadAccount
 from keepmtp.validate.facts.findings import Finding
 from modelopt_form import modelopt
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.full]
 
 # What is stored -> (kernel of linear modules, back-end of routed experts), read in vLLM 0.32.0's kernels/linear/
 # __init__.py (the order of each list, and is_supported of each kernel) and fused_moe/oracle/*.py.

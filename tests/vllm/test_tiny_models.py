@@ -52,7 +52,7 @@ def served(request, tmp_path_factory) -> dict[str, dict]:
         folders["twin"] = broken(quantize(plan, text, out=made / "good").out, made / "twin")
     jobs = [json.dumps({"folder": str(f), "prompts": PROMPTS, "num_drafts": 1}) for f in folders.values()]
     words = [str(VLLM_PYTHON), str(Path(__file__).with_name("serve.py")), *jobs]
-    stubs = str(ROOT / "validate" / "serving" / "plugin" / "stubs")
+    stubs = str(ROOT / "validate" / "measure" / "plugin" / "stubs")
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": stubs})
     lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(folders), done.stdout[-3000:] + done.stderr[-6000:]

@@ -177,6 +177,7 @@ def test_llmcompressor_does_not_warn_in_the_pipeline_that_dies(answers):
     assert len(answers["warned when asked"]) == 1
 
 
+@pytest.mark.full
 def test_found_before_and_after_llmcompressor_replaces_forwards(answers):
     layers = [["modeling_mimo.MiMoDecoderLayer", ["model.layers.0", "model.layers.1"]]]
     assert answers["found"] == layers
