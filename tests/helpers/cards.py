@@ -22,6 +22,7 @@ from keepmtp.validate.report.base_model import NO_BASE_MODEL
 from keepmtp.validate.report.card_page import CardFacts
 from keepmtp.validate.report.check_data import check_data
 from keepmtp.validate.report.provenance import groups_of, recipe_text
+from keepmtp.validate.report.usage import usage_of
 
 RECIPE = "tiny-glm4-moe.nvfp4a16-fp8"
 STATIONS = frozenset({"check", "serve", "gsm8k"})
@@ -85,6 +86,7 @@ def told(folder: Path, report: FullReport, **changed: Any) -> CardFacts:
         "repository": "",
         "license": "",
         "plots": {},
+        "usage": usage_of(opened, report.facts.family),
         "off_leaderboard": "",
     }
     return CardFacts(**(fields | changed))

@@ -22,7 +22,7 @@ from keepmtp.validate.facts.evaluated import (
 )
 from keepmtp.validate.facts.paired import paired
 from keepmtp.validate.facts.schema import FullReport
-from keepmtp.validate.facts.served import AsServed
+from keepmtp.validate.facts.served import AsServed, ServeCheck
 from keepmtp.validate.report.check_data import check_data
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import assemble
@@ -151,14 +151,15 @@ def several(*others: tuple[str, Answers], first: Answers | None = None, **change
     return found.model_copy(update={"tasks": tuple(plain)})
 
 
-def judged(found: EvaluationFact, gates: Gates | None = None) -> FullReport:
+def judged(found: EvaluationFact, gates: Gates | None = None, serve: ServeCheck | None = None) -> FullReport:
     """A report of a checkpoint that was checked, evaluated and judged."""
     data = check_data(check(reports.MODEL))
-    judgement = judge(gates=gates or Gates(), check=data, serve=None, evaluation=found)
+    judgement = judge(gates=gates or Gates(), check=data, serve=serve, evaluation=found)
     return assemble(
         data,
         vllm=reports.VLLM,
         made_at=reports.AT,
+        serve=serve,
         evaluation=found,
         judgement=judgement,
         identity=Identity(sha256="e" * 64, files={}),

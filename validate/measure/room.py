@@ -74,6 +74,12 @@ def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> in
     return 1
 
 
+def least_gpus(source: Source, memory_bytes: int) -> int | None:
+    """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16 are too few."""
+    needed, usable = _gib_of(source), (1 - _KV_SHARE) * _SHARE * memory_bytes / 2**30
+    return next((size for size in (1, *_sizes(source)) if needed / size <= usable), None)
+
+
 def value_of(words: Sequence[str], *names: str) -> str:
     """The value of an option among words, with or without an equals sign; "" if it is not there."""
     for number, word in enumerate(words):

@@ -45,8 +45,10 @@ from .card_metadata import (
     read_front_matter,
 )
 from .card_page import CardFacts, page
+from .headline import counts_bench
 from .portable import portable, shortened
 from .provenance import choices, groups_of, recipe_text
+from .usage import usage_of
 
 EVAL_RESULTS = tuple(f".eval_results/{task}.yaml" for task in BENCHMARKS)
 _PICTURES = ("acceptance.png", "gsm8k.png", "speed.png")
@@ -214,7 +216,7 @@ def _facts(
     drawings = {
         "acceptance.png": plots.acceptance_png(report),
         "gsm8k.png": plots.gsm8k_png(report),
-        "speed.png": speed_plots.speed_png(report.bench) if report.bench else None,
+        "speed.png": speed_plots.speed_png(report.bench) if report.bench and counts_bench(report.bench) else None,
     }
     return CardFacts(
         name=checkpoint.resolve().name,
@@ -226,6 +228,7 @@ def _facts(
         base_model=base,
         repository="",
         license=metadata.license_name or metadata.license,
+        usage=usage_of(opened, report.facts.family),
         plots={name: drawing for name, drawing in drawings.items() if drawing},
         off_leaderboard=off_leaderboard(report.evaluation) if report.evaluation else "",
         others_off_leaderboard=tuple(

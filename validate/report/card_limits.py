@@ -61,13 +61,13 @@ def _served(report: FullReport) -> Iterator[str]:
     for role, as_served, reason in copies:
         why = f": {reason}" if reason else ""
         yield (
-            f"Scores, acceptance and speed of the {role} were measured on a {as_served}{why}. What packed kernels and "
-            "quantized activations change is not in these numbers."
+            f"Figures of the {role} are of a {as_served}{why}. What packed kernels and quantized activations change is "
+            "not in these numbers."
         )
     parts = (report.serve, report.evaluation, report.bench)
     for device in dict.fromkeys(part.environment.get("device", "") for part in parts if part):
         if device.startswith("CPU"):
-            yield f"No GPU was used ({device}): speed-ups measured there are not those of a GPU."
+            yield f"No GPU was used ({device}), so nothing here says how fast it is."
 
 
 def _evaluated(evaluation: EvaluationFact) -> Iterator[str]:
@@ -80,7 +80,7 @@ def _evaluated(evaluation: EvaluationFact) -> Iterator[str]:
         for model in task.arms:
             if model.num_truncated:
                 yield (
-                    f"{where}{model.num_truncated:,} of the {model.title}'s {model.num_questions:,} answers were cut "
+                    f"{where}{model.num_truncated:,} of {model.num_questions:,} answers of the {model.title} were cut "
                     f"at {task.protocol.max_tokens:,} tokens; they count as they stand."
                 )
 

@@ -6,10 +6,12 @@ of its tables are made here.
 Easy to get wrong: a card may only have numbers of the report, and numbers computed from them.
 """
 
+import json
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import metadata
 from pathlib import Path
 
 from ...checkpoints.record import Record
@@ -27,8 +29,10 @@ from .card_limits import limitations
 from .headline import counts_bench, counts_speed
 from .markdown import Md, bare, code, fenced, finalize, quoted, ticked
 from .provenance import ModuleGroup
+from .sampled_gates import drafting_of
 from .speed_table import failures, ks_of, recommendation, speed_rows
 from .task_table import task_lines
+from .usage import Usage
 
 MAX_PROMPTS = 12
 MAX_COLUMNS = 76
@@ -50,6 +54,7 @@ class CardFacts:
         repository: where it is published; "" where that is not known yet.
         license: its name on the Hub; "" where it is not known.
         plots: the card's drawings, by name.
+        usage: what its own files say to the person who serves it.
         off_leaderboard: why the score is no entry of the benchmark's leaderboard; "" where it is one.
     """
 
@@ -63,6 +68,7 @@ class CardFacts:
     repository: str
     license: str
     plots: Mapping[str, bytes]
+    usage: Usage
     off_leaderboard: str
     others_off_leaderboard: tuple[str, ...] = ()
 
@@ -103,17 +109,6 @@ class Accepted:
     counted: Drafts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
-    """A row of the throughput table: one server, one request at a time."""
-
-    model: str
-    as_served: AsServed
-    k: int
-    tokens_per_second: float
-    speed_up: float | None
-
-
 def page(told: CardFacts) -> str:
     """The card's text. Equal values give equal bytes."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -142,6 +137,7 @@ def page(told: CardFacts) -> str:
         "bare": bare,
     }
     report = told.report
+    bench = report.bench if report.bench and counts_bench(report.bench) else None
     return environment.get_template("card.md.j2").render(
         told=told,
         report=report,
@@ -156,11 +152,13 @@ def page(told: CardFacts) -> str:
         commands=list(_commands(told)),
         serve_command=serve_command(told),
         docker_command=docker_command(told),
-        timed=list(_timed_rows(report)),
-        bench_rows=list(speed_rows(report.bench)) if report.bench else [],
-        bench_ks=ks_of(report.bench) if report.bench else (),
-        bench_notes=list(_bench_notes(report)),
-        is_timed_well=report.serve is not None and counts_speed(report.serve),
+        drafted=next((each for each in drafting_of(report.serve, report.evaluation) if each.checkpoint.drafts), None),
+        client=client(told),
+        home=_home(),
+        is_timed=report.serve is not None and counts_speed(report.serve),
+        bench_rows=list(speed_rows(bench)) if bench else [],
+        bench_ks=ks_of(bench) if bench else (),
+        bench_notes=list(_bench_notes(bench)) if bench else [],
         still_drafts=_still_drafts(report),
         closeness=closeness_words.sentence(report.closeness) if report.closeness else "",
         closeness_figures=list(closeness_words.figures(report.closeness)) if report.closeness else [],
@@ -218,30 +216,11 @@ def _bench_accepted(bench: BenchFact) -> Iterator[Accepted]:
                 )
 
 
-def _timed_rows(report: FullReport) -> Iterator[Timed]:
-    """The servers of serve-check that answered, the source's first."""
-    for model in report.serve.served if report.serve else ():
-        for run in model.runs:
-            if run.tokens_per_second:
-                yield Timed(
-                    model=model.role,
-                    as_served=model.as_served,
-                    k=run.k,
-                    tokens_per_second=run.tokens_per_second,
-                    speed_up=run.speed_up,
-                )
-
-
-def _bench_notes(report: FullReport) -> Iterator[str]:
+def _bench_notes(bench: BenchFact) -> Iterator[str]:
     """What is recommended of the checkpoint, and what speaks against its figures."""
-    if report.bench is None:
-        return
-    own = report.bench.checkpoint
-    yield from map(recommendation, own.recommended)
-    yield from own.slower
-    yield from failures(report.bench)
-    if not counts_bench(report.bench):
-        yield "Too little to promise a speed elsewhere: it was measured without a GPU, or on a copy of the weights."
+    yield from map(recommendation, bench.checkpoint.recommended)
+    yield from bench.checkpoint.slower
+    yield from failures(bench)
 
 
 def _still_drafts(report: FullReport) -> bool:
@@ -347,6 +326,28 @@ def _bench_words(bench: BenchFact) -> Iterator[str]:
 def serve_command(told: CardFacts) -> Md:
     """What a reader types to serve it."""
     return shell(serve_words(told.repository or f"ORG/{told.name}", told.num_drafts))
+
+
+def client(told: CardFacts) -> Md:
+    """A Python program that asks the server, by its chat template where there is one."""
+    model = json.dumps(told.repository or f"ORG/{told.name}")
+    ask, question, answer = "completions", 'prompt="17 * 23 ="', "text"
+    if told.usage.is_chat:
+        message = '{"role": "user", "content": "What is 17 * 23?"}'
+        ask, question, answer = "chat.completions", f"messages=[{message}]", "message.content"
+    return fenced(
+        "from openai import OpenAI\n\n"
+        'client = OpenAI(base_url="http://localhost:8000/v1", api_key="none")\n'
+        f"answer = client.{ask}.create(\n    model={model},\n    {question},\n)\n"
+        f"print(answer.choices[0].{answer})",
+        "python",
+    )
+
+
+def _home() -> str:
+    """keepmtp's address, where the installed package names one; else ""."""
+    urls = metadata("keepmtp").get_all("Project-URL") or ["Source, "]
+    return urls[0].partition(", ")[2]
 
 
 def docker_command(told: CardFacts) -> Md:

@@ -7,7 +7,7 @@ Easy to get wrong: a part that did not run did not pass. The sentence names what
 has too few samples. Servers and scores are good or bad only by the judgement: this module compares no figure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..facts.benched import Benched, BenchFact, words_of
 from ..facts.dry_load import DryLoad, places
@@ -15,8 +15,9 @@ from ..facts.evaluated import EvaluationFact
 from ..facts.findings import Finding
 from ..facts.results import CheckData
 from ..facts.schema import JudgementFact, ReasonFact, VerdictFact
-from ..facts.served import ServeCheck, Served
+from ..facts.served import ServeCheck
 from .numbers import percent
+from .sampled_gates import Drafting, drafting_of
 
 ENOUGH_PROMPTS = 30
 """With fewer prompts a speed-up is in the tables alone: one prompt more or less would move it."""
@@ -41,7 +42,14 @@ def verdict_of(
         else f"Nothing in config.json and the headers is in vLLM {vllm}'s way"
     )
     also = f", with {warnings} warning{'s' * (warnings != 1)}" if warnings else ""
-    measured = [_drafts(serve)] if serve else []
+    measured = []
+    drafted = next((each for each in drafting_of(serve, evaluation) if each.checkpoint.draft_tokens), None)
+    if drafted:
+        measured.append(_accepted(drafted))
+    elif serve:
+        measured.append("a server ran, but not with method=mtp")
+    if serve and counts_speed(serve):
+        measured += _decodes(serve)
     if evaluation:
         measured.append(_answers(evaluation, judgement))
     if faster := _speed(bench):
@@ -79,18 +87,18 @@ def _refused(failed: Sequence[DryLoad], errors: Sequence[Finding], vllm: str) ->
     return f"On {places(failed, is_named=True)} {says}"
 
 
-def _drafts(serve: ServeCheck) -> str:
-    model = serve.checkpoint
-    runs = [(run, run.acceptance) for run in model.drafting if run.acceptance is not None]
-    if not runs:
-        return "a server ran, but not with method=mtp"
-    is_timed = counts_speed(serve)
-    run, acceptance = max(runs, key=lambda pair: (pair[0].speed_up or 0.0) if is_timed else pair[0].k)
-    source = serve.source.run(run.k) if serve.source else None
-    against = f" (source: {percent(source.acceptance)})" if source and source.acceptance is not None else ""
-    faster = f" and decodes {run.speed_up:.2f} times as fast as without MTP" if is_timed and run.speed_up else ""
-    kept = f"{percent(acceptance)} of drafted tokens{against}"
-    return f"{_as_served(model)} with k={run.k}, it accepts {kept}{faster}"
+def _accepted(drafted: Drafting) -> str:
+    source = f" (source: {percent(drafted.source.acceptance)})" if drafted.source else ""
+    counted = f"{percent(drafted.checkpoint.acceptance)} of {drafted.checkpoint.draft_tokens:,} drafted tokens"
+    return f"{_as_served(drafted)} with k={drafted.k}, it accepts {counted}{source}"
+
+
+def _decodes(serve: ServeCheck) -> Iterator[str]:
+    """The fastest k of serve-check."""
+    timed = [(run.speed_up, run.k) for run in serve.checkpoint.drafting if run.speed_up]
+    if timed:
+        speed_up, k = max(timed)
+        yield f"with k={k} it decodes {speed_up:.2f} times as fast as without MTP"
 
 
 def _speed(bench: BenchFact | None) -> str:
@@ -120,7 +128,7 @@ def counts_bench(bench: BenchFact, *, device: str = "") -> bool:
     return bench.checkpoint.as_served == "native" and (is_gpu or (bool(device) and served_on == device))
 
 
-def _as_served(model: Served | Benched) -> str:
+def _as_served(model: Drafting | Benched) -> str:
     """How a model was served, as words that start a clause."""
     return "served natively" if model.as_served == "native" else "served as a BF16 copy of the same weights"
 

@@ -110,7 +110,7 @@ def render(report: FullReport) -> str:
     )
     environment.filters |= {
         "size": size,
-        "percent": _percent,
+        "percent": percent,
         "points": _points,
         "figure": _figure,
         "quoted": _quoted,
@@ -168,7 +168,7 @@ def _serve_charts(report: FullReport) -> list[_Chart]:
         return []
     k = ks[-1]
     runs = [(model.role, run) for model in serve.served if (run := model.run(k)) is not None]
-    shares = "; ".join(f"{role}: {', '.join(map(_percent, run.acceptance_per_position))}" for role, run in runs)
+    shares = "; ".join(f"{role}: {', '.join(map(percent, run.acceptance_per_position))}" for role, run in runs)
     timed = [(model.role, run) for model in serve.served for run in model.drafting if run.speed_up]
     faster = "; ".join(f"{role}, k={run.k}: {run.speed_up:.2f}" for role, run in timed)
     charts = [
@@ -192,7 +192,7 @@ def _calibration_charts(report: FullReport) -> list[_Chart]:
         return charts
     if found.measured:
         shares = "; ".join(
-            f"{row.title}: {', '.join(map(_percent, acceptance.shares))}" for row, acceptance in found.measured
+            f"{row.title}: {', '.join(map(percent, acceptance.shares))}" for row, acceptance in found.measured
         )
         charts.append(
             _Chart(
@@ -203,7 +203,7 @@ def _calibration_charts(report: FullReport) -> list[_Chart]:
         )
     if any(each.acceptance for each in found.candidates):
         sizes = "; ".join(
-            f"{number}. {each.title}: {size(each.bytes)}, keeps {_percent(each.kept)}" + ", chosen" * each.chosen
+            f"{number}. {each.title}: {size(each.bytes)}, keeps {percent(each.kept)}" + ", chosen" * each.chosen
             for number, each in enumerate(found.candidates, start=1)
             if each.acceptance
         )
@@ -220,7 +220,7 @@ def _evaluation_charts(report: FullReport) -> list[_Chart]:
         return []
     gates = plots.gates_of(report)
     alt = "; ".join(
-        f"{model.role}, {score.filter}: {_percent(score.value)}" for model in found.evaluated for score in model.scores
+        f"{model.role}, {score.filter}: {percent(score.value)}" for model in found.evaluated for score in model.scores
     )
     charts = [_Chart(title="Right answers, two standard errors each way", drawing=plots.scores(found), alt=alt)]
     if found.paired:
@@ -237,9 +237,7 @@ def _evaluation_charts(report: FullReport) -> list[_Chart]:
         )
     drafting = [model for model in found.evaluated if model.drafts]
     if drafting:
-        alt = "; ".join(
-            f"{model.role}: {', '.join(map(_percent, model.acceptance_per_position))}" for model in drafting
-        )
+        alt = "; ".join(f"{model.role}: {', '.join(map(percent, model.acceptance_per_position))}" for model in drafting)
         charts.append(
             _Chart(
                 title=f"Acceptance by position over these questions, k={found.protocol.k}",
@@ -266,7 +264,7 @@ def _speed_charts(report: FullReport) -> list[_Chart]:
         k, drawing = found
         cells = [(model.role, model.cell(k, min(bench.checkpoint.loads))) for model in bench.benched]
         alt = "; ".join(
-            f"{role}: {', '.join(map(_percent, cell.acceptance_per_position))}" for role, cell in cells if cell
+            f"{role}: {', '.join(map(percent, cell.acceptance_per_position))}" for role, cell in cells if cell
         )
         charts.append(_Chart(title=f"Acceptance by position over these prompts, k={k}", drawing=drawing, alt=alt))
     return charts
@@ -340,10 +338,6 @@ def _notes(runs: Iterable[tuple[str, Run]]) -> list[tuple[str, int, str]]:
 def _shown(value: object) -> object:
     """What the page prints for a value: a stranger's control characters and marks of direction as `\\x1b`."""
     return printable(value) if type(value) is str else value
-
-
-def _percent(share: float | None) -> str:
-    return "unknown" if share is None else percent(share)
 
 
 def _points(share: float) -> str:

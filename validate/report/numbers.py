@@ -10,9 +10,9 @@ Easy to get wrong: the limit of a share. Rounded to the nearest it may say more 
 import math
 
 
-def percent(share: float, digits: int = 2) -> str:
-    """A share of one as `78.25 %`."""
-    return f"{100 * share:.{digits}f} %"
+def percent(share: float | None, digits: int = 2) -> str:
+    """A share of one as `78.25 %`; `-` where there is none."""
+    return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def down(share: float) -> float:

@@ -30,73 +30,76 @@ Bounds = Callable[[float], tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Measurement:
-    """Draft counters of source and checkpoint over the same questions or prompts.
+class Drafting:
+    """Draft counters of a served checkpoint, and of its source over the same questions or prompts.
 
     Attributes:
         what: was asked, in words.
         unit: of what was asked, "questions" or "prompts".
         k: draft tokens a step.
         num_asked: questions or prompts.
-        is_native: the checkpoint's own bytes were served.
+        as_served: how the checkpoint was served, "native" for its own bytes.
+        source: None where it was not asked, or drafted nothing.
     """
 
     what: str
     unit: str
     k: int
     num_asked: int
-    is_native: bool
-    source: Drafts
+    as_served: str
     checkpoint: Drafts
+    source: Drafts | None
+
+
+def drafting_of(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> list[Drafting]:
+    """What was measured of drafting, at most one of each station; the first is judged, and on top of the page.
+
+    That is the evaluation, unless only serve-check asked the source. Of serve-check it is the largest k that both
+    drafted with.
+    """
+    found = []
+    if evaluation:
+        theirs = evaluation.source
+        found.append(
+            Drafting(
+                what=f"{evaluation.checkpoint.num_questions:,} questions of {evaluation.protocol.title}",
+                unit="questions",
+                k=evaluation.protocol.k,
+                num_asked=evaluation.checkpoint.num_questions,
+                as_served=evaluation.checkpoint.as_served,
+                checkpoint=evaluation.checkpoint,
+                source=theirs if theirs and theirs.draft_tokens else None,
+            )
+        )
+    if serve and serve.checkpoint.drafting:
+        sources = {run.k: run for run in serve.source.drafting if run.draft_tokens} if serve.source else {}
+        run = max(serve.checkpoint.drafting, key=lambda run: (run.k in sources, run.k))
+        found.append(
+            Drafting(
+                what=f"serve-check's {len(serve.prompts):,} prompts",
+                unit="prompts",
+                k=run.k,
+                num_asked=len(serve.prompts),
+                as_served=serve.checkpoint.as_served,
+                checkpoint=run,
+                source=sources.get(run.k),
+            )
+        )
+    return sorted(found, key=lambda each: each.source is None)
 
 
 def acceptance(gates: Gates, serve: ServeCheck | None, evaluation: EvaluationFact | None) -> ReasonFact:
     """The share of the source's acceptance, on GSM8K or else on serve-check's prompts."""
-    measured = [each for each in (_of_evaluation(evaluation), _of_servers(serve)) if each]
-    if not measured:
+    measured = drafting_of(serve, evaluation)
+    reasons = [_share_of_the_source(gates, each, each.source) for each in measured if each.source]
+    if not reasons:
         return ReasonFact(gate="acceptance", verdict="infeasible", says=_why_no_drafts(serve, evaluation))
-    first, *others = [_share_of_the_source(gates, each) for each in measured]
+    first, *others = reasons
     says = first.says
     for other in others:
         if {first.verdict, other.verdict} == {"pass", "regression"}:
             says += f" The other measurement says {other.verdict}: {other.says}"
-    return first.model_copy(update={"says": says + not_its_own(is_native=measured[0].is_native)})
-
-
-def _of_evaluation(evaluation: EvaluationFact | None) -> _Measurement | None:
-    if evaluation is None or evaluation.source is None or not evaluation.source.draft_tokens:
-        return None
-    num = evaluation.checkpoint.num_questions
-    return _Measurement(
-        what=f"{num:,} questions of {evaluation.protocol.title}",
-        unit="questions",
-        k=evaluation.protocol.k,
-        num_asked=num,
-        is_native=evaluation.checkpoint.as_served == "native",
-        source=evaluation.source,
-        checkpoint=evaluation.checkpoint,
-    )
-
-
-def _of_servers(serve: ServeCheck | None) -> _Measurement | None:
-    """Of the largest k that both drafted with."""
-    if serve is None or serve.source is None:
-        return None
-    num = len(serve.prompts)
-    for run in sorted(serve.checkpoint.drafting, key=lambda run: run.k, reverse=True):
-        original = serve.source.run(run.k)
-        if original is None or not original.draft_tokens:
-            continue
-        return _Measurement(
-            what=f"serve-check's {num:,} prompts",
-            unit="prompts",
-            k=run.k,
-            num_asked=num,
-            is_native=serve.checkpoint.as_served == "native",
-            source=original,
-            checkpoint=run,
-        )
-    return None
+    return first.model_copy(update={"says": says + not_its_own(is_native=measured[0].as_served == "native")})
 
 
 def _why_no_drafts(serve: ServeCheck | None, evaluation: EvaluationFact | None) -> str:
@@ -115,9 +118,9 @@ def _why_no_drafts(serve: ServeCheck | None, evaluation: EvaluationFact | None) 
     return "The source drafted nothing, so there is nothing to compare with. Serve both with at least one draft token."
 
 
-def _share_of_the_source(gates: Gates, measured: _Measurement) -> ReasonFact:
+def _share_of_the_source(gates: Gates, measured: Drafting, theirs: Drafts) -> ReasonFact:
     """Acceptance as a share of the source's; its error by the delta method."""
-    mine, theirs = measured.checkpoint, measured.source
+    mine = measured.checkpoint
     where = f"On {measured.what} with k={measured.k}"
     if not mine.draft_tokens:
         says = f"{where}, the checkpoint drafted nothing; the source drafted {theirs.draft_tokens:,} tokens."

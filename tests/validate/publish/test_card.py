@@ -25,6 +25,7 @@ from keepmtp.checkpoints.record import RECORD, read_record
 from keepmtp.recipes import extras
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.recipes.protocol import Gates
+from keepmtp.recipes.schema import TextsOfMix
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.facts.results import report_folder
 from keepmtp.validate.facts.schema import FullReport
@@ -477,6 +478,7 @@ def test_the_page_has_its_parts(made):
     assert headings == [
         "tiny",
         "Serve",
+        "Intended use",
         "Hardware",
         "Quality: GSM8K",
         "Throughput",
@@ -596,7 +598,7 @@ def test_strings_of_strangers_are_text(make, made):
     links = {token.attrs.get("href") or token.attrs.get("src") for token in leading}
     assert links == {"https://github.com/vllm-project/vllm"}
     headings = [token for token in tokens if token.type == "heading_open"]
-    assert len(headings) == 10 + bool(report.closeness)
+    assert len(headings) == 11 + bool(report.closeness)
     for rows in tables(text):
         assert len({len(row) for row in rows}) == 1, rows
     assert "\u202e" not in text
@@ -778,6 +780,32 @@ def test_no_command_is_cut_by_a_narrow_page(made):
 @pytest.mark.parametrize(("make", "is_said"), [(lambda: whole(), True), (lambda: reports.bare(), False)])
 def test_only_what_was_measured_still_drafts(make, is_said, made):
     assert ("which still drafts for speculative decoding" in page(cards.told(made, make()))) == is_said
+
+
+def test_no_speed_of_a_cpu_is_on_the_card(made):
+    """The report's page has it; on a card it would be read as that of the reader's GPU."""
+    report = whole()
+    assert report.serve and report.serve.environment["device"].startswith("CPU")
+    text = page(cards.told(made, report))
+    assert "tokens a second" not in text and "Not measured in a way that promises a speed: that needs a GPU" in text
+    timed = {"environment": {"device": "NVIDIA B200"}, "prompts": ("What?",) * 30}
+    report = report.model_copy(update={"serve": report.serve.model_copy(update=timed)})
+    assert "| this checkpoint | BF16 copy of the same weights | 3 | 78.00 | 1.90 |" in page(cards.told(made, report))
+
+
+def test_no_words_of_a_card_run_together(made, tmp_path):
+    """What a template joins keeps its spaces, in each part that a report may have."""
+    report = whole(switched=(3, 4)).model_copy(update={"closeness": closenesses.closeness(tmp_path)})
+    assert report.calibration is not None
+    texts = TextsOfMix(share=0.5, dataset="org/b", subset="de", dataset_revision="c0ffee", split="train", column="text")
+    data = report.calibration.data.model_copy(update={"also": (texts,)})
+    report = report.model_copy(update={"calibration": report.calibration.model_copy(update={"data": data})})
+    text = page(cards.told(made, report))
+    prose = "\n".join(re.split(r"^```.*?^```$", text, flags=re.MULTILINE | re.DOTALL))
+    bare = re.sub(r"`[^`]*`|\([^)]*\.png\)|\]\([^)]*\)|\S+\.(json|html|jsonl|yaml)\b", "x", prose)
+    assert not re.findall(r".{20}[a-z][,;:][A-Za-z0-9].{9}|.{20}[a-z]\.[A-Z].{9}|.{20}\)[A-Za-z].{9}", bare)
+    assert "50 % of `org/b` (`de`) (revision `c0ffee`)" in text
+    assert "0.32.0 or newer" not in text and "| vLLM | 0.32.0; no other version was tried |" in text
 
 
 def test_page_and_card_round_alike(made):
