@@ -21,7 +21,7 @@ def init(
 ) -> None:
     """Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a model's own.
 
-    `keepmtp quantize recipe.yaml` takes it as it is. docs/recipes.md explains its keys.
+    `keepmtp quantize recipe.yaml` takes it as it is. Comments explain its keys.
 
     Example: `keepmtp init /data/my-fine-tune --out my-fine-tune.yaml`
     """

@@ -20,7 +20,7 @@ _COMMENTS = {
     "default": "the variant that is meant without --scheme",
 }
 _HEAD = """\
-# A recipe, written by `keepmtp init`. docs/recipes.md explains every key.
+# A recipe, written by `keepmtp init`. The comments say what each key is.
 #   keepmtp plan {file}                     what would become of every tensor
 #   keepmtp quantize {file}                 the default variant
 #   keepmtp quantize {file} --scheme NAME   another one

@@ -32,6 +32,10 @@ SHARD_BYTES = 5_000_000_000
 # Those of the target that a block has a copy of, or that are as large; and what no gradient moves.
 _NEVER_TRAINED = ("embedding", "head", "state", "vision")
 _GET_IT = "Get the MTP block from the original release: most tools drop it"
+_LOST = (
+    "Add --mtp-source with a checkpoint that has the block: the original release, since most tools drop it, or another "
+    "repository where the release has none. llm-compressor quantizes a model that never had one"
+)
 Unit = tuple[TensorPlan, ...]
 """Tensors that are computed together, and written to one shard."""
 
@@ -172,7 +176,7 @@ def make_plan(
     view = FamilyView(family=family, config=source.config)
     entries = with_separate_mtp(source, view)
     weights, others = stored_weights(entries.values())
-    refuse_missing_mtp(view, source, entries, recipe)
+    refuse_missing_mtp(view, source, entries)
     given = Given(recipe=recipe, source=source, view=view, patterns=Patterns(recipe))
     with matching_limit():
         tensors = [decide_weight(weight, given) for weight in weights.values()]
@@ -244,19 +248,7 @@ def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
     return {**source.entries, **separate}
 
 
-def _where_it_may_be(recipe: Recipe | None, source: Source) -> str:
-    """The way out for a checkpoint without a single MTP tensor: a release has nothing to get from itself."""
-    if recipe is None:
-        return _GET_IT
-    elsewhere = "name where its MTP block is: --mtp-source, or mtp_source: in the recipe"
-    if source.where == recipe.source:
-        return f"This release has none: {elsewhere}"
-    return f"Most tools drop it: start from the original release. If that has none either, {elsewhere}"
-
-
-def refuse_missing_mtp(
-    view: FamilyView, source: Source, entries: Mapping[HFName, Entry], recipe: Recipe | None = None
-) -> None:
+def refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFName, Entry]) -> None:
     """config.json and the files must agree on the MTP layers, and every module of the block must be there."""
     promised, found = view.num_mtp_layers, view.mtp_layers_of(entries)
     where = f"{source.where}/config.json"
@@ -265,7 +257,7 @@ def refuse_missing_mtp(
             where,
             f"{view.mtp_count_key}={promised} promises MTP layers {view.mtp_stem(0)}*",
             got="no MTP tensor in any file",
-            cure=_where_it_may_be(recipe, source),
+            cure=_LOST,
         )
     if missing := sorted(set(range(promised)) - found):
         raise CheckpointError(
@@ -286,7 +278,7 @@ def refuse_missing_mtp(
             where,
             f"{view.mtp_count_key} must promise an MTP block",
             got=promised,
-            cure="keepmtp is for checkpoints with MTP, and this one has none: llm-compressor quantizes such models",
+            cure=_LOST,
         )
     present = {name.rpartition(".")[0] for name in entries} | set(entries)
     for module in view.required_mtp_modules(range(promised)):
