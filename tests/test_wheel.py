@@ -104,6 +104,45 @@ def test_what_needs_no_extra_needs_none(keepmtp):
     assert "MTP" in good(keepmtp("explain", MODEL)) and "nothing to change" in good(keepmtp("fix", MODEL))
 
 
+# Verb of README's table of extras -> a command that comes as far as the packages that it needs.
+STARTED = {
+    "ls": ("ls", "schemes"),
+    "plan": ("plan", MODEL, "--scheme", "w4a16-fp8"),
+    "check": ("check", MODEL),
+    "explain": ("explain", MODEL),
+    "fix": ("fix", MODEL),
+    "init": ("init", MODEL, "--out", "row.yaml"),
+    "pin": ("pin", "tiny-glm4-moe", "--out", "pinned.yaml"),
+    "serve": ("serve", MODEL, "--dry-run"),
+    "doctor": ("doctor",),
+    "quantize": ("quantize", "tiny-glm4-moe", "--out", "row"),
+    "check --values": ("check", MODEL, "--values"),
+    "graft": ("graft", MODEL, "--from", MODEL, "--replace", "--static-only", "--out", "grafted"),
+    "convert": ("convert", MODEL, "--to", "modelopt", "--dry-run"),
+    "publish": ("publish", MODEL, "--repo", "a/b", "--dry-run"),
+    "bench": ("bench", MODEL),
+    "closeness": ("closeness", MODEL, "--source", MODEL, "--text", "notes.txt"),
+    "card": ("card", MODEL),
+    "report": ("report", "nothere"),
+    "check --html": ("check", MODEL, "--html", "row-page"),
+    "serve-check": ("serve-check", MODEL, "--source", "none"),
+    "eval": ("eval", MODEL, "--source", "none"),
+    "all": ("all", "tiny-glm4-moe", "--out", "row-all"),
+}
+
+
+def test_each_row_of_the_readme_installs_what_its_verbs_need(keepmtp, extra):
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    rows = re.findall(r'^\| (`.*`.*) \| `pip install "?\.(?:\[(\w+)\])?"?`.*\|$', readme, re.MULTILINE)
+    assert {extra for _, extra in rows} == set(EXTRAS)
+    assert {verb for verbs, _ in rows for verb in re.findall("`([^`]+)`", verbs)} == STARTED.keys()
+    for verb in re.findall("`([^`]+)`", next(verbs for verbs, named in rows if named == extra)):
+        words = STARTED[verb] if (verb, extra) != ("quantize", "calibrate") else ("quantize", "tiny-glm4-moe.nvfp4")
+        done = keepmtp(*words)
+        assert done.returncode in (0, 1, 2) and "extra; got no" not in done.stderr, (verb, done.stderr)
+        assert extra or not done.returncode, done.stderr
+
+
 def test_the_python_api_needs_no_extra_to_plan_and_check(extra, installed, tmp_path):
     code = f"from keepmtp import api; print(api.plan('tiny-glm4-moe').view.num_mtp_layers, api.check({MODEL!r}).ok)"
     words = [str(installed(extra) / "python"), "-c", code]
