@@ -7,9 +7,7 @@ Easy to get wrong: a matrix takes hours, so whatever may be refused is refused b
 cell in which a request failed has no figure: its sentence is printed, and the exit status is 1.
 """
 
-import json
 import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +21,7 @@ from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .exits import FINDINGS
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import bytes_bar, downloaded, measuring
-from .tables import say
+from .tables import print_json, say
 
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
@@ -131,7 +129,7 @@ def bench(
     if dry_run:
         num = 1 + (original is not None)
         if as_json:
-            sys.stdout.write(json.dumps(counted(plan, num)) + "\n")
+            print_json(counted(plan, num), indent=None)
         else:
             Console().print(planned(plan, num), highlight=False)
         return
@@ -149,7 +147,7 @@ def bench(
     if is_recorded:
         reports.refresh(plan.out, measured="bench")
     if as_json:
-        sys.stdout.write(json.dumps({"bench": fact.model_dump(mode="json")}) + "\n")
+        print_json({"bench": fact.model_dump(mode="json")}, indent=None)
     else:
         for part in tables(fact):
             Console().print(part, highlight=False)
@@ -171,7 +169,7 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
         raise RecipeError(option, "must be numbers with commas, or two with dots", got=words, cure=cure)
     pairs = [(int(part.split("..")[0]), int(part.split("..")[-1])) for part in parts]
     if wrong := next((f"{low}..{high}" for low, high in pairs if low > high or high - low > 64), ""):
-        raise RecipeError(option, "must go up, by 64 at most", got=wrong, cure=cure)
+        raise RecipeError(option, "must be a range that goes up, by 64 at most", got=wrong, cure=cure)
     wrong = next((str(high) for _, high in pairs if high > _LIMIT), "")
     wrong = wrong or next((str(low) for low, _ in pairs if low < least), "")
     if wrong:

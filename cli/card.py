@@ -7,8 +7,6 @@ Easy to get wrong: a card does not mean that a checkpoint is good. One that fail
 so first; `keepmtp publish` refuses it.
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +14,7 @@ import typer
 from rich.console import Console
 
 from .progress import bytes_bar
-from .tables import VERDICT_COLOURS, escape
+from .tables import VERDICT_COLOURS, escape, print_json
 
 
 def card(
@@ -73,7 +71,7 @@ def card(
     files = sorted(file.relative_to(made).as_posix() for file in made.rglob("*") if file.is_file())
     if as_json:
         told = {"card": str(made), "files": files, "verdict": verdict, "says": report.verdict.says}
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        print_json(told)
         return
     out = Console()
     out.print(f"{escape(str(made))}: {', '.join(files)}", highlight=False, soft_wrap=True)

@@ -7,7 +7,6 @@ somebody chose and cannot work is broken: a VLLM_PYTHON without vLLM, a vLLM out
 finds a token and never shows it.
 """
 
-import json
 import os
 import platform
 import sys
@@ -24,7 +23,7 @@ from ..recipes.errors import VLLMError
 from ..recipes.extras import install_command, missing, requirements
 from ..validate.facts import vllm_env
 from .options import JsonOption
-from .tables import escape, say
+from .tables import escape, print_json, say
 
 # Extra -> what needs it. A package that several need is listed with the first.
 EXTRAS = {
@@ -98,7 +97,7 @@ def doctor(
     """
     found = diagnose()
     if as_json:
-        sys.stdout.write(json.dumps(found.as_dict(), indent=2) + "\n")
+        print_json(found.as_dict())
     else:
         _show(found, Console())
     if found.broken:

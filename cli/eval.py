@@ -7,9 +7,7 @@ Easy to get wrong: whatever may be refused is refused before a server is started
 the dataset, a chat template that is not there, a source that is not found, results of other bytes in the same folder.
 """
 
-import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +24,7 @@ from ..validate.facts.vllm_env import TIMEOUT_SECONDS
 from .gate import EXITS
 from .options import AnyVLLMOption, JsonOption, ModelCodeOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import asking, bytes_bar, downloaded
-from .tables import say
+from .tables import print_json, say
 
 if TYPE_CHECKING:
     from ..checkpoints.identity import Identity, ReadingBar
@@ -200,7 +198,7 @@ def _show(fact: "EvaluationFact", judged: "JudgementFact", out: Path, *, as_json
 
     if as_json:
         found = {"evaluation": fact.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}
-        sys.stdout.write(json.dumps(found) + "\n")
+        print_json(found, indent=None)
     else:
         Console().print(table(fact, judged))
         say(Console(), f"Result: {file_of(out, 'gsm8k')}; answers beside it; logs: {out / 'logs'}")

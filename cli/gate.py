@@ -6,9 +6,7 @@ Easy to get wrong: there is no verdict on numbers that were edited, or on bytes 
 refused, with exit status 2, before anything is judged.
 """
 
-import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +17,7 @@ from rich.table import Table
 
 from ..recipes.errors import CheckpointError
 from .progress import bytes_bar
-from .tables import VERDICT_COLOURS, escape
+from .tables import VERDICT_COLOURS, escape, print_json
 
 if TYPE_CHECKING:
     from ..validate.facts.schema import FullReport, JudgementFact, JudgementWord
@@ -60,7 +58,7 @@ def gate(
     checkpoint = checkpoint_folder(folder)
     refuse_other_bytes(checkpoint, full.identity, identify(checkpoint, cache=folder, watch=bar))
     if as_json:
-        sys.stdout.write(json.dumps(_as_json(full)) + "\n")
+        print_json(_as_json(full), indent=None)
     else:
         Console().print(table(full.path, full.judgement))
     if full.judgement.verdict != "pass":

@@ -6,7 +6,6 @@ Easy to get wrong: what was public once cannot be taken back. The command asks b
 becomes public only after its bytes and its loading were checked there. For one that is public already it asks too.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -135,7 +134,7 @@ def _publish(
         publishing.make_public(hub, there)
     done = _done(parcel, sent, there, how, is_private=there.is_private and not public)
     if as_json:
-        sys.stdout.write(json.dumps(done) + "\n")
+        tables.print_json(done, indent=None)
     else:
         Console().print(_told(done), highlight=False, soft_wrap=True)
 
@@ -230,7 +229,7 @@ def _show(parcel: "Parcel", repo: str, found: "Comparison | None", there: str, *
             "bytes": parcel.num_bytes,
             "other_files": list(found.others) if found else [],
         }
-        sys.stdout.write(json.dumps(told) + "\n")
+        tables.print_json(told, indent=None)
         return
     Console().print(_table(parcel, repo, found, there))
 

@@ -7,8 +7,6 @@ Easy to get wrong: every refusal comes before the first server: a source that is
 the same folder, a limit in keepmtp.json that is none.
 """
 
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -29,7 +27,7 @@ from ..validate.measure.prompts import PROMPTS, read_prompts
 from . import gate
 from .options import AnyVLLMOption, JsonOption, TimeoutOption, chosen_vllm, refuse_stray_words
 from .progress import Paced, bytes_bar, downloaded
-from .tables import escape, say
+from .tables import escape, print_json, say
 
 if TYPE_CHECKING:
     from ..checkpoints.identity import Identity
@@ -144,8 +142,7 @@ def serve_check(
     else:
         judged = _record(found, checkpoint, original, out, identity)
     if as_json:
-        sys.stdout.write(json.dumps({**found.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}))
-        sys.stdout.write("\n")
+        print_json({**found.model_dump(mode="json"), "judgement": judged.model_dump(mode="json")}, indent=None)
     else:
         Console().print(table(found, judged))
         written = next(out / name for name in (HTML_FILE, reports.JSON_FILE) if (out / name).is_file())

@@ -75,7 +75,7 @@ def test_no_source(checkpoint):
     ("words", "says"),
     [
         (("--api", "chat"), "needs a chat template for evaluation.api chat; got none beside the weights."),
-        (("--api", "talk"), "--api: Input should be 'completions' or 'chat'; got 'talk'"),
+        (("--api", "talk"), "--api: must be 'completions' or 'chat'; got 'talk'"),
         (("--task", "gsm9k"), "--task: must be one of gsm8k, gsm8k_platinum, mmlu_pro, "),
         (("--dataset", "none.jsonl"), "evaluation.dataset none.jsonl: must be a file; got no such file"),
         (
