@@ -109,18 +109,19 @@ def _drafts(report: FullReport) -> Iterator[str]:
 def _calibrated(calibration: CalibrationFact) -> Iterator[str]:
     never = calibration.coverage.never_routed
     if never:
-        more = f" and {len(never) - _MAX_NAMED:,} more" if len(never) > _MAX_NAMED else ""
-        named = ", ".join(f"`{name}`" for name in never[:_MAX_NAMED])
         yield (
-            f"The router sent no token of the calibration data to {len(never):,} expert modules ({named}{more}), so "
+            f"The router sent no token of the calibration data to {len(never):,} expert modules ({_named(never)}), so "
             "data decided nothing there."
         )
     few = calibration.coverage.few_tokens
     if few:
-        more = f" and {len(few) - _MAX_NAMED:,} more" if len(few) > _MAX_NAMED else ""
-        named = ", ".join(f"`{name}`" for name in few[:_MAX_NAMED])
         yield (
-            f"Fewer calibration tokens than input channels reached {len(few):,} of the expert modules ({named}{more})."
+            f"Fewer calibration tokens than input channels reached {len(few):,} of the expert modules ({_named(few)})."
         )
     if calibration.unmeasured:
         yield f"Calibration could not measure acceptance: {calibration.unmeasured}"
+
+
+def _named(modules: Sequence[str]) -> str:
+    more = f" and {len(modules) - _MAX_NAMED:,} more" if len(modules) > _MAX_NAMED else ""
+    return ", ".join(f"`{name}`" for name in modules[:_MAX_NAMED]) + more

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from ...checkpoints.record import Record
 from ...recipes.schemes import SCHEMES
-from ..facts.benched import BenchFact
+from ..facts.benched import Benched, BenchFact
 from ..facts.dry_load import DryLoad, LoadedModel, gpu_title
+from ..facts.evaluated import EvaluatedFact
 from ..facts.schema import FullReport, GroupSize
-from ..facts.served import AsServed, Drafts
+from ..facts.served import Drafts, Served
 from ..measure.bench_prompts import SHIPPED
 from ..measure.serve_line import docker_words, serve_words
 from . import closeness_words, hardware, numbers
@@ -97,18 +98,6 @@ class CardFacts:
         return (*(name for name in SCHEMES if name in used), *sorted(used - SCHEMES.keys()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accepted:
-    """A row of the acceptance table: one model under one way of asking."""
-
-    asked: str
-    model: str
-    k: int
-    concurrency: int
-    as_served: AsServed
-    counted: Drafts
-
-
 def page(told: CardFacts) -> str:
     """The card's text. Equal values give equal bytes."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -147,7 +136,7 @@ def page(told: CardFacts) -> str:
         hardware=hardware.where_they_run(told.schemes),
         read_from=hardware.READ_FROM,
         max_prompts=MAX_PROMPTS,
-        accepted=list(accepted_rows(report)),
+        accepted=accepted_rows(report),
         extra="calibrate" if report.calibration else "quantize",
         commands=list(_commands(told)),
         serve_command=serve_command(told),
@@ -168,52 +157,28 @@ def page(told: CardFacts) -> str:
     )
 
 
-def accepted_rows(report: FullReport) -> Iterator[Accepted]:
-    """The rows of GSM8K first, then those of serve-check and of bench; the source before the checkpoint."""
-    evaluation, serve = report.evaluation, report.serve
-    for model in evaluation.evaluated if evaluation else ():
-        if evaluation and model.draft_tokens:
-            protocol = evaluation.protocol
+def accepted_rows(report: FullReport) -> list[tuple[str, EvaluatedFact | Served | Benched, int, int, Drafts]]:
+    """(what was asked, model, k, requests in flight, counters); the task's first, then serve-check's and bench's.
+
+    Of bench it is each k under the smallest load; under others acceptance is nearly the same.
+    """
+    rows: list[tuple[str, EvaluatedFact | Served | Benched, int, int, Drafts]] = []
+    if evaluation := report.evaluation:
+        protocol = evaluation.protocol
+        for model in evaluation.evaluated:
             asked = f"{protocol.title}, {count(model.num_questions)} questions"
-            yield Accepted(
-                asked=asked,
-                model=model.role,
-                k=protocol.k,
-                concurrency=protocol.concurrency,
-                as_served=model.as_served,
-                counted=model,
-            )
-    for model in serve.served if serve else ():
-        for run in model.drafting:
-            if serve and run.draft_tokens:
-                asked = f"serve-check, {count(len(serve.prompts))} prompts"
-                yield Accepted(
-                    asked=asked,
-                    model=model.role,
-                    k=run.k,
-                    concurrency=1,
-                    as_served=model.as_served,
-                    counted=run,
-                )
-    if report.bench:
-        yield from _bench_accepted(report.bench)
-
-
-def _bench_accepted(bench: BenchFact) -> Iterator[Accepted]:
-    """Acceptance of each k under the smallest load; under others it is nearly the same."""
-    load = min(bench.checkpoint.loads)
-    for model in bench.benched:
-        for k in ks_of(bench):
-            cell = model.cell(k, load)
-            if cell and cell.drafts.draft_tokens:
-                yield Accepted(
-                    asked=f"bench, {cell.repetitions[0].requests:,} prompts of {bench.prompts}",
-                    model=model.role,
-                    k=k,
-                    concurrency=cell.concurrency,
-                    as_served=model.as_served,
-                    counted=cell.drafts,
-                )
+            rows.append((asked, model, protocol.k, protocol.concurrency, model))
+    if serve := report.serve:
+        asked = f"serve-check, {count(len(serve.prompts))} prompts"
+        rows += [(asked, model, run.k, 1, run) for model in serve.served for run in model.drafting]
+    if bench := report.bench:
+        load = min(bench.checkpoint.loads)
+        for model in bench.benched:
+            for cell in (model.cell(k, load) for k in ks_of(bench)):
+                if cell:
+                    asked = f"bench, {cell.repetitions[0].requests:,} prompts of {bench.prompts}"
+                    rows.append((asked, model, cell.k, cell.concurrency, cell.drafts))
+    return [row for row in rows if row[-1].draft_tokens]
 
 
 def _bench_notes(bench: BenchFact) -> Iterator[str]:
