@@ -32,7 +32,7 @@ def with_mtp_of(source: Source, other: Source) -> Source:
         RecipeError: no family table for the release.
         CheckpointError: the release has an MTP block, the other one has none, or it is another model's.
     """
-    view = find_view(source.config, source.where)
+    view = find_view(source.config, source.where, source.entries)
     if own := _first_mtp(source, view):
         rule = "mtp_source is for a release without an MTP block of its own"
         raise CheckpointError(source.where, rule, got=own, cure="Leave mtp_source and --mtp-source away")
@@ -60,7 +60,7 @@ def has_mtp(source: Source) -> bool:
     Raises:
         RecipeError: no family table for it.
     """
-    return bool(_first_mtp(source, find_view(source.config, source.where)))
+    return bool(_first_mtp(source, find_view(source.config, source.where, source.entries)))
 
 
 def _first_mtp(source: Source, view: FamilyView) -> str:

@@ -88,7 +88,7 @@ def refuse_stranger(checkpoint: Source, source: Source) -> None:
 
 
 def _marks(opened: Source) -> Mapping[str, object]:
-    view = find_view(opened.config, opened.where)
+    view = find_view(opened.config, opened.where, opened.entries)
     return {"family": view.family.model_type} | {name: view.text_config.get(name) for name in _KEPT}
 
 

@@ -185,7 +185,7 @@ def _ks(words: str | None, checkpoint: "Source") -> tuple[int, ...]:
 
     if words is not None:
         return numbers("--k", words, least=0)
-    num_layers = find_view(checkpoint.config, checkpoint.where).num_mtp_layers
+    num_layers = find_view(checkpoint.config, checkpoint.where, checkpoint.entries).num_mtp_layers
     return ks_up_to(max(_MOST_K, num_layers), num_layers) if num_layers else (0,)
 
 

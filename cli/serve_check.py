@@ -115,7 +115,7 @@ def serve_check(
     err = Console(stderr=True)
     checkpoint, original = downloaded(opened, err), original and downloaded(original, err)
     assert checkpoint.folder is not None
-    view = find_view(checkpoint.config, checkpoint.where)
+    view = find_view(checkpoint.config, checkpoint.where, checkpoint.entries)
     check = measure.Check(
         ks=measure.ks_up_to(k, view.num_mtp_layers),
         out=out,

@@ -8,12 +8,13 @@ byte is written, and what is written is the round with the fewest errors.
 
 import shlex
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoints.source import Source
 from ..recipes.errors import KeepMTPError, RecipeError
-from ..validate.check.check import Checked, examine
+from ..validate.check.check import Checked, examine, examine_source
 from ..validate.check.dialects.patterns import time_limit
 from ..validate.check.runtime_view import RuntimeView
 from ..validate.facts.findings import Finding, errors_first
@@ -134,18 +135,22 @@ def proposed(
 def with_commands(checked: Checked) -> Checked:
     """A check whose findings end with the command that cures them, where there is one.
 
-    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM.
+    What fix would do decides, not a table: it is tried on headers, by the rules for vLLM, and for SGLang by those.
     """
     data = checked.data
-    static = tuple(each for each in data.findings if each.origin == "static" and each.runtime == "vllm")
-    if not static or checked.source is None:
+    static = [each for each in data.findings if each.origin == "static"]
+    of_vllm, of_sglang = (tuple(each for each in static if each.runtime == name) for name in ("vllm", "sglang"))
+    if not (of_vllm or of_sglang) or checked.source is None:
         return checked
     try:
         with time_limit():
-            outcome = _outcome(checked._replace(data=data.model_copy(update={"findings": static})))
+            for_vllm = checked._replace(data=data.model_copy(update={"findings": of_vllm}))
+            outcome = _outcome(for_vllm if of_vllm else examine_source(checked.source))
+            commands = _for_sglang(of_sglang, outcome)
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked
-    commands = {each: words for each in static if (words := _command_for(each, outcome))}
+    option = " --runtime sglang" if any("--runtime" in words for words in commands.values()) else ""
+    commands |= {each: words for each in of_vllm if (words := _command_for(each, outcome, option))}
     of_cures = {each.cure: words for each, words in commands.items()}
     findings = []
     for each in data.findings:
@@ -156,13 +161,41 @@ def with_commands(checked: Checked) -> Checked:
     return checked._replace(data=data.model_copy(update={"findings": tuple(findings)}))
 
 
-def _command_for(finding: Finding, outcome: Outcome) -> str:
+def _for_sglang(findings: tuple[Finding, ...], outcome: Outcome) -> dict[Finding, str]:
+    """The commands for what SGLang would do wrong."""
+    if not findings or outcome.runtime is None:
+        return {}
+    proposal = outcome.proposal
+    with suppress(RecipeError):  # the lists of this dialect cannot be extended: fix alone may still cure it
+        named = proposal.copy()
+        _name_for_sglang(named, outcome.after)
+        proposal = named
+    option = " --runtime sglang" if len(proposal.edits) > len(outcome.proposal.edits) else ""
+    with proposal.headers() as folder:
+        after = examine(folder, runtimes=("sglang",)).data.findings
+    known, left = ({(each.rule, each.where) for each in found} for found in (findings, after))
+    commands = {}
+    for each in findings:
+        alike = each.model_copy(update={"rule": each.rule.removeprefix("sglang-")})
+        is_cured = left <= known and (each.rule, each.where) not in left
+        if words := _fix(outcome, option) if is_cured else cure_elsewhere(alike, outcome):
+            commands[each] = words
+    return commands
+
+
+def _command_for(finding: Finding, outcome: Outcome, option: str) -> str:
     """The command that cures it; "" for none. A fix that brings other errors is no cure."""
     known = {(each.rule, each.where) for each in outcome.before.findings}
     is_better = all((each.rule, each.where) in known for each in outcome.left if each.severity == "error")
-    if finding in outcome.cured and is_better:
-        return f"keepmtp fix {shlex.quote(outcome.source.where)} --out NEW"
+    # An MTP block beyond the last layer has the number of that layer in its names: lists wait for the right one.
+    is_numbered = not any(each.rule == "layer-missing" for each in outcome.left)
+    if finding in outcome.cured and is_better and is_numbered:
+        return _fix(outcome, option)
     return cure_elsewhere(finding, outcome)
+
+
+def _fix(outcome: Outcome, option: str) -> str:
+    return f"keepmtp fix {shlex.quote(outcome.source.where)}{option} --out NEW"
 
 
 def _outcome(

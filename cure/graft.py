@@ -128,7 +128,7 @@ def plan_graft(quantized: Source, source: Source, *, mtp: str | None = None, is_
     method = method_in(quantized.config, hf_quant_config)
     checked, _ = _readable(quantized), _readable(source)
     refuse_another_model(quantized, source)
-    family = find_view(quantized.config, quantized.where).family
+    family = find_view(quantized.config, quantized.where, quantized.entries).family
     config, reasons = with_mtp_keys(quantized.config, source.config, family)
     view = FamilyView(family=family, config=config)
     old = _old_block(quantized, view)

@@ -56,7 +56,7 @@ def refuse_another_model(quantized: Source, source: Source) -> None:
         RecipeError: another family, or another width or depth in config.json.
         CheckpointError: names a tensor with another shape.
     """
-    ours, theirs = (find_view(each.config, each.where) for each in (quantized, source))
+    ours, theirs = (find_view(each.config, each.where, each.entries) for each in (quantized, source))
     rule = f"must be what {quantized.where} was made from"
     if ours.family is not theirs.family:
         got = f"a {theirs.family.model_type}, not a {ours.family.model_type}"

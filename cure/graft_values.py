@@ -31,7 +31,7 @@ def refuse_untrained_block(plan: Plan, reading: ReadingBar | None = None) -> Non
     """
     entries = {entry.name: entry for entry in block_entries(plan)}
     source = replace(plan.source, entries=entries, unindexed={})
-    runtime = RuntimeView(source=source, view=find_view(source.config, source.where))
+    runtime = RuntimeView(source=source, view=find_view(source.config, source.where, source.entries))
     values = check_values(runtime, "all", watch=Watch(reading=reading) if reading else UNWATCHED)
     for found in values.findings:
         if found.severity == "error" or found.rule in _UNTRAINED:

@@ -97,7 +97,7 @@ def family_mapping(source: Source) -> dict[str, Any]:
     Raises:
         RecipeError: config.json names no family of keepmtp.
     """
-    view = find_view(source.config, source.where)
+    view = find_view(source.config, source.where, source.entries)
     return model_mapping(
         view, source.entries, model=model_name(source.where), source=source.where, revision=source.revision
     )

@@ -221,7 +221,7 @@ def narrowed(recipe: Recipe, source: Source) -> Recipe:
     """Without the groups that the model lacks, where `backbone: auto` means `auto` for every group there may be."""
     if {group for group, word in recipe.backbone.items() if word == AUTO} != {*QUANTIZABLE_ROLES}:
         return recipe
-    view = FamilyView(family=find_family(source.config, source.where), config=source.config)
+    view = FamilyView(family=find_family(source.config, source.where, source.entries), config=source.config)
     places = filter(None, map(view.place, source.entries))
     have = {place.role for place in places if place.part == "backbone"}
     return recipe.model_copy(update={"backbone": {group: AUTO for group in recipe.backbone if group in have}})

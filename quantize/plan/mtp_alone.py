@@ -46,7 +46,7 @@ def plan_mtp_alone(source: Source, view: FamilyView, word: str, *, as_released: 
         RecipeError: another word, or a scheme that a module of the block cannot take.
         CheckpointError: the release has no whole MTP block, or the two name it differently.
     """
-    released = find_view(source.config, source.where)
+    released = find_view(source.config, source.where, source.entries)
     entries = with_separate_mtp(source, released)
     refuse_missing_mtp(released, source, entries)
     block = {name: entry for name, entry in entries.items() if released.is_mtp(name)}

@@ -171,7 +171,7 @@ def make_plan(
         CheckpointError: a tensor outside the family table, or a promised MTP block that is absent.
     """
     assert recipe.mtp != AUTO, f"{recipe.name}: a plan is of one candidate"
-    family = find_family(source.config, source.where)
+    family = find_family(source.config, source.where, source.entries)
     _refuse_other_family(recipe, family, source)
     view = FamilyView(family=family, config=source.config)
     entries = with_separate_mtp(source, view)

@@ -9,7 +9,7 @@ Easy to get wrong: a file whose name starts with an underscore is not a family.
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,11 @@ def families() -> Mapping[str, Family]:
     return found
 
 
-def find_family(config: Mapping[str, Any], where: object) -> Family:
+def find_family(config: Mapping[str, Any], where: object, names: Iterable[str] = ()) -> Family:
     """The family of the checkpoint that `config` (its config.json) describes.
+
+    Args:
+        names: of its tensors, where they are known; see `has_dspark`.
 
     Raises:
         RecipeError: vLLM has no MTP draft for this model_type, or keepmtp has no table for it. Then the message says
@@ -59,7 +62,7 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
     model_type = config.get("model_type", "")
     architecture = (config.get("architectures") or [""])[0]
     words = REFUSED.get(model_type)
-    if has_dspark(config):
+    if has_dspark(config, names):
         words = words or "whose mtp.* tensors are stages of DSpark (dspark_target_layer_ids), no MTP block"
     elif family := families().get(architecture) or families().get(model_type):
         return family
@@ -88,9 +91,12 @@ def find_family(config: Mapping[str, Any], where: object) -> Family:
     )
 
 
-def has_dspark(config: Mapping[str, Any]) -> bool:
-    """Whether the model drafts by DSpark, whose stages have the names of an MTP block (vLLM 0.32.0 deepseek_v4)."""
-    return bool(config.get("dspark_target_layer_ids"))
+def has_dspark(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
+    """Whether the model drafts by DSpark, whose stages have the names of an MTP block (vLLM 0.32.0 deepseek_v4).
+
+    A classic block has the norm `enorm`, which no stage has; beside it the key of config.json is wrong.
+    """
+    return bool(config.get("dspark_target_layer_ids")) and not any(name.endswith(".enorm.weight") for name in names)
 
 
 def _way_to(model_type: str, config: Mapping[str, Any]) -> str:
@@ -110,10 +116,6 @@ def promises_mtp(config: Mapping[str, Any]) -> bool:
     return any(bool(value) and ("mtp" in key or "nextn" in key) for key, value in keys.items())
 
 
-def find_view(config: Mapping[str, Any], where: object) -> FamilyView:
-    """The names of the checkpoint that `config` (its config.json) describes.
-
-    Raises:
-        RecipeError: as `find_family`.
-    """
-    return FamilyView(family=find_family(config, where), config=config)
+def find_view(config: Mapping[str, Any], where: object, names: Iterable[str] = ()) -> FamilyView:
+    """The names of the checkpoint that `config` (its config.json) describes; arguments and errors as `find_family`."""
+    return FamilyView(family=find_family(config, where, names), config=config)

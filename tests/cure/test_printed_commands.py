@@ -16,10 +16,10 @@ from typing import NamedTuple
 import pytest
 import releases
 from broken import BROKEN
-from checkpoint_files import write
+from checkpoint_files import Checkpoint, write
 from curable import CURED, GRAFTED
 from dry_corpus import DRY, TWINS, DryCase
-from good import released
+from good import llmcompressor, ours, released
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli import main
 from keepmtp.cli.findings import pasted
@@ -45,8 +45,12 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(main.app, words)
 
 
-def found(folder: Path) -> list[dict]:
-    return json.loads(run("check", str(folder), "--json").stdout)["findings"]
+def found(folder: Path, *words: str) -> list[dict]:
+    return json.loads(run("check", str(folder), *words, "--json").stdout)["findings"]
+
+
+def commands(finding: dict) -> list[str]:
+    return [each for each in pasted(finding["cure"]) if each.startswith("keepmtp ")]
 
 
 @cache
@@ -77,9 +81,8 @@ def paste_all(case: DryCase, place: Path) -> tuple[list[dict], list[Pasted]]:
     findings = found(folder)
     printed: dict[str, set[tuple[str, str]]] = {}
     for finding in findings:
-        for command in pasted(finding["cure"]):
-            if command.startswith("keepmtp "):
-                printed.setdefault(command, set()).add((finding["rule"], finding["where"]))
+        for command in commands(finding):
+            printed.setdefault(command, set()).add((finding["rule"], finding["where"]))
     done = []
     for number, (command, meant) in enumerate(printed.items()):
         new = folder.parent / f"NEW{number}"
@@ -118,6 +121,51 @@ def test_what_is_printed_works_as_pasted(name: str, place: Path):
     if verb := VERBS.get(name):
         assert verb in {each.verb for each in done}
         assert [each for each in errors if "keepmtp " not in each["cure"]] == []
+
+
+FOR_SGLANG = {
+    "targets without the draft's names": lambda: _without_drafts_names(ours("glm-4.7", "FP8_DYNAMIC", "FP8_DYNAMIC")),
+    "modelopt's list without them": lambda: _without_drafts_names(ours("glm-4.7", "FP8", format="modelopt")),
+    "a plain draft under Linear": lambda: llmcompressor("glm-4.7", "FP8_DYNAMIC"),
+}
+
+
+def _without_drafts_names(checkpoint: Checkpoint) -> Checkpoint:
+    lists = [checkpoint.quantization["ignore"]]
+    lists += [group["targets"] for group in checkpoint.quantization.get("config_groups", {}).values()]
+    for names in lists:
+        names[:] = [name for name in names if "decoder" not in name]
+    return checkpoint
+
+
+@pytest.mark.parametrize("name", FOR_SGLANG)
+@pytest.mark.parametrize("also", [(), ("--runtime", "vllm")], ids=["SGLang", "both"])
+def test_what_is_printed_for_sglang_works_as_pasted(name, also, tmp_path):
+    words = ("--runtime", "sglang", *also)
+    folder = write(tmp_path / "it's", FOR_SGLANG[name]())
+    findings = found(folder, *words)
+    (command,) = {each for finding in findings for each in commands(finding)}
+    assert "--runtime sglang" in command
+    _, verb, *rest = (str(tmp_path / "NEW") if word == "NEW" else word for word in shlex.split(command))
+    assert run(verb, *rest).exit_code == 0
+    assert found(tmp_path / "NEW", *words) == []
+
+
+def test_a_block_that_sglang_misses_is_grafted(tmp_path):
+    checkpoint = ours("glm-4.7", "FP8_DYNAMIC")
+    checkpoint.take(r"model\.layers\.3\..*")
+    (finding,) = found(write(tmp_path / "without", checkpoint), "--runtime", "sglang")
+    assert commands(finding)[0].startswith("keepmtp graft ")
+
+
+def test_lists_wait_for_the_right_number_of_layers(tmp_path):
+    """MiMo's draft has the number after the last layer in vLLM: entries for a wrong number would be no cure."""
+    checkpoint = llmcompressor("mimo-7b", "FP8_DYNAMIC")
+    assert found(write(tmp_path / "good", checkpoint)) == []
+    checkpoint.config["num_hidden_layers"] += 1
+    findings = found(write(tmp_path / "one too many", checkpoint))
+    assert {"layer-missing", "form"} <= {each["rule"] for each in findings}
+    assert [each for finding in findings for each in commands(finding)] == []
 
 
 def print_share() -> None:

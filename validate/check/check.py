@@ -127,7 +127,7 @@ def examine_source(
         # Without a source nothing is loaded: every further finding would follow from this one.
         return Checked(_unloadable(opened, refused), None, None)
     try:
-        view = find_view(opened.config, opened.where)
+        view = find_view(opened.config, opened.where, opened.entries)
         for number in (view.num_layers, view.num_mtp_layers):
             if number < 0:
                 raise ValueError(number)
@@ -152,7 +152,7 @@ def examine_source(
         # Without a source nothing is loaded: vLLM would fail on the same entry, or hang.
         return Checked(_refused(opened.where, "config", error), None, None)
     if source is not None:
-        original = RuntimeView(source=source, view=find_view(source.config, source.where))
+        original = RuntimeView(source=source, view=find_view(source.config, source.where, source.entries))
         found += [objection for rule in SOURCE_RULES for objection in rule(runtime, original)]
     data = CheckData(path=opened.where, facts=_facts(runtime), findings=errors_first(grouped(found)))
     return Checked(data, opened, runtime)

@@ -15,6 +15,7 @@ from ...recipes.family import HFName
 from ..facts.findings import Objection, objection
 from .dialects.choose import quantization_of, read_dialect
 from .dialects.compressed_tensors import CompressedTensors
+from .dialects.methods import method_of
 from .dialects.modelopt import ALGORITHMS, ModelOpt, reads_other_file
 from .runtime_view import RuntimeView
 from .stored_view import StoredView
@@ -193,7 +194,19 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
             "supports: ...'",
             cure=f"Export again with one of {', '.join(ALGORITHMS)}",
         )
-    raw = (runtime.hf_quant_config if given is None else given) or {}
+    other = runtime.hf_quant_config or {}
+    is_read = given is None or (isinstance(dialect, ModelOpt) and reads_other_file(given))
+    if other and is_read and not _is_by_modelopt(other) and (given is not None or not method_of(other)):
+        effect = "raises ValueError 'Unsupported quantization config found for modelopt_mixed'"
+        yield objection(
+            rule="algorithm",
+            severity="error",
+            where=f"{HF_QUANT_CONFIG}: producer.name",
+            says="is not modelopt: vLLM 0.32 "
+            + (effect if given is not None else "takes no quantization method from it and builds a plain model"),
+            cure="Set it to modelopt, if the file is in modelopt's form",
+        )
+    raw = (other if given is None else given) or {}
     inner = raw.get("quantization")
     if isinstance(dialect, ModelOpt) and isinstance(inner, Mapping) and _has_no_nested_name(raw, dialect.algorithm):
         yield objection(
@@ -220,9 +233,12 @@ def modelopt_is_complete(runtime: RuntimeView) -> Iterator[Objection]:
 
 def _has_no_nested_name(raw: Mapping[str, Any], algorithm: str) -> bool:
     """vLLM 0.32.0 transformers_utils/model_arch_config_convertor.py, _normalize_quantization_config."""
-    producer, inner = raw.get("producer"), raw["quantization"]
-    is_modelopt = isinstance(producer, Mapping) and producer.get("name") == "modelopt"
-    return (is_modelopt or "modelopt_quant_config" in inner) and algorithm not in _NESTED
+    return (_is_by_modelopt(raw) or "modelopt_quant_config" in raw["quantization"]) and algorithm not in _NESTED
+
+
+def _is_by_modelopt(raw: Mapping[str, Any]) -> bool:
+    producer = raw.get("producer")
+    return isinstance(producer, Mapping) and producer.get("name") == "modelopt"
 
 
 def extras_are_present(runtime: RuntimeView) -> Iterator[Objection]:

@@ -279,7 +279,7 @@ def _is_replaced(view: FamilyView, module: Module, member: Member) -> bool:
     if module.part != "mtp" or row.role not in ("embedding", "head") or row.is_drafts_own:
         return False
     rows, width = (view.text_config.get(key) for key in ("vocab_size", "hidden_size"))
-    if "weight" not in parts or parts["weight"].shape != (rows, width):
+    if parts["weight"].shape != (rows, width) if "weight" in parts else loader.unknown_name:
         return False
     if not module.resolution.built.form.startswith(("plain", "fp8")):
         return False

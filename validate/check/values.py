@@ -132,7 +132,7 @@ def with_values(checked: Checked, level: Level, *, source: str | None = None, wa
 
 def _release(where: str, runtime: RuntimeView) -> RuntimeView:
     source = open_source(where)
-    view = find_view(source.config, source.where)
+    view = find_view(source.config, source.where, source.entries)
     if view.family is not runtime.view.family:
         rule = f"the release of a {runtime.view.family.model_type} checkpoint is of the same family"
         raise CheckpointError(where, rule, got=view.family.model_type, cure="Give the release as --source")

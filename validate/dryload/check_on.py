@@ -61,13 +61,14 @@ def check_on(
         for path in paths:
             progress(f"{path}: static check")
             checked = examine(path, runtimes=runtimes)
-            if checked.source is None or (separate is None and has_dspark(checked.source.config)):
+            source = checked.source
+            if source is None or (separate is None and has_dspark(source.config, source.entries)):
                 yield checked
                 continue
             if checked.runtime is not None and not checked.runtime.view.family.num_layers_key:
                 yield checked._replace(refusal=_no_target(path))
                 continue
-            with headers_of(checked.source) as folder:
+            with headers_of(source) as folder:
                 own = separate.folder if separate else None
                 drafts = 0 if separate is None and _has_nothing_to_draft_with(checked) else num_drafts
                 jobs = [Job(folder=folder, tp=tp, num_drafts=drafts, draft=own) for tp in tps]

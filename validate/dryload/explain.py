@@ -21,6 +21,7 @@ from .defects import known_defect
 from .failure import Command, KnownFailure
 from .groups import BuiltGroup, attention_of, groups_of
 from .known import known_failure
+from .known_sglang import IN_SGLANG
 from .log import Log, Raised
 from .refusals import known_refusal
 
@@ -181,7 +182,9 @@ def _is_follow_up(raised: Raised) -> bool:
 
 def _answer(raised: Raised, checked: Checked | None) -> Recognized | None:
     """By the table of failures, then by the defects and refusals that dry loads have met."""
-    if (found := known_failure(f"{raised.line} [{raised.at}]")) is not None:
+    found = known_failure(f"{raised.line} [{raised.at}]")
+    is_of_server = found is not None and (found[0] in IN_SGLANG or not raised.at.startswith("sglang/"))
+    if found is not None and is_of_server:
         return _from_table(*found, raised.line, raised.at, checked)
     failure = LoadFailure(stage="load", role="", type=raised.type, words=raised.words, at=raised.at)
     runtime = checked.runtime if checked else None

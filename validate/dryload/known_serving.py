@@ -49,6 +49,16 @@ SERVING: tuple[KnownFailure, ...] = (
         rules=("config", "extras"),
     ),
     KnownFailure(
+        name="modelopt's mixed precision in an older vLLM",
+        words=r"ModelOpt currently only supports:? \[(?![^\]]{0,400}MIXED_PRECISION)",
+        sources="vllm #37854, #35047; dgx-spark-playbooks #77",
+        concerns="builds before #35047, such as 0.15.1 in NVIDIA's container 26.02",
+        says="this vLLM is older than modelopt's mixed precision, which its list of algorithms lacks; the checkpoint "
+        "need not be at fault",
+        cure="Use vLLM 0.32, which reads MIXED_PRECISION",
+        rules=("algorithm", "dialect"),
+    ),
+    KnownFailure(
         name="modelopt config incomplete",
         words=r"requires the following fields in hf_quant_config|MIXED_PRECISION quant_algo requires a non-empty|"
         r"ModelOpt currently only supports: \[|Unknown ModelOpt quant algo|Missing 'quant_algo' in quantization config",

@@ -9,20 +9,25 @@ comes again as the cause of others. A line is kept once. Logs are a stranger's b
 
 import re
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import BinaryIO
+from io import BufferedIOBase
 
-from ...recipes.errors import printable
+from ...recipes.errors import RecipeError, printable
 
 MOST_BYTES = 8 << 20
 _CHUNK = 1 << 20
+# A pipe that has given so much without an end, such as `yes`, has none.
+_ENDLESS = 1 << 30
 _LONGEST_LINE = 4000
 _MOST_LINES = 20_000
 _MOST_RAISED = 1_000
 _ESCAPES = re.compile(r"\x1b\[[0-9;]{0,20}[A-Za-z]|�\[[0-9;]{1,20}m")
-# What stands before the words: (Worker_TP0 pid=7), [rank0]:, a level with date, time and place, a date alone.
+# What stands before the words: vllm-1 | of containers, (Worker_TP0 pid=7), [rank0]:, a level with date, time and place,
+# a date alone.
 _BEFORE = re.compile(
-    r"(?:\s{0,4}(?:\(\w{1,60}(?: \w{1,20}=\d{1,9}){0,3}(?:, ip=[\d.]{1,40})?\)|\[rank\d{1,5}\]:|\[VLLM LOG\]"
+    r"(?:\s{0,4}(?:[\w.-]{1,60} {1,20}\||\(\w{1,60}(?: \w{1,20}=\d{1,9}){0,3}(?:, ip=[\d.]{1,40})?\)"
+    r"|\[rank\d{1,5}\]:|\[VLLM LOG\]"
     r"|(?:ERROR|WARNING|INFO|DEBUG|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]{1,80}\]|\S{1,60}\])"
     r"|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\dZ+:]{0,20})){1,6} ?"
 )
@@ -64,17 +69,24 @@ class Log:
     version: str = ""
 
 
-def read_log(stream: BinaryIO) -> Log:
-    """The last `MOST_BYTES` of a file or a pipe."""
+def read_log(stream: BufferedIOBase) -> Log:
+    """The last `MOST_BYTES` of a file or a pipe; Ctrl-C is the end of a pipe that stays open.
+
+    Raises:
+        RecipeError: it has no end.
+    """
     kept: deque[bytes] = deque()
-    size, is_cut = 0, False
-    while chunk := stream.read(_CHUNK):
-        kept.append(chunk)
-        size += len(chunk)
-        while size - len(kept[0]) >= MOST_BYTES:
-            size -= len(kept.popleft())
-            is_cut = True
-    return parse_log(b"".join(kept)[-MOST_BYTES:], is_cut=is_cut or size > MOST_BYTES)
+    size = total = 0
+    with suppress(KeyboardInterrupt):
+        while chunk := stream.read1(_CHUNK):
+            kept.append(chunk)
+            size, total = size + len(chunk), total + len(chunk)
+            while size - len(kept[0]) >= MOST_BYTES:
+                size -= len(kept.popleft())
+            if total > _ENDLESS:
+                cure = "Pipe its last part: `tail -c 8M LOG | keepmtp explain --log -`"
+                raise RecipeError("--log", "must have an end", got=f"more than {_ENDLESS >> 30} GiB", cure=cure)
+    return parse_log(b"".join(kept)[-MOST_BYTES:], is_cut=total > MOST_BYTES)
 
 
 def parse_log(raw: bytes, *, is_cut: bool = False) -> Log:
@@ -109,10 +121,11 @@ def words_of(line: str) -> str:
 
 
 def _place(file: str, line: str) -> str:
-    """file:line below vLLM's package, or below vLLM Ascend's; "" for other files."""
-    _, is_ascend, rest = file.rpartition("/vllm_ascend/")
-    if is_ascend:
-        return f"vllm_ascend/{rest}:{line}"
+    """file:line below vLLM's package, or below vLLM Ascend's or SGLang's; "" for other files."""
+    for other in ("vllm_ascend/", "sglang/srt/"):
+        _, found, rest = file.rpartition(f"/{other}")
+        if found:
+            return f"{other}{rest}:{line}"
     package, _, rest = file.replace("\\", "/").rpartition("vllm/")
     is_vllm = package.endswith(("packages/", "vllm/", "workspace/", "repos/vllm/")) or not package
     return f"vllm/{rest}:{line}" if rest and is_vllm else ""

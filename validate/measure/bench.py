@@ -136,7 +136,7 @@ def refuse_model(source: Source, plan: BenchPlan) -> None:
         RecipeError: a k that the MTP block cannot draft, a conversation without a template, or a context beyond what
             the model was made for.
     """
-    num_layers = find_view(source.config, source.where).num_mtp_layers
+    num_layers = find_view(source.config, source.where, source.entries).num_mtp_layers
     if not num_layers and max(plan.ks):
         raise RecipeError(source.where, "must have an MTP block to draft with", got="none", cure="Use --k 0")
     for k in plan.ks:

@@ -82,7 +82,7 @@ def refuse_model(source: Source, protocol: Evaluation, extra: tuple[str, ...]) -
     Raises:
         RecipeError: no MTP block that drafts k tokens, or messages without a template to put them in.
     """
-    view = find_view(source.config, source.where)
+    view = find_view(source.config, source.where, source.entries)
     num_layers = view.num_mtp_layers
     if not num_layers:
         raise RecipeError(source.where, "must have an MTP block to draft with", got="none", cure="Name another")
@@ -100,7 +100,7 @@ def refuse_prefix_caching(source: Source, protocol: Evaluation, vllm: VLLM) -> N
     Raises:
         RecipeError: prefix caching on a CPU, for a model with linear attention.
     """
-    has_linear = find_view(source.config, source.where).has_linear_attention
+    has_linear = find_view(source.config, source.where, source.entries).has_linear_attention
     if protocol.prefix_caching and vllm.build == "cpu" and has_linear:
         rule = "on a CPU vLLM 0.32 cannot combine prefix caching with drafting where layers have linear attention"
         raise RecipeError(source.where, rule, got="evaluation.prefix_caching", cure="Use --no-prefix-caching")

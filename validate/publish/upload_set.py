@@ -169,7 +169,7 @@ def _refuse_broken_values(folder: Path, reading: ReadingBar | None) -> None:
     from ..check.values import Watch, check_values  # imports torch
 
     opened = open_source(folder)
-    runtime = RuntimeView(source=opened, view=find_view(opened.config, opened.where))
+    runtime = RuntimeView(source=opened, view=find_view(opened.config, opened.where, opened.entries))
     found = check_values(runtime, "unpacked", watch=Watch(reading)).findings
     worst = next((finding for finding in found if finding.severity == "error"), None)
     if worst is not None:

@@ -121,7 +121,7 @@ def _from_files(
 
 
 def _measured(source: Source) -> dict[tuple[str, str], list[int]]:
-    view = find_view(source.config, source.where)
+    view = find_view(source.config, source.where, source.entries)
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for entry in source.entries.values():
         place = view.place(entry.name)

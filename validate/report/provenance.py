@@ -98,7 +98,7 @@ def groups_of(checkpoint: Source, record: Record) -> tuple[ModuleGroup, ...]:
     Raises:
         RecipeError: no family table for its model type.
     """
-    view = find_view(checkpoint.config, checkpoint.where)
+    view = find_view(checkpoint.config, checkpoint.where, checkpoint.entries)
     found: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
     for key, *stored in _stored(RuntimeView(source=checkpoint, view=view), record):
         found[key].append((stored[0], stored[1], stored[2]))

@@ -11,10 +11,11 @@ from checkpoint_files import as_source, hf_quant_config, ignoring, lose, quantiz
 from good import ours, planned, released
 from keepmtp import api
 from keepmtp.cli.check import check_json
+from keepmtp.cure.fix import proposed
 from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.schemes import SCHEMES
 from keepmtp.validate.check.check import RULES, check, check_source
-from modelopt_form import ALGORITHMS, LINEAR_ONLY, mixed_in_two_files, modelopt
+from modelopt_form import ALGORITHMS, LINEAR_ONLY, in_hf_quant_config, mixed_in_two_files, modelopt
 from real_releases import dspark_flash
 
 
@@ -82,6 +83,34 @@ def test_stages_of_dspark_are_one_finding(tmp_path):
     classic = dspark_flash()
     del classic.config["dspark_target_layer_ids"]
     assert {each.rule for each in check(write(tmp_path / "classic", classic)).findings} >= {"mtp-incomplete"}
+
+
+def test_a_classic_block_with_dsparks_key_is_a_classic_block(tmp_path):
+    checkpoint = released("dsv4-flash")
+    good = check(write(tmp_path / "good", checkpoint))
+    checkpoint.config["dspark_target_layer_ids"] = [0, 1, 2]
+    assert check(write(tmp_path / "key", checkpoint)).findings == good.findings == ()
+
+
+@pytest.mark.parametrize(
+    ("build", "effect"),
+    [
+        (lambda: in_hf_quant_config(modelopt("glm-4.7")), "builds a plain model"),
+        (lambda: mixed_in_two_files(here=[], there=["lm_head"]), "Unsupported quantization config"),
+    ],
+    ids=["alone", "beside config.json"],
+)
+def test_a_file_of_another_producer_is_not_read_as_modelopts(build, effect, tmp_path):
+    """vLLM 0.32.0: transformers_utils/model_arch_config_convertor.py; model_loader/weight_utils.py."""
+    checkpoint = build()
+    folder = write(tmp_path / "good", checkpoint)
+    assert check(folder).ok
+    checkpoint.json_files["hf_quant_config.json"]["producer"] = {"name": "other", "version": "1"}
+    folder = write(tmp_path / "other", checkpoint)
+    (finding,) = [each for each in check(folder).findings if each.severity == "error"]
+    assert (finding.rule, finding.where) == ("algorithm", "hf_quant_config.json: producer.name")
+    assert effect in finding.says
+    assert proposed(str(folder)).after.ok
 
 
 def test_every_rule_has_a_broken_checkpoint():

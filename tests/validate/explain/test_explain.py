@@ -1,9 +1,12 @@
 """`keepmtp explain`: groups of modules, logs, and the two together, as people use it."""
 
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import get_args
@@ -190,7 +193,7 @@ def test_only_the_end_of_a_long_log_counts(tmp_path):
 
         left = 16
 
-        def read(self, size: int) -> bytes:
+        def read1(self, size: int) -> bytes:
             self.left -= 1
             return b"noise\n" * (size // 6) if self.left > 0 else MISSING if self.left == 0 else b""
 
@@ -211,6 +214,30 @@ def test_a_pipe_with_a_name_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "log")
     done = keepmtp("--log", str(tmp_path / "log"))
     assert done.returncode == 2 and b"must be a file" in done.stderr
+
+
+def test_a_pipe_without_an_end_is_refused():
+    with Path("/dev/zero").open("rb") as endless:
+        done = subprocess.run([KEEPMTP, "explain", "--log", "-"], stdin=endless, capture_output=True)
+    assert done.returncode == 2 and b"--log: must have an end; got more than 1 GiB. Pipe its last part" in done.stderr
+
+
+def test_a_pipe_that_stays_open_ends_with_ctrl_c():
+    words = [KEEPMTP, "explain", "--log", "-"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdin and running.stdout and running.stderr
+        running.stdin.write(MISSING + b"\n")
+        running.stdin.flush()
+        while unread(running.stdin.fileno()):
+            time.sleep(0.05)
+        running.send_signal(signal.SIGINT)
+        assert b"known: MTP weights dropped" in running.stdout.read(), running.stderr.read()
+
+
+def unread(pipe: int) -> int:
+    """Bytes that nobody has read from a pipe yet."""
+    left = fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4)
+    return int.from_bytes(left, sys.byteorder)
 
 
 def test_of_a_long_file_only_the_end_is_read(tmp_path):

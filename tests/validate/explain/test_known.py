@@ -50,6 +50,7 @@ SAID: list[tuple[str, str, str]] = [
      "AttributeError: Layer mtp.layers.0.mlp.experts has no parameter 'w2_weight' for checkpoint weight "
      "'mtp.layers.0.mlp.experts.0.down_proj.weight'"),
     ("stacked experts without a parameter", "vllm #44953", "KeyError: 'layers.13.mlp.experts.w13_weight'"),
+    ("stacked experts without a parameter", "vllm #23025", "KeyError: 'layers.1.mlp.experts.w13_weight'"),
     ("quantized experts without a parameter", "vllm #43454", "KeyError: 'layers.0.ffn.experts.w13_input_scale'"),
     ("quantized experts without a parameter", "llm-compressor #2568",
      "KeyError: 'language_model.language_model.layers.0.mlp.experts.w2_weight_packed'"),
@@ -82,6 +83,9 @@ SAID: list[tuple[str, str, str]] = [
     ("count of MTP layers missing or zero", "docs/failures.md M7",
      "ZeroDivisionError: integer modulo by zero"),
     ("name without a parameter", "vllm #25797", "KeyError: 'layers.45.mlp.shared_expert.down_proj.weight'"),
+    ("name without a parameter", "vllm #40358", "KeyError: 'layers.0.mlp.experts.w13_bias'"),
+    ("name without a parameter", "llm-compressor #2255", "KeyError: 'layers.0.mlp.down_proj.weight_zero_point'"),
+    ("weight of another width", "dgx-vllm #6", "AssertionError [vllm/model_executor/parameter.py:153]"),
     ("weight of another width", "a dry load of GLM-4.7",
      "RuntimeError: output with shape [512, 128] doesn't match the broadcast shape of [512, 256]"),
     ("weight of another width", "a dry load of Qwen3.5", "AssertionError [vllm/model_executor/parameter.py:150]"),
@@ -94,6 +98,12 @@ SAID: list[tuple[str, str, str]] = [
      "ValueError: num_hidden_layers (43) must be equal to the number of layer types (44)"),
     ("key of config.json lost", "docs/failures.md E6",
      "AttributeError: 'DeepseekV4Config' object has no attribute 'compress_ratios'. Did you mean: 'compress_rates'?"),
+    ("modelopt's mixed precision in an older vLLM", "vllm #37854",
+     "ValueError: ModelOpt currently only supports: ['FP8', 'FP8_PER_CHANNEL_PER_TOKEN', 'FP8_PB_WO', 'NVFP4'] "
+     "quantizations in vLLM. Please check the `hf_quant_config.json` file for your model's quant configuration."),
+    ("modelopt config incomplete", "vLLM",
+     "ValueError: ModelOpt currently only supports: ['FP8', 'NVFP4', 'MXFP8', 'MIXED_PRECISION'] quantizations in "
+     "vLLM. Please check the `hf_quant_config.json` file for your model's quant configuration."),
     ("modelopt config incomplete", "vLLM",
      "ValueError: NVFP4 quantization requires the following fields in hf_quant_config.json: ['group_size']"),
     ("modelopt config incomplete", "a dry load", "Value error, Unknown ModelOpt quant algo: MIXED_PRECISION"),
@@ -131,8 +141,9 @@ RAISED = [
      '  File "/usr/lib/python3.10/dist-packages/vllm/model_executor/models/deepseek_v2.py", line 1, in load_weights',
      "KeyError: 'layers.61.mlp.experts.w2_weight'"),
     ("no line for a module in vLLM Ascend", "vllm-ascend #5794",
-     '  File "/vllm-workspace/vllm-ascend/vllm_ascend/quantization/quant_config.py", line 1, in is_layer_skipped',
-     "(Worker_TP0 pid=367) ERROR 01-12 05:03:38 [multiproc_executor.py:751] KeyError: "
+     "vllm-ascend-glm47  | (Worker_TP0 pid=367) ERROR 01-12 05:03:38 [multiproc_executor.py:751]   File "
+     '"/vllm-workspace/vllm-ascend/vllm_ascend/quantization/quant_config.py", line 1, in is_layer_skipped',
+     "vllm-ascend-glm47  | (Worker_TP0 pid=367) ERROR 01-12 05:03:38 [multiproc_executor.py:751] KeyError: "
      "'model.layers.92.self_attn.q_proj.weight'"),
 ]  # fmt: skip
 GOOD = [
@@ -160,6 +171,15 @@ def test_the_place_of_an_exception_tells_a_defect_from_a_fault(name, origin, fra
     assert answer.failure.name == name and not answer.failure.is_general
     (answer,) = explain(None, parse_log(line.encode())).answers
     assert answer.failure.is_general
+
+
+def test_what_sglang_raises_is_not_told_of_vllm():
+    """sglang #3075; without the frame the words are general."""
+    line = "KeyError: 'model.layers.3.mlp.experts.w2_weight_scale_inv'"
+    frame = '  File "venv/lib/python3.10/site-packages/sglang/srt/models/deepseek_v2.py", line 920, in load_weights'
+    told = explain(None, parse_log(f"{frame}\n{line}\n".encode()))
+    assert told.answers == () and told.unknown == (f"{line} (sglang/srt/models/deepseek_v2.py:920)",)
+    assert explain(None, parse_log(line.encode())).is_explained
 
 
 def test_what_is_said_of_versions_was_read_in_them():
