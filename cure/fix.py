@@ -101,8 +101,8 @@ class Outcome:
     @property
     def cured(self) -> tuple[Finding, ...]:
         """Findings that are gone."""
-        left = {(each.rule, each.where) for each in self.after.findings}
-        return tuple(each for each in self.before.findings if (each.rule, each.where) not in left)
+        left = {each.key for each in self.after.findings}
+        return tuple(each for each in self.before.findings if each.key not in left)
 
     @property
     def left(self) -> tuple[Finding, ...]:
@@ -138,8 +138,8 @@ def with_commands(checked: Checked) -> Checked:
     What fix would do decides, not a table: it is tried on headers, by the rules for vLLM, and for SGLang by those.
     """
     data = checked.data
-    static = [each for each in data.findings if each.origin == "static"]
-    of_vllm, of_sglang = (tuple(each for each in static if each.runtime == name) for name in ("vllm", "sglang"))
+    of_vllm = tuple(each for each in data.findings if (each.origin, each.runtime) == ("static", "vllm"))
+    of_sglang = [each for each in data.findings if each.runtime == "sglang"]
     if not (of_vllm or of_sglang) or checked.source is None:
         return checked
     try:
@@ -149,9 +149,10 @@ def with_commands(checked: Checked) -> Checked:
             commands = _for_sglang(of_sglang, outcome)
     except KeepMTPError:  # a cure that cannot be tried is none
         return checked
-    option = " --runtime sglang" if any("--runtime" in words for words in commands.values()) else ""
-    commands |= {each: words for each in of_vllm if (words := _command_for(each, outcome, option))}
-    of_cures = {each.cure: words for each, words in commands.items()}
+    option = " --runtime sglang" if "--runtime" in "".join(commands.values()) else ""
+    of_cures = {}
+    for each in of_vllm:
+        commands[each] = of_cures[each.cure] = _command_for(each, outcome, option)
     findings = []
     for each in data.findings:
         # A dry load has the static check's words for the same tensor.
@@ -161,7 +162,7 @@ def with_commands(checked: Checked) -> Checked:
     return checked._replace(data=data.model_copy(update={"findings": tuple(findings)}))
 
 
-def _for_sglang(findings: tuple[Finding, ...], outcome: Outcome) -> dict[Finding, str]:
+def _for_sglang(findings: list[Finding], outcome: Outcome) -> dict[Finding, str]:
     """The commands for what SGLang would do wrong."""
     if not findings or outcome.runtime is None:
         return {}
@@ -173,23 +174,22 @@ def _for_sglang(findings: tuple[Finding, ...], outcome: Outcome) -> dict[Finding
     option = " --runtime sglang" if len(proposal.edits) > len(outcome.proposal.edits) else ""
     with proposal.headers() as folder:
         after = examine(folder, runtimes=("sglang",)).data.findings
-    known, left = ({(each.rule, each.where) for each in found} for found in (findings, after))
+    left = {each.key for each in after}
+    is_better = left <= {each.key for each in findings}
     commands = {}
     for each in findings:
         alike = each.model_copy(update={"rule": each.rule.removeprefix("sglang-")})
-        is_cured = left <= known and (each.rule, each.where) not in left
-        if words := _fix(outcome, option) if is_cured else cure_elsewhere(alike, outcome):
-            commands[each] = words
+        is_cured = is_better and each.key not in left
+        commands[each] = _fix(outcome, option) if is_cured else cure_elsewhere(alike, outcome)
     return commands
 
 
 def _command_for(finding: Finding, outcome: Outcome, option: str) -> str:
     """The command that cures it; "" for none. A fix that brings other errors is no cure."""
-    known = {(each.rule, each.where) for each in outcome.before.findings}
-    is_better = all((each.rule, each.where) in known for each in outcome.left if each.severity == "error")
+    known = {each.key for each in outcome.before.findings}
     # An MTP block beyond the last layer has the number of that layer in its names: lists wait for the right one.
-    is_numbered = not any(each.rule == "layer-missing" for each in outcome.left)
-    if finding in outcome.cured and is_better and is_numbered:
+    errors = [each for each in outcome.left if each.severity == "error"]
+    if finding in outcome.cured and all(each.key in known and each.rule != "layer-missing" for each in errors):
         return _fix(outcome, option)
     return cure_elsewhere(finding, outcome)
 

@@ -288,14 +288,19 @@ def weights_are_not_empty(runtime: RuntimeView, tensors: list[Tensor]) -> Iterat
         and math.prod(tensor.entry.shape) >= _MANY
         and tensor.place.role not in ("state", "norm")
     ]
+    lost: set[str] = set()
+    having: dict[float, set[str]] = defaultdict(set)  # the modules whose one scale has this value
+    for tensor in tensors:
+        if not is_scale(tensor.entry.name) or tensor.summary.is_zero:
+            continue
+        if tensor.is_single and tensor.leaf in _WEIGHT_SCALES:
+            having[tensor.value].add(tensor.module)
+        elif not (tensor.is_single or tensor.summary.is_constant):
+            lost.add(tensor.module)
     modules = {tensor.module for tensor in empty}
-    scales = [tensor for tensor in tensors if is_scale(tensor.entry.name) and not tensor.summary.is_zero]
-    lost = {each.module for each in scales if not (each.is_single or each.summary.is_constant)}
-    single = {each.module: each.value for each in scales if each.is_single and each.leaf in _WEIGHT_SCALES}
-    own = {value for module, value in single.items() if module in modules}
-    own -= {value for module, value in single.items() if module not in modules}
+    own = [holders for holders in having.values() if holders <= modules]
     if len(own) > 1:
-        lost |= {module for module, value in single.items() if value in own}
+        lost.update(*own)
     for tensor in empty:
         in_draft, is_lost = tensor.place.part == "mtp", tensor.module in lost
         what = "zeros" if tensor.summary.is_zero else "one repeated value"

@@ -44,6 +44,11 @@ class Finding(Fact):
     count: Count = 1
     runtime: Runtime = "vllm"
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """What it is known by before and after a cure."""
+        return self.rule, self.where
+
 
 class CheckpointFacts(Fact):
     """What the checkpoint is, for people and for the card."""
