@@ -57,6 +57,18 @@ def within(folder: Path, name: str) -> Path:
     return path
 
 
+def refuse_name(path: Path) -> None:
+    """Refuse a name that no JSON file can hold.
+
+    Raises:
+        CheckpointError: its bytes are no UTF-8.
+    """
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError(path, "every name must be UTF-8", got=ascii(path.name), cure="Rename it") from error
+
+
 def complete(path: Path) -> None:
     """Give the file or folder at `partial_path(path)` its own name; an older file of that name is replaced."""
     partial = partial_path(path)

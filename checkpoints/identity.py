@@ -24,7 +24,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..recipes.errors import CheckpointError
-from .files import write_whole
+from .files import refuse_name, write_whole
 from .safetensors_file import open_regular
 
 ReadingBar = Callable[[int], AbstractContextManager[Callable[[int], None]]]
@@ -223,6 +223,7 @@ def _files(folder: Path) -> Iterator[tuple[str, _File]]:
 
 
 def _file(folder: Path, path: Path) -> tuple[str, _File]:
+    refuse_name(path)
     try:
         state = path.stat()
     except FileNotFoundError as error:

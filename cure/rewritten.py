@@ -27,7 +27,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from .. import __version__
 from ..checkpoints.companions import INDEX, inside
-from ..checkpoints.files import WORK, complete, held, naming_file, partial_path, sync, two_sizes, within, write_whole
+from ..checkpoints.files import (
+    WORK,
+    complete,
+    held,
+    naming_file,
+    partial_path,
+    refuse_name,
+    sync,
+    two_sizes,
+    within,
+    write_whole,
+)
 from ..checkpoints.record import RECIPE, RECORD
 from ..checkpoints.safetensors_file import Entry, read_header
 from ..checkpoints.source import Source, small_object
@@ -207,6 +218,7 @@ def kept_files(source: Source) -> tuple[str, ...]:
         return ()
     names = sorted(name for name in _files_in(source.folder) if name not in (RECORD, RECIPE))
     for name in names:
+        refuse_name(source.folder / name)
         if not name.endswith(".safetensors") or name not in source.states:
             inside(source.folder, name)
     return tuple(names)

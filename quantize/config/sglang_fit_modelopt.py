@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...recipes.conventions import ALGORITHMS
+from ...recipes.errors import CheckpointError
 from ...recipes.family_view import FamilyView
 from ...recipes.runtimes.sglang import SglangModel, container, sglang_model, sglang_names, sglang_stem
 from .sglang_fit import SglangFit, SglangMatrix, clash, no_draft, sglang_modules, unnamed
@@ -122,7 +123,12 @@ def _is_excluded(name: str, entries: Iterable[str]) -> bool:
     bare = name.removeprefix("language_model.")
     for entry in entries:
         pattern = entry.replace(".", r"\.").replace("*", ".*")
-        if any(re.fullmatch(pattern, spelled) for spelled in (name, bare)) or f".{entry}." in f".{name}.":
+        try:
+            is_hit = any(re.fullmatch(pattern, spelled) for spelled in (name, bare))
+        except re.error as error:
+            rule, cure = "SGLang reads each entry as a regular expression", "Take the entry away"
+            raise CheckpointError("config.json: quantization_config.ignore", rule, got=entry, cure=cure) from error
+        if is_hit or f".{entry}." in f".{name}.":
             return True
         # A part of latent attention's projections names those of every layer.
         last = entry.rpartition(".")[2]

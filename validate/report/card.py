@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ...checkpoints.files import complete, partial_path, sync, within
 from ...checkpoints.identity import ReadingBar, identify, refuse_other_bytes
+from ...checkpoints.json_file import read_bytes_of
 from ...checkpoints.record import RECORD, Record, read_record
 from ...checkpoints.source import Source, open_source
 from ...recipes.errors import CheckpointError, RecipeError
@@ -162,7 +163,7 @@ def verified_files(checkpoint: Path, *, repository: str = "", out: Path | None =
         if name not in found or name not in wanted:
             got = "no such file" if name not in found else "a file that the report does not make"
             raise CheckpointError(folder / name, "a card holds what its report makes", got=got, cure=cure)
-        if (got := found[name].read_bytes()) != wanted[name]:
+        if (got := read_bytes_of(found[name], found[name])) != wanted[name]:
             raise _difference(folder / name, got, wanted[name], cure)
     return wanted | ({README: _readme(replace(facts, repository=repository), metadata)} if repository else {})
 
