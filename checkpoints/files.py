@@ -66,7 +66,8 @@ def refuse_name(path: Path) -> None:
     try:
         os.fspath(path).encode()
     except UnicodeEncodeError as error:
-        raise CheckpointError(path, "every name must be UTF-8", got=ascii(path.name), cure="Rename it") from error
+        got = ascii(error.object[error.start : error.end])
+        raise CheckpointError(path, "every name must be UTF-8", got=got, cure="Rename it") from error
 
 
 def complete(path: Path) -> None:

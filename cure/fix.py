@@ -27,49 +27,33 @@ from .rewritten import Rewritten, rewrite
 _MAX_ROUNDS = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Fix:
-    """A cure for the findings of one rule.
-
-    Attributes:
-        rule: of the findings.
-        make: yields changes; none where it cannot cure this one.
-        says: what it does, for people.
-    """
-
-    rule: str
-    make: Callable[[Checked, Proposal], Iterator[Edit]]
-    says: str
-
-
-FIXES: tuple[Fix, ...] = (
-    Fix("unindexed", fixes_tensors.mtp_files_are_indexed, "the index lists the files with MTP tensors"),
-    Fix("mtp-not-promised", fixes_config.mtp_count_is_what_is_there, "config.json counts the layers that are there"),
-    Fix("mtp-missing", fixes_config.mtp_count_is_what_is_there, "config.json counts the layers that are there"),
-    Fix("config", fixes_config.layer_types_are_cut, "layer_types is cut to its length"),
-    Fix("mtp-prefix", fixes_tensors.mtp_names_lose_a_prefix, "MTP tensors lose a prefix"),
-    Fix("kv-scales", fixes_tensors.kv_scales_leave, "scales of the KV cache that have no place are left out"),
-    Fix("kv-cache", fixes_config.kv_cache_is_one_that_vllm_has, "the KV cache is BF16 where vLLM has no such scheme"),
-    Fix("algorithm", fixes_config.modelopt_fields_are_there, "hf_quant_config.json has the fields that vLLM asks for"),
-    Fix("config-group", fixes_config.activations_are_named, "FP8 groups say how activations are quantized"),
-    Fix("config-group", fixes_lists.lists_say_what_is_stored, "all parts of a fused module are in the same list"),
-    Fix("two-configs", fixes_config.two_configs_agree, "of two configs, the one that fits the bytes wins"),
-    Fix("form", fixes_lists.lists_say_what_is_stored, "ignore lists and targets say what is on disk, in vLLM's names"),
-    Fix("entry-unmatched", fixes_lists.lists_say_what_is_stored, "entries have vLLM's names"),
-    Fix("form", fixes_foreign.plain_modules_are_listed, "the list of another tool names the plain MTP block"),
-    Fix("config-group", fixes_foreign.plain_modules_are_listed, "the list of another tool names all parts"),
-    Fix("draft-head", fixes_foreign.plain_modules_are_listed, "the list of another tool names the draft's head"),
-    Fix("draft-head", fixes_lists.draft_head_is_excluded, "the draft's head is excluded"),
-    Fix(
-        "form", fixes_tensors.tensors_have_the_form_that_is_built, "scales have the name, shape and dtype that is built"
-    ),
-    Fix("form", fixes_tensors.orders_leave_the_draft, "GPTQ's g_idx leaves the MTP block"),
-    Fix("scale-dtype", fixes_tensors.block_scales_are_f32, "BF16 block scales are widened to F32"),
-    Fix("extras", fixes_config.extras_are_set, "quantization_config has the family's own keys"),
-    Fix("alias", fixes_tensors.copies_are_added, "copies of embedding and head are added"),
-    Fix("index-size", fixes_tensors.index_is_written_again, "the index is written from the files"),
+FIXES: tuple[tuple[str, Callable[[Checked, Proposal], Iterator[Edit]]], ...] = (
+    ("unindexed", fixes_tensors.mtp_files_are_indexed),
+    ("mtp-not-promised", fixes_config.mtp_count_is_what_is_there),
+    ("mtp-missing", fixes_config.mtp_count_is_what_is_there),
+    ("config", fixes_config.layer_types_are_cut),
+    ("mtp-prefix", fixes_tensors.mtp_names_lose_a_prefix),
+    ("kv-scales", fixes_tensors.kv_scales_leave),
+    ("kv-cache", fixes_config.kv_cache_is_one_that_vllm_has),
+    ("algorithm", fixes_config.modelopt_fields_are_there),
+    ("config-group", fixes_config.activations_are_named),
+    ("config-group", fixes_lists.lists_say_what_is_stored),
+    ("two-configs", fixes_config.two_configs_agree),
+    ("form", fixes_lists.lists_say_what_is_stored),
+    ("entry-unmatched", fixes_lists.lists_say_what_is_stored),
+    ("form", fixes_foreign.plain_modules_are_listed),
+    ("config-group", fixes_foreign.plain_modules_are_listed),
+    ("draft-head", fixes_foreign.plain_modules_are_listed),
+    ("draft-head", fixes_lists.draft_head_is_excluded),
+    ("form", fixes_tensors.tensors_have_the_form_that_is_built),
+    ("form", fixes_tensors.orders_leave_the_draft),
+    ("scale-dtype", fixes_tensors.block_scales_are_f32),
+    ("extras", fixes_config.extras_are_set),
+    ("alias", fixes_tensors.copies_are_added),
+    ("index-size", fixes_tensors.index_is_written_again),
 )
-"""Every cure, in the order in which they are tried: what vLLM reads first comes first."""
+"""The rule of a finding, and what yields its cure, or nothing. They are tried in this order: what vLLM reads first comes
+first."""
 
 _OF_BLOCKS = frozenset({"mtp-missing", "mtp-incomplete"})
 # What a graft of the release's MTP block cures where the tensor is one of that block.
@@ -286,10 +270,10 @@ def _round(checked: Checked, proposal: Proposal) -> int:
     """Make the changes of each fix whose rule has a finding; how many there were."""
     rules = {finding.rule for finding in checked.data.findings}
     made, tried = 0, set()
-    for fix in FIXES:
-        if fix.rule in rules and fix.make not in tried:
-            tried.add(fix.make)
-            made += sum([proposal.make(change) for change in fix.make(checked, proposal)])
+    for rule, cure in FIXES:
+        if rule in rules and cure not in tried:
+            tried.add(cure)
+            made += sum([proposal.make(change) for change in cure(checked, proposal)])
     return made
 
 

@@ -118,10 +118,6 @@ def modelopt_fields_are_there(checked: Checked, proposal: Proposal) -> Iterator[
     runtime = checked.runtime
     if runtime is None or not isinstance(runtime.dialect, ModelOpt):
         return
-    if any(each.where.endswith("producer.name") for each in checked.data.findings):
-        producer = proposal.value(HF_QUANT_CONFIG, ("producer",))
-        value = {**(producer if isinstance(producer, dict) else {}), "name": "modelopt"}
-        yield SetValue(file=HF_QUANT_CONFIG, place=("producer",), value=value, why="vLLM knows the file by this name")
     is_file = quantization_of(proposal.value(CONFIG, ())) is None
     file = HF_QUANT_CONFIG if is_file else CONFIG
     place: JSONPath = ("quantization",) if is_file else (*(place_of_config(proposal) or ()), "quantization")

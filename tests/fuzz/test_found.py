@@ -17,6 +17,8 @@ from keepmtp.checkpoints.identity import identify
 from keepmtp.checkpoints.record import Record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.cli import init, serve
+from keepmtp.cure.fix import proposed
+from keepmtp.cure.rewritten import kept_files
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.families import families
 from keepmtp.recipes.family_view import FamilyView
@@ -106,6 +108,22 @@ def test_a_number_that_memory_is_counted_by(key, value):
     with pytest.raises(CheckpointError, match=rf"config\.json: {key} must be a whole number; got"):
         view.number(key)
     assert [view.number("absent"), replace(view, config={key: 3}).number("absent", key)] == [0, 3]
+
+
+def test_a_file_whose_name_is_no_utf_8_is_refused_before_anything_is_written(tmp_path):
+    folder = write(tmp_path / "NAME", GOOD["glm fp8"]())
+    (folder / "\udc80").mkdir()
+    (folder / "\udc80" / "x").write_text("x")
+    for reads in (lambda: identify(folder), lambda: kept_files(open_source(folder))):
+        with pytest.raises(CheckpointError, match=r"every name must be UTF-8; got '\\udc80'\. Rename it"):
+            reads()
+
+
+def test_an_entry_that_sglang_cannot_read_is_named(tmp_path):
+    checkpoint = GOOD["qwen vl modelopt"]()
+    checkpoint.quantization["ignore"].append("re:(")
+    with pytest.raises(CheckpointError, match=r"SGLang reads each entry as a regular expression; got re:\("):
+        proposed(str(write(tmp_path / "NAME", checkpoint)), for_sglang=True)
 
 
 def test_a_name_that_is_no_utf_8_is_named(tmp_path):

@@ -31,7 +31,6 @@ _objection = partial(objection, origin="values")
 _DIVISORS = ("weight_global_scale", "input_global_scale")
 _INPUT_SCALES = ("input_scale", "input_global_scale")
 _GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
-_WEIGHT_SCALES = (*_GLOBAL_SCALES, "weight_scale", "weight_scale_inv")
 # AutoRound chooses the sign of a symmetric scale so that the largest weight gets the largest code.
 _SIGNED = ("scales",)
 # The largest magnitude of a code, before its scales.
@@ -66,10 +65,6 @@ class Tensor(NamedTuple):
     entry: Entry
     place: Place
     summary: Summary
-
-    @property
-    def module(self) -> str:
-        return self.entry.name.rpartition(".")[0]
 
     @property
     def leaf(self) -> str:
@@ -276,44 +271,32 @@ def input_scales_are_measured(tensors: list[Tensor]) -> Iterator[Objection]:
 def weights_are_not_empty(runtime: RuntimeView, tensors: list[Tensor]) -> Iterator[Objection]:
     """No matrix of the language model is all zeros or one repeated value.
 
-    A release may hold matrices of zeros. Packed, their scales are all alike, or another matrix has them too, which is
-    fused with it. Other scales, in a matrix or among matrices with one scale each, are those of values that were lost.
+    A release may hold a matrix of zeros. Packed, its block scales are all alike; scales that differ are those of other
+    values, which were lost.
     """
-    empty = [
-        tensor
+    varied = {
+        tensor.entry.name.rpartition(".")[0]
         for tensor in tensors
-        if not is_scale(tensor.entry.name)
-        and (tensor.summary.is_zero or tensor.summary.is_constant)
-        and len(tensor.entry.shape) >= 2
-        and math.prod(tensor.entry.shape) >= _MANY
-        and tensor.place.role not in ("state", "norm")
-    ]
-    lost: set[str] = set()
-    having: dict[float, set[str]] = defaultdict(set)  # the modules whose one scale has this value
+        if is_scale(tensor.entry.name)
+        and not (tensor.is_single or tensor.summary.is_zero or tensor.summary.is_constant)
+    }
     for tensor in tensors:
-        if not is_scale(tensor.entry.name) or tensor.summary.is_zero:
+        if is_scale(tensor.entry.name) or len(tensor.entry.shape) < 2 or math.prod(tensor.entry.shape) < _MANY:
             continue
-        if tensor.is_single and tensor.leaf in _WEIGHT_SCALES:
-            having[tensor.value].add(tensor.module)
-        elif not (tensor.is_single or tensor.summary.is_constant):
-            lost.add(tensor.module)
-    modules = {tensor.module for tensor in empty}
-    own = [holders for holders in having.values() if holders <= modules]
-    if len(own) > 1:
-        lost.update(*own)
-    for tensor in empty:
-        in_draft, is_lost = tensor.place.part == "mtp", tensor.module in lost
-        what = "zeros" if tensor.summary.is_zero else "one repeated value"
-        happens = "its scales are those of other values, which were lost" if is_lost else "it was never trained"
-        yield _objection(
-            rule="empty-weight",
-            severity="error" if in_draft or is_lost else "warning",
-            where=tensor.entry.name,
-            says=f"holds {what} only: {happens}, or never written"
-            + (", so the draft guesses and nearly nothing is accepted" if in_draft else ""),
-            cure=_graft(runtime) if in_draft else _REQUANTIZE if is_lost else "Take this tensor from the release",
-            cause=f"{tensor.cause} {what} {is_lost}",
-        )
+        if tensor.place.role not in ("state", "norm") and (tensor.summary.is_zero or tensor.summary.is_constant):
+            in_draft = tensor.place.part == "mtp"
+            what = "zeros" if tensor.summary.is_zero else "one repeated value"
+            is_lost = tensor.entry.name.rpartition(".")[0] in varied
+            happens = "its scales are those of other values, which were lost" if is_lost else "it was never trained"
+            yield _objection(
+                rule="empty-weight",
+                severity="error" if in_draft or is_lost else "warning",
+                where=tensor.entry.name,
+                says=f"holds {what} only: {happens}, or never written"
+                + (", so the draft guesses and nearly nothing is accepted" if in_draft else ""),
+                cure=_graft(runtime) if in_draft else _REQUANTIZE if is_lost else "Take this tensor from the release",
+                cause=f"{tensor.cause} {what} {is_lost}",
+            )
 
 
 def norms_are_those_of_a_model(runtime: RuntimeView, tensors: list[Tensor]) -> Iterator[Objection]:

@@ -327,23 +327,6 @@ def test_a_packed_weight_of_zeros_is_found_where_every_byte_is_read(tmp_path):
     assert [(each.severity, each.where) for each in of_zeros] == [("warning", f"{DOWN}.weight_packed")]
 
 
-def test_matrices_of_zeros_under_one_scale_each_were_lost_where_the_scales_differ(tmp_path):
-    """And the twin: a release's own zeros get one placeholder, or the scale of what they are fused with."""
-    folder = write(tmp_path / "checkpoint", GOOD["glm fp8 static"]())
-    fill(folder)
-    zeros = [f"model.layers.{layer}.mlp.experts.1" for layer in (1, 2)]
-    for number, module in enumerate(zeros):
-        poke(folder, f"{module}.gate_proj.weight", 0.0)
-        poke(folder, f"{module}.up_proj.weight_scale", 0.003 + number / 1000)
-        poke(folder, f"{module}.gate_proj.weight_scale", 0.003 + number / 1000)
-    for value, severity in ((None, "warning"), (0.01, "error")):
-        if value is not None:
-            poke(folder, f"{zeros[0]}.gate_proj.weight_scale", value)
-            poke(folder, f"{zeros[1]}.gate_proj.weight_scale", 2 * value)
-        found = [each for each in check_values(opened(folder), "all").findings if each.rule == "empty-weight"]
-        assert [(each.severity, each.count) for each in found] == [(severity, 2)]
-
-
 def test_a_level_reads_what_it_says(tmp_path):
     folder = write(tmp_path / "checkpoint", GOOD[NVFP4]())
     runtime = fill(folder)
