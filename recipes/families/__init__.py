@@ -94,7 +94,7 @@ def find_family(config: Mapping[str, Any], where: object, names: Iterable[str] =
 def has_dspark(config: Mapping[str, Any], names: Iterable[str] = ()) -> bool:
     """Whether the model drafts by DSpark, whose stages have the names of an MTP block (vLLM 0.32.0 deepseek_v4).
 
-    A classic block has the norm `enorm`, which no stage has; beside it the key of config.json is wrong.
+    A classic block has the norm `enorm`, which no stage has: then the key of config.json is wrong.
     """
     return bool(config.get("dspark_target_layer_ids")) and not any(name.endswith(".enorm.weight") for name in names)
 
