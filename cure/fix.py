@@ -52,7 +52,7 @@ FIXES: tuple[tuple[str, Callable[[Checked, Proposal], Iterator[Edit]]], ...] = (
     ("alias", fixes_tensors.copies_are_added),
     ("index-size", fixes_tensors.index_is_written_again),
 )
-"""The rule of a finding, and what yields its cure, or nothing. Tried in this order: what vLLM reads first comes first."""
+"""The rule of a finding, and what yields its cure, or nothing; in their order: what vLLM reads first comes first."""
 
 _OF_BLOCKS = frozenset({"mtp-missing", "mtp-incomplete"})
 # What a graft of the release's MTP block cures where the tensor is one of that block.
