@@ -17,18 +17,15 @@ from gpu_row import GpuRow, forget_peak, peak_bytes, wait_for
 from keepmtp.checkpoints.source import open_source
 from keepmtp.checkpoints.values import TORCH_DTYPES
 from keepmtp.pipeline import plan_before_measuring
-from keepmtp.quantize.calibrate.data.batch_size import num_in_batch, with_batch_size
+from keepmtp.quantize.calibrate.data.batch_size import with_batch_size
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.run import calibrate
-from keepmtp.quantize.needs.cards import card_of
-from keepmtp.quantize.needs.estimate import estimate
 from keepmtp.quantize.needs.memory import FRAGMENTS, stations
 from keepmtp.quantize.plan.plan import Plan
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.quantize.write import writer
 from keepmtp.quantize.write.output import claim
-from keepmtp.recipes.errors import RecipeError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Calibration
 from safetensors.torch import load_file
@@ -165,18 +162,7 @@ def wide_layer(model: str, device: torch.device, folder: Path, *, small: bool) -
         GpuRow(part=model, what=f"one layer, {sizes}", measured=f"{seconds:.1f} s, {tokens / seconds:.3g} tokens/s"),
         GpuRow(part=model, what=f"{DEPTH[model]} such layers, 256 x 2048 tokens", measured=f"{minutes:.3g} min"),
     ]
-    return [*rows, *_counted(model, plan, device, seconds), *_memory(model, plan, peak_bytes(device))]
-
-
-def _counted(model: str, plan: Plan, device: torch.device, seconds: float) -> list[GpuRow]:
-    """The time against what `keepmtp plan` says, where it knows the card."""
-    try:
-        card = card_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "H200")
-    except RecipeError:
-        return []
-    counted = estimate(plan, card, batch_size=num_in_batch(plan)).seconds_of("layers")
-    against = f"{seconds / counted:.2f} of it" if device.type == "cuda" else "not compared"
-    return [GpuRow(part=model, what=f"one layer, counted for {card.name}", measured=f"{counted:.2g} s, {against}")]
+    return [*rows, *_memory(model, plan, peak_bytes(device))]
 
 
 def _memory(model: str, plan: Plan, peak: int | None) -> list[GpuRow]:

@@ -35,7 +35,7 @@ def plan(
 
     Works on a folder or, by range requests, on a Hub id, in seconds even for 130,000 tensors. Of a calibrated recipe it
     also says what batches contribute to which modules, and whether the backbone and the MTP block can be calibrated.
-    At the end it says what a run needs of memory, disk and time, here or on a machine that you name.
+    At the end it says what a run needs of memory and disk, here or on a machine that you name.
 
     Example: `keepmtp plan dsv4-flash --source /data/DeepSeek-V4-Flash --scheme w4a16-fp8`
 

@@ -5,6 +5,7 @@ In: a plan. Out: tables on standard output, or one JSON value. Nothing is decide
 Easy to get wrong: the JSON has no refusals. Only people see what would stop the run.
 """
 
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -26,7 +27,7 @@ from .tables import escape
 def show(made: Plan, needs: Needs, *, as_json: bool) -> None:
     """Print a plan and what it needs, and for people also what would stop the run."""
     if as_json:
-        tables.print_json(plan_json(made) | {"needs": needs.model_dump(mode="json")})
+        tables.print_json(plan_json(made) | {"needs": asdict(needs)})
         return
     out = Console()
     tables.show_plan(out, made)

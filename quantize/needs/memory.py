@@ -4,14 +4,17 @@ In: a plan. Out: a `StationMemory` for each part of the run whose tensors are in
 on the device that calibrates and on the host. And the largest batch that fits a device.
 
 Easy to get wrong: eager attention holds the scores of all heads in F32 and in BF16 together, B x heads x S x S of each,
-and a decoder layer keeps the BF16 ones until it returns. At 2,048 tokens they are more than all other activations.
+and a decoder layer keeps the BF16 ones until it returns. At 2,048 tokens they are more than all other activations. And
+what counts for Hessians and caches is not modules but inputs: q, k and v read one tensor, and so do the gate and up
+projections of all experts, unless each is calibrated on the tokens that the router sends it.
 
 Source: transformers 5.17 eager_attention_forward and decoder layers, llm-compressor 0.14.0.1 modeling/moe
-(LinearExperts2D) and modifiers/gptq; compared with what torch allocates in tests/quantize/test_memory.py.
+(LinearExperts2D) and modifiers/gptq, calibrate/layers/hessians.py and awq.py; compared with what torch allocates in
+tests/quantize/test_memory.py, and with what is held in tests/quantize/calibrate/test_bounded.py.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -21,9 +24,8 @@ from ...recipes.schema import Calibration
 from ...recipes.schemes import SCHEMES
 from ..plan.plan import Plan
 from ..plan.tensor_plan import TensorPlan
-from .statistics_bytes import SECOND, awq_cache_bytes, group_hessian_bytes, hessian_bytes, squares_bytes
 
-BF16, F32, INT64 = 2, 4, 8
+BF16, F32, F64 = 2, 4, 8
 PROCESS_BYTES = 1_200_000_000
 """Python with torch, transformers and llm-compressor, before a tensor is read."""
 CONTEXT_BYTES = 600_000_000
@@ -36,8 +38,14 @@ MAX_TOKENS = 65_536
 _ROUNDING = 3
 # Slots whose logits are there at a time while a block is trained, and F32 values of each (`draft_loss.py`).
 _LOSS_SLOTS, _LOSS_COPIES = 256, 6
-# Draft steps whose keys an MTP block attends to while acceptance is measured (`held_out.NUM_STEPS`).
+# Draft steps whose keys an MTP block attends to while acceptance is measured (`acceptance.NUM_STEPS`).
 _DRAFT_STEPS = 3
+# Bytes: an offset of AutoRound, its gradient, and what autograd keeps of rounding by it; measured on the tiny models.
+_A_LEARNED_WEIGHT = 26
+_ATTENTION = ("attention", "linear_attention", "indexer", "compressor")
+_DENSE = ("dense_mlp", "shared_experts")
+# The projection of an MLP that reads what the first ones computed.
+_SECOND = ("down_proj", "w2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +81,8 @@ def stations(plan: Plan, *, batch_size: int | None = None, least: bool = False) 
         batch_size: sequences in a batch, instead of the recipe's; 1 where that is auto.
         least: count what a run takes in turns where memory is short (Hessians of experts, AWQ's inputs) as one turn.
     """
-    return _Count.of(plan, least=least).stations(batch_size)
+    count = _Count.of(plan, least=least)
+    return count.stations() if batch_size is None else replace(count, batch_size=batch_size).stations()
 
 
 def peak(found: Iterable[StationMemory]) -> tuple[StationMemory, StationMemory]:
@@ -92,7 +101,7 @@ def largest_batch_size(plan: Plan, device_bytes: int, *, at_most: int) -> int:
     """
     count, fitting, size = _Count.of(plan, least=True), 0, 1
     while size <= at_most:
-        if peak(count.stations(size))[0].device_bytes * FRAGMENTS > device_bytes:
+        if peak(replace(count, batch_size=size).stations())[0].device_bytes * FRAGMENTS > device_bytes:
             break
         fitting, size = size, 2 * size
     return fitting
@@ -106,7 +115,8 @@ class _Count:
         batch_size: sequences in a batch.
         least: see `stations`.
         layers: tensors of the decoder layers by their index; of layers that are alike, the first one.
-        top: tensors around the decoder layers.
+        around: bytes of everything around the decoder layers but the head; it stays on the device for the whole pass.
+        head: the head; the embedding where they are tied.
         block: tensors of the MTP block but its copies of embedding and head.
     """
 
@@ -115,36 +125,114 @@ class _Count:
     batch_size: int
     least: bool
     layers: Mapping[int, Sequence[TensorPlan]]
-    top: Sequence[TensorPlan]
+    around: int
+    head: Sequence[TensorPlan]
     block: Sequence[TensorPlan]
 
     @classmethod
     def of(cls, plan: Plan, *, least: bool) -> "_Count":
         calibration = plan.recipe.calibration
         assert calibration is not None, f"{plan.recipe.name}: nothing is calibrated"
-        loaded = [tensor for tensor in plan.tensors if tensor.fate not in ("drop", "add") and tensor.role != "vision"]
         layers: dict[int, list[TensorPlan]] = {}
-        for tensor in loaded:
-            if tensor.part == "backbone" and tensor.layer is not None:
+        embedding, head, block, around = [], [], [], 0
+        for tensor in plan.tensors:
+            if tensor.fate in ("drop", "add") or tensor.role == "vision":
+                continue
+            if tensor.part == "mtp":
+                if tensor.role not in ("embedding", "head"):
+                    block.append(tensor)
+            elif tensor.part == "backbone" and tensor.layer is not None:
                 layers.setdefault(tensor.layer, []).append(tensor)
+            elif tensor.part == "backbone" and tensor.role == "head":
+                head.append(tensor)
+            elif tensor.part == "backbone":
+                around += BF16 * _numel(tensor)
+                if tensor.role == "embedding":
+                    embedding.append(tensor)
         alike = {frozenset(Counter(map(_kind, layers[index])).items()): index for index in sorted(layers, reverse=True)}
+        size: object = calibration.batch_size
         return cls(
             plan=plan,
             calibration=calibration,
-            batch_size=size if isinstance(size := calibration.batch_size, int) else 1,
+            batch_size=size if isinstance(size, int) else 1,
             least=least,
             layers={index: layers[index] for index in sorted(alike.values())},
-            top=[tensor for tensor in loaded if tensor.part == "backbone" and tensor.layer is None],
-            block=[tensor for tensor in loaded if tensor.part == "mtp" and tensor.role not in ("embedding", "head")],
+            around=around,
+            head=head or embedding,
+            block=block,
         )
 
-    def stations(self, batch_size: int | None) -> tuple[StationMemory, ...]:
-        """With another batch size than the recipe's, if there is one."""
-        if batch_size is not None:
-            return replace(self, batch_size=batch_size).stations(None)
-        found = (self.layer(index, block) for index, block in self.layers.items())
-        widest = max(found, key=lambda each: each.device_bytes, default=None)
-        return tuple(filter(None, (widest, self.head(), self.mtp(), self.training(), self.packing())))
+    def stations(self) -> tuple[StationMemory, ...]:
+        found = [self._layer(index, tensors) for index, tensors in self.layers.items()]
+        found = [max(found, key=lambda each: each.device_bytes)] if found else []
+        # Logits of one sequence, the same in F32, and the logarithm of their softmax.
+        logits = self.length * self.vocabulary * (BF16 + 2 * F32)
+        found.append(self._station("head", self.head, {"logits": logits}, {}))
+        if self.plan.view.family.draft is not None and self.plan.view.num_mtp_layers:
+            found.append(self._mtp())
+        if self.plan.recipe.mtp_tuned is not None:
+            found.append(self._training(self.plan.recipe.mtp_tuned.draft_steps))
+        return (*found, self._packing())
+
+    # --- stations -----------------------------------------------------------------------------------------------------
+
+    def _station(
+        self, name: str, tensors: Sequence[TensorPlan], device: Mapping[str, int], host: Mapping[str, int]
+    ) -> StationMemory:
+        """Where weights and what is around the layers are on the device."""
+        weights = {"embedding": self.around, "weights": BF16 * sum(map(_numel, tensors))}
+        return StationMemory(name=name, device={**weights, **device}, host={"process": PROCESS_BYTES, **host})
+
+    def _layer(self, index: int, tensors: Sequence[TensorPlan]) -> StationMemory:
+        """One decoder layer with a batch."""
+        device, host = self._algorithm(tensors)
+        device |= self._with_batch(tensors, self.length)
+        host |= {"weights as stored": sum(map(self._stored, tensors)), "batches": self._batches}
+        return self._station(f"decoder layer {index}", tensors, device, host)
+
+    def _mtp(self) -> StationMemory:
+        """The MTP block with a batch, or one sequence with the keys of all draft steps."""
+        largest = replace(self, batch_size=1)._with_batch(self.block, _DRAFT_STEPS * self.length)
+        if self.plan.recipe.measures_mtp or any(tensor.calibrated for tensor in self.block):
+            batch = self._with_batch(self.block, self.length)
+            largest = max(largest, batch, key=lambda terms: sum(terms.values()))
+        device, host = self._algorithm(self.block)
+        device |= {"head": self._head_bytes, **largest}
+        return self._station("MTP block", self.block, device, {"batches": self._batches, **host})
+
+    def _training(self, draft_steps: int) -> StationMemory:
+        """The MTP block while it is trained, one sequence at a time."""
+        trained = sum(_numel(tensor) for tensor in self.block if tensor.tuned)
+        alone = replace(self, batch_size=1)
+        kept = sum(alone._kept_for_gradients(step * self.length) for step in range(1, draft_steps + 1))
+        device = {
+            "head": self._head_bytes,
+            # Weights in F32, their gradients in F32 and BF16, AdamW's two moments, and what it computes of them.
+            "training": trained * (5 * F32 + BF16),
+            "draft steps": kept,
+            "logits": min(self.length, _LOSS_SLOTS) * self.vocabulary * F32 * _LOSS_COPIES,
+        }
+        return self._station("training of the MTP block", self.block, device, {"batches": self._batches})
+
+    def _packing(self) -> StationMemory:
+        """The unit that takes most while it is read and packed; an expert of a stack is a unit of its own there."""
+        widest = stored = 0
+        for unit in self.plan.units:
+            if unit[0].fate in ("quantize", "dequantize"):
+                widest = max(widest, sum(map(_one_read, unit)))
+                stored = max(stored, sum(self._stored(t) // (t.shape[0] if t.stacked else 1) for t in unit))
+        host = {"process": PROCESS_BYTES, "weights": stored + 2 * BF16 * widest}
+        return StationMemory(name="packing", device={"weights": 2 * BF16 * widest}, host=host)
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def length(self) -> int:
+        return self.calibration.sequence_length
+
+    @cached_property
+    def vocabulary(self) -> int:
+        return max(tensor.shape[0] for tensor in self.head)
 
     @cached_property
     def hidden_size(self) -> int:
@@ -155,246 +243,188 @@ class _Count:
     @cached_property
     def num_tokens(self) -> int:
         """In a batch."""
-        return self.batch_size * self.calibration.sequence_length
+        return self.batch_size * self.length
 
-    @cached_property
-    def embedding(self) -> int:
-        """Everything around the decoder layers but the head; it stays on the device for the whole pass."""
-        return BF16 * sum(_numel(tensor) for tensor in self.top if tensor.role != "head")
+    @property
+    def _head_bytes(self) -> int:
+        return BF16 * sum(map(_numel, self.head))
 
-    @cached_property
-    def head_weights(self) -> list[TensorPlan]:
-        """The head; the embedding where they are tied."""
-        found = [tensor for tensor in self.top if tensor.role == "head"]
-        return found or [tensor for tensor in self.top if tensor.role == "embedding"]
+    @property
+    def _batches(self) -> int:
+        """States of two batches, one that is read and one that is written."""
+        return 2 * self.num_tokens * self.hidden_size * BF16
 
-    def layer(self, index: int, tensors: Sequence[TensorPlan]) -> StationMemory:
-        """One decoder layer with a batch."""
-        device = {
-            "embedding": self.embedding,
-            "weights": BF16 * sum(map(_numel, tensors)),
-            **self._with_batch(tensors, self.calibration.sequence_length),
-            **self._of_algorithm(tensors),
-            **_squares(tensors),
-        }
-        host = {
-            "process": PROCESS_BYTES,
-            "weights as stored": sum(map(self._stored, tensors)),
-            "batches": self._stream_bytes(),
-            **self._cache(tensors),
-        }
-        return StationMemory(name=f"decoder layer {index}", device=device, host=host)
-
-    def head(self) -> StationMemory:
-        """The head with the logits of one sequence, for the released and for the quantized backbone."""
-        length, vocabulary = self.calibration.sequence_length, max(tensor.shape[0] for tensor in self.head_weights)
-        device = {
-            "embedding": self.embedding,
-            "weights": BF16 * sum(map(_numel, self.head_weights)),
-            # Logits, the same in F32, and the logarithm of their softmax.
-            "logits": length * vocabulary * (BF16 + 2 * F32),
-        }
-        return StationMemory(name="head", device=device, host={"process": PROCESS_BYTES})
-
-    def mtp(self) -> StationMemory | None:
-        """The MTP block with a batch, or one sequence with the keys of all draft steps; None where it is not run."""
-        view = self.plan.view
-        if view.family.draft is None or not view.num_mtp_layers:
-            return None
-        tensors = [
-            tensor for tensor in self.plan.tensors if tensor.part == "mtp" and tensor.fate not in ("drop", "add")
-        ]
-        own = [tensor for tensor in tensors if tensor.role not in ("embedding", "head")]
-        length = self.calibration.sequence_length
-        drafted = replace(self, batch_size=1)
-        runs = [drafted._with_batch(own, _DRAFT_STEPS * length)]
-        if self.plan.recipe.measures_mtp or any(tensor.calibrated for tensor in own):
-            runs.append(self._with_batch(own, length))
-        largest = max(runs, key=lambda terms: sum(terms.values()))
-        device = {
-            "embedding": self.embedding,
-            "weights": BF16 * sum(map(_numel, own)),
-            "head": BF16 * sum(map(_numel, self.head_weights)),
-            **largest,
-            **self._of_algorithm(own),
-            **_squares(own),
-        }
-        host = {"process": PROCESS_BYTES, "batches": self._stream_bytes(), **self._cache(own)}
-        return StationMemory(name="MTP block", device=device, host=host)
-
-    def training(self) -> StationMemory | None:
-        """The MTP block while it is trained, one sequence at a time; None where it is not."""
-        tuned = self.plan.recipe.mtp_tuned
-        if tuned is None:
-            return None
-        trained = sum(_numel(tensor) for tensor in self.block if tensor.tuned)
-        length, vocabulary = self.calibration.sequence_length, max(tensor.shape[0] for tensor in self.head_weights)
-        alone = replace(self, batch_size=1)
-        steps = [alone._kept_for_gradients(self.block, step * length) for step in range(1, tuned.draft_steps + 1)]
-        device = {
-            "embedding": self.embedding,
-            "weights": BF16 * sum(map(_numel, self.block)),
-            "head": BF16 * sum(map(_numel, self.head_weights)),
-            # Weights in F32, their gradients in F32 and BF16, AdamW's two moments, and what it computes of them.
-            "training": trained * (5 * F32 + BF16),
-            "draft steps": sum(steps),
-            "logits": min(length, _LOSS_SLOTS) * vocabulary * F32 * _LOSS_COPIES,
-        }
-        host = {"process": PROCESS_BYTES, "batches": self._stream_bytes()}
-        return StationMemory(name="training of the MTP block", device=device, host=host)
-
-    def packing(self) -> StationMemory:
-        """The unit that takes most while it is read and packed; an expert of a stack is a unit of its own there."""
-        computed = [unit for unit in self.plan.units if unit[0].fate in ("quantize", "dequantize")]
-        widest = max((sum(map(_one_read, unit)) for unit in computed), default=0)
-        stored = max(
-            (sum(self._stored(t) // (t.shape[0] if t.stacked else 1) for t in unit) for unit in computed), default=0
-        )
-        return StationMemory(
-            name="packing",
-            device={"weights": 2 * BF16 * widest},
-            host={"process": PROCESS_BYTES, "weights": stored + 2 * BF16 * widest},
-        )
+    def _stored(self, tensor: TensorPlan) -> int:
+        return sum(self.plan.entries[name].num_bytes for name in tensor.inputs)
 
     # --- activations --------------------------------------------------------------------------------------------------
 
-    def _kept_for_gradients(self, tensors: Sequence[TensorPlan], num_keys: int) -> int:
-        """What one draft step leaves for its gradient: every layer's input and output, and the scores in F32 and BF16.
-
-        A norm keeps its input in F32 and BF16; a packed layer its rounded input, too.
-        """
-        wide = sum(
-            tensor.shape[-2] + tensor.shape[-1]
-            for tensor in tensors
-            if len(tensor.shape) > 1 and not _is_expert(tensor)
-        )
-        states = self.hidden_size * (12 * BF16 + 4 * F32)
-        chosen = self.plan.view.number("num_experts_per_tok") or 1
-        experts = [tensor.shape for tensor in tensors if _is_expert(tensor) and len(tensor.shape) > 1]
-        inside = chosen * 6 * _narrowest(experts) if experts else 0
-        return self.num_tokens * ((wide + inside) * 2 * BF16 + states) + self._scores(num_keys) * (2 * BF16 + F32)
-
     def _with_batch(self, tensors: Sequence[TensorPlan], num_keys: int) -> dict[str, int]:
         """States, and whichever holds more at its peak: the attention, or the MLP while the scores are kept."""
-        rounding = self._rounding(tensors)
         scores = self._scores(num_keys)
-        attention = scores * (BF16 + F32 + BF16) + self._projected(tensors, num_keys)
-        mlp = scores * BF16 + max(self._experts(tensors), self._dense(tensors))
-        # Input, residual, normed copy, output, and the F32 copies that a norm makes.
-        states = self.num_tokens * self.hidden_size * (4 * BF16 + 2 * F32)
-        name = "attention" if attention >= mlp else "MLP and kept scores"
-        mask = self.calibration.sequence_length * num_keys * INT64
-        return {"states": states, "mask": mask, name: max(attention, mlp), "rounding": rounding}
+        # What attention's projections compute, and keys and values repeated for every head; rotated copies too.
+        linears = [shape for shape in _matrices(tensors, *_ATTENTION) if len(shape) == 2]
+        rows, inner = sum(shape[0] for shape in linears), max((shape[1] for shape in linears), default=0)
+        projected = self.num_tokens * rows * BF16 + self.batch_size * num_keys * inner * 4 * BF16
+        attention = scores * (BF16 + F32 + BF16) + projected
+        # Gate, up and two products of a dense MLP, or of the shared experts.
+        dense = 4 * BF16 * max((min(shape[-2:]) for shape in _matrices(tensors, *_DENSE)), default=0)
+        mlp = scores * BF16 + self.num_tokens * max(self._experts(tensors), dense)
+        # Rounding the widest matrix, or the widest input, to its scheme.
+        rounded = [tensor for tensor in tensors if tensor.fate == "quantize"]
+        matrix = max(map(_one_read, rounded), default=0)
+        inputs = max((tensor.shape[-1] for tensor in rounded if SCHEMES[tensor.scheme].inputs), default=0)
+        return {
+            # Input, residual, normed copy, output, and the F32 copies that a norm makes.
+            "states": self.num_tokens * self.hidden_size * (4 * BF16 + 2 * F32),
+            "mask": self.length * num_keys * F64,
+            "attention" if attention >= mlp else "MLP and kept scores": max(attention, mlp),
+            "rounding": _ROUNDING * F32 * max(matrix, self.num_tokens * inputs),
+        }
 
     def _scores(self, num_keys: int) -> int:
         """Elements of one copy of the attention scores of a batch; PyTorch's own kernel keeps none."""
         if self.calibration.attention == "sdpa":
             return 0
         heads = self.plan.view.number("num_attention_heads")
-        return self.batch_size * heads * self.calibration.sequence_length * num_keys
-
-    def _projected(self, tensors: Sequence[TensorPlan], num_keys: int) -> int:
-        """What attention's projections compute, and keys and values repeated for every head; rotated copies too."""
-        linears = [tensor for tensor in tensors if tensor.role in _ATTENTION and len(tensor.shape) == 2]
-        rows = sum(tensor.shape[0] for tensor in linears)
-        inner = max((tensor.shape[1] for tensor in linears), default=0)
-        return self.num_tokens * rows * BF16 + self.batch_size * num_keys * inner * 4 * BF16
+        return self.batch_size * heads * self.length * num_keys
 
     def _experts(self, tensors: Sequence[TensorPlan]) -> int:
-        """One routed expert on every token: gate, up, their concatenation, two products; and the router's choices."""
-        matrices = [tensor.shape for tensor in tensors if tensor.role == "experts" and len(tensor.shape) > 1]
+        """A token's part of one expert: gate, up, their concatenation, two products; and the router's choices."""
+        matrices = _matrices(tensors, "experts")
         if not matrices:
             return 0
         chosen = self.plan.view.number("num_experts_per_tok", "moe_topk") or 1
-        routers = [tensor.shape for tensor in tensors if tensor.role == "router" and len(tensor.shape) == 2]
         # A table of experts by token has a row a token of the vocabulary.
+        routers = [shape for shape in _matrices(tensors, "router") if len(shape) == 2]
         experts = max((count for count, width in routers if width > chosen), default=0)
-        width = _narrowest(matrices)
-        outputs = self.num_tokens * self.hidden_size * 3 * BF16
-        return self.num_tokens * (4 * width * BF16 + chosen * experts * INT64) + outputs
+        width = min(min(shape[-2:]) for shape in matrices)
+        return 4 * width * BF16 + chosen * experts * F64 + self.hidden_size * 3 * BF16
 
-    def _dense(self, tensors: Sequence[TensorPlan]) -> int:
-        """Gate, up and two products of a dense MLP, or of the shared experts."""
-        matrices = [t.shape for t in tensors if t.role in ("dense_mlp", "shared_experts") and len(t.shape) > 1]
-        return self.num_tokens * 4 * BF16 * max((_narrowest([shape]) for shape in matrices), default=0)
+    def _kept_for_gradients(self, num_keys: int) -> int:
+        """What one draft step leaves for its gradient: every layer's input and output, and the scores in F32 and BF16.
 
-    def _rounding(self, tensors: Sequence[TensorPlan]) -> int:
-        """What rounding the widest matrix, or the widest input, to its scheme holds in F32."""
-        rounded = [tensor for tensor in tensors if tensor.fate == "quantize"]
-        matrix = max((_one_read(tensor) for tensor in rounded), default=0)
-        inputs = [tensor.shape[-1] for tensor in rounded if SCHEMES[tensor.scheme].inputs]
-        return _ROUNDING * F32 * max(matrix, self.num_tokens * max(inputs, default=0))
+        A norm keeps its input in F32 and BF16; a packed layer its rounded input, too.
+        """
+        experts = _matrices(self.block, "experts")
+        wide = sum(sum(tensor.shape[-2:]) for tensor in self.block if len(tensor.shape) > 1)
+        wide -= sum(sum(shape[-2:]) for shape in experts)
+        if experts:
+            chosen = self.plan.view.number("num_experts_per_tok") or 1
+            wide += chosen * 6 * min(min(shape[-2:]) for shape in experts)
+        states = self.hidden_size * (12 * BF16 + 4 * F32)
+        return self.num_tokens * (wide * 2 * BF16 + states) + self._scores(num_keys) * (2 * BF16 + F32)
 
     # --- algorithms ---------------------------------------------------------------------------------------------------
 
-    def _of_algorithm(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
-        """GPTQ's Hessians and one that is inverted; what AWQ compares, the outputs of a module in all batches.
-
-        AutoRound's offsets, and what it keeps of a step to find the gradient.
-        """
-        widths = [tensor.shape[-1] for tensor in tensors if tensor.calibrated == "weights"]
-        if widths and self.calibration.algorithm == "local-hessian":
-            # What it reads is there twice in F32, as it is and turned.
-            reads = 2 * F32 * self.num_tokens * max(widths)
-            return {"Hessians of groups": group_hessian_bytes(tensors), "an input in F32": reads}
-        if not widths or self.calibration.algorithm not in ("gptq", "awq", "autoround"):
-            return {}
-        if self.calibration.algorithm == "autoround":
-            learned = sum(_numel(tensor) for tensor in tensors if tensor.calibrated == "weights")
-            return {"offsets": _A_LEARNED_WEIGHT * learned, "a step": self._step(tensors)}
-        if self.calibration.algorithm == "awq":
-            channels = self.plan.view.number("hidden_size")
-            return {"AWQ's outputs": self._all_tokens() * channels * BF16}
-        routed = self.calibration.experts == "routed"
-        hessians = hessian_bytes(tensors, routed=routed, one_turn=self.least)
-        return {"Hessians": hessians, "an inverse": 2 * F32 * max(widths) ** 2}
+    def _algorithm(self, tensors: Sequence[TensorPlan]) -> tuple[dict[str, int], dict[str, int]]:
+        """What the algorithm holds on the device and on the host, sums for `search: imatrix` included."""
+        device, host = {}, {}
+        if squares := squares_bytes(tensors):
+            device["squares of inputs"] = squares
+        algorithm, all_tokens = self.calibration.algorithm, self.calibration.samples * self.length
+        if algorithm == "awq":  # the inputs of what its search runs again, for every batch
+            host["AWQ's inputs"] = awq_cache_bytes(tensors, all_tokens, one_turn=self.least)
+        elif algorithm == "autoround":  # what the layer is handed in all batches, and what it returns before and after
+            host["AutoRound's states"] = 3 * all_tokens * self.hidden_size * BF16
+        rewritten = _rewritten(tensors)
+        widest = max((tensor.shape[-1] for tensor in rewritten), default=0)
+        if not rewritten:
+            pass
+        elif algorithm == "gptq":
+            routed = self.calibration.experts == "routed"
+            device["Hessians"] = hessian_bytes(tensors, routed=routed, one_turn=self.least)
+            device["an inverse"] = 2 * F32 * widest**2
+        elif algorithm == "awq":  # the outputs of a module in all batches
+            device["AWQ's outputs"] = all_tokens * self.plan.view.number("hidden_size") * BF16
+        elif algorithm == "autoround":
+            device["offsets"] = _A_LEARNED_WEIGHT * sum(map(_numel, rewritten))
+            device["a step"] = self._step(tensors)
+        elif algorithm == "local-hessian":  # what it reads is there twice in F32, as it is and turned
+            device["Hessians of groups"] = group_hessian_bytes(tensors)
+            device["an input in F32"] = 2 * F32 * self.num_tokens * widest
+        return device, host
 
     def _step(self, tensors: Sequence[TensorPlan]) -> int:
         """What autograd keeps of one of AutoRound's steps: products, scores, and F32 copies that norms make."""
         knobs = self.calibration.autoround or AutoRoundKnobs()
-        length = self.calibration.sequence_length
-        rows = sum(each.shape[0] for each in tensors if each.role in _ATTENTION and len(each.shape) == 2)
+        rows = sum(shape[0] for shape in _matrices(tensors, *_ATTENTION) if len(shape) == 2)
         a_token = 3 * BF16 * rows + 6 * F32 * self.hidden_size
         # Gate, up, and their two products; what the down projection returns, also by its share.
-        for shape in (each.shape for each in tensors if each.module.endswith(SECOND) and len(each.shape) > 1):
+        for shape in (tensor.shape for tensor in tensors if _is_second(tensor) and len(tensor.shape) > 1):
             a_token += BF16 * (4 * shape[-1] + 2 * self.hidden_size) * (shape[0] if len(shape) > 2 else 1)
-        scores = replace(self, batch_size=knobs.batch_size)._scores(length) * (BF16 + F32 + BF16)
-        return knobs.batch_size * length * a_token + scores
-
-    def _cache(self, tensors: Sequence[TensorPlan]) -> dict[str, int]:
-        """AWQ's cache on the host: the inputs of what its search runs again, for every batch.
-
-        AutoRound's: what the layer is handed in all of them, and what it returns before and after.
-        """
-        if self.calibration.algorithm == "autoround":
-            return {"AutoRound's states": 3 * self._all_tokens() * self.hidden_size * BF16}
-        if self.calibration.algorithm != "awq":
-            return {}
-        return {"AWQ's inputs": awq_cache_bytes(tensors, self._all_tokens(), one_turn=self.least)}
-
-    def _all_tokens(self) -> int:
-        """Of all batches."""
-        return self.calibration.samples * self.calibration.sequence_length
-
-    # --- on the host --------------------------------------------------------------------------------------------------
-
-    def _stored(self, tensor: TensorPlan) -> int:
-        return sum(self.plan.entries[name].num_bytes for name in tensor.inputs)
-
-    def _stream_bytes(self) -> int:
-        """States of two batches, one that is read and one that is written."""
-        return 2 * self.num_tokens * self.hidden_size * BF16
+        scores = replace(self, batch_size=knobs.batch_size)._scores(self.length) * (BF16 + F32 + BF16)
+        return knobs.batch_size * self.length * a_token + scores
 
 
-# Bytes: an offset, its gradient, and what autograd keeps of rounding by it; measured on the tiny models.
-_A_LEARNED_WEIGHT = 26
-_ATTENTION = frozenset({"attention", "linear_attention", "indexer", "compressor"})
+# --- statistics of one layer ------------------------------------------------------------------------------------------
 
 
-def _squares(tensors: Iterable[TensorPlan]) -> dict[str, int]:
-    """What is summed of the inputs under `search: imatrix`."""
-    num_bytes = squares_bytes(tensors)
-    return {"squares of inputs": num_bytes} if num_bytes else {}
+def hessian_bytes(tensors: Iterable[TensorPlan], *, routed: bool = False, one_turn: bool = False) -> int:
+    """Of the modules that GPTQ rewrites: K x K in F32 for each distinct input.
+
+    Args:
+        tensors: of one layer, or of the MTP block.
+        routed: each expert reads its own tokens.
+        one_turn: experts are taken in turns, one at a time.
+    """
+    return _of_inputs(tensors, lambda channels: F32 * channels**2, routed=routed, one_turn=one_turn)
+
+
+def awq_cache_bytes(tensors: Iterable[TensorPlan], tokens: int, *, one_turn: bool = False) -> int:
+    """What AWQ keeps on the host: the inputs of attention and MLP, and of each projection behind another one.
+
+    Args:
+        tensors: of one layer, or of the MTP block.
+        tokens: of all batches of a process.
+        one_turn: experts are taken in turns, one at a time.
+    """
+    return _of_inputs(tensors, lambda channels: BF16 * tokens * channels, routed=False, one_turn=one_turn)
+
+
+def group_hessian_bytes(tensors: Iterable[TensorPlan]) -> int:
+    """Of the modules whose scales modelopt's local-hessian sweeps: 16 x 16 in F32 for each 16 input channels."""
+    return sum(
+        F32 * 16 * tensor.shape[-1] * (tensor.shape[0] * len(tensor.stacked) if tensor.stacked else 1)
+        for tensor in _rewritten(tensors)
+    )
+
+
+def squares_bytes(tensors: Iterable[TensorPlan]) -> int:
+    """Of the modules whose importance is summed: their input channels in F64, of all batches and of the present one."""
+    return sum(2 * F64 * output.shape[0] for tensor in tensors for output in tensor.importances)
+
+
+def _of_inputs(tensors: Iterable[TensorPlan], num_bytes: Callable[[int], int], *, routed: bool, one_turn: bool) -> int:
+    """Bytes for each distinct input of what is rewritten, by its channels."""
+    shared: dict[object, int] = {}
+    of_experts: dict[object, int] = {}
+    for tensor in _rewritten(tensors):
+        size, is_second = num_bytes(tensor.shape[-1]), _is_second(tensor)
+        if tensor.role == "experts" and (routed or is_second):
+            # The first projections of an expert share an input. A stack holds all experts.
+            layer = tensor.module.rpartition(".")[0]
+            for expert in range(tensor.shape[0] if tensor.stacked else 1):
+                of_experts[layer, expert, is_second] = size
+        elif tensor.role in (*_DENSE, "experts") and not is_second:
+            shared["input of the MLP", tensor.shape[-1]] = size
+        else:
+            shared[tensor.runtime] = size
+    together = max(of_experts.values(), default=0) if one_turn else sum(of_experts.values())
+    return sum(shared.values()) + together
+
+
+def _rewritten(tensors: Iterable[TensorPlan]) -> list[TensorPlan]:
+    return [tensor for tensor in tensors if tensor.calibrated == "weights"]
+
+
+def _matrices(tensors: Iterable[TensorPlan], *roles: str) -> list[tuple[int, ...]]:
+    """The shapes of what is no vector."""
+    return [tensor.shape for tensor in tensors if tensor.role in roles and len(tensor.shape) > 1]
+
+
+def _is_second(tensor: TensorPlan) -> bool:
+    return tensor.module.endswith(_SECOND)
 
 
 def _kind(tensor: TensorPlan) -> tuple[object, ...]:
@@ -409,12 +439,3 @@ def _numel(tensor: TensorPlan) -> int:
 def _one_read(tensor: TensorPlan) -> int:
     """Elements that are read at a time: one expert's of a stack."""
     return _numel(tensor) // tensor.shape[0] if tensor.stacked else _numel(tensor)
-
-
-def _narrowest(shapes: Iterable[tuple[int, ...]]) -> int:
-    """The inner width of an MLP: the smaller side of its matrices."""
-    return min(min(shape[-2:]) for shape in shapes)
-
-
-def _is_expert(tensor: TensorPlan) -> bool:
-    return tensor.role == "experts"

@@ -41,18 +41,6 @@ def test_a_real_model_on_eight_gpus_is_said_in_a_dozen_short_lines(air):
     # One of 46 layers in BF16 is 4.4 GiB, and three draft steps of 2,048 tokens have 96 heads' scores.
     assert found.device is not None and 12 < found.device / 2**30 < 24 and found.device_station == "MTP block"
     assert 60 < found.output / 2**30 < 75 and found.states == 2 * 2 * (256 + 32) * 2048 * 4096
-    assert found.seconds is None and said[-1] == "  time       not counted: name the card, such as --gpu-memory H100"
-    assert needs_of(air, machine_of(1, "H200")).seconds is not None
-
-
-def test_more_gpus_and_larger_batches_take_less_time(air):
-    on = {
-        (gpus, size): needs_of(with_batches_of(air, size), machine_of(gpus, "H200"))
-        for gpus in (1, 8)
-        for size in (1, 16)
-    }
-    seconds = {key: found.seconds or 0.0 for key, found in on.items()}
-    assert seconds[1, 1] > seconds[1, 16] > seconds[8, 16] > 60
 
 
 @pytest.mark.parametrize(
@@ -91,7 +79,7 @@ def test_the_command_says_it_for_people_and_machines():
     printed = keepmtp(*TINY, "--gpus", "2", "--gpu-memory", "h200", COLUMNS="80").stdout
     said = printed[printed.index("Needs, counted for 2 H200, in batches of 8:") :].splitlines()
     assert said[1:3] == ["  backbone   can be calibrated", "  MTP block  can be calibrated"]
-    assert said[6].startswith("  time       about 1 min, without the download")
+    assert said[5].startswith("  disk ") and not any("time" in line for line in said[:7])
     found = json.loads(keepmtp(*TINY, "--gpu-memory", "141", "--json").stdout)["needs"]
     assert found["batch_size"] == 8 and found["device_there"] < 141 * 2**30 and found["host_there"] is None
     here = json.loads(keepmtp("quantize", *TINY[1:], "--dry-run", "--json").stdout)["needs"]

@@ -13,7 +13,7 @@ from keepmtp.quantize.calibrate.layers.awq import _Cache
 from keepmtp.quantize.calibrate.layers.expert_passes import ExpertPasses, StatisticsRoom
 from keepmtp.quantize.calibrate.layers.hessians import Hessians
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
-from keepmtp.quantize.needs.statistics_bytes import awq_cache_bytes, hessian_bytes
+from keepmtp.quantize.needs.memory import awq_cache_bytes, hessian_bytes
 from keepmtp.quantize.plan.tensor_plan import TensorPlan
 from layerwise import IGNORE, Skeleton, assert_same, layerwise, sequential
 from llmcompressor.modifiers.gptq import GPTQModifier

@@ -18,7 +18,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.layers.forwards import calibrating
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate, rewrites
 from keepmtp.quantize.calibrate.layers.modelopt_backend import ModeloptBackend
-from keepmtp.quantize.needs.statistics_bytes import group_hessian_bytes
+from keepmtp.quantize.needs.memory import group_hessian_bytes
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import REWRITES, SCHEMES, SWEEPS
 from keepmtp.validate.check.check import check

@@ -13,9 +13,7 @@ from keepmtp.quantize.calibrate.layers.backbone import Backbone
 from keepmtp.quantize.calibrate.mtp import mtp_policy, tuning
 from keepmtp.quantize.calibrate.mtp.accepted import Acceptance
 from keepmtp.quantize.calibrate.mtp.mtp_pass import MtpPass, mtp_pass, refuse_mtp
-from keepmtp.quantize.calibrate.mtp.tuned_choice import refuse_too_few_sequences, without_tuning
-from keepmtp.quantize.needs.cards import card_of
-from keepmtp.quantize.needs.estimate import estimate
+from keepmtp.quantize.calibrate.mtp.tuned_choice import refuse_too_few_sequences
 from keepmtp.quantize.plan.plan import Plan, make_plan
 from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.quantize.write.writer import write_shards
@@ -264,6 +262,3 @@ def test_the_plan_says_what_training_gives(glm):
     assert said is not None
     rows = {row["modules"]: row["from_batches"] for row in said["groups"] if row["part"] == "mtp"}
     assert rows["experts"] == "weights and input scales, by training" and rows["glue"] == "weights, by training"
-    card, untuned = card_of("H100"), without_tuning(plan)
-    seconds = [estimate(each, card).seconds_of("MTP block") for each in (untuned, plan, with_settings(plan, steps=80))]
-    assert seconds[0] < seconds[1] < seconds[2]
