@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...checkpoints.source import Source, small_file, small_object
-from ...quantize.needs.cards import CARDS, GB
+from ...quantize.needs.cards import CARDS
 from ..measure.room import least_gpus
 
 # Source: vLLM 0.32.0 config/model.py (get_diff_sampling_param).
@@ -73,10 +73,9 @@ def usage_of(checkpoint: Source, family: str) -> Usage:
     words += ("--enable-auto-tool-choice", "--tool-call-parser", tools) if tools else ()
     gpus = []
     for name in _CARDS:
-        memory = CARDS[name].memory_bytes
-        number = least_gpus(checkpoint, memory)
+        number = least_gpus(checkpoint, CARDS[name] * 10**9)
         if number and number <= _MOST_GPUS:
-            gpus.append((number, name, memory // GB))
+            gpus.append((number, name, CARDS[name]))
             if number == 1:
                 break  # a larger one holds it as well
     return Usage(
