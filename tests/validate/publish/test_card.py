@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import shlex
 import shutil
@@ -144,6 +145,15 @@ def test_a_folder_that_is_no_card_is_not_replaced(place, made, tmp_path):
     with pytest.raises(RecipeError, match=r"must be a card's folder, or not there; got .*thesis\.txt\. Choose another"):
         card.build(made, out=tmp_path / "mine")
     assert [path.name for path in tmp_path.rglob("*")] == [place, "thesis.txt"]
+
+
+def test_a_pipe_in_a_card_is_not_waited_for(own):
+    """As the fuzzer found."""
+    page = card.card_folder(own) / "report.json"
+    page.unlink()
+    os.mkfifo(page)
+    with pytest.raises(CheckpointError, match="regular file"):
+        card.verify(own)
 
 
 def test_no_folder_of_this_machine_is_in_it(own):
