@@ -12,12 +12,13 @@ from typing import Annotated
 import typer
 
 from ..recipes.errors import RecipeError, printable
-from .options import ModelArgument
+from .options import ModelArgument, MtpSourceOption
 
 
 def init(
     model: ModelArgument,
     out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("recipe.yaml"),
+    mtp_source: MtpSourceOption = None,
 ) -> None:
     """Write a recipe to edit: for a folder or Hub id of a known family, or a copy of a model's own.
 
@@ -31,12 +32,13 @@ def init(
         raise RecipeError("--out", "an existing file is never overwritten", got=out, cure="Choose another --out")
     if not out.absolute().parent.is_dir():
         raise RecipeError("--out", "the folder of the file must exist", got=out, cure="Make it, or choose another")
-    text = _text(model, out)
+    text = _text(model, out, mtp_source)
     write_whole(out, text)
     sys.stdout.write(f"{printable(str(out))}\n")
 
 
-def _text(model: str, out: Path) -> str:
+def _text(model: str, out: Path, mtp_source: str | None) -> str:
+    from ..checkpoints.mtp_source import with_mtp_of
     from ..checkpoints.source import open_source
     from ..quantize.plan.checkpoint_as_model import family_mapping, fitting, model_word
     from ..recipes.family_text import text_of
@@ -44,10 +46,21 @@ def _text(model: str, out: Path) -> str:
 
     word = model_word(model)
     if word.is_recipe:
+        if mtp_source is not None:
+            rule, cure = (
+                "belongs to a checkpoint without a block; a model's recipe is copied",
+                "Edit mtp_source in the copy",
+            )
+            raise RecipeError("--mtp-source", rule, got=mtp_source, cure=cure)
         file, _ = named_file(word.name)
         return file.path.read_text()
     source = open_source(word.name, revision=word.revision or "main")
-    raw = family_mapping(source)
+    place = {}
+    if mtp_source is not None:
+        block = open_source(mtp_source)
+        source = with_mtp_of(source, block)
+        place = {"mtp_source": {"source": mtp_source, "revision": block.revision}}
+    raw = family_mapping(source) | place
     variants = list(fitting(source, raw))
     if not variants:
         rule, cure = "a variant of its family must fit", "Copy a recipe of the family and edit it: `keepmtp ls models`"

@@ -16,6 +16,7 @@ _COMMENTS = {
     "family": "from config.json",
     "source": "a folder or a Hub id",
     "revision": "a commit, branch or tag of the Hub; local for a folder",
+    "mtp_source": "where the MTP block is",
     "groups": "the module groups of the model that a recipe chooses schemes for",
     "default": "the variant that is meant without --scheme",
 }
@@ -48,7 +49,7 @@ def text_of(raw: Mapping[str, Any], variants: Sequence[str], *, file: str) -> st
         variants: those of its variants that are written.
         file: the name of the file, for the commands in its head.
     """
-    keys = "".join(f"{key}: {_value(raw[key])}  # {comment}\n" for key, comment in _COMMENTS.items())
+    keys = "".join(f"{key}: {_value(raw[key])}  # {comment}\n" for key, comment in _COMMENTS.items() if key in raw)
     lines = [f"  {name}:\n{_block(raw['variants'][name])}" for name in variants]
     return f"{_HEAD.format(file=file)}\n{keys}\n{_VARIANTS}{''.join(lines)}\n{_TAIL}"
 

@@ -176,6 +176,7 @@ def make_plan(
     view = FamilyView(family=family, config=source.config)
     entries = with_separate_mtp(source, view)
     weights, others = stored_weights(entries.values())
+    _refuse_lost_layers(view, source)
     refuse_missing_mtp(view, source, entries)
     given = Given(recipe=recipe, source=source, view=view, patterns=Patterns(recipe))
     with matching_limit():
@@ -246,6 +247,21 @@ def with_separate_mtp(source: Source, view: FamilyView) -> dict[HFName, Entry]:
     """The indexed tensors, and MTP tensors of files that the index forgot."""
     separate = {name: entry for name, entry in source.unindexed.items() if view.is_mtp(name)}
     return {**source.entries, **separate}
+
+
+def _refuse_lost_layers(view: FamilyView, source: Source) -> None:
+    """Each layer of the backbone that config.json counts has a tensor: a download that was cut has not."""
+    stems = [view.disk_stem("backbone", index) for index in range(view.num_layers)]
+    depth = stems[0].count(".") if stems else 0
+    held = {".".join([*name.split(".", depth)[:depth], ""]) for name in source.entries}
+    for stem in stems:
+        if stem not in held:
+            raise CheckpointError(
+                f"{source.where}/config.json",
+                f"num_hidden_layers={view.num_layers} promises {stem}*",
+                got="no such tensor in any file",
+                cure="Download the checkpoint again",
+            )
 
 
 def refuse_missing_mtp(view: FamilyView, source: Source, entries: Mapping[HFName, Entry]) -> None:

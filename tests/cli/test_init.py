@@ -1,5 +1,6 @@
 """`keepmtp init`: a recipe to edit that says what the command line without it would have done."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -61,6 +62,22 @@ def test_its_comments_are_examples_that_work(tmp_path):
 def test_a_shipped_model_is_copied(tmp_path):
     keepmtp("init", "glm-4.7", "--out", "mine.yaml", cwd=tmp_path)
     assert (tmp_path / "mine.yaml").read_text() == named_file("glm-4.7")[0].path.read_text()
+
+
+def test_a_fine_tune_that_lost_its_block(tmp_path):
+    """The recipe names the block, and makes what the command line makes; a model's own recipe takes no such word."""
+    config, tensors = source_layout("glm-4.7", size="tiny")
+    write_checkpoint(tmp_path / "release", config, tensors)
+    lost = {name: each for name, each in tensors.items() if not name.startswith("model.layers.3.")}
+    write_checkpoint(tmp_path / "tune", config, lost)
+    words = ("--mtp-source", "./release")
+    assert "Add --mtp-source" in keepmtp("init", "./tune", cwd=tmp_path).stderr
+    assert keepmtp("init", "./tune", *words, cwd=tmp_path).returncode == 0
+    plans = [("recipe.yaml",), ("./tune", "--scheme", "nvfp4a16-fp8", *words)]
+    mine, other = (json.loads(keepmtp("plan", *plan, "--json", cwd=tmp_path).stdout) for plan in plans)
+    assert mine["tensors"] == other["tensors"] and any("layers.3." in each["name"] for each in mine["tensors"])
+    done = keepmtp("init", "glm-4.7", "--out", "mine.yaml", *words, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: --mtp-source: belongs to"), done.stderr
 
 
 def test_nothing_is_overwritten(tmp_path):

@@ -65,6 +65,12 @@ def test_a_promised_mtp_block_that_is_absent(model, pattern, named, tmp_path):
         plan_of(tmp_path, model, tensors=without(model, pattern))
 
 
+@pytest.mark.parametrize(("model", "stem"), [("glm-4.7", "model.layers.1."), ("dsv4-flash", "layers.0.")])
+def test_a_layer_that_a_cut_download_lacks(model, stem, tmp_path):
+    with pytest.raises(CheckpointError, match=re.escape(f"promises {stem}*; got no such tensor in any file")):
+        plan_of(tmp_path, model, tensors=without(model, re.escape(stem)))
+
+
 def test_an_mtp_block_that_config_does_not_promise(tmp_path):
     with pytest.raises(CheckpointError, match=r"num_nextn_predict_layers must count.*got 0, but model\.layers\.3\."):
         plan_of(tmp_path, config={"num_nextn_predict_layers": 0})
