@@ -301,7 +301,8 @@ def _first_configs(runtime: RuntimeView, kept: Converted) -> dict[str, bytes]:
     both = objects.get("config.json", {}), runtime.source.config
     was, now = (with_quantization(config, {}, runtime.view) for config in both)
     for key in sorted(was.keys() | now.keys()):
-        if json.dumps(was.get(key), sort_keys=True) != json.dumps(now.get(key), sort_keys=True):
+        one, other = ([config[key]] if key in config else [] for config in (was, now))
+        if json.dumps(one, sort_keys=True) != json.dumps(other, sort_keys=True):
             rule = "must be that of this checkpoint"
             raise CheckpointError(f"{where}config.json", rule, got=f"another {key}", cure=WITHOUT_IT)
     return {**files}

@@ -197,6 +197,7 @@ HOSTILE = {
     ),
     "another model": (lambda record: otherwise(record, rms_norm_eps=1.0), "another rms_norm_eps"),
     "code to run": (lambda record: otherwise(record, auto_map={"AutoModel": "evil.Model"}), "another auto_map"),
+    "a key without a value": (lambda record: otherwise(record, x=None), "another x"),
     "two that are swapped": (swapped, "must be a tensor of the same module"),
     "two weights that are swapped": (moved, "must be a tensor of the same module"),
     "a name without a leaf": (lambda record: restated(record, name="model."), "name: "),
