@@ -92,7 +92,7 @@ def answering(
     try:
         with httpx.Client(base_url=address, timeout=httpx.Timeout(30.0), trust_env=False) as client:
             yield (
-                Server(client=client, process=process, seconds_to_health=0.0, log=log, socket=log, environment={}),
+                Server(client=client, process=process, seconds_to_health=0.0, log=log, name="glm", environment={}),
                 asked,
             )
     finally:

@@ -70,7 +70,7 @@ def main(real: str, start: float, seconds: float, accepted: int, ends: float, ve
         sys.stdout.write(json.dumps(versions) + "\n")
 
 
-class _Stub:
+class _Port(socketserver.ThreadingTCPServer):
     daemon_threads = True
     allow_reuse_address = True
     model = ""
@@ -79,22 +79,15 @@ class _Stub:
     answers = 0
 
 
-class _Socket(_Stub, socketserver.ThreadingUnixStreamServer):
-    pass
-
-
-class _Port(_Stub, socketserver.ThreadingTCPServer):
-    pass
-
-
 class _Handler(BaseHTTPRequestHandler):
-    server: _Socket | _Port
+    server: _Port
 
     def do_GET(self) -> None:
         counted = {"drafts": 10, "draft_tokens": 10, "accepted_tokens": self.server.accepted}
         lines = [
             f"vllm:spec_decode_num_{name}_total {number * self.server.answers}" for name, number in counted.items()
         ]
+        lines += [f"# {word}" for word in sys.argv if word.startswith("keepmtp-")]
         self._send("\n".join(lines) + "\n")
 
     def do_POST(self) -> None:
@@ -129,18 +122,13 @@ def _serve(words: list[str], start: float, seconds: float, accepted: int, ends: 
     subprocess.Popen(_SLEEP)
     subprocess.Popen(_SLEEP, start_new_session=True)
     time.sleep(start)
-    with _listening(words) as server:
+    address = words[words.index("--host") + 1], int(words[words.index("--port") + 1])
+    with _Port(address, _Handler) as server:
         server.model, server.seconds, server.accepted = words[words.index("serve") + 1], seconds, accepted
         print("ready", flush=True)
         if ends:
             threading.Timer(ends, _end).start()
         server.serve_forever()
-
-
-def _listening(words: list[str]) -> _Socket | _Port:
-    if "--uds" in words:
-        return _Socket(words[words.index("--uds") + 1], _Handler)
-    return _Port((words[words.index("--host") + 1], int(words[words.index("--port") + 1])), _Handler)
 
 
 def _end() -> None:

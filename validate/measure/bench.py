@@ -325,7 +325,6 @@ class _Run:
                 form=self.model.form,
                 concurrency=load[0],
                 output_tokens=min(WARM_UP_TOKENS, self.plan.output_tokens),
-                seed=self.plan.seed,
                 watch=lambda _: self._tell(f"k={k}, {words_of(load)}: warming up"),
             )
         except RequestsFailed as failure:
@@ -344,7 +343,6 @@ class _Run:
                 form=self.model.form,
                 concurrency=load[0],
                 output_tokens=self.plan.output_tokens,
-                seed=self.plan.seed,
                 watch=lambda _: self._tell(label),
             )
         except RequestsFailed as failure:

@@ -24,7 +24,7 @@ from ..facts.child import Child
 from ..facts.served import counters
 from ..facts.vllm_env import VLLM
 from .bench_prompts import Request
-from .server import NAME, PLUGIN, Server, ServerFailed, Watch, last_error
+from .server import PLUGIN, Server, ServerFailed, Watch, last_error
 
 TIME = "%Y-%m-%d %H:%M:%S UTC"
 _ENDPOINTS = {"chat": ("openai-chat", "/v1/chat/completions"), "completions": ("openai", "/v1/completions")}
@@ -68,7 +68,6 @@ class Client:
         form: RequestForm,
         concurrency: int,
         output_tokens: int,
-        seed: int,
         watch: Watch | None = None,
     ) -> Repetition:
         """Send all requests, so many at once, greedily, each answer up to its own end or the limit.
@@ -78,15 +77,24 @@ class Client:
             ServerFailed: the server died or fell silent, or the benchmark itself died.
         """
         before, began = self.server.drafts(), datetime.now(UTC)
+        address, (backend, endpoint) = str(self.server.client.base_url), _ENDPOINTS[form]
         asked = {
-            "words": _words(form, concurrency, len(requests), seed),
             "requests": [request.as_json() for request in requests],
             "output_tokens": output_tokens,
+            "asked": {
+                "endpoint_type": backend,
+                "api_url": f"{address}{endpoint}",
+                "base_url": address,
+                "model_id": self.server.name,
+                "model_name": self.server.name,
+                "max_concurrency": concurrency,
+                "extra_body": {"temperature": 0},  # greedy; answers end by themselves
+            },
         }
         found = self._run(asked, watch)
         drafted = self.server.drafts().since(before)  # a server that died says so here
         if failed := len(requests) - found["completed"]:
-            words = next(iter(found["errors"]), "no reason given").strip().splitlines()[-1]
+            words = next(filter(None, found["errors"]), "no reason given").strip().splitlines()[-1]
             if words in _REFUSED:
                 words = self.why_refused(requests, output_tokens) or words
             raise RequestsFailed(failed, len(requests), words, self.log)
@@ -149,32 +157,12 @@ def benchmarking(vllm: VLLM, server: Server, log: Path) -> Iterator[Client]:
         server: healthy.
         log: file for everything that is printed, overwritten.
     """
-    variables = {**server.environment, "NO_PROXY": "localhost", "no_proxy": "localhost"}
+    variables = {**server.environment, "NO_PROXY": "*", "no_proxy": "*"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with open(log, "wb") as file:
-        words = [vllm.python, PLUGIN / "keepmtp_bench.py", server.socket]
+        words = [vllm.python, PLUGIN / "keepmtp_bench.py"]
         with Child(words, environment=variables, stderr=file, **pipes) as child:
             yield Client(server=server, process=child.process, log=log)
-
-
-def _words(form: RequestForm, concurrency: int, num_requests: int, seed: int) -> list[str]:
-    """For `vllm bench serve`. Answers end by themselves: there is no --ignore-eos."""
-    backend, endpoint = _ENDPOINTS[form]
-    options = {
-        "--backend": backend,
-        "--endpoint": endpoint,
-        "--base-url": "http://localhost",
-        "--model": NAME,
-        "--dataset-name": "custom",
-        "--num-prompts": num_requests,
-        "--max-concurrency": concurrency,
-        "--temperature": 0,
-        "--seed": seed,
-        "--percentile-metrics": "ttft,tpot,itl",
-        "--metric-percentiles": "99",
-    }
-    named = [str(word) for option in options.items() for word in option]
-    return [*named, "--disable-tqdm", "--save-detailed"]
 
 
 def _latency(found: dict[str, Any], name: str) -> Latency:

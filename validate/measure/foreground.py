@@ -22,12 +22,13 @@ from typing import IO
 import httpx
 
 from ...checkpoints.fact import Figure, NumDrafts
+from ...checkpoints.scratch import ScratchFolder
 from ...recipes.errors import RecipeError, VLLMError
 from ..facts.child import Child
 from ..facts.served import Drafts, counters
 from ..facts.vllm_env import VLLM
 from .room import value_of
-from .server import private_folder, read_counters, server_environment
+from .server import read_counters, server_environment
 
 _POLL_SECONDS = 5.0
 _WAIT_SECONDS = 0.2
@@ -150,7 +151,7 @@ def serve_until_stopped(
         tell: called when it is healthy, and with its acceptance where that has changed.
     """
     start = time.monotonic()
-    with private_folder() as private:
+    with ScratchFolder("keepmtp-server-") as private:
         environment = server_environment(vllm, private)
         if key := os.environ.get("VLLM_API_KEY"):
             environment["VLLM_API_KEY"] = key  # without it, the server would answer everybody

@@ -3,14 +3,17 @@
 In: a checkpoint folder and a `VLLM`. Out: `serving`, a context that holds a healthy `Server`; its log is a file.
 
 Easy to get wrong: a vLLM server is three processes or more, and killing the first leaves the others with the memory.
-validate/facts/child.py ends all of them, whatever ends keepmtp. The server listens on a socket in a folder that nobody
-else can open, never on a port: two servers can share a port, and then one checkpoint gets the answers of the other.
+validate/facts/child.py ends all of them, whatever ends keepmtp. And a port may be another's: one checkpoint would get
+the answers of another. So the port is held from before the server starts until it has ended, and the server's model
+has a name that nobody can guess: any other server refuses a request that names it.
 """
 
 import json
 import os
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import time
 from collections import Counter
@@ -18,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, Literal
 
 import httpx
@@ -36,13 +38,11 @@ Watch = Callable[[str], None]
 """Called with one line about what is going on, several times a second."""
 
 PLUGIN = Path(__file__).parent / "plugin"
-NAME = "checkpoint"
-"""What every server calls its model."""
 
 _COUNTERS = "vllm:spec_decode_num_"  # how the names of its draft counters start
 _TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 _STOP_SECONDS = 20.0
-_TEMP_BYTES = 70  # the whole path of a socket has 107 at most (Linux; 103 on macOS)
+_LOOPBACK = "127.0.0.1"
 _ADDRESSES = ("--host", "--port", "--uds", "--served-model-name")
 _SECRETS = ("--api-key", "--hf-token")
 _PREFIX = re.compile(r"^\([\w :=.-]*pid=\d+\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s?)?")
@@ -82,16 +82,20 @@ class Reply:
     num_tokens: int
 
 
+def _whole(content: Any) -> Any:
+    return content
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """A healthy server.
 
     Attributes:
-        client: bound to its socket.
+        client: bound to its address.
         process: its supervisor; it ends when the front end does, with its status.
         seconds_to_health: from process start.
         log: everything it prints.
-        socket: what it listens on; gone with the context.
+        name: of its model, which no other server has.
         environment: that its process was given, for another one in vLLM's Python.
     """
 
@@ -99,7 +103,7 @@ class Server:
     process: subprocess.Popen[Any]
     seconds_to_health: float
     log: Path
-    socket: Path
+    name: str
     environment: Mapping[str, str]
 
     def complete(self, prompt: str, *, max_tokens: int) -> Output:
@@ -109,7 +113,6 @@ class Server:
             ServerFailed: the server died or refused the request.
         """
         asked = {
-            "model": NAME,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0.0,
@@ -118,7 +121,7 @@ class Server:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        choice = self._ask("POST", "/v1/completions", json=asked).json()["choices"][0]
+        choice = self.post("/v1/completions", asked)["choices"][0]
         top = choice["logprobs"]["top_logprobs"]
         return Output(
             token_ids=tuple(choice["token_ids"]),
@@ -150,37 +153,22 @@ class Server:
         Raises:
             ServerFailed: the server died, refused the request, was silent for too long, or replied without an answer.
         """
-        path, asked = (
-            ("completions", {"prompt": prompt})
-            if isinstance(prompt, str)
-            else ("chat/completions", {"messages": list(prompt)})
-        )
-        if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-            asked |= {"add_generation_prompt": False, "continue_final_message": True}
-        asked |= {
-            "model": NAME,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "seed": seed,
-            "stop": list(stop),
-        }
+        asked: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop": list(stop)}
         if top_p != 1.0:
-            asked |= {"top_p": top_p}
-        reply = self._ask("POST", f"/v1/{path}", json=asked, timeout=httpx.Timeout(timeout, connect=60.0))
-        try:
-            return _reply(reply.json())
-        except (ValueError, LookupError, TypeError) as error:
-            words = f"a reply without an answer ({error!r}): {reply.text[:_MAX_WORDS] or 'nothing'}"
-            raise ServerFailed(words, self.log) from error
+            asked["top_p"] = top_p
+        if isinstance(prompt, str):
+            return self.post("/v1/completions", {"prompt": prompt, **asked}, timeout=timeout, read=_reply)
+        if prompt[-1]["role"] == "assistant":
+            asked |= {"add_generation_prompt": False, "continue_final_message": True}
+        return self.post("/v1/chat/completions", {"messages": list(prompt), **asked}, timeout=timeout, read=_reply)
 
     def tokens_of(self, text: str) -> list[int]:
         """Token ids of a text, without those that only begin a prompt."""
-        asked = {"model": NAME, "prompt": text, "add_special_tokens": False}
-        return self._ask("POST", "/tokenize", json=asked).json()["tokens"]
+        return self.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of token ids."""
-        return self._ask("POST", "/detokenize", json={"model": NAME, "tokens": list(tokens)}).json()["prompt"]
+        return self.post("/detokenize", {"tokens": list(tokens)})["prompt"]
 
     def tokens_so_far(self) -> int:
         """Tokens that were read and written since the server started: while this grows, it works."""
@@ -188,17 +176,21 @@ class Server:
         samples = (sample for family in families for sample in family.samples)
         return sum(int(sample.value) for sample in samples if sample.name in _TOKENS)
 
-    def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 600.0) -> Any:
-        """The JSON that one path answers to a request.
+    def post(
+        self, path: str, body: Mapping[str, Any], *, timeout: float = 600.0, read: Callable[[Any], Any] = _whole
+    ) -> Any:
+        """What `read` makes of the JSON that one path answers to a request; all of it, where nothing else is said.
 
         Raises:
-            ServerFailed: the server died, refused the request, was silent for too long, or replied no JSON.
+            ServerFailed: the server died, refused the request, was silent for too long, or replied without an answer.
         """
-        reply = self._ask("POST", path, json={"model": NAME, **body}, timeout=httpx.Timeout(timeout, connect=60.0))
+        limit = httpx.Timeout(timeout, connect=60.0)
+        reply = self._ask("POST", path, json={"model": self.name, **body}, timeout=limit)
         try:
-            return reply.json()
-        except ValueError as error:
-            raise ServerFailed(f"a reply that is no JSON: {reply.text[:_MAX_WORDS]}", self.log) from error
+            return read(reply.json())
+        except (ValueError, LookupError, TypeError) as error:
+            words = f"a reply without an answer ({error!r}): {reply.text[:_MAX_WORDS] or 'nothing'}"
+            raise ServerFailed(words, self.log) from error
 
     def drafts(self) -> Drafts:
         """vLLM's counters since the server started, once they no longer change: they come a moment after an answer."""
@@ -259,17 +251,11 @@ def serving(
         ServerFailed: it died while loading (vLLM's last error is quoted at once), or was not healthy in time.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with private_folder() as private, open(log, "wb") as file:
-        socket = private / "socket"
-        words = [
-            vllm.python,
-            *_words(vllm, folder, socket, k, is_tracked),
-            "--max-model-len",
-            str(max_model_len),
-            "--max-num-seqs",
-            str(max_num_seqs),
-            *extra,
-        ]
+    name = f"keepmtp-{secrets.token_hex(8)}"
+    with ScratchFolder("keepmtp-server-") as private, _free_port() as port, open(log, "wb") as file:
+        limits = ("--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs))
+        address = ("--host", _LOOPBACK, "--port", str(port), "--served-model-name", name)
+        words = [vllm.python, *_words(vllm, folder, k, is_tracked), *address, *limits, *extra]
         start, variables = time.monotonic(), server_environment(vllm, private)
         with (
             Child(
@@ -280,19 +266,19 @@ def serving(
                 stderr=subprocess.STDOUT,
             ) as child,
             httpx.Client(
-                base_url="http://localhost",
-                transport=httpx.HTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None)),
+                base_url=f"http://{_LOOPBACK}:{port}",
+                limits=httpx.Limits(max_connections=None),
                 timeout=httpx.Timeout(600.0, connect=5.0),
                 trust_env=False,
             ) as client,
         ):
-            _wait(client, child.process, log, start, timeout, watch)
+            _wait(client, name, child.process, log, start, timeout, watch)
             yield Server(
                 client=client,
                 process=child.process,
                 seconds_to_health=time.monotonic() - start,
                 log=log,
-                socket=socket,
+                name=name,
                 environment=variables,
             )
 
@@ -353,7 +339,20 @@ def _reply(content: Any) -> Reply:
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-def _words(vllm: VLLM, folder: Path, socket: Path, k: int, is_tracked: bool) -> list[str]:
+@contextmanager
+def _free_port() -> Iterator[int]:
+    """A port of the loopback that is this process's for as long as the context lasts.
+
+    A socket that does not listen keeps it from everybody who asks for any port. A server may still listen on it,
+    because both say SO_REUSEADDR, and then nobody else can (Linux; vLLM 0.32.0 entrypoints/launchers/launcher.py).
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((_LOOPBACK, 0))
+        yield held.getsockname()[1]
+
+
+def _words(vllm: VLLM, folder: Path, k: int, is_tracked: bool) -> list[str]:
     # Without prefix caching a prompt is computed the same way whatever was asked before; and on a CPU the gated delta
     # net cannot combine it with drafting (vLLM 0.32). The model's own sampling defaults would not be greedy.
     words = [
@@ -361,10 +360,6 @@ def _words(vllm: VLLM, folder: Path, socket: Path, k: int, is_tracked: bool) -> 
         "vllm.entrypoints.cli.main",
         "serve",
         str(folder),
-        "--uds",
-        str(socket),
-        "--served-model-name",
-        NAME,
         "--no-enable-prefix-caching",
         "--generation-config",
         "vllm",
@@ -394,14 +389,6 @@ def refuse_words(where: str, extra: Sequence[str]) -> None:
         if name in _ADDRESSES:
             rule = "keepmtp alone talks to its servers, through a socket and a name of its own"
             raise RecipeError(where, rule, got=name, cure=f"Leave {name} out")
-
-
-@contextmanager
-def private_folder() -> Iterator[Path]:
-    """A folder that only this user may open, with a path that is short enough for a socket in it."""
-    is_long = len(os.fsencode(gettempdir())) > _TEMP_BYTES
-    with ScratchFolder("keepmtp-server-", Path("/tmp") if is_long else None) as found:  # noqa: S108 - private
-        yield found
 
 
 def server_environment(vllm: VLLM, plugin: Path) -> dict[str, str]:
@@ -434,14 +421,23 @@ def _register(vllm: VLLM, folder: Path) -> None:
 
 
 def _wait(
-    client: httpx.Client, process: subprocess.Popen[Any], log: Path, start: float, timeout: float, watch: Watch | None
+    client: httpx.Client,
+    name: str,
+    process: subprocess.Popen[Any],
+    log: Path,
+    start: float,
+    timeout: float,
+    watch: Watch | None,
 ) -> None:
+    """Until the server is healthy, and known to be the one that was started."""
     while True:
         if process.poll() is not None:
             raise ServerFailed(last_error(log, process.returncode), log)
         try:
             if client.get("/health", timeout=5.0).is_success:
-                return
+                if name in client.get("/v1/models").text:
+                    return
+                raise ServerFailed(f"another server at {client.base_url}", log)
         except httpx.HTTPError:
             pass  # not listening yet
         seconds = time.monotonic() - start
@@ -461,10 +457,8 @@ def _read(log: Path) -> str:
 
 
 def _last_line(log: Path) -> str:
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        lines = file.read().decode("utf-8", "replace").splitlines()
-    return next((_PREFIX.sub("", line).strip() for line in reversed(lines) if line.strip()), "")
+    last = next((line for line in reversed(_read(log).splitlines()) if line.strip()), "")
+    return _PREFIX.sub("", last).strip()
 
 
 def _with_continuation(lines: list[str], at: int) -> str:

@@ -2,9 +2,10 @@
 
 import os
 import signal
-import stat
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,18 +31,36 @@ def test_two_servers_at_once_never_answer_for_each_other(vllm, tmp_path):
         assert list(pool.map(text_of, folders)) == [str(folder) for folder in folders]
 
 
-@pytest.mark.parametrize("is_long", [False, True])
-def test_the_socket_is_in_a_folder_of_this_user_alone(monkeypatch, vllm, tmp_path, is_long):
-    """A socket's path has 107 characters at most. Where the folder for such things has a long name, it is in /tmp."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path / ("long" * 30 * is_long or "short")))
-    Path(os.environ["TMPDIR"]).mkdir()
-    monkeypatch.setattr("tempfile.tempdir", None)
+def test_nobody_gets_the_port_of_a_server(vllm, tmp_path):
+    """It is this machine's alone, and nobody else can listen on it; and another server there is not believed."""
     with serving(vllm, tmp_path, k=1, log=tmp_path / "log", timeout=60) as server:
+        port = server.client.base_url.port
         words = Path(f"/proc/{server.process.pid}/cmdline").read_text().split("\0")
-        socket = Path(words[words.index("--uds") + 1])
-        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700 and socket.is_socket()
-        assert not {"--port", "--host"} & set(words)
-    assert not socket.parent.exists()
+        assert words[words.index("--host") + 1] == "127.0.0.1" and words[words.index("--port") + 1] == str(port)
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+        for name in ("checkpoint", server.name[:-1]):
+            with pytest.raises(ServerFailed):
+                replace(server, name=name).complete("1 + 1?", max_tokens=4)
+
+
+def test_a_server_of_another_name_is_another_server(monkeypatch, vllm, tmp_path):
+    monkeypatch.setattr("secrets.token_hex", lambda _: "nobody")
+    folder = tmp_path / "other"
+    folder.mkdir()
+    python = stub_vllm(folder)
+    python.write_text(
+        python.read_text().replace(
+            "stub_vllm.main", "sys.argv[:] = [w.replace('nobody', 'other') for w in sys.argv]; stub_vllm.main"
+        )
+    )
+    with (
+        pytest.raises(ServerFailed, match="got another server at http://127"),
+        serving(replace(vllm, python=python), tmp_path, k=1, log=tmp_path / "log", timeout=60),
+    ):
+        pass
 
 
 def test_a_front_end_that_is_killed_is_not_believed(vllm, tmp_path):
