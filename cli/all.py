@@ -219,7 +219,7 @@ def _is_served(out: Path, k: int) -> bool:
     """Whether real servers have served exactly these bytes at every k up to this one, without a regression."""
     from ..checkpoints.identity import identify
     from ..validate.facts.results import read_result, report_folder
-    from ..validate.measure.serve_check import ks_up_to
+    from ..validate.measure.harness import ks_up_to
     from ..validate.report.report import from_results
     from .serve_check import exit_status
 

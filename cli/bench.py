@@ -26,7 +26,6 @@ from .tables import print_json, say
 if TYPE_CHECKING:
     from ..checkpoints.source import Source
     from ..validate.facts.served import Role
-    from ..validate.measure.bench import BenchModel, BenchPlan
 
 _MOST_K = 4
 _LIMIT = 1 << 20
@@ -94,11 +93,13 @@ def bench(
 
     Example: `keepmtp bench /data/out -k 0..4 --concurrency 1,8,32 --prompts qualitative.jsonl -- -tp 8`
     """
+    from ..checkpoints.identity import identify
     from ..checkpoints.source import open_source
     from ..checkpoints.source_of import original_of
     from ..validate.facts.results import file_of, report_folder, write_result
     from ..validate.measure import bench as matrix
     from ..validate.measure import bench_prompts as asked
+    from ..validate.measure.harness import Model, Setup
     from ..validate.measure.room import refuse_no_room
     from ..validate.measure.server import refuse_words
     from ..validate.report import report as reports
@@ -120,12 +121,9 @@ def bench(
         repeat=repeat,
         rounds=rounds,
         seed=seed,
-        out=folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(opened.where).name}.report")),
-        timeout=timeout,
-        words=tuple(context.args),
     )
     for each in filter(None, (opened, original)):
-        matrix.refuse_model(each, plan)
+        matrix.refuse_model(each, plan, context.args)
     if dry_run:
         num = 1 + (original is not None)
         if as_json:
@@ -136,22 +134,31 @@ def bench(
     vllm = chosen_vllm(any_vllm=any_vllm)
     if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them
         require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
-    refuse_no_room((opened, original), vllm, out=plan.out, extra=plan.words)
-    checkpoint = _model(opened, "checkpoint", plan, err, as_json=as_json)
+    out = folder or (report_folder(Path(path)) if is_recorded else Path(f"{Path(opened.where).name}.report"))
+    refuse_no_room((opened, original), vllm, out=out, extra=context.args)
+    reading = None if as_json else bytes_bar(err, "reading")
+
+    def model(role: "Role", each: "Source") -> Model:
+        local = downloaded(each, err, is_shown=not as_json)
+        assert local.folder is not None, "download() gives a folder"
+        return Model(role=role, source=local, identity=identify(local.folder, cache=out, watch=reading))
+
+    checkpoint = model("checkpoint", opened)
     if is_recorded:
-        reports.refuse_stale(plan.out, checkpoint.identity, but=("bench",))
-    compared = original and _model(original, "source", plan, err, as_json=as_json)
+        reports.refuse_stale(out, checkpoint.identity, but=("bench",))
+    compared = original and model("source", original)
+    setup = Setup(vllm=vllm, out=out, timeout=timeout, extra=tuple(context.args), say=partial(say, err))
     with measuring(err, as_json=as_json) as watch:
-        fact = matrix.bench(checkpoint, compared, plan, vllm=vllm, say=partial(say, err), watch=watch)
-    write_result(plan.out, "bench", fact, checkpoint=checkpoint.identity, vllm=vllm.version)
+        fact = matrix.bench(checkpoint, compared, plan, setup=setup, watch=watch)
+    write_result(out, "bench", fact, checkpoint=checkpoint.identity, vllm=vllm.version)
     if is_recorded:
-        reports.refresh(plan.out, measured="bench")
+        reports.refresh(out, measured="bench")
     if as_json:
         print_json({"bench": fact.model_dump(mode="json")}, indent=None)
     else:
         for part in tables(fact):
             Console().print(part, highlight=False)
-        where = f"Result: {file_of(plan.out, 'bench')}; repetitions beside it; logs: {plan.out / 'logs'}"
+        where = f"Result: {file_of(out, 'bench')}; repetitions beside it; logs: {out / 'logs'}"
         say(Console(), where)
     if any(cell.error for each in fact.benched for cell in each.cells):
         raise typer.Exit(FINDINGS)
@@ -181,20 +188,9 @@ def numbers(option: str, words: str, *, least: int) -> tuple[int, ...]:
 def _ks(words: str | None, checkpoint: "Source") -> tuple[int, ...]:
     """Those that the user names; else 0 to 4, as far as the MTP block can draft them."""
     from ..recipes.families import find_view
-    from ..validate.measure.serve_check import ks_up_to
+    from ..validate.measure.harness import ks_up_to
 
     if words is not None:
         return numbers("--k", words, least=0)
     num_layers = find_view(checkpoint.config, checkpoint.where, checkpoint.entries).num_mtp_layers
     return ks_up_to(max(_MOST_K, num_layers), num_layers) if num_layers else (0,)
-
-
-def _model(source: "Source", role: "Role", plan: "BenchPlan", err: Console, *, as_json: bool) -> "BenchModel":
-    from ..checkpoints.identity import identify
-    from ..validate.measure.bench import BenchModel, form_of
-
-    source = downloaded(source, err, is_shown=not as_json)
-    assert source.folder is not None
-    reading = None if as_json else bytes_bar(err, "reading")
-    identity = identify(source.folder, cache=plan.out, watch=reading)
-    return BenchModel(role=role, source=source, identity=identity, form=form_of(source, plan.words))

@@ -87,6 +87,7 @@ def closeness(
     from ..checkpoints.source import open_source
     from ..checkpoints.source_of import original_of
     from ..validate.facts.results import report_folder, write_result
+    from ..validate.measure.harness import Model, Setup
     from ..validate.measure.room import refuse_no_room
     from ..validate.measure.server import refuse_words
     from ..validate.report import report as reports
@@ -95,7 +96,6 @@ def closeness(
     refuse_words("closeness", context.args)
     require_extra("keepmtp closeness", "quantize")
     from ..validate.measure import closeness as measure  # numpy, once it is known to be there
-    from ..validate.measure import closeness_servers as servers
 
     opened, err = open_source(path), Console(stderr=True)
     compared_on = _held_out(opened, text)
@@ -108,11 +108,11 @@ def closeness(
     refuse_no_room((opened, original), vllm, out=out, extra=extra)
     reading = None if as_json else bytes_bar(err, "reading")
 
-    def model(role: "Role", each: "Source") -> servers.ComparedModel:
+    def model(role: "Role", each: "Source") -> Model:
         local = downloaded(each, err, is_shown=not as_json)
         assert local.folder is not None
         identity = identify(local.folder, cache=out, watch=reading)
-        return servers.ComparedModel(role=role, source=local, identity=identity)
+        return Model(role=role, source=local, identity=identity)
 
     before, judged = model("source", original), model("checkpoint", opened)
     if is_recorded:
@@ -121,18 +121,9 @@ def closeness(
         rule = "must be what the checkpoint was made from, not the checkpoint itself"
         raise RecipeError("--source", rule, got=f"the same bytes in {before.source.where}", cure=_CURE)
     with asking(err, as_json=as_json) as watch:
-        setup = servers.ClosenessSetup(
-            out=out,
-            tokens=tokens,
-            window=window,
-            top=top,
-            concurrency=concurrency,
-            timeout=timeout,
-            extra=extra,
-            say=partial(say, err),
-            watch=watch,
-        )
-        fact = measure.measure(judged, before, compared_on, vllm=vllm, setup=setup)
+        setup = Setup(vllm=vllm, out=out, timeout=timeout, extra=extra, say=partial(say, err))
+        depth = measure.Depth(tokens=tokens, window=window, top=top, concurrency=concurrency)
+        fact = measure.measure(judged, before, compared_on, setup=setup, depth=depth, watch=watch)
     write_result(out, "closeness", fact, checkpoint=judged.identity, vllm=vllm.version)
     full = reports.refresh(out, measured="closeness") if is_recorded else None
     reason = _own_reason(fact, opened) if full is None or full.judgement is None else _reason_in(full.judgement.reasons)

@@ -120,6 +120,7 @@ def evaluate(
     from ..checkpoints.source import open_source
     from ..checkpoints.source_of import original_of
     from ..validate.facts.results import report_folder, write_result
+    from ..validate.measure.harness import Model, Setup
     from ..validate.measure.room import refuse_no_room
     from ..validate.measure.server import refuse_words
     from ..validate.report import report as reports
@@ -166,23 +167,18 @@ def evaluate(
     checkpoint = downloaded(opened, err, is_shown=not as_json)
     original = original and downloaded(original, err, is_shown=not as_json)
     reading = None if as_json else bytes_bar(err, "reading")
-    judged = gsm8k.Model(role="checkpoint", source=checkpoint, identity=_identity(checkpoint, out, reading))
+    judged = Model(role="checkpoint", source=checkpoint, identity=_identity(checkpoint, out, reading))
     if is_recorded:
         reports.refuse_stale(out, judged.identity, but=("gsm8k",))
-    compared = original and gsm8k.Model(role="source", source=original, identity=_identity(original, out, reading))
+    compared = original and Model(role="source", source=original, identity=_identity(original, out, reading))
     if compared is not None and compared.identity.sha256 == judged.identity.sha256:
         rule = "must be what the checkpoint was made from, not the checkpoint itself"
         raise RecipeError("--source", rule, got=f"the same bytes in {compared.source.where}", cure=_CURE)
-    setup = gsm8k.Setup(
-        out=out,
-        confidence=rules.gates.confidence,
-        has_plain=plain,
-        timeout=timeout,
-        extra=extra,
-        say=partial(say, err),
-    )
+    setup = Setup(vllm=vllm, out=out, timeout=timeout, extra=extra, say=partial(say, err))
     with asking(err, as_json=as_json) as watch:
-        fact = gsm8k.evaluate(judged, compared, asked, vllm=vllm, setup=setup, watch=watch)
+        fact = gsm8k.evaluate(
+            judged, compared, asked, setup=setup, confidence=rules.gates.confidence, has_plain=plain, watch=watch
+        )
     write_result(out, "gsm8k", fact, checkpoint=judged.identity, vllm=vllm.version)
     judgement = reports.refresh(out, measured="gsm8k").judgement if is_recorded else None
     if judgement is None:

@@ -94,6 +94,7 @@ def serve_check(
     from ..checkpoints.source_of import original_of
     from ..validate.facts.results import report_folder
     from ..validate.measure import serve_check as measure
+    from ..validate.measure.harness import Setup, ks_up_to
     from ..validate.measure.room import refuse_no_room
     from ..validate.measure.server import refuse_words
     from ..validate.report import report as reports
@@ -116,14 +117,8 @@ def serve_check(
     checkpoint, original = downloaded(opened, err), original and downloaded(original, err)
     assert checkpoint.folder is not None
     view = find_view(checkpoint.config, checkpoint.where, checkpoint.entries)
-    check = measure.Check(
-        ks=measure.ks_up_to(k, view.num_mtp_layers),
-        out=out,
-        prompts=asked,
-        max_tokens=max_tokens,
-        timeout=timeout,
-        extra=tuple(context.args),
-    )
+    check = measure.Check(ks=ks_up_to(k, view.num_mtp_layers), prompts=asked, max_tokens=max_tokens)
+    setup = Setup(vllm=vllm, out=out, timeout=timeout, extra=tuple(context.args))
     if check.ks == (0,):
         raise RecipeError(
             "-k",
@@ -136,7 +131,7 @@ def serve_check(
         identity = identify(checkpoint.folder, cache=out, watch=bytes_bar(err, "reading"))
         reports.refuse_stale(out, identity, but=("check", "serve"))
     with _status() as watch:
-        found = measure.serve_check(checkpoint, original, vllm=vllm, check=check, watch=watch)
+        found = measure.serve_check(checkpoint, original, setup=setup, check=check, watch=watch)
     if identity is None:
         judged = _write(found, checkpoint, original, out, limits)
     else:

@@ -96,7 +96,6 @@ def test_a_dry_run_counts_cells_and_servers(tmp_path):
         repeat=2,
         rounds=3,
         seed=0,
-        out=tmp_path,
     )
     assert counted(plan, 2) == {
         "checkpoints": 2,

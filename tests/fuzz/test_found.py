@@ -26,8 +26,8 @@ from keepmtp.validate.check.check import check
 from keepmtp.validate.facts.results import read_result
 from keepmtp.validate.measure import bench_prompts as prompts
 from keepmtp.validate.measure.answers import read_samples
+from keepmtp.validate.measure.harness import has_template
 from keepmtp.validate.measure.prompts import read_prompts
-from keepmtp.validate.measure.serve_check import has_template
 from keepmtp.validate.measure.texts import held_out
 from keepmtp.validate.report import base_model
 from keepmtp.validate.report.best_k import BestK

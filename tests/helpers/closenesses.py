@@ -7,7 +7,16 @@ from tempfile import TemporaryDirectory
 from keepmtp.checkpoints.identity import file_sha256
 from keepmtp.validate.facts.closeness import Asked, ClosenessFact, PredictedFact, SourceSitting, WorstFact
 from keepmtp.validate.facts.served import Role
-from keepmtp.validate.measure.compared import FILE, ComparedFile, ComparedHeader, ComparedSitting, ComparedWindow
+from keepmtp.validate.measure.compared import (
+    FILE,
+    FORM,
+    ComparedFile,
+    ComparedHeader,
+    ComparedSitting,
+    ComparedWindow,
+    figures,
+    perplexities,
+)
 
 VOCABULARY = 151_936
 
@@ -54,7 +63,7 @@ def compared(
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).unlink(missing_ok=True)
-    found = ComparedFile(folder / FILE, header)
+    found = ComparedFile(folder / FILE, header, FORM)
     for each in windows:
         found.add(each)
     found.add(ComparedSitting(sitting=1, as_served="native", reason="", seconds=12.5, repeated=0.0))
@@ -71,7 +80,7 @@ def spread(num_windows: int = 40, length: int = 100, *, nats: float = 0.01, flip
 
 
 def fact_of(found: ComparedFile, *, is_copy: bool = False) -> ClosenessFact:
-    before, after = found.perplexities()
+    before, after = perplexities(found)
     reason = "no kernel" if is_copy else ""
     as_served = "BF16 copy of the same weights" if is_copy else "native"
     server = SourceSitting(as_served=as_served, reason=reason, seconds=12.5, repeated=0.0)
@@ -98,7 +107,7 @@ def fact_of(found: ComparedFile, *, is_copy: bool = False) -> ClosenessFact:
         samples=found.path.name,
         samples_sha256=file_sha256(found.path),
         environment={"vllm": "0.32.0", "device": "NVIDIA H200 (140 GiB)", "words": ""},
-        **found.figures(),
+        **figures(found),
     )
 
 

@@ -12,7 +12,7 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.validate.facts.evaluated import Arm, EvaluationFact
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.served import counters
-from keepmtp.validate.measure.answers import Answer, Header, Samples, Sitting
+from keepmtp.validate.measure.answers import FORM, Answer, Header, Samples, Sitting, finish
 from keepmtp.validate.measure.drafting import drafting
 from keepmtp.validate.report.check_data import record_static
 from releases import source_layout, write_checkpoint
@@ -79,7 +79,7 @@ def asked(evidence: Path, sha256: str, answers: Answers, *, has_plain: bool = Fa
         )
         path = evidence / model.samples
         path.unlink(missing_ok=True)
-        samples = Samples(path, header)
+        samples = Samples(path, header, FORM)
         for number in range(answers.num):
             samples.add(
                 Answer(
@@ -99,7 +99,7 @@ def asked(evidence: Path, sha256: str, answers: Answers, *, has_plain: bool = Fa
                 **counters(model),
             )
         )
-        samples.finish(dict.fromkeys(FILTERS, right))
+        finish(samples, dict.fromkeys(FILTERS, right))
         files[model.role] = samples
     sums: dict[Arm, str] = {model.role: file_sha256(evidence / model.samples) for model in fact.arms}
     found = evaluation(

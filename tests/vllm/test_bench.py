@@ -100,7 +100,7 @@ def found(killed) -> dict:
 
 
 def test_a_run_that_was_killed_measures_only_what_is_missing(killed, found):
-    measured = read_lines(killed / LINES).measured
+    measured = read_lines(killed / LINES).lines
     assert len(measured) == 2 * A_SERVERS and {place[0] for place in measured} == {0, 1}
     assert found["checkpoint"]["as_served"] == "native" and found["checkpoint"]["form"] == "chat"
     assert json.loads((killed / "bench.json").read_text())["data"] == found
@@ -130,7 +130,7 @@ def test_each_cell_has_the_figures_of_the_same_work(found):
 def test_drafts_are_those_that_vllms_benchmark_counts(killed, found):
     printed = (killed / "logs" / "bench.checkpoint.k1.client.log").read_text()
     drafted = [int(count) for count in re.findall(r"Draft tokens: +(\d+)", printed)][2:]  # without the warm-ups
-    measured = [one for one in read_lines(killed / LINES).measured.values() if one.k]
+    measured = [one for one in read_lines(killed / LINES).lines.values() if one.k]
     ours = sorted(measured, key=lambda one: (one.repetition.number, one.context))
     assert drafted == [one.repetition.draft_tokens for one in ours]
 

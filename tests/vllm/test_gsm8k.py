@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,9 @@ from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.step import Step
 from keepmtp.validate.facts.vllm_env import find_vllm
 from keepmtp.validate.measure import gsm8k
-from keepmtp.validate.measure.answers import read_samples
+from keepmtp.validate.measure.answers import drafts_of, read_samples
+from keepmtp.validate.measure.harness import COPY, Model, Setup
 from keepmtp.validate.measure.lm_eval_task import questions
-from keepmtp.validate.measure.serve_check import COPY
 from keepmtp.validate.measure.server import Server, ServerFailed, serving
 from keepmtp.validate.report.report import verify
 from safetensors.torch import load_file, save_file
@@ -248,9 +247,9 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     template.write_text("{% for message in messages %}{{ message.content }}\n{% endfor %}")
     started = []
     source = open_source(GLM)
-    model = gsm8k.Model(role="checkpoint", source=source, identity=identify(GLM))
-    setup = gsm8k.Setup(out=tmp_path, confidence=0.95, timeout=400, has_plain=False)
-    setup = replace(setup, extra=("--chat-template", str(template)))
+    model = Model(role="checkpoint", source=source, identity=identify(GLM))
+    setup = Setup(vllm=find_vllm(), out=tmp_path, timeout=400, extra=("--chat-template", str(template)))
+    how = {"setup": setup, "confidence": 0.95, "has_plain": False}
     prompts: list[str] = []
     real = Server.answer
 
@@ -273,14 +272,14 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
                 os.kill(process, signal.SIGKILL)
 
     with pytest.raises(ServerFailed) as caught:
-        gsm8k.evaluate(model, None, asked, vllm=find_vllm(), setup=setup, watch=kill)
+        gsm8k.evaluate(model, None, asked, **how, watch=kill)
     samples = read_samples(tmp_path / "gsm8k.checkpoint.jsonl")
     message = str(caught.value)
     assert f" of {NUM} for the checkpoint; got " in message and f"only the {len(samples.missing)} that" in message
     assert "Error" in message.partition("; got ")[2], "in vLLM's words"
-    assert 50 <= len(samples.answers) < NUM and samples.drafts.drafts >= 0
+    assert 50 <= len(samples.lines) < NUM and drafts_of(samples).drafts >= 0
 
-    fact = gsm8k.evaluate(model, None, asked, vllm=find_vllm(), setup=setup)
+    fact = gsm8k.evaluate(model, None, asked, **how)
     wanted = sorted(item.prompt for each in asked for item in each.items)
     assert sorted(prompts) == wanted, "each was answered once"
     assert len(started) == 2 and len(set(started)) == 1, "one server for all tasks, with room for the longest one"
@@ -293,5 +292,5 @@ def test_a_server_that_dies_ends_the_run_and_the_next_goes_on(found, tmp_path, m
     code, sampled = fact.tasks[1:]
     assert code.checkpoint.num_questions == 2 and [score.filter for score in code.checkpoint.scores] == ["pass@1"]
     assert sampled.checkpoint.num_questions == 4 and sampled.protocol.temperature == 0.6
-    texts = [answer.text for answer in read_samples(tmp_path / "aime25.checkpoint.jsonl").answers.values()]
+    texts = [answer.text for answer in read_samples(tmp_path / "aime25.checkpoint.jsonl").lines.values()]
     assert len(texts) == 4 and all(texts)

@@ -19,10 +19,11 @@ from keepmtp.pipeline import plan_for, quantize
 from keepmtp.recipes.protocol import Gates
 from keepmtp.validate.check.check import examine
 from keepmtp.validate.facts.results import report_folder
-from keepmtp.validate.facts.served import ServeCheck
+from keepmtp.validate.facts.served import ServeCheck, Served
 from keepmtp.validate.facts.vllm_env import find_vllm
+from keepmtp.validate.measure.harness import COPY, Setup
 from keepmtp.validate.measure.prompts import PROMPTS
-from keepmtp.validate.measure.serve_check import COPY, Check, serve
+from keepmtp.validate.measure.serve_check import Check, serve
 from keepmtp.validate.report.gates import judge
 from keepmtp.validate.report.report import read_json, verify
 from readme import ACCEPTED
@@ -55,8 +56,11 @@ def fp8(tmp_path_factory) -> Path:
     return quantize(plan, text, out=tmp_path_factory.mktemp("made") / "fp8").out
 
 
-def check(tmp_path: Path, *ks: int, **asked) -> Check:
-    return Check(ks=ks, out=tmp_path, timeout=400, **{"prompts": ASKED, "max_tokens": MAX_TOKENS, **asked})
+def alone(folder: Path, out: Path, prompts: tuple[str, ...] = ASKED) -> Served:
+    setup = Setup(vllm=find_vllm(), out=out, timeout=400)
+    return serve(
+        open_source(folder), "checkpoint", setup=setup, check=Check(ks=(1,), prompts=prompts, max_tokens=MAX_TOKENS)
+    )
 
 
 def processes(words: str) -> dict[int, int]:
@@ -141,7 +145,7 @@ def test_a_good_checkpoint_and_its_twin_with_a_broken_ignore_list(fp8, installed
 
     folder = broken(fp8, tmp_path / "twin")
     assert any(finding.where.startswith("mtp.layers.0.") for finding in examine(folder).data.findings)
-    twin = serve(open_source(folder), "checkpoint", vllm=find_vllm(), check=check(tmp_path, 1, prompts=ASKED[:1]))
+    twin = alone(folder, tmp_path, ASKED[:1])
     (run,) = twin.runs
     assert run.loaded and "8" in run.outputs[0].text.rpartition("####")[2], "right answers all the same"
     assert run.draft_tokens > 20 and run.accepted_tokens == 0
@@ -162,7 +166,7 @@ def test_what_a_cpu_has_no_kernel_for_is_served_as_a_bf16_copy(tmp_path):
     """W4A16 experts and FP8 in blocks."""
     plan, text = plan_for("tiny-glm4-moe", source=str(GLM))
     made = quantize(plan, text, out=tmp_path / "made").out
-    found = serve(open_source(made), "checkpoint", vllm=find_vllm(), check=check(tmp_path / "out", 1))
+    found = alone(made, tmp_path / "out")
     assert found.as_served == COPY and "routed experts in W4A16" in found.reason and "FP8_BLOCK" in found.reason
     assert "no quantization config" in found.reason and not list((tmp_path / "out").glob("*bf16*")), "copy removed"
     (run,) = found.runs
@@ -191,7 +195,7 @@ def test_nvfp4_linears_run_on_vllms_emulation(tmp_path):
     index = json.loads((made / "model.safetensors.index.json").read_text())
     entries = {name: path.name for path in made.glob("*.safetensors") for name in load_file(path)}
     (made / "model.safetensors.index.json").write_text(json.dumps({**index, "weight_map": entries}))
-    found = serve(open_source(made), "checkpoint", vllm=find_vllm(), check=check(tmp_path / "out", 1))
+    found = alone(made, tmp_path / "out")
     (run,) = found.runs
     assert found.as_served == "native" and run.loaded, run.error
     assert "Using EmulationNvFp4LinearKernel for NVFP4 GEMM" in Path(run.log).read_text()

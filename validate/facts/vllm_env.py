@@ -87,6 +87,18 @@ class VLLM:
             return f"CPU: {self.cpu or 'unknown'}, {len(os.sched_getaffinity(0))} cores"
         return ", ".join(f"{gpu.name} ({gpu.memory_gib:.0f} GiB)" for gpu in self.gpus) or "no GPU found"
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """For results: versions, build and device, by name."""
+        return {
+            "vllm": self.version,
+            "torch": self.torch,
+            "transformers": self.transformers,
+            "compressed_tensors": self.compressed_tensors,
+            "build": self.build,
+            "device": self.device,
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """For `keepmtp doctor --json`."""
         return {**asdict(self), "python": str(self.python), "device": self.device}

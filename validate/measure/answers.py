@@ -18,21 +18,18 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from ...checkpoints.fact import Count, Fact, Share
 from ...checkpoints.files import write_whole
-from ...checkpoints.kept_lines import KeptHeader, append_lines, open_kept, parse_line, read_kept
+from ...checkpoints.kept_lines import KeptHeader
 from ...recipes.errors import CheckpointError
 from ...recipes.protocol import Evaluation
 from ..facts.evaluated import Arm
 from ..facts.served import AsServed, Drafts, total
-
-FinishReason = Literal["stop", "length"]
-
-_CURE = "Move the file away, and its questions are asked again"
+from .line_file import LineFile, LineForm, open_lines, read_lines
 
 
 class Header(KeptHeader):
@@ -68,7 +65,7 @@ class Answer(Fact):
     question: Count
     prompt_sha256: str
     text: str
-    finish_reason: FinishReason
+    finish_reason: Literal["stop", "length"]
     num_tokens: Count
     correct: Mapping[str, bool | Share] = Field(default_factory=dict)
 
@@ -82,76 +79,62 @@ class Sitting(Drafts):
     seconds: Annotated[float, Field(ge=0)]
 
 
-_Kind = TypeVar("_Kind", Header, Answer, Sitting)
+def _text(line: Fact) -> str:
+    """JSON: the fields of its kind first, then the counters; no computed figure."""
+    kind = type(line)
+    values = line.model_dump(mode="json", exclude=set(kind.model_computed_fields))
+    own = [name for name in kind.__annotations__ if name in values]
+    return json.dumps({name: values[name] for name in dict.fromkeys((*own, *values))})
 
 
-class Samples:
-    """One file and what it holds.
+Samples = LineFile[Header, Answer, Sitting]
+FORM = LineForm(
+    header=Header,
+    line=Answer,
+    sitting=Sitting,
+    begins='{"question"',
+    place=lambda answer: answer.question,
+    num=lambda header: header.num_questions,
+    rule=lambda kind: f"must be a line of answers ({kind.__name__.lower()})",
+    once="must answer one of {} questions, each once",
+    named="question {}",
+    again="its questions are asked again",
+    left="goes on with what has no answer yet",
+    text=_text,
+)
 
-    Attributes:
-        answers: by question.
-        sittings: by number, the last line of each.
-    """
 
-    def __init__(self, path: Path, header: Header) -> None:
-        self.path = path
-        self.header = header
-        self._first = _text(header)
-        self.answers: dict[int, Answer] = {}
-        self.sittings: dict[int, Sitting] = {}
+def drafts_of(samples: Samples) -> Drafts:
+    """vLLM's counters over all sittings."""
+    return total(list(samples.sittings.values()))
 
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """Questions without an answer, ascending."""
-        return tuple(number for number in range(self.header.num_questions) if number not in self.answers)
 
-    @property
-    def drafts(self) -> Drafts:
-        """vLLM's counters over all sittings."""
-        return total(list(self.sittings.values()))
+def correct(samples: Samples, name: str) -> tuple[float, ...]:
+    """Right or not by one filter, or a share, in the order of the numbers, once the file is finished."""
+    return tuple(samples.lines[number].correct[name] for number in range(samples.header.num_questions))
 
-    def correct(self, name: str) -> tuple[float, ...]:
-        """Right or not by one filter, or a share, in the order of the numbers, once the file is finished."""
-        return tuple(self.answers[number].correct[name] for number in range(self.header.num_questions))
 
-    def add(self, line: Answer | Sitting) -> None:
-        """Append one line; it is on the disk when this returns.
-
-        Raises:
-            CheckpointError: the disk does not take it. What it took before stays.
-        """
-        cure = "Make room: the same command goes on with what has no answer yet"
-        append_lines(self.path, self._first, _text(line), cure=cure)
-        self._take(line)
-
-    def finish(self, correct: Mapping[str, Sequence[float]]) -> None:
-        """Put the lines in order, with what each filter says of every answer."""
-        for number, answer in sorted(self.answers.items()):
-            by_filter = {name: right[number] for name, right in correct.items()}
-            self.answers[number] = answer.model_copy(update={"correct": by_filter})
-        lines: list[Fact] = [self.header]
-        lines += [self.answers[number] for number in sorted(self.answers)]
-        lines += [self.sittings[number] for number in sorted(self.sittings)]
-        text = "".join(map(_text, lines))
-        if self.path.read_text(encoding="utf-8") != text:
-            write_whole(self.path, text)
-
-    def _take(self, line: Answer | Sitting) -> None:
-        if isinstance(line, Sitting):
-            self.sittings[line.sitting] = line
-        else:
-            self.answers[line.question] = line
+def finish(samples: Samples, right: Mapping[str, Sequence[float]]) -> None:
+    """Put the lines in order, with what each filter says of every answer."""
+    for number, answer in sorted(samples.lines.items()):
+        by_filter = {name: values[number] for name, values in right.items()}
+        samples.lines[number] = answer.model_copy(update={"correct": by_filter})
+    lines: list[Fact] = [samples.header]
+    lines += [samples.lines[number] for number in sorted(samples.lines)]
+    lines += [samples.sittings[number] for number in sorted(samples.sittings)]
+    text = "".join(f"{_text(line)}\n" for line in lines)
+    if samples.path.read_text(encoding="utf-8") != text:
+        write_whole(samples.path, text)
 
 
 def open_samples(path: Path, header: Header) -> tuple[Samples, Path | None]:
-    """The file to go on with, and where one with another header has been set aside to.
+    """See `line_file.open_lines`."""
+    return open_lines(path, header, FORM)
 
-    A line that a crash has left without its end, the last, is cut off.
 
-    Raises:
-        CheckpointError: a file that cannot be read as samples.
-    """
-    return open_kept(path, header, read=read_samples, make=lambda: Samples(path, header))
+def read_samples(path: Path) -> Samples:
+    """See `line_file.read_lines`."""
+    return read_lines(path, FORM)
 
 
 def take_from_sibling(path: Path, header: Header) -> Path | None:
@@ -170,36 +153,3 @@ def take_from_sibling(path: Path, header: Header) -> Path | None:
                 write_whole(path, other.read_text(encoding="utf-8"))
                 return other.parent
     return None
-
-
-def read_samples(path: Path) -> Samples:
-    """Every line of a file.
-
-    Raises:
-        CheckpointError: no such file, a line that is none of the three kinds, or a question answered twice.
-    """
-    first, *others = read_kept(path, cure=_CURE)
-    found = Samples(path, _read(Header, first, f"{path}:1"))
-    for number, line in enumerate(others, 2):
-        where = f"{path}:{number}"
-        if line.startswith('{"sitting"'):
-            found._take(_read(Sitting, line, where))
-            continue
-        answer = _read(Answer, line, where)
-        if answer.question in found.answers or answer.question >= found.header.num_questions:
-            rule = f"must answer one of {found.header.num_questions} questions, each once"
-            raise CheckpointError(where, rule, got=f"question {answer.question}", cure=_CURE)
-        found._take(answer)
-    return found
-
-
-def _read(kind: type[_Kind], line: str, where: str) -> _Kind:
-    return parse_line(kind, line, where, rule=f"must be a line of answers ({kind.__name__.lower()})", cure=_CURE)
-
-
-def _text(line: Fact) -> str:
-    """One line of JSON: the fields of its kind first, then the counters; no computed figure."""
-    kind = type(line)
-    values = line.model_dump(mode="json", exclude=set(kind.model_computed_fields))
-    own = [name for name in kind.__annotations__ if name in values]
-    return json.dumps({name: values[name] for name in dict.fromkeys((*own, *values))}) + "\n"

@@ -16,18 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...checkpoints.files import held
-from ...checkpoints.identity import Identity
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
-from ...recipes.families import find_view
 from ..facts.benched import BenchCell, Benched, BenchFact, RequestForm, words_of
 from ..facts.served import AsServed, Role
-from ..facts.vllm_env import TIMEOUT_SECONDS, VLLM
 from .bench_client import Client, RequestsFailed, benchmarking
 from .bench_lines import BenchHeader, Lines, MatrixPlace, Measured, open_lines
 from .bench_prompts import Prompts, Request, longest, num_requests, requests, taken
-from .bf16_copy import why_no_kernel
-from .serve_check import COPY, UNTRIED, bf16_copy, has_template, ks_up_to, lack_of_kernel
+from .harness import Model, Setup, has_template, most_tokens, refuse_drafts, served
 from .server import ServerFailed, serving
 
 WARM_UP_TOKENS = 32
@@ -58,7 +54,7 @@ class BenchStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """What to measure, and where to write.
+    """What to measure.
 
     Attributes:
         ks: tokens drafted a step, ascending.
@@ -68,8 +64,6 @@ class BenchPlan:
         output_tokens: limit of an answer.
         repeat, rounds: repetitions with each server, and how often each server is started.
         seed: of the order in which prompts are taken.
-        out: evidence folder.
-        words: further ones for `vllm serve`.
     """
 
     ks: tuple[int, ...]
@@ -81,9 +75,6 @@ class BenchPlan:
     repeat: int
     rounds: int
     seed: int
-    out: Path
-    timeout: float = TIMEOUT_SECONDS
-    words: tuple[str, ...] = ()
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -104,21 +95,11 @@ class BenchPlan:
         """Of one repetition."""
         return num_requests(load[0], self.requests or None)
 
-    def max_model_len(self, model: "BenchModel") -> int:
+    def max_model_len(self, source: Source, form: RequestForm) -> int:
         """Tokens of the longest prompt and its answer, at most."""
         items = taken(self.prompts, max(map(self.num_requests, self.loads)), self.seed)
-        room = longest(items, form=model.form, contexts=self.contexts) + self.output_tokens + 16
-        return min(room, _most_tokens(model.source) or room)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchModel:
-    """One checkpoint: its files on this machine, their identity, and how it is asked."""
-
-    role: Role
-    source: Source
-    identity: Identity
-    form: RequestForm
+        room = longest(items, form=form, contexts=self.contexts) + self.output_tokens + 16
+        return min(room, most_tokens(source) or room)
 
 
 Watch = Callable[[BenchStep], None]
@@ -129,24 +110,19 @@ def form_of(source: Source, words: Sequence[str]) -> RequestForm:
     return "chat" if has_template(source, words) else "completions"
 
 
-def refuse_model(source: Source, plan: BenchPlan) -> None:
+def refuse_model(source: Source, plan: BenchPlan, extra: Sequence[str]) -> None:
     """Refuse before anything is read at length or started.
 
     Raises:
         RecipeError: a k that the MTP block cannot draft, a conversation without a template, or a context beyond what
             the model was made for.
     """
-    num_layers = find_view(source.config, source.where, source.entries).num_mtp_layers
-    if not num_layers and max(plan.ks):
-        raise RecipeError(source.where, "must have an MTP block to draft with", got="none", cure="Use --k 0")
     for k in plan.ks:
-        if k not in ks_up_to(k, num_layers):
-            rule = f"with {num_layers} MTP layers vLLM drafts a multiple of them"
-            raise RecipeError("--k", rule, got=k, cure=f"Use --k 0,{num_layers}")
-    if plan.prompts.needs_template and form_of(source, plan.words) != "chat":
+        refuse_drafts(source, k, where="--k", without="Use --k 0", use="Use --k 0,")
+    if plan.prompts.needs_template and form_of(source, extra) != "chat":
         rule, cure = "conversations need a chat template", "Name prompts of one message, or add -- --chat-template FILE"
         raise RecipeError(source.where, rule, got="none beside the weights", cure=cure)
-    most = _most_tokens(source)
+    most = most_tokens(source)
     asked = max(plan.contexts) + plan.output_tokens
     if most is not None and asked > most:
         rule = f"context and answer must fit max_position_embeddings, {most:,}"
@@ -155,13 +131,7 @@ def refuse_model(source: Source, plan: BenchPlan) -> None:
 
 
 def bench(
-    checkpoint: BenchModel,
-    source: BenchModel | None,
-    plan: BenchPlan,
-    *,
-    vllm: VLLM,
-    say: Callable[[str], None] | None = None,
-    watch: Watch | None = None,
+    checkpoint: Model, source: Model | None, plan: BenchPlan, *, setup: Setup, watch: Watch = lambda _: None
 ) -> BenchFact:
     """Measure what is missing of the source's matrix, then of the checkpoint's.
 
@@ -169,8 +139,7 @@ def bench(
         checkpoint: what is judged.
         source: what it was made from; None leaves it out.
         plan: what to measure.
-        vllm: where vLLM lives.
-        say: called with a sentence on a file that is set aside.
+        setup: how to serve, and where to write.
         watch: called with each step of progress.
 
     Raises:
@@ -179,9 +148,9 @@ def bench(
         VLLMError: no room for a BF16 copy.
         CheckpointError: repetitions that cannot be read, or weights that cannot be copied.
     """
-    plan.out.mkdir(parents=True, exist_ok=True)
-    with held(plan.out, "only one run may measure into a folder"):
-        found = [_Run(model, plan, vllm, say, watch).benched() for model in (source, checkpoint) if model]
+    setup.out.mkdir(parents=True, exist_ok=True)
+    with held(setup.out, "only one run may measure into a folder"):
+        found = [_Matrix(model, plan, setup, watch).benched() for model in (source, checkpoint) if model]
     return BenchFact(
         checkpoint=found[-1],
         source=found[0] if source is not None else None,
@@ -191,31 +160,18 @@ def bench(
         output_tokens=plan.output_tokens,
         rounds=plan.rounds,
         seed=plan.seed,
-        environment={
-            "vllm": vllm.version,
-            "torch": vllm.torch,
-            "transformers": vllm.transformers,
-            "compressed_tensors": vllm.compressed_tensors,
-            "build": vllm.build,
-            "device": vllm.device,
-            "words": " ".join(plan.words),
-        },
+        environment=setup.environment,
     )
 
 
-class _Run:
+class _Matrix:
     """One checkpoint's part: what is there, what is missing, and what failed."""
 
-    def __init__(
-        self,
-        model: BenchModel,
-        plan: BenchPlan,
-        vllm: VLLM,
-        say: Callable[[str], None] | None,
-        watch: Watch | None,
-    ) -> None:
-        self.model, self.plan, self.vllm, self.say, self.watch = model, plan, vllm, say, watch
-        self.max_model_len = plan.max_model_len(model)
+    def __init__(self, model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> None:
+        self.model, self.plan, self.setup, self.watch = model, plan, setup, watch
+        self.role: Role = "source" if model.role == "source" else "checkpoint"
+        self.form: RequestForm = form_of(model.source, setup.extra)
+        self.max_model_len = plan.max_model_len(model.source, self.form)
         self.lines = self._opened()
         self.failed: dict[tuple[int, Load], str] = {}
         self.asked: dict[Load, list[Request]] = {}
@@ -225,17 +181,29 @@ class _Run:
     def benched(self) -> Benched:
         """The whole matrix; servers are started only for what is missing."""
         if self._missing():
-            self._serve()
-        return self._fact()
+            served(self.model.source, self.role, self.setup, self._serve, self._tell)
+        of_plan = [self.lines.lines[place] for place in self._there()]
+        as_served, reason = (of_plan[-1].as_served, of_plan[-1].reason) if of_plan else self.served
+        return Benched(
+            role=self.role,
+            path=self.model.source.where,
+            sha256=self.model.identity.sha256,
+            as_served=as_served,
+            reason=reason,
+            form=self.form,
+            max_num_seqs=max(self.plan.concurrency),
+            max_model_len=self.max_model_len,
+            cells=tuple(self._cells()),
+        )
 
     def _opened(self) -> Lines:
         header = BenchHeader(
-            role=self.model.role,
+            role=self.role,
             checkpoint_sha256=self.model.identity.sha256,
-            vllm=self.vllm.version,
-            device=self.vllm.device,
-            words=self.plan.words,
-            form=self.model.form,
+            vllm=self.setup.vllm.version,
+            device=self.setup.vllm.device,
+            words=self.setup.extra,
+            form=self.form,
             prompts_sha256=self.plan.prompts.sha256,
             requests=self.plan.requests,
             output_tokens=self.plan.output_tokens,
@@ -243,86 +211,65 @@ class _Run:
             max_num_seqs=max(self.plan.concurrency),
             max_model_len=self.max_model_len,
         )
-        lines, aside = open_lines(self.plan.out / f"bench.{self.model.role}.jsonl", header)
-        if aside is not None and self.say is not None:
-            self.say(f"Repetitions of another matrix or other bytes are kept in {aside.name}.")
+        lines, aside = open_lines(self.setup.out / f"bench.{self.role}.jsonl", header)
+        if aside is not None:
+            self.setup.say(f"Repetitions of another matrix or other bytes are kept in {aside.name}.")
         return lines
 
     def _there(self) -> list[MatrixPlace]:
-        return [place for place in self.plan.places if place in self.lines.measured]
+        return [place for place in self.plan.places if place in self.lines.lines]
 
     def _missing(self) -> list[MatrixPlace]:
         """What is to be measured, in the order of the run."""
-        return [
-            place
-            for place in self.plan.places
-            if place not in self.lines.measured and (place[0], place[1:3]) not in self.failed
-        ]
+        left = [place for place in self.plan.places if place not in self.lines.lines]
+        return [place for place in left if (place[0], place[1:3]) not in self.failed]
 
-    def _serve(self) -> None:
-        """As it is, or as a BF16 copy where this CPU has no kernel for it."""
-        source = self.model.source
-        assert source.folder is not None, "download() first"
-        reason = why_no_kernel(source, self.vllm)
-        if not reason:
-            try:
-                return self._sit_all(source.folder.absolute(), "native", "")
-            except ServerFailed as failure:
-                reason = lack_of_kernel(self.vllm, failure.words)
-                if not reason:
-                    raise
-        with bf16_copy(source, self.model.role, out=self.plan.out, watch=self._tell) as copy:
-            self._sit_all(copy, COPY, f"{reason}; {UNTRIED}; {_SPEED_OF_A_COPY}")
-
-    def _sit_all(self, folder: Path, as_served: AsServed, reason: str) -> None:
+    def _serve(self, folder: Path, as_served: AsServed, reason: str) -> None:
         """A server after the other, until nothing is missing."""
-        self.served = as_served, reason
+        self.served = as_served, f"{reason}; {_SPEED_OF_A_COPY}" if reason else ""
         while missing := self._missing():
             k, turn = missing[0][0], missing[0][3] // self.plan.repeat
             mine = [place for place in missing if (place[0], place[3] // self.plan.repeat) == (k, turn)]
             try:
-                self._sit(folder, mine, as_served, reason)
+                self._sit(folder, k, mine)
             except ServerFailed as failure:
-                left = (
-                    f"nothing is lost: the same command measures the {len(self._missing())} repetitions that are left"
-                )
-                asked = f"with k={k} for the {self.model.role}"
-                raise ServerFailed(failure.words, failure.log, asked=asked, cure=left) from failure
+                left = len(self._missing())
+                cure = f"nothing is lost: the same command measures the {left} repetitions that are left"
+                asked = f"with k={k} for the {self.role}"
+                raise ServerFailed(failure.words, failure.log, asked=asked, cure=cure) from failure
 
-    def _sit(self, folder: Path, places: list[MatrixPlace], as_served: AsServed, reason: str) -> None:
-        k, logs = places[0][0], (self.plan.out / "logs").absolute()
-        name = f"bench.{self.model.role}.k{k}"
+    def _sit(self, folder: Path, k: int, places: list[MatrixPlace]) -> None:
+        name = f"bench.{self.role}.k{k}"
         with (
             serving(
-                self.vllm,
+                self.setup.vllm,
                 folder,
                 k=k,
-                log=logs / f"{name}.log",
+                log=self.setup.log(name),
                 is_tracked=False,
                 max_model_len=self.max_model_len,
                 max_num_seqs=max(self.plan.concurrency),
-                timeout=self.plan.timeout,
-                extra=self.plan.words,
+                timeout=self.setup.timeout,
+                extra=self.setup.extra,
                 watch=lambda words: self._tell(f"k={k}: {words}"),
             ) as server,
-            benchmarking(self.vllm, server, logs / f"{name}.client.log") as client,
+            benchmarking(self.setup.vllm, server, self.setup.log(f"{name}.client")) as client,
         ):
             for load in dict.fromkeys(place[1:3] for place in places):
                 self._warm_up(client, k, load)
             for place in places:
-                self._measure(client, place, as_served, reason)
+                self._measure(client, place)
 
     def _warm_up(self, client: Client, k: int, load: Load) -> None:
         """As many requests as are in flight, short; they are not counted."""
         if load not in self.asked:
             items = taken(self.plan.prompts, self.plan.num_requests(load), self.plan.seed)
-            form, context = self.model.form, load[1]
-            self.asked[load] = requests(items, form=form, context=context, server=client.server)
+            self.asked[load] = requests(items, form=self.form, context=load[1], server=client.server)
         try:
             client.measure(
                 self.asked[load][: load[0]],
                 number=0,
-                form=self.model.form,
+                form=self.form,
                 concurrency=load[0],
                 output_tokens=min(WARM_UP_TOKENS, self.plan.output_tokens),
                 watch=lambda _: self._tell(f"k={k}, {words_of(load)}: warming up"),
@@ -330,7 +277,7 @@ class _Run:
         except RequestsFailed as failure:
             self.failed[k, load] = failure.words
 
-    def _measure(self, client: Client, place: MatrixPlace, as_served: AsServed, reason: str) -> None:
+    def _measure(self, client: Client, place: MatrixPlace) -> None:
         k, load, number = place[0], place[1:3], place[3]
         if (k, load) in self.failed:
             return
@@ -340,7 +287,7 @@ class _Run:
             repetition = client.measure(
                 self.asked[load],
                 number=number,
-                form=self.model.form,
+                form=self.form,
                 concurrency=load[0],
                 output_tokens=self.plan.output_tokens,
                 watch=lambda _: self._tell(label),
@@ -348,6 +295,7 @@ class _Run:
         except RequestsFailed as failure:
             self.failed[k, load] = failure.words
             return
+        as_served, reason = self.served
         self.lines.add(
             Measured(
                 k=k,
@@ -361,40 +309,16 @@ class _Run:
         self._tell(label)
 
     def _tell(self, words: str) -> None:
-        if self.watch is None:
-            return
         there = len(self._there())
         new, left = there - self.known, len(self.plan.places) - there
         eta = (time.monotonic() - self.began) / new * left if new else None
-        words = words.removeprefix(f"{self.model.role}: ")
-        self.watch(BenchStep(role=self.model.role, doing=words, there=there, left=left, eta_seconds=eta))
-
-    def _fact(self) -> Benched:
-        of_plan = [self.lines.measured[place] for place in self._there()]
-        as_served, reason = (of_plan[-1].as_served, of_plan[-1].reason) if of_plan else self.served
-        return Benched(
-            role=self.model.role,
-            path=self.model.source.where,
-            sha256=self.model.identity.sha256,
-            as_served=as_served,
-            reason=reason,
-            form=self.model.form,
-            max_num_seqs=max(self.plan.concurrency),
-            max_model_len=self.max_model_len,
-            cells=tuple(self._cells()),
-        )
+        words = words.removeprefix(f"{self.role}: ")
+        self.watch(BenchStep(role=self.role, doing=words, there=there, left=left, eta_seconds=eta))
 
     def _cells(self) -> Iterator[BenchCell]:
         for load in self.plan.loads:
             for k in self.plan.ks:
                 error = self.failed.get((k, load), "")
                 places = [(k, *load, number) for number in range(self.plan.repeat * self.plan.rounds)]
-                done = () if error else tuple(self.lines.measured[place].repetition for place in places)
+                done = () if error else tuple(self.lines.lines[place].repetition for place in places)
                 yield BenchCell(k=k, concurrency=load[0], context=load[1], repetitions=done, error=error)
-
-
-def _most_tokens(source: Source) -> int | None:
-    """max_position_embeddings, where config.json says it."""
-    config = source.config.get("text_config") or source.config
-    most = config.get("max_position_embeddings")
-    return most if isinstance(most, int) else None

@@ -8,17 +8,14 @@ file. An older file is set aside under the number of its first line, and taken b
 list of k and the list of loads are not in that line: a matrix that grows by a k measures that k alone.
 """
 
-import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ...checkpoints.fact import Count, Fact, NumDrafts
-from ...checkpoints.kept_lines import KeptHeader, append_lines, open_kept, parse_line, read_kept
-from ...recipes.errors import CheckpointError
+from ...checkpoints.kept_lines import KeptHeader
 from ..facts.benched import Repetition, RequestForm
 from ..facts.served import AsServed, Role
-
-_CURE = "Move the file away, and its repetitions are measured again"
+from . import line_file
 
 MatrixPlace = tuple[int, int, int, int]
 """k, concurrency, context, number of the repetition."""
@@ -65,52 +62,25 @@ class Measured(Fact):
         return self.k, self.concurrency, self.context, self.repetition.number
 
 
-class Lines:
-    """One file and what it holds; `measured` by place."""
-
-    def __init__(self, path: Path, header: BenchHeader) -> None:
-        self.path = path
-        self.header = header
-        self.measured: dict[MatrixPlace, Measured] = {}
-
-    def add(self, line: Measured) -> None:
-        """Append one line; it is on the disk when this returns.
-
-        Raises:
-            CheckpointError: the disk does not take it. What it took before stays.
-        """
-        cure = "Make room: the same command measures what is missing"
-        append_lines(self.path, _text(self.header), _text(line), cure=cure)
-        self.measured[line.place] = line
+Lines = line_file.LineFile[BenchHeader, Measured, Any]
+_FORM: line_file.LineForm[BenchHeader, Measured, Any] = line_file.LineForm(
+    header=BenchHeader,
+    line=Measured,
+    place=lambda measured: measured.place,
+    num=lambda _: None,
+    rule=lambda kind: "must be a repetition" if kind is Measured else "must be a header of repetitions",
+    once="must measure each repetition once",
+    named="k={0[0]}, {0[1]} at once, context {0[2]}, repetition {0[3]} again",
+    again="its repetitions are measured again",
+    left="measures what is missing",
+)
 
 
 def open_lines(path: Path, header: BenchHeader) -> tuple[Lines, Path | None]:
-    """The file to go on with, and where one with another header has been set aside to.
-
-    The part of a line that a kill has left at the end is cut off.
-
-    Raises:
-        CheckpointError: a file that cannot be read.
-    """
-    return open_kept(path, header, read=read_lines, make=lambda: Lines(path, header))
+    """See `line_file.open_lines`."""
+    return line_file.open_lines(path, header, _FORM)
 
 
 def read_lines(path: Path) -> Lines:
-    """Every line of a file.
-
-    Raises:
-        CheckpointError: no such file, a line of another kind, or a repetition that is there twice.
-    """
-    first, *others = read_kept(path, cure=_CURE)
-    found = Lines(path, parse_line(BenchHeader, first, f"{path}:1", rule="must be a header of repetitions", cure=_CURE))
-    for number, line in enumerate(others, 2):
-        measured = parse_line(Measured, line, f"{path}:{number}", rule="must be a repetition", cure=_CURE)
-        if measured.place in found.measured:
-            got = "k={}, {} at once, context {}, repetition {} again".format(*measured.place)
-            raise CheckpointError(f"{path}:{number}", "must measure each repetition once", got=got, cure=_CURE)
-        found.measured[measured.place] = measured
-    return found
-
-
-def _text(line: Fact) -> str:
-    return json.dumps(line.model_dump(mode="json")) + "\n"
+    """See `line_file.read_lines`."""
+    return line_file.read_lines(path, _FORM)

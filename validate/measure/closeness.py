@@ -9,22 +9,36 @@ for a release of 700 GB is most of the time; and a killed run goes on with the w
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from ...checkpoints.files import held
 from ...checkpoints.identity import file_sha256
+from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
 from ..facts.closeness import Asked, ClosenessFact, PredictedFact, SourceSitting, WorstFact
 from ..facts.served import AsServed
-from ..facts.vllm_env import VLLM
+from ..facts.step import Step
 from .closeness_asking import predictions, text_of, tokens_of
-from .closeness_servers import ClosenessSetup, ComparedModel, ask_windows, served_model, vocabulary_of
 from .closeness_stored import SourceStore, open_store, take_store_from_sibling
-from .compared import FILE, ComparedFile, ComparedHeader, ComparedSitting, ComparedWindow, open_compared, sum_of
+from .compared import (
+    FILE,
+    FORM,
+    ComparedFile,
+    ComparedHeader,
+    ComparedSitting,
+    ComparedWindow,
+    figures,
+    perplexities,
+    sum_of,
+)
 from .divergence import Predicted, compare
-from .server import Server
+from .harness import Model, Setup, asked, served
+from .line_file import open_lines
+from .server import Server, serving
 from .texts import HeldOut, Text
 
 CONTEXT_TOKENS = 24
@@ -32,8 +46,31 @@ CONTEXT_TOKENS = 24
 _SITTING = {*SourceSitting.model_fields}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Depth:
+    """How much is asked.
+
+    Attributes:
+        tokens: of text, at most.
+        window: tokens of a window, at most.
+        top: likeliest tokens at each position.
+        concurrency: windows in flight.
+    """
+
+    tokens: int
+    window: int
+    top: int
+    concurrency: int
+
+
 def measure(
-    checkpoint: ComparedModel, source: ComparedModel, text: HeldOut, *, vllm: VLLM, setup: ClosenessSetup
+    checkpoint: Model,
+    source: Model,
+    text: HeldOut,
+    *,
+    setup: Setup,
+    depth: Depth,
+    watch: Callable[[Step], None] = lambda _: None,
 ) -> ClosenessFact:
     """Ask what is missing, the source first, and compare.
 
@@ -44,64 +81,49 @@ def measure(
         VLLMError: no room for a BF16 copy.
         CheckpointError: a disk or a file that fails.
     """
-    asked = Asked(
+    question = Asked(
         text_sha256=text.sha256,
-        tokens=setup.tokens,
-        window=setup.window,
-        top=setup.top,
+        tokens=depth.tokens,
+        window=depth.window,
+        top=depth.top,
         vocabulary=vocabulary_of(source.source),
         source_sha256=source.identity.sha256,
-        vllm=vllm.version,
-        device=vllm.device,
+        vllm=setup.vllm.version,
+        device=setup.vllm.device,
         words=setup.extra,
     )
     setup.out.mkdir(parents=True, exist_ok=True)
     with held(setup.out, "only one run may measure into a folder"):
-        store = _source_predictions(source, text, asked, vllm, setup)
-        compared = _compared(checkpoint, store, text, vllm, setup)
-    return _fact(checkpoint, source, text, store, compared, vllm, setup)
+        store = _of_source(source, text, question, setup, depth, watch)
+        compared = _compared(checkpoint, store, text, setup, depth, watch)
+    before, after = perplexities(compared)
+    return ClosenessFact(
+        text=text.path,
+        text_sha256=text.sha256,
+        against=text.against,
+        window=depth.window,
+        top=question.top,
+        vocabulary=question.vocabulary,
+        source=_predicted(source, store.sittings, before),
+        checkpoint=_predicted(checkpoint, list(compared.sittings.values()), after),
+        samples=compared.path.name,
+        samples_sha256=file_sha256(compared.path),
+        environment=setup.environment,
+        **figures(compared),
+    )
 
 
-# --- the source -------------------------------------------------------------------------------------------------------
-
-
-def _source_predictions(
-    model: ComparedModel, text: HeldOut, asked: Asked, vllm: VLLM, setup: ClosenessSetup
-) -> SourceStore:
-    """The source's predictions for every window; it is served only if one is missing."""
-    if sibling := take_store_from_sibling(setup.out, asked):
-        setup.say(f"The source was asked the same before: taken from {sibling.name}.")
-    store, aside = open_store(setup.out, asked)
-    if aside is not None:
-        setup.say(f"Predictions for another text or other bytes are kept in {aside.name}.")
-    if not store.is_finished:
-        served_model(model, partial(_ask_source, store, text, setup), vllm, setup)
-    return store
-
-
-def _ask_source(
-    store: SourceStore, text: HeldOut, setup: ClosenessSetup, server: Server, as_served: AsServed, why: str
-) -> None:
-    if store.windows is None:
-        store.cut(cut_windows(lambda each: tokens_of(server, each), text, setup))
-    windows, asked, first = store.windows, store.asked, next(iter(store.missing), 0)
-    assert windows is not None
-
-    def note(seconds: float, repeated: float | None, *, is_first: bool = False) -> None:
-        sitting = SourceSitting(as_served=as_served, reason=why, seconds=seconds, repeated=repeated)
-        store.sit(sitting, is_first=is_first)
-
-    note(0.0, None, is_first=True)
-    ask = partial(predictions, server, top=asked.top, vocabulary=asked.vocabulary)
-    start = time.monotonic()
-    for number, predicted in ask_windows("source", store.missing, windows, ask, setup):
-        store.add(number, predicted)
-        note(round(time.monotonic() - start, 3), None)
-    note(round(time.monotonic() - start, 3), _repeated(store.read(first), ask(windows[first])))
+def vocabulary_of(source: Source) -> int:
+    """Tokens that a model predicts."""
+    size = (source.config.get("text_config") or source.config).get("vocab_size")
+    if not isinstance(size, int) or size < 2:
+        cure = "Restore the config.json of the release"
+        raise RecipeError(f"{source.where}: config.json", "must have vocab_size", got=repr(size), cure=cure)
+    return size
 
 
 def cut_windows(
-    tokenize: Callable[[Text], Sequence[int]], text: HeldOut, setup: ClosenessSetup
+    tokenize: Callable[[Text], Sequence[int]], text: HeldOut, *, num_tokens: int, window_size: int
 ) -> list[tuple[int, ...]]:
     """The texts in order, each cut into windows, up to so many tokens.
 
@@ -112,11 +134,11 @@ def cut_windows(
     """
     before = tuple(tokenize(""))
     windows: list[tuple[int, ...]] = []
-    left = setup.tokens
+    left = num_tokens
     for each in text.texts:
         ids = tuple(tokenize(each))
-        begin = before if len(before) < setup.window - 1 and ids[: len(before)] == before else ()
-        size, rest = setup.window - len(begin), ids[len(begin) :]
+        begin = before if len(before) < window_size - 1 and ids[: len(before)] == before else ()
+        size, rest = window_size - len(begin), ids[len(begin) :]
         for at in range(0, len(rest), size):
             window = (*begin, *rest[at : at + size])[:left]
             if len(window) < 2:
@@ -129,49 +151,154 @@ def cut_windows(
     return windows
 
 
-# --- the checkpoint ---------------------------------------------------------------------------------------------------
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+def _of_source(
+    model: Model, text: HeldOut, question: Asked, setup: Setup, depth: Depth, watch: Callable[[Step], None]
+) -> SourceStore:
+    """The source's predictions for every window; it is served only if one is missing."""
+    if sibling := take_store_from_sibling(setup.out, question):
+        setup.say(f"The source was asked the same before: taken from {sibling.name}.")
+    store, aside = open_store(setup.out, question)
+    if aside is not None:
+        setup.say(f"Predictions for another text or other bytes are kept in {aside.name}.")
+    number = len(store.sittings)
+
+    def begin(server: Server) -> Sequence[int]:
+        if store.windows is None:
+            tokenize = partial(tokens_of, server)
+            store.cut(cut_windows(tokenize, text, num_tokens=depth.tokens, window_size=depth.window))
+        return store.missing
+
+    def keep(_: Server, window: int, predicted: Predicted) -> None:
+        store.add(window, predicted)
+
+    if not store.is_finished:
+        sitting = _Sitting(store=store, begin=begin, keep=keep, note=partial(store.sit, number))
+        _serve(model, sitting, setup, depth, watch)
+    return store
 
 
 def _compared(
-    model: ComparedModel, store: SourceStore, text: HeldOut, vllm: VLLM, setup: ClosenessSetup
+    model: Model, store: SourceStore, text: HeldOut, setup: Setup, depth: Depth, watch: Callable[[Step], None]
 ) -> ComparedFile:
     """Every window compared; the checkpoint is served only if one is missing."""
-    assert store.windows is not None
+    windows = store.windows
+    assert windows is not None
     header = ComparedHeader(
         asked=store.asked,
         checkpoint_sha256=model.identity.sha256,
-        windows_sha256=sum_of(store.windows),
-        num_windows=len(store.windows),
+        windows_sha256=sum_of(windows),
+        num_windows=len(windows),
         num_texts=len(text.texts),
     )
-    compared, aside = open_compared(setup.out / FILE, header)
+    compared, aside = open_lines(setup.out / FILE, header, FORM)
     if aside is not None:
         setup.say(f"Windows of another text or other bytes are kept in {aside.name}.")
-    if compared.missing:
-        served_model(model, partial(_ask_checkpoint, compared, store, setup), vllm, setup)
+    number = len(compared.sittings) + 1
+
+    def keep(server: Server, window: int, predicted: Predicted) -> None:
+        compared.add(_window(server, window, windows[window], store.read(window), predicted))
+
+    def note(sitting: SourceSitting) -> None:
+        compared.add(ComparedSitting(sitting=number, **dict(sitting)))
+
+    if missing := compared.missing:
+        sitting = _Sitting(store=store, begin=lambda _: missing, keep=keep, note=note)
+        _serve(model, sitting, setup, depth, watch)
     return compared
 
 
-def _ask_checkpoint(
-    compared: ComparedFile, store: SourceStore, setup: ClosenessSetup, server: Server, as_served: AsServed, why: str
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sitting:
+    """What is done with a server.
+
+    Attributes:
+        store: says what is asked; it has the windows once `begin` has returned.
+        begin: gives the windows that are missing.
+        keep: of one window what was predicted.
+        note: how the server was used so far.
+    """
+
+    store: SourceStore
+    begin: Callable[[Server], Sequence[int]]
+    keep: Callable[[Server, int, Predicted], None]
+    note: Callable[[SourceSitting], None]
+
+
+def _serve(model: Model, sitting: _Sitting, setup: Setup, depth: Depth, watch: Callable[[Step], None]) -> None:
+    """Start a server for what is missing, and ask it."""
+
+    def use(folder: Path, as_served: AsServed, reason: str) -> None:
+        with serving(
+            setup.vllm,
+            folder,
+            k=0,
+            log=setup.log(f"closeness.{model.role}"),
+            is_tracked=False,
+            max_model_len=depth.window + 1,
+            max_num_seqs=depth.concurrency,
+            timeout=setup.timeout,
+            extra=("--max-logprobs", str(min(depth.top, vocabulary_of(model.source))), *setup.extra),
+            watch=tell,
+        ) as server:
+            _ask(server, model, sitting, SourceSitting(as_served=as_served, reason=reason, seconds=0), depth, watch)
+
+    def tell(words: str) -> None:
+        doing = words.removeprefix(f"{model.role}: ")
+        watch(Step(role=model.role, doing=doing, done=0, total=1, unit="window"))
+
+    served(model.source, model.role, setup, use, tell)
+
+
+def _ask(
+    server: Server,
+    model: Model,
+    sitting: _Sitting,
+    begun: SourceSitting,
+    depth: Depth,
+    watch: Callable[[Step], None],
 ) -> None:
-    windows, asked, number_of = store.windows, store.asked, len(compared.sittings) + 1
-    assert windows is not None
+    """Every missing window; then the first of them once more, alone."""
+    missing, question = sitting.begin(server), sitting.store.asked
+    windows = sitting.store.windows
+    assert windows is not None and missing, "a server is started for what is missing"
+    total, done, num_tokens = len(windows), len(windows) - len(missing), 0
+    left = sum(len(windows[number]) for number in missing)
 
-    def note(seconds: float, repeated: float | None) -> None:
-        sitting = ComparedSitting(
-            sitting=number_of, as_served=as_served, reason=why, seconds=seconds, repeated=repeated
-        )
-        compared.add(sitting)
+    def ask(number: int) -> Predicted:
+        return predictions(server, windows[number], top=question.top, vocabulary=question.vocabulary)
 
-    ask = partial(predictions, server, top=asked.top, vocabulary=asked.vocabulary)
+    sitting.note(begun)
     start, first = time.monotonic(), None
-    for number, predicted in ask_windows("checkpoint", compared.missing, windows, ask, setup):
+    for number, predicted in asked(
+        missing,
+        ask,
+        concurrency=depth.concurrency,
+        name=lambda number: f"window {number + 1} of {total} for the {model.role}",
+        lack="are missing",
+    ):
         first = first or (number, predicted)
-        compared.add(_window(server, number, windows[number], store.read(number), predicted))
-        note(round(time.monotonic() - start, 3), None)
+        sitting.keep(server, number, predicted)
+        seconds = time.monotonic() - start
+        sitting.note(begun.model_copy(update={"seconds": round(seconds, 3)}))
+        done, num_tokens = done + 1, num_tokens + len(windows[number])
+        watch(
+            Step(
+                role=model.role,
+                doing="",
+                done=done,
+                total=total,
+                tokens_per_second=num_tokens / seconds,
+                eta_seconds=(left - num_tokens) * seconds / num_tokens,
+                unit="window",
+            )
+        )
     assert first is not None, "something was missing"
-    note(round(time.monotonic() - start, 3), _repeated(first[1], ask(windows[first[0]])))
+    number, predicted = first
+    repeated = float(compare(predicted, ask(number)).nats.mean())
+    sitting.note(begun.model_copy(update={"seconds": round(time.monotonic() - start, 3), "repeated": repeated}))
 
 
 def _window(
@@ -207,51 +334,9 @@ def _nll(predicted: Predicted) -> float:
     return max(0.0, -float(predicted.following.astype(np.float64).sum()))
 
 
-def _repeated(one: Predicted, again: Predicted) -> float:
-    """Nats a token between two answers of one server."""
-    return float(compare(one, again).nats.mean())
-
-
-# --- the fact ---------------------------------------------------------------------------------------------------------
-
-
-def _fact(
-    checkpoint: ComparedModel,
-    source: ComparedModel,
-    text: HeldOut,
-    store: SourceStore,
-    compared: ComparedFile,
-    vllm: VLLM,
-    setup: ClosenessSetup,
-) -> ClosenessFact:
-    before, after = compared.perplexities()
-    return ClosenessFact(
-        text=text.path,
-        text_sha256=text.sha256,
-        against=text.against,
-        window=setup.window,
-        top=store.asked.top,
-        vocabulary=store.asked.vocabulary,
-        source=_predicted(source, store.sittings, before),
-        checkpoint=_predicted(checkpoint, list(compared.sittings.values()), after),
-        samples=compared.path.name,
-        samples_sha256=file_sha256(compared.path),
-        environment={
-            "vllm": vllm.version,
-            "torch": vllm.torch,
-            "transformers": vllm.transformers,
-            "compressed_tensors": vllm.compressed_tensors,
-            "build": vllm.build,
-            "device": vllm.device,
-            "words": " ".join(setup.extra),
-        },
-        **compared.figures(),
-    )
-
-
-def _predicted(model: ComparedModel, sittings: Sequence[SourceSitting], perplexity: float) -> PredictedFact:
+def _predicted(model: Model, sittings: Sequence[SourceSitting], perplexity: float) -> PredictedFact:
     return PredictedFact(
-        role=model.role,
+        role="source" if model.role == "source" else "checkpoint",
         path=model.source.where,
         sha256=model.identity.sha256,
         perplexity=perplexity,

@@ -62,10 +62,9 @@ class SourceStore:
         write_whole(self.folder / "windows.json", Windows(asked=self.asked, windows=tuple(windows)).model_dump_json())
         self.windows = tuple(windows)
 
-    def sit(self, sitting: SourceSitting, *, is_first: bool) -> None:
-        """Write down the sitting that goes on now; `is_first` starts another one."""
-        kept = self.sittings if is_first else self.sittings[:-1]
-        self.sittings = (*kept, sitting)
+    def sit(self, number: int, sitting: SourceSitting) -> None:
+        """Write down how far the sitting with a number, from 0, is."""
+        self.sittings = (*self.sittings[:number], sitting)
         write_whole(self.folder / "sittings.json", SourceSittings(sittings=self.sittings).model_dump_json())
 
     def add(self, number: int, predicted: Predicted) -> None:

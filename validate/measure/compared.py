@@ -18,17 +18,16 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from ...checkpoints.fact import Count, Fact, Figure
-from ...checkpoints.kept_lines import KeptHeader, append_lines, open_kept, parse_line, read_kept
-from ...recipes.errors import CheckpointError
+from ...checkpoints.kept_lines import KeptHeader
 from ..facts.closeness import HISTOGRAM_EDGES, NUM_WORST, Asked, SourceSitting, WorstFact
+from .line_file import LineFile, LineForm, read_lines
 
 FILE = "closeness.jsonl"
-_CURE = "Move the file away, and the checkpoint is asked again"
 
 
 class ComparedHeader(KeptHeader):
@@ -64,103 +63,57 @@ class ComparedSitting(SourceSitting):
     sitting: Annotated[int, Field(gt=0)]
 
 
-_Line = TypeVar("_Line", ComparedHeader, ComparedWindow, ComparedSitting)
-
-
-class ComparedFile:
-    """One file and what it holds.
-
-    Attributes:
-        windows, sittings: by number.
-    """
-
-    def __init__(self, path: Path, header: ComparedHeader) -> None:
-        self.path = path
-        self.header = header
-        self.windows: dict[int, ComparedWindow] = {}
-        self.sittings: dict[int, ComparedSitting] = {}
-
-    @property
-    def missing(self) -> tuple[int, ...]:
-        """Windows that were not compared yet, ascending."""
-        return tuple(number for number in range(self.header.num_windows) if number not in self.windows)
-
-    def add(self, line: ComparedWindow | ComparedSitting) -> None:
-        """Append one line; it is on the disk when this returns.
-
-        Raises:
-            CheckpointError: the disk does not take it. What it took before stays.
-        """
-        cure = "Make room: the same command goes on with what is not compared"
-        append_lines(self.path, self.header.model_dump_json() + "\n", line.model_dump_json() + "\n", cure=cure)
-        self.take(line)
-
-    def take(self, line: ComparedWindow | ComparedSitting) -> None:
-        """Hold a line that is in the file."""
-        if isinstance(line, ComparedSitting):
-            self.sittings[line.sitting] = line
-        else:
-            self.windows[line.window] = line
-
-    def figures(self) -> dict[str, Any]:
-        """Everything that follows from the lines alone: fields of a `ClosenessFact`. All windows must be there."""
-        lines = [self.windows[number] for number in range(self.header.num_windows)]
-        nats = [value for line in lines for value in line.nats]
-        num, ordered = len(nats), sorted(nats)
-        mean = math.fsum(nats) / num
-        by_nats = sorted((line.worst for line in lines), key=lambda worst: (-worst.nats, worst.window))
-        flips = sum(len(line.flips) for line in lines)
-        return {
-            "texts": self.header.num_texts,
-            "windows": len(lines),
-            "tokens": num,
-            "outside": min(1.0, math.fsum(value for line in lines for value in line.outside) / num),
-            "divergence": mean,
-            "stderr": _stderr([(math.fsum(line.nats), len(line.nats)) for line in lines]),
-            "median": _quantile(ordered, 0.5),
-            "percentile_99": _quantile(ordered, 0.99),
-            "flips": flips,
-            "effective_tokens": _effective([(len(line.flips), len(line.nats)) for line in lines]),
-            "histogram": _histogram(ordered),
-            "worst": tuple(by_nats[:NUM_WORST]),
-        }
-
-    def perplexities(self) -> tuple[float, float]:
-        """Of the source and of the checkpoint, per token of the text."""
-        lines = self.windows.values()
-        num = sum(len(line.nats) for line in lines)
-        sums = math.fsum(line.source_nll for line in lines), math.fsum(line.checkpoint_nll for line in lines)
-        return math.exp(sums[0] / num), math.exp(sums[1] / num)
-
-
-def open_compared(path: Path, header: ComparedHeader) -> tuple[ComparedFile, Path | None]:
-    """The file to go on with, and where one with another header has been set aside to.
-
-    Raises:
-        CheckpointError: a file that cannot be read.
-    """
-    return open_kept(path, header, read=read_compared, make=lambda: ComparedFile(path, header))
+ComparedFile = LineFile[ComparedHeader, ComparedWindow, ComparedSitting]
+FORM = LineForm(
+    header=ComparedHeader,
+    line=ComparedWindow,
+    sitting=ComparedSitting,
+    begins='{"window"',
+    place=lambda window: window.window,
+    num=lambda header: header.num_windows,
+    rule=lambda kind: f"must be a line of {FILE} ({kind.__name__})",
+    once="must be one of {} windows, each once",
+    named="window {}",
+    again="the checkpoint is asked again",
+    left="goes on with what is not compared",
+)
 
 
 def read_compared(path: Path) -> ComparedFile:
-    """Every line of a file.
+    """See `line_file.read_lines`."""
+    return read_lines(path, FORM)
 
-    Raises:
-        CheckpointError: no such file, a line that is none of the three kinds, or a window compared twice.
-    """
-    first, *others = read_kept(path, cure=_CURE)
-    found = ComparedFile(path, _read(ComparedHeader, first, f"{path}:1"))
-    for number, line in enumerate(others, 2):
-        where = f"{path}:{number}"
-        if line.startswith('{"window"'):
-            window = _read(ComparedWindow, line, where)
-            if window.window in found.windows or window.window >= found.header.num_windows:
-                rule = f"must be one of {found.header.num_windows} windows, each once"
-                raise CheckpointError(where, rule, got=f"window {window.window}", cure=_CURE)
-            found.take(window)
-        else:
-            found.take(_read(ComparedSitting, line, where))
-    return found
+
+def figures(found: ComparedFile) -> dict[str, Any]:
+    """Everything that follows from the lines alone: fields of a `ClosenessFact`. All windows must be there."""
+    lines = [found.lines[number] for number in range(found.header.num_windows)]
+    nats = [value for line in lines for value in line.nats]
+    num, ordered = len(nats), sorted(nats)
+    mean = math.fsum(nats) / num
+    by_nats = sorted((line.worst for line in lines), key=lambda worst: (-worst.nats, worst.window))
+    flips = sum(len(line.flips) for line in lines)
+    return {
+        "texts": found.header.num_texts,
+        "windows": len(lines),
+        "tokens": num,
+        "outside": min(1.0, math.fsum(value for line in lines for value in line.outside) / num),
+        "divergence": mean,
+        "stderr": _stderr([(math.fsum(line.nats), len(line.nats)) for line in lines]),
+        "median": _quantile(ordered, 0.5),
+        "percentile_99": _quantile(ordered, 0.99),
+        "flips": flips,
+        "effective_tokens": _effective([(len(line.flips), len(line.nats)) for line in lines]),
+        "histogram": _histogram(ordered),
+        "worst": tuple(by_nats[:NUM_WORST]),
+    }
+
+
+def perplexities(found: ComparedFile) -> tuple[float, float]:
+    """Of the source and of the checkpoint, per token of the text."""
+    lines = found.lines.values()
+    num = sum(len(line.nats) for line in lines)
+    sums = math.fsum(line.source_nll for line in lines), math.fsum(line.checkpoint_nll for line in lines)
+    return math.exp(sums[0] / num), math.exp(sums[1] / num)
 
 
 def sum_of(windows: Sequence[Sequence[int]]) -> str:
@@ -209,10 +162,3 @@ def _histogram(ordered: Sequence[float]) -> tuple[int, ...]:
     for value in ordered:
         counts[sum(value >= edge for edge in HISTOGRAM_EDGES)] += 1
     return tuple(counts)
-
-
-# --- lines ------------------------------------------------------------------------------------------------------------
-
-
-def _read(kind: type[_Line], line: str, where: str) -> _Line:
-    return parse_line(kind, line, where, rule=f"must be a line of {FILE} ({kind.__name__})", cure=_CURE)

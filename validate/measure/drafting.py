@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 from ..facts.binomial import sign_test
 from ..facts.evaluated import NOT_EMPTY, ChangedAnswer, DraftingFact, SwitchFact
-from .answers import Samples
+from .answers import Samples, correct
 
 MOST_SHOWN = 5
 """So many changed answers have their texts in the result."""
@@ -31,9 +31,9 @@ def drafting(plain: Samples, drafted: Samples, filters: Sequence[str]) -> Drafti
         drafted: finished answers with MTP on, to the same questions.
         filters: lm-eval's, of the task.
     """
-    pairs = [(plain.answers[number], drafted.answers[number]) for number in range(plain.header.num_questions)]
+    pairs = [(plain.lines[number], drafted.lines[number]) for number in range(plain.header.num_questions)]
     changed = [(before, after) for before, after in pairs if before.text != after.text]
-    switches = [_switch(name, plain.correct(name), drafted.correct(name)) for name in filters]
+    switches = [_switch(name, correct(plain, name), correct(drafted, name)) for name in filters]
     texts = ([bool(pair[side].text.strip()) for pair in pairs] for side in (0, 1))
     return DraftingFact(
         switches=(*switches, _switch(NOT_EMPTY, *texts)),

@@ -17,7 +17,7 @@ from ...recipes.errors import CheckpointError
 from ..facts.evaluated import EvaluatedFact, TaskFact, mean_of_questions
 from ..facts.paired import paired
 from ..facts.results import command, file_of
-from ..measure.answers import Samples, read_samples
+from ..measure.answers import Samples, correct, drafts_of, read_samples
 from ..measure.drafting import drafting
 
 Figures = Iterator[tuple[str, object, object]]
@@ -44,7 +44,7 @@ def refuse_unproved(folder: Path, evaluation: TaskFact) -> None:
         _compare(folder, fact.role, _figures(fact, samples))
         _refuse_other_filters(folder, fact, samples)
         for number, score in enumerate(fact.scores):
-            right = samples.correct(score.filter)
+            right = correct(samples, score.filter)
             value, stderr = mean_of_questions(right, len(right) // evaluation.protocol.repeats)
             figures = (("value", score.value, value), ("stderr", score.stderr, stderr))
             _compare(folder, f"{fact.role}.scores.{number}", iter(figures))
@@ -55,7 +55,7 @@ def refuse_unproved(folder: Path, evaluation: TaskFact) -> None:
     if evaluation.source is None:
         return
     for number, pair in enumerate(evaluation.paired):
-        before, after = read["source"].correct(pair.filter), read["checkpoint"].correct(pair.filter)
+        before, after = correct(read["source"], pair.filter), correct(read["checkpoint"], pair.filter)
         again = paired(pair.filter, before, after, runs=evaluation.protocol.repeats, confidence=pair.confidence)
         _compare(folder, f"paired.{number}", _fields(pair, again))
 
@@ -63,7 +63,7 @@ def refuse_unproved(folder: Path, evaluation: TaskFact) -> None:
 def _refuse_other_filters(folder: Path, fact: EvaluatedFact, samples: Samples) -> None:
     """Refuse a score of a filter that did not read every answer."""
     for score in fact.scores:
-        if any(score.filter not in answer.correct for answer in samples.answers.values()):
+        if any(score.filter not in answer.correct for answer in samples.lines.values()):
             rule = f"must have every answer as {score.filter} reads it"
             raise CheckpointError(samples.path, rule, got="an answer without", cure=_cure(folder))
 
@@ -89,7 +89,7 @@ def _as_asked(evaluation: TaskFact, fact: EvaluatedFact, samples: Samples) -> Fi
 
 
 def _figures(fact: EvaluatedFact, samples: Samples) -> Figures:
-    answers, sittings = samples.answers.values(), samples.sittings.values()
+    answers, sittings = samples.lines.values(), samples.sittings.values()
     yield "num_questions", fact.num_questions, len(answers)
     yield "num_truncated", fact.num_truncated, sum(answer.finish_reason == "length" for answer in answers)
     yield "num_empty", fact.num_empty, sum(not answer.text.strip() for answer in answers)
@@ -100,7 +100,7 @@ def _figures(fact: EvaluatedFact, samples: Samples) -> Figures:
         last = samples.sittings[max(samples.sittings)]
         yield "as_served", fact.as_served, last.as_served
         yield "reason", fact.reason, last.reason
-    yield from _fields(fact, samples.drafts)
+    yield from _fields(fact, drafts_of(samples))
 
 
 def _fields(fact: BaseModel, again: object) -> Figures:

@@ -13,7 +13,7 @@ from ...checkpoints.identity import file_sha256
 from ...recipes.errors import CheckpointError
 from ..facts.closeness import ClosenessFact, SourceSitting
 from ..facts.results import command, file_of
-from ..measure.compared import ComparedFile, read_compared
+from ..measure.compared import ComparedFile, figures, perplexities, read_compared
 
 Refigured = Iterator[tuple[str, object, object]]
 """Name, as the report has it, as the windows give it."""
@@ -51,9 +51,9 @@ def _figures(fact: ClosenessFact, compared: ComparedFile) -> Refigured:
         yield name, getattr(fact, name), getattr(asked, name)
     yield "source.sha256", fact.source.sha256, asked.source_sha256
     yield "checkpoint.sha256", fact.checkpoint.sha256, compared.header.checkpoint_sha256
-    for name, counted in compared.figures().items():
+    for name, counted in figures(compared).items():
         yield name, getattr(fact, name), counted
-    before, after = compared.perplexities()
+    before, after = perplexities(compared)
     yield "source.perplexity", fact.source.perplexity, before
     yield "checkpoint.perplexity", fact.checkpoint.perplexity, after
     sittings = [SourceSitting(**each.model_dump(exclude={"sitting"})) for each in compared.sittings.values()]

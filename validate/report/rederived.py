@@ -106,7 +106,7 @@ def _is_header_of(header: BenchHeader, benched: Benched, bench: BenchFact) -> bo
 def _of_lines(benched: Benched, lines: Lines) -> Figures:
     for cell in benched.cells:
         for each in cell.repetitions:
-            line = lines.measured.get((cell.k, *cell.load, each.number))
+            line = lines.lines.get((cell.k, *cell.load, each.number))
             place = f"{benched.role}, k={cell.k}, {words_of(cell.load)}, repetition {each.number}"
             yield f"{place}: the line of {lines.path.name}", each, line and line.repetition
             if benched.as_served == "native":

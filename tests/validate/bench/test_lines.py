@@ -31,8 +31,8 @@ def test_lines_read_back_are_the_same(tmp_path):
     for line in (measured(0), measured(1), measured(1, number=1)):
         lines.add(line)
     again = read_lines(lines.path)
-    assert aside is None and again.header == HEADER and again.measured == lines.measured
-    assert list(again.measured) == [(0, 1, 0, 0), (1, 1, 0, 0), (1, 1, 0, 1)]
+    assert aside is None and again.header == HEADER and again.lines == lines.lines
+    assert list(again.lines) == [(0, 1, 0, 0), (1, 1, 0, 0), (1, 1, 0, 1)]
 
 
 def test_a_part_of_a_line_is_cut_off(tmp_path):
@@ -43,7 +43,7 @@ def test_a_part_of_a_line_is_cut_off(tmp_path):
     for end in range(1, len(last), 97):
         lines.path.write_bytes(whole + last[:end])
         found, _ = open_lines(lines.path, HEADER)
-        assert found.measured == lines.measured and lines.path.read_bytes() == whole
+        assert found.lines == lines.lines and lines.path.read_bytes() == whole
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_what_was_asked_otherwise_is_kept_aside_and_taken_back(change, tmp_path)
     lines.add(measured(0))
     other = HEADER.model_copy(update=change)
     fresh, aside = open_lines(path, other)
-    assert aside == tmp_path / f"bench.{HEADER.digits}.jsonl" and not fresh.measured
+    assert aside == tmp_path / f"bench.{HEADER.digits}.jsonl" and not fresh.lines
     fresh.add(measured(1))
     back, aside = open_lines(path, HEADER)
-    assert back.measured == lines.measured and aside == tmp_path / f"bench.{other.digits}.jsonl"
+    assert back.lines == lines.lines and aside == tmp_path / f"bench.{other.digits}.jsonl"
 
 
 def test_a_file_that_is_none_is_named_by_its_line(tmp_path):

@@ -13,6 +13,7 @@ from keepmtp.validate.facts.vllm_env import VLLM, find_vllm
 from keepmtp.validate.measure import bench as matrix
 from keepmtp.validate.measure.bench_lines import Measured
 from keepmtp.validate.measure.bench_prompts import read
+from keepmtp.validate.measure.harness import Model, Setup
 from stub_vllm import stub_vllm
 
 GLM = Path(__file__).parents[3] / "models" / "tiny-glm4-moe"
@@ -24,15 +25,17 @@ def vllm(monkeypatch, tmp_path) -> VLLM:
     return find_vllm()
 
 
-def plan(out: Path, **changes) -> matrix.BenchPlan:
+def plan(**changes) -> matrix.BenchPlan:
     asked = {"ks": (0, 1), "concurrency": (1, 4), "contexts": (0, 512), "output_tokens": 64, "repeat": 2, "rounds": 1}
-    return matrix.BenchPlan(prompts=read(None), requests=8, seed=0, out=out, **(asked | changes))
+    return matrix.BenchPlan(prompts=read(None), requests=8, seed=0, **(asked | changes))
 
 
-def model(role, folder: Path = GLM) -> matrix.BenchModel:
-    opened = open_source(folder)
-    form = matrix.form_of(opened, ())
-    return matrix.BenchModel(role=role, source=opened, identity=identify(folder), form=form)
+def model(role, folder: Path = GLM) -> Model:
+    return Model(role=role, source=open_source(folder), identity=identify(folder))
+
+
+def opened(asked: matrix.BenchPlan, setup: Setup, role="checkpoint") -> matrix._Matrix:
+    return matrix._Matrix(model(role), asked, setup, lambda _: None)
 
 
 def measured(place, rate: float) -> Measured:
@@ -43,12 +46,12 @@ def measured(place, rate: float) -> Measured:
 
 
 def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
-    asked = plan(tmp_path / "out")
+    asked, setup = plan(), Setup(vllm=vllm, out=tmp_path / "out")
     for role, rate in (("source", 100.0), ("checkpoint", 300.0)):
-        run = matrix._Run(model(role), asked, vllm, None, None)
+        run = opened(asked, setup, role)
         for place in asked.places:
             run.lines.add(measured(place, rate * (1 + place[0])))
-    fact = matrix.bench(model("checkpoint"), model("source"), asked, vllm=vllm)
+    fact = matrix.bench(model("checkpoint"), model("source"), asked, setup=setup)
     assert fact.source is not None and [each.role for each in fact.benched] == ["source", "checkpoint"]
     for benched, rate in ((fact.source, 100.0), (fact.checkpoint, 300.0)):
         assert [(cell.k, *cell.load) for cell in benched.cells] == [
@@ -57,26 +60,27 @@ def test_source_and_checkpoint_are_read_from_what_is_there(vllm, tmp_path):
         assert all(len(cell.repetitions) == 2 for cell in benched.cells)
         assert [cell.tokens_per_second for cell in benched.cells] == pytest.approx([rate, 2 * rate] * 4)
         assert [row.k for row in benched.recommended] == [1] * 4
-    fewer = matrix.bench(model("checkpoint"), None, plan(tmp_path / "out", ks=(1,)), vllm=vllm)
+    fewer = matrix.bench(model("checkpoint"), None, plan(ks=(1,)), setup=setup)
     assert fewer.source is None and {cell.k for cell in fewer.checkpoint.cells} == {1}
     assert not (tmp_path / "out" / "logs").exists(), "no server was started"
 
 
 def test_other_requests_are_another_matrix(vllm, tmp_path):
     """And the old one is taken back when it is asked again."""
-    first, said = plan(tmp_path / "out"), list[str]()
-    kept = matrix._Run(model("checkpoint"), first, vllm, said.append, None)
+    first, said = plan(), list[str]()
+    setup = Setup(vllm=vllm, out=tmp_path / "out", say=said.append)
+    kept = opened(first, setup)
     kept.lines.add(measured(first.places[0], 100.0))
-    other = matrix._Run(model("checkpoint"), plan(tmp_path / "out", output_tokens=32), vllm, said.append, None)
-    assert not other.lines.measured and "are kept in bench.checkpoint." in said[0]
-    again = matrix._Run(model("checkpoint"), plan(tmp_path / "out", ks=(0, 1, 2, 3)), vllm, said.append, None)
-    assert again.lines.measured == kept.lines.measured, "a further k is no other matrix"
+    other = opened(plan(output_tokens=32), setup)
+    assert not other.lines.lines and "are kept in bench.checkpoint." in said[0]
+    again = opened(plan(ks=(0, 1, 2, 3)), setup)
+    assert again.lines.lines == kept.lines.lines, "a further k is no other matrix"
 
 
 def test_one_run_at_a_time(vllm, tmp_path):
-    asked = plan(tmp_path / "out")
-    with held(asked.out, "x"), pytest.raises(RecipeError, match="only one run may measure into a folder"):
-        matrix.bench(model("checkpoint"), None, asked, vllm=vllm)
+    setup = Setup(vllm=vllm, out=tmp_path / "out")
+    with held(setup.out, "x"), pytest.raises(RecipeError, match="only one run may measure into a folder"):
+        matrix.bench(model("checkpoint"), None, plan(), setup=setup)
 
 
 def test_a_template_of_the_users_words_asks_messages():

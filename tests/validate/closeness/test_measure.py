@@ -18,11 +18,10 @@ from keepmtp.checkpoints.source import open_source
 from keepmtp.recipes.errors import CheckpointError, GateError, RecipeError
 from keepmtp.validate.facts.vllm_env import VLLM
 from keepmtp.validate.measure import closeness as measure
-from keepmtp.validate.measure import closeness_servers as servers
-from keepmtp.validate.measure.closeness import cut_windows
-from keepmtp.validate.measure.closeness_servers import ClosenessSetup, ComparedModel
+from keepmtp.validate.measure.closeness import Depth, cut_windows
 from keepmtp.validate.measure.closeness_stored import FOLDER
 from keepmtp.validate.measure.compared import FILE, read_compared
+from keepmtp.validate.measure.harness import Model, Setup
 from keepmtp.validate.measure.server import ServerFailed
 from keepmtp.validate.measure.texts import HeldOut
 from keepmtp.validate.report.recount_closeness import refuse_unproved_closeness
@@ -82,24 +81,22 @@ def toys(monkeypatch) -> dict[str, Toy]:
     def serving(vllm: VLLM, folder: Path, *, log: Path, **_: Any) -> Iterator[Toy]:
         yield found[log.suffixes[0].removeprefix(".")]
 
-    monkeypatch.setattr(servers, "serving", serving)
+    monkeypatch.setattr(measure, "serving", serving)
     return found
 
 
-def model(role: Any, sha256: str) -> ComparedModel:
+def model(role: Any, sha256: str) -> Model:
     source = open_source(ROOT / "models/tiny-glm4-moe")
-    return ComparedModel(role=role, source=source, identity=Identity(sha256=sha256, files={}))
-
-
-def setup(out: Path, **changed: Any) -> ClosenessSetup:
-    return ClosenessSetup(**({"out": out, "tokens": 150, "window": 16, "top": 20, "concurrency": 3} | changed))
+    return Model(role=role, source=source, identity=Identity(sha256=sha256, files={}))
 
 
 def run(out: Path, **changed: Any):
     texts = changed.pop("text", TEXT)
     before, after = changed.pop("source", "5" * 64), changed.pop("checkpoint", "c" * 64)
     models = model("checkpoint", after), model("source", before)
-    return measure.measure(*models, texts, vllm=VERSIONS, setup=setup(out, **changed))
+    setup = Setup(vllm=VERSIONS, out=out, **{name: changed.pop(name) for name in ("say", "extra") if name in changed})
+    depth = Depth(**({"tokens": 150, "window": 16, "top": 20, "concurrency": 3} | changed))
+    return measure.measure(*models, texts, setup=setup, depth=depth)
 
 
 def test_every_window_is_asked_once_of_each_and_gives_the_figures(toys, tmp_path):
@@ -116,7 +113,7 @@ def test_every_window_is_asked_once_of_each_and_gives_the_figures(toys, tmp_path
     assert 0.5 * exact.mean() < fact.divergence <= exact.mean()
     assert fact.flips == (p.argmax(axis=1) != q.argmax(axis=1)).sum() > 0
     assert fact.source.repeated == fact.checkpoint.repeated == 0.0
-    assert fact.worst[0].nats == max(value for line in windows.windows.values() for value in line.nats)
+    assert fact.worst[0].nats == max(value for line in windows.lines.values() for value in line.nats)
     assert 0 < fact.outside < 0.5 and not fact.is_exact and sum(fact.histogram) == fact.tokens
     refuse_unproved_closeness(tmp_path, fact)
     exact_fact = run(tmp_path / "whole", top=VOCABULARY)
@@ -203,14 +200,16 @@ def test_windows_begin_as_the_tokenizer_begins_a_text():
     def tokenize(text: Any) -> list[int]:
         return list(text) if isinstance(text, tuple) else [1, *text.encode()]
 
-    cut = cut_windows(tokenize, TEXT, setup(Path(), tokens=50, window=16))
+    cut = cut_windows(tokenize, TEXT, num_tokens=50, window_size=16)
     assert [len(each) for each in cut] == [16, 16, 16, 2]
     assert all(each[0] == 1 and len(each) <= 16 for each in cut) and sum(map(len, cut)) <= 50
     assert cut[0][1:] + cut[1][1:] == tuple(b"abcdefghij" * 3)
     ids = HeldOut(path="t", sha256="", texts=((7, 8, 9, 10, 11),), against="")
-    assert cut_windows(tokenize, ids, setup(Path(), window=3)) == [(7, 8, 9), (10, 11)], "they are sent as they are"
+    assert cut_windows(tokenize, ids, num_tokens=150, window_size=3) == [(7, 8, 9), (10, 11)], (
+        "they are sent as they are"
+    )
     with pytest.raises(RecipeError, match="must hold text of some tokens; got none of two tokens"):
-        cut_windows(lambda text: [], TEXT, setup(Path()))
+        cut_windows(lambda text: [], TEXT, num_tokens=150, window_size=16)
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,14 @@ import pytest
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.measure.answers import (
+    FORM,
     Answer,
     Header,
     Samples,
     Sitting,
+    correct,
+    drafts_of,
+    finish,
     open_samples,
     read_samples,
     take_from_sibling,
@@ -65,11 +69,11 @@ def begun(path: Path, **changed) -> Samples:
 def test_a_file_goes_on(path):
     begun(path)
     samples, aside = open_samples(path, header())
-    assert aside is None and samples.missing == (1,) and samples.answers[0].text == "\u2028 odd \U0001f600 ends\x85"
+    assert aside is None and samples.missing == (1,) and samples.lines[0].text == "\u2028 odd \U0001f600 ends\x85"
     samples.add(answer(1))
     samples.add(sitting(2, 1, (1,)))
-    assert not samples.missing and list(read_samples(path).answers) == [2, 0, 1]
-    drafts = read_samples(path).drafts
+    assert not samples.missing and list(read_samples(path).lines) == [2, 0, 1]
+    drafts = drafts_of(read_samples(path))
     assert (drafts.drafts, drafts.draft_tokens, drafts.accepted_tokens) == (10, 20, 11)
     assert drafts.accepted_per_position == (9, 2)
 
@@ -77,7 +81,7 @@ def test_a_file_goes_on(path):
 def test_a_full_disk_is_said(tmp_path):
     full = tmp_path / "gsm8k.source.jsonl"
     full.symlink_to("/dev/full")
-    samples = Samples(full, header())
+    samples = Samples(full, header(), FORM)
     with pytest.raises(CheckpointError, match=r"must be writable; got No space left on device\. Make room: the same "):
         samples.add(answer(0))
     assert samples.missing == (0, 1, 2), "an answer counts once it is on the disk"
@@ -87,11 +91,11 @@ def test_finished_it_is_in_order_and_changes_no_more(path):
     samples = begun(path)
     samples.add(answer(1))
     right = {"strict-match": (True, False, True), "flexible-extract": (True, True, True)}
-    samples.finish(right)
+    finish(samples, right)
     before = path.read_bytes()
     found = read_samples(path)
-    assert list(found.answers) == [0, 1, 2] and {name: found.correct(name) for name in right} == right
-    found.finish(right)
+    assert list(found.lines) == [0, 1, 2] and {name: correct(found, name) for name in right} == right
+    finish(found, right)
     assert path.read_bytes() == before
     kinds = [next(iter(json.loads(line))) for line in path.read_text().splitlines()]
     assert kinds == ["samples", "question", "question", "question", "sitting"]
@@ -113,11 +117,11 @@ def test_finished_it_is_in_order_and_changes_no_more(path):
 def test_answers_to_something_else_are_set_aside_and_taken_back(path, changed):
     begun(path)
     other, aside = open_samples(path, header(**changed))
-    assert not other.answers and aside is not None and aside.parent == path.parent and not path.exists()
+    assert not other.lines and aside is not None and aside.parent == path.parent and not path.exists()
     other.add(answer(1))
     mine, again = open_samples(path, header())
     assert again is not None and again != aside and not aside.exists(), "taken back"
-    assert set(mine.answers) == {0, 2} and set(read_samples(again).answers) == {1}
+    assert set(mine.lines) == {0, 2} and set(read_samples(again).lines) == {1}
 
 
 @pytest.mark.parametrize("cut", [1, 20, 60])

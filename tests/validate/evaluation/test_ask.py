@@ -10,8 +10,8 @@ import pytest
 from answering import FAULTS, OOM, TOO_LONG, answering
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.step import Step
-from keepmtp.validate.measure.answers import Header, Samples, open_samples, read_samples
-from keepmtp.validate.measure.ask import ask, request_seconds
+from keepmtp.validate.measure.answers import Header, Samples, correct, drafts_of, finish, open_samples, read_samples
+from keepmtp.validate.measure.gsm8k import ask, request_seconds
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.measure.server import ServerFailed
 from task_rows import TASK_ROWS
@@ -65,8 +65,8 @@ def opened(tmp_path: Path, asked: Questions, **changed) -> Samples:
 
 
 def score(asked: Questions, samples: Samples) -> tuple[float, ...]:
-    facts, correct = scores(asked, {number: answer.text for number, answer in samples.answers.items()})
-    samples.finish(correct)
+    facts, right = scores(asked, {number: answer.text for number, answer in samples.lines.items()})
+    finish(samples, right)
     return tuple(fact.value for fact in facts)
 
 
@@ -81,10 +81,10 @@ def test_every_question_is_asked_once_and_greedily(asked, tmp_path):
     assert not samples.missing and [step.done for step in steps] == list(range(1, NUM + 1))
     assert steps[-1].eta_seconds == 0.0 and steps[0].eta_seconds and steps[-1].tokens_per_second > 0
     assert score(asked, samples) == (27 / 30, 27 / 30)
-    assert [answer.question for answer in samples.answers.values() if answer.finish_reason == "length"] == [20]
-    drafts = samples.drafts
+    assert [answer.question for answer in samples.lines.values() if answer.finish_reason == "length"] == [20]
+    drafts = drafts_of(samples)
     assert (drafts.drafts, drafts.draft_tokens, drafts.accepted_per_position) == (90, 180, (90, 0))
-    assert read_samples(samples.path).answers == samples.answers, "the file says the same"
+    assert read_samples(samples.path).lines == samples.lines, "the file says the same"
 
 
 def test_what_was_counted_before_is_not_counted(asked, tmp_path):
@@ -92,7 +92,7 @@ def test_what_was_counted_before_is_not_counted(asked, tmp_path):
         server.answer(f"Question: {QUESTIONS[0]}\nAnswer:", max_tokens=4, stop=(), seed=0, timeout=9)
         samples = opened(tmp_path, asked)
         ask(server, asked, samples)
-    assert samples.drafts.drafts == 90
+    assert drafts_of(samples).drafts == 90
 
 
 def test_chat_sends_messages(tmp_path):
@@ -132,12 +132,12 @@ def test_a_fault_ends_the_sitting_and_the_next_asks_only_the_rest(fault, asked, 
     assert 11 <= NUM - left <= most, "what was in flight is kept, what was not is not asked"
 
     again = opened(tmp_path, asked)
-    assert again.answers == samples.answers
+    assert again.lines == samples.lines
     with answering(ANSWERS, tmp_path / "log") as (server, later):
         ask(server, asked, again)
     assert sorted(request["question"] for request in later) == sorted(QUESTIONS[number] for number in samples.missing)
     assert score(asked, again) == (27 / 30, 27 / 30) and list(again.sittings) == [1, 2]
-    assert again.drafts.drafts == 3 * (len(requests) + len(later)), "counters of both sittings"
+    assert drafts_of(again).drafts == 3 * (len(requests) + len(later)), "counters of both sittings"
 
 
 def test_a_server_that_dies_is_quoted_from_its_log(asked, tmp_path):
@@ -146,12 +146,12 @@ def test_a_server_that_dies_is_quoted_from_its_log(asked, tmp_path):
         threading.Timer(0.5, server.process.kill).start()
         with pytest.raises(ServerFailed, match="CUDA out of memory"):
             ask(server, asked, samples)
-    assert len(samples.answers) == 6
+    assert len(samples.lines) == 6
 
 
 def test_counters_survive_a_server_that_cannot_be_asked_any_more(asked, tmp_path, monkeypatch):
     """Read while asking; the last ones that were read stand."""
-    monkeypatch.setattr("keepmtp.validate.measure.ask.COUNTERS_SECONDS", 0.0)
+    monkeypatch.setattr("keepmtp.validate.measure.gsm8k.COUNTERS_SECONDS", 0.0)
     samples = opened(tmp_path, asked)
     with answering(ANSWERS, tmp_path / "log") as (server, requests):
         fault = ServerFailed("gone", tmp_path / "log")
@@ -167,7 +167,7 @@ def test_counters_survive_a_server_that_cannot_be_asked_any_more(asked, tmp_path
         with pytest.raises(ServerFailed):
             ask(server, asked, samples)
     found = opened(tmp_path, asked)
-    assert found.sittings and found.drafts.drafts >= 3 * 12 and found.sittings[1].seconds > 0
+    assert found.sittings and drafts_of(found).drafts >= 3 * 12 and found.sittings[1].seconds > 0
 
 
 def test_ctrl_c_does_not_wait_for_answers(asked, tmp_path):
@@ -181,7 +181,7 @@ def test_ctrl_c_does_not_wait_for_answers(asked, tmp_path):
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             ask(server, asked, samples, watch=stop)
-        assert time.monotonic() - start < 15 and len(samples.answers) == 4
+        assert time.monotonic() - start < 15 and len(samples.lines) == 4
 
 
 def test_an_answer_of_many_tokens_may_take_long(tmp_path):
@@ -193,13 +193,13 @@ def test_runs_are_sampled_with_a_seed_each(tmp_path):
     samples = opened(tmp_path, asked)
     with answering(ANSWERS, tmp_path / "log") as (server, requests):
         ask(server, asked, samples)
-    assert len(requests) == 2 * NUM == len(samples.answers) and not samples.missing
+    assert len(requests) == 2 * NUM == len(samples.lines) and not samples.missing
     assert {(each["temperature"], each["top_p"]) for each in requests} == {(0.6, 0.95)}
     seeds = [each["seed"] for each in requests]
     assert sorted(seeds) == sorted([asked.protocol.seed] * NUM + [asked.protocol.seed + 1] * NUM)
     assert score(asked, samples)[0] == pytest.approx(1 - 3 / NUM)
     again = read_samples(samples.path)
-    assert again.correct("strict-match") == samples.correct("strict-match") and len(again.answers) == 2 * NUM
+    assert correct(again, "strict-match") == correct(samples, "strict-match") and len(again.lines) == 2 * NUM
 
 
 def test_an_answer_that_lm_eval_begins_is_continued(tmp_path):
@@ -210,7 +210,7 @@ def test_an_answer_that_lm_eval_begins_is_continued(tmp_path):
     samples = opened(tmp_path, found)
     with answering(defaultdict(lambda: "    return 1\nprint(2)\nclass"), tmp_path / "log") as (server, requests):
         ask(server, found, samples)
-    assert {(each.text, each.finish_reason) for each in samples.answers.values()} == {("    return 1", "stop")}
+    assert {(each.text, each.finish_reason) for each in samples.lines.values()} == {("    return 1", "stop")}
     for request in requests:
         assert len(request["stop"]) == 4 < len(found.items[0].stop), "vLLM takes no more; ours ends it at the others"
         assert request["messages"][-1]["role"] == "assistant"

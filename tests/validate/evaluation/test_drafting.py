@@ -7,7 +7,7 @@ import pytest
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.binomial import sign_test
 from keepmtp.validate.facts.evaluated import Arm
-from keepmtp.validate.measure.answers import Answer, Header, Samples
+from keepmtp.validate.measure.answers import Answer, Header, Samples, finish, open_samples
 from keepmtp.validate.measure.drafting import MOST_SHOWN, drafting
 
 FILTER = "flexible-extract"
@@ -25,10 +25,10 @@ def samples(folder: Path, role: Arm, answers: list[tuple[str, bool]]) -> Samples
         vllm="0.32.0",
         device="CPU",
     )
-    found = Samples(folder / f"gsm8k.{role}.jsonl", header)
+    found, _ = open_samples(folder / f"gsm8k.{role}.jsonl", header)
     for number, (text, _) in enumerate(answers):
         found.add(Answer(question=number, prompt_sha256="p", text=text, finish_reason="stop", num_tokens=1))
-    found.finish({FILTER: [right for _, right in answers]})
+    finish(found, {FILTER: [right for _, right in answers]})
     return found
 
 

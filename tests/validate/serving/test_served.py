@@ -6,8 +6,9 @@ import signal
 import pytest
 from keepmtp.recipes.errors import KeepMTPError, RecipeError
 from keepmtp.validate.facts.served import Drafts, Output, Run, partings, total
+from keepmtp.validate.measure.harness import ks_up_to
 from keepmtp.validate.measure.prompts import PROMPTS, read_prompts
-from keepmtp.validate.measure.serve_check import explained, ks_up_to
+from keepmtp.validate.measure.serve_check import explained
 from keepmtp.validate.measure.server import last_error, read_counters, refuse_words
 
 METRICS = """\
