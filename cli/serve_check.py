@@ -106,6 +106,7 @@ def serve_check(
     vllm = chosen_vllm(any_vllm=any_vllm)
     if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them
         require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
+    require_extra("keepmtp serve-check", "report")  # its gate has exact limits
     asked = PROMPTS if prompts is None else read_prompts(prompts)
     opened = open_source(path)
     limits = limits_in(small_file(opened, RECORD), cure=f"Restore the {RECORD} that keepmtp wrote")

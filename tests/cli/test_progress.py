@@ -82,7 +82,7 @@ def test_other_processes_are_silent(monkeypatch):
 
 @dataclass(frozen=True)
 class Asked:
-    """As `validate/measure/ask.py` reports it, without its lm-eval."""
+    """As `validate/measure/gsm8k.py` reports it, without its lm-eval."""
 
     role: str = "source"
     doing: str = ""

@@ -12,17 +12,17 @@ its upper limit too, that is the exact limit of the one. The tests count out how
 """
 
 import math
-from collections.abc import Callable
+from functools import cache
+from typing import Any
 
-_STEPS = 60
-"""Halvings of the interval from 0 to 1: more than a float can tell apart."""
+from ...recipes.extras import require_extra
 
 
 def limits(successes: float, trials: float, confidence: float) -> tuple[float, float]:
     """(lower, upper) limit of a share: with `confidence` it is above the first, and likewise below the second."""
-    failures, chance = trials - successes, 1 - confidence
-    lower = 0.0 if successes <= 0 else _root(lambda share: _beta(share, successes, failures + 1) - chance)
-    upper = 1.0 if failures <= 0 else _root(lambda share: _beta(share, successes + 1, failures) - confidence)
+    failures, inverse = trials - successes, _special().betaincinv
+    lower = 0.0 if successes <= 0 else float(inverse(successes, failures + 1, 1 - confidence))
+    upper = 1.0 if failures <= 0 else float(inverse(successes + 1, failures, confidence))
     return lower, upper
 
 
@@ -70,53 +70,27 @@ def sign_test(one: int, other: int) -> float:
     On the questions that only one of two servers gets right, it is McNemar's test in its exact form.
     """
     fewer, more = sorted((one, other))
-    return min(1.0, 2 * _beta(0.5, more, fewer + 1)) if more else 1.0
+    return min(1.0, 2 * float(_special().betainc(more, fewer + 1, 0.5))) if more else 1.0
 
 
 def student(confidence: float, freedom: int) -> float:
     """The value that Student's t with so many degrees of freedom stays below with `confidence`, above one half."""
-    # With x = f / (f + t^2), half of I_x(f/2, 1/2) is the chance of more than t (NIST DLMF 8.17).
-    x = _root(lambda x: _beta(x, freedom / 2, 0.5) - 2 * (1 - confidence))
-    return math.sqrt(freedom * (1 - x) / x)
+    return float(_special().stdtrit(freedom, confidence))
 
 
-def _root(rising: Callable[[float], float]) -> float:
-    """Where a function that rises from 0 to 1 is zero."""
-    low, high = 0.0, 1.0
-    for _ in range(_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rising(middle) < 0 else (low, middle)
-    return (low + high) / 2
+@cache
+def _special() -> Any:
+    """scipy's functions behind its distributions: `scipy.stats` itself takes a second to import.
+
+    Raises:
+        RecipeError: scipy is not installed.
+    """
+    require_extra("the limits of a measured share", "report")
+    from scipy import special
+
+    return special
 
 
 def _root_of(square: float) -> float:
     """A square root; rounding may have taken a zero below zero."""
     return math.sqrt(max(0.0, square))
-
-
-def _beta(x: float, a: float, b: float) -> float:
-    """The regularized incomplete beta function, by its continued fraction (NIST DLMF 8.17.22)."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _beta(1 - x, b, a)
-    log_front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    return math.exp(log_front) / a / _fraction(x, a, b)
-
-
-def _fraction(x: float, a: float, b: float) -> float:
-    """1 + d1/(1 + d2/(1 + ...)) of `_beta`, by Lentz's method as Thompson and Barnett give it."""
-    tiny = 1e-300
-    value, above, below = 1.0, 1.0, 0.0
-    for step in range(1, 100_000):
-        half = step // 2
-        if step % 2:
-            term = -(a + half) * (a + b + half) * x / ((a + 2 * half) * (a + 2 * half + 1))
-        else:
-            term = half * (b - half) * x / ((a + 2 * half - 1) * (a + 2 * half))
-        below = 1 / ((1 + term * below) or tiny)
-        above = (1 + term / above) or tiny
-        value *= above * below
-        if abs(above * below - 1) < 1e-15:
-            break
-    return value

@@ -1,7 +1,7 @@
 """lm-evaluation-harness at both ends of an evaluation: it builds the requests, and it reads and scores the answers.
 
 In: a protocol. Out: `Questions`, which any server may be asked; then, from their answers, lm-eval's scores. Prompt,
-shots, stop words, filters and scores are lm-eval's own; between its two ends the requests are ours (`ask.py`).
+shots, stop words, filters and scores are lm-eval's own; between its two ends the requests are ours (`gsm8k.py`).
 
 Easy to get wrong: lm-eval's own HTTP models drop `finish_reason`, retry, and can score a failed request as an empty
 answer. Here its model only repeats recorded answers, found by the very prompt they were given to; a prompt without one

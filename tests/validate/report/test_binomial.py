@@ -1,4 +1,4 @@
-"""The exact limits against scipy's, and how often those of a ratio are wrong, counted out."""
+"""The exact limits against the distribution that they are of, and how often those of a ratio are wrong, counted out."""
 
 from functools import cache
 from math import exp, lgamma, log, log1p
@@ -6,20 +6,24 @@ from math import exp, lgamma, log, log1p
 import pytest
 from keepmtp.validate.facts import binomial
 from keepmtp.validate.facts.binomial import difference_limits, limits, ratio_limits
-from scipy.stats import beta
+from scipy.stats import binom
 
 
 @pytest.mark.parametrize("confidence", [0.6, 0.9, 0.95, 0.999])
 @pytest.mark.parametrize(
     ("successes", "trials"),
-    [(0, 1), (1, 1), (3, 10), (9.75, 10), (154, 154), (0, 99), (31_731.5, 40_000), (999_999, 1_000_000)],
+    [(0, 1), (1, 1), (3, 10), (154, 154), (0, 99), (31_731, 40_000), (999_999, 1_000_000)],
 )
-def test_the_limits_are_those_of_the_beta_distribution(successes, trials, confidence):
+def test_the_limits_are_those_of_the_binomial_distribution(successes, trials, confidence):
+    """With the lower limit as its share, so many or more are as seldom as it says; likewise with the upper one."""
     lower, upper = limits(successes, trials, confidence)
-    failures = trials - successes
-    wanted_lower = beta.ppf(1 - confidence, successes, failures + 1) if successes else 0.0
-    wanted_upper = beta.ppf(confidence, successes + 1, failures) if failures else 1.0
-    assert (lower, upper) == pytest.approx((wanted_lower, wanted_upper), abs=1e-11)
+    assert binom.sf(successes - 1, trials, lower) == pytest.approx(1 - confidence if successes else 1.0, rel=1e-6)
+    assert binom.cdf(successes, trials, upper) == pytest.approx(1 - confidence if successes < trials else 1.0, rel=1e-6)
+
+
+def test_counts_may_be_fractions():
+    low, high = limits(9.75, 10, 0.95)
+    assert limits(9, 10, 0.95)[0] < low < limits(10, 10, 0.95)[0] and limits(9, 10, 0.95)[1] < high < 1
 
 
 def test_all_of_n_is_a_power():
