@@ -43,7 +43,10 @@ def paired(
     if not pairs:
         raise ValueError("paired: there must be a question to compare")
     changes = [after - before for before, after in pairs]
-    middle, stderr = _adjusted(len(pairs), sum(changes), sum(change**2 for change in changes))
+    # Half a question gained and half a one lost leave the sum of the changes as it is.
+    total = len(pairs) + 4 * _ADDED
+    middle, square = sum(changes) / total, sum(change**2 for change in changes)
+    stderr = sqrt((square + 2 * _ADDED) / total - middle**2) / sqrt(total)
     equal = [before for before, after in pairs if before == after]
     reach = _z(1 - (1 - confidence) / 2) * stderr
     return PairedFact(
@@ -81,17 +84,6 @@ def _of_questions(values: Sequence[float], runs: int) -> list[float]:
     if rest:
         raise ValueError(f"paired: {len(values)} answers are not {runs} whole runs")
     return [fmean(values[number::num]) for number in range(num)]
-
-
-def _adjusted(num: int, change: float, square: float) -> tuple[float, float]:
-    """Middle and standard error of the difference, with half a question more in each cell.
-
-    `change` and `square` are the sums of the differences and of their squares; without shares that is the questions
-    gained less those lost, and both together. Half a question gained and half a one lost leave the first as it is.
-    """
-    total = num + 4 * _ADDED
-    middle = change / total
-    return middle, sqrt((square + 2 * _ADDED) / total - middle**2) / sqrt(total)
 
 
 def _z(share: float) -> float:

@@ -140,60 +140,10 @@ def file_of(folder: Path, station: Station) -> Path:
     return folder / f"{station}.json"
 
 
-@overload
-def write_result(
-    folder: Path,
-    station: Literal["check"],
-    data: CheckData,
-    *,
-    checkpoint: Identity,
-    vllm: str,
-    made_at: datetime | None = None,
-) -> Path: ...
-@overload
-def write_result(
-    folder: Path,
-    station: Literal["serve"],
-    data: ServeCheck,
-    *,
-    checkpoint: Identity,
-    vllm: str,
-    made_at: datetime | None = None,
-) -> Path: ...
-@overload
-def write_result(
-    folder: Path,
-    station: Literal["gsm8k"],
-    data: EvaluationFact,
-    *,
-    checkpoint: Identity,
-    vllm: str,
-    made_at: datetime | None = None,
-) -> Path: ...
-@overload
-def write_result(
-    folder: Path,
-    station: Literal["bench"],
-    data: BenchFact,
-    *,
-    checkpoint: Identity,
-    vllm: str,
-    made_at: datetime | None = None,
-) -> Path: ...
-@overload
-def write_result(
-    folder: Path,
-    station: Literal["closeness"],
-    data: ClosenessFact,
-    *,
-    checkpoint: Identity,
-    vllm: str,
-    made_at: datetime | None = None,
-) -> Path: ...
 def write_result(
     folder: Path,
     station: Station,
-    data: CheckData | ServeCheck | EvaluationFact | BenchFact | ClosenessFact,
+    data: Fact,
     *,
     checkpoint: Identity,
     vllm: str,
@@ -204,7 +154,7 @@ def write_result(
     Args:
         folder: evidence folder, from `report_folder`; made if need be.
         station: which file.
-        data: what was measured.
+        data: what was measured; of another station's form it is refused.
         checkpoint: the bytes it was measured on, from `identity.identify`.
         vllm: the version that judged or served.
         made_at: default now.

@@ -8,6 +8,7 @@ by the recipe's limits.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, computed_field
@@ -99,8 +100,7 @@ class Drafts(Fact):
 
     def since(self, earlier: "Drafts") -> "Drafts":
         """These counters less earlier ones of the same server."""
-        zeros = (0,) * (len(self.accepted_per_position) - len(earlier.accepted_per_position))
-        pairs = zip(self.accepted_per_position, (*earlier.accepted_per_position, *zeros), strict=True)
+        pairs = zip_longest(self.accepted_per_position, earlier.accepted_per_position, fillvalue=0)
         return Drafts(
             drafts=self.drafts - earlier.drafts,
             draft_tokens=self.draft_tokens - earlier.draft_tokens,
@@ -201,16 +201,12 @@ class ServeCheck(Fact):
 
 def total(counted: Sequence[Drafts]) -> Drafts:
     """The counters of several servers together."""
-    positions = max((len(one.accepted_per_position) for one in counted), default=0)
-    sums = [0] * positions
-    for one in counted:
-        for position, accepted in enumerate(one.accepted_per_position):
-            sums[position] += accepted
+    by_position = zip_longest(*(one.accepted_per_position for one in counted), fillvalue=0)
     return Drafts(
         drafts=sum(one.drafts for one in counted),
         draft_tokens=sum(one.draft_tokens for one in counted),
         accepted_tokens=sum(one.accepted_tokens for one in counted),
-        accepted_per_position=tuple(sums),
+        accepted_per_position=tuple(map(sum, by_position)),
     )
 
 
@@ -226,23 +222,16 @@ def partings(plain: Sequence[Output], drafted: Sequence[Output]) -> tuple[Partin
         plain: outputs of k=0, with log-probabilities.
         drafted: outputs of k>0 for the same prompts.
     """
-    return tuple(
-        _parting(prompt, before, after)
-        for prompt, (before, after) in enumerate(zip(plain, drafted, strict=True))
-        if before.token_ids != after.token_ids
-    )
-
-
-def _parting(prompt: int, plain: Output, drafted: Output) -> Parting:
-    shorter = min(len(plain.token_ids), len(drafted.token_ids))
-    at = next((i for i in range(shorter) if plain.token_ids[i] != drafted.token_ids[i]), shorter)
-    plain_token, token = _at(plain.token_ids, at), _at(drafted.token_ids, at)
-    likeliest = plain.top_logprobs[at] if at < len(plain.top_logprobs) else {}
-    gap = None
-    if plain_token is not None and token is not None and plain_token in likeliest and token in likeliest:
-        gap = likeliest[plain_token] - likeliest[token]
-    return Parting(prompt=prompt, at=at, plain_token=plain_token, token=token, gap=gap)
-
-
-def _at(ids: Sequence[int], index: int) -> int | None:
-    return ids[index] if index < len(ids) else None
+    found = []
+    for prompt, (before, after) in enumerate(zip(plain, drafted, strict=True)):
+        pairs = list(zip_longest(before.token_ids, after.token_ids))
+        at = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
+        if at is None:
+            continue
+        plain_token, token = pairs[at]
+        likeliest = before.top_logprobs[at] if at < len(before.top_logprobs) else {}
+        gap = None
+        if plain_token in likeliest and token in likeliest:
+            gap = likeliest[plain_token] - likeliest[token]
+        found.append(Parting(prompt=prompt, at=at, plain_token=plain_token, token=token, gap=gap))
+    return tuple(found)

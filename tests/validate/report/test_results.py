@@ -116,7 +116,7 @@ def test_a_result_read_back_is_the_same(evidence):
         before = file_of(evidence, station).read_bytes()
         found = read_result(evidence, station)
         assert found is not None and found.station == station and found.vllm == reports.VLLM
-        write_result(evidence, station, found.data, checkpoint=found.checkpoint, vllm=found.vllm)  # type: ignore[call-overload]
+        write_result(evidence, station, found.data, checkpoint=found.checkpoint, vllm=found.vllm)
         kept = read_result(evidence, station)
         assert kept is not None and kept.data == found.data and kept.checkpoint == found.checkpoint
         assert (
