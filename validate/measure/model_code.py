@@ -3,8 +3,8 @@
 In: a program and its test. Out: whether it passes, in the form that lm-eval's humaneval asks for.
 
 Easy to get wrong: `evaluate.load("code_eval")` fetches the module that runs the code from the Hub. Here a child without
-a secret runs it, with limits of its own. A program that ends the process early has not passed: the child says a word that
-is made for it, once the test has come to its end. bubblewrap (bwrap) alone keeps a program away from the machine;
+a secret runs it, with limits of its own. A program that ends the process early has not passed: the child says a word
+that is made for it, once the test has come to its end. bubblewrap (bwrap) alone keeps a program away from the machine;
 without it a program may do what the user may, and docs/tasks.md says so.
 """
 
