@@ -9,13 +9,10 @@ quantized activations and no quantization config, so a checkpoint with a wrong i
 """
 
 import json
-import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from io import FileIO
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...checkpoints.companions import inside
 from ...checkpoints.files import within
@@ -36,9 +33,6 @@ NO_KERNEL = (
     "is not supported: Marlin",
     "is not divisible by weight quantization block",
 )
-
-Progress = Callable[[int], None]
-"""Called with the number of source bytes done since the last call."""
 
 
 def why_no_kernel(source: Source, vllm: VLLM) -> str:
@@ -70,13 +64,12 @@ def _lack(weight: StoredWeight, features: tuple[str, ...]) -> str:
     return f"linears in {scheme}" if weight.form in ("fp8_block", "mxfp4", "mxfp8") or scheme == "NVFP4A16" else ""
 
 
-def write_copy(source: Source, folder: Path, progress: Progress | None = None) -> Path:
+def write_copy(source: Source, folder: Path) -> Path:
     """Write the copy; memory is the tensor in flight, twice.
 
     Args:
         source: a local checkpoint.
         folder: must not exist.
-        progress: called with the source bytes that are done.
 
     Returns: `folder`.
 
@@ -89,7 +82,7 @@ def write_copy(source: Source, folder: Path, progress: Progress | None = None) -
     needed = refuse_full_disk(source, folder)
     folder.mkdir(parents=True)
     for file, outputs in shards.items():
-        _write_shard(source, within(folder, file), outputs, progress or _ignore)
+        _write_shard(source, within(folder, file), outputs)
     weight_map = {output.name: file for file, outputs in shards.items() for output in outputs}
     index = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -106,7 +99,8 @@ def refuse_full_disk(source: Source, folder: Path) -> int:
         VLLMError: it has not.
         CheckpointError: a weight is stored in a form that cannot be read.
     """
-    needed = sum(output.num_bytes for outputs in _planned(source).values() for output in outputs)
+    outputs = (output for outputs in _planned(source).values() for output in outputs)
+    needed = sum(num_bytes(output.dtype, output.shape) for output in outputs)
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
@@ -131,43 +125,33 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 # --- shards -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Output:
+class _Output(NamedTuple):
     """One tensor of the copy: an entry carried over as it is, or a stored weight that becomes BF16."""
 
     name: HFName
     dtype: str
     shape: tuple[int, ...]
-    made_of: Entry | StoredWeight
-
-    @property
-    def num_bytes(self) -> int:
-        return num_bytes(self.dtype, self.shape)
+    entry: Entry
+    stored: StoredWeight | None = None
 
 
 def _planned(source: Source) -> dict[str, list[_Output]]:
     """Outputs by file, in the order they are written: wider dtypes first, since readers map the file."""
     weights, others = stored_weights(source.entries.values())
     outputs = [_planned_weight(source.where, weight) for weight in weights.values()]
-    files = [output.made_of.weight.file for output in outputs if isinstance(output.made_of, StoredWeight)]
     # Scales of the KV cache have no place in a model without a quantization config.
     kept = [entry for entry in others if entry.name.rpartition(".")[2] not in KV_SCALE_LEAVES]
-    outputs += [_Output(name=entry.name, dtype=entry.dtype, shape=entry.shape, made_of=entry) for entry in kept]
-    files += [entry.file for entry in kept]
+    outputs += [_Output(entry.name, entry.dtype, entry.shape, entry) for entry in kept]
     shards: dict[str, list[_Output]] = {}
-    for file, output in zip(files, outputs, strict=True):
-        shards.setdefault(file, []).append(output)
-    return {file: sorted(shard, key=_width) for file, shard in sorted(shards.items())}
-
-
-def _width(output: _Output) -> float:
-    return -output.num_bytes / max(1, math.prod(output.shape))
+    for output in sorted(outputs, key=lambda output: (output.entry.file, -num_bytes(output.dtype, (8,)))):
+        shards.setdefault(output.entry.file, []).append(output)
+    return shards
 
 
 def _planned_weight(where: str, weight: StoredWeight) -> _Output:
     if weight.form == "plain":
         entry = weight.weight
-        return _Output(name=entry.name, dtype=entry.dtype, shape=entry.shape, made_of=weight)
+        return _Output(entry.name, entry.dtype, entry.shape, entry)
     if weight.form in (*NOT_COMPUTED, "fp8_sliced"):
         raise CheckpointError(
             f"{where}: {weight.module}",
@@ -175,7 +159,6 @@ def _planned_weight(where: str, weight: StoredWeight) -> _Output:
             got=f"{', '.join(sorted(weight.parts))} in {weight.weight.dtype}",
             cure="Run `keepmtp check` on it",
         )
-    shape = weight.shape
     if "weight_g_idx" in weight.parts or "weight_zero_point" in weight.parts:
         raise CheckpointError(
             f"{where}: {weight.module}",
@@ -183,21 +166,15 @@ def _planned_weight(where: str, weight: StoredWeight) -> _Output:
             got=", ".join(sorted(weight.parts)),
             cure="Serve it on a GPU",
         )
-    return _Output(name=HFName(f"{weight.module}.weight"), dtype="BF16", shape=shape, made_of=weight)
+    return _Output(HFName(f"{weight.module}.weight"), "BF16", weight.shape, weight.weight, weight)
 
 
-def _write_shard(source: Source, path: Path, outputs: list[_Output], progress: Progress) -> None:
+def _write_shard(source: Source, path: Path, outputs: list[_Output]) -> None:
     layout = lay_out((output.name, output.dtype, output.shape) for output in outputs)
-    with open(path, "wb", buffering=0) as file:
-        _write(file, memoryview(layout.header))
+    with open(path, "wb") as file:
+        file.write(layout.header)
         for output in outputs:
-            entry = output.made_of if isinstance(output.made_of, Entry) else output.made_of.weight
-            if isinstance(output.made_of, StoredWeight) and output.made_of.form != "plain":
-                _write(file, _dequantized(source, output.made_of))
-            else:
-                for piece in _pieces(source, entry):
-                    _write(file, piece)
-            progress(entry.num_bytes)
+            file.writelines([_dequantized(source, output.stored)] if output.stored else _pieces(source, output.entry))
 
 
 def _pieces(source: Source, entry: Entry) -> Iterator[memoryview]:
@@ -218,12 +195,3 @@ def _dequantized(source: Source, stored: StoredWeight) -> memoryview:
     weight = dequantize(stored.form, parts, shape=stored.shape, block=stored.block)
     assert tuple(weight.shape) == stored.shape, f"{stored.module}: {tuple(weight.shape)}, planned {stored.shape}"
     return weight.contiguous().view(torch.uint8).reshape(-1).numpy().data
-
-
-def _write(file: FileIO, view: memoryview) -> None:
-    while view:
-        view = view[file.write(view) :]
-
-
-def _ignore(_: int) -> None:
-    """For callers that do not watch."""

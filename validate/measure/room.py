@@ -53,45 +53,8 @@ def refuse_full_gpus(source: Source, vllm: VLLM, extra: Sequence[str]) -> None:
     Raises:
         VLLMError: too little memory on the GPUs, or too few of them.
     """
-    if vllm.build == "cuda" and vllm.gpus:
-        _refuse_full_gpus(source, _visible(vllm.gpus), tuple(extra))
-
-
-def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> int:
-    """On how many of this machine's GPUs the weights are split: on as few as hold them, with room for a KV cache.
-
-    1 where the user's own words say how, where nothing is known of the GPUs, and where no number fits.
-    """
-    gpus, named = _visible(vllm.gpus), {word.partition("=")[0].replace("_", "-") for word in extra}
-    if vllm.build != "cuda" or not gpus or not all(gpu.memory_gib for gpu in gpus):
-        return 1
-    if named & {*_SPLITS, *_ELSEWHERE, *_SPLITS_EXPERTS}:
-        return 1
-    share, needed = float(value_of(extra, "--gpu-memory-utilization") or _SHARE), _gib_of(source)
-    for size in (1, *_sizes(source)):
-        if size <= len(gpus) and needed / size <= (1 - _KV_SHARE) * _usable(gpus[:size], share):
-            return size
-    return 1
-
-
-def least_gpus(source: Source, memory_bytes: int) -> int | None:
-    """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16 are too few."""
-    needed, usable = _gib_of(source), (1 - _KV_SHARE) * _SHARE * memory_bytes / 2**30
-    return next((size for size in (1, *_sizes(source)) if needed / size <= usable), None)
-
-
-def value_of(words: Sequence[str], *names: str) -> str:
-    """The value of an option among words, with or without an equals sign; "" if it is not there."""
-    for number, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") in names:
-            return value if equals else next(iter(words[number + 1 : number + 2]), "")
-    return ""
-
-
-def _refuse_full_gpus(source: Source, gpus: Sequence[GPU], extra: tuple[str, ...]) -> None:
-    named = {word.partition("=")[0].replace("_", "-") for word in extra}
-    if named & {*_ELSEWHERE, *_SPLITS_EXPERTS} or not all(gpu.memory_gib for gpu in gpus):
+    gpus = _known_gpus(vllm)
+    if not gpus or _named(extra) & {*_ELSEWHERE, *_SPLITS_EXPERTS}:
         return
     ranks = _number(value_of(extra, "--tensor-parallel-size", "-tp"))
     ranks *= _number(value_of(extra, "--pipeline-parallel-size", "-pp"))
@@ -115,6 +78,36 @@ def _refuse_full_gpus(source: Source, gpus: Sequence[GPU], extra: tuple[str, ...
             got=f"{gpu.free_gib:.0f} GiB free",
             cure=f"End what uses it, or add -- --gpu-memory-utilization {gpu.free_gib / gpu.memory_gib - 0.02:.2f}",
         )
+
+
+def tensor_parallel_size(source: Source, vllm: VLLM, extra: Sequence[str]) -> int:
+    """On how many of this machine's GPUs the weights are split: on as few as hold them, with room for a KV cache.
+
+    1 where the user's own words say how, where nothing is known of the GPUs, and where no number fits.
+    """
+    gpus = _known_gpus(vllm)
+    if _named(extra) & {*_SPLITS, *_ELSEWHERE, *_SPLITS_EXPERTS}:
+        return 1
+    share, needed = float(value_of(extra, "--gpu-memory-utilization") or _SHARE), _gib_of(source)
+    for size in (1, *_sizes(source)):
+        if size <= len(gpus) and needed / size <= (1 - _KV_SHARE) * _usable(gpus[:size], share):
+            return size
+    return 1
+
+
+def least_gpus(source: Source, memory_bytes: int) -> int | None:
+    """On how few GPUs of so much memory the weights fit, with room for a KV cache; None where 16 are too few."""
+    needed, usable = _gib_of(source), (1 - _KV_SHARE) * _SHARE * memory_bytes / 2**30
+    return next((size for size in (1, *_sizes(source)) if needed / size <= usable), None)
+
+
+def value_of(words: Sequence[str], *names: str) -> str:
+    """The value of an option among words, with or without an equals sign; "" if it is not there."""
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            return value if equals else next(iter(words[number + 1 : number + 2]), "")
+    return ""
 
 
 def _gib_of(source: Source) -> float:
@@ -142,12 +135,18 @@ def _what_fits(source: Source, needed: float, usable: float, num_gpus: int) -> s
     return f"Add -- --tensor-parallel-size {size}{where}"
 
 
-def _visible(gpus: Sequence[GPU]) -> Sequence[GPU]:
-    """Those that CUDA_VISIBLE_DEVICES leaves, where it names them by number."""
+def _named(words: Sequence[str]) -> set[str]:
+    """The options among words."""
+    return {word.partition("=")[0].replace("_", "-") for word in words}
+
+
+def _known_gpus(vllm: VLLM) -> Sequence[GPU]:
+    """The GPUs that vLLM would use, if something is known of all: those that CUDA_VISIBLE_DEVICES names by number."""
+    gpus = vllm.gpus if vllm.build == "cuda" else ()
     numbers = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if not all(number.strip().isdigit() and int(number) < len(gpus) for number in numbers):
-        return gpus
-    return [gpus[int(number)] for number in numbers]
+    if all(number.strip().isdigit() and int(number) < len(gpus) for number in numbers):
+        gpus = tuple(gpus[int(number)] for number in numbers)
+    return gpus if all(gpu.memory_gib for gpu in gpus) else ()
 
 
 def _number(word: str) -> int:

@@ -79,15 +79,14 @@ def test_every_weight_is_what_compressed_tensors_reads(made, tmp_path):
 
 def test_the_copy_is_a_checkpoint_without_a_quantization_config(made, tmp_path):
     _, folder, packed = made
-    told = []
-    copy = write_copy(open_source(folder), tmp_path / "copy", told.append)
+    copy = write_copy(open_source(folder), tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     original = json.loads((folder / "config.json").read_text())
     assert config == {key: value for key, value in original.items() if key != "quantization_config"}
     opened = open_source(copy)  # headers, sizes and index agree, or this refuses
     assert all(f"{module}.weight" in opened.entries for module in packed)
     assert (copy / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-    assert sum(told) > 0 and why_no_kernel(opened, CPU) == ""
+    assert why_no_kernel(opened, CPU) == ""
 
 
 def test_why_no_kernel(made):
