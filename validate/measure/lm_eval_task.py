@@ -11,7 +11,7 @@ scored by itself, and the score is their mean.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, cast
@@ -137,12 +137,16 @@ def scores(asked: Questions, answers: Mapping[int, str]) -> tuple[tuple[ScoreFac
     for run in range(asked.protocol.repeats):
         samples = _samples(asked, [(item.sha256, answers[item.number]) for item in asked.items if item.run == run])
         for name, (metric, filter_name) in row.scores.items():
-            right[name] += [_value(sample, metric) for sample in samples if sample["filter"] == filter_name]
-    facts = []
+            for sample in samples:
+                if sample["filter"] == filter_name:  # RULER names its metric by the length of the prompt
+                    right[name].append(float(sample[metric or str(sample["doc"]["max_length"])]))
+    facts, by_filter = [], {}
     for name, values in right.items():
         value, stderr = mean_of_questions(values, num)
         facts.append(ScoreFact(filter=name, value=value, stderr=stderr))
-    return tuple(facts), {name: _plain(values) for name, values in right.items()}
+        # True and False, where no answer is partly right.
+        by_filter[name] = tuple(map(bool, values)) if set(values) <= {0.0, 1.0} else tuple(values)
+    return tuple(facts), by_filter
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -202,17 +206,6 @@ def _samples(asked: Questions, answers: Sequence[tuple[str, str]]) -> list[Mappi
             ),
         )
     return [sample for name in asked.tasks for sample in found["samples"][name]]
-
-
-def _value(sample: Mapping[str, Any], metric: str) -> float:
-    """RULER names its metric by the length of the prompt."""
-    return float(sample[metric or str(sample["doc"]["max_length"])])
-
-
-def _plain(values: Iterable[float]) -> tuple[float, ...]:
-    """True and False, where no answer is partly right."""
-    values = tuple(values)
-    return tuple(map(bool, values)) if set(values) <= {0.0, 1.0} else values
 
 
 # --- lm-eval's model --------------------------------------------------------------------------------------------------

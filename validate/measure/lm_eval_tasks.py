@@ -71,8 +71,9 @@ def open_tasks(protocol: Evaluation) -> tuple[Tasks, list[Row]]:
     """
     row = TASKS[protocol.task]
     if not row.group:
-        config = _config(row, protocol.api)
-        rows = read_rows(protocol, asked=_split(config), shown=config.get("fewshot_split") or _split(config))
+        config = _config(row, _path(row, protocol.api))
+        split = config.get("test_split") or config["validation_split"]
+        rows = read_rows(protocol, asked=split, shown=config.get("fewshot_split") or split)
         tasks = {protocol.task: _task(protocol, config, rows)}
         return tasks, list(rows.asked[: protocol.limit])
     rows = read_rows(protocol, asked="test", shown="validation" if row.max_shots is None else "test")
@@ -122,50 +123,37 @@ def _refuse_without_punkt(name: str) -> None:
 # --- lm-eval's files --------------------------------------------------------------------------------------------------
 
 
-def _config(row: TaskRow, api: str, group: str = "") -> dict[str, Any]:
+def _config(row: TaskRow, path: Path) -> dict[str, Any]:
     """A task's file, with the functions that it names."""
-    path = _path(row, api, group)
     if row.has_own_lengths:
-        return _without_generator(load_yaml(path, resolve_func=False))
+        # RULER's: the functions that score, without the one that makes rows and imports what that needs.
+        config = load_yaml(path, resolve_func=False)
+        for metric in config["metric_list"]:
+            metric["aggregation"] = _import_fun_from_str(metric["aggregation"])
+        return config | {"process_results": _import_fun_from_str(config["process_results"])}
     if row.runs_code:
         with mock.patch.object(evaluate, "load", model_code.load):  # which its module does as it is imported
             return load_yaml(path)
-    config = load_yaml(path)
     if "langdetect" in row.packages:
         from langdetect import DetectorFactory
 
         DetectorFactory.seed = 0
-    return config
+    return load_yaml(path)
 
 
-def _path(row: TaskRow, api: str, group: str) -> Path:
+def _path(row: TaskRow, api: str, group: str = "") -> Path:
     return Path(lm_eval.tasks.__path__[0]) / f"{row.lm_eval_file(api, group)}.yaml"
 
 
-def _without_generator(config: dict[str, Any]) -> dict[str, Any]:
-    """RULER's file: the functions that score, without the one that makes rows and imports what that needs."""
-    lengths = [
-        metric | {"aggregation": _import_fun_from_str(metric["aggregation"])} for metric in config["metric_list"]
-    ]
-    return config | {"metric_list": lengths, "process_results": _import_fun_from_str(config["process_results"])}
-
-
 def _sub_config(protocol: Evaluation, group: str) -> dict[str, Any]:
-    row, name = TASKS[protocol.task], _file_word(group)
-    if not name.isidentifier() or not _path(row, protocol.api, name).is_file():
+    """A sub-task's file: mmlu_pro's "computer science" is in ..._computer_science.yaml, RULER's ruler_vt in vt.yaml."""
+    row, name = TASKS[protocol.task], group.replace(" ", "_").removeprefix("ruler_")
+    path = _path(row, protocol.api, name)
+    if not name.isidentifier() or not path.is_file():
         where = f"evaluation.dataset {protocol.dataset_name}"
         rule = f"{row.group} must be a sub-task of lm-eval's {protocol.task}"
         raise RecipeError(where, rule, got=repr(group), cure="Mend the row, or name another dataset")
-    return _config(row, protocol.api, name)
-
-
-def _file_word(group: str) -> str:
-    """mmlu_pro's "computer science" is in ..._computer_science.yaml, RULER's ruler_vt in vt.yaml."""
-    return group.replace(" ", "_").removeprefix("ruler_")
-
-
-def _split(config: Mapping[str, Any]) -> str:
-    return config.get("test_split") or config["validation_split"]
+    return _config(row, path)
 
 
 # --- rows into tasks --------------------------------------------------------------------------------------------------
@@ -188,9 +176,11 @@ def _groups(protocol: Evaluation, rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def _task(protocol: Evaluation, config: dict[str, Any], rows: Rows) -> ConfigurableTask:
     """lm-eval's own task with nothing replaced but where its rows come from, and the number of shots."""
-    asked = _dataset(protocol, rows.asked)
+    process = config.get("process_docs")
+    asked = _dataset(protocol, rows.asked, process)
     # It leaves a question out of its own shots only where both are of one split.
-    splits = {"asked": asked, "shown": asked if rows.is_shared or not rows.shown else _dataset(protocol, rows.shown)}
+    is_one = rows.is_shared or not rows.shown
+    splits = {"asked": asked, "shown": asked if is_one else _dataset(protocol, rows.shown, process)}
     has_rows_for_shots = TASKS[protocol.task].max_shots is None
     config = {key: value for key, value in config.items() if key not in ("tag", "group")}
     task = ConfigurableTask(
@@ -203,41 +193,29 @@ def _task(protocol: Evaluation, config: dict[str, Any], rows: Rows) -> Configura
             "fewshot_split": ("asked" if rows.is_shared else "shown") if has_rows_for_shots else None,
             "num_fewshot": protocol.shots,
             "repeats": 1,
-            "process_docs": _once(config.get("process_docs"), protocol.seed),
+            "process_docs": None,
         }
     )
     task.set_fewshot_seed(protocol.seed)
     return task
 
 
-def _dataset(protocol: Evaluation, rows: Sequence[Row]) -> Dataset:
+def _dataset(protocol: Evaluation, rows: Sequence[Row], process: Callable[[Dataset], Dataset] | None) -> Dataset:
+    """Rows as the task makes them. lm-eval would do so each time that it reads them, and GPQA's choices are drawn."""
     try:
-        return Dataset.from_list([dict(row) for row in rows])
+        found = Dataset.from_list([dict(row) for row in rows])
     except (pyarrow.ArrowException, OverflowError) as error:
         where = f"evaluation.dataset {protocol.dataset_name}"
-        cure = "Mend the rows, or name another dataset"
-        raise RecipeError(
-            where,
+        rule, cure = (
             "each field must have one type in all rows, and numbers of 64 bits",
-            got=str(error).rstrip("."),
-            cure=cure,
-        ) from error
-
-
-def _once(process: Callable[[Dataset], Dataset] | None, seed: int) -> Callable[[Dataset], Dataset] | None:
-    """lm-eval processes the rows anew each time that it reads them, and GPQA's puts the choices in a drawn order."""
+            "Mend the rows, or name another",
+        )
+        raise RecipeError(where, rule, got=str(error).rstrip("."), cure=f"{cure} dataset") from error
     if process is None:
-        return None
-    kept: dict[int, tuple[Dataset, Dataset]] = {}
-
-    def processed(rows: Dataset) -> Dataset:
-        if id(rows) not in kept:
-            state = random.getstate()
-            random.seed(seed)
-            try:
-                kept[id(rows)] = rows, process(rows)
-            finally:
-                random.setstate(state)
-        return kept[id(rows)][1]
-
-    return processed
+        return found
+    state = random.getstate()
+    random.seed(protocol.seed)
+    try:
+        return process(found)
+    finally:
+        random.setstate(state)
