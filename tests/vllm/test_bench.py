@@ -175,8 +175,11 @@ def test_a_server_that_falls_silent_is_not_waited_for(monkeypatch, tmp_path):
     """It is there, and it never answers."""
     monkeypatch.setenv("VLLM_PYTHON", str(stub_vllm(tmp_path, real=VLLM_PYTHON, answer=600)))
     vllm, log = find_vllm(), tmp_path / "server.log"
-    how = {"number": 0, "form": "completions", "concurrency": 1, "output_tokens": 8}
-    with serving(vllm, GLM, k=0, log=log) as server, benchmarking(vllm, server, tmp_path / "client.log") as client:
+    how = {"number": 0, "concurrency": 1, "output_tokens": 8}
+    with (
+        serving(vllm, GLM, k=0, log=log) as server,
+        benchmarking(vllm, server, "completions", tmp_path / "client.log") as client,
+    ):
         impatient = replace(client, silent_seconds=2.0)
         with pytest.raises(ServerFailed, match=r"vllm serve: must come up and answer; got no token for \d s"):
             impatient.measure([Request(messages=None, text="1 + 1?")], **how)

@@ -18,7 +18,7 @@ from pathlib import Path
 from ...checkpoints.files import held
 from ...checkpoints.source import Source
 from ...recipes.errors import RecipeError
-from ..facts.benched import BenchCell, Benched, BenchFact, RequestForm, words_of
+from ..facts.benched import BenchCell, Benched, BenchFact, Repetition, RequestForm, words_of
 from ..facts.served import AsServed, Role
 from .bench_client import Client, RequestsFailed, benchmarking
 from .bench_lines import BenchHeader, Lines, MatrixPlace, Measured, open_lines
@@ -253,60 +253,48 @@ class _Matrix:
                 extra=self.setup.extra,
                 watch=lambda words: self._tell(f"k={k}: {words}"),
             ) as server,
-            benchmarking(self.setup.vllm, server, self.setup.log(f"{name}.client")) as client,
+            benchmarking(self.setup.vllm, server, self.form, self.setup.log(f"{name}.client")) as client,
         ):
             for load in dict.fromkeys(place[1:3] for place in places):
                 self._warm_up(client, k, load)
             for place in places:
-                self._measure(client, place)
+                if (k, place[1:3]) not in self.failed:
+                    self._measure(client, place)
 
     def _warm_up(self, client: Client, k: int, load: Load) -> None:
         """As many requests as are in flight, short; they are not counted."""
         if load not in self.asked:
             items = taken(self.plan.prompts, self.plan.num_requests(load), self.plan.seed)
             self.asked[load] = requests(items, form=self.form, context=load[1], server=client.server)
-        try:
-            client.measure(
-                self.asked[load][: load[0]],
-                number=0,
-                form=self.form,
-                concurrency=load[0],
-                output_tokens=min(WARM_UP_TOKENS, self.plan.output_tokens),
-                watch=lambda _: self._tell(f"k={k}, {words_of(load)}: warming up"),
-            )
-        except RequestsFailed as failure:
-            self.failed[k, load] = failure.words
+        most, label = min(WARM_UP_TOKENS, self.plan.output_tokens), f"k={k}, {words_of(load)}: warming up"
+        self._repetition(client, (k, *load, 0), self.asked[load][: load[0]], most, label)
 
     def _measure(self, client: Client, place: MatrixPlace) -> None:
-        k, load, number = place[0], place[1:3], place[3]
-        if (k, load) in self.failed:
-            return
+        k, concurrency, context, number = place
+        load = concurrency, context
         label = f"k={k}, {words_of(load)}, repetition {number + 1} of {self.plan.repeat * self.plan.rounds}"
         self._tell(label)
+        found = self._repetition(client, place, self.asked[load], self.plan.output_tokens, label)
+        if found is not None:
+            as_served, reason = self.served
+            line = Measured(
+                k=k, concurrency=concurrency, context=context, as_served=as_served, reason=reason, repetition=found
+            )
+            self.lines.add(line)
+            self._tell(label)
+
+    def _repetition(
+        self, client: Client, place: MatrixPlace, sent: Sequence[Request], most: int, label: str
+    ) -> Repetition | None:
+        """None where a request failed: the cell then has no figure, and is not measured again by this run."""
+        k, concurrency, context, number = place
         try:
-            repetition = client.measure(
-                self.asked[load],
-                number=number,
-                form=self.form,
-                concurrency=load[0],
-                output_tokens=self.plan.output_tokens,
-                watch=lambda _: self._tell(label),
+            return client.measure(
+                sent, number=number, concurrency=concurrency, output_tokens=most, watch=lambda _: self._tell(label)
             )
         except RequestsFailed as failure:
-            self.failed[k, load] = failure.words
-            return
-        as_served, reason = self.served
-        self.lines.add(
-            Measured(
-                k=k,
-                concurrency=load[0],
-                context=load[1],
-                as_served=as_served,
-                reason=reason,
-                repetition=repetition,
-            )
-        )
-        self._tell(label)
+            self.failed[k, (concurrency, context)] = failure.words
+            return None
 
     def _tell(self, words: str) -> None:
         there = len(self._there())

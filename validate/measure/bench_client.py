@@ -18,7 +18,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...recipes.errors import GateError
 from ..facts.benched import Latency, Repetition, RequestForm
 from ..facts.child import Child
 from ..facts.served import counters
@@ -33,15 +32,12 @@ _ANSWER_SECONDS = 600.0
 _MAX_WORDS = 300
 
 
-class RequestsFailed(GateError):
-    """A measurement in which not every request was answered; it has no figures."""
+class RequestsFailed(Exception):
+    """Not every request of a measurement was answered: it has no figures, and `words` say why."""
 
-    def __init__(self, failed: int, asked: int, words: str, log: Path):
-        got = f"{failed} failed: {words[:_MAX_WORDS]}"
-        super().__init__(
-            "vllm bench serve", f"must get an answer to each of {asked} requests", got=got, cure=f"Read {log}"
-        )
+    def __init__(self, failed: int, asked: int, words: str):
         self.words = f"{failed} of {asked} requests failed: {words[:_MAX_WORDS]}"
+        super().__init__(self.words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +46,14 @@ class Client:
 
     Attributes:
         server: what it asks.
+        form: how requests are sent.
         process: it reads a line for each measurement, and answers with one.
         log: everything that vLLM's benchmark prints.
         silent_seconds: how long the server may read and write no token before it counts as dead.
     """
 
     server: Server
+    form: RequestForm
     process: subprocess.Popen[Any]
     log: Path
     silent_seconds: float = 1800.0
@@ -65,10 +63,9 @@ class Client:
         requests: Sequence[Request],
         *,
         number: int,
-        form: RequestForm,
         concurrency: int,
         output_tokens: int,
-        watch: Watch | None = None,
+        watch: Watch = lambda _: None,
     ) -> Repetition:
         """Send all requests, so many at once, greedily, each answer up to its own end or the limit.
 
@@ -77,7 +74,7 @@ class Client:
             ServerFailed: the server died or fell silent, or the benchmark itself died.
         """
         before, began = self.server.drafts(), datetime.now(UTC)
-        address, (backend, endpoint) = str(self.server.client.base_url), _ENDPOINTS[form]
+        address, (backend, endpoint) = str(self.server.client.base_url), _ENDPOINTS[self.form]
         asked = {
             "requests": [request.as_json() for request in requests],
             "output_tokens": output_tokens,
@@ -97,7 +94,7 @@ class Client:
             words = next(filter(None, found["errors"]), "no reason given").strip().splitlines()[-1]
             if words in _REFUSED:
                 words = self.why_refused(requests, output_tokens) or words
-            raise RequestsFailed(failed, len(requests), words, self.log)
+            raise RequestsFailed(failed, len(requests), words)
         return Repetition(
             number=number,
             at=began.strftime(TIME),
@@ -122,7 +119,7 @@ class Client:
             return failure.words
         return ""
 
-    def _run(self, asked: dict[str, Any], watch: Watch | None) -> dict[str, Any]:
+    def _run(self, asked: dict[str, Any], watch: Watch) -> dict[str, Any]:
         pipe = self.process.stdout
         assert self.process.stdin and pipe
         try:
@@ -140,8 +137,7 @@ class Client:
                 if now == tokens and silent > self.silent_seconds:
                     raise ServerFailed(f"no token for {silent:.0f} s", self.server.log)
                 tokens, since = now, since if now == tokens else time.monotonic()
-            if watch is not None:
-                watch("measuring")
+            watch("measuring")
         line = pipe.readline()
         if not line:
             raise ServerFailed(last_error(self.log, self.process.wait()), self.log, asked="vllm bench serve")
@@ -149,12 +145,13 @@ class Client:
 
 
 @contextmanager
-def benchmarking(vllm: VLLM, server: Server, log: Path) -> Iterator[Client]:
+def benchmarking(vllm: VLLM, server: Server, form: RequestForm, log: Path) -> Iterator[Client]:
     """The benchmark process of a server, for as long as the context lasts.
 
     Args:
         vllm: where vLLM lives.
         server: healthy.
+        form: how requests are sent.
         log: file for everything that is printed, overwritten.
     """
     variables = {**server.environment, "NO_PROXY": "*", "no_proxy": "*"}
@@ -162,7 +159,7 @@ def benchmarking(vllm: VLLM, server: Server, log: Path) -> Iterator[Client]:
     with open(log, "wb") as file:
         words = [vllm.python, PLUGIN / "keepmtp_bench.py"]
         with Child(words, environment=variables, stderr=file, **pipes) as child:
-            yield Client(server=server, process=child.process, log=log)
+            yield Client(server=server, form=form, process=child.process, log=log)
 
 
 def _latency(found: dict[str, Any], name: str) -> Latency:

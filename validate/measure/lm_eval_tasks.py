@@ -206,11 +206,9 @@ def _dataset(protocol: Evaluation, rows: Sequence[Row], process: Callable[[Datas
         found = Dataset.from_list([dict(row) for row in rows])
     except (pyarrow.ArrowException, OverflowError) as error:
         where = f"evaluation.dataset {protocol.dataset_name}"
-        rule, cure = (
-            "each field must have one type in all rows, and numbers of 64 bits",
-            "Mend the rows, or name another",
-        )
-        raise RecipeError(where, rule, got=str(error).rstrip("."), cure=f"{cure} dataset") from error
+        rule = "each field must have one type in all rows, and numbers of 64 bits"
+        cure = "Mend the rows, or name another dataset"
+        raise RecipeError(where, rule, got=str(error).rstrip("."), cure=cure) from error
     if process is None:
         return found
     state = random.getstate()
