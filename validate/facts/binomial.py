@@ -80,7 +80,7 @@ def student(confidence: float, freedom: int) -> float:
 
 @cache
 def _special() -> Any:
-    """scipy's functions behind its distributions: `scipy.stats` itself takes a second to import.
+    """scipy's functions that its distributions use: `scipy.stats` itself takes a second to import.
 
     Raises:
         RecipeError: scipy is not installed.

@@ -4,7 +4,7 @@ In: lines of JSON, {"requests": [{"messages": [...]} or {"text": ...}, ...], "ou
 `asked` are further parameters of vLLM's `benchmark`. Out: for each a line of JSON on standard output, what it found.
 Everything that vLLM prints goes to standard error.
 
-Easy to get wrong: the benchmark is the one behind `vllm bench serve` (vllm/benchmarks/serve.py of 0.32), as it is. That
+Easy to get wrong: the benchmark is that of `vllm bench serve` (vllm/benchmarks/serve.py of 0.32), as it is. That
 command takes requests from a dataset of its own, which needs pandas and knows no conversation; ours are handed to the
 function that it calls. The tokenizer counts tokens where a server does not; ours always does, so it is never asked.
 """
