@@ -129,6 +129,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Glm4MoeConfig
 from keepmtp.quantize.calibrate.model.experts import linear_experts
 from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 config = Glm4MoeConfig(num_hidden_layers=1, first_k_dense_replace=0, hidden_size=64, moe_intermediate_size=32,
                        n_routed_experts=int(sys.argv[1]), num_attention_heads=4, num_key_value_heads=2, head_dim=16,
                        vocab_size=512, attn_implementation="eager")
@@ -144,7 +145,7 @@ def ours(batches):
         parameter.data.normal_(0, 0.02)
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear and "layers" in name]
     started = time.process_time()
-    calibrate(model, batches, schemes=dict.fromkeys(names, "NVFP4"), algorithm="minmax")
+    calibrate(model, batches, LayerWork(schemes=dict.fromkeys(names, "NVFP4"), algorithm="minmax"))
     return time.process_time() - started
 def peer(batches):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()

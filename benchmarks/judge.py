@@ -32,6 +32,7 @@ from keepmtp.checkpoints.values import read_tensor
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers.backbone import Backbone
 from keepmtp.quantize.calibrate.layers.caches import serve_cache
+from keepmtp.quantize.calibrate.layers.forwards import serving
 from keepmtp.quantize.calibrate.model.binding import Binding
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton
 from keepmtp.quantize.calibrate.model.states import States
@@ -127,15 +128,13 @@ class Judge:
             data=self._data,
             ranks=ranks,
             states=States(folder / "states", ranks),
-            coverage={},
-            few_tokens=(),
         )
         skeleton = run.skeleton
         for index in range(len(skeleton)):
             binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
-            with run.states.writing(index + 1) as outputs, skeleton.layer(index) as layer:
+            with run.states.writing(index + 1) as outputs, skeleton.layer(index):
                 weights.put(skeleton.model, binding, path)
-                run.serve_layer(index, layer, outputs)
+                run.run("source", index, outputs, serving(skeleton.model))
         return run
 
     def _reading(self, run: Backbone, source: Source) -> Reading:

@@ -12,7 +12,6 @@ from ..plan.tensor_plan import TensorPlan
 from .model.binding import Names, bind
 from .model.experts import linear_experts
 from .model.skeleton import decoder_layers, on_meta
-from .mtp.mtp_pass import cannot_run
 
 
 def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
@@ -29,11 +28,6 @@ def backbone_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
     except (RecipeError, CheckpointError) as error:
         return error
     return None
-
-
-def mtp_refusal(plan: Plan) -> RecipeError | CheckpointError | None:
-    """Why the MTP block can be neither calibrated nor measured; None if it can."""
-    return cannot_run(plan)
 
 
 def _a_layer_of_each_kind(plan: Plan) -> dict[int, list[TensorPlan]]:

@@ -23,7 +23,7 @@ from ..plan.plan import Plan
 from ..run.progress import ProgressCallback
 from ..run.ranks import Ranks
 from ..run.statistics import Statistics, refuse_statistics
-from .data.batch_size import num_in_batch, with_batch_size
+from .data.batch_size import with_batch_size
 from .data.claim import fingerprint, refuse_shrunk_dataset
 from .data.data import CalibrationData, calibration_data
 from .layers.backbone import Backbone, calibrate_backbone
@@ -68,8 +68,6 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
         CheckpointError: the model computes NaN, or parts of it are never called.
         GateError: `mtp: auto` finds nothing good enough.
     """
-    calibration = plan.recipe.calibration
-    assert calibration is not None, f"{plan.recipe.name}: nothing says what to calibrate on"
     refuse_untrusted_code(plan)
     refuse_mtp(plan)
     # Read once for all: the other ranks need neither the dataset nor its host.
@@ -93,7 +91,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
     summary = {
         "data": dict(data.provenance),
         "processes": ranks.size,
-        "batch_size": num_in_batch(settled),
+        "batch_size": settled.calibration.num_in_batch,
         "coverage": _coverage(backbone),
         "min_acceptance": plan.recipe.mtp_auto.min_acceptance if plan.recipe.mtp_auto else None,
         "confidence": plan.recipe.gates.confidence if plan.recipe.mtp_auto else None,
@@ -101,7 +99,7 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
         **({"search": found.fact.model_dump(mode="json")} if found else {}),
     }
     # The record holds the recipe as it was written, and the number that was chosen is in the summary.
-    recipe = mtp.plan.recipe.model_copy(update={"calibration": calibration})
+    recipe = mtp.plan.recipe.model_copy(update={"calibration": plan.calibration})
     return CalibrationRun(
         plan=replace(mtp.plan, recipe=recipe),
         statistics=statistics,
@@ -113,13 +111,11 @@ def calibrate(plan: Plan, folder: Path, *, ranks: Ranks, progress: ProgressCallb
 
 
 def _data(plan: Plan, folder: Path, device: torch.device) -> CalibrationData:
-    calibration = plan.recipe.calibration
-    assert calibration is not None
     try:
-        data = calibration_data(calibration, plan.source)
+        data = calibration_data(plan.calibration, plan.source)
     except RecipeError as error:
         raise refuse_shrunk_dataset(error, folder) from error
-    return with_own_text(plan, data, folder, device=device) if calibration.held_out_by == "model" else data
+    return with_own_text(plan, data, folder, device=device) if plan.calibration.held_out_by == "model" else data
 
 
 def _refuse_held_out(plan: Plan, data: CalibrationData) -> None:
@@ -141,10 +137,11 @@ def _refuse_held_out(plan: Plan, data: CalibrationData) -> None:
 
 def _coverage(backbone: Backbone) -> dict[str, Any]:
     """How many tokens the modules saw; of routed experts, how many the router sent them."""
-    fewest = sorted(backbone.coverage.items(), key=lambda each: each[1])
+    fewest = sorted(backbone.coverage().items(), key=lambda each: each[1])
+    few_tokens = backbone.few_tokens()
     return {
         "modules": len(fewest),
         "never_routed": [module for module, tokens in fewest if tokens == 0],
         "fewest_tokens": {"module": fewest[0][0], "tokens": fewest[0][1]} if fewest else None,
-        **({"few_tokens": list(backbone.few_tokens)} if backbone.few_tokens else {}),
+        **({"few_tokens": few_tokens} if few_tokens else {}),
     }

@@ -22,7 +22,7 @@ from ...recipes.errors import CheckpointError, RecipeError
 from ...recipes.families import find_family
 from ...recipes.family import Family, HFName, Part, VLLMName
 from ...recipes.family_view import FamilyView
-from ...recipes.schema import AUTO, TUNED, MtpTuned, Recipe
+from ...recipes.schema import AUTO, TUNED, Calibration, MtpTuned, Recipe
 from ...recipes.schemes import RESCALING, REWRITES, SCHEMES, SEARCHES, num_bytes
 from .decide import Given, Patterns, added_aliases, decide_other, decide_weight, matching_limit
 from .kv_cache import with_cache_scales
@@ -145,6 +145,12 @@ class Plan:
     def needs_batches(self) -> bool:
         """Whether text is run: for a scheme, for an algorithm, or to measure what `auto` or `tuned` decide."""
         return bool(self.needs_calibration) or self.recipe.measures_mtp or self.recipe.is_searched
+
+    @property
+    def calibration(self) -> Calibration:
+        """The recipe's block of a plan that is calibrated."""
+        assert self.recipe.calibration is not None, f"{self.recipe.name}: nothing says what to calibrate on"
+        return self.recipe.calibration
 
     @property
     def may_calibrate_mtp(self) -> bool:

@@ -57,8 +57,11 @@ def place_of_process() -> ProcessPlace:
     )
 
 
-def refuse_idle_processes(calibration: "Calibration", size: int, where: str) -> None:
+def refuse_processes(calibration: "Calibration", size: int, where: str) -> None:
     """Refuse more processes than there are sequences, or than the algorithm can use: one would have nothing to do.
+
+    Source of what modelopt shares: nvidia-modelopt 0.47.0 local_hessian_calibrate ("Treat local_hessian as single-rank
+    for now").
 
     Raises:
         RecipeError: says how many there may be.
@@ -68,29 +71,12 @@ def refuse_idle_processes(calibration: "Calibration", size: int, where: str) -> 
         cure = "Start one process, or use gptq: auto-round's own processes each keep what was best on their own text"
         raise RecipeError(where, rule, got=str(size), cure=cure)
     if calibration.samples < size:
-        raise RecipeError(
-            where,
-            "every process must have a sequence of calibration text",
-            got=f"{calibration.samples} samples for {size} processes",
-            cure="Raise calibration.samples, or start fewer processes",
-        )
-
-
-def refuse_unsummed_hessians(calibration: "Calibration", size: int, where: str) -> None:
-    """Refuse several processes where modelopt would choose scales by the tokens of one of them.
-
-    Source: nvidia-modelopt 0.47.0 local_hessian_calibrate ("Treat local_hessian as single-rank for now").
-
-    Raises:
-        RecipeError: names a sweep that several processes may share.
-    """
+        rule, got = "every process must have a sequence of calibration text", calibration.samples
+        cure = "Raise calibration.samples, or start fewer processes"
+        raise RecipeError(where, rule, got=f"{got} samples for {size} processes", cure=cure)
     if calibration.algorithm == "local-hessian" and size > 1:
-        raise RecipeError(
-            where,
-            "local-hessian must run in one process, since modelopt sums its Hessians over none",
-            got=f"{size} processes",
-            cure="Start one, or set calibration.algorithm: mse",
-        )
+        rule = "local-hessian must run in one process, since modelopt sums its Hessians over none"
+        raise RecipeError(where, rule, got=f"{size} processes", cure="Start one, or set calibration.algorithm: mse")
 
 
 def _number(name: str, default: int) -> int:

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,11 +84,7 @@ class Ranks:
 
     def least(self, value: int) -> int:
         """The smallest of the ranks' values."""
-        if self.size == 1:
-            return value
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return min(values)
+        return min(gathered(value))
 
     def of_first(self, find: Callable[[], _T]) -> _T:
         """What the first rank finds, given to all; what it refuses, all refuse."""
@@ -131,6 +126,15 @@ class Ranks:
 def has_others() -> bool:
     """Whether this process is one of several that have joined."""
     return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def gathered(value: _T) -> list[_T]:
+    """What each rank gives, in their order; all of them call this."""
+    if not has_others():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager
@@ -195,9 +199,7 @@ def _refuse_shared_gpu(ranks: Ranks, place: ProcessPlace) -> None:
     if ranks.device.type != "cuda":
         return
     own = f"{socket.gethostname()}: GPU {torch.cuda.get_device_properties(ranks.device).uuid}"
-    every: list[str] = [""] * ranks.size
-    dist.all_gather_object(every, own)
-    if (count := Counter(every)[own]) > 1:
+    if (count := gathered(own).count(own)) > 1:
         raise _without_gpu(str(ranks), f"{count} processes on {own}, started by {place.launcher}")
 
 

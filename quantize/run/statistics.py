@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -68,17 +68,10 @@ class Statistics:
         for path in sorted(folder.glob("*.safetensors")):
             header = _read(path)
             if fingerprint is not None and header.metadata.get("fingerprint") != fingerprint:
-                raise CheckpointError(
-                    path,
-                    "must come from this recipe, source and dataset",
-                    got="statistics of another run",
-                    cure=_cure(path),
-                )
+                raise _refusal(path, "must come from this recipe, source and dataset", "statistics of another run")
             for name, entry in header.entries.items():
                 if name in entries:
-                    raise CheckpointError(
-                        path, f"{name} must be in one file only", got=f"also in {entries[name].file}", cure=_cure(path)
-                    )
+                    raise _refusal(path, f"{name} must be in one file only", f"also in {entries[name].file}")
                 entries[name] = entry
             sums |= json.loads(header.metadata.get(_SUMS, "{}"))
         return cls(folder=folder, entries=entries, sums=sums)
@@ -111,8 +104,7 @@ class Statistics:
         raw, path = torch.empty(entry.num_bytes, dtype=torch.uint8), self.folder / entry.file
         fill(raw.numpy().data, file, entry, where=path, cure=_cure(path))
         if entry.name in self.sums and self.sums[entry.name] != _sum(raw):
-            rule = f"{entry.name} must have the bytes that calibration wrote"
-            raise CheckpointError(path, rule, got="others", cure=_cure(path))
+            raise _refusal(path, f"{entry.name} must have the bytes that calibration wrote", "others")
         return typed(raw, entry.dtype, entry.shape)
 
 
@@ -192,24 +184,15 @@ def refuse_statistics(plan: Plan, statistics: Statistics | None) -> None:
     for unit in plan.units:
         changeable = [tensor for tensor in unit if tensor.calibrated or tensor.may_change or tensor.tuned]
         if changeable:
-            allowed |= _of_unit(tuple(changeable), statistics)
-    for name in statistics:
+            allowed |= _of_unit(changeable, statistics)
+    for name, entry in statistics.entries.items():
+        path = statistics.folder / entry.file
         if name not in allowed:
-            raise CheckpointError(
-                statistics.folder / statistics.entries[name].file,
-                "every tensor must be one that the plan takes from calibration",
-                got=name,
-                cure=_cure(statistics.folder / statistics.entries[name].file),
-            )
-    for name, output in allowed.items():
-        entry = statistics.entries.get(name)
-        if entry is not None and (entry.dtype, entry.shape) != (output.dtype, output.shape):
-            raise CheckpointError(
-                statistics.folder / entry.file,
-                f"{name} must be {output.dtype}{list(output.shape)}",
-                got=f"{entry.dtype}{list(entry.shape)}",
-                cure=_cure(statistics.folder / entry.file),
-            )
+            raise _refusal(path, "every tensor must be one that the plan takes from calibration", name)
+        wanted = allowed[name]
+        if (entry.dtype, entry.shape) != (wanted.dtype, wanted.shape):
+            rule = f"{name} must be {wanted.dtype}{list(wanted.shape)}"
+            raise _refusal(path, rule, f"{entry.dtype}{list(entry.shape)}")
     _refuse_scales(plan, statistics)
 
 
@@ -219,61 +202,40 @@ def _refuse_scales(plan: Plan, statistics: Statistics) -> None:
     scales = {name: value.item() for name, value in statistics.read_all(names)}
     for name, value in scales.items():
         if not 0 < value < math.inf:
-            raise CheckpointError(
-                statistics.folder / statistics.entries[name].file,
-                f"{name} must be a positive number",
-                got=value,
-                cure="The activations or weights of this module are not finite: choose a data-free scheme for it",
-            )
+            path = statistics.folder / statistics.entries[name].file
+            cure = "The activations or weights of this module are not finite: choose a data-free scheme for it"
+            raise CheckpointError(path, f"{name} must be a positive number", got=value, cure=cure)
     for unit in plan.units:
-        if unit[0].scheme and SCHEMES[unit[0].scheme].shares_global_scale:
-            names = [output.name for tensor in unit for output in tensor.outputs if output.name in scales]
-            file_of = {name: statistics.entries[name].file for name in names}
-            _refuse_unequal(names, scales, statistics.folder, file_of)
-
-
-def _refuse_unequal(
-    names: Iterable[HFName], scales: Mapping[HFName, float], folder: Path, file_of: Mapping[HFName, str]
-) -> None:
-    """Scales of one unit must be equal within each fused group."""
-    first: dict[tuple[str, str], HFName] = {}
-    for name in names:
-        # Members of a fused group have one parent; a stacked unit holds one group an expert.
-        group = name.rpartition(".")[0].rpartition(".")[0], _leaf(name)
-        other = first.setdefault(group, name)
-        if scales[other] != scales[name]:
-            raise CheckpointError(
-                folder,
-                f"{other} and {name} must be equal: vLLM fuses their modules",
-                got=f"{scales[other]} and {scales[name]}",
-                cure=_cure(folder / file_of[name]),
-            )
+        if not unit[0].scheme or not SCHEMES[unit[0].scheme].shares_global_scale:
+            continue
+        first: dict[tuple[str, str], HFName] = {}
+        for name in (output.name for tensor in unit for output in tensor.outputs if output.name in scales):
+            # Members of a fused group have one parent; a stacked unit holds one group an expert.
+            other = first.setdefault((name.rpartition(".")[0].rpartition(".")[0], _leaf(name)), name)
+            if scales[other] != scales[name]:
+                raise CheckpointError(
+                    statistics.folder,
+                    f"{other} and {name} must be equal: vLLM fuses their modules",
+                    got=f"{scales[other]} and {scales[name]}",
+                    cure=_cure(statistics.folder / statistics.entries[name].file),
+                )
 
 
 def _leaf(name: HFName) -> str:
     return name.rpartition(".")[2]
 
 
-def _of_unit(unit: tuple[TensorPlan, ...], statistics: Statistics) -> dict[HFName, Output]:
+def _of_unit(unit: Sequence[TensorPlan], statistics: Statistics) -> dict[HFName, Output]:
     """What one unit may take from the statistics, once what it must take is found there."""
-    required: set[HFName] = set()
-    optional: set[HFName] = set()
-    for tensor in unit:
-        required |= {output.name for output in tensor.calibrated_outputs}
-        if tensor.may_change:
-            optional |= {output.name for output in tensor.outputs}
+    given = {output.name: output for tensor in unit for output in (*tensor.outputs, *tensor.importances)}
+    required = {output.name for tensor in unit for output in (*tensor.calibrated_outputs, *tensor.importances)}
+    optional = {output.name for tensor in unit if tensor.may_change for output in tensor.outputs}
     if any(name in statistics for name in optional - required):  # modules that share a global scale change together
         required |= optional
-    given = {output.name: output for tensor in unit for output in (*tensor.outputs, *tensor.importances)}
-    required |= {output.name for tensor in unit for output in tensor.importances}
     for name in sorted(required):
         if name not in statistics:
-            raise CheckpointError(
-                statistics.folder,
-                f"calibration must give {name}",
-                got="no such tensor",
-                cure=_cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-")),
-            )
+            cure = _cure(statistics.folder / ("mtp-" if unit[0].part == "mtp" else "layer-"))
+            raise CheckpointError(statistics.folder, f"calibration must give {name}", got="no such tensor", cure=cure)
     return {name: output for name, output in given.items() if name in required}
 
 
@@ -283,6 +245,10 @@ def _read(path: Path) -> FileHeader:
     except CheckpointError as error:
         # The same finding as for a source, with another cure: this file can be made again.
         raise error.with_cure(_cure(path)) from error
+
+
+def _refusal(path: Path, rule: str, got: str) -> CheckpointError:
+    return CheckpointError(path, rule, got=got, cure=_cure(path))
 
 
 def _cure(path: Path) -> str:

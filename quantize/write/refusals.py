@@ -13,7 +13,7 @@ from ...recipes.extras import require_extra
 from ...recipes.find import data_free_alternative
 from ..plan.own_code import refuse_no_draft, refuse_untrusted_code
 from ..plan.plan import Plan
-from ..run.processes import place_of_process, refuse_idle_processes, refuse_unsummed_hessians
+from ..run.processes import place_of_process, refuse_processes
 from .output import is_finished, refuse_output
 
 
@@ -31,9 +31,7 @@ def refuse(plan: Plan, out: Path) -> None:
     refuse_no_draft(plan)
     refuse_missing_extra(plan)
     if plan.recipe.calibration is not None and plan.needs_batches:
-        size = place_of_process().size
-        refuse_idle_processes(plan.recipe.calibration, size, plan.recipe.name)
-        refuse_unsummed_hessians(plan.recipe.calibration, size, plan.recipe.name)
+        refuse_processes(plan.recipe.calibration, place_of_process().size, plan.recipe.name)
 
 
 def refuse_missing_extra(plan: Plan) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from keepmtp.quantize.calibrate.layers.forwards import propagating
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.experts import linear_experts
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -133,7 +134,7 @@ def layerwise(
     for index in range(len(skeleton.layers)):
         batches = skeleton.enter(index, ids, hidden)
         schemes = {name: scheme if isinstance(scheme, str) else scheme(name) for name in skeleton.linears(index)}
-        results.append(calibrate(skeleton.model, batches, schemes=schemes, algorithm=algorithm, **options))
+        results.append(calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm=algorithm, **options)))
         hidden = skeleton.leave(index, batches, routed=options.get("routed", False))
     return skeleton, results
 

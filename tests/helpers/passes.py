@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,6 +57,12 @@ def laid_out(folder: Path, asked: Sequence[str], answers: Sequence[Sequence[int]
 def plan_over(folder: Path, recipe: str | Recipe) -> Plan:
     """A plan over a local checkpoint."""
     return plan_before_measuring(find_recipe(recipe)[0] if isinstance(recipe, str) else recipe, open_source(folder))
+
+
+def as_calibrated(plan: Plan) -> Plan:
+    """The same plan with a calibration block, under which nothing is rewritten."""
+    calibration = find_recipe("tiny-glm4-moe.nvfp4")[0].calibration
+    return replace(plan, recipe=plan.recipe.model_copy(update={"calibration": calibration}))
 
 
 def finished(plan: Plan, folder: Path, *, held_out: Tensor | None = None, samples: int = 16) -> Backbone:

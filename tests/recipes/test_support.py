@@ -2,7 +2,8 @@
 
 import pytest
 from keepmtp.checkpoints.source import open_source
-from keepmtp.quantize.calibrate.buildable import backbone_refusal, mtp_refusal
+from keepmtp.quantize.calibrate.buildable import backbone_refusal
+from keepmtp.quantize.calibrate.mtp.mtp_pass import cannot_run
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.support import SUPPORT_FILE
@@ -20,7 +21,7 @@ def test_a_class_that_lacks_a_name_on_disk_is_named(tmp_path):
     config, tensors = source_layout("glm-4.5-air", size="tiny")
     write_checkpoint(tmp_path, config, tensors)
     plan = make_plan(find_recipe("glm-4.5-air")[0], open_source(tmp_path))
-    assert backbone_refusal(plan) is None and mtp_refusal(plan) is None
+    assert backbone_refusal(plan) is None and cannot_run(plan) is None
     lacking = [tensor for tensor in plan.tensors if not tensor.name.endswith("layers.1.self_attn.o_proj.weight")]
     broken = type(plan)(recipe=plan.recipe, source=plan.source, view=plan.view, tensors=tuple(lacking))
     refusal = backbone_refusal(broken)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from keepmtp.quantize.calibrate.layers.activations import fp8_groups, fp8_tensor, fp8_tokens, int8_tokens, nvfp4
 from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.validate.facts.vllm_env import find_vllm
 from layerwise import Skeleton
 from safetensors.torch import load_file, save_file
@@ -71,7 +72,7 @@ def calibrated(scheme: str, *, is_common: bool) -> dict[str, torch.Tensor]:
     gate, up, down = ([f"{stem}.{e}.{name}" for e in range(4)] for name in names)
     experts = [(*gate, *up), tuple(down)] if is_common else []
     schemes = dict.fromkeys((*gate, *up, *down), scheme)
-    found = calibrate(skeleton.model, batches, schemes=schemes, algorithm="minmax", experts=experts)
+    found = calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm="minmax", experts=experts))
     suffix = "input_global_scale" if scheme == "NVFP4" else "input_scale"
     scales = [torch.cat([found.tensors[f"{name}.{suffix}"] for name in each]) for each in (gate, up, down)]
     return {"w13": torch.stack(scales[:2], dim=1), "w2": scales[2]}

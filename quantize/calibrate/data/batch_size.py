@@ -34,8 +34,7 @@ def with_batch_size(plan: Plan, folder: Path, ranks: Ranks) -> Plan:
         folder: of the pass; every rank sees it.
         ranks: each calls this.
     """
-    calibration = plan.recipe.calibration
-    assert calibration is not None
+    calibration = plan.calibration
     if calibration.batch_size != AUTO:
         return plan
     path = folder / _FILE
@@ -47,18 +46,10 @@ def with_batch_size(plan: Plan, folder: Path, ranks: Ranks) -> Plan:
     return replace(plan, recipe=plan.recipe.model_copy(update={"calibration": settled}))
 
 
-def num_in_batch(plan: Plan) -> int:
-    """The number of a plan that has one."""
-    assert plan.recipe.calibration is not None
-    return plan.recipe.calibration.num_in_batch
-
-
 def _largest(plan: Plan, ranks: Ranks) -> int:
     """The most sequences in a batch that this rank's device holds, and that are of use."""
-    calibration = plan.recipe.calibration
-    assert calibration is not None
-    is_gpu = ranks.device.type != "cpu"
-    tokens = MAX_TOKENS if is_gpu else _MAX_TOKENS_ON_CPU
+    tokens = _MAX_TOKENS_ON_CPU if ranks.device.type == "cpu" else MAX_TOKENS
+    calibration = plan.calibration
     rows = min(-(-calibration.samples // ranks.size), max(1, tokens // calibration.sequence_length))
     # Where not even one should fit, one is tried: the count is careful.
     return max(1, largest_batch_size(plan, _free_bytes(ranks), at_most=rows))

@@ -24,9 +24,8 @@ from typing import Any
 from .... import __version__
 from ....checkpoints.files import write_whole
 from ....recipes.errors import RecipeError
-from ....recipes.schema import Recipe
 from ...plan.plan import Plan
-from ...run.processes import refuse_idle_processes, refuse_unsummed_hessians
+from ...run.processes import refuse_processes
 from ...run.ranks import Ranks
 from .data import CalibrationData
 
@@ -53,10 +52,10 @@ def search_fingerprint(plan: Plan, data: CalibrationData, size: int) -> str:
     parts = _parts(plan, data, size)
     for key in ("budget", "backbone_auto"):
         parts["recipe"].pop(key, None)
-    auto, calibration = plan.recipe.backbone_auto, plan.recipe.calibration
-    assert auto is not None and calibration is not None
+    auto = plan.recipe.backbone_auto
+    assert auto is not None
     own = auto.model_dump(mode="json", exclude={"min_acceptance"})
-    parts["search"] = {**own, "mtp": plan.recipe.mtp, "processes": size, "batch_size": calibration.batch_size}
+    parts["search"] = {**own, "mtp": plan.recipe.mtp, "processes": size, "batch_size": plan.calibration.batch_size}
     return _sum(parts)
 
 
@@ -66,18 +65,23 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
     Raises:
         RecipeError: the folder is another run's, or is not the same for all ranks; or a rank has no sequence.
     """
-    calibration = plan.recipe.calibration
-    assert calibration is not None
     parts, stamp = _parts(plan, data, ranks.size), folder / _STAMP
     wanted = _sum(parts)
     has_states = any((folder / "states").glob("*"))
     if stamp.read_text() != wanted if stamp.is_file() else has_states:
         raise _another_run(folder, parts)
-    _refuse_another_device(folder, ranks)
-    if stamp.is_file() and plan.may_calibrate_mtp:
-        _refuse_without_mtp_stream(folder)
-    refuse_idle_processes(calibration, ranks.size, plan.recipe.name)
-    refuse_unsummed_hessians(calibration, ranks.size, plan.recipe.name)
+    device = _parts_of(folder).get("device", ranks.device.type)
+    if device != ranks.device.type:  # on the CPU it would take days, and round elsewhere
+        rule = f"a calibration that was begun on {device} must go on there"
+        cure = f"Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES, or remove {folder} to start anew"
+        raise RecipeError(folder, rule, got=f"{ranks.device.type} on {ranks}", cure=cure)
+    if stamp.is_file() and plan.may_calibrate_mtp and not has_mtp_stream(folder):
+        # It was begun for a block that needs no batches: its layers are gone, and so are these states.
+        rule = "the MTP block must be calibrated on what the quantized backbone computes"
+        cure = f"Keep to a `--mtp` word that needs no data, or remove {folder} to start anew"
+        got = "the calibration of a run whose block needed none, without these states"
+        raise RecipeError(folder, rule, got=got, cure=cure)
+    refuse_processes(plan.calibration, ranks.size, plan.recipe.name)
     ranks.wait()  # before the first writes: a rank that refuses must see what an earlier run wrote, not this one
     if ranks.is_first and not stamp.is_file():
         (folder / "states").mkdir(parents=True, exist_ok=True)
@@ -96,10 +100,10 @@ def claim_pass(plan: Plan, data: CalibrationData, folder: Path, ranks: Ranks) ->
 
 def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, Any]]:
     """What a number depends on, by the words that a refusal uses; JSON values only."""
-    calibration = plan.recipe.calibration
-    assert calibration is not None
-    settings = calibration.model_dump(mode="json")
+    settings = plan.calibration.model_dump(mode="json")
     batch_size = settings.pop("batch_size")
+    # Whether results are largest values alone, which no order of batches changes; importance is a sum.
+    is_of_any_split = plan.calibration.algorithm in _OF_ANY_SPLIT and plan.recipe.search != "imatrix"
     parts: dict[str, dict[str, Any]] = {
         "recipe": plan.recipe.model_dump(mode="json", exclude=_PASSED_OVER),
         "calibration": settings,
@@ -107,15 +111,9 @@ def _parts(plan: Plan, data: CalibrationData, size: int) -> dict[str, dict[str, 
         "config.json": dict(plan.source.config),
         "dataset": dict(data.provenance),
         "versions": {"keepmtp": __version__, **_versions(plan)},
-        "split": {} if _is_of_any_split(plan.recipe) else {"batch_size": batch_size, "processes": size},
+        "split": {} if is_of_any_split else {"batch_size": batch_size, "processes": size},
     }
     return json.loads(json.dumps(parts, default=str))
-
-
-def _is_of_any_split(recipe: Recipe) -> bool:
-    """Whether results are largest values alone, which no order of batches changes; importance is a sum."""
-    assert recipe.calibration is not None
-    return recipe.calibration.algorithm in _OF_ANY_SPLIT and recipe.search != "imatrix"
 
 
 def _sum(parts: Mapping[str, Any]) -> str:
@@ -124,12 +122,12 @@ def _sum(parts: Mapping[str, Any]) -> str:
 
 def _versions(plan: Plan) -> dict[str, str]:
     """Of the packages that compute; kernels of others count where they are installed and the model calls them."""
-    calibration = plan.recipe.calibration
-    own = (
-        *(("nvidia-modelopt",) if calibration is not None and calibration.backend == "modelopt" else ()),
-        *(("auto-round",) if calibration is not None and calibration.algorithm == "autoround" else ()),
-    )
-    found = {name: version(name) for name in (*_PACKAGES, *own)}
+    names = [*_PACKAGES]
+    if plan.calibration.backend == "modelopt":
+        names.append("nvidia-modelopt")
+    if plan.calibration.algorithm == "autoround":
+        names.append("auto-round")
+    found = {name: version(name) for name in names}
     for package in sorted({*_kernel_packages(plan)}):
         name = _DISTRIBUTIONS.get(package, package.replace("_", "-"))
         try:
@@ -169,27 +167,22 @@ def _parts_of(folder: Path) -> dict[str, Any]:
 
 
 def _another_run(folder: Path, parts: Mapping[str, Mapping[str, Any]]) -> RecipeError:
-    """The refusal of a folder with another fingerprint; it names what differs."""
+    """The refusal of a folder with another fingerprint; it names the first thing that differs."""
     got, cure, before = "another run", f"Remove {folder}, or choose another OUT", _parts_of(folder)
+    rule = "an unfinished calibration can only be resumed with the same recipe, source, dataset and versions"
     differing = [name for name in parts if name in before and before[name] != parts[name]]
     if differing:
-        name = differing[0]
-        got = f"another {name} ({_difference(before[name], parts[name])})"
+        name, difference = differing[0], "in another order"
+        was, now = before[name], parts[name]
+        keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+        if keys:
+            difference = f"{keys[0]} was {_short(was.get(keys[0]))} and is {_short(now.get(keys[0]))}"
+        got = f"another {name} ({difference})"
         cure = f"Undo this change to go on, or remove {folder} to start anew"
-    rule = "an unfinished calibration can only be resumed with the same recipe, source, dataset and versions"
     if differing == ["split"]:
-        rule += (
-            f", and under {parts['calibration']['algorithm']} with the same batches and processes, whose sums it adds"
-        )
+        algorithm = parts["calibration"]["algorithm"]
+        rule += f", and under {algorithm} with the same batches and processes, whose sums it adds"
     return RecipeError(folder, rule, got=got, cure=cure)
-
-
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first value that differs."""
-    for key in {**before, **now}:
-        if before.get(key) != now.get(key):
-            return f"{key} was {_short(before.get(key))} and is {_short(now.get(key))}"
-    return "in another order"
 
 
 def _short(value: Any) -> str:
@@ -200,21 +193,3 @@ def _short(value: Any) -> str:
 def has_mtp_stream(folder: Path) -> bool:
     """Whether the pass in a folder hands on the calibration text as a server computes it, for an MTP block."""
     return bool(_parts_of(folder).get("mtp_stream"))
-
-
-def _refuse_without_mtp_stream(folder: Path) -> None:
-    """Refuse a pass that was begun for a block that needs no batches: its layers are gone, and so are these states."""
-    if not has_mtp_stream(folder):
-        rule = "the MTP block must be calibrated on what the quantized backbone computes"
-        cure = f"Keep to a `--mtp` word that needs no data, or remove {folder} to start anew"
-        got = "the calibration of a run whose block needed none, without these states"
-        raise RecipeError(folder, rule, got=got, cure=cure)
-
-
-def _refuse_another_device(folder: Path, ranks: Ranks) -> None:
-    """Refuse to go on where a GPU cannot be seen any more: on the CPU it would take days, and round elsewhere."""
-    before, now = _parts_of(folder).get("device"), ranks.device.type
-    if before is not None and before != now:
-        rule = f"a calibration that was begun on {before} must go on there"
-        cure = f"Look at `nvidia-smi` and CUDA_VISIBLE_DEVICES, or remove {folder} to start anew"
-        raise RecipeError(folder, rule, got=f"{now} on {ranks}", cure=cure)

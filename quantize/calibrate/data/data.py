@@ -60,7 +60,10 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
             `sequence_length` is longer than the model takes.
         CheckpointError: there is no usable tokenizer next to the weights, or it has ids the model has no embedding for.
     """
-    _refuse_long_sequences(calibration, source)
+    longest = _text_config(source).get("max_position_embeddings")
+    if longest is not None and calibration.sequence_length > longest:
+        rule = f"must be at most the model's max_position_embeddings, {longest}"
+        raise RecipeError("calibration.sequence_length", rule, got=calibration.sequence_length, cure="Lower it")
     encoding = encoders(source, may_run_code=calibration.model_code == "checkpoint")
     mix, length = calibration.mix, calibration.sequence_length
     shares = [texts.share for texts in mix]
@@ -68,7 +71,7 @@ def calibration_data(calibration: Calibration, source: Source) -> CalibrationDat
     drawn = [_draw(texts, calibration, encoding, num_used=used, num_held=held) for texts, used, held in numbers]
     ids = _laid_among([_sequences(each.used, length) for each in drawn])
     held_out_ids = _laid_among([_sequences(each.held, length) for each in drawn])
-    written = _written_by_all([each.held for each in drawn], encoding, length)
+    written = _written([each.held for each in drawn], encoding, length)
     provenance = _provenance(calibration, drawn) | {
         "tokens": ids.numel(),
         "held_out_tokens": held_out_ids.numel(),
@@ -181,7 +184,8 @@ def _encoded(
 ) -> Iterator[tuple[int, DataRow, list[int]]]:
     """Row numbers, rows and token ids; none for a blank row."""
     for number, row in rows:
-        if _is_blank(row):
+        # A text of spaces alone, or a conversation without turns.
+        if not ("".join(row).strip() if isinstance(row, str | Answered) else row):
             yield number, row, []
             continue
         encode = encoding.of(row)
@@ -195,11 +199,6 @@ def _encoded(
             got = f"{max(ids)} in row {number}"
             raise CheckpointError(encoding.source.where, rule, got=got, cure="Use the release's own tokenizer")
         yield number, row, ids
-
-
-def _is_blank(row: DataRow) -> bool:
-    """A text of spaces alone, or a conversation without turns."""
-    return not "".join(row).strip() if isinstance(row, str | Answered) else not row
 
 
 def _take(
@@ -231,41 +230,27 @@ def _take(
     return _Part(rows=kept, numbers=numbers, sums=sums, ids=ids[:num_tokens], num_blank=num_blank)
 
 
-def _written_by_all(parts: Sequence[_Part], encoding: Encoders, length: int) -> Tensor | None:
-    """[held_out, S] bool; None where no row of any dataset says which of its tokens a model writes."""
-    found = [_written(part, encoding, length) for part in parts]
-    if all(each is None for each in found):
-        return None
-    nothing = [torch.zeros(len(part.ids) // length, length, dtype=torch.bool) for part in parts]
-    return _laid_among([empty if each is None else each for each, empty in zip(found, nothing, strict=True)])
-
-
-def _written(part: _Part, encoding: Encoders, length: int) -> Tensor | None:
-    """[sequences, length] bool; None where no row says which of its tokens a model writes.
+def _written(parts: Sequence[_Part], encoding: Encoders, length: int) -> Tensor | None:
+    """[held_out, S] bool; None where no row of any dataset says which of its tokens a model writes.
 
     Only the row that a sequence begins with counts: a server would not have other rows before it.
     """
-    found = [encoding.written(row, ids) for row, ids in part.rows]
-    if all(each is None for each in found):
-        return None
-    each_token: list[bool] = []
-    for written, (_, ids) in zip(found, part.rows, strict=True):
-        place = len(each_token) % length
-        if written is None or place:  # nothing says who wrote this row, or another row is before it
-            written = [False] * len(ids)
-        each_token += written[: length - place]
-    return torch.tensor(each_token[: len(part.ids)]).view(-1, length)
+    found, is_said = [], False
+    for part in parts:
+        each_token: list[bool] = []
+        for row, ids in part.rows:
+            written = encoding.written(row, ids)
+            is_said |= written is not None
+            place = len(each_token) % length
+            if written is None or place:  # nothing says who wrote this row, or another row is before it
+                written = [False] * len(ids)
+            each_token += written[: length - place]
+        found.append(torch.tensor(each_token[: len(part.ids)], dtype=torch.bool).view(-1, length))
+    return _laid_among(found) if is_said else None
 
 
 def _text_config(source: Source) -> Mapping[str, Any]:
     return source.config.get("text_config") or source.config
-
-
-def _refuse_long_sequences(calibration: Calibration, source: Source) -> None:
-    longest = _text_config(source).get("max_position_embeddings")
-    if longest is not None and calibration.sequence_length > longest:
-        rule = f"must be at most the model's max_position_embeddings, {longest}"
-        raise RecipeError("calibration.sequence_length", rule, got=calibration.sequence_length, cure="Lower it")
 
 
 def ids_sha256(numbers: Sequence[int]) -> str:

@@ -102,7 +102,8 @@ class Encoders:
             except UNENCODABLE:  # templates need not take a part of a conversation
                 continue
             # After the answer there may be an end that only a whole conversation has.
-            end = _num_common(answered, ids)
+            pairs = enumerate(zip(answered, ids, strict=False))
+            end = next((place for place, (one, other) in pairs if one != other), min(len(answered), len(ids)))
             if asked == answered[: len(asked)] and len(asked) <= end:
                 written[len(asked) : end] = [True] * (end - len(asked))
         return written
@@ -178,14 +179,6 @@ def encoders(source: Source, *, may_run_code: bool) -> Encoders:
         cure = f"{copy}, or set calibration.model_code: checkpoint if it is code of the checkpoint"
         raise CheckpointError(source.where, rule, got=got, cure=cure) from error
     return Encoders(tokenizer=tokenizer, source=source, may_run_code=may_run_code)
-
-
-def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences have in common at their beginning."""
-    for place, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return place
-    return min(len(one), len(other))
 
 
 def _turns(row: Conversation) -> list[dict[str, Any]]:

@@ -31,6 +31,21 @@ _SMALLEST_FP8_SCALE = 1 / (_E4M3_MAX * 512)
 Rounding = Callable[[Tensor], Tensor]
 
 
+class _LastRounded:
+    """State: the input that was rounded last, and what became of it."""
+
+    def __init__(self) -> None:
+        self._identity: tuple[object, InputIdentity] | None = None
+        self._rounded = torch.empty(0)
+
+    def of(self, value: Tensor, key: object, rounding: Rounding) -> Tensor:
+        """The input [..., K] rounded; `key` is equal for roundings that are."""
+        identity = key, InputIdentity.of(value)
+        if identity != self._identity:
+            self._identity, self._rounded = identity, through(value, rounding)
+        return self._rounded.view(value.shape)
+
+
 @contextmanager
 def rounded_inputs(modules: Mapping[str, Any]) -> Iterator[None]:
     """Lets quantized linear layers compute with rounded inputs, and with their weights as they are.
@@ -41,9 +56,15 @@ def rounded_inputs(modules: Mapping[str, Any]) -> Iterator[None]:
     last = _LastRounded()
     with ExitStack() as stack:
         for module, scale in zip(modules.values(), _input_scales(modules), strict=True):
-            forward = partial(_forward, module, last, rounding_of(module, scale), _key(module, scale))
+            args = module.quantization_scheme.input_activations
+            key = args and (args.strategy, args.num_bits, args.type, args.group_size, scale)
+            forward = partial(_forward, module, last, rounding_of(module, scale), key)
             stack.enter_context(patch_attr(module, "forward", forward))
         yield
+
+
+def _forward(module: Any, last: _LastRounded, rounding: Rounding, key: object, value: Tensor) -> Tensor:
+    return type(module).forward(module, last.of(value, key, rounding))
 
 
 def rounding_of(module: Any, scale: float) -> Rounding:
@@ -92,7 +113,7 @@ def fp8_tokens(value: Tensor) -> Tensor:
     """E4M3 values [..., K] with a scale a token."""
     wide = value.float()
     scale = (wide.abs().amax(dim=-1, keepdim=True) / _E4M3_MAX).clamp(min=_SMALLEST_FP8_SCALE)
-    return (_e4m3(wide * scale.reciprocal()) * scale).to(value.dtype)
+    return (e4m3(wide * scale.reciprocal()) * scale).to(value.dtype)
 
 
 def fp8_groups(value: Tensor, *, group_size: int) -> Tensor:
@@ -100,20 +121,21 @@ def fp8_groups(value: Tensor, *, group_size: int) -> Tensor:
     width = value.shape[-1]
     groups = torch.nn.functional.pad(value.float(), (0, -width % group_size)).unflatten(-1, (-1, group_size))
     scale = (groups.abs().amax(dim=-1, keepdim=True) / _E4M3_MAX).clamp(min=_SMALLEST_FP8_SCALE)
-    return (_e4m3(groups / scale) * scale).flatten(-2)[..., :width].to(value.dtype)
+    return (e4m3(groups / scale) * scale).flatten(-2)[..., :width].to(value.dtype)
 
 
 def fp8_tensor(value: Tensor, *, scale: float) -> Tensor:
     """E4M3 values [..., K] with one scale that is known before."""
     common = torch.full((), scale, dtype=torch.float32, device=value.device)
-    return (_e4m3(value.float() * common.reciprocal()) * common).to(value.dtype)
+    return (e4m3(value.float() * common.reciprocal()) * common).to(value.dtype)
 
 
 def _as_it_is(value: Tensor) -> Tensor:
     return value.view_as(value)
 
 
-def _e4m3(scaled: Tensor) -> Tensor:
+def e4m3(scaled: Tensor) -> Tensor:
+    """Nearest E4M3 values, as F32, in place of none larger than 448."""
     return scaled.clamp_(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
@@ -141,42 +163,14 @@ def through(value: Tensor, rounding: Rounding) -> Tensor:
     return cast(Tensor, _StraightThrough.apply(value, rounding))
 
 
-class _LastRounded:
-    """State: the input that was rounded last, and what became of it."""
-
-    def __init__(self) -> None:
-        self._identity: tuple[object, InputIdentity] | None = None
-        self._rounded: Tensor | None = None
-
-    def of(self, value: Tensor, key: object, rounding: Rounding) -> Tensor:
-        """The input [..., K] rounded; `key` is equal for roundings that are."""
-        identity = key, InputIdentity.of(value)
-        if self._rounded is None or identity != self._identity:
-            self._identity, self._rounded = identity, through(value, rounding)
-        return self._rounded.view(value.shape)
-
-
-def _forward(module: Any, last: _LastRounded, rounding: Rounding, key: object, value: Tensor) -> Tensor:
-    return type(module).forward(module, last.of(value, key, rounding))
-
-
-def _key(module: Any, scale: float) -> object:
-    args = module.quantization_scheme.input_activations
-    return args and (args.strategy, args.num_bits, args.type, args.group_size, scale)
-
-
 def _input_scales(modules: Mapping[str, Any]) -> list[float]:
     """The static input scale of each module, 0 where it has none; read from the GPU at once."""
-    found = [_input_scale(module) for module in modules.values()]
-    known = [scale.float().reshape(1) for scale in found if scale is not None]
-    values = iter(torch.cat(known).tolist() if known else ())
-    return [0.0 if scale is None else next(values) for scale in found]
-
-
-def _input_scale(module: Any) -> Tensor | None:
-    args = module.quantization_scheme.input_activations
-    if args is None or args.dynamic is True:
-        return None
-    if args.strategy == QuantizationStrategy.TENSOR_GROUP:
-        return module.input_global_scale.data
-    return module.input_scale.data.bfloat16()  # as on disk
+    found = []
+    for module in modules.values():
+        args, scale = module.quantization_scheme.input_activations, torch.zeros(1, device=module.weight.device)
+        if args is not None and args.strategy == QuantizationStrategy.TENSOR_GROUP and args.dynamic is not True:
+            scale = module.input_global_scale.data
+        elif args is not None and args.dynamic is not True:
+            scale = module.input_scale.data.bfloat16()  # as on disk
+        found.append(scale.float().reshape(1))
+    return torch.cat(found).tolist() if found else []

@@ -18,7 +18,7 @@ Source: llm-compressor 0.14.0.1 modifiers/autoround/base.py, auto-round 0.15.1 c
 import gc
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -58,18 +58,13 @@ class LayerAutoRound(AutoRoundModifier):
 
     _layers: dict[nn.Module, dict[nn.Module, str]] = PrivateAttr(default_factory=dict)
 
-    def within(self, model: nn.Module, modules: Sequence[str]) -> "LayerAutoRound":
-        """Which modules are tuned."""
+    def within(self, model: nn.Module, layers: Mapping[str, Sequence[str]]) -> "LayerAutoRound":
+        """Which modules of which decoder layers are tuned."""
         self._layers = {
             model.get_submodule(layer): {model.get_submodule(name): name for name in names}
-            for layer, names in tuned_layers(model, modules).items()
+            for layer, names in layers.items()
         }
         return self
-
-    @property
-    def own(self) -> list[str]:
-        """The modules that are tuned."""
-        return [name for modules in self._layers.values() for name in modules.values()]
 
     def on_initialize(self, state: Any, **kwargs: Any) -> bool:
         return super().on_initialize(state, **(kwargs | {"sequential_targets": []}))  # they are named already

@@ -14,7 +14,8 @@ gives the same scale before anything is applied, when a further pass still compu
 Source: llm-compressor 0.14.0.1 modifiers/transform/awq/base.py.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ...run.ranks import has_others
+from ...run.ranks import gathered, has_others
 from .expert_passes import ExpertPasses
 
 
@@ -42,7 +43,10 @@ class BoundedAWQ(AWQModifier):
 
     offload_device: Any = torch.device("cpu")
     _passes: ExpertPasses = PrivateAttr()
+    _caches: dict[str, "_Cache"] = PrivateAttr(default_factory=dict)
+    """Name of a smoothed module -> the cache of the module around its smoothing."""
     _scales: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+    """Likewise -> its scale, where it was searched ahead."""
     _is_searching: bool = PrivateAttr(default=False)
 
     def with_passes(self, passes: ExpertPasses) -> "BoundedAWQ":
@@ -52,12 +56,11 @@ class BoundedAWQ(AWQModifier):
 
     def _setup_activation_cache_hooks(self) -> None:
         super()._setup_activation_cache_hooks()
-        # The hooks look their cache up when they are called.
-        room = _CacheRoom(self._passes.room.host, max(1, len(self._passes)))
-        may_wait = {id(mapping.parent) for mapping in self._resolved_mappings if self._may_wait(mapping)}
-        self._parent_args_cache = {
-            module: _Cache(room, may_wait=id(module) in may_wait) for module in self._parent_args_cache
-        }
+        room = _CacheRoom(self._passes.room.host)
+        for mapping in self._resolved_mappings:  # one for each parent (`smoothing.one_a_parent`)
+            self._caches[mapping.smooth_name] = _Cache(room, may_wait=self._may_wait(mapping))
+            # The hooks look their cache up when they are called.
+            self._parent_args_cache[mapping.parent] = self._caches[mapping.smooth_name]
 
     def _may_wait(self, mapping: ResolvedMapping) -> bool:
         """Whether this smoothing is within one expert, and its search sees no weights that another one changes."""
@@ -74,31 +77,32 @@ class BoundedAWQ(AWQModifier):
     @torch.no_grad()
     def _search_ahead(self, model: nn.Module) -> None:
         """Where caches had to wait: the scales of all experts, before anything is applied."""
-        caches = {m.smooth_name: self._cache(m) for m in self._resolved_mappings}
-        sizes, waits = _agreed({name: cache.whole_bytes for name, cache in caches.items()}, _waiting(caches))
+        own_sizes = {name: cache.whole_bytes for name, cache in self._caches.items()}
+        own_waits = {name for name, cache in self._caches.items() if not cache.is_open}
+        of_ranks = gathered((own_sizes, own_waits, self._passes.room.host))
+        waits = set().union(*(names for _, names, _ in of_ranks))
         if not waits:
             return
-        within = [mapping for mapping in self._resolved_mappings if caches[mapping.smooth_name].may_wait]
+        sizes = {name: max(found[name] for found, _, _ in of_ranks) for name in own_sizes}
+        for cache in self._caches.values():
+            cache.is_open, cache.room.limit = False, None
+        within = [mapping for mapping in self._resolved_mappings if self._caches[mapping.smooth_name].may_wait]
         for mapping in within:
             if mapping.smooth_name not in waits:
                 self._scales[mapping.smooth_name] = self._searched(model, mapping)
-            self._cache(mapping).forget()
-        held = sum(sizes[name] for name, cache in caches.items() if not cache.may_wait)
-        room = None if (own := self._passes.room.host) is None else _least(own) - held
-        for group in _groups([m for m in within if m.smooth_name in waits], sizes, room):
-            self._fill(group)
+            self._caches[mapping.smooth_name].forget()
+        held = sum(sizes[name] for name, cache in self._caches.items() if not cache.may_wait)
+        room = min((room for _, _, room in of_ranks if room is not None), default=held) - held
+        for group in _groups([mapping for mapping in within if mapping.smooth_name in waits], sizes, room):
+            # The sums of activations are those of the first pass already.
+            sums = {name: [value.clone() for value in found] for name, found in self._smooth_activation_stats.items()}
+            for mapping in group:
+                self._caches[mapping.smooth_name].is_open = True
+            self._passes.run({self._passes.expert_of[mapping.parent] for mapping in group}, every_token=True)
+            self._smooth_activation_stats = sums
             for mapping in group:
                 self._scales[mapping.smooth_name] = self._searched(model, mapping)
-                self._cache(mapping).forget()
-
-    def _fill(self, group: Sequence[ResolvedMapping]) -> None:
-        """What these mappings' parents are handed, in every batch."""
-        # The sums of activations are those of the first pass already.
-        sums = {name: [value.clone() for value in found] for name, found in self._smooth_activation_stats.items()}
-        for mapping in group:
-            self._cache(mapping).open()
-        self._passes.run({self._passes.expert_of[mapping.parent] for mapping in group}, every_token=True)
-        self._smooth_activation_stats = sums
+                self._caches[mapping.smooth_name].forget()
 
     def _searched(self, model: nn.Module, mapping: ResolvedMapping) -> Tensor:
         """The best scale of a mapping; its weights are as they were."""
@@ -126,19 +130,15 @@ class BoundedAWQ(AWQModifier):
     def _compute_best_scale(self, mapping: ResolvedMapping, fp16_outputs: Any, orig_layer_weights: Any) -> Tensor:
         if mapping.smooth_name in self._scales:
             return self._scales[mapping.smooth_name]
+        if _sums_on_cpu():
+            for value in self._smooth_activation_stats[mapping.smooth_name]:
+                dist.all_reduce(value)
         self._is_searching = True
         try:
-            return self._best_scale(mapping, fp16_outputs, orig_layer_weights)
+            with as_single_threaded() if _sums_on_cpu() else nullcontext():
+                return super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
         finally:
             self._is_searching = False
-
-    def _best_scale(self, mapping: ResolvedMapping, fp16_outputs: Any, orig_layer_weights: Any) -> Tensor:
-        if not _sums_on_cpu():
-            return super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
-        for value in self._smooth_activation_stats[mapping.smooth_name]:
-            dist.all_reduce(value)
-        with as_single_threaded():
-            return super()._compute_best_scale(mapping, fp16_outputs, orig_layer_weights)
 
     def _compute_loss(self, fp16_outputs: list[Tensor], int_w_outputs: Any) -> float:
         loss = super()._compute_loss(fp16_outputs, int_w_outputs)
@@ -149,32 +149,22 @@ class BoundedAWQ(AWQModifier):
         dist.all_reduce(totals)
         return (totals[0] / totals[1]).item()
 
-    def _cache(self, mapping: ResolvedMapping) -> "_Cache":
-        found = self._parent_args_cache[mapping.parent]
-        assert isinstance(found, _Cache)
-        return found
-
 
 class _CacheRoom:
-    """State: the caches of a layer, and whether it is decided which of them wait."""
+    """State: the caches of a layer; while there is a limit, the last ones that may wait are emptied to keep it."""
 
-    def __init__(self, limit: int | None, num_batches: int):
-        self.limit, self.num_batches = limit, num_batches
+    def __init__(self, limit: int | None):
+        self.limit = limit
         self.caches: list[_Cache] = []
-        self.is_decided = False
+        self.taken = 0
 
-    def decide(self) -> None:
-        """After the first batch, which tells how large each cache will be: those that have to be kept come first."""
-        if self.is_decided or self.limit is None:
-            return
-        self.is_decided = True
-        taken = sum(cache.whole_bytes for cache in self.caches if not cache.may_wait)
-        for cache in self.caches:
-            if cache.may_wait:
-                cache.waits = taken + cache.whole_bytes > self.limit
-                taken += 0 if cache.waits else cache.whole_bytes
-                if cache.waits:
-                    cache.forget()
+    def keep_limit(self) -> None:
+        """After a batch was put into one of them."""
+        for cache in reversed(self.caches):
+            if self.limit is None or self.taken <= self.limit:
+                return
+            if cache.may_wait and cache.is_open:
+                cache.forget()
 
 
 class _Cache(IntermediatesCache):
@@ -183,75 +173,50 @@ class _Cache(IntermediatesCache):
     It also works without an accelerator, where pinning memory is an error (0.14.0.1).
 
     Attributes:
-        whole_bytes: once all batches are in.
-        waits: it was left empty.
+        whole_bytes: of all batches so far, kept or not.
+        held_bytes: of those that are kept.
+        is_open: it keeps what it is given.
     """
 
     def __init__(self, room: _CacheRoom, *, may_wait: bool):
         super().__init__(None, torch.device("cpu"))
-        self.may_wait, self.waits, self.whole_bytes = may_wait, False, 0
-        self._room = room
+        self.may_wait, self.is_open, self.whole_bytes, self.held_bytes = may_wait, True, 0, 0
+        self.room = room
         room.caches.append(self)
 
     def append(self, values: dict[str, Any]) -> None:
-        if self.whole_bytes:
-            self._room.decide()
-        else:
-            tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-            self.whole_bytes = sum(leaf.nbytes for leaf in tensors) * self._room.num_batches
-        if not self.waits:
+        num_bytes = sum(leaf.nbytes for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+        self.whole_bytes += num_bytes
+        if self.is_open:
             super().append(values)
+            self.held_bytes += num_bytes
+            self.room.taken += num_bytes
+            self.room.keep_limit()
 
     def pin_memory(self, batch_index: int, input_names: list[str] | None = None) -> None:
         if torch.accelerator.is_available():
             super().pin_memory(batch_index, input_names)
 
     def forget(self) -> None:
-        """Makes room."""
+        """Makes room, and keeps nothing from now on."""
+        self.is_open = False
         self.batch_intermediates.clear()
-
-    def open(self) -> None:
-        """From now on it keeps what it is given. With one batch in the first pass, nothing was decided in it."""
-        self.waits, self._room.is_decided = False, True
+        self.room.taken -= self.held_bytes
+        self.held_bytes = 0
 
 
-def _waiting(caches: Mapping[str, _Cache]) -> set[str]:
-    return {name for name, cache in caches.items() if cache.waits}
-
-
-def _groups(
-    mappings: Iterable[ResolvedMapping], sizes: Mapping[str, int], room: int | None
-) -> list[list[ResolvedMapping]]:
+def _groups(mappings: Iterable[ResolvedMapping], sizes: Mapping[str, int], room: int) -> list[list[ResolvedMapping]]:
     """Mappings whose caches fit together; one at least."""
     groups: list[list[ResolvedMapping]] = []
-    taken = 0
+    left = 0
     for mapping in mappings:
         size = sizes[mapping.smooth_name]
-        if not groups or (room is not None and taken + size > room):
+        if not groups or size > left:
             groups.append([])
-            taken = 0
+            left = room
         groups[-1].append(mapping)
-        taken += size
+        left -= size
     return groups
-
-
-def _agreed(sizes: Mapping[str, int], waits: set[str]) -> tuple[dict[str, int], set[str]]:
-    """The largest sizes of all ranks, and what waits on any of them."""
-    if not has_others():
-        return dict(sizes), waits
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (sizes, waits))
-    largest = {name: max(found[name] for found, _ in of_ranks) for name in sizes}
-    return largest, set().union(*(names for _, names in of_ranks))
-
-
-def _least(value: int) -> int:
-    """Of all ranks."""
-    if not has_others():
-        return value
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, value)
-    return min(of_ranks)
 
 
 def _sums_on_cpu() -> bool:

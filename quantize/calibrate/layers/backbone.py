@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ....recipes.errors import RecipeError
 from ....recipes.family import HFName
@@ -35,24 +35,15 @@ from ...run.ranks import Ranks
 from ...run.statistics import num_parts_of, part_of, read_metadata, write_statistics
 from ..data.claim import claim_pass, has_mtp_stream
 from ..data.data import CalibrationData
-from ..model.binding import Binding
+from ..model.hooks import hooked
 from ..model.inference_mode import guard
-from ..model.skeleton import (
-    Batch,
-    Skeleton,
-    caches_in,
-    experts_in,
-    frozen_in,
-    fused_in,
-    on_disk,
-    schemes_in,
-    weighted_in,
-)
+from ..model.skeleton import Batch, Skeleton
 from ..model.states import NextStates, States, Stream
 from .ahead import ReadAhead
 from .forwards import propagating, serving
-from .layer import Calibrated, calibrate, rewrites
+from .layer import Calibrated, calibrate
 from .served import InMemory, serve_weights
+from .work import LayerWork
 
 
 def calibrate_backbone(
@@ -79,50 +70,71 @@ def calibrate_backbone(
             device.
         CheckpointError: the architecture's class and the checkpoint disagree; a module is never called, or sees NaN.
     """
-    calibration = plan.recipe.calibration
-    assert calibration is not None
     claim_pass(plan, data, folder, ranks)
     with fitting(plan, "the embedding", device):
         skeleton = Skeleton(plan, device=device)
-    states = States(folder / "states", ranks)
-    run = _Pass(folder=folder, skeleton=skeleton, data=data, ranks=ranks, states=states)
-    states.tidy()
-    first = states.num_done()
-    tokens, started = data.ids.numel(), time.monotonic()
+    backbone = Backbone(
+        folder=folder, skeleton=skeleton, data=data, ranks=ranks, states=States(folder / "states", ranks)
+    )
+    backbone.states.tidy()
+    first, started = backbone.states.num_done(), time.monotonic()
     with ReadAhead(plan, ranks) as ahead:
         for index in range(first, len(skeleton)):
             with fitting(plan, f"decoder layer {index} and a batch", device):
-                run.layer(index, ahead)
+                _calibrate_layer(backbone, index, ahead)
             if progress and ranks.is_first:
-                done = index + 1
-                progress(
-                    progress_since(
-                        started,
-                        "backbone",
-                        done=done,
-                        total=len(skeleton),
-                        num_here=done - first,
-                        tokens=tokens,
-                        device=device,
-                    )
-                )
-    return Backbone(
-        folder=folder,
-        skeleton=skeleton,
-        data=data,
-        ranks=ranks,
-        states=states,
-        coverage=run.read_coverage(),
-        few_tokens=run.read_few_tokens(),
-    )
+                done = {"done": index + 1, "total": len(skeleton), "num_here": index + 1 - first}
+                progress(progress_since(started, "backbone", **done, tokens=data.ids.numel(), device=device))
+    return backbone
 
 
-# --- one pass -------------------------------------------------------------------------------------------------------
+def _calibrate_layer(backbone: "Backbone", index: int, ahead: ReadAhead) -> None:
+    """Observe, rewrite and serve one layer, while the next is read; its states are whole once its statistics are."""
+    skeleton, plan = backbone.skeleton, backbone.skeleton.plan
+    work = LayerWork.of(plan, skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}.")
+    read = skeleton.layer(index, ahead.take())
+    with backbone.states.writing(index + 1) as outputs, read, _guarded(backbone, index):
+        ahead.start(skeleton.tensors_of(index + 1))
+        backbone.run("source", index, outputs, serving(skeleton.model))
+        statistics = _observe_and_rewrite(backbone, index, work, outputs)
+        serve_weights(skeleton.model, plan, work, InMemory(statistics))
+        backbone.run("served", index, outputs, serving(skeleton.model))
+        if has_mtp_stream(backbone.folder):
+            backbone.run("mtp", index, outputs, serving(skeleton.model))
+
+
+def _observe_and_rewrite(
+    backbone: "Backbone", index: int, work: LayerWork, outputs: NextStates
+) -> Mapping[HFName, Tensor]:
+    """The layer's statistics, which are on disk then, and what it returns handed over."""
+    model, statistics = backbone.skeleton.model, dict[HFName, Tensor]()
+    # As long as no weight is rewritten, the layer returns the same before and after, to the bit.
+    is_one_pass = bool(work.schemes or work.caches) and not work.rewrites
+    if work.schemes or work.caches:
+        with backbone.handing_over("calibration", index, outputs) as hand_over:
+            batches = Batches(run=backbone, stream="calibration", index=index).arguments()
+            found = calibrate(model, batches, work, after_batch=hand_over if is_one_pass else None)
+        statistics = work.on_disk(found.tensors)
+        backbone.record_layer(index, found, work)
+    if not is_one_pass:
+        backbone.run("calibration", index, outputs, propagating(model, routed=work.routed))
+    return statistics
+
+
+@contextmanager
+def _guarded(backbone: "Backbone", index: int) -> Iterator[None]:
+    """Keeps a checkpoint's own code out of inference mode; one sequence is tried first."""
+    skeleton = backbone.skeleton
+    first = next(iter(Batches(run=backbone, stream="calibration", index=index)))
+    state = first.state and tuple(None if value is None else value[:1] for value in first.state)
+    sample = next(skeleton.feed(index, [Batch(ids=first.ids[:1], state=state)]))
+    with guard(skeleton.model, {**sample, "use_cache": False}, policy=skeleton.plan.calibration.decorated_forward):
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """One run over the layers.
+class Backbone:
+    """A backbone pass, finished or at a layer.
 
     Attributes:
         folder: of the pass; `folder / "statistics"` has the statistics.
@@ -138,99 +150,40 @@ class _Pass:
     ranks: Ranks
     states: States
 
-    def layer(self, index: int, ahead: ReadAhead) -> None:
-        """Calibrate one layer, and have the next one read meanwhile; its states are whole once its statistics are."""
-        skeleton, plan = self.skeleton, self.skeleton.plan
-        binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
-        read = skeleton.layer(index, ahead.take())
-        with self.states.writing(index + 1) as outputs, read as layer, self._guarded(index):
-            ahead.start(skeleton.tensors_of(index + 1))
-            self._run("source", index, layer, outputs, serving(skeleton.model))
-            given = InMemory(self._calibrate(index, layer, outputs, binding, path))
-            serve_weights(skeleton.model, plan, binding, path, given)
-            self._run("served", index, layer, outputs, serving(skeleton.model))
-            if has_mtp_stream(self.folder):
-                self._run("mtp", index, layer, outputs, serving(skeleton.model))
+    def batches(self, stream: Stream) -> "Batches":
+        """The sequences with the hidden states after the last layer."""
+        return Batches(run=self, stream=stream, index=len(self.skeleton))
 
-    def _calibrate(
-        self, index: int, layer: nn.Module, outputs: NextStates, binding: Binding, path: str
-    ) -> Mapping[HFName, Tensor]:
-        """The layer's statistics, which are on disk then, and what it returns handed over."""
-        skeleton, calibration = self.skeleton, self.skeleton.plan.recipe.calibration
-        assert calibration is not None
-        schemes, caches = schemes_in(binding, path), caches_in(binding, path)
-        # As long as no weight is rewritten, the layer returns the same before and after, to the bit.
-        is_one_pass = bool(schemes or caches) and not rewrites(schemes, calibration.algorithm)
-        tensors: Mapping[HFName, Tensor] = {}
-        if schemes or caches:
-            with self.handing_over("calibration", index, layer, outputs) as hand_over:
-                found = calibrate(
-                    skeleton.model,
-                    Batches(run=self, stream="calibration", index=index).arguments(),
-                    schemes=schemes,
-                    algorithm=calibration.algorithm,
-                    knobs=calibration.knobs,
-                    backend=calibration.backend,
-                    fused=fused_in(binding, path),
-                    experts=experts_in(binding, path),
-                    routed=calibration.experts == "routed",
-                    frozen=frozen_in(binding, path),
-                    after_batch=hand_over if is_one_pass else None,
-                    caches=[name for name, scales in caches.items() if scales],
-                    weighted=weighted_in(binding, path),
-                )
-            tensors = on_disk(found.tensors, binding, path)
-            self._record(index, found, binding, path)
-        if not is_one_pass:
-            self._run(
-                "calibration",
-                index,
-                layer,
-                outputs,
-                propagating(skeleton.model, routed=calibration.experts == "routed"),
-            )
-        return tensors
+    def run(self, stream: Stream, index: int, outputs: NextStates, context: AbstractContextManager[None]) -> None:
+        """Run a stream through the layer that is real, and hand over what it returns.
 
-    @contextmanager
-    def _guarded(self, index: int) -> Iterator[None]:
-        """Keeps a checkpoint's own code out of inference mode; one sequence is tried first."""
-        calibration = self.skeleton.plan.recipe.calibration
-        assert calibration is not None
-        first = next(iter(Batches(run=self, stream="calibration", index=index)))
-        state = first.state and tuple(None if value is None else value[:1] for value in first.state)
-        sample = next(self.skeleton.feed(index, [Batch(ids=first.ids[:1], state=state)]))
-        with guard(self.skeleton.model, {**sample, "use_cache": False}, policy=calibration.decorated_forward):
-            yield
-
-    def _run(
-        self, stream: Stream, index: int, layer: nn.Module, outputs: NextStates, context: AbstractContextManager[None]
-    ) -> None:
-        """Run a stream through the layer and hand over what it returns."""
+        Args:
+            stream: whose sequences.
+            index: of the layer, with the weights and rounded inputs that it is to be run with.
+            outputs: the states of the next layer.
+            context: how it computes.
+        """
         batches = Batches(run=self, stream=stream, index=index).arguments()
-        with self.handing_over(stream, index, layer, outputs) as hand_over, torch.no_grad(), context:
+        with self.handing_over(stream, index, outputs) as hand_over, torch.no_grad(), context:
             for arguments in batches:
                 self.skeleton.model(**arguments, use_cache=False)
                 hand_over()
 
     @contextmanager
-    def handing_over(
-        self, stream: Stream, index: int, layer: nn.Module, outputs: NextStates
-    ) -> Iterator[Callable[[], None]]:
+    def handing_over(self, stream: Stream, index: int, outputs: NextStates) -> Iterator[Callable[[], None]]:
         """A function to be called after each batch of a stream, which hands over what the layer has returned."""
         ranges = iter(Batches(run=self, stream=stream, index=index).ranges())
         returned: deque[Any] = deque(maxlen=1)
-        handle = layer.register_forward_hook(lambda _module, _args, output: returned.append(output))
+        layer = self.skeleton.model.get_submodule(f"{self.skeleton.layer_path}.{index}")
 
         def hand_over() -> None:
             output, (first, _) = returned.pop(), next(ranges)
             outputs.put(stream, first, output if isinstance(output, tuple) else (output,))
 
-        try:
+        with hooked([layer.register_forward_hook(lambda _module, _args, output: returned.append(output))]):
             yield hand_over
-        finally:
-            handle.remove()
 
-    def _record(self, index: int, found: Calibrated, binding: Binding, path: str) -> None:
+    def record_layer(self, index: int, found: Calibrated, work: LayerWork) -> None:
         """The statistics of a layer, with the number of tokens that each module saw; ranks share large ones."""
         folder, stem = self.folder / "statistics", f"layer-{index:05d}"
         num_parts = min(self.ranks.size, num_parts_of(found.tensors))
@@ -239,56 +192,61 @@ class _Pass:
             for stray in {*folder.glob(f"{stem}*.safetensors")} - {*files}:
                 stray.unlink()
         if self.ranks.rank < num_parts:
-            part, fingerprint = (self.ranks.rank, num_parts), (self.folder / "fingerprint").read_text()
-            record(files[self.ranks.rank], found, binding, path, fingerprint=fingerprint, part=part)
+            self.record(files[self.ranks.rank], found, work, part=(self.ranks.rank, num_parts))
 
-    def read_coverage(self) -> dict[HFName, int]:
-        """Of all layers, in their order."""
-        found: dict[HFName, int] = {}
-        for metadata in self._metadata():
-            found |= json.loads(metadata["coverage"])
-        return found
-
-    def read_few_tokens(self) -> tuple[HFName, ...]:
-        """Of all layers, in their order."""
-        return tuple(name for metadata in self._metadata() for name in json.loads(metadata["few_tokens"]))
-
-    def _metadata(self) -> list[Mapping[str, str]]:
-        return [read_metadata(path) for path in sorted((self.folder / "statistics").glob("layer-*.safetensors"))]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backbone(_Pass):
-    """A finished backbone pass.
-
-    Attributes:
-        coverage: module on disk -> tokens its calibration saw; experts: tokens the router sent them.
-        few_tokens: modules of experts on disk whose statistics are of fewer tokens than they have input channels.
-    """
-
-    coverage: Mapping[HFName, int]
-    few_tokens: tuple[HFName, ...]
-
-    def serve_layer(self, index: int, layer: nn.Module, outputs: NextStates) -> None:
-        """Run held-out text through a layer of a pass that calibrates nothing, as a server computes it.
+    def record(
+        self,
+        path: Path,
+        found: Calibrated,
+        work: LayerWork,
+        *,
+        part: tuple[int, int] = (0, 1),
+        tensors: Mapping[HFName, Tensor] | None = None,
+        losses: Sequence[float] = (),
+    ) -> None:
+        """Write the statistics of a decoder layer or MTP block, with the number of tokens that each module saw.
 
         Args:
-            index: of the layer.
-            layer: real, with the weights and rounded inputs that it is to be judged with.
-            outputs: the states of the next layer.
+            path: of the file.
+            found: what calibration found.
+            work: on the layer or block.
+            part: which of how many files; the first has what is said of the whole.
+            tensors: by their names on disk, instead of those that calibration found.
+            losses: of each step, where the weights were trained.
         """
-        self._run("source", index, layer, outputs, serving(self.skeleton.model))
+        said: dict[str, Any] = {"coverage": {}, "few_tokens": [], "left_out": [], "rounded": []}
+        if not part[0]:
+            said |= {"left_out": found.left_out, "rounded": found.rounded}
+            for each in found.coverage:
+                names = [piece.module for piece in work.binding[f"{each.module.removeprefix(work.path)}.weight"]]
+                said["coverage"] |= dict.fromkeys(names, each.tokens if each.routed is None else each.routed)
+                said["few_tokens"] += names if each.has_few_tokens else []
+        if losses:
+            said["losses"] = losses
+        metadata = {"fingerprint": (self.folder / "fingerprint").read_text()}
+        metadata |= {key: json.dumps(value) for key, value in said.items()}
+        tensors = work.on_disk(found.tensors) if tensors is None else tensors
+        write_statistics(path, part_of(tensors, *part), metadata)
 
-    def batches(self, stream: Stream) -> "Batches":
-        """The sequences with the hidden states after the last layer."""
-        return Batches(run=self, stream=stream, index=len(self.skeleton))
+    def coverage(self) -> dict[HFName, int]:
+        """Module on disk -> tokens its calibration saw; experts: tokens the router sent them."""
+        return {name: tokens for metadata in self._metadata() for name, tokens in metadata["coverage"].items()}
+
+    def few_tokens(self) -> list[HFName]:
+        """Modules of experts on disk whose statistics are of fewer tokens than they have input channels."""
+        return [name for metadata in self._metadata() for name in metadata["few_tokens"]]
+
+    def _metadata(self) -> Iterator[Mapping[str, Any]]:
+        """Of all layers, in their order."""
+        for path in sorted((self.folder / "statistics").glob("layer-*.safetensors")):
+            yield {key: json.loads(value) for key, value in read_metadata(path).items() if key != "fingerprint"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
     """This rank's batches of one stream as inputs of one layer, read one at a time in each iteration."""
 
-    run: _Pass
+    run: Backbone
     stream: Stream
     index: int
 
@@ -304,7 +262,7 @@ class Batches:
 
     def ranges(self) -> list[tuple[int, int]]:
         """The rows of each of this rank's batches: the first, and the one after the last."""
-        size = self._size()
+        size = self.run.skeleton.plan.calibration.num_in_batch
         share = self.run.ranks.share(len(self._ids()), size)
         return [(row, min(row + size, share.stop)) for row in range(share.start, share.stop, size)]
 
@@ -314,11 +272,6 @@ class Batches:
 
     def _ids(self) -> Tensor:
         return self.run.data.ids if self.stream in ("calibration", "mtp") else self.run.data.held_out_ids
-
-    def _size(self) -> int:
-        calibration = self.run.skeleton.plan.recipe.calibration
-        assert calibration is not None
-        return calibration.num_in_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,64 +287,17 @@ class Arguments:
         return self.batches.run.skeleton.feed(self.batches.index, self.batches)
 
 
-def record(
-    path: Path,
-    found: Calibrated,
-    binding: Binding,
-    module: str,
-    *,
-    fingerprint: str,
-    part: tuple[int, int] = (0, 1),
-    tensors: Mapping[HFName, Tensor] | None = None,
-    losses: Sequence[float] = (),
-) -> None:
-    """Write the statistics of a decoder layer or MTP block, with the number of tokens that each module saw.
-
-    Args:
-        path: of the file.
-        found: what calibration found.
-        binding: of the layer or block.
-        module: its path in the model that was calibrated, with a dot; "" for the model itself.
-        fingerprint: of the run.
-        part: which of how many files; the first has what is said of the whole.
-        tensors: by their names on disk, instead of those that calibration found.
-        losses: of each step, where the weights were trained.
-    """
-    on_disk_of = {
-        each: [piece.module for piece in binding[f"{each.module.removeprefix(module)}.weight"]]
-        for each in found.coverage
-    }
-    coverage = {
-        name: each.tokens if each.routed is None else each.routed
-        for each, names in on_disk_of.items()
-        for name in names
-    }
-    few_tokens = [name for each, names in on_disk_of.items() if each.has_few_tokens for name in names]
-    metadata = {
-        "fingerprint": fingerprint,
-        "coverage": json.dumps({} if part[0] else coverage),
-        "few_tokens": json.dumps(() if part[0] else few_tokens),
-        "left_out": json.dumps(() if part[0] else found.left_out),
-        "rounded": json.dumps(() if part[0] else found.rounded),
-        **({"losses": json.dumps(losses)} if losses else {}),
-    }
-    tensors = on_disk(found.tensors, binding, module) if tensors is None else tensors
-    write_statistics(path, part_of(tensors, *part), metadata)
-
-
 @contextmanager
 def fitting(plan: Plan, what: str, device: torch.device) -> Iterator[None]:
     """Turns running out of a GPU's memory into a refusal that says what to change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        calibration = plan.recipe.calibration
-        assert calibration is not None
         raise RecipeError(
             plan.recipe.name,
             f"{what} must fit {device}",
-            got=f"out of memory in batches of {calibration.num_in_batch}",
-            cure=f"Free the device of other processes, or {_WHAT_HELPS[calibration.algorithm]}",
+            got=f"out of memory in batches of {plan.calibration.num_in_batch}",
+            cure=f"Free the device of other processes, or {_WHAT_HELPS[plan.calibration.algorithm]}",
         ) from error
 
 

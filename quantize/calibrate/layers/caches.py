@@ -16,8 +16,8 @@ modeling/kvcache.py and quantization/utils/helpers.py.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -30,9 +30,9 @@ from torch import Tensor
 from ....recipes.conventions import CACHE_LEAVES, FP8_CACHE
 from ....recipes.errors import CheckpointError
 from ...run.ranks import has_others
-from .activations import through
+from ..model.hooks import hooked
+from .activations import e4m3, through
 
-_E4M3_MAX = 448.0
 _SCALES = "served_cache_scales"
 
 KeysValues = tuple[Tensor, Tensor]
@@ -46,11 +46,9 @@ class CacheRanges:
         self._modules = {name: model.get_submodule(name) for name in modules}
         self._largest: dict[str, Tensor] = {}
 
-    @contextmanager
-    def observing(self) -> Iterator[None]:
+    def observing(self) -> AbstractContextManager[None]:
         """Looks at what goes into the caches."""
-        with _between({module: partial(self._see, name) for name, module in self._modules.items()}):
-            yield
+        return _between({module: partial(self._see, name) for name, module in self._modules.items()})
 
     def scales(self) -> dict[str, Tensor]:
         """`<module>.k_scale` and `<module>.v_scale`, [1] in BF16, on the CPU; over all ranks.
@@ -76,7 +74,10 @@ class CacheRanges:
                     got=f"{row.tolist()} as their largest magnitudes",
                     cure="Look for a broken weight in this layer, or calibrate in BF16 instead of F16",
                 )
-            found |= {f"{name}.{leaf}": _scale(value) for leaf, value in zip(CACHE_LEAVES, row, strict=True)}
+            for leaf, value in zip(CACHE_LEAVES, row.bfloat16().split(1), strict=True):
+                # As compressed-tensors computes it of BF16 keys: in BF16, and never 0.
+                scale, _ = calculate_qparams(-value, value, QuantizationArgs.model_validate(dict(FP8_CACHE)))
+                found[f"{name}.{leaf}"] = scale.reshape(1).contiguous()
         return found
 
     def _see(self, name: str, keys: Tensor, values: Tensor) -> KeysValues:
@@ -92,30 +93,20 @@ def serve_cache(module: Any, scales: tuple[float, float]) -> None:
     setattr(module, _SCALES, scales)
 
 
-@contextmanager
-def rounded_caches(model: Any) -> Iterator[None]:
+def rounded_caches(model: Any) -> AbstractContextManager[None]:
     """Keys and values as an FP8 cache gives them back, in the modules of `serve_cache`."""
     given = {module: getattr(module, _SCALES) for module in model.modules() if hasattr(module, _SCALES)}
-    with _between({module: partial(_rounded, scales) for module, scales in given.items()}):
-        yield
+    return _between({module: partial(_rounded, scales) for module, scales in given.items()})
 
 
 def e4m3_by(scale: float, value: Tensor) -> Tensor:
     """What a cache in E4M3 makes of a value [...], in the value's dtype."""
     common = torch.full((), scale, dtype=torch.float32, device=value.device)
-    scaled = (value.float() / common).clamp_(-_E4M3_MAX, _E4M3_MAX)
-    return (scaled.to(torch.float8_e4m3fn).float() * common).to(value.dtype)
+    return (e4m3(value.float() / common) * common).to(value.dtype)
 
 
 def _rounded(scales: tuple[float, float], keys: Tensor, values: Tensor) -> KeysValues:
     return through(keys, partial(e4m3_by, scales[0])), through(values, partial(e4m3_by, scales[1]))
-
-
-def _scale(largest: Tensor) -> Tensor:
-    """As compressed-tensors computes it of BF16 keys: in BF16, and never 0."""
-    value = largest.bfloat16().reshape(1)
-    scale, _ = calculate_qparams(-value, value, QuantizationArgs.model_validate(dict(FP8_CACHE)))
-    return scale.reshape(1).contiguous()
 
 
 class _Between:
@@ -132,16 +123,12 @@ class _Between:
         return getattr(self._cache, name)
 
 
-@contextmanager
-def _between(changes: Mapping[Any, Callable[[Tensor, Tensor], KeysValues]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module, change in changes.items():
-            stack.callback(module.register_forward_pre_hook(partial(_hand, change), with_kwargs=True).remove)
-        yield
+def _between(changes: Mapping[Any, Callable[[Tensor, Tensor], KeysValues]]) -> AbstractContextManager[None]:
+    """Puts something between each of these attention modules and its cache."""
 
+    def hand(module: Any, args: tuple, kwargs: dict) -> tuple:
+        parameters = inspect.signature(module.forward).parameters
+        name = "past_key_value" if "past_key_value" in parameters else "past_key_values"
+        return args, {**kwargs, name: _Between(changes[module], kwargs.get(name))}
 
-def _hand(change: Callable[[Tensor, Tensor], KeysValues], module: Any, args: tuple, kwargs: dict) -> tuple:
-    """The module's arguments, with something between it and its cache."""
-    parameters = inspect.signature(module.forward).parameters
-    name = "past_key_value" if "past_key_value" in parameters else "past_key_values"
-    return args, {**kwargs, name: _Between(change, kwargs.get(name))}
+    return hooked(module.register_forward_pre_hook(hand, with_kwargs=True) for module in changes)

@@ -23,7 +23,7 @@ from llmcompressor.modifiers.gptq import gptq_quantize
 from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, factorize_hessian, make_empty_hessian
 from torch import Tensor, nn
 
-from ...run.ranks import has_others
+from ...run.ranks import gathered
 from .inputs import InputIdentity
 
 
@@ -90,12 +90,12 @@ class Hessians:
         self._samples[module] += value.shape[0] if value.ndim > 2 else 1
         own = self._sums.get(module)
         if own is None:
-            own = self._first(module, identity, value)
-            if own is None:
+            first = self._first(module, identity, value)
+            if first is None:
                 self._samples.pop(module)
                 self.waiting[module] = None
             else:
-                self._sums[module] = own
+                self._sums[module] = first
             return
         if own.waiting is not None and (own.waiting[0] != identity or module in own.arrived):
             self._part(own)
@@ -136,17 +136,9 @@ class Hessians:
             if not own.members:
                 self._num_bytes -= own.matrix.nbytes
 
-    def of_one_expert(self) -> list[nn.Module]:
-        """Modules whose sums belong to one routed expert: room for others, once they are rewritten and dropped."""
-        return [module for module, own in self._sums.items() if self._is_of_one_expert(module, own)]
-
     def wait_for_uncalled(self, name_of: Mapping[nn.Module, str], done: Collection[nn.Module]) -> None:
         """What no rank has called waits, but for what is done."""
-        called = {name_of[module] for module in (*self._sums, *done)}
-        if has_others():
-            of_ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, called)
-            called = set().union(*of_ranks)
+        called = set().union(*gathered({name_of[module] for module in (*self._sums, *done)}))
         self.waiting = {module: None for module, name in name_of.items() if name not in called}
 
     def next_pass(self) -> Collection[nn.Module]:
@@ -156,11 +148,17 @@ class Hessians:
         return {self._expert_of[module] for module in self._only}
 
     def agree(self, name_of: Mapping[nn.Module, str]) -> list[nn.Module]:
-        """What waits on one rank waits on all of them. Returns what is of one expert on all ranks that called it."""
-        own = {name_of[module] for module in self.of_one_expert()}
-        called = {name_of[module] for module in self._sums}
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, (own, called - own, {name_of[module] for module in self.waiting}))
+        """What waits on one rank waits on all of them.
+
+        Returns: the modules whose sums belong to one routed expert on all ranks that called them: room for others, once
+            they are rewritten and dropped.
+        """
+        own, others = set[str](), set[str]()
+        for module, each in self._sums.items():
+            expert = self._expert_of.get(module)
+            is_alone = expert is not None and all(self._expert_of.get(member) is expert for member in each.members)
+            (own if is_alone else others).add(name_of[module])
+        of_ranks = gathered((own, others, {name_of[module] for module in self.waiting}))
         alone, shared, waiting = (set().union(*sets) for sets in zip(*of_ranks, strict=True))
         self.waiting = {module: None for module, name in name_of.items() if name in waiting}
         self.drop([module for module in self.waiting if module in self._sums])
@@ -174,8 +172,7 @@ class Hessians:
         """
         number = {id(own): index for index, own in enumerate(self._distinct())}
         called = {m: own for m, own in self._sums.items() if m in name_of}
-        of_ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, {name_of[m]: (number[id(own)], self._samples[m]) for m, own in called.items()})
+        of_ranks = gathered({name_of[m]: (number[id(own)], self._samples[m]) for m, own in called.items()})
         together: dict[tuple[int, ...], list[nn.Module]] = defaultdict(list)
         for module, name in name_of.items():
             if any(name in found for found in of_ranks):
@@ -188,10 +185,6 @@ class Hessians:
 
     def _distinct(self) -> list[_Sum]:
         return list({id(own): own for own in self._sums.values()}.values())
-
-    def _is_of_one_expert(self, module: nn.Module, own: _Sum) -> bool:
-        expert = self._expert_of.get(module)
-        return expert is not None and all(self._expert_of.get(member) is expert for member in own.members)
 
     def _first(self, module: nn.Module, identity: InputIdentity, value: Tensor) -> _Sum | None:
         """The sum that a module starts with: another module's that has seen this one input and no more, or its own.
@@ -251,7 +244,9 @@ class Hessians:
 def factored_once() -> Iterator[None]:
     """While modules of one Hessian are rewritten one by one: the first factors it, and the others take its factor.
 
-    Dead channels and a matrix that cannot be inverted are the same for all of them, too.
+    Dead channels and a matrix that cannot be inverted are the same for all of them, too. The library's function is
+    replaced because nothing else reaches it: `quantize_weight` takes no factor, and calls it by its name in the module
+    (checked against llm-compressor 0.14.0.1). Without this, 256 experts factor one Hessian 512 times.
     """
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
 

@@ -113,27 +113,21 @@ class InputRanges:
             slots, numbers = self._indices()
             self._low.scatter_reduce_(0, slots, lows[numbers], "amin")
             self._high.scatter_reduce_(0, slots, highs[numbers], "amax")
-        self._add_squares()
-        self._inputs.clear()
-        self._extremes.clear()
-        self._calls = []
-
-    def _add_squares(self) -> None:
         for slot, number in self._calls:
             if slot in self._squared:
                 own = self._batch_squares[number]
                 self.squares[slot] = self.squares[slot].add_(own) if slot in self.squares else own.clone()
         self._batch_squares.clear()
-
-    def of(self, slot: int) -> tuple[Tensor, Tensor]:
-        """The smallest and the largest value [1] of a module's inputs, in their dtype."""
-        dtype = self._dtypes[slot]
-        return self._low[slot : slot + 1].to(dtype), self._high[slot : slot + 1].to(dtype)
+        self._inputs.clear()
+        self._extremes.clear()
+        self._calls = []
 
     def of_all(self, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The same over the inputs of several modules."""
-        lows, highs = zip(*map(self.of, slots), strict=True)
-        return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+        """The smallest and the largest value [1] of the inputs of some modules, in their dtype."""
+        lows, highs = (
+            torch.stack([side[slot].to(self._dtypes[slot]) for slot in slots]) for side in (self._low, self._high)
+        )
+        return lows.amin(0, keepdim=True), highs.amax(0, keepdim=True)
 
     def prove_finite(self, modules: Sequence[Any]) -> bool:
         """Whether no input and no output of these linear modules, one for each slot, can have been NaN or infinite.

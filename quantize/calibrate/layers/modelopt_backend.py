@@ -17,8 +17,7 @@ over a whole model: tests/quantize/calibrate/test_modelopt_backend.py.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,9 +32,11 @@ with warnings.catch_warnings():  # it has limits for transformers, of which noth
     from modelopt.torch.quantization.nn import TensorQuantizer
 
 from ....checkpoints.values import row_ranges
-from ....recipes.schemes import REWRITES, SCHEMES, SWEEPS, Scheme
+from ....recipes.schemes import SCHEMES, SWEEPS, Scheme
+from ..model.hooks import hooked, input_of
 from .activations import e2m1
 from .coverage import find_not_finite
+from .work import LayerWork
 
 _E4M3_MAX, _E4M3_MIN, _E2M1_MAX = 448.0, 2.0**-9, 6.0
 _LARGEST_SCALE: Mapping[str, float] = {"four-over-six": 256.0}
@@ -45,15 +46,15 @@ _LARGEST_SCALE: Mapping[str, float] = {"four-over-six": 256.0}
 class ModeloptBackend:
     """State: modelopt's quantizers of the inputs of a layer's modules, and the Hessians of their groups."""
 
-    def __init__(self, model: Any, schemes: Mapping[str, str], algorithm: str):
-        """Observes the modules of `schemes` that have a static input scale; `algorithm` may sweep scales, too."""
-        self._model, self._algorithm = model, algorithm
-        self._modules: dict[str, Any] = {name: model.get_submodule(name) for name in schemes}
-        self._quantizers = {name: _quantizer(SCHEMES[scheme]) for name, scheme in schemes.items() if _is_static(scheme)}
-        is_sweep = algorithm in SWEEPS
-        self._swept = [name for name, scheme in schemes.items() if is_sweep and scheme in REWRITES[algorithm]]
+    def __init__(self, model: Any, work: LayerWork):
+        """Observes the modules that have a static input scale; the algorithm may sweep scales, too."""
+        self._model, self._algorithm = model, work.algorithm
+        self._modules: dict[str, Any] = {name: model.get_submodule(name) for name in work.schemes}
+        schemes = {name: SCHEMES[scheme] for name, scheme in work.schemes.items()}
+        self._quantizers = {name: _quantizer(scheme) for name, scheme in schemes.items() if scheme.extra}
+        self._swept = work.rewritten if work.algorithm in SWEEPS else []
         self._hessians: dict[str, Any] = {}
-        if algorithm == "local-hessian":
+        if work.algorithm == "local-hessian":
             shapes = {name: self._modules[name].weight.shape for name in self._swept}
             self._hessians = {name: _LocalHessianAccumulator(*shape, block_size=16) for name, shape in shapes.items()}
 
@@ -68,8 +69,12 @@ class ModeloptBackend:
             CheckpointError: names the module whose activations are not finite.
         """
         quantizers = nn.ModuleList(self._quantizers.values())
+        hooks = {name: partial(self._read, name) for name in {**self._quantizers, **self._hessians}}
+        handles = [
+            self._modules[name].register_forward_pre_hook(hook, with_kwargs=True) for name, hook in hooks.items()
+        ]
         try:
-            with self._hooks():
+            with hooked(handles):
                 max_calibrate(quantizers, lambda _: run(), distributed_sync=False)
         except AssertionError:
             find_not_finite(self._model, self._modules, batches)
@@ -104,37 +109,18 @@ class ModeloptBackend:
         module.weight_scale.data.copy_(torch.cat(scales))
         module.weight_global_scale.data.copy_(largest_scale * _E2M1_MAX / global_amax)
 
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        handles = [
-            self._modules[name].register_forward_pre_hook(self._reader(name), with_kwargs=True)
-            for name in {**self._quantizers, **self._hessians}
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _reader(self, name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-            value = args[0] if args else next(iter(kwargs.values()))
-            if name in self._quantizers:
-                self._quantizers[name](value)
-            if name in self._hessians:
-                self._hessians[name].accumulate(value)
-
-        return hook
+    def _read(self, name: str, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+        value = input_of(args, kwargs)
+        if name in self._quantizers:
+            self._quantizers[name](value)
+        if name in self._hessians:
+            self._hessians[name].accumulate(value)
 
 
 def _largest(weight: Tensor) -> Tensor:
     """The largest magnitude, 0-d, without a copy of the weight."""
     low, high = torch.aminmax(weight)
     return torch.maximum(-low, high)
-
-
-def _is_static(scheme: str) -> bool:
-    return bool(SCHEMES[scheme].extra)
 
 
 def _quantizer(scheme: Scheme) -> TensorQuantizer:

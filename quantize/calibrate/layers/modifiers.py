@@ -10,6 +10,7 @@ Source: llm-compressor 0.14.0.1, compressed-tensors 0.19.0.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,94 +24,58 @@ from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.quantization.calibration import observe as observe_weights
 from llmcompressor.modifiers.quantization.calibration import update_qparams
 from llmcompressor.modifiers.transform.awq import AWQMapping
-from llmcompressor.modifiers.transform.awq.base import get_lowest_common_ancestor_with_avoid
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.utils.dist import broadcast_qparams_and_cleanup
 from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from ....recipes.schemes import SCHEMES
-from ...run.ranks import has_others
+from ...run.ranks import gathered, has_others
 from .awq import BoundedAWQ
 from .expert_passes import ExpertPasses
 from .hessians import Hessians, factored_once
-from .smoothing import Smoothing
+from .work import LayerWork, Smoothing
 
 
-def modifiers_for(
-    schemes: Mapping[str, str],
-    rewritten: Sequence[str],
-    algorithm: str,
-    smoothings: Sequence[Smoothing],
-    passes: ExpertPasses,
-    knobs: Mapping[str, Any] | None = None,
-) -> list[Any]:
+def modifiers_for(work: LayerWork, smoothings: Sequence[Smoothing], passes: ExpertPasses) -> list[Any]:
     """The modifiers of one layer, in the order they act.
 
     Args:
-        schemes: module -> scheme that it is rounded to.
-        rewritten: those whose weights the algorithm rewrites.
-        algorithm: minmax, gptq, awq, smoothquant or autoround.
+        work: on the layer.
         smoothings: what awq or smoothquant rescales; without any, modules are rounded to nearest.
         passes: for what does not fit the memory for all experts at once.
-        knobs: arguments of the algorithm's modifier (`Calibration.knobs`); its defaults without them.
     """
-    knobs = knobs or {}
-    if algorithm == "gptq":
-        own = {name: schemes[name] for name in rewritten}
-        rest = {name: scheme for name, scheme in schemes.items() if name not in own}
-        modifiers: list[Any] = [_Quantization(config_groups=_config_groups(rest))] if rest else []
-        return modifiers + ([_GPTQ(config_groups=_config_groups(own), **knobs).with_passes(passes)] if own else [])
-    if algorithm == "autoround" and rewritten:
-        return _learned(passes.model, schemes, rewritten, knobs)
-    quantization = _Quantization(config_groups=_config_groups(schemes))
-    if not smoothings:
-        return [quantization]
-    if algorithm == "awq":
+    own: dict[str, str] = {}
+    modifiers: list[Any] = []
+    if work.algorithm == "awq" and smoothings:
         mappings = [AWQMapping(_pattern((s.smooth,)), [_pattern(s.balance)]) for s in smoothings]
-        return [BoundedAWQ(mappings=mappings, **knobs).with_passes(passes), quantization]
-    pairs: list[Any] = [([_pattern(s.balance)], _pattern((s.smooth,))) for s in smoothings]
-    return [SmoothQuantModifier(mappings=pairs), quantization]
+        modifiers = [BoundedAWQ(mappings=mappings, **work.knobs).with_passes(passes)]
+    elif work.algorithm == "smoothquant" and smoothings:
+        pairs: list[Any] = [([_pattern(s.balance)], _pattern((s.smooth,))) for s in smoothings]
+        modifiers = [SmoothQuantModifier(mappings=pairs)]
+    elif work.algorithm == "gptq" and work.rewritten:
+        own = {name: work.schemes[name] for name in work.rewritten}
+        modifiers = [_GPTQ(config_groups=_config_groups(own), **work.knobs).with_passes(passes)]
+    elif work.algorithm == "autoround" and work.rewritten:
+        from .autoround import LayerAutoRound, tuned_layers  # auto-round is a package of its own
 
-
-def _learned(model: Any, schemes: Mapping[str, str], rewritten: Sequence[str], knobs: Mapping[str, Any]) -> list[Any]:
-    """AutoRound for what is within a decoder layer; all else is rounded to nearest."""
-    from .autoround import LayerAutoRound, tuned_layers
-
-    own = {name: schemes[name] for names in tuned_layers(model, rewritten).values() for name in names}
-    rest = {name: scheme for name, scheme in schemes.items() if name not in own}
-    modifiers: list[Any] = [_Quantization(config_groups=_config_groups(rest))] if rest else []
-    return modifiers + (
-        [LayerAutoRound(config_groups=_config_groups(own), **knobs).within(model, [*own])] if own else []
-    )
-
-
-def one_a_parent(model: Any, found: Sequence[Smoothing]) -> tuple[tuple[Smoothing, ...], tuple[str, ...]]:
-    """AWQ replays the module around what it balances, and keeps that module's arguments for one smoothing only.
-
-    Source: llm-compressor 0.14.0.1 modifiers/transform/awq/base.py (`_parent_args_cache`), a KeyError otherwise.
-    """
-    kept: list[Smoothing] = []
-    left_out: list[str] = []
-    parents: set[str] = set()
-    for smoothing in found:
-        parent, _ = get_lowest_common_ancestor_with_avoid(iter(smoothing.balance), model)
-        if parent in parents:
-            left_out.append(f"{smoothing.smooth}: another smoothing is judged by {parent} already")
-        else:
-            parents.add(parent)
-            kept.append(smoothing)
-    return tuple(kept), tuple(left_out)
+        # What is within a decoder layer; all else is rounded to nearest.
+        layers = tuned_layers(passes.model, work.rewritten)
+        own = {name: work.schemes[name] for names in layers.values() for name in names}
+        if own:
+            learned = LayerAutoRound(config_groups=_config_groups(own), **work.knobs)
+            modifiers = [learned.within(passes.model, layers)]
+    rest = {name: scheme for name, scheme in work.schemes.items() if name not in own}
+    if not rest:
+        return modifiers
+    rounding = _Quantization(config_groups=_config_groups(rest))
+    return [rounding, *modifiers] if own else [*modifiers, rounding]
 
 
 def rounded_to_nearest(modifiers: Iterable[Any]) -> tuple[str, ...]:
     """Modules that GPTQ rounded to nearest because their Hessian could not be inverted, on whichever rank."""
-    own = [modifier.fell_back for modifier in modifiers if isinstance(modifier, _GPTQ)]
-    of_ranks: list[Any] = [own]
-    if own and has_others():
-        of_ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, own)
-    return tuple(name for found in of_ranks for names in found for name in names)
+    own = [name for modifier in modifiers if isinstance(modifier, _GPTQ) for name in modifier.fell_back]
+    return tuple(name for names in gathered(own) for name in names)
 
 
 def share(model: Any, modifiers: Iterable[Any], schemes: Mapping[str, str]) -> None:
@@ -120,8 +85,7 @@ def share(model: Any, modifiers: Iterable[Any], schemes: Mapping[str, str]) -> N
     """
     if not has_others():
         return
-    owned: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(owned, [name for m in modifiers if isinstance(m, _GPTQ) for name in m.own])
+    owned = gathered([name for modifier in modifiers if isinstance(modifier, _GPTQ) for name in modifier.own])
     owner = {name: rank for rank, names in enumerate(owned) for name in names}
     rounded = [model.get_submodule(name) for name in schemes if name not in owner]
     observe_weights(rounded, "weight")
@@ -132,21 +96,18 @@ def share(model: Any, modifiers: Iterable[Any], schemes: Mapping[str, str]) -> N
                 dist.broadcast(as_broadcastable(value.data), src=owner[name])
 
 
-class _InputsObserved:
-    """A modifier without hooks of its own on inputs: `coverage.TokenCounter` fills its observers."""
+class _Quantization(QuantizationModifier):
+    """QuantizationModifier whose observers are filled by `coverage.TokenCounter`."""
 
     def _initialize_hooks(self, module: nn.Module) -> set[Any]:
         return set()
 
 
-class _Quantization(_InputsObserved, QuantizationModifier):
-    """QuantizationModifier whose observers are filled by `coverage.TokenCounter`."""
+class _GPTQ(GPTQModifier):
+    """GPTQModifier with one Hessian for each distinct input.
 
-
-class _GPTQ(_InputsObserved, GPTQModifier):
-    """GPTQModifier with one Hessian for each distinct input. It reports what it rewrote here, and where in vain.
-
-    Modules are rewritten one at a time: in batches, as 0.14.0.1 does on GPUs, the bits depend on the free memory.
+    Modules are rewritten one at a time: in batches, as 0.14.0.1 does on GPUs, the bits depend on the free memory. The
+    observers of inputs are filled by `coverage.TokenCounter`.
     """
 
     batched_quantization: Literal["auto"] | int | None = None
@@ -157,16 +118,21 @@ class _GPTQ(_InputsObserved, GPTQModifier):
 
     @property
     def own(self) -> list[str]:
+        """Modules that were rewritten on this rank."""
         return self._own
 
     @property
     def fell_back(self) -> list[str]:
+        """Those of them whose Hessian could not be inverted."""
         return self._fell_back
 
     def with_passes(self, passes: ExpertPasses) -> "_GPTQ":
         """Experts whose Hessians do not fit wait for further passes."""
         self._passes, self._sums = passes, Hessians(passes.room.device, passes.expert_of)
         return self
+
+    def _initialize_hooks(self, module: nn.Module) -> set[Any]:
+        return set()
 
     def calibrate_module(self, module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
         self._sums.add(module, args[0])
@@ -180,26 +146,22 @@ class _GPTQ(_InputsObserved, GPTQModifier):
         self._compress([module for module in self._module_names if module not in later])
         for module, weight in later.items():
             module.weight.data.copy_(weight)
-        self._fell_back += self._rtn_fallback_module_names
+        self._fell_back += self._rtn_fallback_module_names  # the library's own list ends with the session
 
     def _rewrite_waiting(self, later: dict[Any, Tensor], *, every_token: bool) -> None:
-        """Further passes until nothing waits; what has made room for it will have the weights in `later`."""
+        """Further passes until nothing waits. What has made room for it will have the weights in `later`."""
         while True:
             self._sums.settle()
-            alone = self._sums.agree(self._module_names) if has_others() else self._sums.of_one_expert()
+            alone: list[Any] = self._sums.agree(self._module_names)
             if not self._sums.waiting:
                 return
-            later |= self._rewritten(alone)
+            # Further passes need the weights that are there.
+            before = {module: module.weight.data.to("cpu", copy=True) for module in alone}
+            self._compress(alone)
+            for module, weight in before.items():
+                later[module] = module.weight.data.to("cpu", copy=True)
+                module.weight.data.copy_(weight)
             self._passes.run(self._sums.next_pass(), every_token=every_token)
-
-    def _rewritten(self, modules: Sequence[Any]) -> dict[Any, Tensor]:
-        """The weights that these modules will have, on the host; until then further passes need those they have."""
-        before = {module: module.weight.data.to("cpu", copy=True) for module in modules}
-        self._compress(modules)
-        after = {module: module.weight.data.to("cpu", copy=True) for module in modules}
-        for module, weight in before.items():
-            module.weight.data.copy_(weight)
-        return after
 
     def _compress(self, modules: Sequence[nn.Module]) -> None:
         """Of these modules those that were called, by the ranks together, with the Hessians of all ranks."""
@@ -227,9 +189,9 @@ class _GPTQ(_InputsObserved, GPTQModifier):
 
 
 def _config_groups(schemes: Mapping[str, str]) -> dict[str, QuantizationScheme]:
-    by_scheme: dict[str, list[str]] = {}
+    by_scheme: dict[str, list[str]] = defaultdict(list)
     for name, scheme in schemes.items():
-        by_scheme.setdefault(scheme, []).append(name)
+        by_scheme[scheme].append(name)
     return {
         scheme: QuantizationScheme(targets=[_pattern(names)], **SCHEMES[scheme].config_group())
         for scheme, names in by_scheme.items()

@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from ...plan.tensor_plan import TensorPlan
 # What families call the projections of one expert, and what llm-compressor's linear experts do.
 _EXPERT_LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 EXPERT = re.compile(r"^(?P<stack>.*\bexperts)\.(?P<expert>\d+)\.(?P<linear>\w+)\.(?P<leaf>\w+)$")
+_DATA_FREE = "Use a data-free scheme for this model (`keepmtp ls models`)"
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(.+)$")
 
 
@@ -58,6 +60,11 @@ class Piece:
         return HFName(first.name.rpartition(".")[0])
 
 
+def scheme_of(piece: Piece) -> str:
+    """The scheme a linear is rounded to by this run; "" for what is carried over."""
+    return piece.tensor.scheme if piece.tensor.fate == "quantize" else ""
+
+
 Binding = Mapping[str, tuple[Piece, ...]]
 """Parameter or buffer of a module -> its pieces, to be concatenated along the first dimension."""
 
@@ -84,16 +91,13 @@ class Names:
         for transform in self.transforms:
             if isinstance(transform, WeightConverter) and ".experts." not in name:
                 renamed, pattern = transform.rename_source_key(name)
-                if pattern is not None:
-                    if not all(isinstance(step, Concatenate) and step.dim == 0 for step in transform.operations):
-                        steps = " and ".join(type(step).__name__ for step in transform.operations)
-                        raise CheckpointError(
-                            name,
-                            "only concatenation can be undone after calibration",
-                            got=steps,
-                            cure="Use a data-free scheme for this model (`keepmtp ls models`)",
-                        )
-                    return renamed, transform.source_patterns.index(pattern)
+                if pattern is None:
+                    continue
+                if not all(isinstance(step, Concatenate) and step.dim == 0 for step in transform.operations):
+                    rule = "only concatenation can be undone after calibration"
+                    steps = " and ".join(type(step).__name__ for step in transform.operations)
+                    raise CheckpointError(name, rule, got=steps, cure=_DATA_FREE)
+                return renamed, transform.source_patterns.index(pattern)
         return name, 0
 
     def in_layer(self, name: str) -> tuple[str, int]:
@@ -118,29 +122,18 @@ def bind(
         CheckpointError: a tensor without a parameter, or a parameter without a tensor, by name.
     """
     state = module.state_dict()
-    pieces: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
+    turned: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for tensor in tensors:
         path, turn = path_of(tensor)
         for target, piece in _targets(path, tensor, state):
             if target not in state:
-                raise CheckpointError(
-                    where,
-                    f"transformers' {type(module).__name__} must have a parameter for {tensor.name}",
-                    got=f"none called {target}",
-                    cure="Use a data-free scheme for this model (`keepmtp ls models`)",
-                )
-            pieces[target].append((turn, piece))
-    if missing := sorted(set(state) - set(pieces)):
-        raise CheckpointError(
-            where,
-            f"every parameter of transformers' {type(module).__name__} must be on disk",
-            got=f"nothing for {missing[0]}",
-            cure="Check the download, or use a data-free scheme",
-        )
-    return {
-        target: tuple(piece for _, piece in sorted(found, key=lambda turned: turned[0]))
-        for target, found in pieces.items()
-    }
+                rule = f"transformers' {type(module).__name__} must have a parameter for {tensor.name}"
+                raise CheckpointError(where, rule, got=f"none called {target}", cure=_DATA_FREE)
+            turned[target].append((turn, piece))
+    if missing := sorted(set(state) - set(turned)):
+        rule, cure = f"every parameter of transformers' {type(module).__name__} must be on disk", "Check the download"
+        raise CheckpointError(where, rule, got=f"nothing for {missing[0]}", cure=f"{cure}, or use a data-free scheme")
+    return {target: tuple(piece for _, piece in sorted(found, key=itemgetter(0))) for target, found in turned.items()}
 
 
 def _targets(path: str, tensor: TensorPlan, state: Mapping[str, Tensor]) -> list[tuple[str, Piece]]:

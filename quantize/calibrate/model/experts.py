@@ -6,13 +6,14 @@ Easy to get wrong: a gate may read constants of its experts (limits, slopes); th
 is a sum in BF16, which rounds after each expert: experts are added in their order.
 """
 
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
 from llmcompressor.modeling.moe.context import get_calibrate_all_experts_flag
 from llmcompressor.modeling.moe.linear_experts import LinearExperts2D
 from llmcompressor.modeling.moe.linearize import get_non_linearized_moes
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....recipes.errors import CheckpointError
 
@@ -48,20 +49,30 @@ class SortedExperts(LinearExperts2D):
 
     On a GPU each search waits until the GPU has done what it was given; this waits once. Outputs are the same bits:
     each expert computes the same rows, which are added in the same order.
+
+    Attributes:
+        every_token: the experts that compute every token; None: all do under `moe_calibration_context`, else none.
     """
+
+    every_token: Collection[nn.Module] | None = None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Source: llm-compressor 0.14.0.1 modeling/moe/linear_experts.py.
 
         Args:
             hidden_states: [T, H].
-            top_k_index: [T, K] int64, the experts of each token.
+            top_k_index: [T, K] int64, the experts of each token; first choices are added before second ones.
             top_k_weights: [T, K], their weights.
         """
         total = torch.zeros_like(hidden_states)
         sees_all = get_calibrate_all_experts_flag()
-        for expert, tokens, weights in zip(self, *self._by_expert(top_k_index, top_k_weights), strict=False):
-            if sees_all:
+        chosen = top_k_index.t().flatten()
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
+        tokens_of = (order % len(top_k_index)).split(counts)
+        weights_of = top_k_weights.t().flatten()[order, None].split(counts)
+        for expert, tokens, weights in zip(self, tokens_of, weights_of, strict=False):
+            if sees_all if self.every_token is None else expert in self.every_token:
                 rows = expert(hidden_states)[tokens]
             elif len(tokens):
                 rows = expert(hidden_states[tokens])
@@ -69,11 +80,3 @@ class SortedExperts(LinearExperts2D):
                 continue
             total.index_add_(0, tokens, (rows * weights).to(total.dtype))
         return total
-
-    def _by_expert(self, index_TK: Tensor, weights_TK: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """For each expert its tokens [n] and their weights [n, 1]; first choices before second ones, as in `where`."""
-        experts = index_TK.t().flatten()
-        order = experts.argsort(stable=True)
-        counts = torch.bincount(experts, minlength=self.num_experts).tolist()
-        tokens = order % len(index_TK)
-        return tokens.split(counts), weights_TK.t().flatten()[order, None].split(counts)

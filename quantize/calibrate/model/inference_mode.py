@@ -15,8 +15,8 @@ llm-compressor 0.14.0.1 utils/transformers.py (`warn_inference_mode_forwards`).
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import Any, Literal
@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ....recipes.errors import CheckpointError
+from .hooks import hooked
 
-WrapperKind = Literal["decorator", "within", "other wrapper"]
 _RULE = (
     "must not compute under torch.inference_mode: calibration cannot write the weights that were loaded in it "
     "(llm-compressor #2745)"
@@ -37,54 +37,44 @@ _RULE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceForward:
-    """A class whose forward is not plain.
+    """A class whose forward computes under inference mode.
 
     Attributes:
         modules: where in the model; "" is the model itself.
         cls: file and class, "modeling_mimo.MiMoDecoderLayer".
-        kind: "decorator": @torch.inference_mode around forward. "within": inference mode begins inside forward.
-            "other wrapper": any other decorator (no_grad, transformers' own), which is harmless.
     """
 
     modules: tuple[str, ...]
     cls: str
-    kind: WrapperKind
 
 
 def decorated_forwards(model: nn.Module) -> list[InferenceForward]:
-    """Each class in the model whose forward is wrapped, by inference_mode or by anything else.
+    """Each class in the model whose forward has @torch.inference_mode around it; other wrappers are harmless.
 
     A forward that a subclass replaces is looked at too if the subclass may call it: `super().forward(...)`.
     """
-    names: dict[tuple[type, WrapperKind], list[str]] = {}
+    names: dict[type, list[str]] = {}
     for name, module in model.named_modules():
-        forwards = _forwards(module)
-        if any(True for forward in forwards for _ in _inference_cells(forward)):
-            names.setdefault((type(module), "decorator"), []).append(name)
-        elif hasattr(forwards[0], "__wrapped__"):
-            names.setdefault((type(module), "other wrapper"), []).append(name)
-    return [InferenceForward(modules=tuple(where), cls=_label(cls), kind=kind) for (cls, kind), where in names.items()]
+        if any(_inference_cells(module)):
+            names.setdefault(type(module), []).append(name)
+    return _findings(names)
 
 
 @contextmanager
 def unwrap_forwards(model: nn.Module) -> Iterator[None]:
     """The model without inference mode around its forwards, until the context ends; `no_grad` takes its place.
 
-    The decorator's own closure is changed, so the change reaches every holder of the function: subclasses, other
-    decorators around it, the forwards that llm-compressor puts on instances, before or after this. Other models of the
-    same classes are unwrapped with it for as long.
+    The decorator's own closure is changed, because only that reaches every holder of the function: subclasses, other
+    decorators around it, the forwards that llm-compressor puts on instances, before or after this. A forward on the
+    instance would not: `super().forward` and llm-compressor's wrapper look it up on the class (checked against torch
+    2.13, compressed-tensors 0.19.0 offload/module.py). Other models of the same classes are unwrapped for as long.
     """
-    cells = {
-        id(cell): cell
-        for module in model.modules()
-        for forward in _forwards(module)
-        for cell in _inference_cells(forward)
-    }
+    cells = {id(cell): cell for module in model.modules() for cell in _inference_cells(module)}
     before = {key: cell.cell_contents for key, cell in cells.items()}
     for cell in cells.values():
-        held = cell.cell_contents
         # Either the context itself, entered again and again, or what makes one for each call.
-        cell.cell_contents = torch.no_grad() if isinstance(held, torch.inference_mode) else torch.no_grad
+        is_context = isinstance(cell.cell_contents, torch.inference_mode)
+        cell.cell_contents = torch.no_grad() if is_context else torch.no_grad
     try:
         yield
     finally:
@@ -105,9 +95,7 @@ def probe(model: nn.Module, batch: Mapping[str, Any]) -> list[InferenceForward]:
     finder = _InferenceModeFinder(model)
     with torch.no_grad(), finder.hooked(), finder:
         model(**batch)
-    return [
-        InferenceForward(modules=tuple(where), cls=_label(cls), kind="within") for cls, where in finder.begun.items()
-    ]
+    return _findings(finder.begun)
 
 
 @contextmanager
@@ -125,7 +113,7 @@ def guard(
 
     Raises: CheckpointError naming classes and modules.
     """
-    decorated = [finding for finding in decorated_forwards(model) if finding.kind == "decorator"]
+    decorated = decorated_forwards(model)
     if decorated and policy == "refuse":
         cure = f"Set calibration.decorated_forward: unwrap, or take the decorator out of {_files(decorated)}"
         raise CheckpointError(
@@ -166,22 +154,18 @@ class _InferenceModeFinder(TorchFunctionMode):
         def leave(*_: Any) -> None:
             self._running.pop()
 
-        hooks = []
-        for name, module in self.model.named_modules():
-            hooks += [
-                module.register_forward_pre_hook(enter(name), prepend=True),
-                module.register_forward_hook(leave, always_call=True),
-            ]
-        try:
+        modules = dict(self.model.named_modules())
+        hooks = [module.register_forward_pre_hook(enter(name), prepend=True) for name, module in modules.items()]
+        hooks += [module.register_forward_hook(leave, always_call=True) for module in modules.values()]
+        with hooked(hooks):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         # Once a module is named, inference tensors may come from it; before that, one is the running module's own.
-        if torch.is_inference_mode_enabled() or (not self.begun and _any_inference((args, kwargs, result))):
+        leaves = [] if self.begun else pytree.tree_leaves((args, kwargs, result))
+        is_any = any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in leaves)
+        if torch.is_inference_mode_enabled() or is_any:
             outside = [(name, module) for name, module, is_on in self._running if not is_on]
             name, module = outside[-1] if outside else ("", self.model)
             where = self.begun.setdefault(type(module), [])
@@ -218,17 +202,15 @@ def _layers(forward: object) -> Iterator[FunctionType]:
 def _cells(function: FunctionType) -> list[CellType]:
     filled = []
     for cell in function.__closure__ or ():
-        try:
-            cell.cell_contents  # noqa: B018 - this raises for an empty cell
-        except ValueError:
-            continue
-        filled.append(cell)
+        with suppress(ValueError):  # for an empty cell
+            cell.cell_contents  # noqa: B018
+            filled.append(cell)
     return filled
 
 
-def _inference_cells(forward: object) -> Iterator[CellType]:
-    """The closure cells, in a forward and all it wraps, from which inference mode is entered."""
-    for layer in _layers(forward):
+def _inference_cells(module: nn.Module) -> Iterator[CellType]:
+    """The closure cells, in a module's forwards and all they wrap, from which inference mode is entered."""
+    for layer in (layer for forward in _forwards(module) for layer in _layers(forward)):
         for cell in _cells(layer):
             # torch's decorator holds `clone` of the context that was written in the source.
             context = getattr(cell.cell_contents, "__self__", cell.cell_contents)
@@ -236,12 +218,11 @@ def _inference_cells(forward: object) -> Iterator[CellType]:
                 yield cell
 
 
-def _any_inference(tree: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in pytree.tree_leaves(tree))
-
-
-def _label(cls: type) -> str:
-    return f"{cls.__module__.rpartition('.')[2]}.{cls.__qualname__}"
+def _findings(names: Mapping[type, Sequence[str]]) -> list[InferenceForward]:
+    return [
+        InferenceForward(modules=tuple(where), cls=f"{cls.__module__.rpartition('.')[2]}.{cls.__qualname__}")
+        for cls, where in names.items()
+    ]
 
 
 def _where(findings: list[InferenceForward]) -> str:

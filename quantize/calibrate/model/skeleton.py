@@ -32,16 +32,15 @@ from transformers import (
 )
 
 from ....checkpoints.scratch import ScratchFolder
-from ....recipes.conventions import CACHE_LEAVES
 from ....recipes.errors import CheckpointError, RecipeError
 from ....recipes.family import HFName
-from ....recipes.schemes import SCHEMES
 from ...pack.weights import Ahead
 from ...plan.plan import Plan
 from ...plan.tensor_plan import TensorPlan
 from .attention import refuse_without_sdpa, use_sdpa
-from .binding import EXPERT, Binding, Names, Piece, bind, fill
+from .binding import Binding, Names, bind, fill
 from .experts import linear_experts
+from .hooks import hooked
 from .states import LayerState
 
 # Keys of config.json that say which Python builds the model.
@@ -66,6 +65,9 @@ class Batch:
 class StandIn(nn.Module):
     """A decoder layer without weights: it returns the states it was given, or its own input.
 
+    Attributes:
+        answer: what the layer before has returned.
+
     Args:
         real: the layer that it replaces.
         like: a list of one number: how many values a layer of this model returns, once one has run.
@@ -73,15 +75,16 @@ class StandIn(nn.Module):
 
     def __init__(self, real: nn.Module, like: list[int]):
         super().__init__()
-        # Not a submodule: its parameters, all meta, must not be found among the model's.
-        self.__dict__.update(real=real, like=like, answer=None)
+        # In a tuple it is no submodule: its parameters, all meta, must not be found among the model's.
+        self._held, self._like = (real,), like
+        self.answer: LayerState | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Models read attributes of their layers (`attention_type`) to choose masks."""
-        return getattr(self.__dict__["real"], name)
+        return getattr(self._held[0], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = self.__dict__["answer"] or (hidden_states, *[None] * (self.__dict__["like"][0] - 1))
+        answer = self.answer or (hidden_states, *[None] * (self._like[0] - 1))
         return answer[0] if len(answer) == 1 else answer
 
 
@@ -145,17 +148,17 @@ class Skeleton:
         self.fill(layer, self.bind_layer(index), ahead)
         del ahead
         self._layers[index] = layer
-        handle = layer.register_forward_hook(lambda _module, _args, output: self._note(output))
+
+        def note(_module: nn.Module, _args: Any, output: Any) -> None:
+            """A stand-in returns as many values as a layer: some layers return more than hidden states."""
+            self._like[0] = len(output) if isinstance(output, tuple) else 1
+
         try:
-            yield layer
+            with hooked([layer.register_forward_hook(note)]):
+                yield layer
         finally:
-            handle.remove()
             layer.to("meta")
             self._layers[index] = StandIn(layer, self._like)
-
-    def _note(self, output: Any) -> None:
-        """A stand-in returns as many values as a layer: some layers return more than hidden states."""
-        self._like[0] = len(output) if isinstance(output, tuple) else 1
 
     def fill(self, module: nn.Module, binding: Binding, ahead: Ahead | None = None) -> None:
         """Weights for a module of this model or of one built like it, and its computed buffers."""
@@ -169,9 +172,9 @@ class Skeleton:
     @contextmanager
     def head(self) -> Iterator[None]:
         """The model with its head; without it, "logits" are what the head would have multiplied."""
-        tensors = [t for t in _top(self.plan) if t.role == "head"]
-        if not tensors:  # tied
-            tensors = [t for t in _top(self.plan) if t.role == "embedding"]
+        top = _top(self.plan)
+        # Without a head of its own it is tied.
+        tensors = [t for t in top if t.role == "head"] or [t for t in top if t.role == "embedding"]
         binding = bind(self._head, tensors, lambda t: (t.name.rpartition(".")[2], 0), self.plan.source.where)
         self.fill(self._head, binding)
         self.model.set_output_embeddings(self._head)
@@ -195,15 +198,15 @@ class Skeleton:
 
         Use each before the next one is read: the stand-in before the layer holds the states of one batch.
         """
-        before = self._layers[index - 1] if index else None
+        before: Any = self._layers[index - 1] if index else None
         for batch in batches:
             if before is not None:
                 assert batch.state is not None, f"layer {index} needs the states that layer {index - 1} left"
                 self._like[0] = len(batch.state)  # a resumed run has not seen a layer return it
-                before.__dict__["answer"] = tuple(None if t is None else t.to(self.device) for t in batch.state)
+                before.answer = tuple(None if t is None else t.to(self.device) for t in batch.state)
             yield {"input_ids": batch.ids.to(self.device)}
         if before is not None:
-            before.__dict__["answer"] = None
+            before.answer = None
 
     def _fill_top(self) -> None:
         """Loads the language model without its layers and its head; a vision tower stays without weights."""
@@ -242,113 +245,6 @@ class Skeleton:
             self.model._init_weights(module)
 
 
-def scheme_of(piece: Piece) -> str:
-    """The scheme a linear is rounded to by this run; "" for what is carried over."""
-    return piece.tensor.scheme if piece.tensor.fate == "quantize" else ""
-
-
-def schemes_in(binding: Binding, path: str) -> dict[str, str]:
-    """Module in the model -> scheme, for the linears under `path` that this run quantizes."""
-    return {
-        f"{path}{name.rpartition('.')[0]}": scheme
-        for name, pieces in binding.items()
-        if name.endswith("weight") and (scheme := scheme_of(pieces[0]))
-    }
-
-
-def weighted_in(binding: Binding, path: str) -> set[str]:
-    """Modules under `path` whose scales are searched by the importance of their input channels."""
-    return {
-        f"{path}{name.rpartition('.')[0]}"
-        for name, pieces in binding.items()
-        if name.endswith("weight") and pieces[0].tensor.weighted
-    }
-
-
-def frozen_in(binding: Binding, path: str) -> set[str]:
-    """Modules under `path` whose bytes come from the source whatever calibration finds."""
-    return {
-        f"{path}{name.rpartition('.')[0]}"
-        for name, pieces in binding.items()
-        # A rescaled expert could not be put back into its stack alone.
-        if not any(piece.tensor.calibrated or (piece.tensor.may_change and piece.expert is None) for piece in pieces)
-    }
-
-
-def fused_in(binding: Binding, path: str) -> list[tuple[str, ...]]:
-    """Modules in the model that share global scales: those that vLLM fuses."""
-    groups: dict[tuple[str, int | None], list[str]] = {}
-    for name, pieces in binding.items():
-        scheme = scheme_of(pieces[0])
-        if scheme and SCHEMES[scheme].shares_global_scale:
-            # Experts of one stack are fused expert by expert, and only gate with up.
-            key = (pieces[0].tensor.unit, pieces[0].expert)
-            groups.setdefault(key, []).append(f"{path}{name.rpartition('.')[0]}")
-    return [tuple(members) for members in groups.values() if len(members) > 1]
-
-
-def experts_in(binding: Binding, path: str) -> list[tuple[str, ...]]:
-    """Modules in the model that vLLM gives one input scale: the first projections of all experts, and the second ones.
-
-    Source: vLLM 0.32.0 fused_moe/oracle/nvfp4.py (FlashInfer and emulation take the largest of the experts; CUTLASS and
-    b12x keep one an expert, which may be the same) and quantization/utils/fp8_utils.py
-    (process_fp8_input_tensor_strategy_moe, all back-ends).
-    """
-    groups: dict[tuple[str, bool], list[str]] = {}
-    for name, pieces in binding.items():
-        found, scheme = EXPERT.match(name), scheme_of(pieces[0])
-        if found and scheme and SCHEMES[scheme].extra:
-            key = (found["stack"], found["linear"] == "down_proj")
-            groups.setdefault(key, []).append(f"{path}{name.rpartition('.')[0]}")
-    return [tuple(members) for members in groups.values() if len(members) > 1]
-
-
-def caches_in(binding: Binding, path: str) -> dict[str, tuple[HFName, ...]]:
-    """Attention modules in the model, under `path`, whose cache a server has in FP8 -> its scales on disk; () for 1."""
-    return {
-        f"{path}{name.rsplit('.', 2)[0]}": piece.tensor.cache
-        for name, pieces in binding.items()
-        for piece in pieces
-        if name.endswith("weight") and piece.tensor.cache is not None
-    }
-
-
-def on_disk(tensors: Mapping[str, Tensor], binding: Binding, path: str) -> dict[HFName, Tensor]:
-    """A layer's statistics, from names in the model to names on disk.
-
-    Args:
-        tensors: "<module>.<suffix>" or a parameter's own name, all under `path`.
-        binding: of that layer.
-        path: the layer's path in the model, with a dot.
-
-    Raises:
-        CheckpointError: the weight of a module was rewritten, and it is several tensors on disk.
-    """
-    found: dict[HFName, Tensor] = {}
-    caches = caches_in(binding, path)
-    for full, value in tensors.items():
-        attention, _, leaf = full.rpartition(".")
-        if leaf in CACHE_LEAVES:
-            found |= {scale: value for scale in caches[attention] if scale.endswith(leaf)}
-            continue
-        name = full.removeprefix(path)
-        module, _, suffix = name.rpartition(".")
-        if name in binding and not scheme_of(binding[name][0]):
-            found[binding[name][0].tensor.name] = value
-            continue
-        pieces = binding[f"{module}.weight"]
-        if len(pieces) > 1 and not suffix.startswith("input_"):
-            raise CheckpointError(
-                pieces[0].tensor.name,
-                "weights that transformers joins cannot be rewritten",
-                got=module,
-                cure="Set calibration.algorithm: minmax, or override this module",
-            )
-        for piece in pieces:
-            found[HFName(f"{piece.module}.{suffix}")] = value
-    return found
-
-
 def _top(plan: Plan) -> list[TensorPlan]:
     """Tensors of the language model outside decoder layers and MTP block."""
     return [
@@ -364,25 +260,29 @@ def _top(plan: Plan) -> list[TensorPlan]:
 
 def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
     """The language model's class, without weights, and the folder its config says it comes from."""
-    _refuse_what_cannot_run(plan)
+    calibration, reason = plan.recipe.calibration, plan.view.family.no_backbone
+    is_foreign = calibration is not None and calibration.model_code == "checkpoint"
+    if reason and not is_foreign:
+        raise RecipeError(
+            plan.source.where,
+            "calibration must be able to run the backbone layer by layer",
+            got=f"{plan.view.family.model_type}: {reason}",
+            cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model})",
+        )
     scratch = ScratchFolder("keepmtp-config-")
     folder = plan.source.folder
     if folder is None:  # headers from the Hub: its config.json says all but the weights
         folder = scratch.path
         (folder / "config.json").write_text(json.dumps(plan.source.config))
-    calibration = plan.recipe.calibration
-    is_foreign = calibration is not None and calibration.model_code == "checkpoint"
     try:
         config = _config(plan, folder, is_foreign=is_foreign)
         for each in (config, config.get_text_config()):  # the weights will come dequantized
             for key in ("quantization_config", "compression_config"):
                 if hasattr(each, key):
                     delattr(each, key)
-        auto = (
-            AutoModelForCausalLM
-            if type(config) in AutoModelForCausalLM._model_mapping or is_foreign
-            else (AutoModelForImageTextToText)
-        )
+        auto = AutoModelForImageTextToText
+        if type(config) in AutoModelForCausalLM._model_mapping or is_foreign:
+            auto = AutoModelForCausalLM
         with torch.device("meta"):
             model = auto.from_config(
                 config, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=is_foreign
@@ -399,17 +299,6 @@ def on_meta(plan: Plan) -> tuple[PreTrainedModel, ScratchFolder]:
     model.config._name_or_path = model.name_or_path = str(scratch.path)
     refuse_without_sdpa(model, plan)
     return model.eval(), scratch
-
-
-def _refuse_what_cannot_run(plan: Plan) -> None:
-    calibration, reason = plan.recipe.calibration, plan.view.family.no_backbone
-    if reason and (calibration is None or calibration.model_code != "checkpoint"):
-        raise RecipeError(
-            plan.source.where,
-            "calibration must be able to run the backbone layer by layer",
-            got=f"{plan.view.family.model_type}: {reason}",
-            cure=f"Use a data-free scheme (`keepmtp ls models`: {plan.recipe.model})",
-        )
 
 
 def _config(plan: Plan, folder: Path, *, is_foreign: bool) -> PreTrainedConfig:
@@ -430,17 +319,12 @@ def _why_no_class(error: str, config: Mapping[str, Any]) -> str:
 
 def decoder_layers(model: PreTrainedModel, plan: Plan) -> nn.ModuleList:
     """The list of decoder layers."""
+    cure = "Use a data-free scheme (`keepmtp ls models`)"
     if not plan.view.num_layers:
-        raise CheckpointError(
-            plan.source.where,
-            "calibration needs a checkpoint with a backbone",
-            got="a draft alone",
-            cure="Use a data-free scheme (`keepmtp ls models`)",
-        )
+        rule = "calibration needs a checkpoint with a backbone"
+        raise CheckpointError(plan.source.where, rule, got="a draft alone", cure=cure)
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == plan.view.num_layers:
             return module
     rule = f"transformers' {type(model).__name__} must have {plan.view.num_layers} decoder layers"
-    raise CheckpointError(
-        plan.source.where, rule, got="no such list", cure="Use a data-free scheme (`keepmtp ls models`)"
-    )
+    raise CheckpointError(plan.source.where, rule, got="no such list", cure=cure)

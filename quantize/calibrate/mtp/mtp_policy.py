@@ -14,7 +14,7 @@ hidden state that block j - 1 computes as a server would.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,22 +23,12 @@ from torch import Tensor
 from ....checkpoints.files import write_whole
 from ....recipes.family import HFName
 from ...plan.plan import Plan
-from ..layers.backbone import Backbone, fitting, record
+from ..layers.backbone import Backbone, fitting
 from ..layers.forwards import serving
 from ..layers.layer import Calibrated, calibrate
 from ..layers.served import InMemory, serve_weights
-from ..model.binding import Binding
-from ..model.skeleton import (
-    Batch,
-    Skeleton,
-    caches_in,
-    experts_in,
-    frozen_in,
-    fused_in,
-    on_disk,
-    schemes_in,
-    weighted_in,
-)
+from ..layers.work import LayerWork
+from ..model.skeleton import Batch, Skeleton
 from ..model.states import Stream
 from .accepted import Acceptance
 from .held_out import acceptance, block_input
@@ -122,36 +112,24 @@ class PolicyResults:
         """The blocks rounded as `plan` says, once their statistics are on disk."""
         blocks = self._filled(plan)
         for index, (block, file) in enumerate(zip(blocks, self.statistics(plan), strict=True)):
-            binding = bind_block(block, plan)
-            found = self._found(plan, blocks[: index + 1], binding)
+            work = LayerWork.of(plan, bind_block(block, plan))
+            found = self._found(plan, blocks[: index + 1], work)
             if found is None:
                 continue
             if self.backbone.ranks.is_first:
-                record(file, found, binding, "", fingerprint=self._fingerprint)
-            serve_weights(block, plan, binding, "", InMemory(on_disk(found.tensors, binding, "")))
+                self.backbone.record(file, found, work)
+            serve_weights(block, plan, work, InMemory(work.on_disk(found.tensors)))
         return blocks
 
-    def _found(self, plan: Plan, blocks: Sequence[MtpBlock], binding: Binding) -> Calibrated | None:
+    def _found(self, plan: Plan, blocks: Sequence[MtpBlock], work: LayerWork) -> Calibrated | None:
         """What calibration finds in the last of `blocks`; None where it has no scheme."""
-        calibration, schemes, caches = plan.recipe.calibration, schemes_in(binding, ""), caches_in(binding, "")
-        assert calibration is not None
-        if not schemes and not caches:
+        if not work.schemes and not work.caches:
             return None
+        if plan.recipe.mtp_tuned:  # training chooses the weights
+            work = replace(work, algorithm="minmax", backend="llmcompressor")
         needs_batches = any(tensor.calibrated for tensor in plan.tensors if tensor.part == "mtp")
-        return calibrate(
-            blocks[-1],
-            BlockInputs(backbone=self.backbone, blocks=blocks, stream="mtp" if needs_batches else "served"),
-            schemes=schemes,
-            algorithm="minmax" if plan.recipe.mtp_tuned else calibration.algorithm,
-            knobs=calibration.knobs,
-            backend="llmcompressor" if plan.recipe.mtp_tuned else calibration.backend,
-            fused=fused_in(binding, ""),
-            experts=experts_in(binding, ""),
-            routed=calibration.experts == "routed",
-            frozen=frozen_in(binding, ""),
-            caches=[name for name, scales in caches.items() if scales],
-            weighted=weighted_in(binding, ""),
-        )
+        stream: Stream = "mtp" if needs_batches else "served"
+        return calibrate(blocks[-1], BlockInputs(backbone=self.backbone, blocks=blocks, stream=stream), work)
 
     def _trained(self, plan: Plan, file: Path, progress: Callable[[int, int], None] | None) -> MtpBlock:
         """The block trained and served as `plan` says, once everything that is written of it is on disk."""
@@ -159,9 +137,10 @@ class PolicyResults:
         assert settings is not None
         binding = bind_block(block, plan)
         masters = masters_of(block, binding)
-        found = self._found(plan, [block], binding) or Calibrated(tensors={}, coverage=())
-        scales = on_disk(found.tensors, binding, "")
-        serve_weights(block, plan, binding, "", InMemory(scales))
+        work = LayerWork.of(plan, binding)
+        found = self._found(plan, [block], work) or Calibrated(tensors={}, coverage=())
+        scales = work.on_disk(found.tensors)
+        serve_weights(block, plan, work, InMemory(scales))
         training = Training(
             plan=plan,
             settings=settings,
@@ -174,12 +153,8 @@ class PolicyResults:
         losses = train(training, _unfinished(file), progress)
         tensors = scales | training.serve()
         if self.backbone.ranks.is_first:
-            record(file, found, binding, "", fingerprint=self._fingerprint, tensors=tensors, losses=losses)
+            self.backbone.record(file, found, work, tensors=tensors, losses=losses)
         return block
-
-    @property
-    def _fingerprint(self) -> str:
-        return (self.backbone.folder / "fingerprint").read_text()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

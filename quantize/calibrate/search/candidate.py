@@ -23,8 +23,8 @@ from ....recipes.schemes import SCHEMES
 from ...plan.plan import Plan
 from ..layers.activations import Rounding, rounding_of
 from ..layers.served import served_rows
+from ..layers.work import schemes_in
 from ..model.binding import Binding
-from ..model.skeleton import schemes_in
 
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
 _OWN = ("quantization_scheme", "quantization_status", "input_scale", "input_global_scale")

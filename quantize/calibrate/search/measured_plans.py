@@ -15,14 +15,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ....checkpoints.files import write_whole
 from ....recipes.schema import AUTO
 from ...plan.plan import Plan
 from ..data.data import CalibrationData
 from ..layers.ahead import ReadAhead
-from ..layers.backbone import Backbone, Batches
+from ..layers.backbone import Backbone
 from ..layers.forwards import serving
 from ..model.states import States, Stream
 from ..mtp.accepted import Acceptance
@@ -87,8 +85,6 @@ class PlanMeasuring:
             data=self.data,
             ranks=self.run.ranks,
             states=states,
-            coverage={},
-            few_tokens=(),
         )
 
     def _layer(self, index: int, passes: Sequence[Backbone], plans: Sequence[Plan], ahead: ReadAhead) -> None:
@@ -107,13 +103,8 @@ class PlanMeasuring:
                     self._run(own, "source" if plan is None else "served", index)
 
     def _run(self, own: Backbone, stream: Stream, index: int) -> None:
-        layer = self.run.skeleton.model.get_submodule(f"{self.run.skeleton.layer_path}.{index}")
-        with own.states.writing(index + 1) as outputs, torch.no_grad(), serving(self.run.skeleton.model):
-            batches = Batches(run=own, stream=stream, index=index)
-            with own.handing_over(stream, index, layer, outputs) as hand_over:
-                for arguments in batches.arguments():
-                    self.run.skeleton.model(**arguments, use_cache=False)
-                    hand_over()
+        with own.states.writing(index + 1) as outputs:
+            own.run(stream, index, outputs, serving(self.run.skeleton.model))
 
     def _all_drafts(
         self, passes: Sequence[Backbone], plans: Sequence[Plan], targets: Sequence[Target]

@@ -7,7 +7,7 @@ import torch
 from calibrated import planned
 from keepmtp.pipeline import plan_for
 from keepmtp.quantize.calibrate.data import batch_size as module
-from keepmtp.quantize.calibrate.data.batch_size import num_in_batch, with_batch_size
+from keepmtp.quantize.calibrate.data.batch_size import with_batch_size
 from keepmtp.quantize.calibrate.data.data import calibration_data
 from keepmtp.quantize.calibrate.layers.backbone import calibrate_backbone
 from keepmtp.quantize.calibrate.run import calibrate
@@ -38,11 +38,11 @@ def test_the_largest_batch_that_fits_is_taken_and_kept(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "_free_bytes", lambda _ranks, free=free: free)
         folder = tmp_path / f"of-{size}"
         folder.mkdir()
-        assert num_in_batch(with_batch_size(plan, folder, ALONE)) == size
+        assert with_batch_size(plan, folder, ALONE).calibration.num_in_batch == size
     # The run goes on where more memory is free, and where less is.
     for free in (2**40, 0):
         monkeypatch.setattr(module, "_free_bytes", lambda _ranks, free=free: free)
-        assert num_in_batch(with_batch_size(plan, tmp_path / "of-4", ALONE)) == 4
+        assert with_batch_size(plan, tmp_path / "of-4", ALONE).calibration.num_in_batch == 4
 
 
 def test_no_batch_is_larger_than_what_is_of_use(tmp_path, monkeypatch):
@@ -52,7 +52,7 @@ def test_no_batch_is_larger_than_what_is_of_use(tmp_path, monkeypatch):
         found = auto(plan, samples=samples, sequence_length=length)
         folder = tmp_path / f"{samples}-{length}"
         folder.mkdir()
-        assert num_in_batch(with_batch_size(found, folder, ALONE)) == expected
+        assert with_batch_size(found, folder, ALONE).calibration.num_in_batch == expected
 
 
 def test_processes_of_a_machine_divide_its_memory_and_take_the_least_of_all(tmp_path, monkeypatch):
@@ -61,7 +61,7 @@ def test_processes_of_a_machine_divide_its_memory_and_take_the_least_of_all(tmp_
     monkeypatch.setattr(module, "_free_bytes", lambda _ranks: 2**50)
     monkeypatch.setattr(Ranks, "least", lambda _self, value: min(value, 2))  # another rank has less
     plan = auto(planned(tmp_path / "source"), samples=64, sequence_length=32)
-    assert num_in_batch(with_batch_size(plan, tmp_path, replace(ALONE, size=2))) == 2
+    assert with_batch_size(plan, tmp_path, replace(ALONE, size=2)).calibration.num_in_batch == 2
     assert (tmp_path / "batch_size").read_text() == "2"
 
 

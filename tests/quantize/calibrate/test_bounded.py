@@ -13,6 +13,7 @@ from keepmtp.quantize.calibrate.layers.awq import _Cache
 from keepmtp.quantize.calibrate.layers.expert_passes import ExpertPasses, StatisticsRoom
 from keepmtp.quantize.calibrate.layers.hessians import Hessians
 from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.needs.memory import awq_cache_bytes, hessian_bytes
 from keepmtp.quantize.plan.tensor_plan import TensorPlan
 from layerwise import IGNORE, Skeleton, assert_same, layerwise, sequential
@@ -53,7 +54,9 @@ def moe_layer(
     if unused is not None:
         skeleton.layers[1].mlp.gate.e_score_correction_bias.data[unused] = -1e4
     return calibrate(
-        skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(1), scheme), algorithm=algorithm, **options
+        skeleton.model,
+        batches,
+        LayerWork(schemes=dict.fromkeys(skeleton.linears(1), scheme), algorithm=algorithm, **options),
     )
 
 
@@ -221,7 +224,7 @@ def test_two_layers_of_experts_at_once(room, passes):
         skeleton.enter(2, [], None)
         batches = skeleton.enter(1, token_ids(), hidden())
         schemes = dict.fromkeys(skeleton.linears(1) + skeleton.linears(2), "W4A16")
-        results.append(calibrate(skeleton.model, batches, schemes=schemes, algorithm="gptq"))
+        results.append(calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm="gptq")))
     assert_equal(results[1], results[0])
     assert passes == [*range(8, 3, -1), *range(4, 0, -1)]
 
@@ -242,7 +245,7 @@ def test_awq_searches_experts_in_groups_that_fit(spare, groups, room, passes, mo
 
     def counted(self, values):
         append(self, values)
-        held.append(sum(len(cache) * cache.whole_bytes // 3 for cache in caches))
+        held.append(sum(cache.held_bytes for cache in caches))
 
     caches: list[_Cache] = []
     init = _Cache.__init__
@@ -280,7 +283,7 @@ def test_hessians_are_as_large_as_counted(routed, monkeypatch):
     schemes = {tensor.module: tensor.scheme for tensor in tensors if tensor.calibrated == "weights"}
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(), hidden())
-    calibrate(skeleton.model, batches, schemes=schemes, algorithm="gptq", routed=routed)
+    calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm="gptq", routed=routed))
     assert max(largest) == hessian_bytes(tensors, routed=routed)
     of_one = 4 * 256**2 if routed else 4 * 128**2
     expected = hessian_bytes(tensors, routed=routed) - (4 if routed else 3) * 4 * 128**2 - (3 if routed else 0) * of_one
@@ -412,7 +415,7 @@ def fallen_back_on_rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     hidden = torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(rank)).bfloat16()
     schemes, knobs = dict.fromkeys("ab", "W8A8"), {"dampening_frac": 0.0}
-    found = calibrate(Two(), [{"hidden": hidden}], schemes=schemes, algorithm="gptq", knobs=knobs)
+    found = calibrate(Two(), [{"hidden": hidden}], LayerWork(schemes=schemes, algorithm="gptq", knobs=knobs))
     assert found.rounded == ("a",)
     dist.destroy_process_group()
 

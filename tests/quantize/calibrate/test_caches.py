@@ -8,6 +8,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from keepmtp.quantize.calibrate.layers.caches import CacheRanges, e4m3_by, rounded_caches, serve_cache
 from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.mtp.mtp_pass import mtp_pass
 from keepmtp.quantize.run.statistics import Statistics, refuse_statistics
 from keepmtp.recipes.conventions import CACHE_LEAVES, FP8_CACHE
@@ -45,7 +46,11 @@ def scales_by_layer(
         batches = skeleton.enter(index, ids, hidden)
         schemes = dict.fromkeys(skeleton.linears(index), scheme) if scheme else {}
         caches = attention_of(skeleton, index)
-        result = calibrate(skeleton.model, batches, schemes=schemes, algorithm=algorithm, caches=caches)
+        result = calibrate(
+            skeleton.model,
+            batches,
+            LayerWork(schemes=schemes, algorithm=algorithm, caches=dict.fromkeys(caches, CACHE_LEAVES)),
+        )
         found |= {name: value for name, value in result.tensors.items() if name.endswith(CACHE_LEAVES)}
         hidden = skeleton.leave(index, batches)
     return found
@@ -81,7 +86,9 @@ def test_values_that_a_smoothing_rescaled_are_looked_at_again():
     batches = skeleton.enter(0, ids, None)
     name = "model.layers.0.self_attn"
     schemes = dict.fromkeys(skeleton.linears(0), "W4A16")
-    result = calibrate(skeleton.model, batches, schemes=schemes, algorithm="awq", caches=[name])
+    result = calibrate(
+        skeleton.model, batches, LayerWork(schemes=schemes, algorithm="awq", caches={name: CACHE_LEAVES})
+    )
     ranges = CacheRanges(skeleton.model, [name])
     with torch.no_grad(), ranges.observing():
         skeleton.leave(0, batches)

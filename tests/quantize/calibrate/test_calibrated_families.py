@@ -15,8 +15,7 @@ from keepmtp.quantize.calibrate import run as calibration
 from keepmtp.quantize.calibrate.data.data import CalibrationData
 from keepmtp.quantize.calibrate.layers import backbone
 from keepmtp.quantize.calibrate.layers.served import serve_weights
-from keepmtp.quantize.calibrate.model.binding import Piece
-from keepmtp.quantize.calibrate.model.skeleton import scheme_of
+from keepmtp.quantize.calibrate.model.binding import Piece, scheme_of
 from keepmtp.quantize.calibrate.mtp import mtp_policy
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.quantize.run.ranks import Ranks
@@ -90,11 +89,11 @@ def spied_weights(monkeypatch) -> list[tuple[Piece, Tensor]]:
     """Every quantized weight that the run measures with, filled while it runs."""
     found: list[tuple[Piece, Tensor]] = []
 
-    def serve(model, plan, binding, path, given):
-        serve_weights(model, plan, binding, path, given)
-        for name, pieces in binding.items():
+    def serve(model, plan, work, given):
+        serve_weights(model, plan, work, given)
+        for name, pieces in work.binding.items():
             if name.endswith("weight") and scheme_of(pieces[0]):
-                rows = model.get_parameter(path + name).data.chunk(len(pieces))
+                rows = model.get_parameter(work.path + name).data.chunk(len(pieces))
                 found.extend((piece, weight.clone()) for piece, weight in zip(pieces, rows, strict=True))
 
     for module in (backbone, mtp_policy):

@@ -18,7 +18,7 @@ from keepmtp.quantize.calibrate.data.claim import claim_pass, fingerprint
 from keepmtp.quantize.calibrate.data.data import CalibrationData, calibration_data
 from keepmtp.quantize.calibrate.run import calibrate
 from keepmtp.quantize.plan.plan import Plan
-from keepmtp.quantize.run.processes import refuse_idle_processes
+from keepmtp.quantize.run.processes import refuse_processes
 from keepmtp.quantize.run.ranks import Ranks
 from keepmtp.quantize.write.refusals import refuse
 from keepmtp.recipes.errors import RecipeError
@@ -187,12 +187,12 @@ def test_eight_processes_may_share_what_the_shipped_recipes_ask_for():
     for recipe in found:
         assert recipe.calibration is not None
         if recipe.calibration.algorithm != "autoround":
-            refuse_idle_processes(recipe.calibration, 8, recipe.name)
+            refuse_processes(recipe.calibration, 8, recipe.name)
 
 
 def test_autoround_runs_in_one_process():
     recipe = find_recipe("tiny-glm4-moe.w4a16-autoround")[0]
     assert recipe.calibration is not None
-    refuse_idle_processes(recipe.calibration, 1, recipe.name)
+    refuse_processes(recipe.calibration, 1, recipe.name)
     with pytest.raises(RecipeError, match=f"^{recipe.name}: .*autoround must run in one process; got 2. Start"):
-        refuse_idle_processes(recipe.calibration, 2, recipe.name)
+        refuse_processes(recipe.calibration, 2, recipe.name)

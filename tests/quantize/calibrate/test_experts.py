@@ -3,6 +3,7 @@
 import pytest
 import torch
 from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.experts import SortedExperts, linear_experts
 from keepmtp.recipes.errors import CheckpointError
 from llmcompressor.modeling.moe.context import moe_calibration_context
@@ -64,7 +65,7 @@ def test_a_broken_expert_without_a_token_is_named():
     with torch.no_grad():
         assert model(hidden).isfinite().all()
     with pytest.raises(CheckpointError, match=r"^experts\.5\.down_proj: activations must be finite.* its output"):
-        calibrate(model, [{"hidden": hidden}], schemes=schemes, algorithm="minmax")
+        calibrate(model, [{"hidden": hidden}], LayerWork(schemes=schemes, algorithm="minmax"))
 
 
 def test_experts_with_a_forward_of_their_own_are_refused(monkeypatch):

@@ -10,6 +10,7 @@ from calibrated import made_up, planned, saved
 from compressed_tensors.quantization import QuantizationArgs
 from keepmtp.quantize.calibrate.layers import inputs
 from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.needs.memory import squares_bytes, stations
 from keepmtp.quantize.needs.room import calibration_bytes
 from keepmtp.quantize.pack.unit import packed_groups
@@ -56,7 +57,7 @@ def test_importance_is_that_of_llm_compressors_observer(monkeypatch):
     squared, real = [], inputs._sums_of_squares
     monkeypatch.setattr(inputs, "_sums_of_squares", lambda value: (squared.append(value.shape), real(value))[1])
     schemes = dict.fromkeys(names, "W4A16")
-    found = calibrate(skeleton.model, batches, schemes=schemes, algorithm="minmax", weighted=names).tensors
+    found = calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm="minmax", weighted=names)).tensors
     assert found.keys() == {f"{name}.input_importance" for name in names}
     for name, observer in theirs.items():
         value = observer._imatrix_sum / observer._imatrix_count
@@ -75,10 +76,7 @@ def test_experts_count_by_their_own_inputs(routed):
     found = calibrate(
         skeleton.model,
         batches,
-        schemes=dict.fromkeys(names, "FP8_DYNAMIC"),
-        algorithm="minmax",
-        weighted=names,
-        routed=routed,
+        LayerWork(schemes=dict.fromkeys(names, "FP8_DYNAMIC"), algorithm="minmax", weighted=names, routed=routed),
     )
     ups = {
         each.module: each.tokens

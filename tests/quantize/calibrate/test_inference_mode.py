@@ -116,13 +116,13 @@ answers["warned in the pipeline"] = [line for line in warnings if "inference_mod
 model = load(decorated)
 warn_inference_mode_forwards(model)
 answers["warned when asked"] = [line for line in warnings if "inference_mode" in line]
-answers["found"] = [[f.cls, f.modules] for f in decorated_forwards(model) if f.kind == "decorator"]
+answers["found"] = [[f.cls, f.modules] for f in decorated_forwards(model)]
 for module in model.modules():
     offload_module(module, "cpu", "cpu")
 answers["found behind llm-compressor's forwards"] = [
-    [f.cls, f.modules] for f in decorated_forwards(model) if f.kind == "decorator"
+    [f.cls, f.modules] for f in decorated_forwards(model)
 ]
-answers["found on the plain model"] = [f.cls for f in decorated_forwards(load(plain)) if f.kind == "decorator"]
+answers["found on the plain model"] = [f.cls for f in decorated_forwards(load(plain))]
 
 wanted = gptq(plain)
 for case, words in {"unwrapped": {}, "unwrapped late": {"late": True}}.items():
@@ -355,7 +355,7 @@ WITHIN = {
 def test_each_way_to_decorate(cls):
     """Found by class, seen by the probe, and disarmed for as long as the context lasts."""
     model = Model(cls)
-    (found,) = [finding for finding in decorated_forwards(model) if finding.kind == "decorator"]
+    (found,) = decorated_forwards(model)
     assert (found.modules, found.cls) == (("layers.1",), "test_inference_mode.Block")
     assert [finding.modules for finding in probe(model, BATCH)] == [("layers.1",)]
     wanted = model(**BATCH)
@@ -388,7 +388,7 @@ def test_restored_after_an_error():
 def test_decorated_on_the_instance():
     model = Model(block(plain_forward))
     model.layers[1].forward = torch.inference_mode()(model.layers[1].forward)
-    assert [f.modules for f in decorated_forwards(model) if f.kind == "decorator"] == [("layers.1",)]
+    assert [f.modules for f in decorated_forwards(model)] == [("layers.1",)]
     with guard(model, BATCH, policy="unwrap"):
         assert not model(**BATCH).is_inference()
 
@@ -402,7 +402,7 @@ def test_harmless_wrappers_pass(cls):
 @pytest.mark.parametrize("cls", WITHIN.values(), ids=WITHIN)
 def test_within_a_forward_is_refused_by_either_policy(cls):
     model = Model(cls)
-    assert [finding for finding in decorated_forwards(model) if finding.kind == "decorator"] == []
+    assert decorated_forwards(model) == []
     for policy in ("refuse", "unwrap"):
         refused = pytest.raises(CheckpointError, match=r"begun inside forward at layers\.1\. No setting")
         with refused, guard(model, BATCH, policy=policy):
@@ -443,13 +443,12 @@ def test_a_module_that_fails_and_is_caught_is_not_blamed():
 
 @pytest.mark.parametrize("name", ["tiny-glm4-moe", "tiny-qwen3_5"])
 def test_transformers_own_decorators_are_no_danger(name):
-    """The shipped models, whose forwards carry several: they are seen, none is refused, and the probe runs through."""
+    """The shipped models, whose forwards carry several: none is refused, and the probe runs through."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(ROOT / "models" / name).get_text_config()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    found = decorated_forwards(model)
-    assert found and {finding.kind for finding in found} == {"other wrapper"}
+    assert any(hasattr(type(module).forward, "__wrapped__") for module in model.modules())
     batch = {"input_ids": torch.ones(1, 8, dtype=torch.int64)}
     with guard(model, batch, policy="refuse") as unwrapped:
         assert unwrapped == []

@@ -7,6 +7,7 @@ import pytest
 import torch
 from keepmtp.quantize.calibrate.layers.inputs import DistinctInputs, InputRanges
 from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import SCHEMES
 from torch import Tensor, nn
@@ -90,7 +91,7 @@ def test_each_module_has_what_its_own_observer_finds(scheme, shared, monkeypatch
         handle.remove()
     reads, aminmax = [], torch.aminmax
     monkeypatch.setattr(torch, "aminmax", lambda value: (reads.append(value.shape), aminmax(value))[1])
-    found = calibrate(model, batches, schemes=dict.fromkeys("abcd", scheme), algorithm="minmax").tensors
+    found = calibrate(model, batches, LayerWork(schemes=dict.fromkeys("abcd", scheme), algorithm="minmax")).tensors
     weights = [(64, 64)] * 4 + [(64,)]
     assert len(reads) == 3 * 4 + len(weights), "a and b share an input; c's was rewritten; d has two"
     suffix = SCHEMES[scheme].extra[0].suffix
@@ -116,7 +117,7 @@ def test_large_finite_values_are_looked_at_and_kept(shared):
     ranges.end_batch()
     assert ranges.prove_finite([model.a]) and not ranges.prove_finite([model.c])
     small = [{"hidden": batch["hidden"] * 1e-3} for batch in batches]
-    assert calibrate(model, small, schemes=dict.fromkeys("abcd", "FP8"), algorithm="minmax").tensors
+    assert calibrate(model, small, LayerWork(schemes=dict.fromkeys("abcd", "FP8"), algorithm="minmax")).tensors
 
 
 @pytest.mark.parametrize(("module", "side"), [("c", "output"), ("d", "output")])
@@ -128,4 +129,4 @@ def test_overflow_in_a_later_batch_is_named(module, side, shared):
         {"hidden": torch.full_like(batches[0]["hidden"], 1)},
     ]
     with pytest.raises(CheckpointError, match=rf"^{module}: activations must be finite.* its {side}, batch 2"):
-        calibrate(model, small, schemes=dict.fromkeys("abcd", "FP8_DYNAMIC"), algorithm="minmax")
+        calibrate(model, small, LayerWork(schemes=dict.fromkeys("abcd", "FP8_DYNAMIC"), algorithm="minmax"))

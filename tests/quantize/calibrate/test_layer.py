@@ -12,9 +12,9 @@ from compressed_tensors.quantization import QuantizationStatus
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize
 from keepmtp.quantize.calibrate.layers.expert_passes import ExpertPasses, StatisticsRoom
 from keepmtp.quantize.calibrate.layers.forwards import plain_forwards, propagating, serving
-from keepmtp.quantize.calibrate.layers.layer import calibrate, check_fused, rewrites
+from keepmtp.quantize.calibrate.layers.layer import calibrate, check_fused
 from keepmtp.quantize.calibrate.layers.modifiers import modifiers_for
-from keepmtp.quantize.calibrate.layers.smoothing import Smoothing
+from keepmtp.quantize.calibrate.layers.work import LayerWork, Smoothing
 from keepmtp.recipes.errors import CheckpointError, RecipeError
 from keepmtp.recipes.knobs import AWQKnobs, GPTQKnobs
 from keepmtp.recipes.schemes import SCHEMES
@@ -91,7 +91,9 @@ def test_gptqs_knobs_are_the_librarys():
     assert assert_same(results, model, all_tensors=True) > 100
     skeleton = Skeleton(GLM)
     schemes = dict.fromkeys(skeleton.linears(0), "W4A16")
-    usual = calibrate(skeleton.model, skeleton.enter(0, ids, None), schemes=schemes, algorithm="gptq").tensors
+    usual = calibrate(
+        skeleton.model, skeleton.enter(0, ids, None), LayerWork(schemes=schemes, algorithm="gptq")
+    ).tensors
     assert any(not torch.equal(value, results[0].tensors[name]) for name, value in usual.items())
 
 
@@ -102,7 +104,9 @@ def test_static_and_weight_are_one_order():
         schemes = dict.fromkeys(skeleton.linears(0)[:2], "W4A16")
         knobs = GPTQKnobs(actorder=order).arguments()
         batches = skeleton.enter(0, ids, None)
-        found.append(calibrate(skeleton.model, batches, schemes=schemes, algorithm="gptq", knobs=knobs).tensors)
+        found.append(
+            calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm="gptq", knobs=knobs)).tensors
+        )
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
     assert any(not torch.equal(value, found[2][name]) for name, value in found[0].items())
     assert found[0].keys() == found[2].keys(), "no order needs a tensor of its own"
@@ -163,9 +167,11 @@ def test_smoothings_are_those_of_the_structure():
     result = calibrate(
         skeleton.model,
         batches,
-        schemes=dict.fromkeys(skeleton.linears(1), "W4A16"),
-        algorithm="awq",
-        frozen=["model.layers.1.self_attn.k_proj"],
+        LayerWork(
+            schemes=dict.fromkeys(skeleton.linears(1), "W4A16"),
+            algorithm="awq",
+            frozen=["model.layers.1.self_attn.k_proj"],
+        ),
     )
     found = {s.smooth.removeprefix("model.layers.1."): s.balance for s in result.smoothings}
     experts = [
@@ -191,9 +197,7 @@ def test_llmcompressors_table_for_glm_is_caught():
         calibrate(
             skeleton.model,
             batches,
-            schemes=dict.fromkeys(skeleton.linears(1), "W4A16"),
-            algorithm="awq",
-            smoothings=[wrong],
+            LayerWork(schemes=dict.fromkeys(skeleton.linears(1), "W4A16"), algorithm="awq", smoothings=[wrong]),
         )
 
 
@@ -207,7 +211,7 @@ def test_gptq_beside_rounding_to_nearest():
         batches = skeleton.enter(2, ids, hidden)
         mlp = {name: choice if choice != "both" else "W4A16" for name in skeleton.linears(2) if ".mlp." in name}
         attention = {name: choice if choice != "both" else "FP8" for name in skeleton.linears(2) if "self_attn" in name}
-        results.append(calibrate(skeleton.model, batches, schemes=attention | mlp, algorithm="gptq").tensors)
+        results.append(calibrate(skeleton.model, batches, LayerWork(schemes=attention | mlp, algorithm="gptq")).tensors)
     gptq, fp8, both = results
     assert {name for name in both if "self_attn" in name} == {name for name in fp8 if "self_attn" in name}
     for name, value in both.items():
@@ -218,7 +222,9 @@ def test_coverage_counts_what_the_router_sent():
     skeleton = Skeleton(GLM)
     batches = skeleton.enter(1, token_ids(), outliers(4, 256))
     schemes = dict.fromkeys(skeleton.linears(1), "FP8_DYNAMIC")
-    coverage = {c.module: c for c in calibrate(skeleton.model, batches, schemes=schemes, algorithm="minmax").coverage}
+    coverage = {
+        c.module: c for c in calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm="minmax")).coverage
+    }
     assert {entry.tokens for entry in coverage.values()} == {4 * 32}
     routed = [coverage[f"model.layers.1.mlp.experts.{e}.up_proj"].routed for e in range(4)]
     assert sum(routed) == 4 * 32 * 2
@@ -229,11 +235,13 @@ def test_coverage_counts_what_the_router_sent():
 def test_nothing_stays_behind(capfd):
     from llmcompressor.core import active_session
 
-    skeleton = Skeleton(QWEN)
+    skeleton, session, held = Skeleton(QWEN), active_session(), active_session().state.model
     for _ in range(2):
         batches = skeleton.enter(2, token_ids(), outliers(4, 128))
-        calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(2), "W4A16"), algorithm="awq")
-    assert active_session().state.model is None
+        calibrate(
+            skeleton.model, batches, LayerWork(schemes=dict.fromkeys(skeleton.linears(2), "W4A16"), algorithm="awq")
+        )
+    assert active_session() is session and session.state.model is held, "a session of its own"
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in skeleton.model.modules())
     assert not any(name.endswith("_observer") for name, _ in skeleton.model.named_modules())
     output = capfd.readouterr()
@@ -277,16 +285,16 @@ def toy_batches(samples: int = 3) -> list[dict[str, Tensor]]:
 def test_what_is_not_linear_is_not_smoothed(toy, missing):
     """A norm whose output also goes elsewhere, and a projection behind which values are clamped, are left alone."""
     schemes = dict.fromkeys(PROJECTIONS, "W4A16")
-    plain = calibrate(Toy(), toy_batches(), schemes=schemes, algorithm="awq")
+    plain = calibrate(Toy(), toy_batches(), LayerWork(schemes=schemes, algorithm="awq"))
     assert {s.smooth for s in plain.smoothings} == {"norm", "up_proj"}
-    result = calibrate(Toy(**toy), toy_batches(), schemes=schemes, algorithm="awq")
+    result = calibrate(Toy(**toy), toy_batches(), LayerWork(schemes=schemes, algorithm="awq"))
     assert {s.smooth for s in result.smoothings} == {"norm", "up_proj"} - {missing}
     assert [text.split(":")[0] for text in result.left_out] == [missing]
 
 
 def test_modules_of_other_schemes_are_not_rescaled():
     schemes = dict.fromkeys(PROJECTIONS, "W4A16") | {"in_proj_z": "FP8_DYNAMIC"}
-    result = calibrate(Toy(), toy_batches(), schemes=schemes, algorithm="awq")
+    result = calibrate(Toy(), toy_batches(), LayerWork(schemes=schemes, algorithm="awq"))
     assert {s.smooth for s in result.smoothings} == {"up_proj"}
     assert "in_proj_z" in result.left_out[0]
     assert not any(name.startswith(("in_proj_z", "norm")) for name in result.tensors)
@@ -298,10 +306,10 @@ def test_fused_modules_share_global_scales(algorithm):
     pair = ("in_proj_qkv", "in_proj_z")
     schemes = dict.fromkeys(pair, "NVFP4")
     apart, together = Toy(), Toy()
-    calibrate(apart, toy_batches(), schemes=schemes, algorithm=algorithm)
+    calibrate(apart, toy_batches(), LayerWork(schemes=schemes, algorithm=algorithm))
     with pytest.raises(CheckpointError, match="in_proj_qkv, in_proj_z: modules that run fused must share one weight_g"):
-        check_fused(apart, [pair])
-    result = calibrate(together, toy_batches(), schemes=schemes, algorithm=algorithm, fused=[pair])
+        check_fused(apart, LayerWork(schemes=schemes, algorithm=algorithm, fused=[pair]))
+    result = calibrate(together, toy_batches(), LayerWork(schemes=schemes, algorithm=algorithm, fused=[pair]))
     smaller = min(float(apart.get_submodule(name).weight_global_scale) for name in pair)
     for name in pair:
         module = together.get_submodule(name)
@@ -327,11 +335,11 @@ def test_input_scales_of_fused_modules_are_unified():
     result = calibrate(
         toy,
         toy_batches(),
-        schemes=dict.fromkeys(PROJECTIONS, "FP8"),
-        algorithm="minmax",
-        fused=[("up_proj", "down_proj")],
+        LayerWork(schemes=dict.fromkeys(PROJECTIONS, "FP8"), algorithm="minmax", fused=[("up_proj", "down_proj")]),
     )
-    apart = calibrate(Toy(), toy_batches(), schemes=dict.fromkeys(PROJECTIONS, "FP8"), algorithm="minmax").tensors
+    apart = calibrate(
+        Toy(), toy_batches(), LayerWork(schemes=dict.fromkeys(PROJECTIONS, "FP8"), algorithm="minmax")
+    ).tensors
     larger = max(float(apart[f"{name}.input_scale"]) for name in ("up_proj", "down_proj"))
     assert {float(result.tensors[f"{name}.input_scale"]) for name in ("up_proj", "down_proj")} == {larger}
     assert float(apart["up_proj.input_scale"]) != float(apart["down_proj.input_scale"])
@@ -339,7 +347,7 @@ def test_input_scales_of_fused_modules_are_unified():
 
 def test_a_module_that_is_never_called_is_an_error():
     with pytest.raises(CheckpointError, match="spare: every quantized module must be called"):
-        calibrate(Toy(), toy_batches(), schemes={"spare": "FP8", "up_proj": "FP8"}, algorithm="minmax")
+        calibrate(Toy(), toy_batches(), LayerWork(schemes={"spare": "FP8", "up_proj": "FP8"}, algorithm="minmax"))
 
 
 @pytest.mark.parametrize(("value", "named"), [(float("nan"), "in_proj_z"), (3e38, "up_proj")])
@@ -347,12 +355,12 @@ def test_activations_that_are_not_finite_name_the_first_module(value, named):
     toy = Toy()
     (toy.in_proj_z if value != value else toy.up_proj).weight.data[3, 5] = value
     with pytest.raises(CheckpointError, match=named + ": .* its output, batch 1"):
-        calibrate(toy, toy_batches(), schemes=dict.fromkeys(PROJECTIONS, "NVFP4"), algorithm="minmax")
+        calibrate(toy, toy_batches(), LayerWork(schemes=dict.fromkeys(PROJECTIONS, "NVFP4"), algorithm="minmax"))
 
 
 def test_no_batch_is_an_error():
     with pytest.raises(RecipeError, match="there must be a batch"):
-        calibrate(Toy(), [], schemes={"up_proj": "FP8"}, algorithm="minmax")
+        calibrate(Toy(), [], LayerWork(schemes={"up_proj": "FP8"}, algorithm="minmax"))
 
 
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.inputs])
@@ -361,7 +369,7 @@ def test_propagating_and_serving(scheme):
     toy, (batch, *_) = Toy(), toy_batches()
     with torch.no_grad():
         exact = toy(**batch)
-    calibrate(toy, toy_batches(), schemes=dict.fromkeys(PROJECTIONS, scheme), algorithm="minmax")
+    calibrate(toy, toy_batches(), LayerWork(schemes=dict.fromkeys(PROJECTIONS, scheme), algorithm="minmax"))
     with propagating(toy):
         assert torch.equal(toy(**batch), exact)
     with pytest.raises(AssertionError, match="in_proj_qkv: no served weight"), serving(toy):
@@ -391,7 +399,7 @@ def test_an_experts_tokens_have_scales_of_their_own(scheme):
     toy, tokens = nn.Sequential(nn.Linear(128, 128, bias=False)).bfloat16(), torch.ones(2, 128).bfloat16()
     toy.config = SimpleNamespace(name="toy")
     tokens[0] *= 4096
-    calibrate(toy, [{"input": tokens}], schemes={"0": scheme}, algorithm="minmax")
+    calibrate(toy, [{"input": tokens}], LayerWork(schemes={"0": scheme}, algorithm="minmax"))
     serve(toy, ["0"])
     with serving(toy):
         together, apart = toy(tokens), torch.cat([toy(token[None]) for token in tokens])
@@ -416,17 +424,13 @@ def test_one_pass_is_enough_where_no_weight_is_rewritten(folder, scheme, algorit
         )
         schemes = dict.fromkeys(skeleton.linears(index), scheme)
         done: list[int] = []
-        calibrate(
-            skeleton.model,
-            batches,
-            schemes=schemes,
-            algorithm=algorithm,
-            after_batch=lambda kept=while_observed, done=done: done.append(len(kept)),
-        )
+        work = LayerWork(schemes=schemes, algorithm=algorithm)
+        after_batch = lambda kept=while_observed, done=done: done.append(len(kept))  # noqa: E731
+        calibrate(skeleton.model, batches, work, after_batch=after_batch)
         handle.remove()
         assert done == [1, 2, 3, 4]
         pairs = zip(while_observed, skeleton.leave(index, batches), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs) is equal is not rewrites(schemes, algorithm)
+        assert all(torch.equal(*pair) for pair in pairs) is equal is not work.rewrites
 
 
 def test_zero_centred_norms_come_back_as_they_were():
@@ -437,7 +441,9 @@ def test_zero_centred_norms_come_back_as_they_were():
     norm.weight.data.fill_(0.0012)
     before = norm.weight.detach().clone()
     assert not torch.equal((1 + before.float()).bfloat16().float() - 1, before.float())
-    result = calibrate(skeleton.model, batches, schemes=dict.fromkeys(skeleton.linears(2), "FP8"), algorithm="minmax")
+    result = calibrate(
+        skeleton.model, batches, LayerWork(schemes=dict.fromkeys(skeleton.linears(2), "FP8"), algorithm="minmax")
+    )
     assert torch.equal(norm.weight, before)
     assert not any("norm" in name for name in result.tensors)
     skeleton.leave(2, batches)
@@ -449,14 +455,12 @@ def test_scales_of_weights_must_be_exact_on_disk():
         calibrate(
             Toy().float(),
             [{"hidden": b["hidden"].float()} for b in toy_batches()],
-            schemes={"up_proj": "W4A16"},
-            algorithm="gptq",
+            LayerWork(schemes={"up_proj": "W4A16"}, algorithm="gptq"),
         )
 
 
 def test_modifiers_act_in_this_order():
     """GPTQ comes last: a QuantizationModifier after it would compute its scales again from the rewritten weights."""
-    modifiers = modifiers_for(
-        {"a": "FP8", "b": "W4A16"}, ["b"], "gptq", (), ExpertPasses(nn.Module(), [], StatisticsRoom())
-    )
+    work = LayerWork(schemes={"a": "FP8", "b": "W4A16"}, algorithm="gptq")
+    modifiers = modifiers_for(work, (), ExpertPasses(nn.Module(), [], StatisticsRoom()))
     assert [type(modifier).__name__ for modifier in modifiers] == ["_Quantization", "_GPTQ"]

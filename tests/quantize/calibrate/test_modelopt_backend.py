@@ -16,9 +16,11 @@ from keepmtp import api
 from keepmtp.checkpoints.record import read_record
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.layers.forwards import calibrating
-from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate, rewrites
+from keepmtp.quantize.calibrate.layers.layer import Calibrated, calibrate
 from keepmtp.quantize.calibrate.layers.modelopt_backend import ModeloptBackend
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.needs.memory import group_hessian_bytes
+from keepmtp.recipes.conventions import CACHE_LEAVES
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import REWRITES, SCHEMES, SWEEPS
 from keepmtp.validate.check.check import check
@@ -109,7 +111,15 @@ def caches(folder: Path, ids: list[Tensor]) -> dict[str, float]:
         own = [f"model.layers.{index}.self_attn"] if hasattr(layer, "self_attn") else []
         schemes = dict.fromkeys(skeleton.linears(index), "NVFP4")
         made = calibrate(
-            skeleton.model, batches, schemes=schemes, algorithm="minmax", backend="modelopt", routed=True, caches=own
+            skeleton.model,
+            batches,
+            LayerWork(
+                schemes=schemes,
+                algorithm="minmax",
+                backend="modelopt",
+                routed=True,
+                caches=dict.fromkeys(own, CACHE_LEAVES),
+            ),
         )
         found |= {name: float(value) for name, value in made.tensors.items() if name.endswith(("k_scale", "v_scale"))}
         hidden = skeleton.leave(index, batches)
@@ -227,12 +237,12 @@ def test_a_fused_group_shares_the_global_scale_that_it_is_swept_in():
     batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
     schemes = dict.fromkeys(names, "NVFP4")
     found = calibrate(
-        skeleton.model, batches, schemes=schemes, algorithm="mse", backend="modelopt", fused=[names]
+        skeleton.model, batches, LayerWork(schemes=schemes, algorithm="mse", backend="modelopt", fused=[names])
     ).tensors
     largest = max(float(skeleton.weights[f"{name}.weight"].abs().amax()) for name in names)
     for name in names:
         assert float(found[f"{name}.weight_global_scale"]) == pytest.approx(2688 / largest)
-    assert not rewrites(schemes, "mse") and rewrites(schemes, "gptq")
+    assert [LayerWork(schemes=schemes, algorithm=each).rewrites for each in ("mse", "gptq")] == [False, True]
 
 
 @pytest.mark.parametrize("algorithm", sorted(SWEEPS))
@@ -243,7 +253,7 @@ def test_a_weight_of_zeros_has_finite_scales(algorithm):
     batches = skeleton.enter(1, token_ids(samples=1), [torch.randn(1, 32, 256).bfloat16()])
     skeleton.model.get_submodule(name).weight.data.zero_()
     found = calibrate(
-        skeleton.model, batches, schemes={name: "NVFP4A16"}, algorithm=algorithm, backend="modelopt"
+        skeleton.model, batches, LayerWork(schemes={name: "NVFP4A16"}, algorithm=algorithm, backend="modelopt")
     ).tensors
     assert 0 < float(found[f"{name}.weight_global_scale"]) < float("inf")
     assert found[f"{name}.weight_scale"].float().isfinite().all()
@@ -266,7 +276,7 @@ def test_activations_that_are_not_finite_are_named():
     batches = skeleton.enter(1, token_ids(samples=1), [hidden])
     with pytest.raises(CheckpointError, match=r"self_attn\.q_proj: activations must be finite .* input, batch 1"):
         schemes = dict.fromkeys(skeleton.linears(1), "NVFP4")
-        calibrate(skeleton.model, batches, schemes=schemes, algorithm="minmax", backend="modelopt")
+        calibrate(skeleton.model, batches, LayerWork(schemes=schemes, algorithm="minmax", backend="modelopt"))
     assert not any(module._forward_pre_hooks for module in skeleton.model.modules())
 
 

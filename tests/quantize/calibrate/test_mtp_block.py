@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from drafts import changed, filled, lively, plan_over, weights_of
 from keepmtp.quantize.calibrate.layers.layer import calibrate
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.experts import linear_experts
 from keepmtp.quantize.calibrate.mtp.draft_steps import draft_steps, step_mask, step_targets
 from keepmtp.quantize.calibrate.mtp.mtp_block import MtpBlock, bind_block, build_block
@@ -308,7 +309,7 @@ def test_the_block_is_calibrated_like_a_model():
         {name: torch.randn(1, 32, size, generator=noise).to(torch.bfloat16) for name in ("inputs_embeds", "hidden")}
         for _ in range(4)
     ]
-    found = calibrate(block, batches, schemes=schemes, algorithm="minmax")
+    found = calibrate(block, batches, LayerWork(schemes=schemes, algorithm="minmax"))
     assert {each.module for each in found.coverage} == set(schemes)
     assert all(each.tokens for each in found.coverage)
     assert {f"{name}.input_global_scale" for name in schemes} <= set(found.tensors)

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from keepmtp.quantize.run.processes import ProcessPlace, place_of_process
 from keepmtp.quantize.run.ranks import Ranks, _device_of, _refuse_shared_gpu, joined
@@ -302,11 +301,7 @@ def test_two_processes_on_one_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "node-2")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(uuid="b"))
     others = ["node-2: GPU a", "node-1: GPU b"]
-
-    def gather(every: list[str], own: str) -> None:
-        every[:] = [*others, own]
-
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr("keepmtp.quantize.run.ranks.gathered", lambda own: [*others, own])
     _refuse_shared_gpu(ranks, place)
     others[0] = "node-2: GPU b"
     with pytest.raises(RecipeError, match=r"GPU of its own; got 2 processes on node-2: GPU b, started by srun"):

@@ -14,6 +14,7 @@ from decompressed import decompressed
 from keepmtp.checkpoints.source import open_source
 from keepmtp.quantize.calibrate.layers import served
 from keepmtp.quantize.calibrate.layers.served import serve_weights
+from keepmtp.quantize.calibrate.layers.work import LayerWork
 from keepmtp.quantize.calibrate.model.binding import Binding
 from keepmtp.quantize.calibrate.model.skeleton import Skeleton
 from keepmtp.quantize.calibrate.mtp.mtp_block import bind_block, build_block
@@ -26,6 +27,7 @@ from keepmtp.quantize.write.writer import write, write_shards
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
 from keepmtp.recipes.schemes import SCHEMES
+from passes import as_calibrated
 from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
@@ -68,12 +70,12 @@ def served_parts(plan: Plan, statistics: Statistics) -> Iterator[tuple[torch.nn.
     index = len(skeleton) - 1
     binding, path = skeleton.bind_layer(index), f"{skeleton.layer_path}.{index}."
     with skeleton.layer(index) as layer:
-        serve_weights(skeleton.model, plan, binding, path, statistics)
+        serve_weights(skeleton.model, plan, LayerWork.of(as_calibrated(plan), binding, path), statistics)
         yield layer, binding
     block = build_block(plan.view)
     binding = bind_block(block, plan)
     skeleton.fill(block, binding)
-    serve_weights(block, plan, binding, "", statistics)
+    serve_weights(block, plan, LayerWork.of(as_calibrated(plan), binding), statistics)
     yield block, binding
 
 

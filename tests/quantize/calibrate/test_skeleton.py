@@ -8,10 +8,12 @@ import releases
 import torch
 from keepmtp.checkpoints.source import open_source
 from keepmtp.pipeline import plan_for
-from keepmtp.quantize.calibrate.model.skeleton import Batch, Skeleton, fused_in, schemes_in
+from keepmtp.quantize.calibrate.layers.work import LayerWork
+from keepmtp.quantize.calibrate.model.skeleton import Batch, Skeleton
 from keepmtp.quantize.plan.plan import make_plan
 from keepmtp.recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from keepmtp.recipes.find import shipped_recipes
+from passes import as_calibrated
 from releases import source_layout, write_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -149,15 +151,12 @@ def test_no_weight_of_another_layer_is_held():
 def test_modules_that_run_fused_share_scales():
     plan, _ = plan_for("tiny-glm4-moe", scheme="NVFP4A16")
     skeleton = Skeleton(plan, device=CPU)
-    binding = skeleton.bind_layer(1)
-    assert ("L.self_attn.k_proj", "L.self_attn.q_proj", "L.self_attn.v_proj") in [
-        tuple(sorted(group)) for group in fused_in(binding, "L.")
-    ]
-    assert ("L.mlp.experts.2.gate_proj", "L.mlp.experts.2.up_proj") in [
-        tuple(sorted(group)) for group in fused_in(binding, "L.")
-    ]
-    assert schemes_in(binding, "L.")["L.mlp.experts.0.down_proj"] == "NVFP4A16"
-    assert "L.mlp.gate" not in schemes_in(binding, "L.")
+    work = LayerWork.of(as_calibrated(plan), skeleton.bind_layer(1), "L.")
+    fused = [tuple(sorted(group)) for group in work.fused]
+    assert ("L.self_attn.k_proj", "L.self_attn.q_proj", "L.self_attn.v_proj") in fused
+    assert ("L.mlp.experts.2.gate_proj", "L.mlp.experts.2.up_proj") in fused
+    assert work.schemes["L.mlp.experts.0.down_proj"] == "NVFP4A16"
+    assert "L.mlp.gate" not in work.schemes
 
 
 def test_an_unknown_architecture_is_offered_the_data_free_recipe(tmp_path):

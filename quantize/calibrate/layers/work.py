@@ -1,0 +1,169 @@
+"""What is to be done to one decoder layer or MTP block: made from the plan in one place, and handed on whole.
+
+In: the plan, and the layer's binding. Out: a `LayerWork`: which modules are rounded and how, what a server runs as one
+module, what may not change, and by which algorithm.
+
+Easy to get wrong: names here are the model's, with the layer's path before them; `binding` has them without it.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ....recipes.conventions import CACHE_LEAVES
+from ....recipes.errors import CheckpointError
+from ....recipes.family import HFName
+from ....recipes.schemes import REWRITES, SCHEMES, SWEEPS
+from ...plan.plan import Plan
+from ..model.binding import EXPERT, Binding, scheme_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Smoothing:
+    """`smooth`'s output channels are divided by a scale that `balance`'s input channels are multiplied by."""
+
+    smooth: str
+    balance: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWork:
+    """The work on one layer or block.
+
+    Attributes:
+        schemes: module to be quantized -> its scheme.
+        algorithm: of the recipe; it rewrites the schemes of `REWRITES[algorithm]` only.
+        knobs: of the algorithm; see `Calibration.knobs`.
+        backend: llmcompressor, or modelopt: its calibrators observe the inputs, and choose scales under its algorithms.
+        routed: statistics of an expert are of the tokens that the router sends it; see `Calibration.experts`.
+        fused: modules that run as one in vLLM and share global scales, those that llm-compressor fuses included.
+        experts: modules that vLLM gives one input scale, the largest of theirs; others keep their own.
+        frozen: modules whose bytes come from the source whatever calibration finds.
+        weighted: modules whose scales are searched by the importance of their input channels.
+        caches: attention modules whose cache a server has in FP8 -> its scales on disk; () for scales of 1.
+        smoothings: None to have them found; a list is applied as it is, and checked afterwards only.
+        binding: of the layer or block.
+        path: its path in the model, with a dot; "" for the model itself.
+    """
+
+    schemes: Mapping[str, str]
+    algorithm: str
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = "llmcompressor"
+    routed: bool = False
+    fused: Sequence[tuple[str, ...]] = ()
+    experts: Sequence[tuple[str, ...]] = ()
+    frozen: Collection[str] = ()
+    weighted: Collection[str] = ()
+    caches: Mapping[str, tuple[HFName, ...]] = field(default_factory=dict)
+    smoothings: Sequence[Smoothing] | None = None
+    binding: Binding = field(default_factory=dict)
+    path: str = ""
+
+    @classmethod
+    def of(cls, plan: Plan, binding: Binding, path: str = "") -> "LayerWork":
+        """What a plan wants of the layer or block with this binding.
+
+        Source of `experts`: vLLM 0.32.0 fused_moe/oracle/nvfp4.py (FlashInfer and emulation take the largest of the
+        experts; CUTLASS and b12x keep one an expert, which may be the same) and quantization/utils/fp8_utils.py
+        (process_fp8_input_tensor_strategy_moe, all back-ends).
+        """
+        frozen, weighted = set[str](), set[str]()
+        caches: dict[str, tuple[HFName, ...]] = {}
+        fused: dict[object, list[str]] = defaultdict(list)
+        experts: dict[object, list[str]] = defaultdict(list)
+        for name, pieces in binding.items():
+            module, tensor = f"{path}{name}".rpartition(".")[0], pieces[0].tensor
+            # A rescaled expert could not be put back into its stack alone.
+            if not any(p.tensor.calibrated or (p.tensor.may_change and p.expert is None) for p in pieces):
+                frozen.add(module)
+            if not name.endswith("weight"):
+                continue
+            if tensor.weighted:
+                weighted.add(module)
+            for piece in pieces:
+                if piece.tensor.cache is not None:
+                    caches[module.rpartition(".")[0]] = piece.tensor.cache
+            scheme = scheme_of(pieces[0])
+            if scheme and SCHEMES[scheme].shares_global_scale:
+                # Experts of one stack are fused expert by expert, and only gate with up.
+                fused[tensor.unit, pieces[0].expert].append(module)
+            expert = EXPERT.match(name)
+            if scheme and expert and SCHEMES[scheme].extra:
+                experts[expert["stack"], expert["linear"] == "down_proj"].append(module)
+        return cls(
+            schemes=schemes_in(binding, path),
+            algorithm=plan.calibration.algorithm,
+            knobs=plan.calibration.knobs,
+            backend=plan.calibration.backend,
+            routed=plan.calibration.experts == "routed",
+            fused=_of_several(fused),
+            experts=_of_several(experts),
+            frozen=frozen,
+            weighted=weighted,
+            caches=caches,
+            binding=binding,
+            path=path,
+        )
+
+    @property
+    def rewritten(self) -> list[str]:
+        """Modules whose weights the algorithm rewrites, or whose block scales it sweeps."""
+        return [name for name, scheme in self.schemes.items() if scheme in REWRITES[self.algorithm]]
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether calibration changes weights; if not, the layer computes the same before and after.
+
+        A sweep chooses scales, and rounds by them only what is written.
+        """
+        return self.algorithm not in SWEEPS and bool(self.rewritten)
+
+    @property
+    def scaled_caches(self) -> list[str]:
+        """Attention modules whose keys and values get scales of an FP8 cache."""
+        return [name for name, scales in self.caches.items() if scales]
+
+    def on_disk(self, tensors: Mapping[str, Tensor]) -> dict[HFName, Tensor]:
+        """The layer's statistics, from names in the model to names on disk.
+
+        Args:
+            tensors: "<module>.<suffix>" or a parameter's own name, all under `path`.
+
+        Raises:
+            CheckpointError: the weight of a module was rewritten, and it is several tensors on disk.
+        """
+        found: dict[HFName, Tensor] = {}
+        for full, value in tensors.items():
+            module, _, suffix = full.rpartition(".")
+            if suffix in CACHE_LEAVES:
+                found |= {scale: value for scale in self.caches[module] if scale.endswith(suffix)}
+                continue
+            name = full.removeprefix(self.path)
+            if name in self.binding and not scheme_of(self.binding[name][0]):
+                found[self.binding[name][0].tensor.name] = value
+                continue
+            pieces = self.binding[f"{module.removeprefix(self.path)}.weight"]
+            if len(pieces) > 1 and not suffix.startswith("input_"):
+                rule = "weights that transformers joins cannot be rewritten"
+                cure = "Set calibration.algorithm: minmax, or override this module"
+                got = module.removeprefix(self.path)
+                raise CheckpointError(pieces[0].tensor.name, rule, got=got, cure=cure)
+            found |= {HFName(f"{piece.module}.{suffix}"): value for piece in pieces}
+        return found
+
+
+def schemes_in(binding: Binding, path: str) -> dict[str, str]:
+    """Module in the model -> scheme, for the linears under `path` that this run quantizes."""
+    return {
+        f"{path}{name.rpartition('.')[0]}": scheme_of(pieces[0])
+        for name, pieces in binding.items()
+        if name.endswith("weight") and scheme_of(pieces[0])
+    }
+
+
+def _of_several(groups: Mapping[object, list[str]]) -> list[tuple[str, ...]]:
+    return [tuple(members) for members in groups.values() if len(members) > 1]
