@@ -15,20 +15,11 @@ from keepmtp.recipes.conventions import CACHE_LEAVES, FP8_CACHE
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.find import find_recipe
 from keepmtp.recipes.schema import Recipe
-from layerwise import IGNORE, Skeleton, sequential
+from layerwise import GLM, IGNORE, QWEN, Skeleton, sequential, token_ids
 from passes import finished, plan_over
 from torch import Tensor, nn
 
-MODELS = Path(__file__).parents[3] / "models"
-GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def token_ids(samples: int = 4) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 500, (1, 32), generator=generator) for _ in range(samples)]
 
 
 def attention_of(skeleton: Skeleton, index: int) -> list[str]:

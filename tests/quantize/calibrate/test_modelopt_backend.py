@@ -25,12 +25,9 @@ from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.schemes import REWRITES, SCHEMES, SWEEPS
 from keepmtp.validate.check.check import check
 from killed import events, finished, small_recipe, start, statistics
-from layerwise import Skeleton, layerwise
+from layerwise import GLM, QWEN, Skeleton, layerwise, token_ids
 from safetensors.torch import load_file
 from torch import Tensor
-
-MODELS = Path(__file__).parents[3] / "models"
-GLM, QWEN = MODELS / "tiny-glm4-moe", MODELS / "tiny-qwen3_5"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,11 +36,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def token_ids(samples: int = 4, length: int = 32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(3, 500, (1, length), generator=generator) for _ in range(samples)]
 
 
 def tensors(results: list[Calibrated]) -> dict[str, Tensor]:
