@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....checkpoints.source import Source
-from ....recipes.errors import CheckpointError, RecipeError
+from ....recipes.errors import CheckpointError, KeepMTPError, RecipeError
 from ....recipes.schema import Calibration, TextsOfMix
 from .dataset_rows import one_line, open_split, rows_of, shuffled
 from .tokenize import UNENCODABLE, Answered, DataRow, Encoders, encoders
@@ -188,9 +188,10 @@ def _encoded(
         if not ("".join(row).strip() if isinstance(row, str | Answered) else row):
             yield number, row, []
             continue
-        encode = encoding.of(row)
         try:
-            ids = encode()
+            ids = encoding.encode(row)
+        except KeepMTPError:
+            raise
         except UNENCODABLE as error:
             rule, cure = "must suit the model's chat format", "Mend the row, or name a column of texts"
             raise RecipeError(f"{where}: row {number}", rule, got=one_line(error), cure=cure) from error

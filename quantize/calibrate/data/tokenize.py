@@ -55,15 +55,17 @@ class Encoders:
     source: Source
     may_run_code: bool
 
-    def of(self, row: DataRow) -> Callable[[], list[int]]:
-        """How to encode this row.
+    def encode(self, row: DataRow) -> list[int]:
+        """A row's token ids.
 
-        Raises: RecipeError or CheckpointError if it is a conversation and there is no way to encode one.
+        Raises: RecipeError or CheckpointError if it is a conversation and there is no way to encode one; one of
+            `UNENCODABLE` if this row is not allowed by the way that there is.
         """
-        if isinstance(row, str | Answered):
-            return lambda: self._text("".join(row))
-        encode = self._conversation
-        return lambda: encode(row, False)
+        if not isinstance(row, str | Answered):
+            return self._conversation(row, False)
+        ids = self.tokenizer.encode("".join(row), add_special_tokens=True, verbose=False)
+        ends = self.tokenizer.eos_token_id
+        return [*ids, ends] if isinstance(ends, int) and ids[-1:] != [ends] else ids
 
     def written(self, row: DataRow, ids: Sequence[int]) -> list[bool] | None:
         """Which tokens of a row a model writes; None where nothing marks them.
@@ -83,7 +85,7 @@ class Encoders:
         # Special tokens are at (0, 0), and a tokenizer that trims spaces leaves one of spaces alone without length.
         first = len(row.prompt)
         written = [start >= first and end > first for start, end in spans]
-        # The end belongs to the answer, whether the tokenizer or `_text` has added it.
+        # The end belongs to the answer, whether the tokenizer or `encode` has added it.
         if ids[-1] == self.tokenizer.eos_token_id:
             written[len(ids) - 1 :] = [True]
         return written
@@ -107,11 +109,6 @@ class Encoders:
             if asked == answered[: len(asked)] and len(asked) <= end:
                 written[len(asked) : end] = [True] * (end - len(asked))
         return written
-
-    def _text(self, row: str) -> list[int]:
-        ids = self.tokenizer.encode(row, add_special_tokens=True, verbose=False)
-        ends = self.tokenizer.eos_token_id
-        return [*ids, ends] if isinstance(ends, int) and ids[-1:] != [ends] else ids
 
     @cached_property
     def _conversation(self) -> _EncodeTurns:
