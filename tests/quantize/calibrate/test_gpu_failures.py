@@ -22,8 +22,8 @@ RECIPE = next(recipe for recipe in shipped_recipes() if recipe.model == "glm-4.7
 # What must fit, in the sentence -> where the GPU is full: from this call of a function on.
 FULL: dict[str, tuple[Any, str, int]] = {
     "the embedding": (Skeleton, "__init__", 1),
-    "decoder layer 0 and a batch": (backbone._Pass, "layer", 1),
-    "decoder layer 1 and a batch": (backbone._Pass, "layer", 2),
+    "decoder layer 0 and a batch": (backbone, "_calibrate_layer", 1),
+    "decoder layer 1 and a batch": (backbone, "_calibrate_layer", 2),
     "the head and a sequence": (mtp_pass, "target", 1),
     "the MTP block and a batch": (mtp_policy.PolicyResults, "_filled", 1),
     r"model\.\S+": (writer._Job, "run", 3),

@@ -253,7 +253,7 @@ def test_a_killed_run_repeats_no_candidate_and_no_layer(glm, tmp_path, monkeypat
     calls.clear()
     with monkeypatch.context() as patch:
         patch.setattr(policy, "calibrate", killed_at(0))
-        patch.setattr(calibrate._Pass, "layer", lambda *_: pytest.fail("a second backbone pass"))
+        patch.setattr(calibrate, "_calibrate_layer", lambda *_: pytest.fail("a second backbone pass"))
         resumed = mtp_pass(asked, cut, written=written)
         assert len(calls) == 2, "the first candidate was done"
         again = mtp_pass(asked, cut, written=written)
