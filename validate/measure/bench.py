@@ -169,7 +169,7 @@ class _Matrix:
 
     def __init__(self, model: Model, plan: BenchPlan, setup: Setup, watch: Watch) -> None:
         self.model, self.plan, self.setup, self.watch = model, plan, setup, watch
-        self.role: Role = "source" if model.role == "source" else "checkpoint"
+        self.role: Role = model.whose
         self.form: RequestForm = form_of(model.source, setup.extra)
         self.max_model_len = plan.max_model_len(model.source, self.form)
         self.lines = self._opened()

@@ -249,7 +249,7 @@ def _serve(model: Model, sitting: _Sitting, setup: Setup, depth: Depth, watch: C
         doing = words.removeprefix(f"{model.role}: ")
         watch(Step(role=model.role, doing=doing, done=0, total=1, unit="window"))
 
-    served(model.source, model.role, setup, use, tell)
+    served(model.source, model.whose, setup, use, tell)
 
 
 def _ask(
@@ -336,7 +336,7 @@ def _nll(predicted: Predicted) -> float:
 
 def _predicted(model: Model, sittings: Sequence[SourceSitting], perplexity: float) -> PredictedFact:
     return PredictedFact(
-        role="source" if model.role == "source" else "checkpoint",
+        role=model.whose,
         path=model.source.where,
         sha256=model.identity.sha256,
         perplexity=perplexity,

@@ -237,9 +237,10 @@ class _Watched:
         """Watch until the server ends or somebody asks it to; the counters are then the last ones."""
         while self._process.poll() is None and not stop.wait(_WAIT_SECONDS):
             now = time.monotonic()
-            if not self.is_healthy:
-                self._ask_health()
-            elif now - self._asked_at >= min(_POLL_SECONDS, self._every):
+            if not self.is_healthy and self._get("/health") is not None:
+                self.is_healthy, self._said_at = True, now
+                self._tell(f"serves {self._client.base_url} after {now - self._start:.0f} s; Ctrl-C stops it")
+            elif self.is_healthy and now - self._asked_at >= min(_POLL_SECONDS, self._every):
                 self._asked_at = now
                 self._ask_counters()
                 if now - self._said_at >= self._every:
@@ -247,13 +248,6 @@ class _Watched:
         self.is_healthy = self.is_healthy or self._get("/health") is not None
         if self.is_healthy:
             self._ask_counters()
-
-    def _ask_health(self) -> None:
-        self.is_healthy = self._get("/health") is not None
-        if self.is_healthy:
-            self._said_at = time.monotonic()
-            seconds = self._said_at - self._start
-            self._tell(f"serves {self._client.base_url} after {seconds:.0f} s; Ctrl-C stops it")
 
     def _ask_counters(self) -> None:
         """A server that is dying answers nothing, and the last counters stay."""

@@ -272,7 +272,7 @@ def _serve_and_ask(
         total = sum(len(questions.items) for questions, _ in together)
         watch(Step(role=model.role, doing=words.removeprefix(f"{model.role}: "), done=done, total=total))
 
-    served(model.source, model.role, setup, use, tell)
+    served(model.source, model.whose, setup, use, tell)
 
 
 def _room(questions: Questions, source: Source) -> int:

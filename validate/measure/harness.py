@@ -42,6 +42,11 @@ class Model:
     source: Source
     identity: Identity
 
+    @property
+    def whose(self) -> Role:
+        """The checkpoint without drafting is the checkpoint."""
+        return "source" if self.role == "source" else "checkpoint"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -71,9 +76,7 @@ class Setup:
         return (self.out / "logs" / f"{name}.log").absolute()
 
 
-def served(
-    source: Source, role: Arm, setup: Setup, use: Callable[[Path, AsServed, str], Got], watch: Watch | None = None
-) -> Got:
+def served(source: Source, role: Role, setup: Setup, use: Callable[[Path, AsServed, str], Got], watch: Watch) -> Got:
     """What `use` makes of a checkpoint's own files, or of a BF16 copy where this CPU has no kernel for them.
 
     Args:
@@ -98,11 +101,9 @@ def served(
             reason = lack_of_kernel(setup.vllm, failure.words)
             if not reason:
                 raise
-    whose: Role = "source" if role == "source" else "checkpoint"
     setup.out.mkdir(parents=True, exist_ok=True)
-    with ScratchFolder(f"keepmtp-{whose}-bf16-", setup.out) as folder:
-        if watch is not None:
-            watch(f"{whose}: writing a BF16 copy")
+    with ScratchFolder(f"keepmtp-{role}-bf16-", setup.out) as folder:
+        watch(f"{role}: writing a BF16 copy")
         return use(write_copy(source, folder / "copy").absolute(), COPY, f"{reason}; {UNTRIED}")
 
 

@@ -1,4 +1,4 @@
-"""What was measured is kept a line each, and only what was asked the same way meets in one file."""
+"""What was measured is kept a line each. What a kill leaves, and what is set aside: evaluation/test_answers.py."""
 
 import pytest
 from benches import repetition
@@ -33,32 +33,6 @@ def test_lines_read_back_are_the_same(tmp_path):
     again = read_lines(lines.path)
     assert aside is None and again.header == HEADER and again.lines == lines.lines
     assert list(again.lines) == [(0, 1, 0, 0), (1, 1, 0, 0), (1, 1, 0, 1)]
-
-
-def test_a_part_of_a_line_is_cut_off(tmp_path):
-    lines, _ = open_lines(tmp_path / "bench.jsonl", HEADER)
-    lines.add(measured(0))
-    whole = lines.path.read_bytes()
-    last = whole.splitlines()[-1]
-    for end in range(1, len(last), 97):
-        lines.path.write_bytes(whole + last[:end])
-        found, _ = open_lines(lines.path, HEADER)
-        assert found.lines == lines.lines and lines.path.read_bytes() == whole
-
-
-@pytest.mark.parametrize(
-    "change", [{"checkpoint_sha256": "2" * 64}, {"vllm": "0.33.0"}, {"words": ("-tp", "2")}, {"device": "H200"}]
-)
-def test_what_was_asked_otherwise_is_kept_aside_and_taken_back(change, tmp_path):
-    path = tmp_path / "bench.jsonl"
-    lines, _ = open_lines(path, HEADER)
-    lines.add(measured(0))
-    other = HEADER.model_copy(update=change)
-    fresh, aside = open_lines(path, other)
-    assert aside == tmp_path / f"bench.{HEADER.digits}.jsonl" and not fresh.lines
-    fresh.add(measured(1))
-    back, aside = open_lines(path, HEADER)
-    assert back.lines == lines.lines and aside == tmp_path / f"bench.{other.digits}.jsonl"
 
 
 def test_a_file_that_is_none_is_named_by_its_line(tmp_path):
