@@ -116,7 +116,7 @@ vllm: $(VENV_VLLM)/.vllm
 test: SUITE := not full
 test-all: SUITE := full
 test test-all: $(VENV)/.test $(VENV)/.browser $(VENV_VLLM)/.vllm $(WHEELS)/.wheels build/sglang/.wheel
-	$(VENV)/bin/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder -m "$(SUITE)" $(TESTS)
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "$(SUITE)" $(TESTS)
 
 # A failure prints a seed and a number: .venv/bin/python tests/fuzz/campaign.py --seed SEED --case NUMBER
 fuzz: $(VENV)/.test

@@ -1,7 +1,7 @@
 """How the suite is shared among worker processes; and a Hub on loopback (hub.py) for tests that read a repository.
 
 A file stays on one worker, since its fixtures are what takes long, and so do all files that use vLLM's dry loaders:
-`make test` says --dist loadgroup.
+`make test` says --dist loadfile.
 """
 
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import wheel
 from hub import serving
+from xdist.scheduler import LoadFileScheduling
 
 TESTS = Path(__file__).parent
 # Of a worker and what it starts: llm-compressor and two models in one, two vLLM servers of 1.5 GiB in another.
@@ -77,15 +78,24 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(gib / WORKER_GIB)))
 
 
+class Files(LoadFileScheduling):
+    """A whole file to a worker; the files of dry loads to one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "dry loads" if Path(file).stem.removeprefix("test_") in DRY and "vllm" in Path(file).parts else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Files | None:
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first where workers share the suite; and of a large product, what `make test` leaves out is marked."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {TESTS / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
-        dry = {TESTS / "vllm" / f"test_{name}.py" for name in DRY}
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("dry loads" if item.path in dry else str(item.path)))
     products: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("few"):
