@@ -168,7 +168,7 @@ def check(
         draft: folder or Hub id of a draft that has a checkpoint of its own.
         values: what is read of the tensors: "scalars", "scales", "unpacked" or "all". Needs the `quantize` extra.
         source: with `values`, the release as a folder or a Hub id; weights are compared with it.
-        runtimes: the servers that are to load it: "vllm", "sglang", "tensorrt-llm". Dry loads are vLLM's alone.
+        runtimes: the servers that are to load it: "vllm", "sglang". Dry loads are vLLM's alone.
         progress: called with what is done now.
 
     Returns: facts, findings and dry loads. `ok` says that no finding is an error.

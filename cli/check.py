@@ -46,7 +46,7 @@ def check(
         list[str] | None,
         typer.Option(
             "--runtime",
-            help="The server that is to load it: vllm (the default), sglang or tensorrt-llm; may be repeated.",
+            help="The server that is to load it: vllm (the default) or sglang; may be repeated.",
         ),
     ] = None,
     static_only: Annotated[bool, typer.Option("--static-only", help="No vLLM, whatever --gpu says.")] = False,
@@ -87,7 +87,6 @@ def check(
 
     With --runtime sglang, the rules are SGLang's: which draft class it has for the family, under which names that class
     asks the quantization config, and what it builds for each answer. With both, a checkpoint must please both.
-    With --runtime tensorrt-llm, rules for modelopt's dialect that were read in its source, and not run.
 
     Exit status 1 if any checkpoint has an error, 2 if there is nothing to judge at one of the places. The others are
     judged all the same.

@@ -134,7 +134,6 @@ def _judged_for(servers: "Sequence[Runtime]") -> str:
     names: Mapping[Runtime, str] = {
         "vllm": f"vLLM {SUPPORTED}",
         "sglang": f"SGLang {VERSION} (not run)",
-        "tensorrt-llm": "TensorRT-LLM (rules read in its source, not run)",
     }
     return f"; judged for {', '.join(names[each] for each in servers)}"
 

@@ -23,7 +23,6 @@ from . import rules_config, rules_dialect, rules_forms, rules_kv, rules_mtp, rul
 from .dialects.choose import quantization_of
 from .dialects.methods import Unloadable, unloadable
 from .dialects.patterns import time_limit
-from .rules_tensorrt_llm import judge_for_tensorrt_llm
 from .runtime_view import RuntimeView
 from .sglang.rules import judge as judge_for_sglang
 from .stored_view import StoredView
@@ -44,7 +43,6 @@ VLLM_ALONE: tuple[Runtime, ...] = ("vllm",)
 RULES_OF: Mapping[Runtime, tuple[Rule, ...]] = {
     "vllm": RULES,
     "sglang": (judge_for_sglang,),
-    "tensorrt-llm": (judge_for_tensorrt_llm,),
 }
 
 

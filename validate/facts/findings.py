@@ -16,7 +16,7 @@ from ...recipes.family import Loader
 
 Severity = Literal["error", "warning"]
 Origin = Literal["static", "dry", "values"]
-Runtime = Literal["vllm", "sglang", "tensorrt-llm"]
+Runtime = Literal["vllm", "sglang"]
 """Whose reading of a checkpoint a finding is about."""
 _MOST = 2000  # characters of a sentence; a name of a stranger may be longer
 
