@@ -7,12 +7,13 @@ from typing import Any
 
 import reports
 from evaluations import FILTERS, Answers, evaluation
+from headers import header
 from keepmtp.checkpoints.identity import file_sha256, identify
 from keepmtp.checkpoints.source import open_source
 from keepmtp.validate.facts.evaluated import Arm, EvaluationFact
 from keepmtp.validate.facts.results import report_folder, write_result
 from keepmtp.validate.facts.served import counters
-from keepmtp.validate.measure.answers import FORM, Answer, Header, Samples, Sitting, finish
+from keepmtp.validate.measure.answers import FORM, Answer, Samples, Sitting, finish
 from keepmtp.validate.measure.drafting import drafting
 from keepmtp.validate.report.check_data import record_static
 from releases import source_layout, write_checkpoint
@@ -67,7 +68,7 @@ def asked(evidence: Path, sha256: str, answers: Answers, *, has_plain: bool = Fa
     for model in fact.arms:
         right = [True] * answers.both + [model.role != "checkpoint"] * answers.only_source
         right += [model.role == "checkpoint"] * answers.only_checkpoint + [False] * answers.neither
-        header = Header(
+        first = header(
             role=model.role,
             protocol=fact.protocol,
             dataset_sha256=fact.dataset_sha256,
@@ -75,11 +76,10 @@ def asked(evidence: Path, sha256: str, answers: Answers, *, has_plain: bool = Fa
             num_questions=answers.num,
             checkpoint_sha256=sha256 if model.role == "plain" else model.sha256,
             vllm=reports.VLLM,
-            device="CPU",
         )
         path = evidence / model.samples
         path.unlink(missing_ok=True)
-        samples = Samples(path, header, FORM)
+        samples = Samples(path, first, FORM)
         for number in range(answers.num):
             samples.add(
                 Answer(

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from headers import header
 from keepmtp.recipes.errors import CheckpointError
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.measure.answers import (
     FORM,
     Answer,
-    Header,
     Samples,
     Sitting,
     correct,
@@ -19,22 +19,6 @@ from keepmtp.validate.measure.answers import (
     read_samples,
     take_from_sibling,
 )
-
-
-def header(**changed) -> Header:
-    return Header(
-        **{
-            "role": "source",
-            "protocol": Evaluation(),
-            "dataset_sha256": "d",
-            "prompts_sha256": "p",
-            "num_questions": 3,
-            "checkpoint_sha256": "c",
-            "vllm": "0.32.0",
-            "device": "CPU",
-            **changed,
-        }
-    )
 
 
 def answer(number: int, text: str = " it is 1\n#### 1") -> Answer:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from answering import FAULTS, OOM, TOO_LONG, answering
+from headers import header
 from keepmtp.recipes.protocol import Evaluation
 from keepmtp.validate.facts.step import Step
-from keepmtp.validate.measure.answers import Header, Samples, correct, drafts_of, finish, open_samples, read_samples
+from keepmtp.validate.measure.answers import Samples, correct, drafts_of, finish, open_samples, read_samples
 from keepmtp.validate.measure.gsm8k import ask, request_seconds
 from keepmtp.validate.measure.lm_eval_task import Questions, questions, scores
 from keepmtp.validate.measure.server import ServerFailed
@@ -44,24 +45,15 @@ def built(tmp_path: Path, **protocol) -> Questions:
     return questions(Evaluation(**{"dataset": str(path), "shots": 0, "k": 2, "concurrency": 4, **protocol}))
 
 
-def header(asked: Questions, **changed) -> Header:
-    return Header(
-        **{
-            "role": "checkpoint",
-            "protocol": asked.protocol,
-            "dataset_sha256": asked.dataset_sha256,
-            "prompts_sha256": asked.prompts_sha256,
-            "num_questions": len(asked.items),
-            "checkpoint_sha256": "0" * 64,
-            "vllm": "0.32.0",
-            "device": "CPU",
-            **changed,
-        }
+def opened(tmp_path: Path, asked: Questions) -> Samples:
+    first = header(
+        role="checkpoint",
+        protocol=asked.protocol,
+        dataset_sha256=asked.dataset_sha256,
+        prompts_sha256=asked.prompts_sha256,
+        num_questions=len(asked.items),
     )
-
-
-def opened(tmp_path: Path, asked: Questions, **changed) -> Samples:
-    return open_samples(tmp_path / "gsm8k.checkpoint.jsonl", header(asked, **changed))[0]
+    return open_samples(tmp_path / "gsm8k.checkpoint.jsonl", first)[0]
 
 
 def score(asked: Questions, samples: Samples) -> tuple[float, ...]:

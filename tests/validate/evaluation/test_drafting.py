@@ -4,10 +4,10 @@ from math import comb
 from pathlib import Path
 
 import pytest
-from keepmtp.recipes.protocol import Evaluation
+from headers import header
 from keepmtp.validate.facts.binomial import sign_test
 from keepmtp.validate.facts.evaluated import Arm
-from keepmtp.validate.measure.answers import Answer, Header, Samples, finish, open_samples
+from keepmtp.validate.measure.answers import Answer, Samples, finish, open_samples
 from keepmtp.validate.measure.drafting import MOST_SHOWN, drafting
 
 FILTER = "flexible-extract"
@@ -15,17 +15,8 @@ FILTER = "flexible-extract"
 
 def samples(folder: Path, role: Arm, answers: list[tuple[str, bool]]) -> Samples:
     """A finished file of answers: text, and whether it is right."""
-    header = Header(
-        role=role,
-        protocol=Evaluation(),
-        dataset_sha256="d",
-        prompts_sha256="p",
-        num_questions=len(answers),
-        checkpoint_sha256="c",
-        vllm="0.32.0",
-        device="CPU",
-    )
-    found, _ = open_samples(folder / f"gsm8k.{role}.jsonl", header)
+    first = header(role=role, num_questions=len(answers))
+    found, _ = open_samples(folder / f"gsm8k.{role}.jsonl", first)
     for number, (text, _) in enumerate(answers):
         found.add(Answer(question=number, prompt_sha256="p", text=text, finish_reason="stop", num_tokens=1))
     finish(found, {FILTER: [right for _, right in answers]})
