@@ -88,7 +88,7 @@ class BenchPlan:
         for turn in range(self.rounds):
             for k in self.ks if turn % 2 == 0 else reversed(self.ks):
                 for number in range(turn * self.repeat, (turn + 1) * self.repeat):
-                    found += [(k, *load, number) for load in self.loads]
+                    found += [MatrixPlace(k, *load, number) for load in self.loads]
         return tuple(found)
 
     def num_requests(self, load: Load) -> int:
@@ -221,15 +221,15 @@ class _Matrix:
 
     def _missing(self) -> list[MatrixPlace]:
         """What is to be measured, in the order of the run."""
-        left = [place for place in self.plan.places if place not in self.lines.lines]
-        return [place for place in left if (place[0], place[1:3]) not in self.failed]
+        there = self.lines.lines
+        return [place for place in self.plan.places if place not in there and place.cell not in self.failed]
 
     def _serve(self, folder: Path, as_served: AsServed, reason: str) -> None:
         """A server after the other, until nothing is missing."""
         self.served = as_served, f"{reason}; {_SPEED_OF_A_COPY}" if reason else ""
         while missing := self._missing():
-            k, turn = missing[0][0], missing[0][3] // self.plan.repeat
-            mine = [place for place in missing if (place[0], place[3] // self.plan.repeat) == (k, turn)]
+            k, turn = missing[0].k, missing[0].number // self.plan.repeat
+            mine = [place for place in missing if (place.k, place.number // self.plan.repeat) == (k, turn)]
             try:
                 self._sit(folder, k, mine)
             except ServerFailed as failure:
@@ -255,10 +255,10 @@ class _Matrix:
             ) as server,
             benchmarking(self.setup.vllm, server, self.form, self.setup.log(f"{name}.client")) as client,
         ):
-            for load in dict.fromkeys(place[1:3] for place in places):
+            for load in dict.fromkeys(place.load for place in places):
                 self._warm_up(client, k, load)
             for place in places:
-                if (k, place[1:3]) not in self.failed:
+                if place.cell not in self.failed:
                     self._measure(client, place)
 
     def _warm_up(self, client: Client, k: int, load: Load) -> None:
@@ -267,16 +267,16 @@ class _Matrix:
             items = taken(self.plan.prompts, self.plan.num_requests(load), self.plan.seed)
             self.asked[load] = requests(items, form=self.form, context=load[1], server=client.server)
         most, label = min(WARM_UP_TOKENS, self.plan.output_tokens), f"k={k}, {words_of(load)}: warming up"
-        self._repetition(client, (k, *load, 0), self.asked[load][: load[0]], most, label)
+        self._repetition(client, MatrixPlace(k, *load, 0), self.asked[load][: load[0]], most, label)
 
     def _measure(self, client: Client, place: MatrixPlace) -> None:
-        k, concurrency, context, number = place
-        load = concurrency, context
-        label = f"k={k}, {words_of(load)}, repetition {number + 1} of {self.plan.repeat * self.plan.rounds}"
+        of = self.plan.repeat * self.plan.rounds
+        label = f"k={place.k}, {words_of(place.load)}, repetition {place.number + 1} of {of}"
         self._tell(label)
-        found = self._repetition(client, place, self.asked[load], self.plan.output_tokens, label)
+        found = self._repetition(client, place, self.asked[place.load], self.plan.output_tokens, label)
         if found is not None:
             as_served, reason = self.served
+            k, concurrency, context, _ = place
             line = Measured(
                 k=k, concurrency=concurrency, context=context, as_served=as_served, reason=reason, repetition=found
             )
@@ -287,13 +287,16 @@ class _Matrix:
         self, client: Client, place: MatrixPlace, sent: Sequence[Request], most: int, label: str
     ) -> Repetition | None:
         """None where a request failed: the cell then has no figure, and is not measured again by this run."""
-        k, concurrency, context, number = place
         try:
             return client.measure(
-                sent, number=number, concurrency=concurrency, output_tokens=most, watch=lambda _: self._tell(label)
+                sent,
+                number=place.number,
+                concurrency=place.concurrency,
+                output_tokens=most,
+                watch=lambda _: self._tell(label),
             )
         except RequestsFailed as failure:
-            self.failed[k, (concurrency, context)] = failure.words
+            self.failed[place.cell] = failure.words
             return None
 
     def _tell(self, words: str) -> None:
@@ -307,6 +310,6 @@ class _Matrix:
         for load in self.plan.loads:
             for k in self.plan.ks:
                 error = self.failed.get((k, load), "")
-                places = [(k, *load, number) for number in range(self.plan.repeat * self.plan.rounds)]
+                places = [MatrixPlace(k, *load, number) for number in range(self.plan.repeat * self.plan.rounds)]
                 done = () if error else tuple(self.lines.lines[place].repetition for place in places)
                 yield BenchCell(k=k, concurrency=load[0], context=load[1], repetitions=done, error=error)

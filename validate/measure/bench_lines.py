@@ -9,7 +9,7 @@ list of k and the list of loads are not in that line: a matrix that grows by a k
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...checkpoints.fact import Count, Fact, NumDrafts
 from ...checkpoints.kept_lines import KeptHeader
@@ -17,8 +17,24 @@ from ..facts.benched import Repetition, RequestForm
 from ..facts.served import AsServed, Role
 from . import line_file
 
-MatrixPlace = tuple[int, int, int, int]
-"""k, concurrency, context, number of the repetition."""
+
+class MatrixPlace(NamedTuple):
+    """One repetition of the matrix."""
+
+    k: int
+    concurrency: int
+    context: int
+    number: int
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests in flight, and context."""
+        return self.concurrency, self.context
+
+    @property
+    def cell(self) -> tuple[int, tuple[int, int]]:
+        """k, and the load."""
+        return self.k, self.load
 
 
 class BenchHeader(KeptHeader):
@@ -59,7 +75,7 @@ class Measured(Fact):
     @property
     def place(self) -> MatrixPlace:
         """Where it belongs in the matrix."""
-        return self.k, self.concurrency, self.context, self.repetition.number
+        return MatrixPlace(self.k, self.concurrency, self.context, self.repetition.number)
 
 
 Lines = line_file.LineFile[BenchHeader, Measured, Any]
@@ -70,7 +86,7 @@ _FORM: line_file.LineForm[BenchHeader, Measured, Any] = line_file.LineForm(
     num=lambda _: None,
     rule=lambda kind: "must be a repetition" if kind is Measured else "must be a header of repetitions",
     once="must measure each repetition once",
-    named="k={0[0]}, {0[1]} at once, context {0[2]}, repetition {0[3]} again",
+    named="k={0.k}, {0.concurrency} at once, context {0.context}, repetition {0.number} again",
     again="its repetitions are measured again",
     left="measures what is missing",
 )
