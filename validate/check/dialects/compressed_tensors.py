@@ -20,8 +20,11 @@ from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import CompressedTensorsGiven, GivenArguments, GivenGroup, read_given
+from .matching import left_out
 from .patterns import Entries, equal_or_regex
 
+FP8_FORMS: Mapping[str, Form] = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
+MXFP4 = VLLMModule(form="mxfp4", leaves=frozenset({"weight_packed", "weight_scale"}), group_size=32)
 _SHARD_ERROR = "ValueError: Found different quantization schemes for the shards of {}"
 
 
@@ -75,13 +78,9 @@ class CompressedTensors:
         return [name for name in names if any(equal_or_regex(name, pattern) for pattern in entry.read)]
 
     def _scheme(self, name: str, shards: Sequence[str], class_name: str, targets: Targets) -> Resolution:
-        if hit := self.ignore.first(name):
-            return Resolution(built=PLAIN, entry=hit)
-        ignored = [self.ignore.first(shard) for shard in shards]
-        if any(ignored):
-            entry = next(hit for hit in ignored if hit)
-            error = "" if all(ignored) else _SHARD_ERROR.format(name)
-            return Resolution(built=PLAIN, entry=entry, error=error)
+        for names in ((name,), shards):
+            if plain := left_out(names, self.ignore.first, _SHARD_ERROR.format(name)):
+                return plain
         matched = targets.entries.first(name)
         if matched is None and shards:
             each = [targets.entries.first(shard) for shard in shards]
@@ -146,13 +145,12 @@ def _compressed_tensors_built(group: GivenGroup, format_: str | None, *, is_expe
     if is_float and bits == 4 and strategy == "tensor_group" and size == 16:
         if inputs is not None and (inputs["num_bits"], inputs["strategy"]) != (4, "tensor_group"):
             return "ValueError: For NVFP4 weights, input quantization must also be NVFP4 format, None for NVFP4A16"
-        leaves = ("weight_packed", "weight_scale", "weight_global_scale", *(("input_global_scale",) if inputs else ()))
-        return VLLMModule(form="nvfp4", leaves=frozenset(leaves), group_size=16)
+        return nvfp4_built(has_inputs=bool(inputs))
     if is_float and strategy == "group" and size == 32 and bits == 4:
-        return VLLMModule(form="mxfp4", leaves=frozenset({"weight_packed", "weight_scale"}), group_size=32)
+        return MXFP4
     if is_float and strategy == "group" and size == 32 and bits == 8:
         return VLLMModule(form="mxfp8", leaves=frozenset({"weight", "weight_scale"}), group_size=32)
-    if is_float and bits == 8 and strategy in ("tensor", "channel", "block"):
+    if is_float and bits == 8 and strategy in FP8_FORMS:
         if format_ not in ("float-quantized", "naive-quantized", "int-quantized", "nvfp4-pack-quantized"):
             return f"NotImplementedError: No compressed-tensors compatible scheme was found (format {format_!r})"
         if inputs is None and is_experts:
@@ -164,26 +162,45 @@ def _compressed_tensors_built(group: GivenGroup, format_: str | None, *, is_expe
             )
         if inputs is None and strategy == "block":
             return "AssertionError: assert self.is_static_input_scheme is False (input_activations: null)"
-        leaves = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
-        form: Form = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}[strategy]  # type: ignore[assignment]
-        block = tuple(weights["block_structure"] or (128, 128)) if strategy == "block" else None
-        scale_ndim = 0 if strategy == "tensor" else 2
-        return VLLMModule(form=form, leaves=frozenset(leaves), block=block, scale_ndim=scale_ndim)  # type: ignore[arg-type]
+        return eight_bits_built(FP8_FORMS[strategy], weights, is_static=static)
     if not is_float and inputs is None and format_ == "pack-quantized" and strategy in ("group", "channel"):
-        leaves = {"weight_packed", "weight_scale", "weight_shape"}
-        leaves |= set() if weights["symmetric"] else {"weight_zero_point"}
-        group_size = size if strategy == "group" and size and size > 0 else None
-        return VLLMModule(
-            form="int_packed",
-            leaves=frozenset(leaves),
-            optional=frozenset({"weight_g_idx"}),
-            group_size=group_size,
-            bits=bits,
-        )
+        return integers_built(weights)
     if not is_float and bits == 8 and inputs and inputs["num_bits"] == 8 and strategy in ("channel", "tensor"):
-        leaves = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
-        return VLLMModule(form="int8", leaves=frozenset(leaves), scale_ndim=2 if strategy == "channel" else 0)
+        return eight_bits_built("int8", weights, is_static=static)
     return UNKNOWN
+
+
+def nvfp4_built(*, has_inputs: bool) -> VLLMModule:
+    """What NVFP4 registers, in vLLM and in SGLang."""
+    leaves = {"weight_packed", "weight_scale", "weight_global_scale"}
+    if has_inputs:
+        leaves.add("input_global_scale")
+    return VLLMModule(form="nvfp4", leaves=frozenset(leaves), group_size=16)
+
+
+def eight_bits_built(form: Form, weights: Mapping[str, Any], *, is_static: bool) -> VLLMModule:
+    """What FP8 and INT8 register, in vLLM and in SGLang; `is_static`: with a scale of the inputs."""
+    leaves, block = {"weight", "weight_scale"}, None
+    if is_static:
+        leaves.add("input_scale")
+    if weights["strategy"] == "block":
+        block = weights["block_structure"] or (128, 128)
+    scale_ndim = 0 if weights["strategy"] == "tensor" else 2
+    return VLLMModule(form=form, leaves=frozenset(leaves), block=block, scale_ndim=scale_ndim)
+
+
+def integers_built(weights: Mapping[str, Any]) -> VLLMModule:
+    """What packed integers register, in vLLM and in SGLang."""
+    leaves, size = {"weight_packed", "weight_scale", "weight_shape"}, weights["group_size"]
+    if not weights["symmetric"]:
+        leaves.add("weight_zero_point")
+    return VLLMModule(
+        form="int_packed",
+        leaves=frozenset(leaves),
+        optional=frozenset({"weight_g_idx"}),
+        group_size=size if weights["strategy"] == "group" and size and size > 0 else None,
+        bits=weights["num_bits"],
+    )
 
 
 def read_arguments(given: GivenArguments | None) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from ....recipes.renamer import Renamer
 from ..vllm_module import PLAIN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import Fp8Given, read_given
 from .matching import experts_among, is_layer_skipped
-from .modelopt import modelopt_built
+from .modelopt import inverse_blocks, modelopt_built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,16 @@ _DSV4_MXFP4 = VLLMModule(
 )
 
 
+def fp8_built(given: Fp8Given) -> VLLMModule:
+    """What a linear module registers, in vLLM and in SGLang."""
+    if block := given.weight_block_size:
+        return inverse_blocks(*block)
+    leaves = {"weight", "weight_scale"}
+    if given.activation_scheme == "static":
+        leaves.add("input_scale")
+    return VLLMModule(form="fp8_tensor", leaves=frozenset(leaves))
+
+
 def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer) -> Fp8:
     """The config as vLLM reads it; DeepSeek-V4 by its own class.
 
@@ -90,14 +100,7 @@ def read_fp8(raw: Mapping[str, Any], config: Mapping[str, Any], rename: Renamer)
         ConfigEntry(where="ignored_layers", written=written, read=(read,))
         for written, read in zip(listed, ignored, strict=True)
     ]
-    if block := given.weight_block_size:
-        linear = VLLMModule(
-            form="fp8_block", leaves=frozenset({"weight", "weight_scale_inv"}), block=block, scale_ndim=2
-        )
-    else:
-        static = given.activation_scheme == "static"
-        leaves = frozenset({"weight", "weight_scale", *(("input_scale",) if static else ())})
-        linear = VLLMModule(form="fp8_tensor", leaves=leaves)
+    linear = fp8_built(given)
     if config.get("model_type") != "deepseek_v4":
         return Fp8(ignored=ignored, linear=linear, experts=linear, entries=tuple(entries))
     # DeepSeek-V4's loaders rename `.scale` to `.weight_scale_inv`, and for FP4 experts to `.weight_scale`.

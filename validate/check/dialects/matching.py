@@ -11,6 +11,8 @@ functions by tests/validate/check/test_dialects.py.
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
+from ..vllm_module import PLAIN, Resolution
+
 # The groups of Marlin's kernel for routed experts (quantization/utils/marlin_utils.py).
 MARLIN_GROUPS = (-1, 32, 64, 128)
 _MODELOPT_SHARD_ERROR = "ValueError: Detected some but not all shards of {} are quantized"
@@ -28,6 +30,20 @@ def is_layer_skipped(module: str, shards: Sequence[str], entries: Sequence[str])
     if "experts" in module:
         return next((entry for entry in entries if "experts" in entry and module in entry), ""), ""
     return (module if module in entries else ""), ""
+
+
+def left_out(names: Iterable[str], hit: Callable[[str], str | None], error: str) -> Resolution | None:
+    """The answer for a module whose list has its name, or for a fused one that of its parts; None where it has none.
+
+    Args:
+        names: the module, or its parts.
+        hit: the entry that names one of them.
+        error: what the server raises where only some are named.
+    """
+    hits = [hit(name) for name in names]
+    if not any(hits):
+        return None
+    return Resolution(built=PLAIN, entry=next(filter(None, hits)), error="" if all(hits) else error)
 
 
 class Substrings:

@@ -189,6 +189,12 @@ def modelopt_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
             return UNKNOWN
 
 
+def inverse_blocks(rows: int, columns: int) -> VLLMModule:
+    """FP8 in blocks under the names of native FP8."""
+    leaves = frozenset({"weight", "weight_scale_inv"})
+    return VLLMModule(form="fp8_block", leaves=leaves, block=(rows, columns), scale_ndim=2)
+
+
 def _mixed_linear_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
     """MIXED_PRECISION's linear modules and heads: another algorithm leaves them plain."""
     return modelopt_built(algorithm, group_size, block) if algorithm in _OF_MODULES else PLAIN
@@ -197,8 +203,7 @@ def _mixed_linear_built(algorithm: str, group_size: int, block: int) -> VLLMModu
 def _mixed_experts_built(algorithm: str, group_size: int, block: int) -> VLLMModule:
     """MIXED_PRECISION's routed experts: FP8 in blocks has the names of native FP8; FP8 by channel stays plain."""
     if algorithm in ("FP8_PB_WO", "FP8_BLOCK_SCALES"):
-        leaves = frozenset({"weight", "weight_scale_inv"})
-        return VLLMModule(form="fp8_block", leaves=leaves, block=(block, block), scale_ndim=2)
+        return inverse_blocks(block, block)
     return PLAIN if algorithm == "FP8_PER_CHANNEL_PER_TOKEN" else modelopt_built(algorithm, group_size, block)
 
 

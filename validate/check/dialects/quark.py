@@ -19,6 +19,7 @@ from ....recipes.family import VLLMName
 from ....recipes.renamer import Renamer
 from ..vllm_module import PLAIN, UNKNOWN, ConfigEntry, Kind, Resolution, VLLMModule
 from .given import QuarkExport, QuarkGiven, QuarkLayer, read_given
+from .matching import left_out
 from .patterns import Entries, equal_or_regex
 from .quark_schemes import scheme_of
 
@@ -58,13 +59,9 @@ class Quark:
         parts = () if kind == "experts" else shards
         if kind == "experts" and (below := self._below(module)):
             return Resolution(built=PLAIN, entry=below)
-        if hit := self.exclude.first(module):
-            return Resolution(built=PLAIN, entry=hit)
-        hits = [self.exclude.first(shard) for shard in parts]
-        if any(hits):
-            entry = next(hit for hit in hits if hit)
-            error = "" if all(hits) else _SHARD_ERROR.format(module)
-            return Resolution(built=PLAIN, entry=entry, error=error)
+        for names in ((module,), parts):
+            if plain := left_out(names, self.exclude.first, _SHARD_ERROR.format(module)):
+                return plain
         if self.error_unless_excluded:
             return Resolution(built=UNKNOWN, entry="quantization_config", error=self.error_unless_excluded)
         choices = [self._layer(name) for name in parts or (module,)]

@@ -13,11 +13,19 @@ compared with the real classes by tests/validate/check/test_sglang.py.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ....checkpoints.stored import Form
-from ..dialects.compressed_tensors import read_arguments
+from ..dialects.compressed_tensors import (
+    FP8_FORMS,
+    MXFP4,
+    eight_bits_built,
+    integers_built,
+    nvfp4_built,
+    read_arguments,
+)
 from ..dialects.given import CompressedTensorsGiven, GivenGroup, read_given
+from ..dialects.matching import left_out
 from ..dialects.patterns import Entries
 from ..vllm_module import PLAIN, UNKNOWN, Resolution, VLLMModule
 from .asked import AskedModule, Failing
@@ -57,7 +65,7 @@ class SglangCompressedTensors:
         if asked.kind == "linear":
             return self._scheme(asked.name, asked.class_name, self.builds)
         if self.is_mxfp4:
-            return Resolution(built=_MXFP4)
+            return Resolution(built=MXFP4)
         answers = [self._scheme(f"{asked.name}.0.{last}", "FusedMoE", self.expert_builds) for last in _PROJECTIONS]
         if failed := next((answer for answer in answers if answer.error), None):
             return failed
@@ -68,16 +76,14 @@ class SglangCompressedTensors:
 
     def _head(self, name: str) -> Resolution:
         """A head is plain unless a target names it."""
-        entry, error = self._ignored(name)
+        if plain := self._ignored(name):
+            return plain
         target = next((each for each in self.targets.written if _hit(Entries([each]), name)), "")
-        if entry or error or not target:
-            return Resolution(built=PLAIN, entry=entry or "", error=error)
-        return self._built(target, self.builds)
+        return self._built(target, self.builds) if target else Resolution(built=PLAIN)
 
     def _scheme(self, name: str, class_name: str, builds: Mapping[str, VLLMModule | str]) -> Resolution:
-        entry, error = self._ignored(name)
-        if entry or error:
-            return Resolution(built=PLAIN, entry=entry or "", error=error)
+        if plain := self._ignored(name):
+            return plain
         target = self.targets.first(name) or self.targets.first_for_class(class_name) or self._of_parts(name)
         if target is None and class_name == "FusedMoE" and "Linear" in builds:
             target = "Linear"  # SGLang adds a target FusedMoE with the scheme of Linear
@@ -92,16 +98,14 @@ class SglangCompressedTensors:
             return Resolution(built=UNKNOWN, entry=target, error=built)
         return Resolution(built=built, entry=target)
 
-    def _ignored(self, name: str) -> tuple[str | None, str]:
-        """`should_ignore_layer`: the entry that hits, and the exception."""
-        last = name.rpartition(".")[2]
-        if last not in self.packed or name in self.ignore.written:
-            return _hit(self.ignore, name), ""
-        hits = [_hit(self.ignore, name.replace(last, part)) for part in self.packed[last]]
-        if any(hits) and not all(hits):
-            parts = list(self.packed[last])
-            return None, f"ValueError: Found different quantization schemes for {parts} in {name}"
-        return hits[0], ""
+    def _ignored(self, name: str) -> Resolution | None:
+        """`should_ignore_layer`."""
+        last, names, parts = name.rpartition(".")[2], [name], []
+        if last in self.packed and name not in self.ignore.written:
+            parts = [*self.packed[last]]
+            names = [name.replace(last, part) for part in parts]
+        error = f"ValueError: Found different quantization schemes for {parts} in {name}"
+        return left_out(names, partial(_hit, self.ignore), error)
 
     def _of_parts(self, name: str) -> str | None:
         """`_match_fused_layer`: the first part's target, if each part has one."""
@@ -144,9 +148,6 @@ def read_sglang_compressed_tensors(raw: Mapping[str, Any], classes: SglangClasse
     )
 
 
-_MXFP4 = VLLMModule(form="mxfp4", leaves=frozenset({"weight_packed", "weight_scale"}), group_size=32)
-
-
 def _hit(entries: Entries, name: str) -> str | None:
     """`check_equal_or_regex_match`: an entry that is no expression may also be the end of a name."""
     found = entries.first(name)
@@ -181,7 +182,7 @@ def _linear(group: GivenGroup, format_: str | None) -> VLLMModule | str:
     if weights["type"] == "int" and inputs is None and weights["strategy"] in ("channel", "group"):
         if format_ != _PACKED or weights["num_bits"] not in (4, 8):
             return "ImportError: Other method (CompressedTensorsW4A16Sparse24) is not supported now"
-        return _integers(weights)
+        return integers_built(weights)
     if format_ not in _WITH_INPUTS:
         return _NO_SCHEME
     if weights["type"] == "int":
@@ -197,7 +198,7 @@ def _experts(group: GivenGroup, format_: str | None) -> VLLMModule | str:
     if weights["type"] == "int" and inputs is None and weights["strategy"] in ("channel", "group"):
         if format_ != _PACKED or weights["num_bits"] not in (4, 8):
             return f"ValueError: For Fused MoE layers, only pack-quantized is supported (format {format_!r})"
-        return _integers(weights)
+        return integers_built(weights)
     if weights["type"] == "int":
         if inputs and weights["num_bits"] == 4 and format_ == _PACKED and inputs["num_bits"] == 8:
             return UNKNOWN
@@ -213,19 +214,6 @@ def _experts(group: GivenGroup, format_: str | None) -> VLLMModule | str:
     return _fp8(weights, inputs) or _NO_EXPERTS
 
 
-def _integers(weights: Mapping[str, Any]) -> VLLMModule:
-    leaves = {"weight_packed", "weight_scale", "weight_shape"}
-    leaves |= set() if weights["symmetric"] else {"weight_zero_point"}
-    size = weights["group_size"]
-    return VLLMModule(
-        form="int_packed",
-        leaves=frozenset(leaves),
-        optional=frozenset({"weight_g_idx"}),
-        group_size=size if weights["strategy"] == "group" and size and size > 0 else None,
-        bits=weights["num_bits"],
-    )
-
-
 def _nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> VLLMModule | str:
     fields = ("strategy", "num_bits", "type", "group_size", "symmetric")
     expected = ["tensor_group", 4, "float", 16, True]
@@ -233,27 +221,18 @@ def _nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> VLLM
         if inputs is None:
             return _NO_SCHEME
         return "NotImplementedError: Activation-quantized float4 is only supported in the NVFP4 layout"
-    leaves = {"weight_packed", "weight_scale", "weight_global_scale"} | ({"input_global_scale"} if inputs else set())
-    return VLLMModule(form="nvfp4", leaves=frozenset(leaves), group_size=16)
+    return nvfp4_built(has_inputs=bool(inputs))
 
 
 def _fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> VLLMModule | None:
     strategy = weights["strategy"]
-    forms: dict[str, Form] = {"tensor": "fp8_tensor", "channel": "fp8_channel", "block": "fp8_block"}
-    if strategy not in forms or not weights["symmetric"] or weights["dynamic"]:
+    if strategy not in FP8_FORMS or not weights["symmetric"] or weights["dynamic"]:
         return None
     is_static = inputs is not None and not inputs["dynamic"]
     is_plain_static = is_static and inputs is not None and inputs["strategy"] == "tensor" and inputs["symmetric"]
     if strategy == "block" and (inputs is None or (is_static and not is_plain_static)):
         return None
-    leaves = {"weight", "weight_scale"} | ({"input_scale"} if is_static else set())
-    rows, columns = weights["block_structure"] or (128, 128)
-    return VLLMModule(
-        form=forms[strategy],
-        leaves=frozenset(leaves),
-        block=(rows, columns) if strategy == "block" else None,
-        scale_ndim=0 if strategy == "tensor" else 2,
-    )
+    return eight_bits_built(FP8_FORMS[strategy], weights, is_static=is_static)
 
 
 def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> VLLMModule | None:
@@ -264,5 +243,4 @@ def _int8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> VLLMM
     static = inputs["strategy"] == "tensor" and not inputs["dynamic"]
     if not static and not (inputs["strategy"] == "token" and inputs["dynamic"]):
         return None
-    leaves = {"weight", "weight_scale"} | ({"input_scale"} if static else set())
-    return VLLMModule(form="int8", leaves=frozenset(leaves), scale_ndim=2 if weights["strategy"] == "channel" else 0)
+    return eight_bits_built("int8", weights, is_static=static)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from ..dialects.fp8 import fp8_built
 from ..dialects.given import Fp8Given, read_given
 from ..vllm_module import PLAIN, UNKNOWN, Resolution, VLLMModule
 from .asked import AskedModule, Failing
@@ -58,17 +59,10 @@ def read_sglang_fp8(raw: Mapping[str, Any], classes: SglangClasses, *, is_v4: bo
     if given.activation_scheme not in ("static", "dynamic"):
         error = f"ValueError: Unsupported activation scheme {given.activation_scheme}"
         return Failing(method="fp8", error=error)
-    if block := given.weight_block_size:
-        if given.activation_scheme != "dynamic":
-            error = "ValueError: The block-wise quantization only supports dynamic activation scheme"
-            return Failing(method="fp8", error=error)
-        leaves = frozenset({"weight", "weight_scale_inv"})
-        linear = VLLMModule(form="fp8_block", leaves=leaves, block=block, scale_ndim=2)
-    else:
-        leaves = frozenset(
-            {"weight", "weight_scale", *(("input_scale",) if given.activation_scheme == "static" else ())}
-        )
-        linear = VLLMModule(form="fp8_tensor", leaves=leaves)
+    if given.weight_block_size and given.activation_scheme != "dynamic":
+        error = "ValueError: The block-wise quantization only supports dynamic activation scheme"
+        return Failing(method="fp8", error=error)
+    linear = fp8_built(given)
     if is_v4:
         linear = replace(linear, renames=MappingProxyType({"scale": "weight_scale_inv"}))
     return SglangFp8(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dialects.given import ModelOptGiven, read_given
-from ..dialects.modelopt import modelopt_built
+from ..dialects.modelopt import inverse_blocks, modelopt_built
 from ..vllm_module import PLAIN, UNKNOWN, Resolution, VLLMModule
 from .asked import AskedModule, Failing
 from .classes import Packed, SglangClasses, WeightsMapper
@@ -60,8 +60,7 @@ class SglangModelOpt:
 
     def _of(self, algorithm: str) -> VLLMModule:
         if algorithm in _BLOCKS:
-            leaves = frozenset({"weight", "weight_scale_inv"})
-            return VLLMModule(form="fp8_block", leaves=leaves, block=(self.block, self.block), scale_ndim=2)
+            return inverse_blocks(self.block, self.block)
         known = algorithm in ("FP8", "MXFP8", *_FOUR_BITS)
         return modelopt_built(algorithm, self.group_size, self.block) if known else PLAIN
 

@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from ..dialects.given import QuarkGiven, QuarkLayer, read_given
+from ..dialects.matching import left_out
 from ..dialects.patterns import Entries
 from ..dialects.quark import quark_built
 from ..vllm_module import PLAIN, UNKNOWN, Resolution, VLLMModule
@@ -50,10 +51,9 @@ class SglangQuark:
         if hit := self.exclude.first(asked.name) or self._below(asked.name):
             return Resolution(built=PLAIN, entry=hit)
         parts = [asked.name.replace(asked.last, part) for part in self.packed.get(asked.last, ())]
-        hits = [self.exclude.first(part) for part in parts]
-        if hits and any(hits):
-            error = "" if all(hits) else f"ValueError: Found different quantization schemes in {asked.name}"
-            return Resolution(built=PLAIN, entry=hits[0] or "", error=error)
+        error = f"ValueError: Found different quantization schemes in {asked.name}"
+        if plain := left_out(parts, self.exclude.first, error):
+            return plain
         choices = [self._layer(part) for part in parts or [asked.name]]
         if any(choice != choices[0] for choice in choices):
             error = f"ValueError: Found a different quantization configuration in {asked.name}"
