@@ -26,7 +26,7 @@ from .dialects.patterns import time_limit
 from .runtime_view import RuntimeView
 from .sglang.rules import judge as judge_for_sglang
 from .stored_view import StoredView
-from .without_family import facts_without_family, objections_without_family
+from .without_family import facts_of, facts_without_family, objections_without_family
 
 Rule = Callable[[RuntimeView], Iterator[Objection]]
 RULES: tuple[Rule, ...] = (
@@ -196,26 +196,15 @@ def _refused(path: str, rule: str, refusal: KeepMTPError) -> CheckData:
 
 
 def _facts(runtime: RuntimeView) -> CheckpointFacts:
-    entries = runtime.source.entries
-    mtp = [module for module in runtime.modules if module.part == "mtp"]
-    weights = [member.weight for module in mtp for member in module.members if len(member.weight.shape) >= 2]
-    forms = {weight.weight.dtype if weight.form == "plain" else weight.form for weight in weights}
-    return CheckpointFacts(
+    mtp = (module for module in runtime.modules if module.part == "mtp")
+    num_mtp_tensors = 0
+    for name, place in runtime.placed.items():
+        if place.part == "mtp":
+            num_mtp_tensors += len(runtime.weights[name].parts) if name in runtime.weights else 1
+    return facts_of(
+        runtime,
+        (member.weight for module in mtp for member in module.members),
+        num_mtp_tensors=num_mtp_tensors,
         family=runtime.view.family.model_type,
-        dialect=shortened(runtime.dialect.name),
-        num_tensors=len(entries),
-        num_bytes=sum(entry.num_bytes for entry in entries.values()),
-        num_mtp_tensors=_count_mtp(runtime),
         num_mtp_layers=len(runtime.found),
-        mtp_forms=tuple(sorted(forms)),
     )
-
-
-def _count_mtp(runtime: RuntimeView) -> int:
-    weights = sum(
-        len(weight.parts)
-        for module, weight in runtime.weights.items()
-        if (place := runtime.placed.get(module)) and place.part == "mtp"
-    )
-    others = sum(1 for entry in runtime.others if (place := runtime.placed.get(entry.name)) and place.part == "mtp")
-    return weights + others

@@ -19,9 +19,20 @@ Problem = tuple[str, str, str]
 """(leaf, what happens, cure)"""
 
 
+def leaves_built(built: VLLMModule, weight: StoredWeight) -> Mapping[str, Entry]:
+    """The weight's tensors by the names of vLLM's parameters."""
+    return {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
+
+
+def name_of_leaf(built: VLLMModule, weight: StoredWeight, leaf: str) -> str:
+    """The tensor on disk of a parameter, also of one that is not there."""
+    entry = leaves_built(built, weight).get(leaf)
+    return f"{weight.module}.{leaf}" if entry is None else entry.name
+
+
 def layout_problem(built: VLLMModule, weight: StoredWeight) -> Problem | None:
     """A dtype or shape that vLLM's parameter does not have."""
-    parts = {built.renames.get(leaf, leaf): entry for leaf, entry in weight.parts.items()}
+    parts = leaves_built(built, weight)
     if built.form in ("gptq", "awq"):
         return _transposed_problem(built, parts)
     return _weight_problem(built, parts) or _scale_problem(built, parts) or _scalar_problem(parts)

@@ -7,7 +7,7 @@ the rules here say which entry to look at.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...checkpoints.companions import HF_QUANT_CONFIG
@@ -279,16 +279,22 @@ def own_code_is_known(runtime: RuntimeView) -> Iterator[Objection]:
 
     An `auto_map` alone says nothing: a quantized release may keep the key without the files.
     """
-    here = [name for name in runtime.source.code if "/" not in name]
     elsewhere = sorted(_repositories_of(runtime.source.config))
-    if here or elsewhere:
+    cure = "Serve it without --trust-remote-code, since vLLM has a class of its own for this family; or read it"
+    yield from own_code(runtime, elsewhere, cure)
+
+
+def own_code(view: StoredView, elsewhere: Sequence[str], cure: str) -> Iterator[Objection]:
+    """Python in the same folder as the weights, and the words of config.json that take it from elsewhere."""
+    code = [name for name in view.source.code if "/" not in name] + [*elsewhere]
+    if code:
         yield objection(
             rule="own-code",
             severity="warning",
-            where=(here or elsewhere)[0],
+            where=code[0],
             says="is code of the checkpoint: vLLM runs what auto_map names with --trust-remote-code, and only then",
-            cure="Serve it without --trust-remote-code, since vLLM has a class of its own for this family; or read it",
-            count=len(here) + len(elsewhere),
+            cure=cure,
+            count=len(code),
         )
 
 

@@ -9,14 +9,14 @@ and never writes its scale.
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from ...checkpoints.stored import FP8, StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ...recipes.family_view import FamilyView
 from ..facts.findings import Objection, objection
 from .dialects.compressed_tensors import CompressedTensors
-from .layouts import Problem, layout_problem
+from .layouts import Problem, layout_problem, leaves_built, name_of_leaf
 from .rules_rows import is_put_in_order
 from .runtime_view import Member, Module, RuntimeView
 from .vllm_module import VLLMModule
@@ -164,7 +164,6 @@ def _compare(runtime: RuntimeView, module: Module, member: Member) -> Iterator[O
     built, weight = module.resolution.built, member.weight
     if built.form == "plain" and weight.form == "plain":
         return
-    leaves = {built.renames.get(leaf, leaf) for leaf in weight.parts}
     by = decided(runtime, module)
     if built.form == "plain":
         says = (
@@ -182,10 +181,11 @@ def _compare(runtime: RuntimeView, module: Module, member: Member) -> Iterator[O
         cure = ignore_cure(runtime, module)
         cause = f"built packed {module.part} {built.form} {module.resolution.entry}"
         where = weight.weight.name
-    elif problem := _leaves_problem(runtime.view, module, built, leaves) or layout_problem(built, weight):
+    elif problem := _leaves_problem(runtime.view, module, built, leaves_built(built, weight).keys()) or layout_problem(
+        built, weight
+    ):
         leaf, said, cure = problem
-        disk_leaf = next((name for name in weight.parts if built.renames.get(name, name) == leaf), "")
-        where = weight.parts[disk_leaf].name if disk_leaf else HFName(f"{weight.module}.{leaf}")
+        where = name_of_leaf(built, weight, leaf)
         says = f"vLLM builds {module.name} as {built.form} ({by}); {said}"
         cause = f"{module.part} {built.form} {leaf} {re.sub(r'[0-9]+', '*', said)}"
     else:
@@ -194,7 +194,7 @@ def _compare(runtime: RuntimeView, module: Module, member: Member) -> Iterator[O
     yield objection(rule="form", severity="error", where=where, says=says, cure=cure, cause=cause)
 
 
-def _leaves_problem(view: FamilyView, module: Module, built: VLLMModule, leaves: set[str]) -> Problem | None:
+def _leaves_problem(view: FamilyView, module: Module, built: VLLMModule, leaves: Set[str]) -> Problem | None:
     """A tensor too few or too many."""
     optional = set(built.optional)
     if view.family.loader.unknown_name == "KeyError" and module.part == "mtp":

@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ...checkpoints.safetensors_file import Entry
 from ...checkpoints.stored import OTHER_LEAVES, SCALE_LEAVES, WEIGHT_LEAVES
 from ...recipes.family import HFName, Part
 from ...recipes.family_view import Place
@@ -120,16 +121,20 @@ def _extra_layers(runtime: RuntimeView, extra: list[int]) -> Objection:
 def mtp_file_is_indexed(runtime: RuntimeView) -> Iterator[Objection]:
     """Files that the index does not list are not read: R6; F4, F9."""
     for entry in runtime.source.unindexed.values():
-        is_mtp = runtime.is_mtp_name(entry.name)
-        yield objection(
-            rule="unindexed",
-            severity="error" if is_mtp else "warning",
-            where=entry.name,
-            says=f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM does not read it"
-            + (", so the draft is missing" if is_mtp else ""),
-            cure=f"Add the tensors of {entry.file} to the index" + ("" if is_mtp else ", or remove the file"),
-            cause=f"{is_mtp} {entry.file}",
-        )
+        yield unindexed(entry, is_mtp=runtime.is_mtp_name(entry.name))
+
+
+def unindexed(entry: Entry, *, is_mtp: bool) -> Objection:
+    """A tensor in a file that the index does not list."""
+    return objection(
+        rule="unindexed",
+        severity="error" if is_mtp else "warning",
+        where=entry.name,
+        says=f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM does not read it"
+        + (", so the draft is missing" if is_mtp else ""),
+        cure=f"Add the tensors of {entry.file} to the index" + ("" if is_mtp else ", or remove the file"),
+        cause=f"{is_mtp} {entry.file}",
+    )
 
 
 def mtp_glue_is_complete(runtime: RuntimeView) -> Iterator[Objection]:

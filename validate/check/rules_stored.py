@@ -10,14 +10,15 @@ says, and only a family knows which.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from ...checkpoints.stored import SCALE_LEAVES, TRANSPOSED_LEAVES, StoredWeight
 from ...recipes.family import HFName, VLLMName
 from ..facts.findings import Objection, objection
-from .layouts import Problem, layout_problem
-from .rules_config import index_size_is_sane
+from .layouts import Problem, layout_problem, leaves_built, name_of_leaf
+from .rules_config import index_size_is_sane, own_code
 from .rules_kv import is_kv_scale
+from .rules_mtp import unindexed
 from .stored_view import StoredView
 from .vllm_module import Kind, Resolution, UnknownDialect, VLLMModule
 from .words import resolution_cure
@@ -129,28 +130,12 @@ def layers_are_there(view: StoredView) -> Iterator[Objection]:
 def files_are_indexed(view: StoredView) -> Iterator[Objection]:
     """Files that the index does not list are not read."""
     for entry in view.source.unindexed.values():
-        yield objection(
-            rule="unindexed",
-            severity="warning",
-            where=entry.name,
-            says=f"lies in {entry.file}, which model.safetensors.index.json does not list: vLLM does not read it",
-            cure=f"Add the tensors of {entry.file} to the index, or remove the file",
-            cause=entry.file,
-        )
+        yield unindexed(entry, is_mtp=False)
 
 
 def own_code_is_told(view: StoredView) -> Iterator[Objection]:
     """Python that the checkpoint brings: it would run as whoever serves it."""
-    here = [name for name in view.source.code if "/" not in name]
-    if here:
-        yield objection(
-            rule="own-code",
-            severity="warning",
-            where=here[0],
-            says="is code of the checkpoint: vLLM runs what auto_map names with --trust-remote-code, and only then",
-            cure="Read it before you serve it with --trust-remote-code",
-            count=len(here),
-        )
+    yield from own_code(view, (), "Read it before you serve it with --trust-remote-code")
 
 
 RULES = (
@@ -271,23 +256,21 @@ def _built_plain(view: StoredView, weight: StoredWeight, answer: Resolution) -> 
 
 def _misfit(view: StoredView, weight: StoredWeight, built: VLLMModule) -> Iterator[Objection]:
     """A tensor too few or too many, or one of another type or shape."""
-    leaves = {built.renames.get(leaf, leaf) for leaf in weight.parts}
-    problem = _leaves_problem(built, leaves) or layout_problem(built, weight)
+    problem = _leaves_problem(built, leaves_built(built, weight).keys()) or layout_problem(built, weight)
     if problem is None:
         return
     leaf, said, cure = problem
-    disk = next((name for name in weight.parts if built.renames.get(name, name) == leaf), "")
     yield objection(
         rule="form",
         severity="error",
-        where=weight.parts[disk].name if disk else f"{weight.module}.{leaf}",
+        where=name_of_leaf(built, weight, leaf),
         says=f"{view.dialect.name} builds {built.form} here; {said}",
         cure=cure,
         cause=f"{built.form} {leaf} {said}",
     )
 
 
-def _leaves_problem(built: VLLMModule, leaves: set[str]) -> Problem | None:
+def _leaves_problem(built: VLLMModule, leaves: Set[str]) -> Problem | None:
     has_slot = {"input_global_scale"} if built.form == "nvfp4" else set[str]()  # experts of NVFP4A16
     if missing := sorted(built.leaves - leaves):
         return missing[0], f"{missing[0]} is not in the checkpoint: vLLM raises, or leaves it uninitialised", _AGAIN

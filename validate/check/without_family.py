@@ -6,6 +6,9 @@ Easy to get wrong: most such models have no MTP block and never had one. That is
 warning; a block that nobody drafts with, or that keepmtp cannot judge, is an error as ever.
 """
 
+from collections.abc import Iterable
+
+from ...checkpoints.stored import StoredWeight
 from ...recipes.errors import KeepMTPError, shortened
 from ...recipes.families import promises_mtp
 from ...recipes.families._drafted import is_drafted
@@ -30,15 +33,30 @@ def objections_without_family(view: StoredView, refusal: KeepMTPError) -> list[O
 
 def facts_without_family(view: StoredView) -> CheckpointFacts:
     """What the checkpoint is; its MTP tensors are those whose names say so."""
+    names = view.source.entries.keys() & names_of_mtp(view)
+    weights = (weight for weight in view.weights.values() if names & set(weight.names()))
+    return facts_of(view, weights, num_mtp_tensors=len(names))
+
+
+def facts_of(
+    view: StoredView,
+    mtp: Iterable[StoredWeight],
+    *,
+    num_mtp_tensors: int,
+    family: str = "",
+    num_mtp_layers: int = 0,
+) -> CheckpointFacts:
+    """The facts of a checkpoint, by the weights of its MTP block."""
+    matrices = (weight for weight in mtp if len(weight.shape) >= 2)
+    forms = {weight.weight.dtype if weight.form == "plain" else weight.form for weight in matrices}
     entries = view.source.entries
-    names = {name for name in names_of_mtp(view) if name in entries}
-    weights = [weight for weight in view.weights.values() if names & set(weight.names()) and len(weight.shape) >= 2]
-    forms = {weight.weight.dtype if weight.form == "plain" else weight.form for weight in weights}
     return CheckpointFacts(
+        family=family,
         dialect=shortened(view.dialect.name),
         num_tensors=len(entries),
         num_bytes=sum(entry.num_bytes for entry in entries.values()),
-        num_mtp_tensors=len(names),
+        num_mtp_tensors=num_mtp_tensors,
+        num_mtp_layers=num_mtp_layers,
         mtp_forms=tuple(sorted(forms)),
     )
 

@@ -12,7 +12,7 @@ from functools import partial
 from ....checkpoints.stored import StoredWeight
 from ...facts.findings import Objection, objection
 from .. import rules_mtp
-from ..layouts import layout_problem
+from ..layouts import layout_problem, leaves_built
 from ..runtime_view import Member, RuntimeView
 from ..vllm_module import VLLMModule
 from .asked import Failing, Unread
@@ -267,7 +267,7 @@ def _unwritten(built: VLLMModule) -> str:
 
 def _leaves_problem(built: VLLMModule, weight: StoredWeight) -> str:
     """A tensor too few or too many, or of another shape."""
-    have = {built.renames.get(leaf, leaf) for leaf in weight.parts}
+    have = leaves_built(built, weight).keys()
     if extra := sorted(have - built.leaves - built.optional):
         return f"it has no parameter for {extra[0]} and passes over it"
     if missing := sorted(built.leaves - have):
