@@ -92,6 +92,7 @@ def serve_check(
     from ..checkpoints.record import RECORD
     from ..checkpoints.source import open_source, small_file
     from ..checkpoints.source_of import original_of
+    from ..validate.facts.binomial import refuse_without_scipy
     from ..validate.facts.results import report_folder
     from ..validate.measure import serve_check as measure
     from ..validate.measure.harness import Setup, ks_up_to
@@ -106,7 +107,7 @@ def serve_check(
     vllm = chosen_vllm(any_vllm=any_vllm)
     if vllm.build == "cpu":  # which refuses some checkpoints only when it is asked to serve them
         require_extra("a BF16 copy, for what vLLM's CPU build has no kernel for,", "quantize")
-    require_extra("keepmtp serve-check", "report")  # its gate has exact limits
+    refuse_without_scipy()  # its gate has exact limits
     asked = PROMPTS if prompts is None else read_prompts(prompts)
     opened = open_source(path)
     limits = limits_in(small_file(opened, RECORD), cure=f"Restore the {RECORD} that keepmtp wrote")

@@ -13,9 +13,11 @@ its upper limit too, that is the exact limit of the one. The tests count out how
 
 import math
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
-from ...recipes.extras import require_extra
+from ...recipes.errors import RecipeError
+from ...recipes.extras import install_command
 
 
 def limits(successes: float, trials: float, confidence: float) -> tuple[float, float]:
@@ -78,14 +80,21 @@ def student(confidence: float, freedom: int) -> float:
     return float(_special().stdtrit(freedom, confidence))
 
 
-@cache
-def _special() -> Any:
-    """scipy's functions that its distributions use: `scipy.stats` itself takes a second to import.
+def refuse_without_scipy() -> None:
+    """Refuse where no limit can be computed.
 
     Raises:
-        RecipeError: scipy is not installed.
+        RecipeError: says how scipy is installed.
     """
-    require_extra("the limits of a measured share", "report")
+    if find_spec("scipy") is None:
+        cure = f"Run {install_command('report')}"
+        raise RecipeError("the limits of a measured share", "need scipy", got="no scipy", cure=cure)
+
+
+@cache
+def _special() -> Any:
+    """scipy's functions that its distributions use: `scipy.stats` itself takes a second to import."""
+    refuse_without_scipy()
     from scipy import special
 
     return special

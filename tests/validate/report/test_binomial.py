@@ -4,6 +4,7 @@ from functools import cache
 from math import exp, lgamma, log, log1p
 
 import pytest
+from keepmtp.recipes.errors import RecipeError
 from keepmtp.validate.facts import binomial
 from keepmtp.validate.facts.binomial import difference_limits, limits, ratio_limits
 from scipy.stats import binom
@@ -19,6 +20,13 @@ def test_the_limits_are_those_of_the_binomial_distribution(successes, trials, co
     lower, upper = limits(successes, trials, confidence)
     assert binom.sf(successes - 1, trials, lower) == pytest.approx(1 - confidence if successes else 1.0, rel=1e-6)
     assert binom.cdf(successes, trials, upper) == pytest.approx(1 - confidence if successes < trials else 1.0, rel=1e-6)
+
+
+def test_without_scipy_one_sentence_says_so(monkeypatch):
+    binomial._special.cache_clear()
+    monkeypatch.setattr(binomial, "find_spec", lambda _: None)
+    with pytest.raises(RecipeError, match=r"measured share: need scipy; got no scipy\. Run .*keepmtp\[report\]"):
+        limits(3, 10, 0.95)
 
 
 def test_counts_may_be_fractions():
